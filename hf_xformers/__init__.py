@@ -1,0 +1,57 @@
+"""Every Transformer variant of *A Survey of Transformers* as a first-class citizen of the Hugging Face ecosystem.
+
+Importing this package makes all variants known to transformers' Auto classes. Names are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from . import _registration
+
+__version__ = "0.1.0"
+
+_registration.install()
+
+# public name -> module that defines it; names of variants are found by their prefix
+_NAMES = {
+    "XFormerConfig": "configuration_xformer",
+    "Spec": "components",
+    "register": "components",
+    "build_spec": "components",
+    "make_family": "families",
+    "VariantInfo": "families",
+}
+
+
+def _variant_module(name: str) -> str | None:
+    """The variant file that defines a class such as `XFBertForMaskedLM`, by the name alone."""
+    from .variants import model_types
+
+    if name.startswith("XFormer"):
+        return "hf_xformers.variants.xformer"
+    if not name.startswith("XF"):
+        return None
+    lowered = name[2:].lower()
+    fits = [
+        (len(model_type), module)
+        for model_type, module in model_types().items()
+        if lowered.startswith(model_type.removeprefix("xf_").replace("_", ""))
+    ]
+    return max(fits)[1] if fits else None
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
+    module = None if name.startswith("_") else _variant_module(name)
+    if module is not None:
+        found = getattr(importlib.import_module(module), name, None)
+        if found is not None:
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_NAMES])

@@ -1,0 +1,93 @@
+"""Makes every variant known to transformers' Auto classes as soon as those exist, without importing torch for it.
+
+transformers imports torch only when its Auto classes are first used. Importing `hf_xformers` keeps to that: it enters
+the model types with lazy values, at once if the Auto classes are loaded already, else right after they load.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import ItemsView, Iterator, ValuesView
+from typing import Any
+
+_AUTO = "transformers.models.auto.configuration_auto"
+
+
+class LazyVariants(dict):
+    """Model type -> config class; a value is imported when it is first read."""
+
+    def __init__(self, existing: dict[str, Any], modules: dict[str, str]):
+        super().__init__(existing)
+        self._modules = {name: module for name, module in modules.items() if name not in existing}
+
+    def __missing__(self, key: str) -> Any:
+        module = self._modules[key]  # KeyError for an unknown model type, as from any dict
+        importlib.import_module(module)  # registers, which stores the class here
+        return dict.__getitem__(self, key)
+
+    def __contains__(self, key: object) -> bool:
+        return dict.__contains__(self, key) or key in self._modules
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*dict.keys(self), *(name for name in self._modules if not dict.__contains__(self, name))])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def keys(self):  # type: ignore[override]
+        return list(iter(self))
+
+    def values(self) -> ValuesView:  # type: ignore[override]
+        return {key: self[key] for key in self}.values()
+
+    def items(self) -> ItemsView:  # type: ignore[override]
+        return {key: self[key] for key in self}.items()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default
+
+    def __reduce__(self):
+        return (dict, (dict(self.items()),))
+
+
+def _enter(auto_module: Any) -> None:
+    from .variants import model_types
+
+    mapping = auto_module.CONFIG_MAPPING
+    if isinstance(getattr(mapping, "_extra_content", None), dict):
+        mapping._extra_content = LazyVariants(mapping._extra_content, model_types())
+    else:  # another release of transformers keeps its entries elsewhere: register through the front door
+        for module in model_types().values():
+            importlib.import_module(module)
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Runs [`_enter`] once, right after transformers' Auto configs are imported."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname != _AUTO:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return None
+        loader = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            _enter(module)
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def install() -> None:
+    """Called once by the package's import."""
+    if _AUTO in sys.modules:
+        _enter(sys.modules[_AUTO])
+    else:
+        sys.meta_path.insert(0, _AfterImport())

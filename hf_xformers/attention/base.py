@@ -1,0 +1,179 @@
+"""The attention contract and what all mechanisms share: projections, rotation, cache, cross-attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from ..components import Spec
+from ..initialization import start_projections
+from ..context import LayerContext, SublayerOutput, self_attention_cache
+
+
+class Attention(nn.Module):
+    """Multi-head attention up to the mechanism itself.
+
+    A mechanism implements [`Attention.attend`] on per-head tensors (and [`Attention.prepare`] for what all layers can
+    share); one with other projections or another state overrides more. Contract, for every mechanism:
+
+    - padding comes as a boolean mask [B, S], True = real token; causality from the context;
+    - no padded or later position changes a valid output, at any length, 1 and odd ones included; a row whose keys are
+      all padding gives zeros, in the gradient as well;
+    - the literal equation runs when attention weights are wanted or `attn_implementation="eager"`, with the same
+      parameters and the same result as the fast path;
+    - with a cache, token by token equals the whole sequence at once.
+    """
+
+    def __init__(self, config, spec: AttentionSpec, *, layer_idx: int, cross: bool = False):
+        super().__init__()
+        self.config, self.spec, self.layer_idx, self.cross = config, spec, layer_idx, cross
+        width, self.head_dim = config.hidden_size, config.head_width
+        self.num_heads, self.num_key_value_heads = config.num_attention_heads, config.key_value_heads
+        self.num_key_value_groups = self.num_heads // self.num_key_value_heads
+        self.is_causal = config.is_decoder and not cross
+        self.scaling = self.head_dim**-0.5 if spec.scale is None else spec.scale
+        self.dropout = config.attention_probs_dropout_prob
+        self.q_proj = nn.Linear(width, self.num_heads * self.head_dim, bias=spec.bias)
+        self.k_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
+        self.v_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, width, bias=spec.bias)
+
+    # ------------------------------------------------------------------------------------------- for mechanisms
+
+    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+        """Called once per forward call and layer before the first layer runs: put into `context.shared` what layers
+        can share, under a key that names it, unless it is there already. What carries gradients goes into
+        `context.streams` instead."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+        """query [B, H, T, d], key and value [B, K, S, d] -> (output [B, T, H, d], weights [B, H, T, S] or None)."""
+        raise NotImplementedError
+
+    def wants_weights(self, context: LayerContext) -> bool:
+        """Whether the literal path must run."""
+        return context.output_attentions or context.implementation == "eager"
+
+    def initialize(self, config, init) -> None:
+        """Projections as the config's initializer says (the generic rule has run before)."""
+        start_projections(config, init, inputs=(self.k_proj, self.v_proj), output=self.o_proj)
+        if config.initializer == "t5":  # the query carries the 1 / sqrt(d) that T5's scores lack
+            std = config.initializer_factor * (config.hidden_size * self.head_dim) ** -0.5
+            init.normal_(self.q_proj.weight, mean=0.0, std=std)
+
+    # ------------------------------------------------------------------------------------------- shared machinery
+
+    def heads(self, projected: Tensor) -> Tensor:
+        """[B, T, heads * d] -> [B, heads, T, d]."""
+        return projected.view(*projected.shape[:-1], -1, self.head_dim).transpose(1, 2)
+
+    def project_self(
+        self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache | None, step: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, and the keys and values of all tokens seen so far."""
+        query = self.heads(self.q_proj(hidden_states))
+        key, value = self.heads(self.k_proj(hidden_states)), self.heads(self.v_proj(hidden_states))
+        rotation = context.shared.get("rotation")
+        if rotation is not None:
+            query, key = rotation(query), rotation(key)
+        cache = self_attention_cache(past_key_values)
+        if cache is not None:
+            key, value = cache.update(key, value, step)
+        return query, key, value
+
+    def project_cross(
+        self, hidden_states: Tensor, memory: Tensor, past_key_values: Cache | None, step: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of the tokens, and keys and values of the memory [B, S, D], computed once per generated text."""
+        query = self.heads(self.q_proj(hidden_states))
+        cached = isinstance(past_key_values, EncoderDecoderCache)
+        if cached and past_key_values.is_updated.get(step):
+            layer = past_key_values.cross_attention_cache.layers[step]
+            return query, layer.keys, layer.values
+        key, value = self.heads(self.k_proj(memory)), self.heads(self.v_proj(memory))
+        if cached:
+            key, value = past_key_values.cross_attention_cache.update(key, value, step)
+            past_key_values.is_updated[step] = True
+        return query, key, value
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        step: int | None = None,
+    ) -> SublayerOutput:
+        """hidden_states [B, T, D] (and, for cross-attention, memory [B, S, D]) -> [B, T, D].
+
+        step: execution step, which is the cache slot; `None`: this layer's index.
+        """
+        step = self.layer_idx if step is None else step
+        if self.cross:
+            query, key, value = self.project_cross(hidden_states, memory, past_key_values, step)
+        else:
+            query, key, value = self.project_self(hidden_states, context, past_key_values, step)
+        output, weights = self.attend(query, key, value, context)
+        output = self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
+        return SublayerOutput(output, weights)
+
+
+@dataclass(kw_only=True)
+class AttentionSpec(Spec):
+    """Base of attention specs: fields every mechanism has, and what it can do.
+
+    bias: biases on the projections. scale: factor on scores (`None`: 1 / sqrt(head width); T5: 1.0).
+    """
+
+    causal: ClassVar[bool] = True
+    bidirectional: ClassVar[bool] = True
+    cross: ClassVar[bool] = False
+    score_bias: ClassVar[bool] = False
+    rotation: ClassVar[bool] = True
+    explicit_mask: ClassVar[bool] = False
+    packed: ClassVar[bool] = False
+    why_not_causal: ClassVar[str] = ""
+
+    bias: bool = True
+    scale: float | int | None = None
+
+
+def literal_softmax_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale * Q K^T + bias) V with masked pairs excluded, written out.
+
+    query [B, H, T, d], key and value [B, K, S, d] (K divides H); mask [B or 1, 1 or H, T or 1, S] boolean, True = may
+    attend; bias broadcastable to [B, H, T, S] -> output [B, T, H, d], weights [B, H, T, S]. A row that may attend to
+    nothing has zero weights and zero output.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = torch.matmul(query, key.transpose(-1, -2)) * scaling
+    if bias is not None:
+        scores = scores + bias
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    weights = (
+        torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        if scores.dtype != torch.float64
+        else torch.softmax(scores, dim=-1)
+    )
+    if mask is not None:
+        weights = weights.masked_fill(~mask, 0.0)
+    dropped = nn.functional.dropout(weights, dropout) if dropout else weights
+    return torch.matmul(dropped, value).transpose(1, 2), weights
+
+
+__all__ = ["Attention", "AttentionSpec", "literal_softmax_attention"]

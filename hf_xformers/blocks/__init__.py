@@ -1,0 +1,1 @@
+"""Slot `block`: how sublayers are arranged in a layer."""

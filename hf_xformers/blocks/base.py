@@ -1,0 +1,106 @@
+"""A layer is an ordered list of sublayers; a block component says which."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..components import Spec
+from ..context import LayerContext, add_losses
+
+
+@dataclass(frozen=True)
+class SublayerPlan:
+    """One sublayer of a layer: its attribute name, what it does, and the factor on its output."""
+
+    name: str
+    kind: Literal["attention", "cross_attention", "feedforward"]
+    residual_scale: float = 1.0
+
+
+class BlockSpec(Spec):
+    """Base of block specs."""
+
+    def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:
+        """The sublayers of layer `layer_idx`, in order; `cross`: the tower reads a memory."""
+        raise NotImplementedError
+
+    def build(self, config, **where) -> XFormerLayer:
+        return XFormerLayer(config, self, **where)
+
+
+class XFormerLayer(GradientCheckpointingLayer):
+    """One layer: for each planned sublayer f, `x = leave(x, f(enter(x)))` with the config's residual frame.
+
+    Sublayer functions stand under their planned names (`attention.q_proj`, `feedforward.up_proj`), their frames beside them
+    (`attention_residual.norm`). The layer knows nothing about its depth: `step` is an argument, so one layer can run at
+    many depths.
+    """
+
+    def __init__(self, config, block: BlockSpec, *, layer_idx: int, cross: bool = False):
+        super().__init__()
+        self.plan = tuple(block.plan(config, layer_idx, cross))
+        for entry in self.plan:
+            self.add_module(entry.name, self._build(config, entry, layer_idx))
+            frame = config.residual.build(config, scale=entry.residual_scale, layer_idx=layer_idx)
+            self.add_module(f"{entry.name}_residual", frame)
+
+    @staticmethod
+    def _build(config, entry: SublayerPlan, layer_idx: int):
+        if entry.kind == "feedforward":
+            return config.feedforward.build(config, layer_idx=layer_idx)
+        if entry.kind == "cross_attention":
+            return config.cross_attention.build(config, layer_idx=layer_idx, cross=True)
+        return config.attention.build(config, layer_idx=layer_idx)
+
+    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+        """Lets every sublayer put what can be shared into the context."""
+        for entry in self.plan:
+            prepare = getattr(getattr(self, entry.name), "prepare", None)
+            if prepare is not None:
+                prepare(context, past_key_values)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        memory: Tensor | None = None,
+        *stream_tensors: Tensor,
+        context: LayerContext,
+        step: int,
+        stream_names: tuple[str, ...] = (),
+        past_key_values: Cache | None = None,
+    ) -> tuple:
+        """hidden_states [B, T, D], memory [B, S, D] and any streams of the layer below -> a flat tuple
+        `(hidden_states, stream names, loss names, *streams, *losses)`, which [`unpack_layer`] reads.
+
+        Tensors that carry gradients are positional on the way in and flat on the way out: reentrant checkpointing
+        follows only those.
+        """
+        streams = dict(zip(stream_names, stream_tensors, strict=True))
+        context = context.with_streams(streams)
+        losses: dict[str, Tensor] = {}
+        for entry in self.plan:
+            function, frame = getattr(self, entry.name), getattr(self, f"{entry.name}_residual")
+            if entry.kind == "cross_attention" and memory is None:
+                continue  # a decoder that is used without an encoder
+            entered = frame.enter(hidden_states)
+            if entry.kind == "feedforward":
+                result = function(entered, context)
+            else:
+                read = memory if entry.kind == "cross_attention" else None
+                result = function(entered, context, memory=read, past_key_values=past_key_values, step=step)
+            hidden_states = frame.leave(hidden_states, result.output, result.gate)
+            add_losses(losses, result.aux_losses)
+            streams.update(result.streams or {})
+        return (hidden_states, tuple(streams), tuple(losses), *streams.values(), *losses.values())
+
+
+def unpack_layer(output: tuple) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """A layer's flat output -> (hidden_states, streams by name, auxiliary losses by name)."""
+    hidden_states, stream_names, loss_names, *tensors = output
+    streams = dict(zip(stream_names, tensors[: len(stream_names)], strict=True))
+    return hidden_states, streams, dict(zip(loss_names, tensors[len(stream_names) :], strict=True))

@@ -1,0 +1,221 @@
+"""Component slots, their specs and registries.
+
+An X-former is the vanilla Transformer with one or more *components* replaced. A component is described by a *spec*: a
+small strict dataclass that stands in the same file as the module it configures and registers itself under a name in one
+of the slots below. A config stores one spec per slot; the model builds its modules from them.
+
+This file imports none of the rooms: a room is imported the first time one of its names is looked up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, dataclass_transform
+
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
+
+
+@dataclass(kw_only=True)
+class Spec:
+    """Base of all component specs.
+
+    A subclass declares typed fields with the paper's defaults, is registered with [`register`], and implements
+    `build(config, **where)`, which returns the component's module.
+    """
+
+    slot: ClassVar[str] = ""
+    type: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """`{"type": name, **fields}`: what `config.json` stores and what [`build_spec`] accepts."""
+        fields = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            fields[field.name] = list(value) if isinstance(value, tuple) else value
+        return {"type": self.type, **fields}
+
+    def check_fields(self) -> None:
+        """Checks of this spec alone; raises `ValueError` with the offending value and the remedy."""
+
+    def check(self, config) -> None:
+        """Checks of this spec against the config that holds it (one tower's view of it)."""
+
+    def build(self, config, **where):
+        raise NotImplementedError(f"{type(self).__name__} does not say which module it builds.")
+
+
+SpecLike = str | dict | Spec
+
+
+class Slot:
+    """One registry: the names that a config field of this slot accepts."""
+
+    def __init__(self, name: str, room: str | None = None):
+        self.name = name
+        self.room = room or name
+        self._specs: dict[str, type[Spec]] = {}
+        self._aliases: dict[str, str] = {}
+        self._complete = False
+
+    def add(self, spec_class: type[Spec], name: str, aliases: tuple[str, ...] = ()) -> None:
+        known = self._specs.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (
+            spec_class.__module__,
+            spec_class.__qualname__,
+        ):
+            raise ValueError(f"The {self.name} component {name!r} is already registered by {known.__module__}.")
+        self._specs[name] = spec_class
+        for alias in aliases:
+            self._aliases[alias] = name
+
+    def _import_room(self, module: str | None = None) -> None:
+        package = importlib.import_module(f"hf_xformers.{self.room}")
+        names = [info.name for info in pkgutil.iter_modules(package.__path__)]
+        if module is not None:
+            names = [name for name in names if name == module]
+        for name in names:
+            importlib.import_module(f"hf_xformers.{self.room}.{name}")
+        if module is None:
+            self._complete = True
+
+    def get(self, name: str) -> type[Spec]:
+        """The spec class registered as `name`. Raises `ValueError` that lists the names for an unknown one."""
+        for step in ("known", "module", "room"):
+            if step == "module":  # most components stand in a file of their own name
+                self._import_room(name)
+            elif step == "room" and not self._complete:
+                self._import_room()
+            found = self._specs.get(self._aliases.get(name, name))
+            if found is not None:
+                return found
+        close = difflib.get_close_matches(name, list(self), n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"Unknown {self.name} component {name!r}; known names: {', '.join(self)}.{hint}")
+
+    def __iter__(self) -> Iterator[str]:
+        if not self._complete:
+            self._import_room()
+        return iter(sorted(self._specs))
+
+
+SLOTS: dict[str, Slot] = {
+    "embedding": Slot("embedding"),
+    "position": Slot("position"),
+    "attention": Slot("attention"),
+    "cross_attention": Slot("attention"),
+    "normalization": Slot("normalization"),
+    "residual": Slot("residual", room="normalization"),
+    "feedforward": Slot("feedforward"),
+    "block": Slot("block", room="blocks"),
+    "stack": Slot("stack", room="stacks"),
+    "head": Slot("head", room="heads"),
+}
+SLOTS["cross_attention"] = SLOTS["attention"]  # one registry: a mechanism says itself whether it can read a memory
+
+
+@dataclass_transform(kw_only_default=True)
+def register(slot: str, name: str, *, aliases: tuple[str, ...] = ()):
+    """Class decorator: makes `cls` a strict dataclass and registers it as component `name` of `slot`."""
+
+    def wrap(cls: type[Spec]) -> type[Spec]:
+        cls = strict(dataclass(kw_only=True)(cls))
+        cls.slot, cls.type = slot, name
+        SLOTS[slot].add(cls, name, aliases)
+        return cls
+
+    return wrap
+
+
+def build_spec(slot: str, value: SpecLike) -> Spec:
+    """The spec that `value` (a name, a dict with `type`, or a spec) stands for.
+
+    Raises:
+        TypeError: `value` or one of its fields has a wrong type.
+        ValueError: unknown name or field (the message lists the valid ones), or a value out of range.
+    """
+    if isinstance(value, Spec):
+        if SLOTS[slot] is not SLOTS.get(value.slot):
+            raise TypeError(f"`{slot}` was given the {value.slot} component {value.type!r}.")
+        value.check_fields()
+        return value
+    if isinstance(value, str):
+        value = {"type": value}
+    if not isinstance(value, dict):
+        raise TypeError(f"`{slot}` must be a name, a dict or a spec, got {type(value).__name__}: {value!r}.")
+    fields = dict(value)
+    name = fields.pop("type", None)
+    if not isinstance(name, str):
+        raise ValueError(f"`{slot}` needs a string under 'type' (one of {', '.join(SLOTS[slot])}), got {value!r}.")
+    spec_class = SLOTS[slot].get(name)
+    valid = [field.name for field in dataclasses.fields(spec_class)]
+    unknown = [key for key in fields if key not in valid]
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], valid, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        listing = ", ".join(valid) or "none"
+        raise ValueError(f"Unknown field {unknown[0]!r} of {slot} {name!r}; its fields are: {listing}.{hint}")
+    for key, entry in fields.items():
+        if isinstance(entry, list):  # JSON has no tuples; frozen sequences keep specs comparable and hashable by value
+            fields[key] = tuple(tuple(item) if isinstance(item, list) else item for item in entry)
+    try:
+        spec = spec_class(**fields)
+    except StrictDataclassError as error:
+        detail = str(error).splitlines()[-1].strip()
+        raise TypeError(f"Wrong value for {slot} {name!r}: {detail.removeprefix('TypeError: ')}") from None
+    spec.check_fields()
+    return spec
+
+
+def names(slot: str) -> list[str]:
+    """All component names that `slot` accepts, sorted."""
+    if slot not in SLOTS:
+        raise ValueError(f"Unknown slot {slot!r}; the slots are: {', '.join(SLOTS)}.")
+    return list(SLOTS[slot])
+
+
+def check_components(config) -> None:
+    """Refuses combinations that cannot work, for one tower's view of a config.
+
+    Specs declare capabilities as class variables; every rule that involves two components is here, so that each
+    refusal is one sentence that names both and says what would work instead.
+
+    Raises:
+        ValueError: the first combination that cannot work.
+    """
+    attention, position, cross = config.attention, config.position, config.cross_attention
+    if config.is_decoder and not attention.causal:
+        raise ValueError(
+            f"attention {attention.type!r} has no causal form and cannot stand in a decoder: {attention.why_not_causal} "
+            f"Use it in an encoder, or give the decoder another mechanism, e.g. "
+            f"`decoder={{'attention': 'dense'}}` in an encoder-decoder."
+        )
+    if not config.is_decoder and not attention.bidirectional:
+        raise ValueError(
+            f"attention {attention.type!r} is causal only and cannot stand in an encoder; use it with `is_decoder=True` "
+            f"(the causal LM classes do), or choose a bidirectional mechanism such as 'dense'."
+        )
+    if not cross.cross:
+        raise ValueError(f"attention {cross.type!r} cannot read a memory as `cross_attention`; use 'dense' there.")
+    for act, capability, what in (
+        ("score_bias", "score_bias", "adds a bias to attention scores"),
+        ("rotation", "rotation", "rotates queries and keys"),
+    ):
+        if act in position.acts and not getattr(attention, capability):
+            raise ValueError(
+                f"position {position.type!r} {what}, which attention {attention.type!r} has no place for; use an input-level "
+                f"position such as 'sinusoidal_absolute' or 'learned_absolute', or attention 'dense'."
+            )
+    if position.needs_causal and not config.is_decoder:
+        raise ValueError(
+            f"position {position.type!r} only works in a causal decoder; give the encoder another position such as "
+            f"'learned_absolute'."
+        )
+    for slot in SLOTS:
+        getattr(config, slot).check(config)

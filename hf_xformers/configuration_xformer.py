@@ -1,0 +1,267 @@
+"""The configuration of every X-former: standard geometry fields and one component spec per slot."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+from typing import Any, ClassVar, Literal
+
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedConfig
+
+from .components import SLOTS, Spec, SpecLike, build_spec, check_components
+
+Initializer = Literal["normal", "scaled_residual", "xavier", "t5"]
+
+# Keys that transformers and its neighbours add to a config.json and that are no fields of ours.
+_FOREIGN_KEYS = (
+    "auto_map",
+    "quantization_config",
+    "tie_last_hidden_states",
+    "custom_pipelines",
+    "_name_or_path",
+    "layer_norm_epsilon",  # other models' name of `layer_norm_eps`, which generic code sets on any config
+)
+
+
+def _plain(value: Any) -> Any:
+    """`value` with every spec replaced by its dict, at any depth."""
+    if isinstance(value, Spec):
+        return value.to_dict()
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return value
+
+
+def _with_specs(overrides: dict[str, Any]) -> dict[str, Any]:
+    return {key: build_spec(key, value) if key in SLOTS else value for key, value in overrides.items()}
+
+
+def _strict_config(cls: type) -> None:
+    """Applies `strict` in place and turns its errors into the built-in `TypeError` and `ValueError`."""
+    strict(cls)
+
+    def translated(method):
+        def call(self, *args, **kwargs):
+            try:
+                return method(self, *args, **kwargs)
+            except StrictDataclassError as error:
+                cause = error.__cause__
+                while isinstance(getattr(cause, "__cause__", None), (TypeError, ValueError)):
+                    cause = cause.__cause__
+                kind = cause.__class__ if isinstance(cause, (TypeError, ValueError)) else ValueError
+                raise kind(f"{type(self).__name__}: {cause or error}") from None
+
+        call.__wrapped__ = method
+        call.__name__, call.__doc__ = method.__name__, method.__doc__
+        return call
+
+    cls.__setattr__ = translated(cls.__setattr__)
+    cls.__init__ = translated(cls.__init__)
+
+
+class XFormerConfig(PreTrainedConfig):
+    r"""
+    Configuration of an X-former: the vanilla Transformer's geometry and one component for each slot.
+
+    A slot takes a component name, a dict (`{"type": name, field: value}`) or a spec object, and always stores the spec:
+
+    ```python
+    >>> from hf_xformers import XFormerConfig
+
+    >>> config = XFormerConfig(hidden_size=64, num_attention_heads=4, position="rotary", residual="pre_ln")
+    >>> config.position.theta
+    10000.0
+    ```
+
+    Geometry (standard names of transformers; counts unless another unit is given):
+        vocab_size, hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, max_position_embeddings,
+        type_vocab_size (0: no token types); num_decoder_layers (`None`: as many as `num_hidden_layers`);
+        num_key_value_heads (`None`: one per head; 1: multi-query; between: grouped); head_dim (`None`:
+        `hidden_size / num_attention_heads`; any other width is allowed).
+    Regularisation (probabilities): hidden_dropout_prob, attention_probs_dropout_prob, activation_dropout_prob,
+        classifier_dropout (`None`: `hidden_dropout_prob`).
+    Initialisation: initializer (`normal`: N(0, initializer_range); `scaled_residual`: the same with output
+        projections divided by sqrt(2 * layers), GPT-2; `xavier`: Glorot uniform, Vaswani et al.; `t5`: Raffel et al.),
+        initializer_range (standard deviation), initializer_factor (multiplies `xavier` and `t5`).
+    Shape: is_decoder (causal self-attention), is_encoder_decoder (two towers and cross-attention). The head classes set
+        both, so a saved config says what was built.
+    Slots: embedding, position, attention, cross_attention, normalization, residual, feedforward, block, stack, head.
+    decoder: fields of an encoder-decoder's decoder that differ from its encoder's, e.g. `{"attention": "dense"}`.
+    per_layer_config: fields of single layers that differ, e.g. `{0: {"attention": "dense"}}` (transformers' own field).
+
+    Raises:
+        TypeError: a field or a component field has a wrong type.
+        ValueError: unknown component, unknown component field, or a combination that cannot work.
+    """
+
+    model_type: ClassVar[str] = "xformer"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "aux_losses"]
+    attribute_map: ClassVar[dict[str, str]] = {}
+    info: ClassVar[Any] = None
+    heads: ClassVar[tuple[str, ...]] = ()
+    base_model_fsdp_plan: ClassVar[dict[Any, str]] = {
+        "trunk.embedding.tokens": "free_full_weight",
+        "trunk.layers.*": "free_full_weight",
+        "decoder.layers.*": "free_full_weight",
+    }
+
+    vocab_size: int = 32000
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_decoder_layers: int | None = None
+    num_attention_heads: int = 12
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int = 3072
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 0
+    hidden_dropout_prob: float | int = 0.1
+    attention_probs_dropout_prob: float | int = 0.1
+    activation_dropout_prob: float | int = 0.0
+    classifier_dropout: float | int | None = None
+    layer_norm_eps: float = 1e-5
+    initializer: Initializer = "normal"
+    initializer_range: float = 0.02
+    initializer_factor: float | int = 1.0
+    add_pooler: bool = False
+    classifier_pooling: Literal["auto", "first", "mean", "last"] = "auto"
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    decoder_start_token_id: int | None = None
+    is_decoder: bool = False
+    use_cache: bool = True
+    tie_word_embeddings: bool = True
+
+    embedding: SpecLike = "token"
+    position: SpecLike = "learned_absolute"
+    attention: SpecLike = "dense"
+    cross_attention: SpecLike = "dense"
+    normalization: SpecLike = "layer_norm"
+    residual: SpecLike = "post_ln"
+    feedforward: SpecLike = "gelu"
+    block: SpecLike = "vanilla"
+    stack: SpecLike = "plain"
+    head: SpecLike = "linear"
+
+    decoder: dict[str, Any] | None = None
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        _strict_config(cls)
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        if key in SLOTS:
+            value = build_spec(key, value)
+        elif key == "per_layer_config" and value is not None:
+            value = {layer: _with_specs(overrides) for layer, overrides in dict(value).items()}
+        elif key == "decoder" and value is not None:
+            value = _with_specs(value)
+        super().__setattr__(key, value)
+
+    def __post_init__(self, **kwargs):
+        self._refuse_typos(kwargs)
+        super().__post_init__(**kwargs)
+        if self.decoder_start_token_id is None and self.is_encoder_decoder:
+            self.decoder_start_token_id = self.pad_token_id
+        self._check_geometry()
+        for view in self.tower_configs():
+            view.check_layers()
+
+    # ------------------------------------------------------------------------------------------------ validation
+
+    def _refuse_typos(self, kwargs: dict[str, Any]) -> None:
+        """transformers keeps unknown keyword arguments as attributes; one that nearly names a field is a typo."""
+        valid = [field.name for field in dataclasses.fields(self)]
+        for key in kwargs:
+            if key in _FOREIGN_KEYS:
+                continue
+            close = difflib.get_close_matches(key, valid, n=1, cutoff=0.85)
+            if close:
+                raise ValueError(f"{type(self).__name__} has no field {key!r}; did you mean {close[0]!r}?")
+
+    def _check_geometry(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size"):
+            value = self._getattr_without_heterogeneous_validation(name)
+            if value < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {value}.")
+        if self.num_hidden_layers < 0:
+            raise ValueError(f"`num_hidden_layers` must not be negative, got {self.num_hidden_layers}.")
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout_prob"):
+            value = self._getattr_without_heterogeneous_validation(name)
+            if not 0 <= value < 1:
+                raise ValueError(f"`{name}` is a probability in [0, 1), got {value}.")
+
+    def check_layers(self) -> None:
+        """Checks every distinct layer of this one-tower view; see [`check_components`]."""
+        layers = list(self.per_layer_config) if self.is_heterogeneous else [self]
+        for layer in layers:
+            heads, kv_heads = layer.num_attention_heads, layer.num_key_value_heads
+            if layer.head_dim is None and layer.hidden_size % heads:
+                raise ValueError(
+                    f"`hidden_size` {layer.hidden_size} is not a multiple of `num_attention_heads` {heads}; "
+                    "change one of them or set `head_dim`."
+                )
+            if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
+                raise ValueError(
+                    f"`num_key_value_heads` {kv_heads} must divide `num_attention_heads` {heads} (1: multi-query)."
+                )
+            check_components(layer)
+
+    # ------------------------------------------------------------------------------------------------ towers
+
+    def tower(self, name: Literal["trunk", "decoder"]) -> XFormerConfig:
+        """This config as one tower sees it: `trunk` (the only tower, or the encoder) or the `decoder` of an
+        encoder-decoder, whose overrides are applied and whose layer count is its own."""
+        view = copy.copy(self)
+        if name == "trunk":
+            if self.is_encoder_decoder:
+                view.is_decoder = False
+            return view
+        if not self.is_encoder_decoder:
+            raise ValueError("Only an encoder-decoder has a `decoder` tower; set `is_encoder_decoder=True`.")
+        view.is_decoder = True
+        layers = self.num_decoder_layers if self.num_decoder_layers is not None else self.num_hidden_layers
+        overrides = {"num_hidden_layers": layers, **(self.decoder or {})}
+        # Overrides of single layers belong to the encoder unless the decoder brings its own.
+        view.__dict__.pop("_heterogeneity_spec", None)
+        valid = {field.name for field in dataclasses.fields(self)} | {"per_layer_config"}
+        for key, value in overrides.items():
+            if key not in valid:
+                raise ValueError(f"`decoder` overrides {key!r}, which is no field of {type(self).__name__}.")
+            setattr(view, key, value)
+        return view
+
+    def tower_configs(self) -> list[XFormerConfig]:
+        """The one-tower views of this config, the trunk first."""
+        return [self.tower("trunk"), self.tower("decoder")] if self.is_encoder_decoder else [self.tower("trunk")]
+
+    def layer(self, layer_idx: int) -> XFormerConfig:
+        """The config of one layer of this one-tower view, `per_layer_config` applied."""
+        return self.per_layer_config[layer_idx] if self.is_heterogeneous else self
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head (numbers): `head_dim`, or `hidden_size / num_attention_heads`."""
+        return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_attention_heads
+
+    @property
+    def key_value_heads(self) -> int:
+        """Number of key/value heads: `num_key_value_heads`, or one per head."""
+        return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
+
+    # ------------------------------------------------------------------------------------------------ serialisation
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: _plain(value) for key, value in super().to_dict().items()}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        return {key: _plain(value) for key, value in super().to_diff_dict().items()}
+
+
+_strict_config(XFormerConfig)

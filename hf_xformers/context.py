@@ -1,0 +1,108 @@
+"""What flows through a stack beside the hidden states: masks, positions, memories, and things prepared once per call.
+
+Bundling these lets length, positions and mask change inside a stack (pooling, hierarchies), and lets a layer be called
+many times (shared weights): nothing that depends on the call lives on a module.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+
+@dataclass
+class LayerContext:
+    """The state bundle of one tower's forward call.
+
+    Attributes:
+        padding_mask: [B, S] boolean, True = real token; S = cached + current tokens. None when nothing is padded.
+        positions: [B or 1, T] integer positions of the current tokens (padding does not count).
+        query_index: [T] slots of the current tokens among all S; relative distances and causality are taken from
+            `query_index` and `key_index`, never from T == S.
+        key_index: [S] slots of the keys.
+        causal: whether later tokens are hidden.
+        fresh: the keys are exactly the current tokens (nothing is cached).
+        static: the cache has slots that are not written yet, so S is its capacity.
+        explicit_mask: [B, 1 or H, T, S] mask that the caller prepared (True or 0 = may attend); only mechanisms with
+            explicit scores accept it.
+        segment_ids: [B, T] document number of each token in packed rows, or None.
+        memory_padding_mask: [B, M] boolean mask of the memory that cross-attention reads.
+        implementation: name of the attention back-end (transformers' `attn_implementation`).
+        output_attentions: whether attention weights are wanted (selects the literal path).
+        inputs_embeds, position_ids: what the caller gave, for back-ends that build masks of their own.
+        shared: results computed once per call and read by every layer (masks, rotary tables).
+        streams: tensors with gradients that layers read and hand on (score biases, other layers' scores, extra
+            sequences). They travel through a layer's arguments, so that checkpointing follows them.
+    """
+
+    padding_mask: Tensor | None
+    positions: Tensor
+    query_index: Tensor
+    key_index: Tensor
+    causal: bool
+    fresh: bool
+    static: bool = False
+    explicit_mask: Tensor | None = None
+    segment_ids: Tensor | None = None
+    memory_padding_mask: Tensor | None = None
+    implementation: str = "sdpa"
+    output_attentions: bool = False
+    inputs_embeds: Tensor | None = None
+    position_ids: Tensor | None = None
+    shared: dict[str, Any] = field(default_factory=dict)
+    streams: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def query_padding_mask(self) -> Tensor | None:
+        """[B, T]: the padding mask of the current tokens alone."""
+        if self.padding_mask is None or self.fresh:
+            return self.padding_mask
+        return self.padding_mask[:, self.query_index]
+
+    def with_streams(self, streams: dict[str, Tensor]) -> LayerContext:
+        """The same call seen from inside one layer, with that layer's streams."""
+        seen = copy.copy(self)
+        seen.streams = streams
+        return seen
+
+    def derive(self, **changes: Any) -> LayerContext:
+        """A copy for a part of the stack with other length, positions or masks; shared results are not carried over."""
+        return replace(self, shared={}, streams={}, **changes)
+
+
+class SublayerOutput(NamedTuple):
+    """What a sublayer's function returns.
+
+    output: [B, T, D]; weights: attention weights [B, H, T, S] where asked for, else None; gate: [B, T, 1] factor in
+    [0, 1] on the output, or None; aux_losses: scalars by name; streams: tensors handed to the next layer by name.
+    """
+
+    output: Tensor
+    weights: Tensor | None = None
+    gate: Tensor | None = None
+    aux_losses: dict[str, Tensor] | None = None
+    streams: dict[str, Tensor] | None = None
+
+
+def self_attention_cache(cache: Cache | None) -> Cache | None:
+    """The part of a cache that self-attention writes."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def segments_from_positions(position_ids: Tensor) -> Tensor | None:
+    """Document numbers [B, T] of packed rows, read from restarting positions; None if no row restarts."""
+    restart = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    if not bool(restart.any()):
+        return None
+    return torch.nn.functional.pad(restart.long().cumsum(-1), (1, 0))
+
+
+def add_losses(total: dict[str, Tensor], losses: dict[str, Tensor] | None) -> None:
+    """Adds `losses` to `total`, by name."""
+    for name, loss in (losses or {}).items():
+        total[name] = total[name] + loss if name in total else loss

@@ -1,0 +1,1 @@
+"""Slot `embedding`: from token ids (or given vectors) to the stack's input."""

@@ -1,0 +1,99 @@
+"""Families: from one config class its model classes, named and registered with transformers' Auto classes.
+
+A family is made in the variant's own file:
+
+```python
+family = make_family(XFPerformerConfig, "XFPerformer", heads=ALL_SHAPES)
+XFPerformerModel = family["Model"]
+```
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import transformers
+
+from . import modeling_heads, modeling_xformer
+
+# head name -> (the class it derives from, the Auto class that resolves it)
+HEADS = {
+    "Model": (modeling_xformer.XFormerModel, "AutoModel"),
+    "ForMaskedLM": (modeling_heads.XFormerForMaskedLM, "AutoModelForMaskedLM"),
+    "ForCausalLM": (modeling_heads.XFormerForCausalLM, "AutoModelForCausalLM"),
+    "ForSeq2SeqLM": (modeling_heads.XFormerForSeq2SeqLM, "AutoModelForSeq2SeqLM"),
+    "ForSequenceClassification": (
+        modeling_heads.XFormerForSequenceClassification,
+        "AutoModelForSequenceClassification",
+    ),
+    "ForTokenClassification": (modeling_heads.XFormerForTokenClassification, "AutoModelForTokenClassification"),
+    "ForQuestionAnswering": (modeling_heads.XFormerForQuestionAnswering, "AutoModelForQuestionAnswering"),
+    "ForMultipleChoice": (modeling_heads.XFormerForMultipleChoice, "AutoModelForMultipleChoice"),
+    "ForNextSentencePrediction": (
+        modeling_heads.XFormerForNextSentencePrediction,
+        "AutoModelForNextSentencePrediction",
+    ),
+    "ForPreTraining": (modeling_heads.XFormerForPreTraining, "AutoModelForPreTraining"),
+}
+
+ENCODER_HEADS = (
+    "Model",
+    "ForMaskedLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+)
+SENTENCE_PAIR_HEADS = ("ForNextSentencePrediction", "ForPreTraining")
+DECODER_HEADS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+SEQ2SEQ_HEADS = ("Model", "ForSeq2SeqLM", "ForSequenceClassification", "ForQuestionAnswering")
+ALL_HEADS = (*ENCODER_HEADS, "ForCausalLM", "ForSeq2SeqLM")
+
+
+@dataclass(frozen=True)
+class VariantInfo:
+    """What lists and cards say about a variant.
+
+    summary: what it changes, in a line. paper, url: where it was proposed. equation: its defining formula (LaTeX).
+    cost: time and memory in T (tokens). citation: BibTeX key line of the paper.
+    """
+
+    summary: str
+    paper: str
+    url: str
+    equation: str
+    cost: str
+    bibtex: str
+    notes: str = ""
+
+
+def make_family(config_class: type, prefix: str, heads: tuple[str, ...], info: VariantInfo) -> dict[str, type]:
+    """Makes `prefix + head` for each of `heads`, registers config and classes with the Auto classes.
+
+    config_class: an `XFormerConfig` subclass with its own `model_type`. Returns the classes by head name; the caller
+    assigns them to explicit names in its module, where pickle and `from_pretrained` find them.
+
+    Raises:
+        ValueError: unknown head name.
+    """
+    unknown = [head for head in heads if head not in HEADS]
+    if unknown:
+        raise ValueError(f"Unknown head {unknown[0]!r}; heads are: {', '.join(HEADS)}.")
+    module = sys._getframe(1).f_globals["__name__"]
+    transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+    family = {}
+    for head in heads:
+        base, auto = HEADS[head]
+        name = prefix + head
+        if base.config_class is config_class and base.__name__ == name:  # the free mix is the base classes themselves
+            getattr(transformers, auto).register(config_class, base, exist_ok=True)
+            family[head] = base
+            continue
+        doc = f"{(base.__doc__ or '').splitlines()[0]} {info.summary[0].upper()}{info.summary[1:]} ({info.paper})."
+        made = type(name, (base,), {"config_class": config_class, "__module__": module, "__doc__": doc})
+        getattr(transformers, auto).register(config_class, made, exist_ok=True)
+        family[head] = made
+    config_class.info = info
+    config_class.heads = tuple(heads)
+    return family

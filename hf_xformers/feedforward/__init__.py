@@ -1,0 +1,1 @@
+"""Slot `feedforward` (survey 5.3): the position-wise sublayer."""

@@ -1,0 +1,148 @@
+"""Dense position-wise feed-forward sublayers, plain and gated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.pytorch_utils import apply_chunking_to_forward
+
+from ..components import Spec, register
+from ..context import LayerContext, SublayerOutput
+from ..initialization import start_projections
+
+
+class DenseFeedForward(nn.Module):
+    """y = W_down(act(W_up x)); gated: y = W_down(act(W_gate x) * (W_up x)).
+
+    Vaswani et al. 2017, eq. 2; Shazeer 2020 (arXiv 2002.05202), eqs. 5-6 for the gated forms.
+    """
+
+    def __init__(self, config, spec: DenseFeedForwardSpec):
+        super().__init__()
+        width, inner = config.hidden_size, config.intermediate_size
+        self.up_proj = nn.Linear(width, inner, bias=spec.bias)
+        self.gate_proj = nn.Linear(width, inner, bias=spec.bias) if spec.gated else None
+        self.down_proj = nn.Linear(inner, width, bias=spec.bias)
+        self.activation = ACT2FN[spec.activation_name]
+        self.dropout = config.activation_dropout_prob
+        self.chunk_size = config.chunk_size_feed_forward
+
+    def initialize(self, config, init) -> None:
+        inputs = [self.up_proj] if self.gate_proj is None else [self.up_proj, self.gate_proj]
+        start_projections(config, init, inputs=inputs, output=self.down_proj)
+
+    def transform(self, hidden_states: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        inner = self.up_proj(hidden_states)
+        inner = (
+            self.activation(inner)
+            if self.gate_proj is None
+            else self.activation(self.gate_proj(hidden_states)) * inner
+        )
+        if self.dropout and self.training:
+            inner = F.dropout(inner, self.dropout)
+        return self.down_proj(inner)
+
+    def forward(self, hidden_states: Tensor, context: LayerContext) -> SublayerOutput:
+        """hidden_states [B, T, D] -> [B, T, D]; `chunk_size_feed_forward` bounds the tokens in flight."""
+        if self.chunk_size:
+            return SublayerOutput(apply_chunking_to_forward(self.transform, self.chunk_size, 1, hidden_states))
+        return SublayerOutput(self.transform(hidden_states))
+
+
+@dataclass(kw_only=True)
+class DenseFeedForwardSpec(Spec):
+    """Base of the dense forms. activation: its name in transformers' table. gated: whether a second projection gates
+    the first. bias: biases on the projections."""
+
+    activation: ClassVar[str]
+    gated: ClassVar[bool] = False
+
+    bias: bool = True
+
+    @property
+    def activation_name(self) -> str:
+        return self.activation
+
+    def build(self, config, **where) -> DenseFeedForward:
+        return DenseFeedForward(config, self)
+
+
+@register("feedforward", "relu", aliases=("relu_ffn",))
+class ReLUSpec(DenseFeedForwardSpec):
+    """max(0, x W1) W2 (Vaswani et al. 2017, eq. 2)."""
+
+    summary = "two projections with a ReLU between"
+    activation = "relu"
+
+
+@register("feedforward", "swish", aliases=("swish_ffn",))
+class SwishSpec(DenseFeedForwardSpec):
+    """Swish with beta = 1, i.e. SiLU (Ramachandran et al. 2018)."""
+
+    summary = "two projections with a Swish between"
+    activation = "silu"
+
+
+@register("feedforward", "gelu", aliases=("gelu_ffn",))
+class GELUSpec(DenseFeedForwardSpec):
+    """GELU (Hendrycks & Gimpel 2016). approximate: `none` (erf; BERT) or `tanh` (GPT, GPT-2)."""
+
+    summary = "two projections with a GELU between"
+    activation = "gelu"
+
+    approximate: Literal["none", "tanh"] = "none"
+
+    @property
+    def activation_name(self) -> str:
+        return "gelu_new" if self.approximate == "tanh" else "gelu"
+
+
+@register("feedforward", "glu", aliases=("glu_ffn",))
+class GLUSpec(DenseFeedForwardSpec):
+    """(sigmoid(x W) * x V) W2 (Dauphin et al. 2017; Shazeer 2020, eq. 4)."""
+
+    summary = "gated by a sigmoid"
+    activation, gated = "sigmoid", True
+
+
+@register("feedforward", "bilinear", aliases=("bilinear_ffn",))
+class BilinearSpec(DenseFeedForwardSpec):
+    """(x W * x V) W2, no nonlinearity (Shazeer 2020, eq. 5)."""
+
+    summary = "gated without a nonlinearity"
+    activation, gated = "linear", True
+
+
+@register("feedforward", "reglu", aliases=("reglu_ffn",))
+class ReGLUSpec(DenseFeedForwardSpec):
+    """(max(0, x W) * x V) W2 (Shazeer 2020, eq. 5)."""
+
+    summary = "gated by a ReLU"
+    activation, gated = "relu", True
+
+
+@register("feedforward", "geglu", aliases=("geglu_ffn",))
+class GEGLUSpec(DenseFeedForwardSpec):
+    """(GELU(x W) * x V) W2 (Shazeer 2020, eq. 5). approximate: as for `gelu`; T5 v1.1 uses `tanh`."""
+
+    summary = "gated by a GELU"
+    activation, gated = "gelu", True
+
+    approximate: Literal["none", "tanh"] = "none"
+
+    @property
+    def activation_name(self) -> str:
+        return "gelu_new" if self.approximate == "tanh" else "gelu"
+
+
+@register("feedforward", "swiglu", aliases=("swiglu_ffn",))
+class SwiGLUSpec(DenseFeedForwardSpec):
+    """(Swish(x W) * x V) W2 (Shazeer 2020, eq. 5)."""
+
+    summary = "gated by a Swish"
+    activation, gated = "silu", True

@@ -1,0 +1,1 @@
+"""Slot `head`: from hidden states to vocabulary logits."""

@@ -1,0 +1,65 @@
+"""Language-model heads."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from ..components import Spec, register
+
+
+class LanguageModelHead(nn.Module):
+    """logits = W (scale * t(h)) + b with W [V, D], tied to the token table unless the config unties it.
+
+    t is the identity or BERT's transform: dense, activation, normalisation (Devlin et al. 2019, released code).
+    """
+
+    def __init__(self, config, *, transform: str | None, bias: bool, scale: bool):
+        super().__init__()
+        width = config.hidden_size
+        self.dense = nn.Linear(width, width) if transform else None
+        self.activation = ACT2FN[transform] if transform else None
+        self.norm = config.normalization.build(config) if transform else None
+        self.decoder = nn.Linear(width, config.vocab_size, bias=bias)
+        self.scale = width**-0.5 if scale else None
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[..., D] -> [..., V]."""
+        if self.dense is not None:
+            hidden_states = self.norm(self.activation(self.dense(hidden_states)))
+        if self.scale is not None:
+            hidden_states = hidden_states * self.scale
+        return self.decoder(hidden_states)
+
+
+@register("head", "linear")
+class LinearHeadSpec(Spec):
+    """bias: one per vocabulary entry (BART). scale: multiply hidden states by hidden_size^-0.5 first (T5 with tied
+    tables)."""
+
+    summary = "one projection onto the vocabulary"
+
+    bias: bool = False
+    scale: bool = False
+
+    def build(self, config, **where) -> LanguageModelHead:
+        return LanguageModelHead(config, transform=None, bias=self.bias, scale=self.scale)
+
+
+@register("head", "transform")
+class TransformHeadSpec(Spec):
+    """activation: name in transformers' activation table. bias: one per vocabulary entry."""
+
+    summary = "dense, activation and norm before the projection (BERT)"
+
+    activation: str = "gelu"
+    bias: bool = True
+
+    def check_fields(self) -> None:
+        if self.activation not in ACT2FN:
+            raise ValueError(
+                f"transform head: unknown activation {self.activation!r}; known: {', '.join(sorted(ACT2FN))}."
+            )
+
+    def build(self, config, **where) -> LanguageModelHead:
+        return LanguageModelHead(config, transform=self.activation, bias=self.bias, scale=False)

@@ -1,0 +1,42 @@
+"""Losses of the heads."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def token_cross_entropy(
+    logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None, ignore_index: int = -100
+) -> Tensor:
+    """Mean cross-entropy of labelled tokens, in float32 (nats per token).
+
+    logits [..., V], labels [...]. num_items_in_batch: divide by this count instead of this batch's own (what the Trainer
+    gives under gradient accumulation). A batch without a single label has loss 0 (with gradient), not NaN.
+    """
+    vocab_size = logits.shape[-1]
+    logits = logits.reshape(-1, vocab_size)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    labels = labels.reshape(-1).to(logits.device)
+    total = F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
+    if num_items_in_batch is not None:
+        count = num_items_in_batch.to(logits.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch
+        return total / count
+    return total / (labels != ignore_index).sum().clamp(min=1)
+
+
+def next_token_cross_entropy(
+    logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None, ignore_index: int = -100
+) -> Tensor:
+    """Causal LM loss: logits [B, T, V] at t are compared with labels [B, T] at t + 1; the last logit has no target."""
+    return token_cross_entropy(logits[:, :-1], labels[:, 1:], num_items_in_batch, ignore_index)
+
+
+def with_aux_losses(loss: Tensor | None, aux_losses: dict[str, Tensor] | None) -> Tensor | None:
+    """The task loss plus every auxiliary loss (each already carries its component's weight)."""
+    if loss is None:
+        return None
+    for aux in (aux_losses or {}).values():
+        loss = loss + aux
+    return loss

@@ -1,0 +1,89 @@
+"""Outputs of transformers with one more field: the auxiliary losses collected inside the model, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import modeling_outputs as base
+from transformers.utils import ModelOutput
+
+
+@dataclass
+class TowerOutput(base.BaseModelOutputWithPastAndCrossAttentions):
+    """last_hidden_state [B, T, D]; padding_mask: boolean [B, T] that belongs to it (None: nothing is padded)."""
+
+    padding_mask: torch.Tensor | None = None
+    aux_losses: dict[str, torch.Tensor] | None = None
+
+
+@dataclass
+class XFormerModelOutput(base.BaseModelOutputWithPoolingAndCrossAttentions):
+    aux_losses: dict[str, torch.Tensor] | None = None
+
+
+@dataclass
+class XFormerSeq2SeqModelOutput(base.Seq2SeqModelOutput):
+    aux_losses: dict[str, torch.Tensor] | None = None
+
+
+@dataclass
+class XFormerMaskedLMOutput(base.MaskedLMOutput):
+    aux_losses: dict[str, torch.Tensor] | None = None
+
+
+@dataclass
+class XFormerCausalLMOutput(base.CausalLMOutputWithCrossAttentions):
+    aux_losses: dict[str, torch.Tensor] | None = None
+
+
+@dataclass
+class XFormerSeq2SeqLMOutput(base.Seq2SeqLMOutput):
+    aux_losses: dict[str, torch.Tensor] | None = None
+
+
+@dataclass
+class XFormerSequenceClassifierOutput(base.SequenceClassifierOutput):
+    aux_losses: dict[str, torch.Tensor] | None = None
+
+
+@dataclass
+class XFormerTokenClassifierOutput(base.TokenClassifierOutput):
+    aux_losses: dict[str, torch.Tensor] | None = None
+
+
+@dataclass
+class XFormerQuestionAnsweringOutput(base.QuestionAnsweringModelOutput):
+    aux_losses: dict[str, torch.Tensor] | None = None
+
+
+@dataclass
+class XFormerMultipleChoiceOutput(base.MultipleChoiceModelOutput):
+    aux_losses: dict[str, torch.Tensor] | None = None
+
+
+@dataclass
+class XFormerSentencePairOutput(base.NextSentencePredictorOutput):
+    aux_losses: dict[str, torch.Tensor] | None = None
+
+
+@dataclass
+class XFormerForPreTrainingOutput(ModelOutput):
+    """loss: masked LM + sentence pair (+ auxiliary); prediction_logits [B, T, V]; seq_relationship_logits [B, 2]."""
+
+    loss: torch.FloatTensor | None = None
+    prediction_logits: torch.FloatTensor | None = None
+    seq_relationship_logits: torch.FloatTensor | None = None
+    hidden_states: tuple[torch.FloatTensor] | None = None
+    attentions: tuple[torch.FloatTensor] | None = None
+    aux_losses: dict[str, torch.Tensor] | None = None
+
+
+@dataclass
+class XFormerSeq2SeqSequenceClassifierOutput(base.Seq2SeqSequenceClassifierOutput):
+    aux_losses: dict[str, torch.Tensor] | None = None
+
+
+@dataclass
+class XFormerSeq2SeqQuestionAnsweringOutput(base.Seq2SeqQuestionAnsweringModelOutput):
+    aux_losses: dict[str, torch.Tensor] | None = None

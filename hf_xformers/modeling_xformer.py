@@ -1,0 +1,398 @@
+"""The configurable model: one or two towers built from a config's components."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from .attention.base import Attention
+from .blocks.base import XFormerLayer
+from .cache import make_cache
+from .configuration_xformer import XFormerConfig
+from .context import LayerContext, segments_from_positions, self_attention_cache
+from .modeling_outputs import TowerOutput, XFormerModelOutput, XFormerSeq2SeqModelOutput
+
+
+class XFormerPreTrainedModel(PreTrainedModel):
+    """What every X-former class shares: how weights start, what can be recorded, which back-ends fit."""
+
+    config_class = XFormerConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["XFormerLayer"]
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_flash_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {
+        "hidden_states": OutputRecorder(XFormerLayer, index=0),
+        "attentions": OutputRecorder(Attention, index=1, layer_name="attention"),
+        "cross_attentions": OutputRecorder(Attention, index=1, layer_name="cross_attention"),
+    }
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        config = self.config
+        if isinstance(module, nn.Linear) and config.initializer == "xavier":
+            init.xavier_uniform_(module.weight, gain=config.initializer_factor)
+        initialize = getattr(module, "initialize", None)
+        if initialize is not None:  # a component knows its own start; it runs after its children's
+            initialize(config, init)
+
+    @staticmethod
+    def shaped(config: XFormerConfig, *, is_decoder: bool, is_encoder_decoder: bool) -> XFormerConfig:
+        """`config` in the shape that a head needs; a copy when that changes anything, so the caller's stays as it is."""
+        if config.is_decoder == is_decoder and config.is_encoder_decoder == is_encoder_decoder:
+            return config
+        fields = config.to_dict()
+        for key in ("model_type", "transformers_version", "architectures"):
+            fields.pop(key, None)
+        fields.update(is_decoder=is_decoder, is_encoder_decoder=is_encoder_decoder)
+        shaped = type(config)(**fields)
+        shaped._attn_implementation_internal = config._attn_implementation
+        shaped.name_or_path = config.name_or_path
+        return shaped
+
+
+class XFormerTower(XFormerPreTrainedModel):
+    """Embedding, position, layers and final norm: an encoder, a decoder-only model, or one side of an encoder-decoder."""
+
+    def __init__(self, config: XFormerConfig, *, cross: bool = False):
+        super().__init__(config)
+        self.cross = cross
+        self.embedding = config.embedding.build(config)
+        self.position = config.position.build(config)
+        count = config.stack.num_layers(config)
+        block = config.block
+        self.layers = nn.ModuleList(
+            block.build(config.layer(index), layer_idx=index, cross=cross) for index in range(count)
+        )
+        for module in self.layers.modules():
+            if isinstance(module, Attention):  # back-ends ask the tower's config, not one layer's view, for their name
+                module.config = config
+        self.stack = config.stack.build(config)
+        self.final_norm = config.residual.build_final(config)
+        self.max_length = config.position.max_length(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding.tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embedding.tokens = value
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> TowerOutput:
+        """input_ids [B, T] or inputs_embeds [B, T, D]; attention_mask [B, cached + T], 1 = real (or a prepared
+        [B, 1, T, S] mask, for mechanisms with explicit scores); encoder_hidden_states [B, M, D]."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
+        if inputs_embeds is None:
+            inputs_embeds = self.embedding.lookup(input_ids)
+        if not self.config.is_decoder and past_key_values is None:
+            use_cache = False
+        if use_cache and past_key_values is None:
+            past_key_values = make_cache(self.config)
+        context = self.make_context(
+            inputs_embeds,
+            attention_mask,
+            position_ids,
+            self_attention_cache(past_key_values),
+            encoder_attention_mask,
+            output_attentions=bool(kwargs.get("output_attentions", self.config.output_attentions)),
+        )
+        hidden_states = self.embedding(inputs_embeds, token_type_ids, context.positions, self.position)
+        rotation = self.position.rotation(context.positions, hidden_states)
+        if rotation is not None:
+            context.shared["rotation"] = rotation
+        bias = self.position.score_bias()
+        if bias is not None:
+            context.shared["score_bias"] = bias
+        result = self.stack(
+            self.layers,
+            hidden_states,
+            context,
+            position=self.position,
+            memory=encoder_hidden_states,
+            past_key_values=past_key_values,
+        )
+        hidden_states = result.hidden_states
+        if self.final_norm is not None:
+            hidden_states = self.final_norm(hidden_states)
+        return TowerOutput(
+            last_hidden_state=hidden_states,
+            past_key_values=past_key_values if use_cache else None,
+            padding_mask=result.context.padding_mask,
+            aux_losses=result.aux_losses or None,
+        )
+
+    def make_context(
+        self,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: Cache | None,
+        encoder_attention_mask: Tensor | None,
+        output_attentions: bool,
+    ) -> LayerContext:
+        """The state bundle of this call. Raises `ValueError` for masks and lengths that do not fit."""
+        batch, length, device = *inputs_embeds.shape[:2], inputs_embeds.device
+        past = cache.get_seq_length() if cache is not None else 0
+        static = cache is not None and bool(cache.is_compileable)
+        total = cache.get_mask_sizes(length, 0)[0] if static else past + length
+        current = torch.arange(length, device=device) + past
+        explicit, padding = None, None
+        if attention_mask is not None and attention_mask.ndim == 4:
+            if not all(layer.attention.explicit_mask for layer in self._layer_configs()):
+                raise ValueError(
+                    "A prepared 4-D attention mask needs attention with explicit scores (e.g. 'dense'); give a "
+                    "[batch, length] mask of real tokens instead."
+                )
+            explicit = attention_mask
+        elif attention_mask is not None:
+            if attention_mask.ndim != 2 or attention_mask.shape[0] != batch:
+                raise ValueError(
+                    f"`attention_mask` must be [batch, length] = [{batch}, {total}], got {list(attention_mask.shape)}."
+                )
+            padding = attention_mask.to(device=device, dtype=torch.bool)
+            if padding.shape[1] == length and not static and past:
+                # A mask of the new tokens alone: what is cached was real.
+                padding = torch.cat([padding.new_ones(batch, past), padding], dim=1)
+            elif static and padding.shape[1] < total:
+                padding = nn.functional.pad(padding, (0, total - padding.shape[1]))
+            if padding.shape[1] != total:
+                raise ValueError(
+                    f"`attention_mask` covers {attention_mask.shape[1]} tokens, but {past} cached and {length} new "
+                    f"tokens make {total}."
+                )
+        if position_ids is not None:
+            positions = position_ids if position_ids.ndim == 2 else position_ids[None]
+        elif padding is not None:  # padding does not count, on whichever side it is
+            positions = (padding.long().cumsum(-1) - 1).clamp(min=0)[:, current]
+        else:
+            positions = current[None]
+        if self.max_length is not None and isinstance(past, int) and past + length > self.max_length:
+            self._check_length(positions)
+        segments = None
+        if position_ids is not None and attention_mask is None and cache is None and not torch.compiler.is_compiling():
+            segments = segments_from_positions(positions.expand(batch, -1))
+            if segments is not None and not all(layer.attention.packed for layer in self._layer_configs()):
+                raise ValueError(
+                    "`position_ids` restart inside a row (packed documents), which this attention cannot keep apart; "
+                    "give one document per row, or an `attention_mask` to say that rows are not packed."
+                )
+        return LayerContext(
+            padding_mask=padding,
+            positions=positions,
+            query_index=current,
+            key_index=torch.arange(total, device=device),
+            causal=self.config.is_decoder,
+            fresh=isinstance(past, int) and past == 0 and not static,
+            static=static,
+            explicit_mask=explicit,
+            segment_ids=segments,
+            memory_padding_mask=None if encoder_attention_mask is None else encoder_attention_mask.bool(),
+            implementation=self.config._attn_implementation,
+            output_attentions=output_attentions,
+            inputs_embeds=inputs_embeds,
+            position_ids=position_ids if attention_mask is None else None,
+        )
+
+    def _layer_configs(self) -> list[XFormerConfig]:
+        if not self.config.is_heterogeneous:
+            return [self.config]
+        return [self.config.layer(index) for index in range(self.config.num_hidden_layers)]
+
+    def _check_length(self, positions: Tensor) -> None:
+        """Called only for rows longer than what positions exist for: padding may still make them fit."""
+        if torch.compiler.is_compiling():
+            return
+        longest = int(positions.max()) + 1
+        if longest > self.max_length:
+            raise ValueError(
+                f"The sequence has {longest} tokens, but position {self.config.position.type!r} of this model covers "
+                f"{self.max_length} (`max_position_embeddings`); shorten it, or build the model with a larger "
+                "`max_position_embeddings` or a position that extrapolates ('rotary', 'sinusoidal_absolute', ...)."
+            )
+
+
+class Pooler(nn.Module):
+    """tanh(W h_0 + b) of the first token (Devlin et al. 2019)."""
+
+    def __init__(self, config: XFormerConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[B, T, D] -> [B, D]."""
+        return torch.tanh(self.dense(hidden_states[:, 0]))
+
+
+class XFormerModel(XFormerPreTrainedModel):
+    """The bare X-former: hidden states without a head.
+
+    `trunk` is the only tower of an encoder or a decoder-only model, and the encoder of an encoder-decoder, whose second
+    tower is `decoder`.
+    """
+
+    def __init__(self, config: XFormerConfig, add_pooler: bool = True):
+        super().__init__(config)
+        self.trunk = XFormerTower(config.tower("trunk") if config.is_encoder_decoder else config)
+        self.decoder = XFormerTower(config.tower("decoder"), cross=True) if config.is_encoder_decoder else None
+        pooled = add_pooler and config.add_pooler and not config.is_encoder_decoder
+        self.pooler = Pooler(config) if pooled else None
+        self._tied_weights_keys = self.shared_tables() or None
+        self.post_init()
+
+    def shared_tables(self) -> dict[str, str]:
+        """Both towers of an encoder-decoder read one token table, tied to the output or not."""
+        if self.decoder is None:
+            return {}
+        return {"decoder.embedding.tokens.weight": "trunk.embedding.tokens.weight"}
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict:
+        if all_submodels:
+            return super().get_expanded_tied_weights_keys(all_submodels=True)
+        return self.shared_tables()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.trunk.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.trunk.set_input_embeddings(value)
+        if self.decoder is not None:
+            self.decoder.set_input_embeddings(value)
+
+    def get_encoder(self, modality: str | None = None) -> nn.Module:
+        return self.trunk
+
+    def get_decoder(self) -> nn.Module:
+        return self.trunk if self.decoder is None else self.decoder
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        encoder_outputs: Any | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> XFormerModelOutput | XFormerSeq2SeqModelOutput:
+        """
+        Args:
+            input_ids: [B, T] token ids, or inputs_embeds [B, T, D] in their place.
+            attention_mask: [B, T], 1 = real token. With a cache: of the cached and the new tokens.
+            token_type_ids: [B, T], 0 <= id < type_vocab_size.
+            position_ids: [B, T]; default: real tokens counted from 0.
+            decoder_input_ids, decoder_inputs_embeds, decoder_attention_mask: the same for an encoder-decoder's decoder
+                (default: `input_ids` shifted right).
+            encoder_outputs: an earlier call's encoder outputs, to skip the encoder.
+            past_key_values, use_cache: generation cache.
+        """
+        if self.decoder is None:
+            for name, value in (("decoder_input_ids", decoder_input_ids), ("decoder_inputs_embeds", decoder_inputs_embeds)):
+                if value is not None:
+                    raise ValueError(f"`{name}` was given to a model without a second tower; leave it out.")
+            output = self.trunk(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                token_type_ids=token_type_ids,
+                position_ids=position_ids,
+                inputs_embeds=inputs_embeds,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                **kwargs,
+            )
+            pooled = None if self.pooler is None else self.pooler(output.last_hidden_state)
+            return XFormerModelOutput(
+                last_hidden_state=output.last_hidden_state,
+                pooler_output=pooled,
+                past_key_values=output.past_key_values,
+                hidden_states=output.hidden_states,
+                attentions=output.attentions,
+                aux_losses=output.aux_losses,
+            )
+        if encoder_outputs is None:
+            encoder_outputs = self.trunk(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                token_type_ids=token_type_ids,
+                inputs_embeds=inputs_embeds,
+                **kwargs,
+            )
+        elif not isinstance(encoder_outputs, (BaseModelOutput, TowerOutput)):
+            encoder_outputs = BaseModelOutput(*encoder_outputs)
+        memory = encoder_outputs.last_hidden_state
+        if decoder_input_ids is None and decoder_inputs_embeds is None:
+            if input_ids is None:
+                raise ValueError("An encoder-decoder given `inputs_embeds` needs `decoder_input_ids` as well.")
+            decoder_input_ids = self.shift_right(input_ids)
+        memory_mask = getattr(encoder_outputs, "padding_mask", None)
+        memory_mask = attention_mask if memory_mask is None else memory_mask
+        if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
+            if not (self.decoder.gradient_checkpointing and self.training):
+                past_key_values = make_cache(self.config)
+        output = self.decoder(
+            input_ids=decoder_input_ids,
+            attention_mask=decoder_attention_mask,
+            inputs_embeds=decoder_inputs_embeds,
+            encoder_hidden_states=memory,
+            encoder_attention_mask=memory_mask,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        losses = {f"encoder_{name}": loss for name, loss in (getattr(encoder_outputs, "aux_losses", None) or {}).items()}
+        losses.update({f"decoder_{name}": loss for name, loss in (output.aux_losses or {}).items()})
+        return XFormerSeq2SeqModelOutput(
+            last_hidden_state=output.last_hidden_state,
+            past_key_values=output.past_key_values,
+            decoder_hidden_states=output.hidden_states,
+            decoder_attentions=output.attentions,
+            cross_attentions=output.cross_attentions,
+            encoder_last_hidden_state=memory,
+            encoder_hidden_states=encoder_outputs.hidden_states,
+            encoder_attentions=encoder_outputs.attentions,
+            aux_losses=losses or None,
+        )
+
+    def shift_right(self, ids: Tensor) -> Tensor:
+        """[B, T] ids (or labels, -100 read as padding) -> decoder inputs that begin with the start token."""
+        start, pad = self.config.decoder_start_token_id, self.config.pad_token_id
+        if start is None:
+            raise ValueError("Set `decoder_start_token_id` (or `pad_token_id`) in the config to make decoder inputs.")
+        shifted = torch.cat([ids.new_full((ids.shape[0], 1), start), ids[:, :-1]], dim=1)
+        return shifted.masked_fill(shifted == -100, start if pad is None else pad)

@@ -1,0 +1,1 @@
+"""Slots `normalization` and `residual` (survey 5.2): what normalises a vector, and where in a sublayer."""

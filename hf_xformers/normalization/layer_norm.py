@@ -1,0 +1,47 @@
+"""Layer normalisation and its variant without mean."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..components import Spec, register
+
+
+@register("normalization", "layer_norm")
+class LayerNormSpec(Spec):
+    """y = g * (x - mean(x)) / sqrt(var(x) + eps) + b over the width (Ba et al. 2016, arXiv 1607.06450). eps: the
+    config's `layer_norm_eps`."""
+
+    summary = "mean and variance over the width"
+
+    bias: bool = True
+
+    def build(self, config, **where) -> nn.LayerNorm:
+        return nn.LayerNorm(where.get("width", config.hidden_size), eps=config.layer_norm_eps, bias=self.bias)
+
+
+class RMSNorm(nn.Module):
+    """y = g * x / sqrt(mean(x^2) + eps), the mean square in float32 (Zhang & Sennrich 2019; T5's layer norm)."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        scale = torch.rsqrt(hidden_states.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * (hidden_states * scale).to(self.weight.dtype)
+
+    def initialize(self, config, init) -> None:
+        init.ones_(self.weight)
+
+
+@register("normalization", "rms_norm")
+class RMSNormSpec(Spec):
+    """eps: the config's `layer_norm_eps`."""
+
+    summary = "root mean square over the width, no mean, no bias"
+
+    def build(self, config, **where) -> RMSNorm:
+        return RMSNorm(where.get("width", config.hidden_size), config.layer_norm_eps)

@@ -1,0 +1,104 @@
+"""Where a sublayer normalises and how its output joins the residual stream."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from ..components import Spec, register
+
+
+class Residual(nn.Module):
+    """The frame of one sublayer function f: `y = leave(x, f(enter(x)))`.
+
+    scale: factor on f's output given by the block (Macaron's half steps).
+    """
+
+    def __init__(self, config, scale: float = 1.0):
+        super().__init__()
+        self.scale = scale
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def enter(self, hidden_states: Tensor) -> Tensor:
+        """[B, T, D] residual stream -> f's input."""
+        return hidden_states
+
+    def branch(self, output: Tensor, gate: Tensor | None) -> Tensor:
+        """f's output as it is added: dropout, then the block's scale and the sublayer's gate [B, T, 1]."""
+        output = self.dropout(output)
+        if self.scale != 1.0:
+            output = output * self.scale
+        return output if gate is None else output * gate
+
+    def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Residual stream and f's output -> new residual stream."""
+        raise NotImplementedError
+
+
+class PostNorm(Residual):
+    """y = LN(x + f(x)) (Vaswani et al. 2017, section 3.1)."""
+
+    def __init__(self, config, scale: float = 1.0):
+        super().__init__(config, scale)
+        self.norm = config.normalization.build(config)
+
+    def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None) -> Tensor:
+        return self.norm(hidden_states + self.branch(output, gate))
+
+
+class PreNorm(Residual):
+    """y = x + f(LN(x)) (Xiong et al. 2020, arXiv 2002.04745)."""
+
+    def __init__(self, config, scale: float = 1.0):
+        super().__init__(config, scale)
+        self.norm = config.normalization.build(config)
+
+    def enter(self, hidden_states: Tensor) -> Tensor:
+        return self.norm(hidden_states)
+
+    def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None) -> Tensor:
+        return hidden_states + self.branch(output, gate)
+
+
+class ResidualSpec(Spec):
+    """Base of residual specs. module: the frame's class."""
+
+    module: ClassVar[type[Residual]]
+
+    def build(self, config, **where) -> Residual:
+        return self.module(config, scale=where.get("scale", 1.0))
+
+    def build_final(self, config) -> nn.Module | None:
+        """The normalisation after the last layer, or None."""
+        return None
+
+
+@register("residual", "post_ln", aliases=("post",))
+class PostLNSpec(ResidualSpec):
+    """final_norm: also normalise after the last layer (off in the paper)."""
+
+    summary = "normalise after the residual sum"
+    module = PostNorm
+
+    final_norm: bool = False
+
+    def build_final(self, config) -> nn.Module | None:
+        return config.normalization.build(config) if self.final_norm else None
+
+
+@register("residual", "pre_ln", aliases=("pre",))
+class PreLNSpec(ResidualSpec):
+    """final_norm: normalise the residual stream after the last layer. final_dropout: dropout after that norm (T5)."""
+
+    summary = "normalise a sublayer's input, plus a final norm"
+    module = PreNorm
+
+    final_norm: bool = True
+    final_dropout: bool = False
+
+    def build_final(self, config) -> nn.Module | None:
+        parts = [config.normalization.build(config)] if self.final_norm else []
+        if self.final_dropout:
+            parts.append(nn.Dropout(config.hidden_dropout_prob))
+        return nn.Sequential(*parts) if len(parts) > 1 else (parts[0] if parts else None)

@@ -1,0 +1,59 @@
+"""Sinusoidal absolute positions."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..components import register
+from .base import Position, PositionSpec
+
+
+def sinusoids(positions: Tensor, width: int, base: float, layout: str) -> Tensor:
+    """Sinusoidal encoding (Vaswani et al. 2017, section 3.5), computed in float32 whatever the model's dtype.
+
+    omega_i = base^(-2i/width); entry 2i is sin(omega_i t), entry 2i+1 cos(omega_i t) (`interleaved`), or all sines
+    first (`half`). positions [...] integer -> [..., width] float32. There is no table, so no maximum length.
+    """
+    exponent = torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width
+    angles = positions.to(torch.float32).unsqueeze(-1) * torch.pow(
+        torch.tensor(base, device=exponent.device), -exponent
+    )
+    parts = (angles.sin(), angles.cos())
+    return torch.cat(parts, dim=-1) if layout == "half" else torch.stack(parts, dim=-1).flatten(-2)
+
+
+class SinusoidalPosition(Position):
+    """x_t + PE(t), see [`sinusoids`]."""
+
+    def __init__(self, spec: SinusoidalSpec):
+        super().__init__()
+        self.spec = spec
+
+    def embed(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
+        table = sinusoids(positions, hidden_states.shape[-1], self.spec.base, self.spec.layout)
+        return hidden_states + table.to(hidden_states.dtype)
+
+
+@register("position", "sinusoidal_absolute", aliases=("sinusoidal",))
+class SinusoidalSpec(PositionSpec):
+    """base: longest wavelength is base * 2 pi tokens. layout: order of sines and cosines along the width."""
+
+    summary = "fixed sinusoids added to the input"
+    acts = frozenset({"input"})
+
+    base: float | int = 10000.0
+    layout: Literal["interleaved", "half"] = "interleaved"
+
+    def check_fields(self) -> None:
+        if self.base <= 1:
+            raise ValueError(f"sinusoidal_absolute needs `base` > 1, got {self.base}.")
+
+    def check(self, config) -> None:
+        if config.hidden_size % 2:
+            raise ValueError(f"sinusoidal_absolute needs an even `hidden_size`, got {config.hidden_size}.")
+
+    def build(self, config, **where) -> SinusoidalPosition:
+        return SinusoidalPosition(self)

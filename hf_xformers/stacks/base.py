@@ -1,0 +1,50 @@
+"""The stack contract: the driver of the depth loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ..components import Spec
+from ..context import LayerContext
+
+
+@dataclass
+class StackOutput:
+    """hidden_states [B, T', D] after the last layer (T' may differ from the input's T); context: the state bundle that
+    belongs to them; aux_losses: scalars by name."""
+
+    hidden_states: Tensor
+    context: LayerContext
+    aux_losses: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Stack(nn.Module):
+    """Drives layers over depth. Layers belong to the tower and are passed in, so that a driver may run them in any
+    order, any number of times, or over time first; what the driver itself learns stands on it."""
+
+    def forward(
+        self,
+        layers: nn.ModuleList,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        position: nn.Module,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> StackOutput:
+        raise NotImplementedError
+
+
+class StackSpec(Spec):
+    """Base of stack specs."""
+
+    def num_layers(self, config) -> int:
+        """Modules to build (fewer than steps when weights are shared over depth)."""
+        return config.num_hidden_layers
+
+    def num_steps(self, config) -> int:
+        """Executions of a layer, which is the number of cache slots."""
+        return config.num_hidden_layers

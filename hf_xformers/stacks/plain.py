@@ -1,0 +1,54 @@
+"""The plain stack."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ..blocks.base import unpack_layer
+from ..components import register
+from ..context import LayerContext, add_losses
+from .base import Stack, StackOutput, StackSpec
+
+
+class PlainStack(Stack):
+    """Every layer once, in order."""
+
+    def forward(
+        self,
+        layers: nn.ModuleList,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        position: nn.Module,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> StackOutput:
+        aux_losses: dict[str, Tensor] = {}
+        for layer in layers:
+            layer.prepare(context, past_key_values)
+        streams = context.streams
+        for step, layer in enumerate(layers):
+            hidden_states = position.embed_layer(hidden_states, context.positions, step)
+            output = layer(
+                hidden_states,
+                memory,
+                *streams.values(),
+                context=context,
+                step=step,
+                stream_names=tuple(streams),
+                past_key_values=past_key_values,
+            )
+            hidden_states, streams, losses = unpack_layer(output)
+            add_losses(aux_losses, losses)
+        return StackOutput(hidden_states, context, aux_losses)
+
+
+@register("stack", "plain")
+class PlainStackSpec(StackSpec):
+    """Layers one after the other (Vaswani et al. 2017)."""
+
+    summary = "layers one after the other"
+
+    def build(self, config, **where) -> PlainStack:
+        return PlainStack()

@@ -1,0 +1,50 @@
+"""Named X-formers: one file each, holding a config preset, its family and its citation.
+
+The file name is the ledger id; the model type is `xf_<file name>` (the free mix is `xformer` itself).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+
+
+def model_types() -> dict[str, str]:
+    """Model type -> module of every variant, without importing any."""
+    names = [info.name for info in pkgutil.iter_modules(__path__) if not info.name.startswith("_")]
+    return {name if name == "xformer" else f"xf_{name}": f"{__name__}.{name}" for name in sorted(names)}
+
+
+def resolve(name: str) -> str:
+    """The model type that `name` stands for, with or without the prefix `xf_`.
+
+    Raises:
+        ValueError: no such variant; the message lists all of them.
+    """
+    known = model_types()
+    for candidate in (name, f"xf_{name}"):
+        if candidate in known:
+            return candidate
+    close = difflib.get_close_matches(name.removeprefix("xf_"), [key.removeprefix("xf_") for key in known], n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise ValueError(f"Unknown variant {name!r}; known variants: {', '.join(known)}.{hint}")
+
+
+def config_class(name: str) -> type:
+    """The config class of a variant (its family is registered by the import)."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    del AutoConfig  # imported for its side effect: the mapping is complete
+    model_type = resolve(name)
+    importlib.import_module(model_types()[model_type])
+    return CONFIG_MAPPING[model_type]
+
+
+def family(name: str) -> dict[str, type]:
+    """The model classes of a variant by head name ("Model", "ForMaskedLM", ...)."""
+    config = config_class(name)
+    module = importlib.import_module(model_types()[config.model_type])
+    prefix = config.__name__.removesuffix("Config")
+    return {head: getattr(module, prefix + head) for head in config.heads}

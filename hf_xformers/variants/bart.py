@@ -1,0 +1,48 @@
+"""BART (Lewis et al. 2020): an encoder-decoder pretrained by denoising."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..families import SEQ2SEQ_HEADS, VariantInfo, make_family
+
+
+class XFBartConfig(XFormerConfig):
+    """BART (Lewis et al. 2020): an encoder-decoder pretrained by denoising."""
+
+    model_type = "xf_bart"
+
+    vocab_size: int = 50265
+    num_hidden_layers: int = 6
+    max_position_embeddings: int = 1024
+    pad_token_id: int | None = 1
+    bos_token_id: int | None = 0
+    eos_token_id: int | list[int] | None = 2
+    decoder_start_token_id: int | None = 2
+    is_encoder_decoder: bool = True
+    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
+    position: SpecLike = field(default_factory=lambda: {"type": "learned_absolute", "offset": 2})
+    head: SpecLike = field(default_factory=lambda: {"type": "linear", "bias": True})
+
+
+INFO = VariantInfo(
+    summary="encoder-decoder, learned positions and a norm on each side's embedding",
+    paper="Lewis et al. 2020",
+    url="https://arxiv.org/abs/1910.13461",
+    equation=r"\mathrm{softmax}\!\left(\frac{Q K^\top}{\sqrt{d}}\right) V",
+    cost="time O(T^2 D), memory O(T D) with fused kernels",
+    bibtex="""@inproceedings{lewis2020bart,
+  title={{BART}: Denoising Sequence-to-Sequence Pre-training for Natural Language Generation, Translation, and Comprehension},
+  author={Lewis, Mike and Liu, Yinhan and Goyal, Naman and Ghazvininejad, Marjan and Mohamed, Abdelrahman and Levy, Omer and Stoyanov, Veselin and Zettlemoyer, Luke},
+  booktitle={Proceedings of ACL},
+  year={2020}
+}""",
+)
+
+_family = make_family(XFBartConfig, "XFBart", SEQ2SEQ_HEADS, INFO)
+XFBartModel = _family["Model"]
+XFBartForSeq2SeqLM = _family["ForSeq2SeqLM"]
+XFBartForSequenceClassification = _family["ForSequenceClassification"]
+XFBartForQuestionAnswering = _family["ForQuestionAnswering"]

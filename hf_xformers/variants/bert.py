@@ -1,0 +1,47 @@
+"""BERT (Devlin et al. 2019): a bidirectional encoder pretrained by masked language modelling and sentence pairs."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..families import ENCODER_HEADS, SENTENCE_PAIR_HEADS, VariantInfo, make_family
+
+
+class XFBertConfig(XFormerConfig):
+    """BERT (Devlin et al. 2019): a bidirectional encoder pretrained by masked language modelling and sentence pairs."""
+
+    model_type = "xf_bert"
+
+    vocab_size: int = 30522
+    type_vocab_size: int = 2
+    layer_norm_eps: float = 1e-12
+    add_pooler: bool = True
+    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
+    head: SpecLike = "transform"
+
+
+INFO = VariantInfo(
+    summary="dense softmax attention, learned positions, post-LN, GELU",
+    paper="Devlin et al. 2019",
+    url="https://arxiv.org/abs/1810.04805",
+    equation=r"\mathrm{softmax}\!\left(\frac{Q K^\top}{\sqrt{d}}\right) V",
+    cost="time O(T^2 D), memory O(T D) with fused kernels",
+    bibtex="""@inproceedings{devlin2019bert,
+  title={{BERT}: Pre-training of Deep Bidirectional Transformers for Language Understanding},
+  author={Devlin, Jacob and Chang, Ming-Wei and Lee, Kenton and Toutanova, Kristina},
+  booktitle={Proceedings of NAACL-HLT},
+  year={2019}
+}""",
+)
+
+_family = make_family(XFBertConfig, "XFBert", (*ENCODER_HEADS, *SENTENCE_PAIR_HEADS), INFO)
+XFBertModel = _family["Model"]
+XFBertForMaskedLM = _family["ForMaskedLM"]
+XFBertForSequenceClassification = _family["ForSequenceClassification"]
+XFBertForTokenClassification = _family["ForTokenClassification"]
+XFBertForQuestionAnswering = _family["ForQuestionAnswering"]
+XFBertForMultipleChoice = _family["ForMultipleChoice"]
+XFBertForNextSentencePrediction = _family["ForNextSentencePrediction"]
+XFBertForPreTraining = _family["ForPreTraining"]

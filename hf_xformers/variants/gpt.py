@@ -1,0 +1,42 @@
+"""GPT (Radford et al. 2018): a post-LN causal decoder."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..families import DECODER_HEADS, VariantInfo, make_family
+
+
+class XFGPTConfig(XFormerConfig):
+    """GPT (Radford et al. 2018): a post-LN causal decoder."""
+
+    model_type = "xf_gpt"
+
+    vocab_size: int = 40478
+    pad_token_id: int | None = None
+    is_decoder: bool = True
+    feedforward: SpecLike = field(default_factory=lambda: {"type": "gelu", "approximate": "tanh"})
+
+
+INFO = VariantInfo(
+    summary="causal decoder, post-LN, tanh-GELU",
+    paper="Radford et al. 2018",
+    url="https://openai.com/index/language-unsupervised/",
+    equation=r"\mathrm{softmax}\!\left(\frac{Q K^\top}{\sqrt{d}}\right) V",
+    cost="time O(T^2 D), memory O(T D) with fused kernels",
+    bibtex="""@techreport{radford2018improving,
+  title={Improving Language Understanding by Generative Pre-Training},
+  author={Radford, Alec and Narasimhan, Karthik and Salimans, Tim and Sutskever, Ilya},
+  institution={OpenAI},
+  year={2018}
+}""",
+)
+
+_family = make_family(XFGPTConfig, "XFGPT", DECODER_HEADS, INFO)
+XFGPTModel = _family["Model"]
+XFGPTForCausalLM = _family["ForCausalLM"]
+XFGPTForSequenceClassification = _family["ForSequenceClassification"]
+XFGPTForTokenClassification = _family["ForTokenClassification"]
+XFGPTForQuestionAnswering = _family["ForQuestionAnswering"]

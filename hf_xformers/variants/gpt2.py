@@ -1,0 +1,47 @@
+"""GPT-2 (Radford et al. 2019): a pre-LN causal decoder."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from ..components import SpecLike
+from ..configuration_xformer import Initializer, XFormerConfig
+from ..families import DECODER_HEADS, VariantInfo, make_family
+
+
+class XFGPT2Config(XFormerConfig):
+    """GPT-2 (Radford et al. 2019): a pre-LN causal decoder."""
+
+    model_type = "xf_gpt2"
+
+    vocab_size: int = 50257
+    max_position_embeddings: int = 1024
+    initializer: Initializer = "scaled_residual"
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 50256
+    eos_token_id: int | list[int] | None = 50256
+    is_decoder: bool = True
+    residual: SpecLike = "pre_ln"
+    feedforward: SpecLike = field(default_factory=lambda: {"type": "gelu", "approximate": "tanh"})
+
+
+INFO = VariantInfo(
+    summary="causal decoder, pre-LN with a final norm",
+    paper="Radford et al. 2019",
+    url="https://openai.com/index/better-language-models/",
+    equation=r"\mathrm{softmax}\!\left(\frac{Q K^\top}{\sqrt{d}}\right) V",
+    cost="time O(T^2 D), memory O(T D) with fused kernels",
+    bibtex="""@techreport{radford2019language,
+  title={Language Models are Unsupervised Multitask Learners},
+  author={Radford, Alec and Wu, Jeffrey and Child, Rewon and Luan, David and Amodei, Dario and Sutskever, Ilya},
+  institution={OpenAI},
+  year={2019}
+}""",
+)
+
+_family = make_family(XFGPT2Config, "XFGPT2", DECODER_HEADS, INFO)
+XFGPT2Model = _family["Model"]
+XFGPT2ForCausalLM = _family["ForCausalLM"]
+XFGPT2ForSequenceClassification = _family["ForSequenceClassification"]
+XFGPT2ForTokenClassification = _family["ForTokenClassification"]
+XFGPT2ForQuestionAnswering = _family["ForQuestionAnswering"]

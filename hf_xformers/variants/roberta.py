@@ -1,0 +1,47 @@
+"""RoBERTa (Liu et al. 2019): BERT's architecture trained longer, with dynamic masks and without sentence pairs."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..families import ENCODER_HEADS, VariantInfo, make_family
+
+
+class XFRobertaConfig(XFormerConfig):
+    """RoBERTa (Liu et al. 2019): BERT's architecture trained longer, with dynamic masks and without sentence pairs."""
+
+    model_type = "xf_roberta"
+
+    vocab_size: int = 50265
+    type_vocab_size: int = 1
+    pad_token_id: int | None = 1
+    bos_token_id: int | None = 0
+    eos_token_id: int | list[int] | None = 2
+    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
+    position: SpecLike = field(default_factory=lambda: {"type": "learned_absolute", "offset": 2})
+    head: SpecLike = "transform"
+
+
+INFO = VariantInfo(
+    summary="BERT without sentence pairs, trained on dynamic masks",
+    paper="Liu et al. 2019",
+    url="https://arxiv.org/abs/1907.11692",
+    equation=r"\mathrm{softmax}\!\left(\frac{Q K^\top}{\sqrt{d}}\right) V",
+    cost="time O(T^2 D), memory O(T D) with fused kernels",
+    bibtex="""@article{liu2019roberta,
+  title={{RoBERTa}: A Robustly Optimized {BERT} Pretraining Approach},
+  author={Liu, Yinhan and Ott, Myle and Goyal, Naman and Du, Jingfei and Joshi, Mandar and Chen, Danqi and Levy, Omer and Lewis, Mike and Zettlemoyer, Luke and Stoyanov, Veselin},
+  journal={arXiv preprint arXiv:1907.11692},
+  year={2019}
+}""",
+)
+
+_family = make_family(XFRobertaConfig, "XFRoberta", ENCODER_HEADS, INFO)
+XFRobertaModel = _family["Model"]
+XFRobertaForMaskedLM = _family["ForMaskedLM"]
+XFRobertaForSequenceClassification = _family["ForSequenceClassification"]
+XFRobertaForTokenClassification = _family["ForTokenClassification"]
+XFRobertaForQuestionAnswering = _family["ForQuestionAnswering"]
+XFRobertaForMultipleChoice = _family["ForMultipleChoice"]

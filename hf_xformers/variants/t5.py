@@ -1,0 +1,53 @@
+"""T5 (Raffel et al. 2020): an encoder-decoder with relative position biases, pretrained by span corruption."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from ..components import SpecLike
+from ..configuration_xformer import Initializer, XFormerConfig
+from ..families import SEQ2SEQ_HEADS, VariantInfo, make_family
+
+
+class XFT5Config(XFormerConfig):
+    """T5 (Raffel et al. 2020): an encoder-decoder with relative position biases, pretrained by span corruption."""
+
+    model_type = "xf_t5"
+
+    vocab_size: int = 32128
+    hidden_size: int = 512
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 8
+    intermediate_size: int = 2048
+    layer_norm_eps: float = 1e-6
+    initializer: Initializer = "t5"
+    eos_token_id: int | list[int] | None = 1
+    is_encoder_decoder: bool = True
+    position: SpecLike = "t5_relative_bias"
+    attention: SpecLike = field(default_factory=lambda: {"type": "dense", "bias": False, "scale": 1.0})
+    cross_attention: SpecLike = field(default_factory=lambda: {"type": "dense", "bias": False, "scale": 1.0})
+    normalization: SpecLike = "rms_norm"
+    residual: SpecLike = field(default_factory=lambda: {"type": "pre_ln", "final_dropout": True})
+    feedforward: SpecLike = field(default_factory=lambda: {"type": "relu", "bias": False})
+    head: SpecLike = field(default_factory=lambda: {"type": "linear", "scale": True})
+
+
+INFO = VariantInfo(
+    summary="score biases by relative distance, RMS norm, no biases",
+    paper="Raffel et al. 2020",
+    url="https://arxiv.org/abs/1910.10683",
+    equation=r"\mathrm{softmax}\!\left(Q K^\top + b_{\mathrm{bucket}(j-i)}\right) V",
+    cost="time O(T^2 D), memory O(T D + H T^2) for the bias",
+    bibtex="""@article{raffel2020exploring,
+  title={Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer},
+  author={Raffel, Colin and Shazeer, Noam and Roberts, Adam and Lee, Katherine and Narang, Sharan and Matena, Michael and Zhou, Yanqi and Li, Wei and Liu, Peter J.},
+  journal={Journal of Machine Learning Research},
+  year={2020}
+}""",
+)
+
+_family = make_family(XFT5Config, "XFT5", SEQ2SEQ_HEADS, INFO)
+XFT5Model = _family["Model"]
+XFT5ForSeq2SeqLM = _family["ForSeq2SeqLM"]
+XFT5ForSequenceClassification = _family["ForSequenceClassification"]
+XFT5ForQuestionAnswering = _family["ForQuestionAnswering"]

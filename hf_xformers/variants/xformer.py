@@ -1,0 +1,32 @@
+"""The free mix: any component in any slot."""
+
+from __future__ import annotations
+
+from ..configuration_xformer import XFormerConfig
+from ..families import HEADS, VariantInfo, make_family
+
+INFO = VariantInfo(
+    summary="freely mixed components",
+    paper="Lin et al. 2022",
+    url="https://arxiv.org/abs/2106.04554",
+    equation=r"x \leftarrow \mathrm{residual}(x, \mathrm{sublayer}(x))",
+    cost="that of its components",
+    bibtex="""@article{lin2022survey,
+  title={A Survey of Transformers},
+  author={Lin, Tianyang and Wang, Yuxin and Liu, Xiangyang and Qiu, Xipeng},
+  journal={AI Open},
+  year={2022}
+}""",
+)
+
+_family = make_family(XFormerConfig, "XFormer", tuple(HEADS), INFO)
+XFormerModel = _family["Model"]
+XFormerForMaskedLM = _family["ForMaskedLM"]
+XFormerForCausalLM = _family["ForCausalLM"]
+XFormerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+XFormerForSequenceClassification = _family["ForSequenceClassification"]
+XFormerForTokenClassification = _family["ForTokenClassification"]
+XFormerForQuestionAnswering = _family["ForQuestionAnswering"]
+XFormerForMultipleChoice = _family["ForMultipleChoice"]
+XFormerForNextSentencePrediction = _family["ForNextSentencePrediction"]
+XFormerForPreTraining = _family["ForPreTraining"]
