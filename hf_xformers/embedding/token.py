@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor, nn
 
-from ..components import Spec, build_spec, register
+from ..components import Spec, register
 
 
 class TokenEmbedding(nn.Module):
@@ -22,8 +22,7 @@ class TokenEmbedding(nn.Module):
         # No padding index: a seq2seq decoder may start with the padding token, whose vector must learn.
         self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.types = nn.Embedding(config.type_vocab_size, config.hidden_size) if config.type_vocab_size else None
-        norm = config.normalization if spec.norm is None else build_spec("normalization", spec.norm)
-        self.norm = norm.build(config) if spec.normalize else None
+        self.norm = config.normalization.build(config) if spec.normalize else None
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.scale = math.sqrt(config.hidden_size) if spec.scale else 1.0
 
@@ -63,10 +62,6 @@ class TokenEmbeddingSpec(Spec):
 
     scale: bool = False
     normalize: bool = False
-    norm: str | None = None
 
     def build(self, config, **where) -> TokenEmbedding:
         return TokenEmbedding(config, self)
-
-
-__all__ = ["TokenEmbedding", "TokenEmbeddingSpec"]

@@ -1,0 +1,156 @@
+"""Model cards, generated from the code: what a variant is, what it changes, its cost, how to use it, how to cite it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+
+from ..components import SLOTS
+
+PIPELINES = {"ForMaskedLM": "fill-mask", "ForCausalLM": "text-generation", "ForSeq2SeqLM": "text2text-generation"}
+SHAPES = {"ForMaskedLM": "encoder", "ForCausalLM": "causal decoder", "ForSeq2SeqLM": "encoder-decoder"}
+
+
+def shapes(config_class: type) -> list[str]:
+    """The shapes that a variant's family covers."""
+    return [shape for head, shape in SHAPES.items() if head in config_class.heads]
+
+
+def variant_card(model_type: str, measured: list[dict[str, Any]] | None = None) -> str:
+    """The Markdown card of a variant (metadata block included).
+
+    measured: rows of a benchmark result for this variant, shown as a table.
+
+    Raises:
+        ValueError: unknown variant.
+    """
+    from ..variants import config_class
+
+    cls = config_class(model_type)
+    name = cls.model_type
+    info = cls.info
+    config = cls()
+    main = next((head for head in PIPELINES if head in cls.heads), "Model")
+    data = ModelCardData(
+        language="en",
+        license="apache-2.0",
+        library_name="transformers",
+        pipeline_tag=PIPELINES.get(main),
+        tags=["hf_xformers", name],
+        model_name=name,
+    )
+    parts = [
+        f"---\n{data.to_yaml()}\n---",
+        f"# {name}",
+        f"{(cls.__doc__ or '').strip().splitlines()[0]}" if name != "xformer" else _free_mix_text(),
+        f"**What it changes:** {info.summary}.",
+        f"**Shapes:** {', '.join(shapes(cls))}. **Classes:** "
+        + ", ".join(f"`{_prefix(cls)}{head}`" for head in cls.heads)
+        + ".",
+        "## Mechanism",
+        f"$$\n{info.equation}\n$$",
+        f"Cost in the number of tokens T and the width D: {info.cost}.",
+        f"![attention map](maps/{name}.svg)",
+        "*Attention weights of layer 0 of an untrained model, averaged over heads.*",
+        "## Components",
+        _component_table(config),
+    ]
+    if info.notes:
+        parts.append(info.notes)
+    if measured:
+        parts += ["## Measured", _table(measured)]
+    parts += [
+        "## Use",
+        f"```python\n{example(cls, main)}\n```",
+        "## Paper",
+        f"[{info.paper}]({info.url})",
+        f"```bibtex\n{info.bibtex.strip()}\n```",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def example(cls: type, head: str) -> str:
+    """A runnable example for the card: a small model of the variant, used and reloaded through an Auto class."""
+    auto = f"Auto{'ModelF' + head[1:] if head != 'Model' else 'Model'}"
+    lines = [
+        "import torch",
+        f"from transformers import AutoConfig, {auto}",
+        "",
+        "import hf_xformers  # makes the variants known to the Auto classes",
+        "",
+        f'config = AutoConfig.for_model("{cls.model_type}", vocab_size=1000, hidden_size=64, num_hidden_layers=2,',
+        "                              num_attention_heads=4, intermediate_size=128, pad_token_id=0,",
+        "                              bos_token_id=1, eos_token_id=2)",
+        f"model = {auto}.from_config(config)",
+        "input_ids = torch.randint(3, 1000, (2, 16))",
+    ]
+    if head in PIPELINES:
+        lines += ["loss = model(input_ids=input_ids, labels=input_ids).loss", "loss.backward()"]
+    if head in ("ForCausalLM", "ForSeq2SeqLM"):
+        lines.append("print(model.generate(input_ids, max_new_tokens=8))")
+    lines += ['model.save_pretrained("my-model")', f'model = {auto}.from_pretrained("my-model")']
+    return "\n".join(lines)
+
+
+def write_cards(folder: str | Path, results: str | Path | None = None) -> list[Path]:
+    """Writes the card and the attention map of every variant to `folder`; returns the paths of the cards.
+
+    results: folder of benchmark results (JSON with `rows` that name a `variant`).
+    """
+    from ..variants import config_class, model_types
+    from .attention_map import attention_maps, draw
+
+    folder = Path(folder)
+    (folder / "maps").mkdir(parents=True, exist_ok=True)
+    written = []
+    for model_type in model_types():
+        path = folder / f"{model_type}.md"
+        path.write_text(variant_card(model_type, measured_rows(model_type, results)), encoding="utf-8")
+        maps = attention_maps(config_class(model_type))
+        (folder / "maps" / f"{model_type}.svg").write_text(draw(maps), encoding="utf-8")
+        written.append(path)
+    return written
+
+
+def measured_rows(model_type: str, results: str | Path | None) -> list[dict[str, Any]]:
+    """Rows about one variant in every result file of `results`."""
+    rows = []
+    for path in sorted(Path(results).glob("*.json")) if results is not None else []:
+        for row in json.loads(path.read_text(encoding="utf-8")).get("rows", []):
+            if row.get("variant", row.get("model")) == model_type:
+                rows.append(row)
+    return rows
+
+
+def _prefix(cls: type) -> str:
+    return cls.__name__.removesuffix("Config")
+
+
+def _free_mix_text() -> str:
+    return "The free mix: the vanilla Transformer with any component of this package in any slot."
+
+
+def _component_table(config) -> str:
+    """The components of a config, those that differ from the free mix's defaults in bold."""
+    from ..configuration_xformer import XFormerConfig
+
+    default, rows = XFormerConfig(), []
+    for slot in SLOTS:
+        spec = getattr(config, slot)
+        fields = ", ".join(f"{f.name}={getattr(spec, f.name)!r}" for f in dataclasses.fields(spec))
+        name = f"**{spec.type}**" if spec != getattr(default, slot) else spec.type
+        rows.append({"slot": f"`{slot}`", "component": name, "fields": f"`{fields}`" if fields else ""})
+    return _table(rows)
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for row in rows:
+        cells = (row.get(column, "") for column in columns)
+        lines.append("| " + " | ".join(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells) + " |")
+    return "\n".join(lines)

@@ -1,0 +1,68 @@
+"""Committed cards are what the generator writes today, and their examples run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from hf_xformers.hub.attention_map import attention_maps, draw
+from hf_xformers.hub.model_card import measured_rows, variant_card
+from hf_xformers.variants import config_class, model_types
+
+ROOT = Path(__file__).resolve().parents[2]
+CARDS = ROOT / "model_cards"
+
+
+@pytest.mark.parametrize("model_type", model_types())
+def test_card_is_current(model_type):
+    expected = variant_card(model_type, measured_rows(model_type, ROOT / "benchmarks" / "results"))
+    path = CARDS / f"{model_type}.md"
+    assert path.exists() and path.read_text(encoding="utf-8") == expected, "stale: run `python scripts/make_cards.py`"
+    assert (CARDS / "maps" / f"{model_type}.svg").exists()
+
+
+def test_no_card_without_a_variant():
+    assert {path.stem for path in CARDS.glob("*.md")} == set(model_types())
+
+
+@pytest.mark.parametrize("model_type", model_types())
+def test_metadata_is_valid(model_type):
+    card = ModelCard((CARDS / f"{model_type}.md").read_text(encoding="utf-8"))
+    assert card.data.library_name == "transformers" and card.data.license == "apache-2.0"
+    assert model_type in card.data.tags
+
+
+@pytest.mark.parametrize("model_type", ["xf_gpt2", "xf_bert"])
+def test_map_shows_who_may_be_read(model_type):
+    (weights,) = attention_maps(config_class(model_type)).values()
+    assert bool((weights.triu(1) == 0).all()) is (model_type == "xf_gpt2")
+    assert bool((weights.tril() > 0).any())
+    assert draw({"a": weights}).count("<rect") == int((weights > 0).sum()) + 2
+
+
+def test_stale_card_is_noticed():
+    assert variant_card("xf_bert") != variant_card("xf_bert", [{"variant": "xf_bert", "T": 1}])
+
+
+def test_examples_run(tmp_path):
+    """All examples in one process: each is complete on its own, apart from the cost of importing."""
+    scripts = []
+    for model_type in model_types():
+        text = (CARDS / f"{model_type}.md").read_text(encoding="utf-8")
+        scripts += re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(scripts) == len(model_types())
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(scripts)], capture_output=True, text=True, cwd=tmp_path, env=_environment()
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
