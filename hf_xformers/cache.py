@@ -2,7 +2,73 @@
 
 from __future__ import annotations
 
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, EncoderDecoderCache
+
+
+class RecurrentStateLayer(CacheLayerMixin):
+    """The state of a mechanism that keeps no keys and values: named tensors whose first axis is the batch.
+
+    The size does not grow with the text. A state cannot be rolled back, so decoding that drops tokens again (assisted
+    generation) is refused by transformers (`is_croppable`).
+    """
+
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.state: dict[str, Tensor] = {}
+        self.cumulative_length = 0
+
+    def advance(self, tokens: int, **state: Tensor) -> None:
+        """Replaces the named tensors after `tokens` more tokens were read."""
+        self.state.update(state)
+        self.cumulative_length += tokens
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+        raise TypeError("This mechanism keeps a state instead of keys and values; its own module updates it.")
+
+    def get_seq_length(self) -> int:
+        return self.cumulative_length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cumulative_length + query_length, 0
+
+    def reset(self) -> None:
+        self.state, self.cumulative_length, self.is_initialized = {}, 0, False
+
+    def _map(self, function) -> None:
+        self.state = {name: function(tensor) for name, tensor in self.state.items()}
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map(lambda tensor: tensor[indices])
+
+    def offload(self) -> None:
+        """Small by design: it stays where it is."""
+
+    def prefetch(self) -> None:
+        """Small by design: it stays where it is."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise ValueError(
+                "A recurrent state cannot forget its last tokens; decode without an assistant model (which drops tokens)."
+            )
 
 
 def self_attention_layers(config) -> list:

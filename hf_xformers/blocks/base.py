@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,11 +16,13 @@ from ..context import LayerContext, add_losses
 
 @dataclass(frozen=True)
 class SublayerPlan:
-    """One sublayer of a layer: its attribute name, what it does, and the factor on its output."""
+    """One sublayer of a layer: its attribute name, what it does, the factor on its output, and a feed-forward's part of
+    `intermediate_size`."""
 
     name: str
     kind: Literal["attention", "cross_attention", "feedforward"]
     residual_scale: float = 1.0
+    inner_scale: float = 1.0
 
 
 class BlockSpec(Spec):
@@ -44,14 +47,19 @@ class XFormerLayer(GradientCheckpointingLayer):
     def __init__(self, config, block: BlockSpec, *, layer_idx: int, cross: bool = False):
         super().__init__()
         self.plan = tuple(block.plan(config, layer_idx, cross))
+        frames: list = []
         for entry in self.plan:
             self.add_module(entry.name, self._build(config, entry, layer_idx))
-            frame = config.residual.build(config, scale=entry.residual_scale, layer_idx=layer_idx)
-            self.add_module(f"{entry.name}_residual", frame)
+            where = {"scale": entry.residual_scale, "layer_idx": layer_idx, "siblings": frames}
+            frames.append(config.residual.build(config, **where))
+            self.add_module(f"{entry.name}_residual", frames[-1])
 
     @staticmethod
     def _build(config, entry: SublayerPlan, layer_idx: int):
         if entry.kind == "feedforward":
+            if entry.inner_scale != 1.0:
+                config = copy.copy(config)
+                config.intermediate_size = int(config.intermediate_size * entry.inner_scale)
             return config.feedforward.build(config, layer_idx=layer_idx)
         if entry.kind == "cross_attention":
             return config.cross_attention.build(config, layer_idx=layer_idx, cross=True)

@@ -22,7 +22,7 @@ class LayerNormSpec(Spec):
 
 
 class RMSNorm(nn.Module):
-    """y = g * x / sqrt(mean(x^2) + eps), the mean square in float32 (Zhang & Sennrich 2019; T5's layer norm)."""
+    """y = g * x / sqrt(mean(x^2) + eps), the mean square in float32 at least (Zhang & Sennrich 2019; T5's layer norm)."""
 
     def __init__(self, width: int, eps: float):
         super().__init__()
@@ -30,7 +30,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        scale = torch.rsqrt(hidden_states.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        wide = hidden_states if hidden_states.dtype == torch.float64 else hidden_states.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * (hidden_states * scale).to(self.weight.dtype)
 
     def initialize(self, config, init) -> None:

@@ -1,0 +1,45 @@
+"""ReZero: a learned gate that starts at zero in place of any normalisation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..components import register
+from .residual import Residual, ResidualSpec
+
+
+class ReZero(Residual):
+    """y = x + alpha f(x), alpha a scalar that starts at 0, no norm (Bachlechner et al. 2020, arXiv 2003.04887, eq. 1).
+
+    A layer's frames share one alpha, as in the authors' code, unless `shared=False`.
+    """
+
+    def __init__(self, config, scale: float = 1.0, owner: ReZero | None = None):
+        super().__init__(config, scale)
+        self.alpha = nn.Parameter(torch.full((), config.residual.init)) if owner is None else None
+        # Outside the module tree: the owner registers the parameter, once.
+        object.__setattr__(self, "_owner", self if owner is None else owner)
+
+    def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None) -> Tensor:
+        return hidden_states + self._owner.alpha * self.branch(output, gate)
+
+    def initialize(self, config, init) -> None:
+        if self.alpha is not None:
+            init.constant_(self.alpha, config.residual.init)
+
+
+@register("residual", "rezero")
+class ReZeroSpec(ResidualSpec):
+    """init: alpha at the start. shared: one alpha for all sublayers of a layer."""
+
+    summary = "a learned scalar gate that starts at zero, no norm"
+    module = ReZero
+
+    init: float | int = 0.0
+    shared: bool = True
+
+    def build(self, config, **where) -> ReZero:
+        siblings = where.get("siblings") or []
+        owner = siblings[0] if self.shared and siblings else None
+        return ReZero(config, scale=where.get("scale", 1.0), owner=owner)

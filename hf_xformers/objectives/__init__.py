@@ -1,0 +1,38 @@
+"""Pretraining objectives: a spec per objective, its data collator, and the noise in two functions (draw, apply)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import base
+from .base import OBJECTIVES, Collator, Objective, build_objective, register
+from .causal_lm import CausalLMCollator, CausalLMObjective
+from .masked_lm import MaskedLMCollator, MaskedLMObjective, word_unit_ids
+from .sentence_pairs import NextSentenceObjective, SentenceOrderObjective, SentencePairCollator, sentence_pairs
+from .span_corruption import SpanCorruptionCollator, SpanCorruptionObjective
+
+__all__ = [
+    "OBJECTIVES",
+    "CausalLMCollator",
+    "CausalLMObjective",
+    "Collator",
+    "EpochCallback",
+    "MaskedLMCollator",
+    "MaskedLMObjective",
+    "NextSentenceObjective",
+    "Objective",
+    "SentenceOrderObjective",
+    "SentencePairCollator",
+    "SpanCorruptionCollator",
+    "SpanCorruptionObjective",
+    "build_objective",
+    "register",
+    "sentence_pairs",
+    "word_unit_ids",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "EpochCallback":
+        return base.EpochCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

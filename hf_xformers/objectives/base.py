@@ -1,0 +1,314 @@
+"""What every pretraining objective shares: the spec, its registry, and a data collator whose noise is keyed by row.
+
+An objective is a small strict dataclass (its fields are the settings of the paper). It makes a data collator, and it
+says how the rows for that collator are cut. The work of a collator is split in two functions per objective:
+`sample_noise` draws everything random from a `torch.Generator`, `apply_noise` is pure.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import struct
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100  # label of a position that is no target
+OBJECTIVES: dict[str, type[Objective]] = {}
+
+AnyObjective = TypeVar("AnyObjective", bound="Objective")
+AnyCollator = TypeVar("AnyCollator", bound="Collator")
+
+# Per-token columns that travel with the ids into the batch, and the value they take at padding.
+TOKEN_COLUMNS = {"token_type_ids": 0, "position_ids": 0}
+
+
+def register(name: str) -> Callable[[type[AnyObjective]], type[AnyObjective]]:
+    """Class decorator that enters an objective in `OBJECTIVES` under `name`."""
+
+    def enter(cls: type[AnyObjective]) -> type[AnyObjective]:
+        if name in OBJECTIVES:
+            raise ValueError(f"objective {name!r} is {OBJECTIVES[name].__name__} already: register under another id")
+        cls.id = name
+        OBJECTIVES[name] = cls
+        return cls
+
+    return enter
+
+
+def build_objective(value: str | Mapping[str, Any] | Objective) -> Objective:
+    """An objective from its id, from `{"type": id, **fields}`, or as it is.
+
+    Raises ValueError for an unknown id or field (the message lists the valid ones), TypeError for other types.
+    """
+    if isinstance(value, Objective):
+        return value
+    if isinstance(value, str):
+        value = {"type": value}
+    if not isinstance(value, Mapping):
+        raise TypeError(f"an objective is an id, a dict with the key 'type', or a spec, not {type(value).__name__}")
+    settings = dict(value)
+    name = settings.pop("type", None)
+    if name not in OBJECTIVES:
+        raise ValueError(f"unknown objective {name!r}: choose one of {', '.join(sorted(OBJECTIVES))}")
+    cls = OBJECTIVES[name]
+    valid = [field.name for field in fields(cls)]
+    unknown = sorted(set(settings) - set(valid))
+    if unknown:
+        raise ValueError(f"objective {name!r} has no field {', '.join(unknown)}: its fields are {', '.join(valid)}")
+    return cls(**settings)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether `value` has the annotated type; a bool is no number, an int is a float."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return any(_fits(value, option) for option in typing.get_args(hint))
+    if typing.get_origin(hint) is Literal:
+        return value in typing.get_args(hint)
+    if hint in (int, float):
+        return isinstance(value, (int, hint)) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Base of all objectives. Subclasses add fields, `check_fields`, `collator`, and the class attributes below."""
+
+    id: ClassVar[str]  # name in OBJECTIVES, set by `register`
+    head: ClassVar[str]  # which head of a family the objective trains, as in `<Family>For<head>`
+    add_special_tokens: ClassVar[bool] = False  # whether rows are wrapped in `special_tokens(tokenizer)`
+    packed: ClassVar[bool] = True  # False: rows come from documents cut in sentences, not from packed blocks
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for field in fields(self):
+            value, hint = getattr(self, field.name), hints[field.name]
+            if not _fits(value, hint):
+                kind = getattr(hint, "__name__", None) or str(hint).replace("typing.", "")
+                kind = str(hint).replace("typing.", "") if typing.get_args(hint) else kind
+                error = ValueError if "Literal" in kind else TypeError
+                raise error(f"{type(self).__name__}.{field.name} must be {kind}, not {value!r}")
+        self.check_fields()
+
+    def check_fields(self) -> None:
+        """Raise ValueError for field values that cannot work."""
+
+    def collator(
+        self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
+    ) -> Collator:
+        """The data collator of this objective; with `static=True` (evaluation) its noise ignores the epoch."""
+        raise NotImplementedError
+
+    def raw_block_size(self, block_size: int) -> int:
+        """Length of the rows (special tokens included) to hand to the collator for model inputs of `block_size`."""
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1, not {block_size}")
+        return block_size
+
+    def special_tokens(self, tokenizer: Any) -> tuple[list[int], list[int]]:
+        """Ids to put before and after the text of each row; counted in `raw_block_size`."""
+        if not self.add_special_tokens:
+            return [], []
+        start, end = tokenizer.cls_token_id, tokenizer.sep_token_id
+        return ([] if start is None else [start]), ([] if end is None else [end])
+
+    def to_dict(self) -> dict[str, Any]:
+        """`{"type": id, **fields}`; `build_objective` reads it back."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"type": self.id} | {
+            key: value.to_dict() if isinstance(value, Objective) else value for key, value in values.items()
+        }
+
+    def _require(self, condition: bool, message: str) -> None:
+        if not condition:
+            raise ValueError(f"{type(self).__name__}: {message}")
+
+
+@dataclass
+class Row:
+    """One feature without its padding: `ids` [n], further per-token columns [n], and the length it came with."""
+
+    ids: Tensor
+    columns: dict[str, Tensor]
+    width: int
+
+    def __len__(self) -> int:
+        return self.ids.numel()
+
+
+def _column(value: Any, name: str) -> Tensor:
+    """A feature column as an int64 tensor [n]; a missing entry (None in `word_ids`) becomes -1."""
+    if isinstance(value, Tensor):
+        tensor = value.to(torch.int64)
+    else:
+        array = np.asarray(value)
+        if array.dtype == object:
+            array = np.asarray([-1 if item is None else item for item in value])
+        elif array.dtype.kind == "f" and array.size:  # datasets turns integers with nulls into floats with nan
+            array = np.where(np.isnan(array), -1, array)
+        tensor = torch.from_numpy(np.array(array, dtype=np.int64))
+    if tensor.dim() != 1:
+        raise ValueError(f"feature column {name!r} has shape {tuple(tensor.shape)}: give one row of ids per feature")
+    return tensor
+
+
+def read_row(feature: Mapping[str, Any], names: Sequence[str]) -> Row:
+    """The ids and the columns in `names` that the feature has, with positions of attention 0 taken out."""
+    if not isinstance(feature, Mapping) or "input_ids" not in feature:
+        raise TypeError(
+            f"a feature must be a dict with 'input_ids', not {type(feature).__name__} "
+            f"{list(feature) if isinstance(feature, Mapping) else ''}: tokenize the dataset first"
+        )
+    ids = _column(feature["input_ids"], "input_ids")
+    columns = {name: _column(feature[name], name) for name in names if feature.get(name) is not None}
+    keep = None if feature.get("attention_mask") is None else _column(feature["attention_mask"], "attention_mask")
+    checked = columns if keep is None else columns | {"attention_mask": keep}
+    for name, column in checked.items():
+        if len(column) != len(ids):
+            raise ValueError(f"feature column {name!r} has {len(column)} entries for {len(ids)} input_ids")
+    width = len(ids)
+    if keep is not None and not bool(keep.all()):
+        keep = keep.bool()
+        ids, columns = ids[keep], {name: column[keep] for name, column in columns.items()}
+    return Row(ids, columns, width)
+
+
+def round_up(length: int, multiple: int | None) -> int:
+    """The smallest multiple that holds `length`."""
+    return length if multiple is None else -(-length // multiple) * multiple
+
+
+def pad_rows(rows: Sequence[Tensor], value: int, length: int, side: str = "right") -> Tensor:
+    """Stack rows [n_i] to [B, length], filled with `value` on the given side."""
+    out = torch.full((len(rows), length), value, dtype=rows[0].dtype)
+    for index, row in enumerate(rows):
+        if side == "left":
+            out[index, length - len(row) :] = row
+        else:
+            out[index, : len(row)] = row
+    return out
+
+
+def special_table(ids: Collection[int]) -> Tensor:
+    """A table for `is_special`: one bool per id, and one more for all ids above. (torch.isin is ten times as slow.)"""
+    table = torch.zeros(max(ids, default=-1) + 2, dtype=torch.bool)
+    table[list(ids)] = True
+    return table
+
+
+def is_special(ids: Tensor, table: Tensor) -> Tensor:
+    """Which of `ids` [n] are special; what counts when a feature brings no `special_tokens_mask`."""
+    return table[ids.clamp(max=len(table) - 1)]
+
+
+class Collator:
+    """Turns features (dicts of one row each) into a batch of tensors; works in `Trainer` and in DataLoader workers.
+
+    The generator of a row is seeded by a hash of (seed, epoch, ids of the row without padding). So the noise of a row
+    does not depend on its neighbours, on the number of workers or ranks, or on where training was resumed.
+    Two rows with equal ids get equal noise within an epoch.
+
+    The epoch lives in shared memory: `set_epoch` reaches workers that persist over epochs. Call it between epochs.
+
+    Trainer drops the columns that the model does not take. When the collator needs one of them (`unit_ids`,
+    `word_ids`, `special_tokens_mask`), set `remove_unused_columns=False`; the collator itself returns only what
+    a model takes.
+    """
+
+    columns: tuple[str, ...] = tuple(TOKEN_COLUMNS)  # what is read from a feature beside ids and attention mask
+    period: int | None = None  # number of different noises of a row; None: a new one in every epoch
+
+    def __init__(
+        self,
+        objective: Objective,
+        tokenizer: Any,
+        *,
+        seed: int = 0,
+        pad_to_multiple_of: int | None = None,
+        static: bool = False,
+    ) -> None:
+        if not isinstance(seed, int):
+            raise TypeError(f"seed must be an int, not {seed!r}")
+        if pad_to_multiple_of is not None and pad_to_multiple_of < 1:
+            raise ValueError(f"pad_to_multiple_of must be at least 1 or None, not {pad_to_multiple_of}")
+        self.objective = objective
+        self.tokenizer = tokenizer
+        self.seed = seed
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.static = static
+        # Padding is told by the attention mask, so a tokenizer without a pad token can use any id.
+        pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+        self.pad_token_id = pad if pad is not None else eos if eos is not None else 0
+        self.padding_side = getattr(tokenizer, "padding_side", "right")
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._epoch.share_memory_()  # a plain pickle carries only the value; no effect if memory is shared already
+
+    @property
+    def epoch(self) -> int:
+        return int(self._epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose noise the next batches get; see `EpochCallback`."""
+        self._epoch.fill_(int(epoch))
+
+    def as_static(self: AnyCollator) -> AnyCollator:
+        """The same collator with noise that ignores the epoch, for evaluation."""
+        twin = copy.copy(self)
+        twin.static = True
+        return twin
+
+    def generator(self, ids: Tensor) -> torch.Generator:
+        """The generator of the row `ids` [n] in the current epoch."""
+        epoch = 0 if self.static else self.epoch if self.period is None else self.epoch % self.period
+        return keyed_generator(self.seed, epoch, ids)
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        if not features:
+            raise ValueError("the batch has no features: give at least one")
+        return self.collate([read_row(feature, self.columns) for feature in features])
+
+    def collate(self, rows: list[Row]) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def pad_inputs(self, rows: list[Row]) -> dict[str, Tensor]:
+        """`input_ids`, `attention_mask` and the columns of TOKEN_COLUMNS that all rows have, each [B, T] int64."""
+        # Rows that came padded to a fixed length keep it, so static shapes survive.
+        length = round_up(max(row.width for row in rows), self.pad_to_multiple_of)
+
+        def padded(values: Sequence[Tensor], fill: int) -> Tensor:
+            return pad_rows(values, fill, length, self.padding_side)
+
+        batch = {
+            "input_ids": padded([row.ids for row in rows], self.pad_token_id),
+            "attention_mask": padded([torch.ones_like(row.ids) for row in rows], 0),
+        }
+        for name, fill in TOKEN_COLUMNS.items():
+            if all(name in row.columns for row in rows):
+                batch[name] = padded([row.columns[name] for row in rows], fill)
+        return batch
+
+
+def keyed_generator(seed: int, epoch: int, ids: Tensor) -> torch.Generator:
+    """A CPU generator seeded by blake2b(seed, epoch, ids)."""
+    digest = hashlib.blake2b(struct.pack("<qq", seed, epoch), digest_size=8)
+    digest.update(ids.contiguous().numpy().astype("<i8", copy=False).tobytes())
+    return torch.Generator().manual_seed(int.from_bytes(digest.digest(), "little", signed=True))
+
+
+def __getattr__(name: str) -> Any:
+    # The callback needs transformers' Trainer, which is slow to import; an objective does not.
+    if name == "EpochCallback":
+        from .callback import EpochCallback
+
+        return EpochCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
