@@ -14,25 +14,30 @@ class SandwichBlockSpec(BlockSpec):
     every layer still has one attention, and parameters and cache are those of the vanilla order. Cross-attention follows
     each self-attention.
 
-    coefficient: k, 0 <= k < layers (0: the vanilla order).
+    coefficient: k, 0 <= k < layers (0: the vanilla order); `None`: 3/8 of the layers, the paper's best for 16.
     """
 
     summary = "attention sublayers first, feed-forward sublayers last"
 
-    coefficient: int = 0
+    coefficient: int | None = None
+
+    def resolved(self, config) -> int:
+        """k for this config."""
+        return config.num_hidden_layers * 3 // 8 if self.coefficient is None else self.coefficient
 
     def check(self, config) -> None:
-        if not 0 <= self.coefficient < max(config.num_hidden_layers, 1):
+        if not 0 <= self.resolved(config) < max(config.num_hidden_layers, 1):
             raise ValueError(
                 f"sandwich needs 0 <= `coefficient` < layers, got {self.coefficient} for {config.num_hidden_layers} layers."
             )
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:
+        coefficient = self.resolved(config)
         sublayers = [SublayerPlan("attention", "attention")]
         if cross:
             sublayers.append(SublayerPlan("cross_attention", "cross_attention"))
-        if layer_idx >= self.coefficient:
+        if layer_idx >= coefficient:
             sublayers.append(SublayerPlan("feedforward", "feedforward"))
         if layer_idx == config.num_hidden_layers - 1:
-            sublayers += [SublayerPlan(f"feedforward_{i + 2}", "feedforward") for i in range(self.coefficient)]
+            sublayers += [SublayerPlan(f"feedforward_{i + 2}", "feedforward") for i in range(coefficient)]
         return sublayers

@@ -1,0 +1,40 @@
+"""Macaron (Lu et al. 2019): each layer is attention between two half feed-forward steps."""
+
+from __future__ import annotations
+
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFMacaronConfig(XFormerConfig):
+    """Macaron (Lu et al. 2019): each layer is attention between two half feed-forward steps."""
+
+    model_type = "xf_macaron"
+
+    block: SpecLike = "macaron"
+
+
+INFO = VariantInfo(
+    summary="attention between two half feed-forward steps",
+    paper="Lu et al. 2019",
+    url="https://arxiv.org/abs/1906.02762",
+    equation=r"x \leftarrow x + \tfrac12 \mathrm{FF}_1(x),\quad x \leftarrow x + \mathrm{SA}(x),\quad x \leftarrow x + \tfrac12 \mathrm{FF}_2(x)",
+    cost="that of the vanilla Transformer",
+    bibtex="""@article{lu2019understanding,
+  title={Understanding and Improving Transformer From a Multi-Particle Dynamic System Point of View},
+  author={Lu, Yiping and Li, Zhuohan and He, Di and Sun, Zhiqing and Dong, Bin and Qin, Tao and Wang, Liwei and Liu, Tie-Yan},
+  journal={arXiv preprint arXiv:1906.02762},
+  year={2019}
+}""",
+)
+
+_family = make_family(XFMacaronConfig, "XFMacaron", ALL_HEADS, INFO)
+XFMacaronModel = _family["Model"]
+XFMacaronForMaskedLM = _family["ForMaskedLM"]
+XFMacaronForSequenceClassification = _family["ForSequenceClassification"]
+XFMacaronForTokenClassification = _family["ForTokenClassification"]
+XFMacaronForQuestionAnswering = _family["ForQuestionAnswering"]
+XFMacaronForMultipleChoice = _family["ForMultipleChoice"]
+XFMacaronForCausalLM = _family["ForCausalLM"]
+XFMacaronForSeq2SeqLM = _family["ForSeq2SeqLM"]

@@ -1,0 +1,40 @@
+"""ReZero (Bachlechner et al. 2020): residual branches gated by a scalar that starts at zero, without normalisation."""
+
+from __future__ import annotations
+
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFReZeroConfig(XFormerConfig):
+    """ReZero (Bachlechner et al. 2020): residual branches gated by a scalar that starts at zero, without normalisation."""
+
+    model_type = "xf_rezero"
+
+    residual: SpecLike = "rezero"
+
+
+INFO = VariantInfo(
+    summary="a learned scalar gate that starts at zero replaces every norm",
+    paper="Bachlechner et al. 2020",
+    url="https://arxiv.org/abs/2003.04887",
+    equation=r"x \leftarrow x + \alpha_l \, f(x), \qquad \alpha_l = 0 \text{ at the start}",
+    cost="that of the vanilla Transformer, without its norms",
+    bibtex="""@inproceedings{bachlechner2021rezero,
+  title={{ReZero} is All You Need: Fast Convergence at Large Depth},
+  author={Bachlechner, Thomas and Majumder, Bodhisattwa Prasad and Mao, Henry and Cottrell, Gary and McAuley, Julian},
+  booktitle={Conference on Uncertainty in Artificial Intelligence},
+  year={2021}
+}""",
+)
+
+_family = make_family(XFReZeroConfig, "XFReZero", ALL_HEADS, INFO)
+XFReZeroModel = _family["Model"]
+XFReZeroForMaskedLM = _family["ForMaskedLM"]
+XFReZeroForSequenceClassification = _family["ForSequenceClassification"]
+XFReZeroForTokenClassification = _family["ForTokenClassification"]
+XFReZeroForQuestionAnswering = _family["ForQuestionAnswering"]
+XFReZeroForMultipleChoice = _family["ForMultipleChoice"]
+XFReZeroForCausalLM = _family["ForCausalLM"]
+XFReZeroForSeq2SeqLM = _family["ForSeq2SeqLM"]

@@ -1,0 +1,101 @@
+"""Macaron and Sandwich: orders of sublayers, against hand-written blocks and the vanilla order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerModel
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+
+def model(seed=0, cls=XFormerModel, **fields):
+    torch.manual_seed(seed)
+    return cls(XFormerConfig(**{**SIZES, **fields})).double().eval()
+
+
+def attention_by_hand(module, x):
+    """Softmax attention of one layer's module, written out for float64 inputs [B, T, D]."""
+    heads = [p(x).view(*x.shape[:2], 2, 8).transpose(1, 2) for p in (module.q_proj, module.k_proj, module.v_proj)]
+    weights = torch.softmax(heads[0] @ heads[1].transpose(-1, -2) / 8**0.5, dim=-1)
+    return module.o_proj((weights @ heads[2]).transpose(1, 2).reshape(x.shape))
+
+
+def feedforward_by_hand(module, x):
+    return module.down_proj(torch.nn.functional.gelu(module.up_proj(x)))
+
+
+def test_macaron_equals_a_hand_written_block():
+    net = model(block="macaron", num_hidden_layers=1)
+    ids = torch.randint(0, 40, (2, 7))
+    layer = net.trunk.layers[0]
+    assert layer.feedforward.up_proj.out_features == layer.feedforward_2.up_proj.out_features == 16
+    x = net.trunk.embedding.tokens(ids) + net.trunk.position.table.weight[:7]
+    x = layer.feedforward_residual.norm(x + 0.5 * feedforward_by_hand(layer.feedforward, x))
+    x = layer.attention_residual.norm(x + attention_by_hand(layer.attention, x))  # the scale is on feed-forwards only
+    x = layer.feedforward_2_residual.norm(x + 0.5 * feedforward_by_hand(layer.feedforward_2, x))
+    torch.testing.assert_close(net(ids).last_hidden_state, x)
+
+
+def test_macaron_keeps_the_parameter_count_but_for_norms_and_a_bias():
+    count = lambda net: sum(p.numel() for p in net.parameters())  # noqa: E731
+    extra = 3 * (2 * 16 + 16)  # per layer: one LayerNorm, and the second output projection's bias
+    assert count(model(block="macaron")) - count(model()) == extra
+
+
+@pytest.mark.parametrize(("coefficient", "order"), [(0, "sfsfsf"), (1, "ssfsff"), (2, "sssfff")])
+def test_sandwich_order(coefficient, order):
+    net = model(block={"type": "sandwich", "coefficient": coefficient})
+    kinds = [entry.kind[0] for layer in net.trunk.layers for entry in layer.plan]
+    assert "".join(kinds).replace("a", "s") == order
+    shapes = sorted(tuple(p.shape) for p in net.parameters())
+    assert shapes == sorted(tuple(p.shape) for p in model().parameters())
+
+
+def test_sandwich_zero_is_the_vanilla_order():
+    ids = torch.randint(0, 40, (2, 7))
+    vanilla, sandwich = model(), model(block={"type": "sandwich", "coefficient": 0})
+    assert torch.equal(vanilla(ids).last_hidden_state, sandwich(ids).last_hidden_state)
+
+
+def test_sandwich_runs_sublayers_in_its_order():
+    """With every feed-forward switched off, any k is the same stack of attentions."""
+    ids = torch.randint(0, 40, (2, 7))
+    outputs = []
+    for coefficient in (0, 1, 2):
+        net = model(block={"type": "sandwich", "coefficient": coefficient}, residual="pre_ln")
+        source = model(residual="pre_ln")
+        for layer, other in zip(net.trunk.layers, source.trunk.layers, strict=True):
+            layer.attention.load_state_dict(other.attention.state_dict())
+            for entry in layer.plan:
+                if entry.kind == "feedforward":
+                    torch.nn.init.zeros_(getattr(layer, entry.name).down_proj.weight)
+        net.trunk.embedding.load_state_dict(source.trunk.embedding.state_dict())
+        net.trunk.position.load_state_dict(source.trunk.position.state_dict())
+        outputs.append(net(ids).last_hidden_state)
+    torch.testing.assert_close(outputs[0], outputs[1])
+    torch.testing.assert_close(outputs[0], outputs[2])
+
+
+def test_sandwich_generates_with_one_cache_slot_a_layer():
+    net = model(cls=XFormerForCausalLM, block={"type": "sandwich", "coefficient": 2}, residual="pre_ln")
+    ids = torch.randint(3, 40, (2, 5))
+    out = net.generate(ids, max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
+    assert len(out.past_key_values.layers) == 3
+    assert torch.equal(out.sequences, net.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False))
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="coefficient"):
+        XFormerConfig(**SIZES, block={"type": "sandwich", "coefficient": 3})
+    with pytest.raises(ValueError, match="intermediate_size"):
+        XFormerConfig(**{**SIZES, "intermediate_size": 1}, block="macaron")

@@ -1,0 +1,77 @@
+"""ReZero: the identity at the start, and what the first step may change."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from hf_xformers import XFormerConfig, XFormerForMaskedLM
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+
+def model(**residual):
+    torch.manual_seed(0)
+    config = XFormerConfig(**SIZES, residual={"type": "rezero", **residual})
+    return XFormerForMaskedLM(config).double()
+
+
+def test_starts_as_the_identity():
+    net, ids = model().eval(), torch.randint(0, 40, (2, 6))
+    tower = net.model.trunk
+    expected = tower.embedding.tokens(ids) + tower.position.table.weight[:6]
+    torch.testing.assert_close(net.model(ids).last_hidden_state, expected)
+
+
+def test_first_gradient_reaches_the_gates_only():
+    net, ids = model(), torch.randint(0, 40, (2, 6))
+    net(ids, labels=ids).loss.backward()
+    for name, parameter in net.model.trunk.layers.named_parameters():
+        if name.endswith("alpha"):
+            assert parameter.grad.abs() > 0
+        else:
+            assert torch.count_nonzero(parameter.grad) == 0, name
+
+
+def test_one_gate_a_layer_or_one_a_sublayer():
+    gates = lambda net: sum(name.endswith("alpha") for name, _ in net.named_parameters())  # noqa: E731
+    assert gates(model()) == 3 and gates(model(shared=False)) == 6
+
+
+def test_open_gate_is_a_plain_residual_net():
+    net, ids = model(init=1.0).eval(), torch.randint(0, 40, (2, 6))
+    tower = net.model.trunk
+    x = tower.embedding.tokens(ids) + tower.position.table.weight[:6]
+    for layer in tower.layers:
+        a = layer.attention
+        q, k, v = (p(x).view(2, 6, 2, 8).transpose(1, 2) for p in (a.q_proj, a.k_proj, a.v_proj))
+        x = x + a.o_proj((torch.softmax(q @ k.mT / 8**0.5, -1) @ v).transpose(1, 2).reshape(2, 6, 16))
+        x = x + layer.feedforward.down_proj(torch.nn.functional.gelu(layer.feedforward.up_proj(x)))
+    torch.testing.assert_close(net.model(ids).last_hidden_state, x)
+
+
+def test_gate_survives_saving_and_copying(tmp_path):
+    net = model()
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            if name.endswith("alpha"):
+                parameter.fill_(0.7)
+    net.save_pretrained(tmp_path)
+    again = XFormerForMaskedLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    ids = torch.randint(0, 40, (2, 6))
+    torch.testing.assert_close(again(ids).logits, net.eval()(ids).logits)
+    other = copy.deepcopy(net).eval()
+    with torch.no_grad():
+        other.model.trunk.layers[0].attention_residual.alpha.zero_()
+    assert not torch.allclose(other(ids).logits, net(ids).logits)  # the copy's frames read the copy's gate
+    frames = other.model.trunk.layers[0]
+    assert frames.feedforward_residual._owner is frames.attention_residual
