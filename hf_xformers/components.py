@@ -15,7 +15,7 @@ import importlib
 import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, dataclass_transform
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
@@ -51,7 +51,10 @@ class Spec:
         raise NotImplementedError(f"{type(self).__name__} does not say which module it builds.")
 
 
-SpecLike = str | dict | Spec
+if TYPE_CHECKING:  # written as a name, a dict or a spec; read as a spec, whose fields depend on its type
+    SpecLike: TypeAlias = Any
+else:
+    SpecLike = str | dict | Spec
 
 
 class Slot:

@@ -241,6 +241,11 @@ class XFormerConfig(PreTrainedConfig):
         """The one-tower views of this config, the trunk first."""
         return [self.tower("trunk"), self.tower("decoder")] if self.is_encoder_decoder else [self.tower("trunk")]
 
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> XFormerConfig:
+        """transformers' question for the config of one side, e.g. to size a cache. Its own answer would take the field
+        `decoder`, which holds overrides, for a whole config."""
+        return self.tower("decoder") if decoder and not encoder and self.is_encoder_decoder else self
+
     def layer(self, layer_idx: int) -> XFormerConfig:
         """The config of one layer of this one-tower view, `per_layer_config` applied."""
         return self.per_layer_config[layer_idx] if self.is_heterogeneous else self

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import transformers
 
 from . import modeling_heads, modeling_xformer
 
 # head name -> (the class it derives from, the Auto class that resolves it)
-HEADS = {
+HEADS: dict[str, tuple[Any, str]] = {
     "Model": (modeling_xformer.XFormerModel, "AutoModel"),
     "ForMaskedLM": (modeling_heads.XFormerForMaskedLM, "AutoModelForMaskedLM"),
     "ForCausalLM": (modeling_heads.XFormerForCausalLM, "AutoModelForCausalLM"),
@@ -68,7 +69,7 @@ class VariantInfo:
     notes: str = ""
 
 
-def make_family(config_class: type, prefix: str, heads: tuple[str, ...], info: VariantInfo) -> dict[str, type]:
+def make_family(config_class: Any, prefix: str, heads: tuple[str, ...], info: VariantInfo) -> dict[str, Any]:
     """Makes `prefix + head` for each of `heads`, registers config and classes with the Auto classes.
 
     config_class: an `XFormerConfig` subclass with its own `model_type`. Returns the classes by head name; the caller

@@ -216,7 +216,9 @@ def pool(hidden_states: Tensor, mask: Tensor | None, how: str) -> Tensor:
         return (hidden_states * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
     order = torch.arange(mask.shape[1], device=mask.device)
     real = mask.bool()
-    index = torch.where(real, order, mask.shape[1]).amin(-1) if how == "first" else torch.where(real, order, -1).amax(-1)
+    index = (
+        torch.where(real, order, mask.shape[1]).amin(-1) if how == "first" else torch.where(real, order, -1).amax(-1)
+    )
     index = index.clamp(0, mask.shape[1] - 1)
     return hidden_states[torch.arange(hidden_states.shape[0], device=mask.device), index]
 
@@ -311,9 +313,7 @@ class XFormerForSequenceClassification(_Classifier):
         kind = outputs.XFormerSequenceClassifierOutput
         if self.config.is_encoder_decoder:
             kind = outputs.XFormerSeq2SeqSequenceClassifierOutput
-        return kind(
-            loss=with_aux_losses(loss, base.aux_losses), logits=logits, **recorded
-        )
+        return kind(loss=with_aux_losses(loss, base.aux_losses), logits=logits, **recorded)
 
 
 class XFormerForTokenClassification(_Classifier):
@@ -421,7 +421,9 @@ class XFormerForMultipleChoice(_Classifier):
         """input_ids: [B, choices, T] (masks alike); labels: [B] index of the right choice. logits: [B, choices]."""
         given = input_ids if input_ids is not None else inputs_embeds
         if given is None or given.ndim < 3:
-            raise ValueError("Multiple choice takes `input_ids` [batch, choices, length] or `inputs_embeds` with one more axis.")
+            raise ValueError(
+                "Multiple choice takes `input_ids` [batch, choices, length] or `inputs_embeds` with one more axis."
+            )
         choices = given.shape[1]
 
         def rows(tensor: Tensor | None) -> Tensor | None:

@@ -323,7 +323,10 @@ class XFormerModel(XFormerPreTrainedModel):
             past_key_values, use_cache: generation cache.
         """
         if self.decoder is None:
-            for name, value in (("decoder_input_ids", decoder_input_ids), ("decoder_inputs_embeds", decoder_inputs_embeds)):
+            for name, value in (
+                ("decoder_input_ids", decoder_input_ids),
+                ("decoder_inputs_embeds", decoder_inputs_embeds),
+            ):
                 if value is not None:
                     raise ValueError(f"`{name}` was given to a model without a second tower; leave it out.")
             output = self.trunk(
@@ -375,7 +378,9 @@ class XFormerModel(XFormerPreTrainedModel):
             use_cache=use_cache,
             **kwargs,
         )
-        losses = {f"encoder_{name}": loss for name, loss in (getattr(encoder_outputs, "aux_losses", None) or {}).items()}
+        losses = {
+            f"encoder_{name}": loss for name, loss in (getattr(encoder_outputs, "aux_losses", None) or {}).items()
+        }
         losses.update({f"decoder_{name}": loss for name, loss in (output.aux_losses or {}).items()})
         return XFormerSeq2SeqModelOutput(
             last_hidden_state=output.last_hidden_state,

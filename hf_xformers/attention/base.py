@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..components import Spec
-from ..initialization import start_projections
 from ..context import LayerContext, SublayerOutput, self_attention_cache
+from ..initialization import start_projections
 
 
 class Attention(nn.Module):

@@ -1,0 +1,112 @@
+#!/usr/bin/env python
+"""Shows what `scripts/demo.sh` trained: loads the folder through the Auto classes and lets the model speak.
+
+    python scripts/demo.py runs/demo-mlm --objective mlm
+
+Everything here is plain transformers. The one line that a user of hf_xformers adds is `import hf_xformers`, which
+registers the families with the Auto classes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    pipeline,
+)
+
+import hf_xformers  # noqa: F401  (registers the families)
+
+AUTO_CLASS = {"mlm": AutoModelForMaskedLM, "clm": AutoModelForCausalLM, "span": AutoModelForSeq2SeqLM}
+PROMPTS = {
+    "mlm": ["Return the {mask} of the list.", "Raise an error if the {mask} is not found."],
+    "clm": ["Return a new", "This function"],
+    "span": ["Return the {mask} of the list.", "Raise an error if {mask} is not found."],
+}
+console = Console()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("model", type=Path, help="folder that `hf-xformers pretrain` wrote")
+    parser.add_argument("--objective", choices=list(AUTO_CLASS), default="mlm")
+    arguments = parser.parse_args()
+    if not (arguments.model / "config.json").is_file():
+        parser.error(f"{arguments.model} has no config.json; run scripts/demo.sh first")
+
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    model = AUTO_CLASS[arguments.objective].from_pretrained(arguments.model).eval()
+    console.print(
+        f"{AUTO_CLASS[arguments.objective].__name__}.from_pretrained gave a [bold]{type(model).__name__}[/] with "
+        f"{model.num_parameters():,} parameters and a vocabulary of {len(tokenizer):,}."
+    )
+    print_losses(arguments.model)
+    print_answers(arguments.objective, model, tokenizer)
+    print_places(arguments.model)
+    return 0
+
+
+def print_losses(folder: Path) -> None:
+    """The held-out loss before and after training, as the Trainer recorded it."""
+    state = folder / "trainer_state.json"
+    history = json.loads(state.read_text())["log_history"] if state.is_file() else []
+    losses = [(entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry]
+    if len(losses) < 2:
+        console.print(f"{state} has no evaluations before and after training to compare.")
+        return
+    table = Table("", "step", "held-out loss", "perplexity", title="before and after")
+    for name, (step, loss) in (("before", losses[0]), ("after", losses[-1])):
+        table.add_row(name, str(step), f"{loss:.3f}", f"{math.exp(min(loss, 700)):,.1f}")
+    console.print(table)
+
+
+def print_answers(objective: str, model, tokenizer) -> None:
+    """What the model makes of a few prompts. It is tiny and hardly trained: expect frequent words, not sense."""
+    table = Table("prompt", "answer", title="what it says")
+    if objective == "mlm":
+        fill = pipeline("fill-mask", model=model, tokenizer=tokenizer, top_k=3)
+        for prompt in PROMPTS[objective]:
+            text = prompt.format(mask=tokenizer.mask_token)
+            guesses = fill(text)
+            table.add_row(
+                plain(text), plain(", ".join(f"{g['token_str'].strip()} ({g['score']:.2f})" for g in guesses))
+            )
+    elif objective == "clm":
+        write = pipeline("text-generation", model=model, tokenizer=tokenizer)
+        for prompt in PROMPTS[objective]:
+            (answer,) = write(prompt, max_new_tokens=20, do_sample=False, return_full_text=False)
+            table.add_row(plain(prompt), plain(answer["generated_text"]))
+    else:  # transformers 5 has no pipeline for encoder-decoders
+        for prompt in PROMPTS[objective]:
+            text = prompt.format(mask="<extra_id_0>")
+            ids = model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=20, do_sample=False)
+            table.add_row(plain(text), plain(tokenizer.decode(ids[0])))
+    console.print(table)
+
+
+def plain(text: str) -> str:
+    """Text that rich shows as it is: a `[MASK]` is no markup."""
+    return text.replace("[", r"\[")
+
+
+def print_places(folder: Path) -> None:
+    table = Table("file", "KiB", title=f"where things are: {folder}")
+    for path in sorted(path for path in folder.iterdir() if path.is_file()):
+        table.add_row(path.name, f"{path.stat().st_size / 1024:,.0f}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

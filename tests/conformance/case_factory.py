@@ -1,0 +1,183 @@
+"""Makes one unittest class for each registered family: transformers' common tests, with this project's beside them."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import inspect
+import json
+import os
+import tempfile
+import traceback
+import unittest
+from typing import Any
+
+import torch
+import transformers
+from discovery import AUTO_TABLES, Family, discover, load_overrides, overrides_for
+from model_tester import Case, GenericModelTester, vision_length
+from tiny_configs import config_fields, tiny_kwargs
+from transformers.testing_utils import torch_device
+from transformers_tests import PACKAGE
+
+LARGEST = 1_000_000  # parameters of a tiny model
+
+
+def build_cases(spec: dict[str, Any]) -> list[type[unittest.TestCase]]:
+    """The test classes for what the runner was asked; a family that cannot be built becomes one failing test."""
+    families = discover(spec["package"], spec["builtin"])
+    common = _teach_names(families)
+    rules = load_overrides(spec["overrides"])
+    made = []
+    for family in families:
+        if spec["model_types"] and not any(fnmatch.fnmatchcase(family.model_type, p) for p in spec["model_types"]):
+            continue
+        overrides = overrides_for(family.model_type, rules)
+        for kind, models in _shapes(family, overrides):
+            if spec["kinds"] and kind not in spec["kinds"]:
+                continue
+            suffix = "" if kind == (overrides.get("kind") or family.kind) else f"__{kind}"
+            name = "Test_" + "".join(c if c.isalnum() else "_" for c in family.model_type) + suffix
+            try:
+                made.append(_build(name, family, kind, models, overrides, common))
+            except Exception:
+                made.append(_broken(name, family.model_type, traceback.format_exc()))
+    return made
+
+
+def _shapes(family: Family, overrides: dict[str, Any]) -> list[tuple[str, dict[str, list[type]]]]:
+    """The shapes that a family is tested in, each with its classes.
+
+    A class for sequence-to-sequence makes an encoder-decoder of a family whose other classes have one tower; it takes
+    other inputs and gives other outputs, so it is a case of its own.
+    """
+    kind = overrides.get("kind") or family.kind
+    models = dict(family.models)
+    if family.builtin or kind == "seq2seq" or "AutoModelForSeq2SeqLM" not in models:
+        return [(kind, models)]
+    towers = {"AutoModelForSeq2SeqLM": models.pop("AutoModelForSeq2SeqLM")}
+    return [(kind, models), ("seq2seq", towers)]
+
+
+def _teach_names(families: list[Family]):
+    """transformers' tests know classes by their names in fixed tables: gives them copies with the registered ones."""
+    common = __import__(f"{PACKAGE}.test_modeling_common", fromlist=["ModelTesterMixin"])
+    for auto_name, table in AUTO_TABLES.items():
+        known = getattr(common, table, None)
+        if known is None:
+            continue
+        names = type(known)(known)
+        for family in families:
+            found = tuple(cls.__name__ for cls in family.models.get(auto_name, ()))
+            if found and not family.builtin:
+                names[family.model_type] = found[0] if len(found) == 1 else found
+        setattr(common, table, names)
+    return common
+
+
+def _broken(name: str, model_type: str, text: str) -> type[unittest.TestCase]:
+    def test_tiny_model_can_be_built(self):
+        self.fail(f"no tests could be made for {model_type}: {text.strip().splitlines()[-1]}\n{text}")
+
+    body = {"__module__": __name__, "test_tiny_model_can_be_built": test_tiny_model_can_be_built}
+    return type(name, (unittest.TestCase,), body)
+
+
+def _build(name, family: Family, kind: str, models, overrides, common) -> type[unittest.TestCase]:
+    kwargs, unknown = tiny_kwargs(family.config_class, overrides["config"], kind)
+    if kind == "seq2seq" and not family.builtin:
+        kwargs["is_encoder_decoder"] = True
+    case = Case(family.model_type, kind, family.config_class, models, overrides, kwargs)
+    if not case.classes:
+        raise RuntimeError(f"{family.config_class.__name__} is registered, but no class to test is registered for it")
+    size = sum(parameter.numel() for parameter in case.classes[0](case.config()).parameters())
+    if size > LARGEST:
+        raise RuntimeError(
+            f"the tiny {family.model_type} has {size:,} parameters; large fields that no rule shrinks: "
+            f"{', '.join(unknown) or 'none'}; give them under 'config' in overrides.json"
+        )
+    case.vision_length = vision_length(case)
+
+    body = {
+        "__module__": __name__,
+        "all_model_classes": tuple(case.classes),
+        "is_encoder_decoder": kind == "seq2seq",
+        "model_tester": None,
+        "conformance_case": case,
+    }
+    if kind == "vision":
+        body["test_resize_embeddings"] = False
+    if not family.builtin:  # transformers lets files off this test that have no copyright line later than 2022
+        body["test_can_init_all_missing_weights_before_2023"] = True
+    if not overrides.get("generate", True):  # the way transformers' own exceptions do it
+        body["all_generative_model_classes"] = ()
+    body.update(overrides["class"])
+    return type(name, (OurChecks, *_mixins(case, common), unittest.TestCase), body)
+
+
+def _mixins(case: Case, common) -> list[type]:
+    mixins = [common.ModelTesterMixin]
+    if case.overrides.get("generate", True) and any(cls.can_generate() for cls in case.classes):
+        module = __import__(f"{PACKAGE}.generation.test_utils", fromlist=["GenerationTesterMixin"])
+        mixins.append(module.GenerationTesterMixin)
+    if case.kind == "decoder" and "AutoModelForCausalLM" in case.models:
+        module = __import__(f"{PACKAGE}.test_training_mixin", fromlist=["TrainingTesterMixin"])
+        mixins.append(module.TrainingTesterMixin)
+    return mixins
+
+
+class OurChecks:
+    """Set-up of a case, and the checks on configs and Auto classes."""
+
+    conformance_case: Case
+
+    def setUp(self):
+        self.model_tester = GenericModelTester(self, self.conformance_case)
+        for glob, reason in self.conformance_case.overrides["waive"].items():
+            if fnmatch.fnmatchcase(self._testMethodName, glob):
+                self.skipTest(f"WAIVED: {reason}")
+
+    def _prepare_for_class(self, inputs_dict, model_class, return_labels=False):
+        """Adds the labels of a class with two objectives, as the tests of each such model in transformers do."""
+        inputs = super()._prepare_for_class(inputs_dict, model_class, return_labels=return_labels)
+        accepted = inspect.signature(model_class.forward).parameters
+        if return_labels and "labels" not in inputs and {"labels", "next_sentence_label"} <= set(accepted):
+            inputs["labels"] = torch.zeros_like(inputs["input_ids"])
+            inputs["next_sentence_label"] = inputs["input_ids"].new_zeros(inputs["input_ids"].shape[0])
+        return inputs
+
+    def test_config(self):
+        module = __import__(f"{PACKAGE}.test_configuration_common", fromlist=["ConfigTester"])
+        case = self.conformance_case
+        width = getattr(case.config_class, "attribute_map", {}).get("hidden_size", "hidden_size")
+        change = {width: 48} if width in config_fields(case.config_class) else {}
+        vision = case.kind == "vision"
+        module.ConfigTester(
+            self,
+            config_class=case.config_class,
+            has_text_modality=not vision,
+            common_properties=["hidden_size", "num_attention_heads", "num_hidden_layers"] if vision else None,
+            **change,
+        ).run_common_tests()
+
+    def test_auto_classes_roundtrip(self):
+        """Every registration is found again from a saved folder, with the same class and the same output."""
+        case = self.conformance_case
+        for auto_name, classes in case.models.items():
+            if classes[0] not in case.classes:
+                continue
+            with self.subTest(auto_name):
+                config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
+                auto_class = getattr(transformers, auto_name)
+                model = auto_class.from_config(copy.deepcopy(config)).to(torch_device).eval()
+                self.assertIn(type(model), classes)
+                with tempfile.TemporaryDirectory() as folder:
+                    model.save_pretrained(folder)
+                    with open(os.path.join(folder, "config.json")) as file:
+                        self.assertEqual(json.load(file)["architectures"], [type(model).__name__])
+                    self.assertIs(type(transformers.AutoConfig.from_pretrained(folder)), case.config_class)
+                    again = auto_class.from_pretrained(folder).to(torch_device).eval()
+                self.assertIs(type(again), type(model))
+                prepared = self._prepare_for_class(inputs, type(model))
+                with torch.no_grad():
+                    torch.testing.assert_close(again(**prepared)[0], model(**prepared)[0])
