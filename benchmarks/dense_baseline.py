@@ -1,6 +1,6 @@
 """The dense baseline against transformers' own: forward + backward of whole models of equal size.
 
-    python benchmarks/dense_baseline.py [--lengths 128,512,2048] [--rounds 5]
+python benchmarks/dense_baseline.py [--lengths 128,512,2048] [--rounds 5]
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ def build(name: str, length: int):
     if name == "xf_bert":
         return XFBertModel(XFBertConfig(**ours))
     if name == "xf_gpt2":
-        return XFGPT2Model(XFGPT2Config(**{**ours, "use_cache": False}))
+        return XFGPT2Model(XFGPT2Config(**ours, use_cache=False, bos_token_id=None, eos_token_id=None))
     if name == "BertModel(sdpa)":
         return BertModel(BertConfig(**ours, attn_implementation="sdpa"))
     return GPT2Model(
         GPT2Config(
             vocab_size=1000,
+            bos_token_id=None,
+            eos_token_id=None,
             n_embd=WIDTH,
             n_layer=LAYERS,
             n_head=HEADS,

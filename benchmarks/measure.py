@@ -1,7 +1,8 @@
 """Time and peak memory of callables, side by side in one run, as ratios to a baseline.
 
 Times are interleaved (A B C, A B C, ...) so that a machine whose speed drifts treats all alike; the figure is the median of
-pairwise ratios. Memory is the growth of the process's peak resident size over one call, measured in a fresh process
+pairwise ratios. On a CPU they are processor seconds, which other programs on the machine disturb least; on CUDA, wall
+seconds between synchronisations. Memory is the growth of the process's peak resident size over one call, measured in a fresh process
 (Linux: the peak counter is reset first); on CUDA, the allocator's peak.
 """
 
@@ -34,19 +35,22 @@ def machine() -> dict[str, Any]:
     }
 
 
-def interleaved_seconds(calls: dict[str, Callable[[], Any]], rounds: int = 5, warmup: int = 1) -> dict[str, list[float]]:
+def interleaved_seconds(
+    calls: dict[str, Callable[[], Any]], rounds: int = 5, warmup: int = 1
+) -> dict[str, list[float]]:
     """Seconds of each call, `rounds` times in turn after `warmup` uncounted rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     for index in range(warmup + rounds):
         for name, call in calls.items():
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            start = time.perf_counter()
+            start = clock()
             call()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             if index >= warmup:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
     return seconds
 
 
@@ -115,7 +119,13 @@ def write_results(name: str, rows: list[dict[str, Any]], columns: list[str], tit
     folder.mkdir(exist_ok=True)
     about = machine()
     (folder / f"{name}.json").write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
-    lines = [f"# {title}", "", note, "", f"Measured on {about['device']}, {about['threads']} thread(s), float32 unless said, "]
+    lines = [
+        f"# {title}",
+        "",
+        note,
+        "",
+        f"Measured on {about['device']}, {about['threads']} thread(s), float32 unless said, ",
+    ]
     lines[-1] += f"torch {about['torch']}, transformers {about['transformers']}."
     lines += ["", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for row in rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
@@ -41,7 +41,7 @@ def _with_specs(overrides: dict[str, Any]) -> dict[str, Any]:
     return {key: build_spec(key, value) if key in SLOTS else value for key, value in overrides.items()}
 
 
-def _strict_config(cls: type) -> None:
+def _strict_config(cls: Any) -> None:
     """Applies `strict` in place and turns its errors into the built-in `TypeError` and `ValueError`."""
     strict(cls)
 
@@ -248,7 +248,7 @@ class XFormerConfig(PreTrainedConfig):
 
     def layer(self, layer_idx: int) -> XFormerConfig:
         """The config of one layer of this one-tower view, `per_layer_config` applied."""
-        return self.per_layer_config[layer_idx] if self.is_heterogeneous else self
+        return cast(XFormerConfig, self.per_layer_config[layer_idx]) if self.is_heterogeneous else self
 
     @property
     def head_width(self) -> int:

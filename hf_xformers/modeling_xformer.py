@@ -191,6 +191,8 @@ class XFormerTower(XFormerPreTrainedModel):
                     f"`attention_mask` covers {attention_mask.shape[1]} tokens, but {past} cached and {length} new "
                     f"tokens make {total}."
                 )
+            if not static and self._can_inspect() and bool(padding.all()):
+                padding = None  # nothing is padded: the kernels' fast paths take no mask
         if position_ids is not None:
             positions = position_ids if position_ids.ndim == 2 else position_ids[None]
         elif padding is not None:  # padding does not count, on whichever side it is
@@ -200,7 +202,7 @@ class XFormerTower(XFormerPreTrainedModel):
         if self.max_length is not None and isinstance(past, int) and past + length > self.max_length:
             self._check_length(positions)
         segments = None
-        if position_ids is not None and attention_mask is None and cache is None and not torch.compiler.is_compiling():
+        if position_ids is not None and attention_mask is None and cache is None and self._can_inspect():
             segments = segments_from_positions(positions.expand(batch, -1))
             if segments is not None and not all(layer.attention.packed for layer in self._layer_configs()):
                 raise ValueError(
@@ -224,6 +226,11 @@ class XFormerTower(XFormerPreTrainedModel):
             position_ids=position_ids if attention_mask is None else None,
         )
 
+    @staticmethod
+    def _can_inspect() -> bool:
+        """Whether values may steer the program: not while a graph of it is being recorded."""
+        return not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+
     def _layer_configs(self) -> list[XFormerConfig]:
         if not self.config.is_heterogeneous:
             return [self.config]
@@ -231,7 +238,7 @@ class XFormerTower(XFormerPreTrainedModel):
 
     def _check_length(self, positions: Tensor) -> None:
         """Called only for rows longer than what positions exist for: padding may still make them fit."""
-        if torch.compiler.is_compiling():
+        if not self._can_inspect():
             return
         longest = int(positions.max()) + 1
         if longest > self.max_length:
@@ -243,15 +250,19 @@ class XFormerTower(XFormerPreTrainedModel):
 
 
 class Pooler(nn.Module):
-    """tanh(W h_0 + b) of the first token (Devlin et al. 2019)."""
+    """tanh(W h_0 + b) of the first real token (Devlin et al. 2019)."""
 
     def __init__(self, config: XFormerConfig):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[B, T, D] -> [B, D]."""
-        return torch.tanh(self.dense(hidden_states[:, 0]))
+    def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """[B, T, D], padding_mask [B, T] boolean or None (nothing is padded) -> [B, D]."""
+        first = hidden_states[:, 0]
+        if padding_mask is not None:
+            index = padding_mask.long().argmax(-1)  # the first of the largest, which is 0 in a row of padding alone
+            first = hidden_states[torch.arange(hidden_states.shape[0], device=index.device), index]
+        return torch.tanh(self.dense(first))
 
 
 class XFormerModel(XFormerPreTrainedModel):
@@ -318,7 +329,7 @@ class XFormerModel(XFormerPreTrainedModel):
             token_type_ids: [B, T], 0 <= id < type_vocab_size.
             position_ids: [B, T]; default: real tokens counted from 0.
             decoder_input_ids, decoder_inputs_embeds, decoder_attention_mask: the same for an encoder-decoder's decoder
-                (default: `input_ids` shifted right).
+                (default: `input_ids` shifted right, padded alike).
             encoder_outputs: an earlier call's encoder outputs, to skip the encoder.
             past_key_values, use_cache: generation cache.
         """
@@ -339,7 +350,7 @@ class XFormerModel(XFormerPreTrainedModel):
                 use_cache=use_cache,
                 **kwargs,
             )
-            pooled = None if self.pooler is None else self.pooler(output.last_hidden_state)
+            pooled = None if self.pooler is None else self.pooler(output.last_hidden_state, output.padding_mask)
             return XFormerModelOutput(
                 last_hidden_state=output.last_hidden_state,
                 pooler_output=pooled,
@@ -363,6 +374,11 @@ class XFormerModel(XFormerPreTrainedModel):
             if input_ids is None:
                 raise ValueError("An encoder-decoder given `inputs_embeds` needs `decoder_input_ids` as well.")
             decoder_input_ids = self.shift_right(input_ids)
+            if decoder_attention_mask is None and attention_mask is not None and attention_mask.ndim == 2:
+                # The copy is padded where the input is, and starts at its first real token.
+                decoder_attention_mask = attention_mask
+                first = (attention_mask != 0) & (attention_mask.cumsum(-1) == 1)
+                decoder_input_ids = decoder_input_ids.masked_fill(first, self.config.decoder_start_token_id)
         memory_mask = getattr(encoder_outputs, "padding_mask", None)
         memory_mask = attention_mask if memory_mask is None else memory_mask
         if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):

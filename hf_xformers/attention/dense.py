@@ -94,6 +94,10 @@ class DenseAttention(Attention):
             is_causal=causal,
             position_bias=bias,
         )
+        if bias is not None and context.implementation == "sdpa" and mask is not None:
+            # With a bias the mask becomes large negative numbers, under which a row that sees nothing sees everything.
+            sees = mask.any(dim=-1).transpose(1, 2).unsqueeze(-1)
+            output = output.masked_fill(~sees, 0.0)
         return output, None
 
 

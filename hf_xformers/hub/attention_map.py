@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ LENGTH = 16
 _CELL, _GAP = 10, 24
 
 
-def attention_maps(config_class: type) -> dict[str, Tensor]:
+def attention_maps(config_class: Any) -> dict[str, Tensor]:
     """Layer 0's weights, averaged over heads, of a tiny model with fixed random weights: name of the attention -> [T, S]."""
 
     from ..variants import family

@@ -15,7 +15,7 @@ PIPELINES = {"ForMaskedLM": "fill-mask", "ForCausalLM": "text-generation", "ForS
 SHAPES = {"ForMaskedLM": "encoder", "ForCausalLM": "causal decoder", "ForSeq2SeqLM": "encoder-decoder"}
 
 
-def shapes(config_class: type) -> list[str]:
+def shapes(config_class: Any) -> list[str]:
     """The shapes that a variant's family covers."""
     return [shape for head, shape in SHAPES.items() if head in config_class.heads]
 
@@ -73,7 +73,7 @@ def variant_card(model_type: str, measured: list[dict[str, Any]] | None = None) 
     return "\n\n".join(parts) + "\n"
 
 
-def example(cls: type, head: str) -> str:
+def example(cls: Any, head: str) -> str:
     """A runnable example for the card: a small model of the variant, used and reloaded through an Auto class."""
     auto = f"Auto{'ModelF' + head[1:] if head != 'Model' else 'Model'}"
     lines = [
@@ -126,7 +126,7 @@ def measured_rows(model_type: str, results: str | Path | None) -> list[dict[str,
     return rows
 
 
-def _prefix(cls: type) -> str:
+def _prefix(cls: Any) -> str:
     return cls.__name__.removesuffix("Config")
 
 

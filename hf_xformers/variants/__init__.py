@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+from typing import Any
 
 
 def model_types() -> dict[str, str]:
@@ -31,7 +32,7 @@ def resolve(name: str) -> str:
     raise ValueError(f"Unknown variant {name!r}; known variants: {', '.join(known)}.{hint}")
 
 
-def config_class(name: str) -> type:
+def config_class(name: str) -> Any:
     """The config class of a variant (its family is registered by the import)."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -42,7 +43,7 @@ def config_class(name: str) -> type:
     return CONFIG_MAPPING[model_type]
 
 
-def family(name: str) -> dict[str, type]:
+def family(name: str) -> dict[str, Any]:
     """The model classes of a variant by head name ("Model", "ForMaskedLM", ...)."""
     config = config_class(name)
     module = importlib.import_module(model_types()[config.model_type])

@@ -1,0 +1,118 @@
+"""Which local files a text source names, and which split each of them belongs to."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from .stdlib_corpus import STDLIB_CORPUS_ID
+
+_FORMATS = {
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+    ".jsonl": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+}
+_COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+_ABOUT_THE_DATA = ("readme", "license", "licence")  # stems of files beside the data that are not data
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+# A word of a file, folder or Hub split name -> the split it stands for.
+SPLIT_WORDS = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "eval": "validation",
+    "test": "test",
+    "testing": "test",
+}
+
+
+def find_files(names: list[str]) -> dict[str, list[Path]] | None:
+    """Split -> files; None when the source is a single name that can only be a Hub id.
+
+    Raises ValueError when a name matches nothing, or nothing but empty files.
+    """
+    found: dict[Path, Path | None] = {}  # file -> the folder that was named, whose own name says nothing about splits
+    for name in names:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.is_file() and _is_data(p, path))
+            if not inside:
+                raise ValueError(
+                    f"the folder {name!r} holds no file with a known suffix ({', '.join(_FORMATS)}); "
+                    f"give a pattern such as {os.path.join(name, '*')!r} to read other files as text"
+                )
+            found.update(dict.fromkeys(inside, path))
+        elif path.is_file():
+            found[path] = None
+        elif glob.has_magic(name):
+            matches = sorted(p for m in glob.glob(str(path), recursive=True) if (p := Path(m)).is_file())
+            if not matches:
+                raise ValueError(
+                    f"the pattern {name!r} matches no file (looked from {os.getcwd()!r}); correct the path"
+                )
+            found.update(dict.fromkeys(matches))
+        elif len(names) > 1 or _looks_like_a_path(name):
+            raise ValueError(
+                f"there is no file or folder {name!r} (looked from {os.getcwd()!r}); give the path of a text, JSONL, "
+                "CSV or Parquet file, of a folder of them, or a glob pattern"
+            )
+        elif not _HUB_ID.fullmatch(name):
+            raise ValueError(
+                f"source={name!r} is neither {STDLIB_CORPUS_ID!r}, nor an existing file, folder or glob pattern, nor "
+                "the id of a Hub dataset; give one of these"
+            )
+        else:
+            return None
+    filled = [path for path in found if path.stat().st_size > 0]
+    if not filled:
+        raise ValueError(f"{listed(names)} is empty (0 bytes); give a file that holds text")
+    marks = [_split_of(path, found[path]) for path in filled]
+    if len(filled) == 1 or "train" not in marks:  # then dev-notes.md or test_01.txt is no statement about splits
+        return {"train": filled}
+    files: dict[str, list[Path]] = {}
+    for path, mark in zip(filled, marks, strict=True):
+        files.setdefault(mark or "train", []).append(path)
+    return files
+
+
+def _is_data(path: Path, folder: Path) -> bool:
+    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+    return format_of(path) is not None and not hidden and path.stem.lower() not in _ABOUT_THE_DATA
+
+
+def _looks_like_a_path(name: str) -> bool:
+    path = Path(name)
+    return name.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2 or format_of(path) is not None
+
+
+def format_of(path: Path) -> str | None:
+    suffixes = path.suffixes
+    if suffixes and suffixes[-1].lower() in _COMPRESSIONS:
+        suffixes = suffixes[:-1]
+    return _FORMATS.get(suffixes[-1].lower()) if suffixes else None
+
+
+def _split_of(path: Path, folder: Path | None) -> str | None:
+    """The split that a file's name, or else a folder between it and `folder`, stands for; None when none does."""
+    parts = [path.name, *reversed(path.relative_to(folder).parent.parts)] if folder is not None else [path.name]
+    for part in parts:
+        for word in re.split(r"[^a-z]+", part.lower()):
+            if word in SPLIT_WORDS:
+                return SPLIT_WORDS[word]
+    return None
+
+
+def listed(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,105 @@
+"""Synthetic tasks: every label is the one answer that the row itself gives."""
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from hf_xformers.data import associative_recall, byte_dataset, copy_task
+
+
+def columns(dataset):
+    assert type(dataset) is Dataset and dataset.column_names == ["input_ids", "labels"]
+    return np.array(dataset["input_ids"][:]), np.array(dataset["labels"][:])
+
+
+def test_copy_task():
+    ids, labels = columns(copy_task(200, length=7, vocab_size=12, seed=3))
+    assert ids.shape == labels.shape == (200, 15)
+    for row, target in zip(ids.tolist(), labels.tolist(), strict=True):
+        assert row == [*row[:7], 1, *row[:7]]
+        assert target == [-100] * 8 + row[:7]
+    assert set(ids[:, :7].ravel()) == set(range(2, 12))
+
+
+@pytest.mark.parametrize("length, num_pairs, vocab_size", [(5, 1, 4), (41, 10, 30), (64, 10, 22), (101, 4, 200)])
+def test_associative_recall(length, num_pairs, vocab_size):
+    ids, labels = columns(associative_recall(50, length, num_pairs, vocab_size, seed=1))
+    assert ids.shape == labels.shape == (50, length)
+    half = (vocab_size - 2) // 2
+    for row, target in zip(ids.tolist(), labels.tolist(), strict=True):
+        memory = dict(zip(row[0 : 2 * num_pairs : 2], row[1 : 2 * num_pairs : 2], strict=True))
+        assert len(memory) == num_pairs
+        assert set(memory) <= set(range(2, 2 + half)) and set(memory.values()) <= set(range(2 + half, 2 + 2 * half))
+        assert row[2 * num_pairs] == 1
+        asked = [position for position in range(length) if target[position] != -100]
+        assert all(position > 2 * num_pairs for position in asked)
+        # The answer to a key is scored at the next position, where the row also shows it.
+        assert all(target[p] == row[p] == memory[row[p - 1]] for p in asked)
+        assert sorted(row[p - 1] for p in asked) == sorted(memory)
+        rest = set(range(2 * num_pairs + 1, length)) - {q for p in asked for q in (p - 1, p)}
+        assert all(row[position] == 0 for position in rest)
+
+
+def test_queries_come_soon_after_the_pairs_or_evenly():
+    def slots(skew):
+        _, labels = columns(associative_recall(400, 4 + 1 + 200, 2, 40, seed=2, skew=skew))
+        return (np.nonzero(labels != -100)[1] - 6) // 2
+
+    even, early = slots(1.0), slots(0.01)
+    assert abs(even.mean() - 49.5) < 4 * 28.9 / 800**0.5
+    assert early.mean() < 20
+    # The first of two draws is slot i with probability w_i / sum(w); both orders together lie between this and twice it.
+    weights = np.arange(1, 101) ** (0.01 - 1)
+    share = (early == 0).mean() * 2
+    assert weights[0] / weights.sum() - 0.1 < share < 2 * weights[0] / weights.sum() + 0.1
+
+
+def test_query_order_does_not_follow_the_pairs():
+    ids, _ = columns(associative_recall(500, 9, 2, 20, seed=4))
+    first_asked = ids[np.arange(500), 5]
+    assert 0.4 < (first_asked == ids[:, 0]).mean() < 0.6
+
+
+def test_byte_dataset(tmp_path):
+    text = "Die Größe der Menge beträgt 12 €.\n" * 9
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    content = text.encode()
+    ids, labels = columns(byte_dataset(tmp_path / "a.txt", 16))
+    assert (ids == labels).all()
+    assert bytes(ids.ravel().tolist()) == content[: len(content) // 16 * 16]
+    train, validation = (
+        byte_dataset(str(tmp_path / "a.txt"), 10, start=start, stop=stop) for start, stop in ((0, 0.8), (0.8, 1))
+    )
+    cut = round(0.8 * len(content))
+    train, validation = (columns(part)[0].ravel().tolist() for part in (train, validation))
+    assert bytes(train) == content[: cut // 10 * 10]
+    assert bytes(validation) == content[cut:][: (len(content) - cut) // 10 * 10]
+
+
+def test_a_seed_means_the_same_rows():
+    for make in (lambda seed: copy_task(20, 5, 9, seed), lambda seed: associative_recall(20, 33, 4, 20, seed)):
+        first, again, other = (columns(make(seed))[0] for seed in (0, 0, 1))
+        assert (first == again).all() and (first != other).any()
+    # Frozen: benchmarks compare runs of different versions.
+    assert copy_task(1, 6, 10, seed=0)["input_ids"][0] == [8, 7, 6, 4, 4, 2, 1, 8, 7, 6, 4, 4, 2]
+
+
+def test_refusals(tmp_path):
+    (tmp_path / "a.txt").write_text("abcdefgh")
+    cases = [
+        (lambda: copy_task(0, 5, 9), "num_examples=0 is too small; take at least 1"),
+        (lambda: copy_task(1, 0, 9), "length=0"),
+        (lambda: copy_task(1, 5, 3), "vocab_size=3 is too small; take at least 4"),
+        (lambda: associative_recall(0, 9, 2, 20), "num_examples=0"),
+        (lambda: associative_recall(1, 9, 0, 20), "num_pairs=0"),
+        (lambda: associative_recall(1, 8, 2, 20), "length=8 is too small; take at least 9"),
+        (lambda: associative_recall(1, 9, 2, 5), "vocab_size=5 gives 1 keys for num_pairs=2 .*at least 6"),
+        (lambda: associative_recall(1, 9, 2, 20, skew=0), "skew=0 must be greater than 0"),
+        (lambda: byte_dataset(tmp_path / "a.txt", 0), "block_size=0"),
+        (lambda: byte_dataset(tmp_path / "a.txt", 9), "has 8 bytes .* less than one block of block_size=9"),
+        (lambda: byte_dataset(tmp_path / "a.txt", 4, start=0.5, stop=0.5), "start=0.5, stop=0.5"),
+        (lambda: byte_dataset(tmp_path / "b.txt", 4), "there is no file .*b.txt"),
+    ]
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call()
