@@ -22,6 +22,9 @@ _NAMES = {
     "build_spec": "components",
     "make_family": "families",
     "VariantInfo": "families",
+    "from_transformers": "conversion",
+    "to_transformers": "conversion",
+    "convert_checkpoint": "conversion",
 }
 
 

@@ -1,0 +1,306 @@
+"""Converters: how the config and the tensors of one of transformers' families correspond to one of our variants."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from ..components import SLOTS, Spec, build_spec
+from ..configuration_xformer import XFormerConfig
+from ..variants import config_class
+from .rules import Entry, Rule, expand
+
+# Fields with the same name and meaning everywhere.
+_COMMON = (
+    "vocab_size",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "use_cache",
+    "tie_word_embeddings",
+    "chunk_size_feed_forward",
+    "id2label",
+    "label2id",
+    "problem_type",
+    "dtype",
+)
+# What one tower computes, as far as a config says it.
+_GEOMETRY = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "key_value_heads",
+    "head_width",
+    "intermediate_size",
+    "max_position_embeddings",
+    "type_vocab_size",
+    "layer_norm_eps",
+    "is_decoder",
+)
+_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout_prob", "classifier_dropout")
+
+Rules = tuple[Rule, ...]
+
+
+@dataclass(frozen=True)
+class Head:
+    """One of transformers' classes and our head for the same task.
+
+    theirs: class name. ours: head name. prefix: of the base model's tensors in their class. groups: the rule groups that
+    make up the model. pooling: what `classifier_pooling` has to come to for the two to agree. two_towers: whether
+    this pair is an encoder-decoder, where a family has both kinds.
+    """
+
+    theirs: str
+    ours: str
+    prefix: str
+    groups: tuple[str, ...]
+    pooling: str | None = None
+    two_towers: bool | None = None
+
+    @property
+    def our_prefix(self) -> str:
+        return "" if self.ours == "Model" else "model."
+
+
+@dataclass(frozen=True)
+class Converter:
+    """One family of transformers (`model_type`) and one of our variants, in both directions.
+
+    fields: our config field -> theirs (the first of several is read, all are written). to_ours, to_theirs: the fields
+    that need more than a new name. groups: weight rules by part of the model, or a function from our config to them;
+    required: the parts that a checkpoint cannot lack. heads: class pairs, the best first where several share a side. training_only: their fields that act in
+    training alone, so that a loss there is a note. unread: their fields that nothing listed here reads, or that
+    `to_ours` checks by itself. unread_ours: the same for ours. ties_by_weights: their config cannot untie the output
+    projection; a checkpoint with two tables does.
+    """
+
+    model_type: str
+    variant: str
+    fields: Mapping[str, str | tuple[str, ...]]
+    to_ours: Callable[[PreTrainedConfig], dict[str, Any]]
+    to_theirs: Callable[[XFormerConfig], dict[str, Any]]
+    groups: Mapping[str, Rules | Callable[[XFormerConfig], Rules]]
+    heads: tuple[Head, ...]
+    required: tuple[str, ...] = ("backbone",)
+    training_only: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    unread_ours: tuple[str, ...] = ()
+    ties_by_weights: bool = False
+
+    # ------------------------------------------------------------------------------------------------ configs
+
+    def config_to_ours(self, config: PreTrainedConfig, notes: list[str] | None = None) -> XFormerConfig:
+        """Our config for one of transformers'. Settings that only matter in training and get lost are added to `notes`.
+
+        Raises:
+            ValueError: the config says something that the variant cannot express.
+        """
+        ours = self._our_config(config)
+        back = self._their_config(ours)
+        base = {entry.name for entry in dataclasses.fields(PreTrainedConfig)}
+        for entry in dataclasses.fields(type(config)):
+            name = entry.name
+            if name in base or name in self.unread:
+                continue
+            value, carried = getattr(config, name), getattr(back, name)
+            if value == carried:
+                continue
+            if name not in self.training_only:
+                raise ValueError(
+                    f"A {self.model_type!r} model with {name}={value!r} does not convert: {self.variant} computes what "
+                    f"{name}={carried!r} does."
+                )
+            if notes is not None:
+                notes.append(f"{name}={value!r} becomes {carried!r} (it acts in training only)")
+        return ours
+
+    def config_to_theirs(self, config: XFormerConfig, notes: list[str] | None = None) -> PreTrainedConfig:
+        """transformers' config for one of ours; the counterpart of [`Converter.config_to_ours`].
+
+        Raises:
+            ValueError: the config says something that the other side cannot express, such as another component.
+        """
+        if config.is_heterogeneous:
+            raise ValueError(
+                f"`per_layer_config` cannot be converted: all layers of a {self.model_type!r} model are alike."
+            )
+        self.base_head(config)
+        theirs = self._their_config(config)
+        back = self._our_config(theirs)
+        if config.is_encoder_decoder != back.is_encoder_decoder:
+            raise ValueError(
+                f"is_encoder_decoder={config.is_encoder_decoder!r} has no counterpart in transformers for {self.model_type!r} "
+                "models."
+            )
+        for mine, carried in zip(config.tower_configs(), back.tower_configs(), strict=True):
+            slots = [
+                slot for slot in SLOTS if slot != "cross_attention" or (mine.is_decoder and config.is_encoder_decoder)
+            ]
+            for name in (*_GEOMETRY, *slots):
+                value, kept = getattr(mine, name), getattr(carried, name)
+                if value != kept and name not in self.unread_ours:
+                    raise ValueError(
+                        f"{name}={_shown(value)} has no counterpart in transformers: every {self.model_type!r} model of "
+                        f"this size has {_shown(kept)}; only what {self.variant} presets can be converted."
+                    )
+            for name in _DROPOUTS:
+                value, kept = _dropout(mine, name), _dropout(carried, name)
+                if value != kept and notes is not None:
+                    note = f"{name}={value!r} becomes {kept!r} (it acts in training only)"
+                    notes.extend([note] if note not in notes else [])
+        return theirs
+
+    def _our_config(self, config: PreTrainedConfig) -> XFormerConfig:
+        values = {name: getattr(config, name) for name in _COMMON if hasattr(config, name)}
+        for mine, names in self.fields.items():
+            values[mine] = getattr(config, names if isinstance(names, str) else names[0])
+        values["name_or_path"] = config.name_or_path
+        return config_class(self.variant)(**{**values, **self.to_ours(config)})
+
+    def _their_config(self, config: XFormerConfig) -> PreTrainedConfig:
+        declared = {entry.name for entry in dataclasses.fields(CONFIG_MAPPING[self.model_type])}
+        values = {name: getattr(config, name) for name in _COMMON if name in declared}
+        for mine, names in self.fields.items():
+            for name in (names,) if isinstance(names, str) else names:
+                values[name] = getattr(config, mine)
+        values["name_or_path"] = config.name_or_path
+        return CONFIG_MAPPING[self.model_type](**{**values, **self.to_theirs(config)})
+
+    # ------------------------------------------------------------------------------------------------ heads and rules
+
+    def head_of_theirs(self, class_name: str) -> Head | None:
+        """The pair of a transformers class, or None for a class that no pair names."""
+        return next((head for head in self.heads if head.theirs == class_name), None)
+
+    def head_of_ours(self, name: str, config: XFormerConfig | PreTrainedConfig) -> Head | None:
+        """The pair of one of our heads, or None where transformers has no such class."""
+        for head in self.heads:
+            if head.ours == name and head.two_towers in (None, config.is_encoder_decoder):
+                return head
+        return None
+
+    def base_head(self, config: XFormerConfig | PreTrainedConfig) -> Head:
+        """The pair of bare models."""
+        head = self.head_of_ours("Model", config)
+        if head is None:
+            kind = "an encoder-decoder" if config.is_encoder_decoder else "one tower"
+            raise ValueError(f"{self.model_type!r} has no model of {kind}, so this config does not convert.")
+        return head
+
+    def entries(self, groups: Iterable[str], prefixes: tuple[str, str], config: XFormerConfig) -> list[Entry]:
+        """The concrete weight table of `groups` for our `config`; prefixes: of (their, our) base models."""
+        towers = config.tower_configs()
+        layers = (towers[0].num_hidden_layers, towers[1].num_hidden_layers if len(towers) > 1 else 0)
+        entries = []
+        for group in groups:
+            rules = self.groups[group]
+            entries += expand(rules(config) if callable(rules) else rules, group, prefixes, layers)
+        return entries
+
+
+def _dropout(config: XFormerConfig, name: str) -> float:
+    """A rate as it acts: a classifier without one of its own has that of the hidden states."""
+    value = getattr(config, name)
+    return config.hidden_dropout_prob if value is None else value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Spec):
+        fields = {key: entry for key, entry in value.to_dict().items() if key != "type"}
+        return f"{value.type!r} {fields}" if fields else repr(value.type)
+    return repr(value)
+
+
+# ---------------------------------------------------------------------------------------------------- registry
+
+_CONVERTERS: dict[str, Converter] = {}
+
+
+def register(converter: Converter) -> Converter:
+    """Enters a converter under its model type and its variant."""
+    _CONVERTERS[converter.model_type] = _CONVERTERS[converter.variant] = converter
+    return converter
+
+
+def _all() -> dict[str, Converter]:
+    package = importlib.import_module(__package__)
+    for info in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{__package__}.{info.name}")
+    return _CONVERTERS
+
+
+def converter_for(model_type: str | None) -> Converter:
+    """The converter of a model type, transformers' or ours.
+
+    Raises:
+        ValueError: no converter; the message lists what there is.
+    """
+    known = _all()
+    if model_type not in known:
+        pairs = sorted({f"{found.model_type} <-> {found.variant}" for found in known.values()})
+        raise ValueError(f"No conversion for model type {model_type!r}; these convert: {', '.join(pairs)}.")
+    return known[model_type]
+
+
+# ---------------------------------------------------------------------------------------------------- shared tables
+
+# transformers' activation -> our feed-forward component; several names there are one function.
+_PLAIN: dict[str, dict[str, Any]] = {
+    "relu": {"type": "relu"},
+    "gelu": {"type": "gelu", "approximate": "none"},
+    "gelu_new": {"type": "gelu", "approximate": "tanh"},
+    "silu": {"type": "swish"},
+}
+_GATED: dict[str, dict[str, Any]] = {
+    "relu": {"type": "reglu"},
+    "gelu": {"type": "geglu", "approximate": "none"},
+    "gelu_new": {"type": "geglu", "approximate": "tanh"},
+    "silu": {"type": "swiglu"},
+    "sigmoid": {"type": "glu"},
+    "linear": {"type": "bilinear"},
+}
+_SYNONYMS = {"gelu_python": "gelu", "gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "swish": "silu"}
+
+
+def activation_name(name: str) -> str:
+    """The one name that we keep of transformers' names for the same function."""
+    return _SYNONYMS.get(name, name)
+
+
+def feedforward(activation: str, *, gated: bool = False, bias: bool = True) -> dict[str, Any]:
+    """Our feed-forward component with this activation of transformers.
+
+    Raises:
+        ValueError: we have none.
+    """
+    table = _GATED if gated else _PLAIN
+    name = activation_name(activation)
+    if name not in table:
+        kind = "gated " if gated else ""
+        raise ValueError(
+            f"No {kind}feed-forward component has the activation {activation!r}; convertible: {', '.join(table)}."
+        )
+    return {**table[name], "bias": bias}
+
+
+def activation(spec: Spec) -> tuple[str, bool]:
+    """(transformers' activation, gated) of a feed-forward component; the inverse of [`feedforward`].
+
+    Raises:
+        ValueError: transformers has no name for it.
+    """
+    bias = getattr(spec, "bias", True)
+    for gated, table in ((False, _PLAIN), (True, _GATED)):
+        for name, entry in table.items():
+            if build_spec("feedforward", {**entry, "bias": bias}) == spec:
+                return name, gated
+    raise ValueError(f"transformers has no counterpart of the feed-forward component {_shown(spec)}.")

@@ -1,0 +1,112 @@
+"""BERT: `bert` <-> `xf_bert`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ..configuration_xformer import XFormerConfig
+from .base import Converter, Head, activation, activation_name, feedforward, register
+from .rules import copied, first
+
+FIELDS = {
+    name: name
+    for name in (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+        "max_position_embeddings",
+        "type_vocab_size",
+        "hidden_dropout_prob",
+        "attention_probs_dropout_prob",
+        "classifier_dropout",
+        "initializer_range",
+        "layer_norm_eps",
+    )
+}
+
+BACKBONE = (
+    copied("@embeddings.word_embeddings.weight", "@trunk.embedding.tokens.weight"),
+    copied("@embeddings.token_type_embeddings.weight", "@trunk.embedding.types.weight"),
+    copied("@embeddings.position_embeddings.weight", "@trunk.position.table.weight"),
+    copied("@embeddings.LayerNorm.*", "@trunk.embedding.norm.*"),
+    copied("@encoder.layer.{i}.attention.self.query.*", "@trunk.layers.{i}.attention.q_proj.*"),
+    copied("@encoder.layer.{i}.attention.self.key.*", "@trunk.layers.{i}.attention.k_proj.*"),
+    copied("@encoder.layer.{i}.attention.self.value.*", "@trunk.layers.{i}.attention.v_proj.*"),
+    copied("@encoder.layer.{i}.attention.output.dense.*", "@trunk.layers.{i}.attention.o_proj.*"),
+    copied("@encoder.layer.{i}.attention.output.LayerNorm.*", "@trunk.layers.{i}.attention_residual.norm.*"),
+    copied("@encoder.layer.{i}.intermediate.dense.*", "@trunk.layers.{i}.feedforward.up_proj.*"),
+    copied("@encoder.layer.{i}.output.dense.*", "@trunk.layers.{i}.feedforward.down_proj.*"),
+    copied("@encoder.layer.{i}.output.LayerNorm.*", "@trunk.layers.{i}.feedforward_residual.norm.*"),
+)
+POOLER = (copied("@pooler.dense.*", "@pooler.dense.*"),)
+CLASSIFIER = (copied("classifier.*", "classifier.*"),)
+SPANS = (copied("qa_outputs.*", "classifier.*"),)
+
+
+def refuse_relative_positions(config: PreTrainedConfig) -> None:
+    """Old configs may ask for relative positions, which transformers 5 reads no more."""
+    kind = getattr(config, "position_embedding_type", None) or "absolute"
+    if kind != "absolute":
+        raise ValueError(f"position_embedding_type={kind!r} does not convert; only absolute positions do.")
+
+
+def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
+    refuse_relative_positions(config)
+    return {
+        "add_pooler": True,
+        "feedforward": feedforward(config.hidden_act),
+        "head": {"type": "transform", "activation": activation_name(config.hidden_act)},
+    }
+
+
+def to_theirs(config: XFormerConfig) -> dict[str, Any]:
+    return {"hidden_act": activation(config.feedforward)[0]}
+
+
+CONVERTER = register(
+    Converter(
+        model_type="bert",
+        variant="xf_bert",
+        fields=FIELDS,
+        to_ours=to_ours,
+        to_theirs=to_theirs,
+        groups={
+            "backbone": BACKBONE,
+            "pooler": POOLER,
+            # the token table again, as a rule: present where the rest of the head is not
+            "projection": (copied("cls.predictions.decoder.weight", "lm_head.decoder.weight"),),
+            "mlm": (
+                copied("cls.predictions.transform.dense.*", "lm_head.dense.*"),
+                copied("cls.predictions.transform.LayerNorm.*", "lm_head.norm.*"),
+                # The second name is the one of older releases; the projection reads the first alone.
+                first(("cls.predictions.decoder.bias", "cls.predictions.bias"), "lm_head.decoder.bias"),
+            ),
+            "pair": (copied("cls.seq_relationship.*", "classifier.*"),),
+            "sequence": CLASSIFIER,
+            "token": CLASSIFIER,
+            "choice": CLASSIFIER,
+            "spans": SPANS,
+        },
+        heads=(
+            Head("BertModel", "Model", "", ("backbone", "pooler")),
+            Head("BertForPreTraining", "ForPreTraining", "bert.", ("backbone", "pooler", "projection", "mlm", "pair")),
+            Head("BertForMaskedLM", "ForMaskedLM", "bert.", ("backbone", "projection", "mlm")),
+            Head(
+                "BertForNextSentencePrediction", "ForNextSentencePrediction", "bert.", ("backbone", "pooler", "pair")
+            ),
+            Head(
+                "BertForSequenceClassification",
+                "ForSequenceClassification",
+                "bert.",
+                ("backbone", "pooler", "sequence"),
+            ),
+            Head("BertForTokenClassification", "ForTokenClassification", "bert.", ("backbone", "token")),
+            Head("BertForQuestionAnswering", "ForQuestionAnswering", "bert.", ("backbone", "spans")),
+            Head("BertForMultipleChoice", "ForMultipleChoice", "bert.", ("backbone", "pooler", "choice")),
+        ),
+        unread=("hidden_act",),
+    )
+)

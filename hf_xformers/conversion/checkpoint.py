@@ -1,0 +1,196 @@
+"""Checkpoints: folders or Hub ids in, a complete folder out, or nothing at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import transformers
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+
+from ..variants import family
+from .base import Converter, converter_for
+from .report import Report
+from .transfer import Source, check_head, to_ours, to_theirs
+
+Direction = Literal["auto", "to_ours", "to_theirs"]
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def read_model_type(source: str | Path) -> tuple[Converter, bool]:
+    """The converter for a folder or Hub id, and whether it holds one of our models.
+
+    Raises:
+        ValueError: there is no such folder or repository, it has no config, or nothing converts its model type.
+    """
+    name = os.fspath(source)
+    local = Path(name).expanduser()
+    if not local.is_dir() and (local.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
+        raise ValueError(f"There is no folder {name!r}; give a folder with a config.json, or a Hub id.")
+    if local.is_dir() and not (local / "config.json").is_file():
+        raise ValueError(f"The folder {name!r} has no config.json; give one that `save_pretrained` wrote.")
+    try:
+        fields, _ = PreTrainedConfig.get_config_dict(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{name!r} is neither a folder nor a Hub repository that can be read: {_first_line(error)}"
+        ) from error
+    model_type = fields.get("model_type")
+    converter = converter_for(model_type)
+    return converter, model_type == converter.variant
+
+
+def load(source: str | Path, converter: Converter, ours: bool, head: str | None) -> Source:
+    """Loads the model of a folder or Hub id in the class that its config names, or in the one that has `head`.
+
+    Raises:
+        ValueError: the class has no counterpart, or the weights are missing, damaged or of other sizes.
+    """
+    name = os.fspath(source)
+    config = AutoConfig.from_pretrained(name)
+    if head is not None:
+        check_head(converter, head)
+    model_class = _class_of(config, converter, ours, head)
+    try:
+        model, info = model_class.from_pretrained(name, config=config, output_loading_info=True, use_safetensors=True)
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise ValueError(
+            f"Cannot load {model_class.__name__} from {name!r} (safetensors): {_first_line(error)}"
+        ) from error
+    return Source(model, frozenset(info["missing_keys"]), tuple(sorted(info["unexpected_keys"])))
+
+
+def _class_of(config: PreTrainedConfig, converter: Converter, ours: bool, head: str | None) -> Any:
+    named: str | None = config.architectures[0] if config.architectures else None
+    if ours:
+        classes = family(converter.variant)
+        named = next((name for name, made in classes.items() if made.__name__ == named), named)
+        chosen = head or named or "Model"
+        if chosen not in classes:
+            raise ValueError(
+                f"{converter.variant} has no class {named!r}; say which head to convert: {', '.join(classes)}."
+            )
+        return classes[chosen]
+    if head is not None or named is None:
+        pair = converter.head_of_ours(head or "Model", config) or converter.base_head(config)
+        return getattr(transformers, pair.theirs)
+    found = converter.head_of_theirs(named)
+    if found is None:
+        known = ", ".join(entry.theirs for entry in converter.heads)
+        raise ValueError(
+            f"{named} has no counterpart ({known} do); give `head`, e.g. 'Model' for the model without its head."
+        )
+    return getattr(transformers, found.theirs)
+
+
+def convert_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    *,
+    direction: Direction = "auto",
+    head: str | None = None,
+    overwrite: bool = False,
+) -> Report:
+    """Converts a saved model, with its tokenizer and generation settings, into a new folder.
+
+    source: a folder that `save_pretrained` wrote, or a Hub id. target: a folder that does not exist or is empty; with
+    `overwrite`, one that is replaced when, and only when, everything is written. direction: `to_ours`, `to_theirs`, or
+    `auto` by the source's model type. head: our name of the head to make (`Model`, `ForMaskedLM`, ...); by default the
+    one that the source has.
+
+    Raises:
+        ValueError: nothing to read, nothing that converts it, a tensor or setting without a counterpart, a damaged
+            file, or a target that is in use; the target is then what it was before.
+    """
+    if direction not in ("auto", "to_ours", "to_theirs"):
+        raise ValueError(f"`direction` is 'auto', 'to_ours' or 'to_theirs', got {direction!r}.")
+    folder = Path(target).expanduser()
+    check_target(folder, source, overwrite)
+    converter, ours = read_model_type(source)
+    found = "to_theirs" if ours else "to_ours"
+    if direction not in ("auto", found):
+        kind = converter.variant if ours else converter.model_type
+        raise ValueError(f"direction={direction!r} does not fit {os.fspath(source)!r}, which holds a {kind!r} model.")
+    change = to_theirs if ours else to_ours
+    model, report = change(load(source, converter, ours, head), converter, head)
+    with replacing(folder) as scratch:
+        save(model, scratch)
+        if not _copy_tokenizer(source, scratch):
+            report.notes.append("the source has no tokenizer")
+    return report
+
+
+def save(model: PreTrainedModel, folder: Path) -> None:
+    """Config, weights as safetensors, generation settings."""
+    model.save_pretrained(folder)
+
+
+def _copy_tokenizer(source: str | Path, folder: Path) -> bool:
+    local = Path(os.fspath(source)).expanduser()
+    if local.is_dir() and not any((local / name).is_file() for name in _TOKENIZER_FILES):
+        return False
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(os.fspath(source))
+    except (OSError, ValueError) as error:
+        if local.is_dir():  # there is one, and it would be lost
+            raise ValueError(f"The tokenizer of {os.fspath(source)!r} cannot be read: {_first_line(error)}") from error
+        return False
+    tokenizer.save_pretrained(folder)
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------- folders
+
+
+def check_target(folder: Path, source: str | Path, overwrite: bool) -> None:
+    """Raises `ValueError` for a target that is a file, is the source, or holds something that may not be replaced."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"The target {str(folder)!r} is a file; give a folder.")
+    origin = Path(os.fspath(source)).expanduser()
+    if folder.is_dir() and origin.is_dir() and folder.samefile(origin):
+        raise ValueError(f"Source and target are the same folder {str(folder)!r}; convert into another one.")
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+        raise ValueError(f"The target {str(folder)!r} is not empty; give another folder, or `overwrite=True`.")
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A scratch folder beside `folder` that takes its place when the block ends well; else `folder` stays as it was."""
+    folder = folder.absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    token = uuid.uuid4().hex[:8]
+    scratch = folder.parent / f".{folder.name}.{token}.new"
+    old = folder.parent / f".{folder.name}.{token}.old"
+    scratch.mkdir()
+    try:
+        yield scratch
+        if folder.exists():
+            folder.rename(old)
+        try:
+            scratch.rename(folder)
+        except OSError:
+            if old.exists():
+                old.rename(folder)
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,84 @@
+"""RoBERTa: `roberta` <-> `xf_roberta`.
+
+transformers numbers positions from `pad_token_id + 1` and counts the tokens that are not the padding token; ours counts those
+that the attention mask keeps. The two agree whenever the mask says what the padding is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ..configuration_xformer import XFormerConfig
+from .base import Converter, Head, activation, feedforward, register
+from .bert import BACKBONE, CLASSIFIER, FIELDS, POOLER, SPANS, refuse_relative_positions
+from .rules import copied, first
+
+
+def _offset(config: PreTrainedConfig) -> int:
+    """Rows of the position table before the first token's."""
+    if config.pad_token_id is None:
+        raise ValueError("A 'roberta' model numbers its positions from `pad_token_id`; set it in the config.")
+    return config.pad_token_id + 1
+
+
+def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
+    refuse_relative_positions(config)
+    offset = _offset(config)
+    return {
+        "add_pooler": True,
+        "max_position_embeddings": config.max_position_embeddings - offset,
+        "position": {"type": "learned_absolute", "offset": offset},
+        "feedforward": feedforward(config.hidden_act),
+        "head": {"type": "transform", "activation": "gelu"},  # whatever `hidden_act` says
+    }
+
+
+def to_theirs(config: XFormerConfig) -> dict[str, Any]:
+    return {
+        "hidden_act": activation(config.feedforward)[0],
+        "max_position_embeddings": config.max_position_embeddings + _offset(config),
+    }
+
+
+CONVERTER = register(
+    Converter(
+        model_type="roberta",
+        variant="xf_roberta",
+        fields={mine: theirs for mine, theirs in FIELDS.items() if mine != "max_position_embeddings"},
+        to_ours=to_ours,
+        to_theirs=to_theirs,
+        groups={
+            "backbone": BACKBONE,
+            "pooler": POOLER,
+            # the token table again, as a rule: present where the rest of the head is not
+            "projection": (copied("lm_head.decoder.weight", "lm_head.decoder.weight"),),
+            "mlm": (
+                copied("lm_head.dense.*", "lm_head.dense.*"),
+                copied("lm_head.layer_norm.*", "lm_head.norm.*"),
+                first(("lm_head.decoder.bias", "lm_head.bias"), "lm_head.decoder.bias"),
+            ),
+            # tanh(W h_0 + b) before the classifier is our pooler
+            "sequence_pooler": (copied("classifier.dense.*", "@pooler.dense.*"),),
+            "sequence": (copied("classifier.out_proj.*", "classifier.*"),),
+            "token": CLASSIFIER,
+            "choice": CLASSIFIER,
+            "spans": SPANS,
+        },
+        heads=(
+            Head("RobertaModel", "Model", "", ("backbone", "pooler")),
+            Head("RobertaForMaskedLM", "ForMaskedLM", "roberta.", ("backbone", "projection", "mlm")),
+            Head(
+                "RobertaForSequenceClassification",
+                "ForSequenceClassification",
+                "roberta.",
+                ("backbone", "sequence_pooler", "sequence"),
+            ),
+            Head("RobertaForTokenClassification", "ForTokenClassification", "roberta.", ("backbone", "token")),
+            Head("RobertaForQuestionAnswering", "ForQuestionAnswering", "roberta.", ("backbone", "spans")),
+            Head("RobertaForMultipleChoice", "ForMultipleChoice", "roberta.", ("backbone", "pooler", "choice")),
+        ),
+        unread=("hidden_act",),
+    )
+)

@@ -1,0 +1,305 @@
+"""Builds the counterpart of a loaded model: its config, its tensors, its generation settings, and the account of it."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..configuration_xformer import XFormerConfig
+from ..variants import config_class, family
+from .base import Converter, Head
+from .report import Report
+from .rules import FIRST, NONE, Entry
+
+# Buffers of older releases that hold no weights.
+_NO_WEIGHTS = re.compile(r"(^|\.)(position_ids|token_type_ids|attn\.bias|attn\.masked_bias)$")
+
+
+@dataclass
+class Source:
+    """A loaded model and what its checkpoint had beside it. absent: tensors of the model that the checkpoint lacks;
+    extra: tensors of the checkpoint that the model has no place for; borrowed: the model is the caller's."""
+
+    model: PreTrainedModel
+    absent: frozenset[str] = frozenset()
+    extra: tuple[str, ...] = ()
+    borrowed: bool = False
+
+
+@dataclass
+class _Side:
+    """One side's class and the rule groups that make it up; pair: None where only we have such a class."""
+
+    model_class: Any
+    pair: Head | None
+    groups: tuple[str, ...]
+    prefix: str
+    head: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+def our_head(converter: Converter, model: PreTrainedModel) -> str | None:
+    """The head name of one of our models, or None if it is no model of this variant."""
+    return next((name for name, made in family(converter.variant).items() if type(model) is made), None)
+
+
+def check_head(converter: Converter, head: str) -> None:
+    """Raises `ValueError` for a head that the variant does not have."""
+    known = config_class(converter.variant).heads
+    if head not in known:
+        raise ValueError(f"{converter.variant} has no head {head!r}; it has: {', '.join(known)}.")
+
+
+def to_ours(source: Source, converter: Converter, head: str | None = None) -> tuple[PreTrainedModel, Report]:
+    """Our model for a loaded model of transformers; head: ours, by default the one that fits its class.
+
+    Raises:
+        ValueError: the config or a tensor has no counterpart; the message names it.
+    """
+    model = source.model
+    pair = converter.head_of_theirs(type(model).__name__)
+    if pair is None:
+        raise ValueError(
+            f"{type(model).__name__} has no counterpart; these do: {', '.join(entry.theirs for entry in converter.heads)}."
+        )
+    name = head or pair.ours
+    check_head(converter, name)
+    notes: list[str] = []
+    config = converter.config_to_ours(model.config, notes)
+    config.tie_word_embeddings = _tied(model)
+    wanted = pair if name == pair.ours else converter.head_of_ours(name, model.config)
+    left = _Side(type(model), pair, pair.groups, pair.prefix, pair.ours)
+    groups = converter.required if wanted is None else wanted.groups
+    right = _Side(family(converter.variant)[name], wanted, groups, "" if name == "Model" else "model.", name)
+    if name == "Model" and "pooler" in groups and not _has_pooler(source, left):
+        config.add_pooler = False
+        right.groups = tuple(group for group in groups if group != "pooler")
+    return _transfer(source, converter, left, right, config, config, notes, True)
+
+
+def to_theirs(source: Source, converter: Converter, head: str | None = None) -> tuple[PreTrainedModel, Report]:
+    """transformers' model for one of ours; head: ours, by default the model's own. Where transformers has no such class, the
+    bare model is made.
+
+    Raises:
+        ValueError: the config or a tensor has no counterpart; the message names it.
+    """
+    model, config = source.model, cast(XFormerConfig, source.model.config)
+    own = our_head(converter, model)
+    if own is None:
+        raise ValueError(f"{type(model).__name__} is no class of {converter.variant}; convert one of its own classes.")
+    pair = converter.head_of_ours(own, config)
+    if head is not None:
+        check_head(converter, head)
+    wanted = converter.head_of_ours(head or own, config)
+    if wanted is None and head is not None:
+        raise ValueError(f"transformers has no {converter.model_type!r} class for the head {head!r}.")
+    wanted = wanted or converter.base_head(config)
+    notes: list[str] = []
+    theirs = converter.config_to_theirs(config, notes)
+    if not converter.ties_by_weights:
+        theirs.tie_word_embeddings = _tied(model)
+    groups = converter.required if pair is None else pair.groups
+    left = _Side(type(model), pair, groups, "" if own == "Model" else "model.", own)
+    right = _Side(getattr(transformers, wanted.theirs), wanted, wanted.groups, wanted.prefix, wanted.ours)
+    _check_pooling(converter, config, left, wanted)
+    if wanted.ours == "Model" and "pooler" in wanted.groups and not _has_pooler(source, left):
+        right.groups = tuple(group for group in wanted.groups if group != "pooler")
+        right.arguments["add_pooling_layer"] = False
+        notes.append(
+            "the model has no pooler: load it with `add_pooling_layer=False`, or transformers starts a new one"
+        )
+    if hasattr(theirs, "forced_eos_token_id") and model.can_generate():
+        theirs.forced_eos_token_id = model.generation_config.forced_eos_token_id
+    return _transfer(source, converter, left, right, config, theirs, notes, False)
+
+
+def _tied(model: PreTrainedModel) -> bool:
+    """Whether the output projection is the token table; what the config says where there is no output."""
+    output = model.get_output_embeddings()
+    if not model.config.tie_word_embeddings or output is None:
+        return model.config.tie_word_embeddings
+    projection, table = cast(Tensor, output.weight), cast(Tensor, model.get_input_embeddings().weight)
+    return projection is table or torch.equal(projection, table)
+
+
+def _has_pooler(source: Source, side: _Side) -> bool:
+    name = f"{side.prefix}pooler.dense.weight"
+    return "pooler" in side.groups and name not in source.absent and name in source.model.state_dict()
+
+
+def _check_pooling(converter: Converter, config: XFormerConfig, left: _Side, wanted: Head) -> None:
+    """Refuses a classifier that reads other states than the class of transformers does."""
+    if wanted.ours != left.head:
+        return
+    if wanted.pooling is not None and config.classifier_pooling not in ("auto", wanted.pooling):
+        raise ValueError(
+            f"classifier_pooling={config.classifier_pooling!r} has no counterpart: {wanted.theirs} reads the "
+            f"{wanted.pooling} token. Convert the bare model with `head='Model'`."
+        )
+    entries = converter.entries(wanted.groups, ("", ""), config)
+    pooled = any("pooler." in name for entry in entries for name in entry.ours)
+    if pooled and wanted.ours != "Model" and not config.add_pooler:
+        raise ValueError(
+            f"A classifier without a pooler (`add_pooler=False`) has no counterpart: {wanted.theirs} reads the first token "
+            "through one. Convert the bare model with `head='Model'`."
+        )
+
+
+# ---------------------------------------------------------------------------------------------------- tensors
+
+
+def _transfer(
+    source: Source,
+    converter: Converter,
+    left: _Side,
+    right: _Side,
+    our_config: XFormerConfig,
+    target_config: Any,
+    notes: list[str],
+    to_ours: bool,
+) -> tuple[PreTrainedModel, Report]:
+    model = source.model
+    report = Report(type(model).__name__, right.model_class.__name__, notes=notes)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in source.absent}
+    with torch.device("meta"):
+        skeleton = right.model_class(copy.deepcopy(target_config), **right.arguments)
+    shapes = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
+    prefixes = (left.prefix, right.prefix) if to_ours else (right.prefix, left.prefix)
+    groups = [group for group in left.groups if group in right.groups]
+    entries = [entry for entry in converter.entries(groups, prefixes, our_config) if entry.operation is not NONE]
+    made = _apply(entries, converter, state, shapes, report, to_ours)
+
+    used = {name for entry in entries for name in entry.ends(to_ours)[0]}
+    known = _known_names(converter, our_config, 0 if to_ours else 1)
+    unmapped = []
+    for name in [*(name for name in state if name not in used), *source.extra]:
+        headed = left.pair is None and not name.startswith(left.prefix)
+        if name in known or headed or _NO_WEIGHTS.search(name):
+            report.dropped.append(name)
+        else:
+            unmapped.append(name)
+    if unmapped:
+        raise ValueError(
+            f"{report.source} holds tensors that {report.target} has no place for: {_listed(unmapped)}. Nothing was "
+            "converted, so that nothing is lost unnoticed."
+        )
+    if source.borrowed:  # loading takes tensors as they are; the two models must not share memory
+        made = {name: tensor.detach().clone() for name, tensor in made.items()}
+    with _quiet():
+        target, info = right.model_class.from_pretrained(
+            None, config=target_config, state_dict=made, dtype=model.dtype, output_loading_info=True, **right.arguments
+        )
+    report.new = sorted(info["missing_keys"])
+    optional = _known_names(converter, our_config, 1 if to_ours else 0, optional=True)
+    empty = [
+        name
+        for name in report.new
+        if name not in optional and not (right.pair is None and not name.startswith(right.prefix))
+    ]
+    if empty:
+        raise ValueError(f"No tensor of {report.source} fills {_listed(empty)} of {report.target}.")
+    _carry_generation(model, target)
+    return target.to(model.device), report
+
+
+def _apply(
+    entries: list[Entry],
+    converter: Converter,
+    state: dict[str, Tensor],
+    shapes: dict[str, torch.Size],
+    report: Report,
+    to_ours: bool,
+) -> dict[str, Tensor]:
+    """The target's tensors by name. Parts that the source lacks altogether are left out unless they are required."""
+    lacking: dict[str, list[str]] = {}
+    for entry in entries:
+        lacking.setdefault(entry.group, []).extend(name for name in entry.ends(to_ours)[0] if name not in state)
+    present = {entry.group for entry in entries if all(name in state for name in entry.ends(to_ours)[0])}
+    missing = [name for group, names in lacking.items() if group in present | {*converter.required} for name in names]
+    if missing:
+        raise ValueError(f"The {report.source} checkpoint lacks {_listed(missing)}.")
+    made: dict[str, Tensor] = {}
+    for entry in entries:
+        if entry.group not in present:
+            continue
+        reads, writes = entry.ends(to_ours)
+        strangers = [name for name in writes if name not in shapes]
+        if strangers:
+            raise ValueError(f"{report.target} has no tensor {_listed(strangers)} for {_listed(list(reads))}.")
+        if reads:
+            change = entry.operation.to_ours if to_ours else entry.operation.to_theirs
+            try:
+                tensors = change([state[name] for name in reads])
+            except ValueError as error:
+                raise ValueError(f"{_listed(list(reads))} cannot be converted: {error}.") from None
+        else:
+            tensors = [torch.zeros(shapes[name], dtype=next(iter(state.values())).dtype) for name in writes]
+        if len(tensors) == 1:
+            tensors = tensors * len(writes)
+        if entry.operation is FIRST and to_ours:  # the others are lost where they differ
+            report.dropped += [name for name in reads[1:] if not torch.equal(state[name], tensors[0])]
+        for name, tensor in zip(writes, tensors, strict=True):
+            if tensor.shape != shapes[name]:
+                raise ValueError(
+                    f"{_listed(list(reads))} gives {name} the shape {list(tensor.shape)}, but {report.target} has "
+                    f"{list(shapes[name])} there."
+                )
+            made[name] = tensor
+        if entry.operation.plain:
+            report.mapped.append((reads[0], writes[0]))
+        else:
+            report.derived.append((reads, writes, entry.operation.name))
+    return made
+
+
+def _known_names(converter: Converter, config: XFormerConfig, side: int, *, optional: bool = False) -> set[str]:
+    """Names of the tensors of any class of one side (0: theirs, 1: ours) that a rule speaks of; optional: without those
+    of required groups."""
+    groups = [group for group in converter.groups if not (optional and group in converter.required)]
+    names: set[str] = set()
+    for head in converter.heads:
+        for entry in converter.entries(groups, (head.prefix, head.our_prefix), config):
+            names.update(entry.theirs if side == 0 else entry.ours)
+    return names
+
+
+def _carry_generation(source: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Generation settings travel too; special tokens that the source does not know stay the target's."""
+    if not (source.can_generate() and target.can_generate()):
+        return
+    settings = copy.deepcopy(source.generation_config)
+    settings._from_model_config = False
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
+        if getattr(settings, name) is None:
+            setattr(settings, name, getattr(target.generation_config, name))
+    target.generation_config = settings
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Loading from memory without transformers' own remarks: what is new and what is tied stands in the report."""
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:6])
+    return shown + (f" and {len(names) - 6} more" if len(names) > 6 else "")

@@ -1,0 +1,320 @@
+"""Configs convert without loss, or not at all; presets have the published sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedConfig
+
+import hf_xformers
+from hf_xformers import XFormerConfig
+from hf_xformers.conversion import base, to_transformers
+
+FAMILIES = ("bert", "roberta", "openai-gpt", "gpt2", "bart", "t5")
+SMALL = {
+    "bert": dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+    "roberta": dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+    "openai-gpt": dict(n_embd=32, n_layer=2, n_head=4),
+    "gpt2": dict(n_embd=32, n_layer=2, n_head=4),
+    "bart": dict(d_model=32, encoder_layers=2, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4),
+    "t5": dict(d_model=32, num_layers=2, num_heads=4, d_kv=8, decoder_start_token_id=0),
+}
+OTHER_NAMES = {
+    "hidden_act": "relu",
+    "activation_function": "relu",
+    "afn": "silu",
+    "feed_forward_proj": "gated-gelu",
+    "summary_type": "last",
+    "summary_activation": "tanh",
+}
+
+REFUSED = {
+    "bert": {"is_decoder", "add_cross_attention"},
+    "roberta": {"is_decoder", "add_cross_attention"},
+    "openai-gpt": set(),
+    "gpt2": {"scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"},
+    "bart": {"is_decoder"},
+    "t5": {"is_decoder"},
+}
+NOTED = {"openai-gpt": {"embd_pdrop"}, "gpt2": {"embd_pdrop"}, "bart": {"encoder_layerdrop", "decoder_layerdrop"}}
+SUMMARY = {
+    "summary_type",
+    "summary_use_proj",
+    "summary_activation",
+    "summary_proj_to_labels",
+    "summary_first_dropout",
+}
+# the head for several choices has no counterpart; the forced end token travels with the generation settings
+UNREAD = {"openai-gpt": SUMMARY, "gpt2": SUMMARY, "bart": {"forced_eos_token_id"}}
+
+
+def another(name, value, hint):
+    """Some other valid value of a field with this annotation."""
+    if name in OTHER_NAMES:
+        return OTHER_NAMES[name]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int) and not ("drop" in name or name.endswith("pdrop")):
+        return value * 2 if value > 2 else value + 2
+    if isinstance(value, (int, float)):
+        return value + 0.25 if value <= 1 else value * 2
+    if value is None:
+        return 3 if "int" in hint and "float" not in hint else 0.25
+    raise AssertionError(f"say in OTHER_NAMES what {name}={value!r} may be changed to")
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_no_field_of_theirs_is_lost(model_type):
+    """Every field of their config, changed alone, comes back, or is refused, or is reported, or is listed as unread."""
+    converter = base.converter_for(model_type)
+    config_class = transformers.AutoConfig.for_model(model_type).__class__
+    inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    fates = {}
+    for field in dataclasses.fields(config_class):
+        name = field.name
+        if name in inherited:
+            continue
+        start = config_class(**SMALL[model_type])
+        value = another(name, getattr(start, name), str(field.type))
+        changed = config_class(**{**SMALL[model_type], name: value})
+        notes: list[str] = []
+        try:
+            ours = converter.config_to_ours(changed, notes)
+        except ValueError as error:
+            assert name in str(error) or "multiple" in str(error) or "offset" in str(error), (name, error)
+            fates[name] = "refused"
+            continue
+        back = converter.config_to_theirs(ours)
+        if getattr(back, name) == getattr(changed, name):
+            fates[name] = "carried"
+        elif any(name in note for note in notes):
+            fates[name] = "noted"
+        else:
+            assert name in converter.unread, name
+            fates[name] = "unread"
+    by_fate = {fate: {name for name in fates if fates[name] == fate} for fate in ("refused", "noted", "unread")}
+    assert by_fate["refused"] == REFUSED[model_type]
+    assert by_fate["noted"] == NOTED.get(model_type, set())
+    assert by_fate["unread"] == UNREAD.get(model_type, set())
+
+
+# Fields of ours that change no output of a converted model: how a fresh one starts, what a classifier (where one is
+# converted, they are checked) or generation reads, and the parts that only two towers have.
+START = {"initializer", "initializer_range", "initializer_factor"}
+CHECKED_LATER = {"add_pooler", "classifier_pooling"}
+SECOND_TOWER = {"cross_attention", "decoder", "num_decoder_layers", "decoder_start_token_id"}
+HARMLESS = {
+    "bert": START | CHECKED_LATER | SECOND_TOWER,
+    "roberta": START | CHECKED_LATER | SECOND_TOWER,
+    "openai-gpt": START | CHECKED_LATER | SECOND_TOWER | {"use_cache"},
+    "gpt2": START | CHECKED_LATER | SECOND_TOWER,
+    "bart": START | CHECKED_LATER,
+    # T5 has no position table, and says by its weights whether they are tied
+    "t5": START | CHECKED_LATER | {"max_position_embeddings", "tie_word_embeddings"},
+}
+ALWAYS_REFUSED = {
+    "attention",
+    "embedding",
+    "feedforward",
+    "normalization",
+    "position",
+    "residual",
+    "num_key_value_heads",
+}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_no_field_of_ours_is_lost(model_type):
+    """The same in the other direction, component slots included."""
+    converter = base.converter_for(model_type)
+    start = converter.config_to_ours(transformers.AutoConfig.for_model(model_type, **SMALL[model_type]))
+    slots = {
+        "embedding": {"type": "token", "normalize": not start.embedding.normalize},
+        "position": "sinusoidal_absolute",
+        "attention": {**start.attention.to_dict(), "scale": 0.3},
+        "cross_attention": {**start.cross_attention.to_dict(), "scale": 0.3},
+        "normalization": "layer_norm" if model_type == "t5" else "rms_norm",
+        "residual": "post_ln" if start.residual.type == "pre_ln" else "pre_ln",
+        "feedforward": {"type": "swiglu", "bias": not start.feedforward.bias},
+        "head": {"type": "linear", "bias": True, "scale": True},
+        "decoder": {"intermediate_size": 96},
+    }
+    inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    refused, lost = set(), set()
+    for field in dataclasses.fields(type(start)):
+        name = field.name
+        if name in inherited or name in ("block", "stack", "per_layer_config"):
+            continue
+        if name in slots:
+            value = slots[name]
+        elif name == "initializer":
+            value = "xavier"
+        elif name == "classifier_pooling":
+            value = "mean"
+        elif name in ("num_key_value_heads", "head_dim"):
+            value = 2
+        elif name == "is_decoder" and start.is_encoder_decoder:
+            continue
+        else:
+            value = another(name, getattr(start, name), str(field.type))
+        fields = start.to_dict()
+        fields.pop("model_type")
+        changed = type(start)(**{**fields, name: value})
+        notes: list[str] = []
+        try:
+            back = converter.config_to_ours(converter.config_to_theirs(changed, notes))
+        except ValueError:
+            refused.add(name)
+            continue
+        same = getattr(back, name) == getattr(changed, name) or any(name in note for note in notes)
+        if name == "head_dim":
+            same = back.head_width == changed.head_width
+        if not same:
+            lost.add(name)
+    assert refused >= ALWAYS_REFUSED
+    assert lost <= HARMLESS[model_type]
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "message"),
+    [
+        ("bert", {"position": "rotary"}, "position='rotary'.* has no counterpart in transformers"),
+        ("bert", {"residual": "pre_ln"}, "residual='pre_ln'"),
+        ("bert", {"num_key_value_heads": 1}, "key_value_heads=1"),
+        ("bert", {"head_dim": 4}, "head_width=4"),
+        ("bert", {"feedforward": "swiglu"}, "feedforward='swiglu'"),
+        ("bert", {"is_encoder_decoder": True}, "is_encoder_decoder=True has no counterpart"),
+        ("bert", {"per_layer_config": {0: {"intermediate_size": 8}}}, "`per_layer_config` cannot be converted"),
+        ("bert", {"layer_norm_eps": 1e-12, "type_vocab_size": 2, "is_decoder": True}, "is_decoder=True"),
+        ("roberta", {"position": {"type": "learned_absolute", "offset": 0}}, "position='learned_absolute'"),
+        ("gpt2", {"normalization": "rms_norm"}, "normalization='rms_norm'"),
+        ("gpt", {"intermediate_size": 100}, "intermediate_size=100"),
+        ("gpt", {"feedforward": {"type": "gelu", "approximate": "none"}}, "no activation 'gelu'"),
+        ("bart", {"decoder": {"position": "rotary"}}, "position='rotary'"),
+        ("bart", {"layer_norm_eps": 1e-6}, "layer_norm_eps=1e-06"),
+        ("t5", {"feedforward": "relu"}, "feedforward='relu'"),
+        ("t5", {"attention": {"type": "dense", "bias": False}}, "attention='dense'"),
+        ("t5", {"residual": "pre_ln"}, "residual='pre_ln'"),
+    ],
+)
+def test_refusals_name_the_part(variant, changes, message):
+    from hf_xformers.variants import config_class
+
+    sizes = dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, vocab_size=50)
+    config = config_class(variant)(**{**sizes, **changes})
+    with pytest.raises(ValueError, match=message):
+        base.converter_for(f"xf_{variant}").config_to_theirs(config)
+
+
+def test_sources_that_do_not_convert():
+    def refuse(config, message):
+        with pytest.raises(ValueError, match=message):
+            base.converter_for(config.model_type).config_to_ours(config)
+
+    refuse(transformers.GPT2Config(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True")
+    refuse(transformers.BertConfig(is_decoder=True), "is_decoder=True")
+    refuse(transformers.BertConfig(hidden_act="mish"), "activation 'mish'")
+    refuse(transformers.BertConfig(position_embedding_type="relative_key"), "position_embedding_type='relative_key'")
+    refuse(transformers.RobertaConfig(pad_token_id=None), "pad_token_id")
+    refuse(transformers.T5Config(feed_forward_proj="gated-mish"), "gated .*'mish'")
+
+
+def test_unknown_model_types_are_listed():
+    with pytest.raises(
+        ValueError, match="No conversion for model type 'llama'; these convert: bart <-> xf_bart, bert"
+    ):
+        base.converter_for("llama")
+    model = hf_xformers.XFormerModel(
+        XFormerConfig(vocab_size=20, hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8)
+    )
+    with pytest.raises(ValueError, match="No conversion for model type 'xformer'"):
+        to_transformers(model)
+
+
+def test_pooling_that_differs_is_refused():
+    sizes = dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, vocab_size=50, intermediate_size=128)
+    model = hf_xformers.XFGPT2ForSequenceClassification(
+        hf_xformers.XFGPT2Config(**sizes, classifier_pooling="mean", bos_token_id=1, eos_token_id=2)
+    )
+    with pytest.raises(ValueError, match="classifier_pooling='mean' has no counterpart"):
+        to_transformers(model)
+    assert type(to_transformers(model, head="Model")).__name__ == "GPT2Model"
+    bert = hf_xformers.XFBertForSequenceClassification(hf_xformers.XFBertConfig(**sizes, add_pooler=False))
+    with pytest.raises(ValueError, match="without a pooler"):
+        to_transformers(bert)
+    with torch.no_grad():
+        model.classifier.bias.fill_(1.0)
+    model.config.classifier_pooling = "auto"
+    with pytest.raises(ValueError, match=r"'classifier\.bias' cannot be converted: it is not zero"):
+        to_transformers(model)
+
+
+def count(model) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "parameters"),
+    [
+        ("XFBertModel", {}, 109_482_240),
+        ("XFBertForPreTraining", {}, 110_106_428),
+        (
+            "XFBertForPreTraining",
+            dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096),
+            336_226_108,
+        ),
+        ("XFRobertaForMaskedLM", {}, 124_697_433),
+        ("XFGPTForCausalLM", {}, 116_534_784),
+        ("XFGPT2ForCausalLM", {}, 124_439_808),
+        (
+            "XFGPT2ForCausalLM",
+            dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096),
+            354_823_168,
+        ),
+        # the output bias is a parameter here and a buffer in transformers: 50,265 more than 139,420,416
+        ("XFBartForSeq2SeqLM", {}, 139_420_416 + 50_265),
+        ("XFT5ForSeq2SeqLM", {}, 60_506_624),
+        (
+            "XFT5ForSeq2SeqLM",
+            dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072),
+            222_903_552,
+        ),
+        (  # T5 v1.1 base: gated, its own output table
+            "XFT5ForSeq2SeqLM",
+            dict(
+                hidden_size=768,
+                num_hidden_layers=12,
+                num_attention_heads=12,
+                intermediate_size=2048,
+                feedforward={"type": "geglu", "approximate": "tanh", "bias": False},
+                head="linear",
+                tie_word_embeddings=False,
+            ),
+            222_903_552 + 24_674_304 + 24 * (3 * 2048 - 2 * 3072) * 768,
+        ),
+    ],
+)
+def test_parameter_counts(name, fields, parameters):
+    """The published sizes, counted without memory, by ours and by transformers' class for the same config."""
+    model_class = getattr(hf_xformers, name)
+    config = model_class.config_class(**fields)
+    with torch.device("meta"):
+        assert count(model_class(config)) == parameters
+        converter = base.converter_for(config.model_type)
+        head = next(head for head, made in converter_family(converter).items() if made is model_class)
+        theirs = getattr(transformers, converter.head_of_ours(head, config).theirs)
+        theirs = theirs(converter.config_to_theirs(config))
+    own_table = 0 if config.tie_word_embeddings or config.model_type != "xf_t5" else 768 * 32128
+    buffer = 50_265 if config.model_type == "xf_bart" else 0
+    assert (
+        count(theirs) + own_table + buffer == parameters
+    )  # a fresh T5 of transformers is tied; a checkpoint may not be
+
+
+def converter_family(converter):
+    from hf_xformers.variants import family
+
+    return family(converter.variant)
