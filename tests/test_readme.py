@@ -1,0 +1,61 @@
+"""Every example of the README runs: the Python blocks in order in one session, the commands with few steps."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def test_python_examples(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+    assert len(blocks) >= 6
+    script = tmp_path / "readme.py"
+    script.write_text("\n\n".join(blocks), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, env=environment()
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "did you mean 'theta'" in done.stdout.lower()
+
+
+def commands() -> list[str]:
+    joined = TEXT.replace("\\\n", " ")
+    blocks = re.findall(r"```console\n(.*?)```", joined, flags=re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line.startswith("hf-xformers")]
+
+
+@pytest.mark.slow
+def test_commands(tmp_path):
+    lines = commands()
+    assert len(lines) == 3 and sum("pretrain" in line for line in lines) == 2
+    for line in lines:
+        arguments = shlex.split(line, comments=True)[1:]
+        if arguments[0] == "pretrain":  # as written, but for the length of the run
+            arguments[arguments.index("--max_steps") + 1] = "2"
+            arguments += ["--hidden_size", "32", "--num_hidden_layers", "1", "--use_cpu", "--eval_strategy", "no"]
+        done = subprocess.run(
+            [sys.executable, "-m", "hf_xformers.cli", *arguments],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=environment(),
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+
+
+def test_scripts_exist():
+    for name in re.findall(r"bash (scripts/\w+\.sh)", TEXT):
+        assert (ROOT / name).exists()
