@@ -4,13 +4,6 @@
 #
 #   scripts/demo.sh [mlm|clm|t5]      masked (BERT), causal (GPT), or span corruption (T5); default: mlm
 #   VARIANT=performer STEPS=500 scripts/demo.sh clm
-#
-# ASSUMED of the command line, which is written elsewhere; the lead checks it when both are there:
-#   - `pretrain` and `evaluate` take the flags below, and `pretrain` every flag of TrainingArguments beside its own;
-#   - `pretrain` trains its own tokenizer on the data, and saves it beside the model in --output_dir;
-#   - `pretrain` evaluates on a held-out part of --data, and calls trainer.save_state(), so that the evaluations before
-#     (--eval_on_start) and after training stand in --output_dir/trainer_state.json, where scripts/demo.py reads them;
-#   - the variants `bert`, `gpt2` and `t5` have heads for mlm, clm and span (`bert` has no other two).
 set -euo pipefail
 
 variant=${VARIANT:-} # default: the variant that made the objective known
