@@ -12,7 +12,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import inspect
 import pkgutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, dataclass_transform
@@ -123,12 +125,23 @@ SLOTS: dict[str, Slot] = {
 SLOTS["cross_attention"] = SLOTS["attention"]  # one registry: a mechanism says itself whether it can read a memory
 
 
+def resolve_field_types(cls: type) -> None:
+    """Turns the types of a dataclass's fields, which postponed evaluation left as text, into types: `strict` checks no
+    field whose type is text. The fields that transformers itself declares stay as they are."""
+    for field in dataclasses.fields(cls):
+        owner = next(base for base in cls.__mro__ if field.name in inspect.get_annotations(base))
+        if isinstance(field.type, str) and not owner.__module__.startswith("transformers."):
+            field.type = eval(field.type, vars(sys.modules[owner.__module__]))
+
+
 @dataclass_transform(kw_only_default=True)
 def register(slot: str, name: str, *, aliases: tuple[str, ...] = ()):
     """Class decorator: makes `cls` a strict dataclass and registers it as component `name` of `slot`."""
 
     def wrap(cls: type[Spec]) -> type[Spec]:
-        cls = strict(dataclass(kw_only=True)(cls))
+        cls = dataclass(kw_only=True)(cls)
+        resolve_field_types(cls)
+        cls = strict(cls)
         cls.slot, cls.type = slot, name
         SLOTS[slot].add(cls, name, aliases)
         return cls

@@ -11,7 +11,7 @@ from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
-from .components import SLOTS, Spec, SpecLike, build_spec, check_components
+from .components import SLOTS, Spec, SpecLike, build_spec, check_components, resolve_field_types
 
 Initializer = Literal["normal", "scaled_residual", "xavier", "t5"]
 
@@ -24,6 +24,9 @@ _FOREIGN_KEYS = (
     "_name_or_path",
     "layer_norm_epsilon",  # other models' name of `layer_norm_eps`, which generic code sets on any config
 )
+
+# What an encoder-decoder's towers cannot differ in: they share the token table, and one reads the other's states.
+_SHARED = ("vocab_size", "hidden_size", "is_decoder", "is_encoder_decoder", "decoder")
 
 
 def _plain(value: Any) -> Any:
@@ -43,6 +46,7 @@ def _with_specs(overrides: dict[str, Any]) -> dict[str, Any]:
 
 def _strict_config(cls: Any) -> None:
     """Applies `strict` in place and turns its errors into the built-in `TypeError` and `ValueError`."""
+    resolve_field_types(cls)
     strict(cls)
 
     def translated(method):
@@ -159,9 +163,12 @@ class XFormerConfig(PreTrainedConfig):
         if key in SLOTS:
             value = build_spec(key, value)
         elif key == "per_layer_config" and value is not None:
-            value = {layer: _with_specs(overrides) for layer, overrides in dict(value).items()}
+            value = self._layers_with_specs(value)
         elif key == "decoder" and value is not None:
+            self._refuse_unknown("`decoder`", value, allowed=("per_layer_config",), shared=_SHARED)
             value = _with_specs(value)
+            if value.get("per_layer_config") is not None:
+                value["per_layer_config"] = self._layers_with_specs(value["per_layer_config"])
         super().__setattr__(key, value)
 
     def __post_init__(self, **kwargs):
@@ -185,16 +192,40 @@ class XFormerConfig(PreTrainedConfig):
             if close:
                 raise ValueError(f"{type(self).__name__} has no field {key!r}; did you mean {close[0]!r}?")
 
+    def _layers_with_specs(self, layers: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+        """Overrides by layer, as `per_layer_config` keeps them; JSON turned their keys into text."""
+        for layer, overrides in layers.items():
+            self._refuse_unknown(f"`per_layer_config[{layer!r}]`", overrides)
+        return {
+            int(layer) if isinstance(layer, str) and layer.isdigit() else layer: _with_specs(overrides)
+            for layer, overrides in layers.items()
+        }
+
+    def _refuse_unknown(
+        self, where: str, overrides: dict[str, Any], allowed: tuple[str, ...] = (), shared: tuple[str, ...] = ()
+    ) -> None:
+        valid = [field.name for field in dataclasses.fields(self)] + list(allowed)
+        for key in overrides:
+            if key in shared:
+                raise ValueError(f"{where} overrides {key!r}, which both towers share; set it on the config itself.")
+            if key not in valid:
+                close = difflib.get_close_matches(key, valid, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else "."
+                raise ValueError(f"{where} overrides {key!r}, which is no field of {type(self).__name__}{hint}")
+
     def _check_geometry(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size"):
+        for name in ("vocab_size", "hidden_size", "num_attention_heads", "head_dim", "intermediate_size"):
             value = self._getattr_without_heterogeneous_validation(name)
-            if value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}.")
-        if self.num_hidden_layers < 0:
-            raise ValueError(f"`num_hidden_layers` must not be negative, got {self.num_hidden_layers}.")
-        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout_prob"):
+        for name in ("num_hidden_layers", "num_decoder_layers", "type_vocab_size", "layer_norm_eps"):
             value = self._getattr_without_heterogeneous_validation(name)
-            if not 0 <= value < 1:
+            if value is not None and value < 0:
+                raise ValueError(f"`{name}` must not be negative, got {value}.")
+        rates = ("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout_prob", "classifier_dropout")
+        for name in rates:
+            value = self._getattr_without_heterogeneous_validation(name)
+            if value is not None and not 0 <= value < 1:
                 raise ValueError(f"`{name}` is a probability in [0, 1), got {value}.")
 
     def check_layers(self) -> None:
@@ -230,10 +261,7 @@ class XFormerConfig(PreTrainedConfig):
         overrides = {"num_hidden_layers": layers, **(self.decoder or {})}
         # Overrides of single layers belong to the encoder unless the decoder brings its own.
         view.__dict__.pop("_heterogeneity_spec", None)
-        valid = {field.name for field in dataclasses.fields(self)} | {"per_layer_config"}
         for key, value in overrides.items():
-            if key not in valid:
-                raise ValueError(f"`decoder` overrides {key!r}, which is no field of {type(self).__name__}.")
             setattr(view, key, value)
         return view
 

@@ -34,6 +34,8 @@ class LayerContext:
         memory_padding_mask: [B, M] boolean mask of the memory that cross-attention reads.
         implementation: name of the attention back-end (transformers' `attn_implementation`).
         output_attentions: whether attention weights are wanted (selects the literal path).
+        output_hidden_states: whether every layer's output is wanted; a stack that would run fewer layers, or run them in
+            pieces, then runs them all, each over the whole sequence.
         inputs_embeds, position_ids: what the caller gave, for back-ends that build masks of their own.
         shared: results computed once per call and read by every layer (masks, rotary tables).
         streams: tensors with gradients that layers read and hand on (score biases, other layers' scores, extra
@@ -52,6 +54,7 @@ class LayerContext:
     memory_padding_mask: Tensor | None = None
     implementation: str = "sdpa"
     output_attentions: bool = False
+    output_hidden_states: bool = False
     inputs_embeds: Tensor | None = None
     position_ids: Tensor | None = None
     shared: dict[str, Any] = field(default_factory=dict)

@@ -46,10 +46,20 @@ class _LanguageModel(XFormerPreTrainedModel):
 class _Generative(_LanguageModel, GenerationMixin):
     """Generation with the cache that the config's mechanisms declare."""
 
+    def __init__(self, config):
+        super().__init__(config)
+        # A state that cannot forget its last tokens: transformers then refuses to decode with an assistant.
+        self._is_stateful = not make_cache(config).is_croppable
+
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        tower = self.config.tower("decoder") if self.config.is_encoder_decoder else self.config
+        for index in range(tower.num_hidden_layers):
+            if reason := tower.layer(index).attention.why_not_generate():
+                raise ValueError(reason)
         given = model_kwargs.get("past_key_values") is not None
-        implementation = generation_config.cache_implementation
-        if not given and generation_config.use_cache is not False and implementation in (None, "dynamic"):
+        # The other implementations hold keys and values, which a stateful mechanism has not.
+        ours = generation_config.cache_implementation in (None, "dynamic") or self._is_stateful
+        if not given and generation_config.use_cache is not False and ours:
             model_kwargs["past_key_values"] = make_cache(self.config)
             return
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)

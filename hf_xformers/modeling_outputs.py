@@ -11,10 +11,13 @@ from transformers.utils import ModelOutput
 
 @dataclass
 class TowerOutput(base.BaseModelOutputWithPastAndCrossAttentions):
-    """last_hidden_state [B, T, D]; padding_mask: boolean [B, T] that belongs to it (None: nothing is padded)."""
+    """last_hidden_state [B, T, D]; padding_mask: boolean [B, T] that belongs to it (None: nothing is padded); memories
+    [B, steps of the decoder, T, D]: what each decoder layer reads, from an encoder that gives them different ones (the
+    batch comes first, so that beams expand it)."""
 
     padding_mask: torch.Tensor | None = None
     aux_losses: dict[str, torch.Tensor] | None = None
+    memories: torch.Tensor | None = None
 
 
 @dataclass

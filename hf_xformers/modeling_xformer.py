@@ -51,6 +51,11 @@ class XFormerPreTrainedModel(PreTrainedModel):
         if initialize is not None:  # a component knows its own start; it runs after its children's
             initialize(config, init)
 
+    def _initialize_weights(self, module: nn.Module, *_: Any, **__: Any) -> None:
+        # transformers leaves out every module without parameters of its own where a model's code is not its own, to spare
+        # what was loaded. Those are the components here, and their starts spare it themselves: they go through `init`.
+        super()._initialize_weights(module)
+
     @staticmethod
     def shaped(config: XFormerConfig, *, is_decoder: bool, is_encoder_decoder: bool) -> XFormerConfig:
         """`config` in the shape that a head needs; a copy when that changes anything, so the caller's stays as it is."""
@@ -110,11 +115,13 @@ class XFormerTower(XFormerPreTrainedModel):
         **kwargs: Any,
     ) -> TowerOutput:
         """input_ids [B, T] or inputs_embeds [B, T, D]; attention_mask [B, cached + T], 1 = real (or a prepared
-        [B, 1, T, S] mask, for mechanisms with explicit scores); encoder_hidden_states [B, M, D]."""
+        [B, 1, T, S] mask, for mechanisms with explicit scores); encoder_hidden_states [B, M, D], or one memory for each
+        execution step [B, steps, M, D]."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
         if inputs_embeds is None:
             inputs_embeds = self.embedding.lookup(input_ids)
+        wants_states = kwargs.get("output_hidden_states", self.config.output_hidden_states)
         if not self.config.is_decoder and past_key_values is None:
             use_cache = False
         if use_cache and past_key_values is None:
@@ -126,6 +133,7 @@ class XFormerTower(XFormerPreTrainedModel):
             self_attention_cache(past_key_values),
             encoder_attention_mask,
             output_attentions=bool(kwargs.get("output_attentions", self.config.output_attentions)),
+            output_hidden_states=wants_states is not None and wants_states is not False,  # it may be a state's index, 0
         )
         hidden_states = self.embedding(inputs_embeds, token_type_ids, context.positions, self.position)
         rotation = self.position.rotation(context.positions, hidden_states)
@@ -142,14 +150,16 @@ class XFormerTower(XFormerPreTrainedModel):
             memory=encoder_hidden_states,
             past_key_values=past_key_values,
         )
-        hidden_states = result.hidden_states
+        hidden_states, memories = result.hidden_states, result.memories
         if self.final_norm is not None:
             hidden_states = self.final_norm(hidden_states)
+            memories = None if memories is None else self.final_norm(memories)
         return TowerOutput(
             last_hidden_state=hidden_states,
             past_key_values=past_key_values if use_cache else None,
             padding_mask=result.context.padding_mask,
             aux_losses=result.aux_losses or None,
+            memories=memories,
         )
 
     def make_context(
@@ -160,6 +170,7 @@ class XFormerTower(XFormerPreTrainedModel):
         cache: Cache | None,
         encoder_attention_mask: Tensor | None,
         output_attentions: bool,
+        output_hidden_states: bool = False,
     ) -> LayerContext:
         """The state bundle of this call. Raises `ValueError` for masks and lengths that do not fit."""
         batch, length, device = *inputs_embeds.shape[:2], inputs_embeds.device
@@ -199,8 +210,10 @@ class XFormerTower(XFormerPreTrainedModel):
             positions = (padding.long().cumsum(-1) - 1).clamp(min=0)[:, current]
         else:
             positions = current[None]
-        if self.max_length is not None and isinstance(past, int) and past + length > self.max_length:
-            self._check_length(positions)
+        if self.max_length is not None:
+            long = isinstance(past, int) and past + length > self.max_length
+            if long or (position_ids is not None and attention_mask is None):
+                self._check_length(positions)
         segments = None
         if position_ids is not None and attention_mask is None and cache is None and self._can_inspect():
             segments = segments_from_positions(positions.expand(batch, -1))
@@ -222,6 +235,7 @@ class XFormerTower(XFormerPreTrainedModel):
             memory_padding_mask=None if encoder_attention_mask is None else encoder_attention_mask.bool(),
             implementation=self.config._attn_implementation,
             output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
             inputs_embeds=inputs_embeds,
             position_ids=position_ids if attention_mask is None else None,
         )
@@ -237,7 +251,8 @@ class XFormerTower(XFormerPreTrainedModel):
         return [self.config.layer(index) for index in range(self.config.num_hidden_layers)]
 
     def _check_length(self, positions: Tensor) -> None:
-        """Called only for rows longer than what positions exist for: padding may still make them fit."""
+        """Called only where it can fail, as reading the largest position waits for the device: for rows longer than what
+        positions exist for (padding may still make them fit), and for positions that the caller chose."""
         if not self._can_inspect():
             return
         longest = int(positions.max()) + 1
@@ -369,7 +384,12 @@ class XFormerModel(XFormerPreTrainedModel):
             )
         elif not isinstance(encoder_outputs, (BaseModelOutput, TowerOutput)):
             encoder_outputs = BaseModelOutput(*encoder_outputs)
-        memory = encoder_outputs.last_hidden_state
+        memory, memories = encoder_outputs.last_hidden_state, getattr(encoder_outputs, "memories", None)
+        if memories is None and self.trunk.config.stack.gives_memories:
+            raise ValueError(
+                f"With stack {self.trunk.config.stack.type!r} each decoder layer reads a memory of its own, which the given "
+                "`encoder_outputs` lack; give the output object of this model's encoder, not its last state alone."
+            )
         if decoder_input_ids is None and decoder_inputs_embeds is None:
             if input_ids is None:
                 raise ValueError("An encoder-decoder given `inputs_embeds` needs `decoder_input_ids` as well.")
@@ -388,7 +408,7 @@ class XFormerModel(XFormerPreTrainedModel):
             input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
             inputs_embeds=decoder_inputs_embeds,
-            encoder_hidden_states=memory,
+            encoder_hidden_states=memory if memories is None else memories,
             encoder_attention_mask=memory_mask,
             past_key_values=past_key_values,
             use_cache=use_cache,

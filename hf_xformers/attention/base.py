@@ -141,6 +141,10 @@ class AttentionSpec(Spec):
     bias: bool = True
     scale: float | int | None = None
 
+    def why_not_generate(self) -> str:
+        """Why a decoder with this attention cannot generate text, in a sentence; empty if it can."""
+        return ""
+
 
 def literal_softmax_attention(
     query: Tensor,

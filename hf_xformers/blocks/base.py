@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +12,11 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..components import Spec
-from ..context import LayerContext, add_losses
+from ..context import LayerContext, SublayerOutput, add_losses
+from ..normalization.residual import Residual
+
+# The stream that holds the other half of a pair of residual streams.
+PARTNER = "residual_partner"
 
 
 @dataclass(frozen=True)
@@ -81,30 +86,57 @@ class XFormerLayer(GradientCheckpointingLayer):
         step: int,
         stream_names: tuple[str, ...] = (),
         past_key_values: Cache | None = None,
+        before_sublayer: Callable[[], None] | None = None,
     ) -> tuple:
         """hidden_states [B, T, D], memory [B, S, D] and any streams of the layer below -> a flat tuple
         `(hidden_states, stream names, loss names, *streams, *losses)`, which [`unpack_layer`] reads.
+
+        With a stream [`PARTNER`] the residual stream is a pair: each sublayer reads the partner and adds to
+        `hidden_states`, then the two change roles (reversible layers).
 
         Tensors that carry gradients are positional on the way in and flat on the way out: reentrant checkpointing
         follows only those.
         """
         streams = dict(zip(stream_names, stream_tensors, strict=True))
+        partner = streams.pop(PARTNER, None)
         context = context.with_streams(streams)
         losses: dict[str, Tensor] = {}
-        for entry in self.plan:
-            function, frame = getattr(self, entry.name), getattr(self, f"{entry.name}_residual")
-            if entry.kind == "cross_attention" and memory is None:
-                continue  # a decoder that is used without an encoder
-            entered = frame.enter(hidden_states)
-            if entry.kind == "feedforward":
-                result = function(entered, context)
-            else:
-                read = memory if entry.kind == "cross_attention" else None
-                result = function(entered, context, memory=read, past_key_values=past_key_values, step=step)
-            hidden_states = frame.leave(hidden_states, result.output, result.gate)
+        for entry in self.sublayers(memory):
+            if before_sublayer is not None:
+                before_sublayer()
+            read = hidden_states if partner is None else partner
+            result = self.run_sublayer(entry, read, context, memory, past_key_values, step)
+            written = self.frame(entry).leave(hidden_states, result.output, result.gate)
+            hidden_states, partner = (written, None) if partner is None else (partner, written)
             add_losses(losses, result.aux_losses)
             streams.update(result.streams or {})
+        if partner is not None:
+            streams[PARTNER] = partner
         return (hidden_states, tuple(streams), tuple(losses), *streams.values(), *losses.values())
+
+    def sublayers(self, memory: Tensor | None) -> list[SublayerPlan]:
+        """What runs: no cross-attention in a decoder that is used without an encoder."""
+        return [entry for entry in self.plan if entry.kind != "cross_attention" or memory is not None]
+
+    def frame(self, entry: SublayerPlan) -> Residual:
+        """The residual frame of a sublayer."""
+        return getattr(self, f"{entry.name}_residual")
+
+    def run_sublayer(
+        self,
+        entry: SublayerPlan,
+        hidden_states: Tensor,
+        context: LayerContext,
+        memory: Tensor | None,
+        past_key_values: Cache | None,
+        step: int,
+    ) -> SublayerOutput:
+        """f(enter(x)) of one sublayer, before its residual sum."""
+        function, entered = getattr(self, entry.name), self.frame(entry).enter(hidden_states)
+        if entry.kind == "feedforward":
+            return function(entered, context)
+        read = memory if entry.kind == "cross_attention" else None
+        return function(entered, context, memory=read, past_key_values=past_key_values, step=step)
 
 
 def unpack_layer(output: tuple) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
-from transformers.pytorch_utils import apply_chunking_to_forward
 
 from ..components import Spec, register
 from ..context import LayerContext, SublayerOutput
@@ -50,7 +50,8 @@ class DenseFeedForward(nn.Module):
     def forward(self, hidden_states: Tensor, context: LayerContext) -> SublayerOutput:
         """hidden_states [B, T, D] -> [B, T, D]; `chunk_size_feed_forward` bounds the tokens in flight."""
         if self.chunk_size:
-            return SublayerOutput(apply_chunking_to_forward(self.transform, self.chunk_size, 1, hidden_states))
+            pieces = hidden_states.split(self.chunk_size, dim=1)  # the last one may be shorter: any length works
+            return SublayerOutput(torch.cat([self.transform(piece) for piece in pieces], dim=1))
         return SublayerOutput(self.transform(hidden_states))
 
 

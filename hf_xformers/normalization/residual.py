@@ -62,9 +62,11 @@ class PreNorm(Residual):
 
 
 class ResidualSpec(Spec):
-    """Base of residual specs. module: the frame's class."""
+    """Base of residual specs. module: the frame's class. additive: `leave(x, f) = x + g(f)`, so that x can be recovered from
+    the sum (reversible layers)."""
 
     module: ClassVar[type[Residual]]
+    additive: ClassVar[bool] = False
 
     def build(self, config, **where) -> Residual:
         return self.module(config, scale=where.get("scale", 1.0))
@@ -93,6 +95,7 @@ class PreLNSpec(ResidualSpec):
 
     summary = "normalise a sublayer's input, plus a final norm"
     module = PreNorm
+    additive = True
 
     final_norm: bool = True
     final_dropout: bool = False

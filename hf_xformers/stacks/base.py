@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
@@ -14,11 +16,29 @@ from ..context import LayerContext
 @dataclass
 class StackOutput:
     """hidden_states [B, T', D] after the last layer (T' may differ from the input's T); context: the state bundle that
-    belongs to them; aux_losses: scalars by name."""
+    belongs to them; aux_losses: scalars by name; memories [B, steps of the decoder, T', D]: an encoder's own memory for
+    each decoder layer, or None."""
 
     hidden_states: Tensor
     context: LayerContext
     aux_losses: dict[str, Tensor] = field(default_factory=dict)
+    memories: Tensor | None = None
+
+
+def memory_by_step(memory: Tensor | None, steps: int) -> Sequence[Tensor | None]:
+    """What cross-attention reads at each execution step: the one memory [B, M, D], or its own of [B, steps, M, D].
+
+    Raises:
+        ValueError: the number of memories is not that of the steps.
+    """
+    if memory is None or memory.ndim == 3:
+        return [memory] * steps
+    if memory.shape[1] != steps:
+        raise ValueError(
+            f"The decoder runs {steps} layers, but `encoder_hidden_states` {list(memory.shape)} hold {memory.shape[1]} "
+            "memories; give [batch, length, width] for one that all layers read."
+        )
+    return memory.unbind(1)
 
 
 class Stack(nn.Module):
@@ -39,7 +59,9 @@ class Stack(nn.Module):
 
 
 class StackSpec(Spec):
-    """Base of stack specs."""
+    """Base of stack specs. gives_memories: as an encoder, it makes a memory for each decoder layer."""
+
+    gives_memories: ClassVar[bool] = False
 
     def num_layers(self, config) -> int:
         """Modules to build (fewer than steps when weights are shared over depth)."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..blocks.base import unpack_layer
 from ..components import register
 from ..context import LayerContext, add_losses
-from .base import Stack, StackOutput, StackSpec
+from .base import Stack, StackOutput, StackSpec, memory_by_step
 
 
 class PlainStack(Stack):
@@ -23,16 +25,19 @@ class PlainStack(Stack):
         position: nn.Module,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
+        collect: Callable[[Tensor], None] | None = None,
     ) -> StackOutput:
+        """As every stack; collect: called with each layer's output."""
         aux_losses: dict[str, Tensor] = {}
         for layer in layers:
             layer.prepare(context, past_key_values)
         streams = context.streams
+        memories = memory_by_step(memory, len(layers))
         for step, layer in enumerate(layers):
             hidden_states = position.embed_layer(hidden_states, context.positions, step)
             output = layer(
                 hidden_states,
-                memory,
+                memories[step],
                 *streams.values(),
                 context=context,
                 step=step,
@@ -41,6 +46,8 @@ class PlainStack(Stack):
             )
             hidden_states, streams, losses = unpack_layer(output)
             add_losses(aux_losses, losses)
+            if collect is not None:
+                collect(hidden_states)
         return StackOutput(hidden_states, context, aux_losses)
 
 

@@ -1,0 +1,65 @@
+"""The command `hf-xformers` (also `python -m hf_xformers.cli`): one file of this folder per sub-command."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+# sub-command -> (module of this folder, what it does); a module has `run(argv) -> exit code`. No module may have the
+# name of a built-in function that this file uses: importing a submodule binds its name here.
+COMMANDS = {
+    "list": ("listing", "variants and components: what they change, which shapes they fit"),
+    "pretrain": ("pretrain", "train a variant, or a free mix of components, on text"),
+    "evaluate": ("evaluate", "loss, perplexity and accuracy of a saved model"),
+    "convert": ("convert", "turn a checkpoint of transformers into a variant, or back"),
+}
+DEBUG_VARIABLE = "HF_XFORMERS_DEBUG"
+
+_USAGE = """usage: hf-xformers [--version] [--debug] COMMAND ...
+
+{commands}
+
+`hf-xformers COMMAND --help` explains a command. --debug (or {debug}=1) shows the traceback of an error."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a sub-command and returns the exit code: 0, 2 for input that cannot work, 130 when interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
+    while arguments and arguments[0] == "--debug":
+        debug, arguments = True, arguments[1:]
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        lines = "\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())
+        print(_USAGE.format(commands=lines, debug=DEBUG_VARIABLE))
+        return 0
+    if arguments[0] == "--version":
+        from .. import __version__
+
+        print(f"hf-xformers {__version__}")
+        return 0
+    try:
+        return _command(arguments[0])(arguments[1:])
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        from .console import is_refusal, print_error
+
+        if debug or not is_refusal(error):
+            raise
+        print_error(error)
+        return 2
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print("\nhf-xformers: interrupted", file=sys.stderr)
+        return 130
+
+
+def _command(name: str):
+    if name not in COMMANDS:
+        import difflib
+
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"there is no command {name!r}: choose one of {', '.join(COMMANDS)}{hint}")
+    return importlib.import_module(f"{__name__}.{COMMANDS[name][0]}").run

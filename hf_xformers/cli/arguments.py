@@ -1,0 +1,334 @@
+"""Command lines of the training commands: every Trainer flag, dotted component options, and YAML files.
+
+A YAML file is turned into the command line that says the same, so that both are checked by the same rules. What stands
+on the command line wins over the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from transformers.hf_argparser import HfArgumentParser
+
+from ..components import SLOTS, build_spec
+from ..objectives import OBJECTIVES
+from .values import annotation, parse
+
+if TYPE_CHECKING:
+    from ..configuration_xformer import XFormerConfig
+
+# Fields that the objective, Trainer or a dotted option decides.
+_NOT_OFFERED = ("is_decoder", "is_encoder_decoder", "use_cache", "decoder", *SLOTS)
+_YAML_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+class Parser(HfArgumentParser):
+    """HfArgumentParser that raises ValueError where argparse would print its usage and exit."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def error(self, message: str):
+        raise ValueError(f"{message} (see `{self.prog} --help`)")
+
+    def into_dataclasses(self, tokens: Sequence[str]) -> tuple[Any, ...]:
+        """The dataclasses and, where the parser has other options, their namespace.
+
+        Raises ValueError for an option that nobody knows, with the closest that somebody does.
+        """
+        *found, rest = self.parse_args_into_dataclasses(
+            list(tokens), return_remaining_strings=True, look_for_args_file=False
+        )
+        if rest:
+            unknown = rest[0].split("=")[0]
+            close = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"see `{self.prog} --help`"
+            kind = "option" if unknown.startswith("-") else "argument"
+            raise ValueError(f"there is no {kind} {unknown}; {hint}")
+        return tuple(found)
+
+
+# ------------------------------------------------------------------------------------------------ dotted options
+
+
+def split_dotted(tokens: Sequence[str], groups: Iterable[str]) -> tuple[list[str], dict[str, dict[str, str]]]:
+    """Takes `--<group> NAME` and `--<group>.<field> VALUE` out of a command line.
+
+    Returns the other tokens, and for each group its fields as text, the name under `type`. An option without a value is
+    true.
+    """
+    groups = set(groups)
+    rest: list[str] = []
+    found: dict[str, dict[str, str]] = {}
+    index = 0
+    while index < len(tokens):
+        token = tokens[index]
+        index += 1
+        option, equals, value = token.partition("=")
+        name, dot, path = option.removeprefix("--").replace("-", "_").partition(".")
+        if not option.startswith("--") or not (name in groups or dot):
+            rest.append(token)
+            continue
+        if name not in groups:
+            close = difflib.get_close_matches(name, groups, n=1)
+            hint = f"; did you mean --{close[0]}.{path}?" if close else ""
+            raise ValueError(
+                f"there is no option {option}: dotted options begin with {', '.join(sorted(groups))}{hint}"
+            )
+        if not equals:
+            if index < len(tokens) and not tokens[index].startswith("--"):
+                value = tokens[index]
+                index += 1
+            elif dot:
+                value = "true"
+            else:
+                raise ValueError(f"argument {option}: expected a name")
+        found.setdefault(name, {})[path if dot else "type"] = value
+    return rest, found
+
+
+def overlay(
+    below: Mapping[str, Mapping[str, str]], above: Mapping[str, Mapping[str, str]]
+) -> dict[str, dict[str, str]]:
+    """Dotted options of two sources; a name in `above` that differs from `below`'s drops the fields that went with it."""
+    merged: dict[str, dict[str, str]] = {name: dict(fields) for name, fields in below.items()}
+    for name, fields in above.items():
+        old = merged.get(name, {})
+        other = "type" in fields and fields["type"] != old.get("type")
+        merged[name] = dict(fields) if other else {**old, **fields}
+    return merged
+
+
+def parse_component(
+    config_class: type[XFormerConfig], slot: str, texts: Mapping[str, Any], prefix: str = ""
+) -> dict[str, Any]:
+    """Texts of a component's fields as typed values. Unknown fields stay, for the component itself to refuse."""
+    default = next(field for field in dataclasses.fields(config_class) if field.name == slot)
+    own = default.default if default.default_factory is dataclasses.MISSING else default.default_factory()
+    name = texts.get("type") or build_spec(slot, own).type
+    spec_class = SLOTS[slot].get(name)
+    known = {field.name for field in dataclasses.fields(spec_class)}
+    return {
+        field: parse(text, annotation(spec_class, field), f"--{prefix}{slot}.{field}") if field in known else text
+        for field, text in texts.items()
+    }
+
+
+def parse_objective(name: str, texts: Mapping[str, Any]) -> dict[str, Any]:
+    """Texts of an objective's settings as typed values."""
+    cls = OBJECTIVES.get(name)
+    known = {field.name for field in dataclasses.fields(cls)} if cls is not None else set()
+    return {
+        field: parse(text, annotation(cls, field), f"--objective.{field}") if cls and field in known else text
+        for field, text in texts.items()
+        if field != "type"
+    }
+
+
+def parse_decoder(config_class: type[XFormerConfig], texts: Mapping[str, str]) -> dict[str, Any]:
+    """`--decoder.attention dense --decoder.attention.window 64 --decoder.hidden_dropout_prob 0` as the field `decoder`."""
+    from ..training.building import component
+
+    nested: dict[str, dict[str, str]] = {}
+    overrides: dict[str, Any] = {}
+    for path, text in texts.items():
+        head, _, field = path.partition(".")
+        if path == "type":
+            raise ValueError(
+                f"--decoder {text!r} has no meaning of its own; give fields, as in --decoder.attention dense"
+            )
+        if head in SLOTS:
+            nested.setdefault(head, {})[field or "type"] = text
+        else:
+            overrides[head] = parse(text, annotation(config_class, head), f"--decoder.{head}")
+    for slot, fields in nested.items():
+        overrides[slot] = component(config_class, slot, parse_component(config_class, slot, fields, "decoder."))
+    return overrides
+
+
+# ------------------------------------------------------------------------------------------------ configuration fields
+
+
+def offered_fields(config_class: type[XFormerConfig]) -> list[str]:
+    """Fields of a variant's configuration that are options of their own."""
+    from transformers import PreTrainedConfig
+
+    own = config_class.__mro__[: config_class.__mro__.index(PreTrainedConfig)]
+    declared = {name for owner in own for name in inspect.get_annotations(owner)}
+    names = [field.name for field in dataclasses.fields(config_class)]
+    return [name for name in names if name in declared and name not in _NOT_OFFERED] + ["per_layer_config"]
+
+
+def add_model_options(parser: Parser, config_class: type[XFormerConfig]) -> None:
+    """Adds the slots (for the help; they are taken out before) and the configuration fields, as text."""
+    slots = parser.add_argument_group(
+        "components", "A name, and fields as --SLOT.FIELD VALUE; see `hf-xformers list --components SLOT`."
+    )
+    for slot in SLOTS:
+        slots.add_argument(f"--{slot}", metavar="NAME", default=argparse.SUPPRESS)
+    slots.add_argument(
+        "--decoder.FIELD",
+        metavar="VALUE",
+        default=argparse.SUPPRESS,
+        help="what an encoder-decoder's decoder has instead",
+    )
+    fields = parser.add_argument_group("configuration fields")
+    taken = parser._option_string_actions
+    for name in offered_fields(config_class):
+        flags = [flag for flag in dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")) if flag not in taken]
+        if flags:
+            fields.add_argument(*flags, dest=f"field:{name}", metavar="VALUE", default=argparse.SUPPRESS)
+
+
+def parse_fields(config_class: type[XFormerConfig], namespace: Any) -> dict[str, Any]:
+    """The configuration fields among the options, as typed values."""
+    fields = {}
+    for key, text in vars(namespace or argparse.Namespace()).items():
+        name = key.removeprefix("field:")
+        if name == "per_layer_config":
+            layers = parse(text, dict[str, Any], f"--{name}")
+            fields[name] = {int(layer): changes for layer, changes in layers.items()}
+        elif name != key:
+            fields[name] = parse(text, annotation(config_class, name), f"--{name}")
+    return fields
+
+
+# ------------------------------------------------------------------------------------------------ YAML files
+
+
+def take_file(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The options of a YAML (or JSON) file named as the first argument, and the other arguments.
+
+    Raises ValueError for a missing file, one that cannot be parsed, or one that is no mapping.
+    """
+    if not argv or argv[0].startswith("-") or not argv[0].endswith(_YAML_SUFFIXES):
+        return {}, list(argv)
+    path = Path(argv[0]).expanduser()
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"the configuration file {argv[0]!r} cannot be read: {error.strerror}; correct the path"
+        ) from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"the configuration file {argv[0]!r} is no valid YAML: {error}") from None
+    if content is None:
+        content = {}
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"the configuration file {argv[0]!r} must hold `option: value` lines, not a {type(content).__name__}"
+        )
+    return {str(key): value for key, value in content.items()}, list(argv[1:])
+
+
+def file_tokens(options: Mapping[str, Any], groups: Iterable[str], parser: Parser | None = None) -> list[str]:
+    """The command line that says the same as a file's options."""
+    groups = set(groups)
+    lists = (
+        set()
+        if parser is None
+        else {flag for flag, action in parser._option_string_actions.items() if action.nargs == "+"}
+    )
+    tokens: list[str] = []
+    for key, value in options.items():
+        flag = f"--{key}"
+        if key in groups and isinstance(value, Mapping):
+            for field, entry in _flat(value):
+                tokens.append(f"{flag}={_text(entry)}" if field == "type" else f"{flag}.{field}={_text(entry)}")
+        elif flag in lists and isinstance(value, (list, tuple)):
+            tokens += [flag, *map(_text, value)]
+        elif value is not None or key not in _optional_in(parser):
+            tokens.append(f"{flag}={_text(value)}")
+    return tokens
+
+
+def _optional_in(parser: Parser | None) -> set[str]:
+    """Options of the parser's dataclasses: `null` in a file leaves them at their default."""
+    types = [] if parser is None else parser.dataclass_types
+    return {field.name for cls in types for field in dataclasses.fields(cls)}
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Nested mappings as dotted names; the name of a nested component stands under its own path."""
+    pairs: list[tuple[str, Any]] = []
+    for key, entry in value.items():
+        path = prefix if key == "type" and prefix else f"{prefix}.{key}" if prefix else str(key)
+        pairs += _flat(entry, path) if isinstance(entry, Mapping) else [(path, entry)]
+    return pairs
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return "none" if value is None else json.dumps(value)
+
+
+# ------------------------------------------------------------------------------------------------ everything at once
+
+
+@dataclasses.dataclass
+class Parsed:
+    """A command line, typed: the dataclasses asked for, and what belongs to the model."""
+
+    dataclasses: tuple[Any, ...]
+    groups: dict[str, dict[str, str]]
+    namespace: Any
+
+
+def parse_command(
+    argv: Sequence[str],
+    groups: Iterable[str],
+    make_parser: Callable[[Mapping[str, Any]], Parser],
+) -> Parsed:
+    """Reads file and command line.
+
+    groups: names of dotted options. make_parser: makes the parser from a first look at the plain options (text by name),
+    on which its defaults and further options may depend.
+    """
+    options, rest = take_file(argv)
+    groups = list(groups)
+    plain, dotted = split_dotted(_bare_resume(rest), groups)
+    file_plain, file_dotted = split_dotted(file_tokens(options, groups), groups)
+    merged = overlay(file_dotted, dotted)
+    first_look = {**_glance(file_plain), **_glance(plain)}
+    first_look |= {f"{name}": fields["type"] for name, fields in merged.items() if "type" in fields}
+    parser = make_parser(first_look)
+    file_plain, _ = split_dotted(file_tokens(options, groups, parser), groups)
+    tokens = [*file_plain, *plain]
+    if "objective" in merged and "type" in merged["objective"]:
+        tokens.append(f"--objective={merged['objective']['type']}")
+    found = list(parser.into_dataclasses(tokens))
+    namespace = found.pop() if len(found) > len(list(parser.dataclass_types)) else None
+    return Parsed(tuple(found), merged, namespace)
+
+
+def _bare_resume(tokens: Sequence[str]) -> list[str]:
+    """`--resume_from_checkpoint` without a value means the newest checkpoint."""
+    names = ("--resume_from_checkpoint", "--resume-from-checkpoint")
+    return [
+        f"{token}=True"
+        if token in names and (index + 1 == len(tokens) or tokens[index + 1].startswith("--"))
+        else token
+        for index, token in enumerate(tokens)
+    ]
+
+
+def _glance(tokens: Sequence[str]) -> dict[str, str]:
+    """Plain options with one value, as text, without knowing what they mean."""
+    seen: dict[str, str] = {}
+    for index, token in enumerate(tokens):
+        option, equals, value = token.partition("=")
+        if not option.startswith("--"):
+            continue
+        if not equals and index + 1 < len(tokens) and not tokens[index + 1].startswith("--"):
+            value = tokens[index + 1]
+        seen[option.removeprefix("--").replace("-", "_")] = value
+    return seen

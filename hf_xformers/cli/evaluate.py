@@ -1,0 +1,59 @@
+"""`hf-xformers evaluate`: loss, perplexity and token accuracy of a saved model on text."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .arguments import Parser, parse_command, parse_objective
+from .console import is_main_process, print_facts
+from .pretrain import quiet_libraries
+
+_DESCRIPTION = """Evaluate a saved language model: masked, causal or span corruption.
+
+Data and rows are by default those of the model's training, so that the figures compare with its log; masks and spans are
+the same in every call. Every Trainer flag that matters for evaluation works, such as --per_device_eval_batch_size."""
+
+
+def run(argv: Sequence[str]) -> int:
+    from ..training.scoring import choose_objective, evaluate, load_config, training_of
+
+    parsed = parse_command(argv, ("objective",), make_parser)
+    score, source, args = parsed.dataclasses
+    settings = parsed.groups.get("objective", {})
+    fields: dict[str, Any] = {}
+    if set(settings) - {"type"}:
+        chosen = choose_objective(load_config(score.model), score.objective, {}, training_of(score.model))
+        fields = parse_objective(chosen.id, settings)
+    quiet_libraries(args)
+    figures = evaluate(score, source, args, objective_fields=fields)
+    if score.json:
+        if is_main_process():
+            print(json.dumps(figures, indent=2))
+    else:
+        data = " ".join(figures.pop("data"))
+        print_facts("evaluated", {**figures, "objective": figures["objective"]["type"], "data": data})
+    return 0
+
+
+def make_parser(first_look: Mapping[str, Any]) -> Parser:
+    from transformers import TrainingArguments
+
+    from ..training.presets import training_defaults
+    from ..training.scoring import Score, training_of
+    from ..training.text import TextData
+
+    parser = Parser([Score, TextData, TrainingArguments], prog="hf-xformers evaluate", description=_DESCRIPTION)
+    trained = training_of(first_look["model"]) if first_look.get("model") else {}
+    shared = training_defaults("small")
+    # Nothing is written; Trainer wants a folder all the same.
+    defaults = {
+        "output_dir": tempfile.gettempdir(),
+        **{name: shared[name] for name in ("report_to", "remove_unused_columns", "dataloader_pin_memory")},
+        "seed": trained.get("seed", 42),
+        **trained.get("data", {}),
+    }
+    parser.set_defaults(**defaults)
+    return parser

@@ -1,0 +1,129 @@
+"""`hf-xformers pretrain`: train a variant, or a free mix of components, on text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..components import SLOTS
+from .arguments import (
+    Parser,
+    add_model_options,
+    parse_command,
+    parse_component,
+    parse_decoder,
+    parse_fields,
+    parse_objective,
+)
+from .console import print_facts, say
+
+if TYPE_CHECKING:
+    from ..configuration_xformer import XFormerConfig
+
+_DESCRIPTION = """Pretrain a variant on text and save it with its tokenizer, ready for from_pretrained.
+
+usage with a file: hf-xformers pretrain config.yaml [OPTION ...]; the file has the options by name, components nested.
+Works unchanged under a launcher: accelerate launch -m hf_xformers.cli pretrain ..."""
+GROUPS = (*SLOTS, "objective", "decoder")
+
+
+def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
+    """callbacks: further Trainer callbacks, for programs that call this."""
+    from ..training.pretraining import Preparation, train
+
+    parsed = parse_command(argv, GROUPS, make_parser)
+    choice, source, args = parsed.dataclasses
+    preparation = Preparation(choice, source, args, **model_options(_config_class(choice), parsed, choice))
+    quiet_libraries(args)
+    prepared = preparation.run()
+    config, plan = prepared.config, prepared.plan
+    say(
+        f"{config.model_type}, objective {plan['objective']['type']}: {plan['train_rows']:,} rows of {plan['block_size']} "
+        f"tokens to train on, {plan['validation_rows']:,} held out, {plan['vocabulary']:,} tokens in the vocabulary"
+    )
+    if prepared.checkpoint is not None:
+        say(f"resuming from {prepared.checkpoint}")
+    summary = train(prepared, args, callbacks)
+    report(summary, str(args.output_dir))
+    return 0
+
+
+def make_parser(first_look: Mapping[str, Any]) -> Parser:
+    """The parser for a variant and a size, whose defaults and fields differ."""
+    from transformers import TrainingArguments
+
+    from ..training.presets import training_defaults
+    from ..training.pretraining import ModelChoice, chosen_size
+    from ..training.text import TextData
+
+    parser = Parser([ModelChoice, TextData, TrainingArguments], prog="hf-xformers pretrain", description=_DESCRIPTION)
+    look = first_look.get
+    choice = ModelChoice(variant=look("variant"), init_from=look("init_from"), size=look("size"))
+    parser.set_defaults(**training_defaults(chosen_size(choice)))
+    for action in parser._actions:
+        if action.dest == "output_dir":
+            action.required = True
+    add_model_options(parser, _config_class(choice))
+    return parser
+
+
+def _config_class(choice: Any) -> type[XFormerConfig]:
+    from ..training.run_folder import saved_config
+    from ..variants import config_class, model_types
+
+    name = choice.variant
+    if not name and choice.init_from:
+        saved = saved_config(choice.init_from).get("model_type")
+        name = saved if saved in model_types() else None  # another one is refused where the run is prepared
+    return config_class(name or "xformer")
+
+
+def model_options(config_class: type[XFormerConfig], parsed: Any, choice: Any) -> dict[str, Any]:
+    """What `Preparation` takes beside the dataclasses: components, fields and objective settings, typed."""
+    from ..training.building import default_objective
+
+    groups = {name: dict(texts) for name, texts in parsed.groups.items()}
+    settings, decoder = groups.pop("objective", {}), groups.pop("decoder", {})
+    fields = parse_fields(config_class, parsed.namespace)
+    if decoder:
+        fields["decoder"] = parse_decoder(config_class, decoder)
+    if choice.init_from:  # fields without a name are about the components that the saved model has
+        start = config_class.from_pretrained(choice.init_from)
+        groups = {slot: {"type": getattr(start, slot).type, **texts} for slot, texts in groups.items()}
+    return {
+        "components": {slot: parse_component(config_class, slot, texts) for slot, texts in groups.items()},
+        "fields": fields,
+        "objective_fields": parse_objective(choice.objective or default_objective(config_class), settings),
+    }
+
+
+def quiet_libraries(args: Any) -> None:
+    """Progress bars of data preparation only where there is somebody to see them."""
+    import datasets
+
+    if args.disable_tqdm or not args.should_save:
+        datasets.disable_progress_bars()
+
+
+def report(summary: Mapping[str, Any], folder: str) -> None:
+    facts = {
+        "variant": summary["variant"],
+        "objective": summary["objective"]["type"],
+        "parameters": summary["parameters"],
+        "steps": summary["steps"],
+        "seconds": summary["seconds"],
+        "training loss (last logged)": summary["train_loss"],
+        "held-out loss": summary.get("eval_loss"),
+        "held-out perplexity": summary.get("eval_perplexity"),
+        "held-out accuracy": summary.get("eval_accuracy"),
+        **{
+            name.removeprefix("eval_aux_") + " (held out)": value
+            for name, value in summary.items()
+            if name.startswith("eval_aux_")
+        },
+        "saved in": folder,
+    }
+    print_facts("pretrained", facts)
+
+
+__all__ = ["GROUPS", "make_parser", "model_options", "run"]

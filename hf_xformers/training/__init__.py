@@ -1,0 +1,35 @@
+"""Training: Trainer with exact metrics and resumption, size presets, and pretraining from text to a saved model.
+
+Names are imported when they are first used: `datasets` and transformers' Trainer are slow to load.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_NAMES = {
+    "SIZES": "presets",
+    "training_defaults": "presets",
+    "build_config": "building",
+    "build_model": "building",
+    "XFormerTrainer": "trainer",
+    "EpochCallback": "callbacks",
+    "ExactSaves": "callbacks",
+    "checkpoint_to_resume": "checkpoints",
+    "newest_complete": "checkpoints",
+    "token_statistics": "evaluation",
+    "summarise": "evaluation",
+    "TextData": "text",
+    "ModelChoice": "pretraining",
+    "Preparation": "pretraining",
+    "pretrain": "pretraining",
+}
+
+__all__ = list(_NAMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,119 @@
+"""Which checkpoint of a run a resume may start from. A save that was interrupted leaves one that it may not."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+import zipfile
+from pathlib import Path
+
+# Trainer writes this file last, so it marks a save that came to its end.
+STATE_FILE = "trainer_state.json"
+_NAME = re.compile(r"checkpoint-(\d+)")
+# What FSDP and DeepSpeed write in place of the plain files; they check their own shards when they load them.
+_SHARDED = ("pytorch_model_fsdp*", "global_step*")
+
+
+def checkpoints(run: str | Path) -> list[Path]:
+    """The folders `checkpoint-<step>` of a run, newest first."""
+    found = [path for path in Path(run).glob("checkpoint-*") if path.is_dir() and _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
+
+
+def defect(checkpoint: str | Path, world_size: int = 1) -> str | None:
+    """Why training cannot be resumed from `checkpoint`, in a few words; None when it can.
+
+    world_size: number of processes that will resume; each has its own random state.
+    """
+    folder = Path(checkpoint)
+    try:
+        state = json.loads((folder / STATE_FILE).read_text())
+    except FileNotFoundError:
+        return f"it has no {STATE_FILE}"
+    except (ValueError, OSError):
+        return f"its {STATE_FILE} is cut off"
+    if not isinstance(state, dict) or "global_step" not in state:
+        return f"its {STATE_FILE} names no step"
+    if any(any(folder.glob(pattern)) for pattern in _SHARDED):
+        return None
+    ranks = [""] if world_size <= 1 else [f"_{rank}" for rank in range(world_size)]
+    archives = ["optimizer.pt", "scheduler.pt", *(f"rng_state{rank}.pth" for rank in ranks)]
+    for name in archives:
+        if not (folder / name).is_file():
+            return f"it has no {name}"
+        if not zipfile.is_zipfile(folder / name):  # looks at the end of the file, which is written last
+            return f"its {name} is cut off"
+    return _weights_defect(folder)
+
+
+def _weights_defect(folder: Path) -> str | None:
+    names = ["model.safetensors"]
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError):
+            return f"its {index.name} is cut off"
+    elif (folder / "adapter_model.safetensors").is_file():
+        names = ["adapter_model.safetensors"]
+    for name in names:
+        path = folder / name
+        if not path.is_file():
+            return f"it has no {name}"
+        if not _whole_safetensors(path):
+            return f"its {name} is cut off"
+    return None
+
+
+def _whole_safetensors(path: Path) -> bool:
+    """Whether the file is as long as its header says: 8 bytes with the header's length, the header, the tensors."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError:
+            return False
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    return path.stat().st_size == 8 + length + max(ends, default=0)
+
+
+def newest_complete(run: str | Path, world_size: int = 1) -> Path | None:
+    """The newest checkpoint of a run that is complete; warns about every newer one that is not."""
+    for checkpoint in checkpoints(run):
+        problem = defect(checkpoint, world_size)
+        if problem is None:
+            return checkpoint
+        warnings.warn(f"{checkpoint} is passed over: {problem}", stacklevel=2)
+    return None
+
+
+def checkpoint_to_resume(value: str | bool | None, run: str | Path, world_size: int = 1) -> Path | None:
+    """The folder that `--resume_from_checkpoint` stands for.
+
+    value: None or False (start anew), True (the newest complete checkpoint of the run), or a folder.
+
+    Raises ValueError when there is none, or when the folder named is not complete.
+    """
+    if isinstance(value, str) and value.lower() in ("true", "yes", "1", "false", "no", "0", ""):
+        value = value.lower() in ("true", "yes", "1")
+    if value is None or value is False:
+        return None
+    if value is True:
+        found = newest_complete(run, world_size)
+        if found is None:
+            raise ValueError(
+                f"{str(run)!r} holds no complete checkpoint to resume from; leave --resume_from_checkpoint out to start "
+                "the run, or name a checkpoint folder"
+            )
+        return found
+    folder = Path(value)
+    if not folder.is_dir():
+        raise ValueError(f"there is no checkpoint folder {value!r} to resume from; give a folder checkpoint-<step>")
+    problem = defect(folder, world_size)
+    if problem is not None:
+        raise ValueError(
+            f"training cannot be resumed from {value!r}: {problem}; name an earlier checkpoint, or give "
+            "--resume_from_checkpoint without a value for the newest complete one"
+        )
+    return folder

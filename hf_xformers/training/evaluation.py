@@ -1,0 +1,65 @@
+"""Token-level metrics of language models: loss, perplexity, accuracy. Exact over batches, devices and padding.
+
+A mean of batch means weighs tokens differently, depending on how rows fall into batches. Here every row brings its sums,
+and one division at the end makes the figures.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+# exp() of more overflows a float; a loss like this is a broken model anyway.
+_LARGEST_EXPONENT = 700.0
+
+
+@torch.no_grad()
+def token_statistics(logits: Tensor, labels: Tensor, *, next_token: bool) -> Tensor:
+    """Per row: summed negative log-likelihood (nats), number of labelled tokens, number predicted right. [B, 3].
+
+    logits [B, T, V]; labels [B, T], -100 where there is no target. next_token: the logits at t are about the label at
+    t + 1 (causal models); otherwise about the label at t.
+    """
+    if next_token:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    labels = labels.to(logits.device)
+    target = labels != IGNORE_INDEX
+    result = torch.zeros(labels.shape[0], 3, device=logits.device, dtype=torch.float32)
+    # Only labelled positions: masked LM labels a seventh of them, and the vocabulary is the large axis.
+    rows = target.nonzero()[:, 0]
+    chosen, wanted = logits[target], labels[target]
+    if not len(rows):
+        return result
+    precise = chosen if chosen.dtype == torch.float64 else chosen.float()
+    loss = torch.nn.functional.cross_entropy(precise, wanted, reduction="none").float()
+    columns = torch.stack([loss, torch.ones_like(loss), (chosen.argmax(-1) == wanted).float()], dim=1)
+    return result.index_add_(0, rows, columns)
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss)."""
+    return math.exp(min(loss, _LARGEST_EXPONENT))
+
+
+def summarise(statistics: np.ndarray | Tensor, names: tuple[str, ...] = ()) -> dict[str, float]:
+    """`loss` (nats per token), `perplexity`, `accuracy` and `tokens` from the rows of [`token_statistics`].
+
+    statistics: [N, 3 + len(names)]; columns after the third are averaged over rows under `names`.
+    """
+    rows = np.asarray(statistics, dtype=np.float64)
+    total, tokens, right = rows[:, :3].sum(axis=0).tolist()
+    loss = total / max(tokens, 1.0)
+    metrics: dict[str, Any] = {
+        "loss": loss,
+        "perplexity": perplexity(loss),
+        "accuracy": right / max(tokens, 1.0),
+        "tokens": int(tokens),
+    }
+    for index, name in enumerate(names, start=3):
+        metrics[name] = rows[:, index].mean().item()
+    return metrics

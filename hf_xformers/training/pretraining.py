@@ -1,0 +1,357 @@
+"""Pretraining from start to finish: data, tokenizer, configuration, model, Trainer, results."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..objectives import Objective, build_objective
+from .building import build_config, build_model, check_objective, choose_block_size, default_objective, longest_input
+from .checkpoints import STATE_FILE, checkpoint_to_resume
+from .presets import nearest_size
+from .run_folder import (
+    SUMMARY_FILE,
+    check_same_model,
+    check_same_run,
+    read_summary,
+    save_final,
+    saved_config,
+    start_anew,
+    write_json,
+)
+from .text import TextData, load_splits, make_rows, open_tokenizer, train_tokenizer_for
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
+
+    from ..configuration_xformer import XFormerConfig
+
+
+@dataclass
+class ModelChoice:
+    """What to train; component and configuration options come beside it."""
+
+    _argument_group_name = "model"
+
+    variant: str | None = field(
+        default=None,
+        metadata={"help": "Variant, with or without 'xf_' (see `hf-xformers list`). Default: xformer, the free mix."},
+    )
+    objective: str | None = field(
+        default=None,
+        metadata={"help": "mlm, clm or span; settings as --objective.FIELD VALUE. Default: the first that fits."},
+    )
+    size: str | None = field(
+        default=None, metadata={"help": "tiny, small, base or large. Default: tiny, or that of --init_from."}
+    )
+    block_size: int | None = field(
+        default=None, metadata={"help": "Tokens of a model input. Default: by size, at most what positions cover."}
+    )
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "Tokenizer to use, a folder or a Hub id. Default: trained on the data."}
+    )
+    tokenizer_kind: str = field(
+        default="bpe", metadata={"help": "Kind of a tokenizer that is trained: bpe, wordpiece or unigram."}
+    )
+    init_from: str | None = field(
+        default=None, metadata={"help": "Folder of a saved model of the same variant to take the weights from."}
+    )
+    overwrite_output_dir: bool = field(
+        default=False, metadata={"help": "Remove the checkpoints of an earlier run in --output_dir."}
+    )
+
+
+def chosen_size(choice: ModelChoice) -> str:
+    """The size asked for, or that of the model to start from, or tiny."""
+    if choice.size is not None or choice.init_from is None:
+        return choice.size or "tiny"
+    return read_summary(choice.init_from).get("size") or nearest_size(
+        saved_config(choice.init_from).get("hidden_size")
+    )
+
+
+@dataclass
+class Prepared:
+    """Everything of a run that is settled before a weight is made."""
+
+    config: XFormerConfig
+    objective: Objective
+    tokenizer: PreTrainedTokenizerBase
+    train: Dataset
+    validation: Dataset | None
+    plan: dict[str, Any]
+    checkpoint: Path | None
+
+
+class Preparation:
+    """Checks a request and prepares its data. What can be refused without reading data is refused first.
+
+    components: slot -> component name or dict; fields: configuration fields; objective_fields: settings of the objective.
+
+    Raises ValueError and TypeError that name the value and the remedy.
+    """
+
+    def __init__(
+        self,
+        choice: ModelChoice,
+        source: TextData,
+        args: TrainingArguments,
+        *,
+        components: Mapping[str, Any] | None = None,
+        fields: Mapping[str, Any] | None = None,
+        objective_fields: Mapping[str, Any] | None = None,
+    ) -> None:
+        from ..variants import config_class, resolve
+
+        self.choice, self.source, self.args = choice, source, args
+        self.components, self.fields = dict(components or {}), dict(fields or {})
+        self.folder = Path(str(args.output_dir))
+        self.size = chosen_size(choice)
+        variant = choice.variant
+        if choice.init_from is not None:
+            variant = self._variant_of_start(choice.init_from, variant)
+        self.config_class = config_class(resolve(variant or "xformer"))
+        objective = choice.objective or default_objective(self.config_class)
+        check_objective(self.config_class, objective)
+        self.objective = build_objective({"type": objective, **(objective_fields or {})})
+        self.checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, self.folder, args.world_size)
+        self.config = self._config(None)
+        self.block_size = choose_block_size(self.config, self.objective, self.size, choice.block_size)
+
+    def _variant_of_start(self, folder: str, variant: str | None) -> str:
+        from ..variants import model_types, resolve
+
+        saved = saved_config(folder).get("model_type")
+        if saved not in model_types():
+            raise ValueError(
+                f"--init_from {folder!r} is a checkpoint of model type {saved!r}, which is none of this package's "
+                "variants; convert it first with `hf-xformers convert --from ... --to ...`"
+            )
+        if variant is not None and resolve(variant) != saved:
+            raise ValueError(
+                f"--init_from {folder!r} is a checkpoint of variant {saved!r}, not {resolve(variant)!r}; leave --variant "
+                "out, or give a checkpoint of that variant"
+            )
+        return str(saved)
+
+    def _config(self, tokenizer: PreTrainedTokenizerBase | None) -> XFormerConfig:
+        if self.choice.init_from is not None:
+            return self._config_of_start(self.choice.init_from)
+        return build_config(
+            self.config_class,
+            self.size,
+            self.objective,
+            components=self.components,
+            fields=self.fields,
+            tokenizer=tokenizer,
+        )
+
+    def _config_of_start(self, folder: str) -> XFormerConfig:
+        """The saved configuration with the options on top, in the objective's shape."""
+        from .building import SHAPE_OF_HEAD, component
+
+        saved = self.config_class.from_pretrained(folder).to_dict()
+        for key in ("model_type", "transformers_version", "architectures", "dtype"):
+            saved.pop(key, None)
+        changes = {}
+        for slot, given in self.components.items():
+            entry = {"type": given} if isinstance(given, str) else dict(given)
+            same = entry.get("type") in (None, saved[slot]["type"])
+            changes[slot] = component(self.config_class, slot, {**saved[slot], **entry} if same else entry)
+        return self.config_class(**{**saved, **changes, **self.fields, **SHAPE_OF_HEAD[self.objective.head]})
+
+    def run(self) -> Prepared:
+        """Reads the data, trains or loads the tokenizer, cuts the rows. Processes take turns, the main one first."""
+        from ..data import check_tokenizer
+
+        with self.args.main_process_first(local=self.args.save_on_each_node, desc="preparing the data"):
+            if self.checkpoint is None:
+                start_anew(self.folder, overwrite=self.choice.overwrite_output_dir and self.args.should_save)
+            splits = load_splits(self.source)
+            tokenizer = self._tokenizer(splits["train"])
+            config = self._config(tokenizer)
+            check_tokenizer(tokenizer, config)
+            common = {"num_proc": self.source.num_proc}
+            train = make_rows(splits["train"], tokenizer, self.objective, self.block_size, whole=False, **common)
+            validation = None
+            if "validation" in splits:
+                validation = make_rows(
+                    splits["validation"], tokenizer, self.objective, self.block_size, whole=True, **common
+                )
+        plan = self._plan(config, tokenizer, train, validation)
+        if self.checkpoint is not None:
+            check_same_model(config, self.checkpoint)
+            check_same_run(plan, self.checkpoint)
+        return Prepared(config, self.objective, tokenizer, train, validation, plan, self.checkpoint)
+
+    def _tokenizer(self, texts: Dataset) -> PreTrainedTokenizerBase:
+        """The tokenizer as it is loaded from the run's folder, so that a resumed run has the very same."""
+        place = self.checkpoint or self.folder
+        if self.checkpoint is None and self.args.should_save:
+            name = self.choice.tokenizer or self.choice.init_from
+            if name is not None:
+                tokenizer = open_tokenizer(name, self.objective)
+            else:
+                tokenizer = train_tokenizer_for(
+                    self.objective,
+                    texts,
+                    kind=self.choice.tokenizer_kind,
+                    vocab_size=self.config.vocab_size,
+                    max_length=longest_input(self.config),
+                )
+            tokenizer.save_pretrained(self.folder)
+        return open_tokenizer(str(place), self.objective)
+
+    def _plan(
+        self, config: XFormerConfig, tokenizer: Any, train: Dataset, validation: Dataset | None
+    ) -> dict[str, Any]:
+        return {
+            "status": "running",
+            "variant": config.model_type,
+            "size": self.size,
+            "objective": self.objective.to_dict(),
+            "data": dataclasses.asdict(self.source),
+            "block_size": self.block_size,
+            "vocabulary": len(tokenizer),
+            "train_rows": len(train),
+            "validation_rows": 0 if validation is None else len(validation),
+            "seed": self.args.seed,
+            "init_from": self.choice.init_from,
+        }
+
+
+def train(prepared: Prepared, args: TrainingArguments, callbacks: Sequence[TrainerCallback] = ()) -> dict[str, Any]:
+    """Trains, evaluates and saves; returns the content of `training_summary.json`.
+
+    callbacks: further Trainer callbacks. Resumes from `prepared.checkpoint` where there is one.
+    """
+    from transformers.trainer_callback import TrainerState
+    from transformers.trainer_utils import IntervalStrategy
+
+    from .callbacks import EpochCallback, ExactSaves
+    from .trainer import XFormerTrainer
+
+    model = start_model(prepared, args)
+    if prepared.validation is None:
+        if args.load_best_model_at_end:
+            raise ValueError("--load_best_model_at_end needs validation text; raise --validation_fraction above 0")
+        args.eval_strategy, args.eval_on_start = IntervalStrategy.NO, False
+    if prepared.checkpoint is not None:
+        args.eval_on_start = False  # the start was evaluated when it was the start
+    collator = prepared.objective.collator(prepared.tokenizer, seed=args.seed)
+    trainer = XFormerTrainer(
+        model=model,
+        args=args,
+        data_collator=collator,
+        eval_collator=collator.as_static(),
+        train_dataset=prepared.train,
+        eval_dataset=prepared.validation,
+        processing_class=prepared.tokenizer,
+        callbacks=[EpochCallback(collator), ExactSaves(), *callbacks],
+    )
+    summary = {**prepared.plan, "parameters": model.num_parameters(), "processes": args.world_size}
+    folder = Path(str(args.output_dir))
+    if args.should_save:
+        write_json(folder / SUMMARY_FILE, summary)
+    started = time.perf_counter()
+    if is_finished(prepared, args):
+        trainer.state = TrainerState.load_from_json(str(prepared.checkpoint / STATE_FILE))  # type: ignore[operator]
+    else:
+        trainer.train(resume_from_checkpoint=None if prepared.checkpoint is None else str(prepared.checkpoint))
+    seconds = time.perf_counter() - started
+    evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    up_to_date = evaluated and evaluated[-1]["step"] == trainer.state.global_step and not args.load_best_model_at_end
+    if prepared.validation is not None and not up_to_date:
+        trainer.evaluate()
+    summary |= results(trainer.state.log_history, trainer.state.global_step, trainer.state.epoch, seconds)
+    save_final(trainer)
+    if args.should_save:
+        write_json(folder / SUMMARY_FILE, summary)
+    if args.world_size > 1:
+        trainer.accelerator.end_training()
+    return summary
+
+
+def is_finished(prepared: Prepared, args: TrainingArguments) -> bool:
+    """Whether the checkpoint to resume from is the end of the run. (Trainer would take one step more.)"""
+    if prepared.checkpoint is None:
+        return False
+    return json.loads((prepared.checkpoint / STATE_FILE).read_text())["global_step"] >= planned_steps(
+        args, len(prepared.train)
+    )
+
+
+def planned_steps(args: TrainingArguments, rows: int) -> int:
+    """Optimizer steps of a whole run over that many rows."""
+    if args.max_steps > 0:
+        return args.max_steps
+    batch = args.train_batch_size * args.world_size
+    batches = rows // batch if args.dataloader_drop_last else math.ceil(rows / batch)
+    return math.ceil(args.num_train_epochs * max(1, math.ceil(batches / args.gradient_accumulation_steps)))
+
+
+def start_model(prepared: Prepared, args: TrainingArguments) -> PreTrainedModel:
+    """Fresh weights under the run's seed, or the weights of `init_from`, or those of a finished run."""
+    from transformers import enable_full_determinism, set_seed
+
+    (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
+    from ..variants import family
+
+    cls: Any = family(prepared.config.model_type)[f"For{prepared.objective.head}"]
+    start = prepared.plan["init_from"]
+    if is_finished(prepared, args):
+        return cls.from_pretrained(prepared.checkpoint)
+    if start is None or prepared.checkpoint is not None:  # Trainer loads the weights of a checkpoint
+        return build_model(prepared.config, prepared.objective)
+    try:
+        model, report = cls.from_pretrained(start, config=prepared.config, output_loading_info=True)
+    except (RuntimeError, OSError) as error:
+        raise ValueError(
+            f"--init_from {start!r} does not load into the model asked for ({str(error).splitlines()[0]}); leave out the "
+            "options that change its shape"
+        ) from error
+    missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if missing:
+        raise ValueError(
+            f"--init_from {start!r} has no weights for {missing[0]!r} (and {len(missing) - 1} more); leave out the options "
+            "that change the model"
+        )
+    return model
+
+
+def results(history: Sequence[Mapping[str, Any]], step: int, epoch: float | None, seconds: float) -> dict[str, Any]:
+    """The end of a run in figures, from Trainer's log."""
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    evaluations = [entry for entry in history if "eval_loss" in entry]
+    figures: dict[str, Any] = {"status": "finished", "steps": step, "epochs": epoch, "seconds": round(seconds, 2)}
+    figures["train_loss"] = losses[-1] if losses else None
+    if evaluations:
+        last = evaluations[-1]
+        figures |= {
+            key: value for key, value in last.items() if key.startswith("eval_") and not key.endswith("_per_second")
+        }
+    return figures
+
+
+def pretrain(
+    choice: ModelChoice,
+    source: TextData,
+    args: TrainingArguments,
+    *,
+    components: Mapping[str, Any] | None = None,
+    fields: Mapping[str, Any] | None = None,
+    objective_fields: Mapping[str, Any] | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> dict[str, Any]:
+    """[`Preparation`] and [`train`] in one call; what `hf-xformers pretrain` does."""
+    preparation = Preparation(
+        choice, source, args, components=components, fields=fields, objective_fields=objective_fields
+    )
+    return train(preparation.run(), args, callbacks)

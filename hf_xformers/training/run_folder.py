@@ -1,0 +1,118 @@
+"""The folder of a run: what it is, so that a resume cannot silently be another run, and saves that are whole or not there.
+
+training_summary.json   what is trained on what, and at the end the results
+tokenizer.json, ...     written before training starts
+checkpoint-<step>/      written by Trainer
+model.safetensors, config.json, generation_config.json, trainer_state.json   the end result
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .checkpoints import checkpoints
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    from ..configuration_xformer import XFormerConfig
+
+SUMMARY_FILE = "training_summary.json"
+_STAGING = ".saving"
+# A resumed run must agree in these with the run it continues, or its rows are others.
+_SAME = {"objective": "--objective", "block_size": "--block_size", "train_rows": "--data"}
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Replaces the file at once, so that no reader finds half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(temporary, path)
+
+
+def read_summary(folder: str | Path) -> dict[str, Any]:
+    """`training_summary.json` of a run, or of the run that a checkpoint folder belongs to; empty if there is none."""
+    for place in (Path(folder), Path(folder).parent):
+        try:
+            return json.loads((place / SUMMARY_FILE).read_text())
+        except (OSError, ValueError):
+            continue
+    return {}
+
+
+def start_anew(folder: Path, *, overwrite: bool) -> None:
+    """Prepares `folder` for a new run. Raises ValueError if it holds another one's checkpoints and may not lose them."""
+    old = checkpoints(folder)
+    if old and not overwrite:
+        raise ValueError(
+            f"{str(folder)!r} already holds {old[0].name} of an earlier run; continue that run with "
+            "--resume_from_checkpoint, remove its checkpoints with --overwrite_output_dir, or take another --output_dir"
+        )
+    for checkpoint in old:
+        shutil.rmtree(checkpoint)
+
+
+def check_same_run(plan: dict[str, Any], checkpoint: Path) -> None:
+    """Refuses to continue `checkpoint` with other rows than it was trained on."""
+    before = read_summary(checkpoint.parent)
+    for key, option in _SAME.items():
+        if key in before and before[key] != plan[key]:
+            raise ValueError(
+                f"the run of {str(checkpoint)!r} had {key} {before[key]!r}, and this command gives {plan[key]!r}; resume "
+                f"with the same {option} (and the same data and tokenizer), or start a new run in another --output_dir"
+            )
+
+
+def saved_config(folder: str | Path) -> dict[str, Any]:
+    """The folder's config.json as it is. Raises ValueError where there is no readable one."""
+    path = Path(folder) / "config.json"
+    try:
+        return json.loads(path.read_text())
+    except OSError:
+        raise ValueError(f"{str(folder)!r} holds no config.json; give the folder of a saved model") from None
+    except ValueError:
+        raise ValueError(f"{str(path)!r} is no valid JSON; give the folder of a saved model") from None
+
+
+def check_same_model(config: XFormerConfig, checkpoint: Path) -> None:
+    """Refuses to continue `checkpoint` with a model of another variant or of other fields."""
+    model_type = saved_config(checkpoint).get("model_type")
+    if model_type != config.model_type:
+        raise ValueError(
+            f"the checkpoint {str(checkpoint)!r} is of variant {model_type!r}, and this command asks for "
+            f"{config.model_type!r}; resume with --variant {model_type}, or start a new run in another --output_dir"
+        )
+    saved = type(config).from_pretrained(checkpoint).to_dict()
+    wanted = config.to_dict()
+    for name in sorted(field.name for field in dataclasses.fields(config)):
+        if name in ("use_cache", "architectures", "dtype", "transformers_version"):
+            continue
+        if saved.get(name) != wanted.get(name):
+            raise ValueError(
+                f"the checkpoint {str(checkpoint)!r} has {name} {saved.get(name)!r}, and this command asks for "
+                f"{wanted.get(name)!r}; resume with the options of the first start, or start a new run in another "
+                "--output_dir"
+            )
+
+
+def save_final(trainer: Trainer) -> None:
+    """Writes model, config, generation config and tokenizer into the run's folder, each file whole or not at all."""
+    folder = Path(str(trainer.args.output_dir))
+    staging = folder / _STAGING
+    if trainer.args.should_save:
+        shutil.rmtree(staging, ignore_errors=True)
+    trainer.save_model(str(staging))
+    trainer.accelerator.wait_for_everyone()
+    if not trainer.args.should_save:
+        return
+    for file in sorted(staging.iterdir()):
+        if file.is_file() and file.name != "training_args.bin":  # a pickle, which has no place in a model to share
+            os.replace(file, folder / file.name)
+    shutil.rmtree(staging)
+    trainer.save_state()

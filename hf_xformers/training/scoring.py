@@ -1,0 +1,192 @@
+"""Loss, perplexity and accuracy of a saved language model on text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..objectives import Objective, build_objective
+from .building import choose_block_size, language_objectives
+from .run_folder import read_summary, saved_config
+from .text import TextData, load_splits, make_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
+
+# Ends of class names -> the head; the last two are how older families of transformers call theirs.
+_HEADS = {
+    "ForMaskedLM": "MaskedLM",
+    "ForCausalLM": "CausalLM",
+    "ForSeq2SeqLM": "Seq2SeqLM",
+    "LMHeadModel": "CausalLM",
+    "ForConditionalGeneration": "Seq2SeqLM",
+}
+_LONGEST_DEFAULT = 512
+
+
+@dataclass
+class Score:
+    """What to evaluate."""
+
+    _argument_group_name = "evaluation"
+
+    model: str = field(metadata={"help": "Folder of a saved model, or a Hub id."})
+    objective: str | None = field(
+        default=None,
+        metadata={
+            "help": "mlm, clm or span; settings as --objective.FIELD VALUE. Default: what the model was trained on."
+        },
+    )
+    split: str = field(
+        default="validation",
+        metadata={
+            "help": "'validation' (what pretraining holds out), another split of the data, or 'all' of a source."
+        },
+    )
+    block_size: int | None = field(
+        default=None, metadata={"help": "Tokens of a model input. Default: that of the training."}
+    )
+    tokenizer: str | None = field(default=None, metadata={"help": "Default: the tokenizer saved with the model."})
+    json: bool = field(default=False, metadata={"help": "Print JSON instead of a table."})
+
+
+def training_of(model: str) -> dict[str, Any]:
+    """The summary of the run that made a model; empty for a model from elsewhere."""
+    return read_summary(model) if Path(model).is_dir() else {}
+
+
+def load_config(model: str) -> PreTrainedConfig:
+    """The configuration of a saved model. Raises ValueError with what to do where there is none."""
+    from transformers import AutoConfig
+
+    if Path(model).is_dir():
+        saved_config(model)
+    elif model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ValueError(f"there is no folder {model!r}; give the folder of a saved model, or a Hub id")
+    try:
+        return AutoConfig.from_pretrained(model)
+    except OSError as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise ValueError(
+            f"no model could be loaded from {model!r} ({reason}); give the folder of a saved model, or check the Hub id"
+        ) from error
+
+
+def choose_objective(
+    config: PreTrainedConfig, name: str | None, settings: Mapping[str, Any], trained: Mapping[str, Any]
+) -> Objective:
+    """The objective to evaluate: the one named, else the one trained, else the one of the model's head.
+
+    Settings of the training are kept where the objective is the same. Raises ValueError when the model's head does not
+    fit.
+    """
+    known = language_objectives()
+    if name is not None and name not in known:
+        raise ValueError(f"unknown objective {name!r}: choose one of {', '.join(known)}")
+    architecture = (config.architectures or [""])[0]
+    head = next((head for end, head in _HEADS.items() if architecture.endswith(end)), None)
+    before = trained.get("objective") or {}
+    if name is None and before.get("type") in known and head in (None, known[before["type"]].head):
+        name = before["type"]
+    if name is None:
+        name = next((key for key in ("mlm", "clm", "span") if known[key].head == head), None)
+    if name is None:
+        raise ValueError(
+            f"the model is saved as {architecture or 'no class'}, which no objective can evaluate; choose a model with a "
+            "language model head"
+        )
+    if head is not None and known[name].head != head:
+        fitting = [key for key, cls in known.items() if cls.head == head]
+        raise ValueError(
+            f"objective {name!r} evaluates a For{known[name].head} class, and the model is saved as {architecture}; take "
+            f"--objective {' or '.join(fitting)}, or another model"
+        )
+    start = dict(before) if before.get("type") == name else {"type": name}
+    return build_objective({**start, **settings})
+
+
+def evaluate(
+    score: Score, source: TextData, args: TrainingArguments, *, objective_fields: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The figures of a saved model on text, by name. Noise (masks, spans) is the same in every call.
+
+    Raises ValueError for a model, tokenizer, objective, split or text that does not fit.
+    """
+    from ..configuration_xformer import XFormerConfig
+    from ..data import check_tokenizer, load_tokenizer
+    from .trainer import XFormerTrainer
+
+    trained = training_of(score.model)
+    config = load_config(score.model)
+    objective = choose_objective(config, score.objective, objective_fields or {}, trained)
+    tokenizer = load_tokenizer(score.tokenizer or score.model)
+    check_tokenizer(tokenizer, config)
+    block_size = score.block_size or trained.get("block_size")
+    if isinstance(config, XFormerConfig):
+        block_size = choose_block_size(config, objective, "base", block_size)
+    elif block_size is None:
+        block_size = min(_LONGEST_DEFAULT, getattr(config, "max_position_embeddings", None) or _LONGEST_DEFAULT)
+    with args.main_process_first(local=True, desc="preparing the data"):
+        rows = make_rows(_texts(source, score.split), tokenizer, objective, block_size, whole=True)
+    model = load_model(score.model, objective)
+    collator = objective.collator(tokenizer, seed=args.seed, static=True)
+    trainer = XFormerTrainer(model=model, args=args, data_collator=collator, eval_dataset=rows)
+    from transformers.trainer_callback import PrinterCallback
+
+    trainer.remove_callback(PrinterCallback)  # the caller prints, perhaps JSON
+    metrics = trainer.evaluate(metric_key_prefix="eval")
+    if args.world_size > 1:
+        trainer.accelerator.end_training()
+    figures = {name.removeprefix("eval_"): value for name, value in metrics.items()}
+    kept = {name: value for name, value in figures.items() if name.startswith("aux_")}
+    return {
+        "model": score.model,
+        "variant": config.model_type,
+        "objective": objective.to_dict(),
+        "data": source.data,
+        "split": score.split,
+        "block_size": block_size,
+        "rows": len(rows),
+        "tokens": figures["tokens"],
+        "loss": figures["loss"],
+        "perplexity": figures["perplexity"],
+        "accuracy": figures["accuracy"],
+        **kept,
+        "seconds": figures["runtime"],
+    }
+
+
+def _texts(source: TextData, split: str) -> Any:
+    if split == "all":
+        source = TextData(**{**vars(source), "validation_fraction": 0.0})
+    splits = load_splits(source)
+    if split == "all":
+        from datasets import concatenate_datasets
+
+        return concatenate_datasets(list(splits.values()))
+    if split not in splits:
+        raise ValueError(f"the data has no split {split!r}: choose one of {', '.join(splits)} or all with --split")
+    return splits[split]
+
+
+def load_model(name: str, objective: Objective) -> PreTrainedModel:
+    """A saved model with the head that the objective needs. Raises ValueError if the folder lacks weights for it."""
+    import transformers
+
+    auto = getattr(transformers, f"AutoModelFor{objective.head}")
+    try:
+        model, report = auto.from_pretrained(name, output_loading_info=True)
+    except OSError as error:
+        raise ValueError(f"{name!r} holds no weights ({str(error).splitlines()[0]}); give a saved model") from error
+    except RuntimeError as error:  # tensors of other shapes than the configuration says
+        raise ValueError(
+            f"the weights in {name!r} do not fit its config.json ({str(error).splitlines()[0]}); save both together"
+        ) from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"{name!r} has no weights for {missing[0]!r} ({len(missing)} missing): it was not saved with this head"
+        )
+    return model

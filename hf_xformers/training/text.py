@@ -1,0 +1,118 @@
+"""From a text source to rows of tokens, as `pretrain` and `evaluate` need them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..objectives import Objective
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass
+class TextData:
+    """Where text comes from; see `hf_xformers.data.load_text_dataset`."""
+
+    _argument_group_name = "data"
+
+    data: list[str] = field(
+        default_factory=lambda: ["stdlib"],
+        metadata={"help": "'stdlib' (documentation that comes with Python), files, a folder, or a Hub dataset id."},
+    )
+    data_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset."})
+    data_split: str | None = field(
+        default=None, metadata={"help": "Use only this split of the source, also a slice such as 'train[:10%%]'."}
+    )
+    text_column: str | None = field(default=None, metadata={"help": "Column that holds the text."})
+    sample_by: str = field(
+        default="line",
+        metadata={"help": "One document of a text file: a 'line', a 'paragraph', or the file ('document')."},
+    )
+    validation_fraction: float = field(
+        default=0.05,
+        metadata={"help": "Share of the documents that is held out where the source has no validation split."},
+    )
+    num_proc: int | None = field(default=None, metadata={"help": "Processes that prepare the data."})
+
+
+def load_splits(source: TextData) -> DatasetDict:
+    """The splits `train` and, unless `validation_fraction` is 0, `validation`, with the column `text`."""
+    from ..data import load_text_dataset
+
+    return load_text_dataset(
+        source.data[0] if len(source.data) == 1 else source.data,
+        split=source.data_split,
+        text_column=source.text_column,
+        config_name=source.data_config,
+        validation_fraction=source.validation_fraction,
+        sample_by=source.sample_by,  # type: ignore[arg-type]
+        num_proc=source.num_proc,
+    )
+
+
+def train_tokenizer_for(
+    objective: Objective, texts: Dataset, *, kind: str, vocab_size: int, max_length: int | None
+) -> PreTrainedTokenizerBase:
+    """A tokenizer trained on `texts`, with the special tokens and the layout that the objective's rows have."""
+    from ..data import train_tokenizer
+
+    generative, two_towers = objective.head == "CausalLM", objective.head == "Seq2SeqLM"
+    tokenizer = train_tokenizer(
+        texts,
+        kind=kind,  # type: ignore[arg-type]
+        vocab_size=vocab_size,
+        num_sentinels=getattr(objective, "num_sentinels", 0),
+        template="none" if generative else "eos" if two_towers else "cls_sep",
+        model_max_length=max_length,
+    )
+    if generative:
+        # Packed rows hold nothing but documents and what ends them, so that is also what a new text begins with.
+        tokenizer.bos_token = tokenizer.eos_token
+    return tokenizer
+
+
+def open_tokenizer(name: str, objective: Objective) -> PreTrainedTokenizerBase:
+    """A saved tokenizer with the special tokens that the objective needs, added where it lacks them."""
+    from ..data import load_tokenizer
+
+    needed = {"MaskedLM": ("pad", "cls", "sep", "mask"), "Seq2SeqLM": ("pad",)}.get(objective.head, ())
+    return load_tokenizer(name, add_missing=needed, num_sentinels=getattr(objective, "num_sentinels", 0))
+
+
+def make_rows(
+    texts: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    objective: Objective,
+    block_size: int,
+    *,
+    whole: bool,
+    num_proc=None,
+) -> Dataset:
+    """Rows of `input_ids` (and `word_ids`, for whole words) from which the objective makes inputs of `block_size`.
+
+    whole: keep the tail that does not fill a row; it is kept as well when there is no other row.
+
+    Raises ValueError when the text gives no row at all.
+    """
+    from ..data import pack, tokenize_dataset
+
+    words = getattr(objective, "masks_units", False)
+    dressed = objective.add_special_tokens and tokenizer.num_special_tokens_to_add() > 0
+    tokens = tokenize_dataset(texts, tokenizer, word_ids=words, num_proc=num_proc)
+    length = objective.raw_block_size(block_size)
+    for keep_remainder in (True,) if whole else (False, True):
+        rows = pack(
+            tokens,
+            length,
+            tokenizer=tokenizer,
+            add_special_tokens=dressed,
+            word_ids=words,
+            keep_remainder=keep_remainder,
+            num_proc=num_proc,
+        )
+        if len(rows):
+            return rows
+    raise ValueError("the text gives no row of tokens; give more text")

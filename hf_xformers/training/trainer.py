@@ -1,0 +1,156 @@
+"""transformers' Trainer for pretraining: exact metrics, auxiliary losses by name, evaluation that leaves no trace."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalPrediction
+
+from .checkpoints import STATE_FILE
+from .evaluation import summarise, token_statistics
+from .randomness import preserved_randomness
+
+
+class XFormerTrainer(Trainer):
+    """Trainer with four differences.
+
+    - Auxiliary losses (`outputs.aux_losses`) are logged as `aux_<name>`, means since the last log, and have the same
+      weight in the gradient for every number of accumulation steps and devices. (A model adds them to a loss that is
+      divided by the tokens of the whole step, once per micro-batch; without care they would count as many times.)
+    - Evaluation reports loss, perplexity and accuracy over all labelled tokens, auxiliary losses apart, with the collator
+      `eval_collator`, and does not move the random generators: training is the same however often it is evaluated.
+    - Label smoothing shifts the labels of causal models of any family.
+    - A checkpoint that is written over counts as incomplete until it is whole again, and saved configs keep their
+      `use_cache` (Trainer switches it off for training).
+    """
+
+    def __init__(self, *args: Any, eval_collator: Callable | None = None, **kwargs: Any) -> None:
+        model = kwargs.get("model", args[0] if args else None)
+        self._use_cache = getattr(getattr(model, "config", None), "use_cache", None)
+        self._aux_sums: dict[str, Tensor] = {}
+        self._aux_batches = 0
+        self._eval_aux_names: tuple[str, ...] = ()
+        kwargs.setdefault("compute_metrics", self._summarise)
+        super().__init__(*args, **kwargs)
+        self.eval_collator = eval_collator if eval_collator is not None else self.data_collator
+        if self.label_smoother is not None and self.compute_loss_func is None:
+            self.compute_loss_func = self._smoothed_loss
+
+    # ------------------------------------------------------------------------------------------------ losses
+
+    @property
+    def _predicts_next_token(self) -> bool:
+        model = self.accelerator.unwrap_model(self.model)
+        return model.can_generate() and not model.config.is_encoder_decoder
+
+    def _smoothed_loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return self.label_smoother(  # type: ignore[misc]
+            outputs, labels, shift_labels=self._predicts_next_token, num_items_in_batch=num_items_in_batch
+        )
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        losses = outputs.get("aux_losses") if isinstance(outputs, dict) else None
+        if losses and model.training:
+            for name, value in losses.items():
+                value = value.detach().float().mean()
+                self._aux_sums[name] = self._aux_sums[name] + value if name in self._aux_sums else value
+            self._aux_batches += 1
+            loss = loss + self._missing_share(num_items_in_batch) * sum(losses.values())
+        return (loss, outputs) if return_outputs else loss
+
+    def _missing_share(self, num_items_in_batch: Tensor | int | None) -> float:
+        """What to multiply the auxiliary losses with and add, so that a step sees their mean over its micro-batches."""
+        whole_step = self.compute_loss_func is not None or (
+            self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        )
+        if not whole_step:  # Trainer divides the loss of a micro-batch by their number
+            return 0.0
+        included = 1.0
+        if self.compute_loss_func is not None:  # it made the loss from the logits alone
+            included = 0.0
+        elif self.args.average_tokens_across_devices:  # multiplied by what averaging the gradients divides by
+            included = float(max(self.accelerator.num_processes, self.args.n_gpu))
+        return 1.0 / self.current_gradient_accumulation_steps - included
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs and self._aux_batches:
+            for name in sorted(self._aux_sums):
+                mean = self._aux_sums[name] / self._aux_batches
+                logs[f"aux_{name}"] = self.accelerator.gather(mean.reshape(1)).mean().item()
+            self._aux_sums, self._aux_batches = {}, 0
+        super().log(logs, start_time)
+
+    # ------------------------------------------------------------------------------------------------ evaluation
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        training, self.data_collator = self.data_collator, self.eval_collator
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.data_collator = training
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with preserved_randomness():
+            return super().evaluate(*args, **kwargs)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """In place of logits the sums of [`token_statistics`]: 3 numbers per row to gather, not length x vocabulary."""
+        if prediction_loss_only or "labels" not in inputs:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            outputs = model(**inputs)
+        rows = token_statistics(outputs["logits"], inputs["labels"], next_token=self._predicts_next_token)
+        loss = rows[:, 0].sum() / rows[:, 1].sum().clamp(min=1)
+        losses = outputs.get("aux_losses") or {}
+        self._eval_aux_names = tuple(sorted(losses))
+        columns = [losses[name].detach().float().mean().expand(len(rows), 1) for name in self._eval_aux_names]
+        rows = torch.cat([rows, *columns], dim=1)
+        return loss, rows, torch.zeros_like(rows[:, 0])  # Trainer wants labels beside predictions
+
+    def _summarise(self, prediction: EvalPrediction) -> dict[str, float]:
+        return summarise(np.asarray(prediction.predictions), tuple(f"aux_{name}" for name in self._eval_aux_names))
+
+    # ------------------------------------------------------------------------------------------------ saving
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.args.should_save:
+            folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            (folder / STATE_FILE).unlink(missing_ok=True)
+        super()._save_checkpoint(model, trial)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        with self._config_for_use():
+            super().save_model(output_dir, _internal_call)
+
+    @contextlib.contextmanager
+    def _config_for_use(self) -> Iterator[None]:
+        config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
+        if config is None or self._use_cache is None:
+            yield
+            return
+        training, config.use_cache = config.use_cache, self._use_cache
+        try:
+            yield
+        finally:
+            config.use_cache = training

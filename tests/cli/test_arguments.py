@@ -1,0 +1,250 @@
+from typing import Any, Literal
+
+import pytest
+
+from hf_xformers.cli.arguments import file_tokens, offered_fields, overlay, parse_command, split_dotted
+from hf_xformers.cli.pretrain import GROUPS, make_parser, model_options
+from hf_xformers.cli.values import annotation, parse
+from hf_xformers.components import SLOTS
+from hf_xformers.variants import config_class
+
+
+def options(*argv, file=None, tmp_path=None):
+    """What a command line means: (model, data and training arguments, components, fields, objective settings)."""
+    argv = list(argv)
+    if file is not None:
+        path = tmp_path / "config.yaml"
+        path.write_text(file)
+        argv.insert(0, str(path))
+    parsed = parse_command(argv, GROUPS, make_parser)
+    choice = parsed.dataclasses[0]
+    return *parsed.dataclasses, model_options(config_class(choice.variant or "xformer"), parsed, choice)
+
+
+# ------------------------------------------------------------------------------------------------ values
+
+
+@pytest.mark.parametrize(
+    "text, hint, value",
+    [
+        ("3", int, 3),
+        ("3", float, 3.0),
+        ("1e-4", float, 1e-4),
+        (500000, float, 500000.0),
+        ("3", float | int | None, 3),
+        ("0.5", float | int, 0.5),
+        ("none", int | None, None),
+        ("null", float | None, None),
+        (None, int | None, None),
+        ("true", bool, True),
+        ("no", bool, False),
+        ("no", str, "no"),
+        ("3", str, "3"),
+        ("none", str | None, None),
+        ("half", Literal["half", "pairs"], "half"),
+        ("2", Literal[1, 2], 2),
+        ("1,2,3", list[int], [1, 2, 3]),
+        ("[1, 2]", tuple[int, ...], (1, 2)),
+        ([1, 2], tuple[int, ...], (1, 2)),
+        ("4", int | list[int], 4),
+        ("4,8", int | list[int], [4, 8]),
+        ('{"a": 1}', dict[str, Any] | None, {"a": 1}),
+        ("3", Any, 3),
+        ("word", Any, "word"),
+    ],
+)
+def test_values(text, hint, value):
+    found = parse(text, hint, "--x")
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    "text, hint, words",
+    [
+        ("three", int, "a whole number"),
+        ("3.5", int, "a whole number"),
+        (3.5, int, "a whole number"),
+        ("wide", float | int | None, "none or a whole number or a number"),
+        ("maybe", bool, "true or false"),
+        ("third", Literal["half", "pairs"], "'half' or 'pairs'"),
+        ("1,b", list[int], "a list such as 1,2,3"),
+    ],
+)
+def test_values_that_do_not_fit(text, hint, words):
+    with pytest.raises(ValueError, match=f"argument --x: {text!r} is no valid value; it takes {words}"):
+        parse(text, hint, "--x")
+
+
+def test_annotations_are_resolved_where_they_stand():
+    assert annotation(config_class("bert"), "type_vocab_size") is int
+    assert annotation(config_class("bert"), "head_dim") == int | None
+    assert annotation(SLOTS["attention"].get("dense"), "bias") is bool
+    assert annotation(config_class("bert"), "no_such_field") is Any
+
+
+def test_every_component_field_has_a_readable_annotation():
+    for slot, registry in SLOTS.items():
+        for name in registry:
+            spec_class = registry.get(name)
+            for field in spec_class.__dataclass_fields__:
+                assert annotation(spec_class, field) is not Any, (slot, name, field)
+
+
+# ------------------------------------------------------------------------------------------------ dotted options
+
+
+def test_dotted_options_are_taken_out():
+    rest, found = split_dotted(
+        [
+            "--a",
+            "1",
+            "--attention",
+            "dense",
+            "--attention.bias=false",
+            "--attention.scale",
+            "-0.5",
+            "--position.x",
+            "--b",
+        ],
+        ["attention", "position"],
+    )
+    assert rest == ["--a", "1", "--b"]
+    assert found == {
+        "attention": {"type": "dense", "bias": "false", "scale": "-0.5"},
+        "position": {"x": "true"},
+    }
+
+
+def test_another_name_drops_the_fields_of_the_first():
+    below = {"attention": {"type": "dense", "bias": "false"}, "position": {"theta": "5"}}
+    assert overlay(below, {"attention": {"type": "other"}}) == {
+        "attention": {"type": "other"},
+        "position": {"theta": "5"},
+    }
+    assert overlay(below, {"attention": {"type": "dense", "scale": "1"}})["attention"] == {
+        "type": "dense",
+        "bias": "false",
+        "scale": "1",
+    }
+    assert overlay(below, {"attention": {"scale": "1"}})["attention"]["bias"] == "false"
+
+
+def test_components_and_fields():
+    choice, source, args, model = options(
+        *"--output_dir out --variant bert --position rotary --position.theta 500 --attention.bias no".split(),
+        *"--hidden_size 64 --num-hidden-layers 3 --hidden_dropout_prob 0 --learning-rate 0.5".split(),
+        *"--objective mlm --objective.mask_prob 0.4 --objective.selection hf --data a.txt b.txt".split(),
+    )
+    assert choice.variant == "bert" and choice.objective == "mlm"
+    assert source.data == ["a.txt", "b.txt"]
+    assert args.learning_rate == 0.5
+    assert model["components"] == {"position": {"type": "rotary", "theta": 500.0}, "attention": {"bias": False}}
+    assert model["fields"] == {"hidden_size": 64, "num_hidden_layers": 3, "hidden_dropout_prob": 0}
+    assert model["objective_fields"] == {"mask_prob": 0.4, "selection": "hf"}
+
+
+def test_every_slot_is_an_option():
+    argv = [f"--{slot}={next(iter(SLOTS[slot]))}" for slot in SLOTS]
+    *_, model = options("--output_dir", "out", *argv)
+    assert {slot: entry["type"] for slot, entry in model["components"].items()} == {
+        slot: next(iter(SLOTS[slot])) for slot in SLOTS
+    }
+
+
+def test_the_decoder_has_options_of_its_own():
+    *_, model = options(
+        *"--output_dir out --variant t5 --decoder.attention.bias true --decoder.hidden_dropout_prob 0.2".split(),
+        *"--decoder.position rotary --decoder.position.theta 7".split(),
+    )
+    decoder = model["fields"]["decoder"]
+    assert decoder["attention"] == {"type": "dense", "bias": True, "scale": 1.0}  # T5's, with one change
+    assert decoder["position"]["type"] == "rotary" and decoder["position"]["theta"] == 7.0
+    assert decoder["hidden_dropout_prob"] == 0.2
+
+
+def test_sizes_set_the_defaults_of_training():
+    for size, rate in (("tiny", 1e-3), ("large", 1e-4)):
+        assert options("--output_dir", "out", "--size", size)[2].learning_rate == rate
+    assert options("--output_dir", "out", "--size", "large", "--learning_rate", "3")[2].learning_rate == 3.0
+
+
+def test_fields_of_a_variant_alone_are_options(monkeypatch):
+    class Special(config_class("bert")):
+        model_type = "xf_test_special"
+        special_width: int = 3
+
+    assert "special_width" in offered_fields(Special)
+    assert "is_decoder" not in offered_fields(Special) and "attention" not in offered_fields(Special)
+
+
+def test_resume_without_a_value():
+    for argv in (["--resume_from_checkpoint"], ["--resume_from_checkpoint", "--seed", "1"]):
+        assert options("--output_dir", "out", *argv)[2].resume_from_checkpoint == "True"
+    assert options("--output_dir", "out", "--resume_from_checkpoint", "there")[2].resume_from_checkpoint == "there"
+
+
+# ------------------------------------------------------------------------------------------------ YAML
+
+FILE = """
+variant: bert
+data: [a.txt, b.txt]
+output_dir: out
+size: small
+attention:
+  type: dense
+  bias: false
+position:
+  type: rotary
+  theta: 500
+objective:
+  type: mlm
+  mask_prob: 0.3
+decoder:
+  attention: {type: dense, scale: 0.5}
+hidden_size: 64
+head_dim: null
+learning_rate: 1e-3
+max_steps: 7
+bf16: false
+lr_scheduler_kwargs: {num_cycles: 2}
+per_layer_config:
+  0: {hidden_dropout_prob: 0.0}
+"""
+
+
+def test_a_file_says_the_same_as_the_command_line(tmp_path):
+    choice, source, args, model = options(file=FILE, tmp_path=tmp_path)
+    assert (choice.variant, choice.size, choice.objective) == ("bert", "small", "mlm")
+    assert source.data == ["a.txt", "b.txt"]
+    assert (args.output_dir, args.learning_rate, args.max_steps, args.bf16) == ("out", 1e-3, 7, False)
+    assert args.lr_scheduler_kwargs == {"num_cycles": 2}
+    assert args.per_device_train_batch_size == 16  # of the size that the file names
+    assert model["components"] == {
+        "attention": {"type": "dense", "bias": False},
+        "position": {"type": "rotary", "theta": 500.0},
+    }
+    assert model["objective_fields"] == {"mask_prob": 0.3}
+    assert model["fields"]["hidden_size"] == 64 and model["fields"]["head_dim"] is None
+    assert model["fields"]["per_layer_config"] == {0: {"hidden_dropout_prob": 0.0}}
+    assert model["fields"]["decoder"]["attention"]["scale"] == 0.5
+
+
+def test_the_command_line_wins(tmp_path):
+    choice, _, args, model = options(
+        *"--max_steps 9 --position learned_absolute --attention.scale 2 --objective clm --variant gpt2".split(),
+        file=FILE,
+        tmp_path=tmp_path,
+    )
+    assert (choice.variant, choice.objective, args.max_steps) == ("gpt2", "clm", 9)
+    assert model["components"]["position"] == {"type": "learned_absolute"}
+    assert model["components"]["attention"] == {"type": "dense", "bias": False, "scale": 2}
+    assert model["objective_fields"] == {}
+
+
+def test_an_empty_file_says_nothing(tmp_path):
+    assert options("--output_dir", "out", file="", tmp_path=tmp_path)[0].variant is None
+
+
+def test_nested_names_become_dotted():
+    tokens = file_tokens({"decoder": {"attention": {"type": "dense", "bias": True}, "head_dim": None}}, ["decoder"])
+    assert tokens == ["--decoder.attention=dense", "--decoder.attention.bias=true", "--decoder.head_dim=none"]

@@ -1,0 +1,36 @@
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
+
+from hf_xformers.cli import main
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("bert")
+    config = BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    BertForMaskedLM(config).save_pretrained(folder)
+    return folder
+
+
+def logits(folder):
+    with torch.no_grad():
+        return AutoModelForMaskedLM.from_pretrained(folder).eval()(input_ids=torch.arange(5, 15)[None]).logits
+
+
+def test_there_and_back(bert, tmp_path, capsys):
+    assert main(["convert", "--from", str(bert), "--to", str(tmp_path / "ours")]) == 0
+    out = capsys.readouterr().out
+    assert "XFBertForMaskedLM" in out and "tensors mapped" in out
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["model_type"] == "xf_bert"
+    torch.testing.assert_close(logits(tmp_path / "ours"), logits(bert), rtol=1e-5, atol=1e-5)
+    assert main(["convert", "--from", str(tmp_path / "ours"), "--to", str(tmp_path / "back"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["new"] == report["dropped"] == []
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "bert"
+    torch.testing.assert_close(logits(tmp_path / "back"), logits(bert), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,194 @@
+"""Input that cannot work: one paragraph that names the value and the remedy, exit code 2, no traceback."""
+
+import json
+
+import pytest
+
+from hf_xformers.cli import main
+from tests.training.runs import SHAPE, flags, pretrain
+
+
+def refused(capsys, *argv):
+    """The message of a command that must be refused."""
+    assert main(list(map(str, argv))) == 2
+    error = capsys.readouterr().err
+    lines = [line for line in error.splitlines() if "hf-xformers: error:" in line]
+    assert len(lines) == 1, error
+    assert "Traceback" not in error
+    message = lines[0].partition("error: ")[2]
+    assert error.rstrip().endswith(message)
+    return message
+
+
+CASES = {
+    "unknown variant": (["--variant", "brt"], ["Unknown variant 'brt'", "Did you mean 'bert'"]),
+    "unknown size": (["--size", "huge"], ["unknown size 'huge'", "tiny, small, base, large"]),
+    "unknown objective": (["--objective", "rtd-x"], ["unknown objective 'rtd-x'", "mlm"]),
+    "objective of another family": (
+        ["--variant", "bert", "--objective", "clm"],
+        ["variant 'xf_bert' cannot be trained with objective 'clm'", "objective 'mlm'", "xf_gpt2"],
+    ),
+    "unknown objective setting": (["--objective.mask_rate", "1"], ["no field mask_rate", "mask_prob"]),
+    "ill-typed objective setting": (
+        ["--objective.mask_prob", "often"],
+        ["--objective.mask_prob: 'often'", "a number"],
+    ),
+    "objective setting out of range": (["--objective.mask_prob", "2"], ["mask_prob must lie between 0 and 1"]),
+    "unknown component": (["--attention", "dens"], ["Unknown attention component 'dens'", "Did you mean 'dense'"]),
+    "unknown component field": (
+        ["--attention.bais", "1"],
+        ["Unknown field 'bais' of attention 'dense'", "Did you mean 'bias'"],
+    ),
+    "ill-typed component field": (["--attention.bias", "maybe"], ["--attention.bias: 'maybe'", "true or false"]),
+    "component field out of range": (["--position.offset", "-1"], ["`offset` >= 0, got -1"]),
+    "unknown slot": (["--atention.bias", "1"], ["no option --atention.bias", "did you mean --attention.bias?"]),
+    "ill-typed field": (["--hidden_size", "wide"], ["--hidden_size: 'wide'", "a whole number"]),
+    "impossible geometry": (
+        ["--hidden_size", "10", "--num_attention_heads", "4"],
+        ["`hidden_size` 10 is not a multiple of `num_attention_heads` 4", "change one of them"],
+    ),
+    "impossible combination": (
+        ["--attention", "reformer", "--position", "t5_relative_bias"],
+        ["position 't5_relative_bias' adds a bias", "attention 'reformer' has no place for", "attention 'dense'"],
+    ),
+    "rows longer than positions": (
+        ["--block_size", "600", "--max_position_embeddings", "512"],
+        ["--block_size 600", "covers only 512", "raise --max_position_embeddings to at least 600"],
+    ),
+    "no positions": (["--max_position_embeddings", "0"], ["`max_position_embeddings` >= 1, got 0"]),
+    "missing file": (["--data", "nowhere.txt"], ["there is no file or folder 'nowhere.txt'", "give the path"]),
+    "unknown option": (
+        ["--lerning_rate", "1"],
+        ["there is no option --lerning_rate", "did you mean --learning_rate?"],
+    ),
+    "stray argument": (["stray"], ["there is no argument stray"]),
+    "ill-typed flag": (["--max_steps", "ten"], ["--max_steps", "invalid int value: 'ten'"]),
+    "impossible flag": (["--save_strategy", "sometimes"], ["sometimes"]),
+    "vocabulary too small": (["--vocab_size", "20"], ["vocab_size=20 is smaller than the required alphabet"]),
+    "missing tokenizer": (["--tokenizer", "./nowhere"], ["no tokenizer could be loaded from './nowhere'"]),
+    "missing start": (["--init_from", "nowhere"], ["'nowhere' holds no config.json"]),
+    "nothing to resume": (
+        ["--resume_from_checkpoint"],
+        ["no complete checkpoint", "leave --resume_from_checkpoint out"],
+    ),
+    "missing checkpoint": (["--resume_from_checkpoint", "nowhere"], ["there is no checkpoint folder 'nowhere'"]),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_pretrain(case, text, tmp_path, capsys):
+    argv, words = CASES[case]
+    base = {} if case in ("no positions", "rows longer than positions") else {"block_size": 16}
+    common = flags(**{**SHAPE, **base}, data=text, output_dir=tmp_path / "run", max_steps=1, disable_tqdm="true")
+    message = refused(capsys, "pretrain", *common, *argv)
+    for word in words:
+        assert word in message
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_no_output_folder(text, capsys):
+    assert "--output_dir" in refused(capsys, "pretrain", "--data", text)
+
+
+def test_empty_file_and_empty_folder(tmp_path, capsys):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    blank = tmp_path / "blank.txt"
+    blank.write_text("\n \n\n")
+    for data, words in (
+        (empty, "is empty (0 bytes)"),
+        (folder, "holds no file with a known suffix"),
+        (blank, "blank.txt"),
+    ):
+        message = refused(capsys, "pretrain", "--data", data, "--output_dir", tmp_path / "run")
+        assert words in message
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ("a: [", "is no valid YAML"),
+        ("- a\n- b", "must hold `option: value` lines, not a list"),
+        ("lerning_rate: 1", "did you mean --learning_rate?"),
+        ("max_steps: 1.5", "--max-steps: invalid int value: '1.5'"),
+        ("attention: {type: dense, bias: 3}", "--attention.bias: '3'"),
+        ("attention: {type: dense, window: 3}", "Unknown field 'window' of attention 'dense'"),
+        ("hidden_size: [1]", "--hidden_size: '[1]'"),
+    ],
+)
+def test_files(content, words, text, tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text(content)
+    message = refused(capsys, "pretrain", path, "--data", text, "--output_dir", tmp_path / "run")
+    assert words in message
+
+
+def test_missing_configuration_file(capsys):
+    assert "configuration file 'nowhere.yaml' cannot be read" in refused(capsys, "pretrain", "nowhere.yaml")
+
+
+# ------------------------------------------------------------------------------------------------ with a saved model
+
+
+@pytest.fixture(scope="module")
+def bert(text, tmp_path_factory):
+    return pretrain(text, tmp_path_factory.mktemp("bert") / "run", variant="bert", max_steps=1)
+
+
+def test_vocabulary_of_another_model(text, bert, tmp_path, capsys):
+    common = flags(data=text, output_dir=tmp_path / "run", block_size=16, tokenizer=bert, vocab_size=100)
+    message = refused(capsys, "pretrain", *common)
+    assert "ids but config.vocab_size is 100" in message and "build the model with vocab_size=" in message
+
+
+def test_start_of_another_variant(text, bert, tmp_path, capsys):
+    common = flags(data=text, output_dir=tmp_path / "run", block_size=16, init_from=bert)
+    message = refused(capsys, "pretrain", *common, "--variant", "roberta")
+    assert "is a checkpoint of variant 'xf_bert', not 'xf_roberta'; leave --variant out" in message
+    message = refused(capsys, "pretrain", *common, "--hidden_size", "32")
+    assert "does not load into the model asked for" in message or "has no weights for" in message
+    message = refused(capsys, "pretrain", *common, "--num_hidden_layers", "5")
+    assert "has no weights for" in message
+
+
+def test_start_of_a_foreign_model(text, tmp_path, capsys):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    common = flags(data=text, output_dir=tmp_path / "run", init_from=tmp_path / "other")
+    message = refused(capsys, "pretrain", *common)
+    assert "is a checkpoint of model type 'bert'" in message and "hf-xformers convert" in message
+
+
+def test_evaluate(text, bert, tmp_path, capsys):
+    def message(*argv, model=bert):
+        return refused(capsys, "evaluate", "--model", model, "--data", text, *argv)
+
+    assert (
+        "evaluates a ForCausalLM class, and the model is saved as XFBertForMaskedLM; take --objective mlm"
+        in message("--objective", "clm")
+    )
+    assert "unknown objective 'x'" in message("--objective", "x")
+    assert "has no split 'tset': choose one of train, validation or all" in message("--split", "tset")
+    assert "covers only 512" in message("--block_size", "600")
+    assert "nowhere" in message(model="./nowhere")
+    assert "no field mask_rate" in message("--objective.mask_rate", "1")
+    assert "there is no file or folder 'nowhere.txt'" in refused(
+        capsys, "evaluate", "--model", bert, "--data", "nowhere.txt"
+    )
+    assert "the following arguments are required: --model" in refused(capsys, "evaluate")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (bare / name).write_text((bert / name).read_text())
+    assert "holds no weights" in message(model=bare)
+    config = json.loads((bert / "config.json").read_text())
+    (bare / "config.json").write_text(json.dumps({**config, "vocab_size": 50}))
+    assert "ids but config.vocab_size is 50" in message(model=bare)
+
+
+def test_convert(bert, tmp_path, capsys):
+    assert "--to" in refused(capsys, "convert", "--from", bert)
+    assert "./nowhere" in refused(capsys, "convert", "--from", "./nowhere", "--to", tmp_path / "out")
+    assert "is not empty" in refused(capsys, "convert", "--from", bert, "--to", bert.parent)

@@ -1,0 +1,73 @@
+"""`accelerate launch` with two processes on the CPU (gloo): the same command, one set of files, one voice."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.training.runs import history, pretrain, pretrain_flags, summary, weights
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = {
+    "variant": "gpt2",
+    "max_steps": 4,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "seed": 3,
+}
+GLOO = {"use_cpu": "true", "ddp_backend": "gloo"}
+
+
+def launch(*argv):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",
+    }
+    # `--cpu` of the launcher starts a single process unless mpirun is there; this way it starts them by torch's own
+    # means, with or without a GPU in the machine, and the processes keep to the CPU.
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    command += ["--main_process_port", str(port), "-m", "hf_xformers.cli", *map(str, argv)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(text, tmp_path):
+    together = tmp_path / "together"
+    done = launch("pretrain", *pretrain_flags(text, together, per_device_train_batch_size=2, **OPTIONS, **GLOO))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("pretrained") == done.stderr.count("rows of 16 tokens") == 1
+    assert summary(together)["processes"] == 2
+    assert (together / "checkpoint-4" / "rng_state_1.pth").is_file()
+    assert isinstance(AutoTokenizer.from_pretrained(together)("karan")["input_ids"][0], int)
+    AutoModelForCausalLM.from_pretrained(together)
+
+    # Without dropout, two processes with 2 rows each make the steps of one process with 4.
+    alone = pretrain(text, tmp_path / "alone", per_device_train_batch_size=4, **OPTIONS)
+    assert (together / "tokenizer.json").read_bytes() == (alone / "tokenizer.json").read_bytes()
+    ours, theirs = history(together), history(alone)
+    assert [entry["step"] for entry in ours] == [entry["step"] for entry in theirs]
+    for mine, other in zip(ours, theirs):
+        assert mine.keys() == other.keys()
+        for key in mine.keys() & {"loss", "eval_loss", "eval_accuracy", "eval_tokens"}:
+            assert mine[key] == pytest.approx(other[key], rel=1e-4), (key, json.dumps(mine))
+    single = weights(alone)
+    for name, tensor in weights(together).items():
+        torch.testing.assert_close(tensor, single[name], rtol=1e-3, atol=1e-5, msg=name)

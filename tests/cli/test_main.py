@@ -1,0 +1,106 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_xformers
+import hf_xformers.cli
+from hf_xformers.cli import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
+def test_help_names_every_command(argv, capsys):
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in COMMANDS)
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"hf-xformers {hf_xformers.__version__}\n"
+
+
+def test_unknown_command(capsys):
+    assert main(["pretrian"]) == 2
+    assert (
+        "there is no command 'pretrian'" in (error := capsys.readouterr().err) and "did you mean 'pretrain'" in error
+    )
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_every_command_explains_itself(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: hf-xformers {command}" in capsys.readouterr().out
+
+
+def test_pretrain_help_has_trainers_flags_and_the_models(capsys):
+    with pytest.raises(SystemExit):
+        main(["pretrain", "--variant", "bert", "--size", "small", "--help"])
+    out = capsys.readouterr().out
+    for option in ("--learning_rate", "--gradient_accumulation_steps", "--attention NAME", "--hidden_size", "--data"):
+        assert option in out
+    assert "0.0005" in out  # the learning rate of the size
+
+
+@pytest.mark.parametrize("how", ["flag", "variable"])
+def test_debug_keeps_the_traceback(how, monkeypatch):
+    argv = ["list", "nothing"]
+    if how == "variable":
+        monkeypatch.setenv(hf_xformers.cli.DEBUG_VARIABLE, "1")
+    else:
+        argv = ["--debug", *argv]
+    with pytest.raises(ValueError, match="nothing"):
+        main(argv)
+
+
+@pytest.mark.parametrize("bug", [lambda argv: {}["a"], lambda argv: vars(None), lambda argv: int("x")])
+def test_bugs_keep_theirs(bug, monkeypatch):
+    monkeypatch.setattr("hf_xformers.cli.listing.run", bug)
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        main(["list"])
+
+
+def test_refusals_of_other_libraries_say_how_to_see_more(monkeypatch, capsys):
+    def foreign(argv):
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr("hf_xformers.cli.listing.run", foreign)
+    assert main(["list"]) == 2
+    assert "no such thing (hf-xformers --debug" in capsys.readouterr().err
+
+
+def test_interruption(monkeypatch, capsys):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_xformers.cli.listing.run", interrupted)
+    assert main(["list"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def python(*arguments):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+
+
+def test_as_a_module_help_is_quick():
+    """`python -m hf_xformers.cli`, and without the libraries that take seconds to load."""
+    done = python("-X", "importtime", "-m", "hf_xformers.cli", "--help")
+    assert done.returncode == 0 and "usage: hf-xformers" in done.stdout
+    loaded = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time")}
+    assert not loaded & {"torch", "transformers", "datasets", "numpy"}
+
+
+def test_list_loads_neither_datasets_nor_trainer():
+    code = (
+        "import sys; from hf_xformers.cli import main; main(['list', '--json']); print(*sys.modules, file=sys.stderr)"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert not set(done.stderr.split()) & {"datasets", "transformers.trainer", "transformers.training_args"}

@@ -1,0 +1,179 @@
+"""The table of what the contract suite runs over: every registered variant, and free mixes of components.
+
+A variant is covered by being registered: its family's heads say in which shapes it is tested. What a class cannot do, it
+says itself, with the reason, and the suite reports a skip:
+
+```python
+class SomeSpec(AttentionSpec):  # or a config class
+    contract_exceptions: ClassVar[dict[str, str]] = {"one_by_one": "a block is decided as a whole (section 3.2)"}
+```
+
+A key is a test's name without `test_`; with `:encoder`, `:decoder` or `:seq2seq` after it, it holds in that shape only.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_xformers import XFormerConfig
+from hf_xformers.components import SLOTS
+from hf_xformers.families import HEADS
+from hf_xformers.variants import config_class, family, model_types
+from tests.helpers import make_strong, tiny_fields
+
+SHAPES = {"encoder": "ForMaskedLM", "decoder": "ForCausalLM", "seq2seq": "ForSeq2SeqLM"}
+FLAGS = {
+    "encoder": {"is_decoder": False, "is_encoder_decoder": False},
+    "decoder": {"is_decoder": True, "is_encoder_decoder": False},
+    "seq2seq": {"is_decoder": False, "is_encoder_decoder": True},
+}
+BOTH = ("encoder", "decoder")
+ALL = tuple(SHAPES)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A free mix: fields of `XFormerConfig`, and the shapes in which it is tested."""
+
+    fields: dict[str, Any]
+    shapes: tuple[str, ...] = ALL
+
+
+MIXES: dict[str, Mix] = {
+    "modern": Mix(  # what most current language models are made of
+        {
+            "position": "rotary",
+            "attention": {"type": "dense", "bias": False},
+            "normalization": "rms_norm",
+            "residual": "pre_ln",
+            "feedforward": {"type": "swiglu", "bias": False},
+            "num_key_value_heads": 2,
+        }
+    ),
+    "multi_query": Mix({"num_key_value_heads": 1, "cross_attention": {"type": "dense", "scale": 0.5}}),
+    "free_head_width": Mix({"head_dim": 12, "position": {"type": "rotary", "layout": "interleaved"}}, BOTH),
+    "partial_rotary": Mix({"position": {"type": "rotary", "fraction": 0.5}, "feedforward": "geglu"}, ("decoder",)),
+    "sinusoids": Mix({"position": {"type": "sinusoidal_absolute", "layout": "half"}, "feedforward": "relu"}),
+    "no_position": Mix({"position": "none", "residual": "pre_ln"}, BOTH),
+    "score_bias_post_ln": Mix(
+        {"position": {"type": "t5_relative_bias", "num_buckets": 8, "max_distance": 12}, "head": "transform"}
+    ),
+    "differing_layers": Mix(
+        {
+            "num_hidden_layers": 3,
+            "per_layer_config": {
+                0: {"feedforward": {"type": "swiglu", "bias": False}},
+                2: {"feedforward": "relu", "num_key_value_heads": 2},
+            },
+        }
+    ),
+    "differing_decoder": Mix(
+        {
+            "num_decoder_layers": 1,
+            "decoder": {"position": "rotary", "feedforward": "reglu", "residual": "pre_ln"},
+        },
+        ("seq2seq",),
+    ),
+    "token_types_chunked": Mix({"type_vocab_size": 3, "chunk_size_feed_forward": 4, "add_pooler": True}, ("encoder",)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A variant or a mix in one shape."""
+
+    name: str
+    shape: str
+    config_class: type = field(repr=False)
+    family: dict[str, type] = field(repr=False, compare=False)
+    fields: str = field(default="{}", repr=False)  # JSON, so that a case can be a key
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.shape}"
+
+    @property
+    def head(self) -> str:
+        """The head that this shape is tested with."""
+        return SHAPES[self.shape]
+
+    @property
+    def causal(self) -> bool:
+        return self.shape != "encoder"
+
+    def config(self, **changes: Any) -> XFormerConfig:
+        fields = json.loads(self.fields)
+        if "per_layer_config" in fields:
+            fields["per_layer_config"] = {int(key): value for key, value in fields["per_layer_config"].items()}
+        return self.config_class(
+            **tiny_fields(self.config_class, self.shape, **{**fields, **FLAGS[self.shape], **changes})
+        )
+
+    def build(
+        self, head: str | None = None, dtype: torch.dtype = torch.float64, strong: bool = True, **changes: Any
+    ) -> PreTrainedModel:
+        """A new model, always with the same parameters, in evaluation mode."""
+        implementation = changes.pop("attn_implementation", None)
+        config = self.config(**changes)
+        if implementation is not None:
+            config._attn_implementation = implementation
+        torch.manual_seed(0)
+        model = self.family[head or self.head](config).to(dtype).eval()
+        return make_strong(model) if strong else model
+
+    def shared(self, dtype: torch.dtype = torch.float64, implementation: str | None = None) -> PreTrainedModel:
+        """The same model for every test that only reads it."""
+        return _shared(self, dtype, implementation)
+
+    def run(self, model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, **more: Any) -> Tensor:
+        """Logits [B, T, V] for `ids` [B, T]; an encoder-decoder reads them on both sides, under the same mask."""
+        if self.shape == "seq2seq":
+            more = {"decoder_input_ids": ids, "decoder_attention_mask": mask, **more}
+        return model(input_ids=ids, attention_mask=mask, **more).logits
+
+    def exception(self, test: str) -> str | None:
+        """Why this case is excused from `test`, in the words of the class that asks for it."""
+        config = self.config()
+        holders = [self.config_class]
+        for tower in config.tower_configs():
+            layers = list(tower.per_layer_config) if tower.is_heterogeneous else [tower]
+            holders += [type(getattr(layer, slot)) for layer in layers for slot in SLOTS]
+        for holder in holders:
+            for key, reason in getattr(holder, "contract_exceptions", {}).items():
+                if key in (test, f"{test}:{self.shape}"):
+                    return f"{holder.__name__}: {reason}"
+        return None
+
+
+@functools.cache
+def _shared(case: Case, dtype: torch.dtype, implementation: str | None) -> PreTrainedModel:
+    return case.build(dtype=dtype, attn_implementation=implementation)
+
+
+def _cases() -> list[Case]:
+    found = []
+    for name in model_types():
+        if name == "xformer":
+            continue  # its defaults stand in the mixes' rows
+        members = family(name)
+        found += [Case(name, shape, config_class(name), members) for shape in ALL if SHAPES[shape] in members]
+    free = family("xformer")
+    for name, mix in {"defaults": Mix({}), **MIXES}.items():
+        fields = json.dumps(mix.fields)
+        found += [Case(name, shape, XFormerConfig, free, fields) for shape in mix.shapes]
+    return found
+
+
+CASES = _cases()
+FAMILY_HEADS = [(name, head) for name in model_types() for head in family(name)]
+AUTO = {head: auto for head, (_, auto) in HEADS.items()}
+
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+each_causal_case = pytest.mark.parametrize("case", [case for case in CASES if case.causal], ids=str)

@@ -1,0 +1,109 @@
+"""Contract: every head of every family, in the shape that the preset has by itself."""
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig
+
+from hf_xformers.variants import config_class, family
+from tests.common.cases import AUTO, FAMILY_HEADS
+from tests.helpers import close, make_strong, pad, tiny_fields, tokens
+
+LABELS = {
+    "Model": {},
+    "ForMaskedLM": {"labels": "ids"},
+    "ForCausalLM": {"labels": "ids"},
+    "ForSeq2SeqLM": {"labels": "ids"},
+    "ForSequenceClassification": {"labels": torch.tensor([2, 0])},
+    "ForTokenClassification": {"labels": tokens(2, 7, low=0, high=3)},
+    "ForQuestionAnswering": {"start_positions": torch.tensor([1, 0]), "end_positions": torch.tensor([3, 2])},
+    "ForMultipleChoice": {"labels": torch.tensor([1, 0])},
+    "ForNextSentencePrediction": {"labels": torch.tensor([1, 0])},
+    "ForPreTraining": {"labels": "ids", "next_sentence_label": torch.tensor([1, 0])},
+}
+RESULTS = {
+    "Model": ("last_hidden_state",),
+    "ForQuestionAnswering": ("start_logits", "end_logits"),
+    "ForPreTraining": ("prediction_logits", "seq_relationship_logits"),
+}
+PER_TOKEN = (
+    "last_hidden_state",
+    "start_logits",
+    "end_logits",
+    "prediction_logits",
+)
+TOKEN_HEADS = ("ForMaskedLM", "ForCausalLM", "ForSeq2SeqLM", "ForTokenClassification")
+
+
+def build(name, head, dtype=torch.float64):
+    kind = "seq2seq" if head == "ForSeq2SeqLM" else "encoder"
+    config = config_class(name)(**tiny_fields(config_class(name), kind, num_labels=3))
+    torch.manual_seed(0)
+    return make_strong(family(name)[head](config).to(dtype).eval())
+
+
+def inputs(head, ids, mask=None):
+    """`ids` [2, T] as this head takes them: two choices per row for multiple choice."""
+    if head == "ForMultipleChoice":
+        ids = torch.stack([ids, ids.flip(0)], dim=1)
+        mask = None if mask is None else torch.stack([mask, mask.flip(0)], dim=1)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def labels(head, ids):
+    if head not in LABELS:
+        pytest.fail(f"say in LABELS which labels the head {head!r} takes")
+    return {name: ids if isinstance(value, str) else value for name, value in LABELS[head].items()}
+
+
+def results(head, output):
+    return {name: getattr(output, name) for name in RESULTS.get(head, ("logits",))}
+
+
+each_head = pytest.mark.parametrize(
+    ("name", "head"), FAMILY_HEADS, ids=[f"{name}-{head}" for name, head in FAMILY_HEADS]
+)
+
+
+@each_head
+def test_loss_and_saving(name, head, tmp_path):
+    model, ids = build(name, head, torch.float32), tokens(2, 7)
+    output = model(**inputs(head, ids), **labels(head, ids))
+    if head != "Model":
+        assert output.loss.ndim == 0 and output.loss.isfinite() and output.loss > 0
+        output.loss.backward()
+        idle = [key for key, parameter in model.named_parameters() if parameter.grad is None]
+        assert not idle, f"without gradient: {idle}"
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    model.save_pretrained(tmp_path)
+    loaded, report = getattr(transformers, AUTO[head]).from_pretrained(tmp_path, output_loading_info=True)
+    assert type(loaded) is type(model) and not any(report.values()), report
+    again = loaded(**inputs(head, ids), **labels(head, ids))
+    for key, value in results(head, output).items():
+        assert torch.equal(getattr(again, key), value), key
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert (config.is_decoder, config.is_encoder_decoder) == (model.config.is_decoder, model.config.is_encoder_decoder)
+
+
+@each_head
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding(name, head, side):
+    """A head reads real tokens only, wherever the padding is."""
+    model, ids = build(name, head), tokens(2, 7)
+    with torch.no_grad():
+        expected = results(head, model(**inputs(head, ids)))
+        for seed in (None, 4):
+            padded, mask = pad(list(ids), 11, side, seed)
+            output = results(head, model(**inputs(head, padded, mask)))
+            for key, value in output.items():
+                if key in PER_TOKEN or head in TOKEN_HEADS:
+                    value = value[mask.bool()].view_as(expected[key])
+                close(value, expected[key])
+
+
+@each_head
+def test_mean_of_labels_is_not_needed_without_labels(name, head):
+    model, ids = build(name, head), tokens(2, 7)
+    with torch.no_grad():
+        output = model(**inputs(head, ids))
+    assert getattr(output, "loss", None) is None

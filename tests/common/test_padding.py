@@ -1,0 +1,79 @@
+"""Contract: padding, wherever it stands and whatever it holds, never changes a valid output or a gradient."""
+
+import pytest
+import torch
+
+from tests.common.cases import each_case
+from tests.helpers import close, close_gradients, gradients, pad, tokens
+
+LENGTHS = (1, 2, 7, 13)
+
+
+@each_case
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_changes_nothing(case, side):
+    """Padding that is added, and its contents; forward and gradients."""
+    model, ids = case.shared(), tokens(2, 7)
+    expected = case.run(model, ids)
+    expected_gradients = gradients(model, expected)
+    close(case.run(model, ids, torch.ones_like(ids)), expected)
+    padded, mask = pad(list(ids), 12, side)
+    with torch.no_grad():
+        close(case.run(model, padded, mask)[mask.bool()].view_as(expected), expected)
+    padded, mask = pad(list(ids), 12, side, seed=5)
+    valid = case.run(model, padded, mask)[mask.bool()].view_as(expected)
+    close(valid, expected)
+    close_gradients(gradients(model, valid), expected_gradients)
+
+
+@each_case
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_one_by_one(case, side):
+    """A batch of lengths 1, 2, 7 and 13 gives each text what it gets alone and unpadded."""
+    model = case.shared()
+    rows = [tokens(length, seed=length) for length in LENGTHS]
+    with torch.no_grad():
+        batch, mask = pad(rows, max(LENGTHS), side, seed=9)
+        output = case.run(model, batch, mask)
+        for index, row in enumerate(rows):
+            close(output[index][mask[index].bool()], case.run(model, row[None])[0])
+
+
+@each_case
+def test_rows_of_padding_alone(case):
+    """Finite outputs and gradients, and the other rows do not notice."""
+    model, ids = case.shared(), tokens(3, 7)
+    alone = case.run(model, ids[1:2])
+    for empty in ([0, 2], [0, 1, 2]):
+        mask = torch.ones_like(ids)
+        mask[empty] = 0
+        output = case.run(model, ids, mask)
+        assert output.isfinite().all()
+        if 1 not in empty:
+            close(output[1:2], alone)
+        with torch.no_grad():  # their sublayers give zeros on every path
+            close(case.run(case.shared(implementation="eager"), ids, mask)[empty], output[empty].detach())
+        for name, gradient in gradients(model, output).items():
+            assert gradient.isfinite().all(), name
+
+
+@each_case
+def test_half_precision(case):
+    """bfloat16 is finite, padded rows included, and near float32."""
+    ids, mask = pad([tokens(9), tokens(4, seed=1)], 9, "right")
+    mask = torch.cat([mask, torch.zeros(1, 9, dtype=mask.dtype)])
+    ids = torch.cat([ids, ids[:1]])
+    with torch.no_grad():
+        expected = case.run(case.shared(torch.float32), ids, mask)
+        output = case.run(case.shared(torch.bfloat16), ids, mask)
+    assert output.dtype == torch.bfloat16 and output.isfinite().all()
+    error = (output.float() - expected)[mask.bool()]
+    spread = expected[mask.bool()].std()
+    assert error.abs().mean() < 0.03 * spread, f"mean error {error.abs().mean() / spread:.3f} of the logits' spread"
+
+
+@each_case
+def test_half_precision_gradients(case):
+    model, ids = case.shared(torch.bfloat16), tokens(2, 9)
+    for name, gradient in gradients(model, case.run(model, ids).float()).items():
+        assert gradient.isfinite().all(), name

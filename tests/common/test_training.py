@@ -1,0 +1,152 @@
+"""Contract: training, checkpointing of activations, adapters."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from hf_xformers.blocks.base import XFormerLayer
+from tests.common.cases import each_case
+from tests.helpers import NO_DROPOUT, close, close_gradients, pad, tokens
+
+ADAPTED = ("q_proj", "v_proj")
+CANONICAL = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj")
+
+
+def output_of(model, ids, mask=None):
+    """With `ids` as labels; an encoder-decoder reads and writes them."""
+    given = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+    if mask is not None:
+        given["labels"] = ids.masked_fill(mask == 0, -100)
+        if model.config.is_encoder_decoder:
+            given["decoder_attention_mask"] = mask
+    return model(**given)
+
+
+def loss_of(model, ids, mask=None):
+    return output_of(model, ids, mask).loss
+
+
+def parameter_gradients(model, ids, mask):
+    model.zero_grad()
+    torch.manual_seed(0)  # dropout is on: the second pass has to draw the same numbers again
+    loss = loss_of(model, ids, mask)
+    loss.backward()
+    return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@each_case
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+def test_gradient_checkpointing(case):
+    """Both kinds run every layer twice and give the gradients of the plain pass."""
+    model = case.build().train()
+    ids, mask = pad([tokens(9), tokens(5, seed=1)], 9, "right")
+    calls = []
+    for name, module in model.named_modules():
+        if isinstance(module, XFormerLayer):
+            for child_name, child in module.named_children():
+                child.register_forward_hook(lambda *_, name=f"{name}.{child_name}": calls.append(name))
+    loss, expected = parameter_gradients(model, ids, mask)
+    plain = list(calls)
+    assert plain
+    for use_reentrant in (True, False):
+        calls.clear()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        again, found = parameter_gradients(model, ids, mask)
+        assert sorted(calls) == sorted(plain * 2), f"use_reentrant={use_reentrant}: layers did not run again"
+        close(again, loss)
+        close_gradients(found, expected)
+        model.gradient_checkpointing_disable()
+
+
+@each_case
+def test_training(case, tmp_path):
+    """Every parameter gets a gradient, the loss falls on a fixed batch, and the trained model comes back as it was."""
+    model = case.build(strong=False, dtype=torch.float32, **NO_DROPOUT).train()
+    ids, mask = pad([tokens(9), tokens(5, seed=1), tokens(7, seed=2)], 9, "right")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(8):
+        loss = loss_of(model, ids, mask)
+        optimizer.zero_grad()
+        loss.backward()
+        idle = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+        assert not idle, f"without gradient: {idle}"
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.25, losses  # nats; the start is that of a uniform guess
+    model.eval()
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(case.run(loaded, ids, mask), case.run(model, ids, mask))
+    for (name, one), (_, other) in zip(model.state_dict().items(), loaded.state_dict().items(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@each_case
+def test_padding_has_no_loss(case):
+    """A padded text's loss, auxiliary parts included, is that of the text alone; a padded batch's task loss is the mean
+    over its real tokens."""
+    model = case.shared()
+    ids, mask = pad([tokens(9), tokens(4, seed=1)], 9, "right")
+
+    def task_loss(*given):
+        output = output_of(model, *given)
+        return output.loss - sum((output.aux_losses or {}).values())
+
+    with torch.no_grad():
+        close(loss_of(model, ids[1:], mask[1:]), loss_of(model, ids[1:, :4]))
+        together, parts = task_loss(ids, mask), [task_loss(row) for row in (ids[:1], ids[1:, :4])]
+    counts = [8, 3] if case.shape == "decoder" else [9, 4]
+    close(together, (counts[0] * parts[0] + counts[1] * parts[1]) / sum(counts))
+
+
+@each_case
+def test_lora(case, tmp_path):
+    """Adapters train alone, merge into the weights, and come back on a fresh model."""
+    model = case.build(dtype=torch.float32, **NO_DROPOUT)
+    leaves = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    targets = [name for name in ADAPTED if name in leaves] or [name for name in CANONICAL if name in leaves]
+    assert targets, f"no projection has a canonical name: {sorted(leaves)}"
+    untouched = copy.deepcopy(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets))
+    ids, mask = pad([tokens(9), tokens(5, seed=1)], 9, "right")
+    with torch.no_grad():
+        close(case.run(adapted, ids, mask), case.run(untouched, ids, mask), 1e-5)  # B starts at zero
+    trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=2e-2)
+    losses = []
+    for _ in range(4):
+        loss = loss_of(adapted.train(), ids, mask)
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(parameter.grad is not None for parameter in trained)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0], losses
+    for name, tensor in adapted.get_base_model().state_dict().items():
+        if "lora_" not in name:
+            assert torch.equal(tensor, before[name.replace("base_layer.", "")]), f"{name} was not frozen"
+
+    adapted.eval()
+    with torch.no_grad():
+        expected = case.run(adapted, ids, mask)
+        assert (expected - case.run(untouched, ids, mask)).abs().max() > 1e-4
+        adapted.save_pretrained(tmp_path)
+        again = PeftModel.from_pretrained(untouched, tmp_path)
+        close(case.run(again.eval(), ids, mask), expected, 1e-6)
+        close(case.run(adapted.merge_and_unload(), ids, mask), expected, 1e-4)
+
+
+@each_case
+@pytest.mark.parametrize("length", [1, 2])
+def test_short_texts_train(case, length):
+    """A text of one or two tokens has a finite loss and gradient (a causal one of a single token has no target)."""
+    model = case.shared()
+    loss = loss_of(model, tokens(2, length))
+    assert loss.isfinite()
+    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    assert all(gradient.isfinite().all() for gradient in found if gradient is not None)

@@ -1,0 +1,100 @@
+"""Caches: one layer per execution step, of the kind that the mechanism of that layer declares."""
+
+from dataclasses import dataclass
+
+import torch
+from huggingface_hub.dataclasses import strict
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
+
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForSeq2SeqLM
+from hf_xformers.attention.dense import DenseSpec
+from hf_xformers.cache import make_cache
+from tests.helpers import close, make_strong, tokens
+
+SMALL = dict(vocab_size=40, hidden_size=16, num_attention_heads=4, num_hidden_layers=3, intermediate_size=16)
+
+
+class Window(DynamicSlidingWindowLayer):
+    """Remembers the width it was made for."""
+
+    def __init__(self, width):
+        super().__init__(sliding_window=width)
+        self.width = width
+
+
+@strict
+@dataclass(kw_only=True)
+class Windowed(DenseSpec):
+    """Dense attention that declares another cache layer."""
+
+    width: int = 4
+
+    def cache_layer(self, config):
+        return Window(config.attention.width)
+
+
+def test_one_layer_per_step():
+    cache = make_cache(XFormerConfig(**SMALL, is_decoder=True))
+    assert [type(layer) for layer in cache.layers] == [DynamicLayer] * 3 and cache.get_seq_length() == 0
+
+
+def test_declared_layers():
+    """Each layer's own spec is asked, with that layer's config."""
+    layers = {0: {"attention": Windowed(width=5)}, 2: {"attention": Windowed(width=7)}}
+    cache = make_cache(XFormerConfig(**SMALL, is_decoder=True, per_layer_config=layers))
+    assert [getattr(layer, "width", None) for layer in cache.layers] == [5, None, 7]
+
+
+def test_two_towers():
+    """The decoder's layers count, and there is room for the memory."""
+    config = XFormerConfig(
+        **SMALL,
+        is_encoder_decoder=True,
+        num_decoder_layers=2,
+        decoder={"per_layer_config": {1: {"attention": Windowed(width=6)}}},
+    )
+    cache = make_cache(config)
+    assert isinstance(cache, EncoderDecoderCache)
+    assert [getattr(layer, "width", None) for layer in cache.self_attention_cache.layers] == [None, 6]
+    assert len(cache.cross_attention_cache.layers) == 0
+
+
+def test_contents():
+    """Keys and values of what was read, per key/value head; a second call adds to them."""
+    torch.manual_seed(0)
+    model = XFormerForCausalLM(XFormerConfig(**SMALL, num_key_value_heads=2)).eval()
+    ids = tokens(2, 5, high=40)
+    cache = model(ids, use_cache=True).past_key_values
+    assert [tuple(layer.keys.shape) for layer in cache.layers] == [(2, 2, 5, 4)] * 3
+    first = cache.layers[0].keys.clone()
+    again = model(ids[:, :1], past_key_values=cache).past_key_values
+    assert again is cache and cache.get_seq_length() == 6
+    assert torch.equal(cache.layers[0].keys[:, :, :5], first)
+
+
+def test_no_cache_unless_wanted():
+    torch.manual_seed(0)
+    ids = tokens(2, 5, high=40)
+    model = XFormerForCausalLM(XFormerConfig(**SMALL)).eval()
+    assert model(ids, use_cache=False).past_key_values is None
+    assert model(ids).past_key_values.get_seq_length() == 5
+    model = XFormerForCausalLM(XFormerConfig(**SMALL, use_cache=False)).eval()
+    assert model(ids).past_key_values is None
+    encoder_decoder = XFormerForSeq2SeqLM(XFormerConfig(**SMALL)).eval()
+    assert encoder_decoder(ids, labels=ids).past_key_values is None, "training needs none"
+    assert encoder_decoder(ids, decoder_input_ids=ids).past_key_values.get_seq_length() == 5
+
+
+def test_reordering_and_cropping():
+    """Rows can be exchanged (beams) and tokens taken back (assisted generation)."""
+    torch.manual_seed(0)
+    model = make_strong(XFormerForCausalLM(XFormerConfig(**SMALL)).double().eval())
+    ids = tokens(2, 6, high=40)
+    with torch.no_grad():
+        expected = model(ids).logits
+        cache = model(ids[:, :5], use_cache=True).past_key_values
+        cache.reorder_cache(torch.tensor([1, 0]))
+        close(model(ids.flip(0)[:, 5:], past_key_values=cache).logits, expected.flip(0)[:, 5:])
+        cache = model(ids, use_cache=True).past_key_values
+        cache.crop(-2)  # two tokens fewer
+        close(model(ids[:, 4:], past_key_values=cache).logits, expected[:, 4:])

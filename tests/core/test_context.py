@@ -1,0 +1,143 @@
+"""The state bundle: packed rows, derived views, and what a tower puts into it."""
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerModel
+from hf_xformers.context import LayerContext, add_losses, segments_from_positions, self_attention_cache
+from tests.helpers import close, tokens
+
+SMALL = dict(vocab_size=40, hidden_size=16, num_attention_heads=4, num_hidden_layers=1, intermediate_size=16)
+
+
+def test_segments():
+    rows = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 0, 1, 2], [0, 0, 0, 1, 0]])
+    assert segments_from_positions(rows).tolist() == [[0, 0, 0, 0, 0], [0, 0, 1, 1, 1], [0, 1, 2, 2, 3]]
+    assert segments_from_positions(rows[:1]) is None
+    assert segments_from_positions(rows[:1] + 7) is None
+    assert segments_from_positions(torch.zeros(2, 1, dtype=torch.long)) is None
+
+
+def test_sums_of_losses():
+    total = {"balance": torch.tensor(1.0)}
+    add_losses(total, {"balance": torch.tensor(2.0), "ponder": torch.tensor(5.0)})
+    add_losses(total, None)
+    assert {name: float(loss) for name, loss in total.items()} == {"balance": 3.0, "ponder": 5.0}
+
+
+def context(**fields):
+    index = torch.arange(4)
+    given = dict(padding_mask=None, positions=index[None], query_index=index, key_index=index, causal=True, fresh=True)
+    return LayerContext(**{**given, **fields})
+
+
+def test_views():
+    whole = context()
+    whole.shared["table"], whole.streams["bias"] = "once", torch.zeros(1)
+    inside = whole.with_streams({"scores": torch.ones(1)})
+    assert set(inside.streams) == {"scores"} and set(whole.streams) == {"bias"}
+    assert inside.shared is whole.shared, "what is computed once is seen by all layers"
+    part = whole.derive(positions=torch.zeros(1, 2, dtype=torch.long))
+    assert part.shared == {} and part.streams == {} and part.causal and part.positions.shape == (1, 2)
+    assert whole.shared and whole.positions.shape == (1, 4)
+
+
+def test_padding_of_the_queries():
+    mask = torch.tensor([[0, 1, 1, 1, 0]]).bool()
+    assert context().query_padding_mask is None
+    assert context(padding_mask=mask).query_padding_mask is mask
+    later = context(padding_mask=mask, fresh=False, query_index=torch.tensor([3, 4]))
+    assert later.query_padding_mask.tolist() == [[True, False]]
+
+
+def test_the_writing_part_of_a_cache():
+    plain = DynamicCache()
+    assert self_attention_cache(plain) is plain and self_attention_cache(None) is None
+    assert self_attention_cache(EncoderDecoderCache(plain, DynamicCache())) is plain
+
+
+def seen_context(model, **inputs):
+    """The context that a tower's first layer gets."""
+    seen = []
+    layer = model.base_model.layers[0] if hasattr(model.base_model, "layers") else model.model.trunk.layers[0]
+    handle = layer.register_forward_pre_hook(lambda *args: seen.append(args[2]["context"]), with_kwargs=True)
+    model(**inputs)
+    handle.remove()
+    return seen[0]
+
+
+def test_what_a_tower_says():
+    torch.manual_seed(0)
+    model = XFormerForCausalLM(XFormerConfig(**SMALL)).eval()
+    ids = tokens(2, 5, high=40)
+    plain = seen_context(model, input_ids=ids)
+    assert plain.causal and plain.fresh and not plain.static and plain.padding_mask is None
+    assert plain.positions.tolist() == [[0, 1, 2, 3, 4]] and plain.query_index.tolist() == [0, 1, 2, 3, 4]
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]])
+    padded = seen_context(model, input_ids=ids, attention_mask=mask)
+    assert padded.padding_mask.dtype == torch.bool and torch.equal(padded.padding_mask, mask.bool())
+    assert padded.positions.tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 3]]
+    cache = model(input_ids=ids, attention_mask=mask, use_cache=True).past_key_values
+    longer = torch.cat([mask, torch.ones(2, 2, dtype=torch.long)], 1)
+    later = seen_context(model, input_ids=ids[:, :2], attention_mask=longer, past_key_values=cache)
+    assert not later.fresh and later.query_index.tolist() == [5, 6] and later.key_index.tolist() == list(range(7))
+    assert later.positions.tolist() == [[3, 4], [4, 5]]
+    packed = seen_context(model, input_ids=ids, position_ids=torch.tensor([[0, 1, 0, 1, 2]]), use_cache=False)
+    assert packed.segment_ids.tolist() == [[0, 0, 1, 1, 1]] * 2
+    said = seen_context(
+        model, input_ids=ids, position_ids=torch.tensor([[0, 1, 0, 1, 2]]), attention_mask=torch.ones(2, 5)
+    )
+    assert said.segment_ids is None, "with a mask, positions are only positions"
+
+
+def test_one_or_two_towers():
+    torch.manual_seed(0)
+    model, ids = XFormerModel(XFormerConfig(**SMALL)).eval(), tokens(1, 3, high=40)
+    for name in ("decoder_input_ids", "decoder_inputs_embeds"):
+        with pytest.raises(ValueError, match=f"`{name}` was given to a model without a second tower"):
+            model(ids, **{name: ids})
+    with pytest.raises(ValueError, match="`token_type_ids` were given to a model with `type_vocab_size=0`"):
+        model(ids, token_type_ids=torch.zeros_like(ids))
+    with pytest.raises(ValueError, match="exactly one of"):
+        model()
+    with pytest.raises(ValueError, match="needs `decoder_input_ids` as well"):
+        XFormerModel(XFormerConfig(**SMALL, is_encoder_decoder=True))(inputs_embeds=torch.zeros(1, 2, 16))
+
+
+def test_shifted_inputs():
+    """A decoder that is given nothing reads the input (or the labels) one step late."""
+    config = XFormerConfig(**SMALL, is_encoder_decoder=True, pad_token_id=3, decoder_start_token_id=2)
+    torch.manual_seed(0)
+    model = XFormerModel(config).eval()
+    ids = torch.tensor([[10, 11, 12], [20, -100, -100]])
+    assert model.shift_right(ids).tolist() == [[2, 10, 11], [2, 20, 3]]
+    ids, given = tokens(2, 4, high=40), {"use_cache": False}
+    shifted = torch.cat([torch.full((2, 1), 2), ids[:, :-1]], 1)
+    expected = model(ids, decoder_input_ids=shifted, **given).last_hidden_state
+    close(model(ids, **given).last_hidden_state, expected, 1e-6)
+    padded = torch.cat([torch.full((2, 2), 3), ids], 1)  # on the left: the start moves with the text
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1]] * 2)
+    close(model(padded, attention_mask=mask, **given).last_hidden_state[:, 2:], expected, 1e-5)
+    config = XFormerConfig(**SMALL, is_encoder_decoder=True, pad_token_id=None)
+    with pytest.raises(ValueError, match="Set `decoder_start_token_id`"):
+        XFormerModel(config)(ids)
+
+
+def test_encoder_outputs_can_be_given():
+    torch.manual_seed(0)
+    model, ids = XFormerModel(XFormerConfig(**SMALL, is_encoder_decoder=True)).eval(), tokens(2, 4, high=40)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    expected = model(ids, attention_mask=mask, decoder_input_ids=ids).last_hidden_state
+    memory = model.get_encoder()(input_ids=ids, attention_mask=mask)
+    for given in (memory, (memory.last_hidden_state,)):
+        output = model(encoder_outputs=given, attention_mask=mask, decoder_input_ids=ids).last_hidden_state
+        close(output, expected, 1e-6)
+
+
+def test_token_types():
+    torch.manual_seed(0)
+    model, ids = XFormerModel(XFormerConfig(**SMALL, type_vocab_size=2)).eval(), tokens(2, 4, high=40)
+    default = model(ids).last_hidden_state
+    close(model(ids, token_type_ids=torch.zeros_like(ids)).last_hidden_state, default, 1e-6)
+    assert (model(ids, token_type_ids=torch.ones_like(ids)).last_hidden_state - default).abs().max() > 1e-3

@@ -1,0 +1,84 @@
+"""Families: names, registration, what a head makes of a config."""
+
+import pytest
+import torch
+import transformers
+
+from hf_xformers import VariantInfo, XFormerConfig, make_family
+from hf_xformers.components import SpecLike
+from hf_xformers.families import ENCODER_HEADS, HEADS
+from hf_xformers.modeling_xformer import XFormerPreTrainedModel
+from hf_xformers.variants import config_class, family, model_types
+from tests.helpers import tiny_fields
+
+
+@pytest.mark.parametrize("name", list(model_types()))
+def test_every_family(name):
+    cls, members = config_class(name), family(name)
+    assert cls.model_type == name and cls.__name__.endswith("Config")
+    assert tuple(members) == cls.heads and "Model" in members
+    prefix = cls.__name__.removesuffix("Config")
+    for head, model_class in members.items():
+        assert model_class.__name__ == prefix + head
+        assert model_class.config_class is cls and issubclass(model_class, XFormerPreTrainedModel)
+        auto = getattr(transformers, HEADS[head][1])
+        assert auto._model_mapping[cls] is model_class
+    info = cls.info
+    for text in (info.summary, info.paper, info.url, info.equation, info.cost, info.bibtex):
+        assert text.strip()
+    assert info.url.startswith("https://") and info.bibtex.lstrip().startswith("@")
+
+
+def test_unknown_head():
+    with pytest.raises(ValueError, match="Unknown head 'ForTeaTasting'; heads are: Model, ForMaskedLM"):
+        make_family(XFormerConfig, "XFormer", ("Model", "ForTeaTasting"), XFormerConfig.info)
+
+
+def test_making_one():
+    """A researcher's own variant, from one class and one call."""
+
+    class TestingConfig(XFormerConfig):
+        model_type = "xf_testing_family"
+        position: SpecLike = "rotary"
+
+    info = VariantInfo("turns", "Nobody 2026", "https://example.org", "x", "O(T)", "@misc{x}")
+    made = make_family(TestingConfig, "XFTesting", ENCODER_HEADS, info)
+    config = transformers.AutoConfig.for_model("xf_testing_family", **tiny_fields(TestingConfig))
+    assert type(config) is TestingConfig and config.position.type == "rotary"
+    model = transformers.AutoModelForMaskedLM.from_config(config)
+    assert type(model) is made["ForMaskedLM"] and type(model).__name__ == "XFTestingForMaskedLM"
+    assert "Turns (Nobody 2026)" in type(model).__doc__
+    assert model(torch.tensor([[5, 6, 7]])).logits.shape == (1, 3, config.vocab_size)
+    assert made["Model"].__module__ == __name__
+
+
+def test_parameters_of_the_vanilla_transformer():
+    """Vaswani et al. 2017, base, with 37000 tokens: counted term by term, and 63,045,632 in all."""
+    width, inner, vocabulary, layers = 512, 2048, 37000, 6
+    attention, norm = 4 * width * width, 2 * width
+    feedforward = 2 * width * inner + inner + width
+    encoder = layers * (attention + feedforward + 2 * norm)
+    decoder = layers * (2 * attention + feedforward + 3 * norm)
+    with torch.device("meta"):
+        model = family("xf_transformer")["ForSeq2SeqLM"](config_class("xf_transformer")())
+    assert model.num_parameters() == vocabulary * width + encoder + decoder == 63_045_632
+
+
+PUBLISHED = {  # transformers' own classes at the same sizes
+    "xf_bert": ("BertForPreTraining", "BertConfig", "ForPreTraining"),
+    "xf_gpt2": ("GPT2LMHeadModel", "GPT2Config", "ForCausalLM"),
+    "xf_gpt": ("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", "ForCausalLM"),
+    "xf_t5": ("T5ForConditionalGeneration", "T5Config", "ForSeq2SeqLM"),
+    "xf_roberta": ("RobertaForMaskedLM", "RobertaConfig", "ForMaskedLM"),
+}
+THEIRS = {"xf_roberta": {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}}
+
+
+@pytest.mark.parametrize("name", list(PUBLISHED))
+def test_sizes_of_published_models(name):
+    """As many parameters as the models that these presets are named after."""
+    model_name, config_name, head = PUBLISHED[name]
+    with torch.device("meta"):
+        theirs = getattr(transformers, model_name)(getattr(transformers, config_name)(**THEIRS.get(name, {})))
+        ours = family(name)[head](config_class(name)())
+    assert ours.num_parameters() == theirs.num_parameters()

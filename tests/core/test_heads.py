@@ -1,0 +1,177 @@
+"""Heads: pooling, the language-model head's formula, refusals, tasks of a sequence classifier."""
+
+import math
+
+import pytest
+import torch
+
+from hf_xformers import (
+    XFormerConfig,
+    XFormerForMaskedLM,
+    XFormerForMultipleChoice,
+    XFormerForNextSentencePrediction,
+    XFormerForQuestionAnswering,
+    XFormerForSequenceClassification,
+    XFormerForTokenClassification,
+)
+from hf_xformers.modeling_heads import pool
+from hf_xformers.modeling_xformer import Pooler
+from tests.helpers import close, make_strong, tokens
+
+SMALL = dict(vocab_size=40, hidden_size=16, num_attention_heads=4, num_hidden_layers=1, intermediate_size=16)
+MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0]])
+
+
+def build(model_class, **fields):
+    torch.manual_seed(0)
+    return make_strong(model_class(XFormerConfig(**SMALL, **fields)).double().eval())
+
+
+def test_pooling():
+    states = torch.randn(4, 4, 3, dtype=torch.float64)
+    assert torch.equal(pool(states, MASK, "first")[:3], states[[0, 1, 2], [0, 0, 2]])
+    assert torch.equal(pool(states, MASK, "last")[:3], states[[0, 1, 2], [3, 1, 3]])
+    means = torch.stack([states[0].mean(0), states[1, :2].mean(0), states[2, 2:].mean(0), torch.zeros(3).double()])
+    close(pool(states, MASK, "mean"), means)
+    assert all(pool(states, MASK, how).isfinite().all() for how in ("first", "mean", "last"))
+    assert torch.equal(pool(states, None, "first"), states[:, 0])
+    assert torch.equal(pool(states, None, "last"), states[:, -1])
+    close(pool(states, None, "mean"), states.mean(1))
+
+
+def test_pooler():
+    """tanh(W h + b) of the first real token."""
+    module = make_strong(Pooler(XFormerConfig(**SMALL)).double())
+    states = torch.randn(4, 4, 16, dtype=torch.float64)
+    for mask, places in ((None, [0, 0, 0, 0]), (MASK.bool(), [0, 0, 2, 0])):
+        output = module(states, mask)
+        for row, place in enumerate(places):
+            close(output[row], torch.tanh(module.dense.weight @ states[row, place] + module.dense.bias))
+
+
+@pytest.mark.parametrize("how", ["first", "mean", "last"])
+@pytest.mark.parametrize("decoder", [False, True])
+def test_classifier_pooling(how, decoder):
+    model = build(XFormerForSequenceClassification, classifier_pooling=how, is_decoder=decoder)
+    ids, mask = tokens(3, 4, high=40), MASK[:3]
+    states = model.model(ids, attention_mask=mask).last_hidden_state
+    close(model(ids, attention_mask=mask).logits, model.classifier(pool(states, mask, how)))
+
+
+def test_automatic_pooling():
+    """A causal model has read the text only at its end; BERT's pooler comes before either."""
+    ids = tokens(2, 4, high=40)
+    for fields, place in (({}, 0), ({"is_decoder": True}, -1)):
+        model = build(XFormerForSequenceClassification, **fields)
+        close(model(ids).logits, model.classifier(model.model(ids).last_hidden_state[:, place]))
+    model = build(XFormerForSequenceClassification, add_pooler=True)
+    close(model(ids).logits, model.classifier(model.model(ids).pooler_output))
+
+
+def gelu(x):
+    return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def test_language_model_heads():
+    """logits = W t(scale h) + b, W the token table."""
+    ids = tokens(2, 4, high=40)
+    model = build(XFormerForMaskedLM, head={"type": "linear", "bias": True})
+    states, head = model.model(ids).last_hidden_state, model.lm_head
+    table = model.get_input_embeddings().weight
+    close(model(ids).logits, states @ table.T + head.decoder.bias)
+    model = build(XFormerForMaskedLM, head={"type": "linear", "scale": True})
+    states, table = model.model(ids).last_hidden_state, model.get_input_embeddings().weight
+    close(model(ids).logits, states @ table.T / 4)
+    model = build(XFormerForMaskedLM, head="transform")
+    states, head, table = model.model(ids).last_hidden_state, model.lm_head, model.get_input_embeddings().weight
+    inner = gelu(states @ head.dense.weight.T + head.dense.bias)
+    inner = (inner - inner.mean(-1, keepdim=True)) / (inner.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+    inner = inner * head.norm.weight + head.norm.bias
+    close(model(ids).logits, inner @ table.T + head.decoder.bias)
+
+
+def test_unknown_activation():
+    with pytest.raises(ValueError, match="unknown activation 'glu2'; known: .*gelu"):
+        XFormerConfig(**SMALL, head={"type": "transform", "activation": "glu2"})
+
+
+def test_embedding():
+    """scale * E[w] + type, normalised, in that order."""
+    fields = {"embedding": {"type": "token", "scale": True, "normalize": True}, "type_vocab_size": 2, "position": "none"}
+    model = build(XFormerForMaskedLM, **fields)
+    ids, kinds = tokens(2, 4, high=40), tokens(2, 4, low=0, high=2)
+    embedding = model.model.trunk.embedding
+    expected = embedding.tokens.weight[ids] * 4 + embedding.types.weight[kinds]
+    mean, variance = expected.mean(-1, keepdim=True), expected.var(-1, unbiased=False, keepdim=True)
+    expected = (expected - mean) / (variance + 1e-5).sqrt() * embedding.norm.weight + embedding.norm.bias
+    states = model.model(ids, token_type_ids=kinds, output_hidden_states=True).hidden_states[0]
+    close(states, expected)
+
+
+@pytest.mark.parametrize(
+    ("problem", "labels"),
+    [
+        ("single_label_classification", torch.tensor([2, 0])),
+        ("multi_label_classification", torch.tensor([[1.0, 0, 1], [0, 0, 1]], dtype=torch.float64)),
+        ("regression", torch.tensor([[0.5, 1, 2], [0, 0, 1]], dtype=torch.float64)),
+    ],
+)
+def test_kinds_of_classification(problem, labels):
+    model, ids = build(XFormerForSequenceClassification, num_labels=3, problem_type=problem), tokens(2, 4, high=40)
+    output = model(ids, labels=labels)
+    logits = output.logits
+    if problem == "regression":
+        expected = (logits - labels).pow(2).mean()
+    elif problem == "single_label_classification":
+        expected = -(logits.log_softmax(-1)[[0, 1], labels]).mean()
+    else:
+        chance = logits.sigmoid()
+        expected = -(labels * chance.log() + (1 - labels) * (1 - chance).log()).mean()
+    close(output.loss, expected, 1e-6)
+
+
+def test_question_answering_loss():
+    model, ids = build(XFormerForQuestionAnswering), tokens(2, 6, high=40)
+    output = model(ids, start_positions=torch.tensor([1, 9]), end_positions=torch.tensor([3, 2]))
+    start, end = output.start_logits.log_softmax(-1), output.end_logits.log_softmax(-1)
+    assert output.start_logits.shape == (2, 6)
+    expected = (-start[0, 1] - (end[0, 3] + end[1, 2]) / 2) / 2  # a start beyond the text is ignored
+    close(output.loss, expected, 1e-6)
+
+
+def test_multiple_choice():
+    """Each choice is scored alone; the softmax is over the choices of a row."""
+    model, ids = build(XFormerForMultipleChoice), tokens(2, 3, 5, high=40)
+    mask = torch.ones_like(ids)
+    mask[1, 2, 3:] = 0
+    output = model(ids, attention_mask=mask, labels=torch.tensor([2, 0]))
+    for row in range(2):
+        for choice in range(3):
+            length = int(mask[row, choice].sum())
+            states = model.model(ids[row, choice, :length][None]).last_hidden_state
+            close(output.logits[row, choice], model.classifier(states[:, 0])[0, 0])
+    close(output.loss, -(output.logits.log_softmax(-1)[[0, 1], [2, 0]]).mean().float(), 1e-6)
+    with pytest.raises(ValueError, match=r"\[batch, choices, length\]"):
+        model(ids[:, 0])
+
+
+@pytest.mark.parametrize("model_class", [XFormerForTokenClassification, XFormerForMultipleChoice])
+def test_two_towers_are_refused(model_class):
+    with pytest.raises(ValueError, match=f"{model_class.__name__} reads one sequence; .*`is_encoder_decoder=False`"):
+        model_class(XFormerConfig(**SMALL, is_encoder_decoder=True))
+
+
+def test_sentence_pairs_read_both_ways():
+    """The head is an encoder's, whatever the config said."""
+    model = build(XFormerForNextSentencePrediction, is_decoder=True)
+    assert not model.config.is_decoder and model(tokens(2, 4, high=40)).logits.shape == (2, 2)
+
+
+def test_an_encoder_loads_into_another_head(tmp_path):
+    """Pretrain, then fine-tune: the body is found again, only the new head starts afresh."""
+    model = build(XFormerForMaskedLM, num_labels=3).float()
+    model.save_pretrained(tmp_path)
+    loaded, report = XFormerForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert set(report["missing_keys"]) == {"classifier.weight", "classifier.bias"}
+    for name, parameter in model.model.named_parameters():
+        assert torch.equal(parameter, dict(loaded.model.named_parameters())[name]), name

@@ -1,0 +1,150 @@
+"""Importing the package: light, and enough for the Auto classes, in whichever order things are imported."""
+
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import hf_xformers
+from hf_xformers._registration import LazyVariants
+from hf_xformers.variants import config_class, family, model_types, resolve
+from tests.helpers import tiny_fields, tokens
+
+
+def run(program):
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_is_light():
+    """No torch, no transformers models, no variant."""
+    output = run(
+        """
+        import sys, time
+        start = time.perf_counter()
+        import hf_xformers
+        print(round(time.perf_counter() - start, 3))
+        heavy = [name for name in ("torch", "numpy", "transformers.models.auto.configuration_auto") if name in sys.modules]
+        heavy += [name for name in sys.modules if name.startswith("hf_xformers.variants.")]
+        print(heavy)
+        """
+    )
+    seconds, heavy = output.splitlines()
+    print(f"import hf_xformers: {seconds} s")
+    assert heavy == "[]"
+
+
+ORDERS = {
+    "ours_first": "import transformers\nimport hf_xformers\nfrom transformers import AutoConfig, AutoModelForMaskedLM",
+    "theirs_first": "from transformers import AutoConfig, AutoModelForMaskedLM\nimport hf_xformers",
+}
+
+
+@pytest.mark.parametrize("order", list(ORDERS))
+def test_auto_classes(order):
+    """Resolved by name, and no other variant is imported for it."""
+    output = run(
+        ORDERS[order]
+        + """
+import sys
+config = AutoConfig.for_model("xf_bert", hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
+model = AutoModelForMaskedLM.from_config(config)
+print(type(config).__name__, type(model).__name__)
+print(sorted(name.rpartition(".")[2] for name in sys.modules if name.startswith("hf_xformers.variants.")))
+"""
+    )
+    assert output.splitlines() == ["XFBertConfig XFBertForMaskedLM", "['bert']"]
+
+
+def test_from_pretrained_in_a_new_process(tmp_path):
+    """A saved folder is all that another process needs, beside `import hf_xformers`."""
+    config = config_class("xf_gpt2")(**tiny_fields(config_class("xf_gpt2")))
+    torch.manual_seed(0)
+    model = family("xf_gpt2")["ForCausalLM"](config).eval()
+    model.save_pretrained(tmp_path)
+    ids = tokens(1, 5)
+    output = run(
+        f"""
+        import hf_xformers, torch
+        from transformers import AutoModelForCausalLM
+        model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
+        print(type(model).__name__, float(model(torch.tensor({ids.tolist()})).logits.double().sum()))
+        """
+    )
+    name, total = output.splitlines()[-1].split()
+    assert name == "XFGPT2ForCausalLM"
+    assert float(total) == pytest.approx(model(ids).logits.double().sum().item(), abs=1e-3)
+
+
+def test_the_mapping_behaves():
+    """What transformers does with its mapping of configs: membership, length, iteration, missing keys."""
+    from transformers import CONFIG_MAPPING
+
+    ours = set(model_types())
+    assert ours <= set(CONFIG_MAPPING.keys()) and "xf_nothing" not in CONFIG_MAPPING
+    for name in ours:
+        assert name in CONFIG_MAPPING and CONFIG_MAPPING[name].model_type == name
+    with pytest.raises(KeyError):
+        CONFIG_MAPPING["xf_nothing"]
+
+
+def test_lazy_entries():
+    """Names are there at once, classes when they are read; what was there before stays."""
+    entries = LazyVariants({"theirs": int}, {"xf_bert": "hf_xformers.variants.bert", "theirs": "no.such.module"})
+    assert list(entries) == list(entries.keys()) == ["theirs", "xf_bert"] and len(entries) == 2
+    assert "xf_bert" in entries and "xf_nothing" not in entries
+    assert entries["theirs"] is entries.get("theirs") is int
+    assert entries.get("xf_nothing") is None and entries.get("xf_nothing", 3) == 3
+    entries["xf_bert"] = str  # what registering does
+    assert dict(entries.items()) == {"theirs": int, "xf_bert": str} and list(entries.values()) == [int, str]
+    assert pickle.loads(pickle.dumps(entries)) == {"theirs": int, "xf_bert": str}
+
+
+def test_unknown_model_type():
+    with pytest.raises(ValueError, match="xf_nothing"):
+        hf_xformers.variants.config_class("xf_nothing")
+    from transformers import AutoConfig
+
+    with pytest.raises(ValueError, match="xf_nothing"):
+        AutoConfig.for_model("xf_nothing")
+
+
+def test_no_model_of_transformers_is_shadowed():
+    from transformers import AutoConfig, BertConfig
+
+    assert type(AutoConfig.for_model("bert")) is BertConfig
+    assert all(name == "xformer" or name.startswith("xf_") for name in model_types())
+
+
+@pytest.mark.parametrize("name", list(model_types()))
+def test_pickling(name):
+    """Configs and models of every family."""
+    for head, model_class in family(name).items():
+        config = config_class(name)(**tiny_fields(config_class(name), "seq2seq" if head == "ForSeq2SeqLM" else "encoder"))
+        torch.manual_seed(0)
+        model = model_class(config).eval()
+        again = pickle.loads(pickle.dumps(model))
+        assert type(again) is model_class and again.config.to_dict() == model.config.to_dict()
+        for one, other in zip(model.parameters(), again.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_names_of_the_package():
+    """`hf_xformers.<class>` finds every class of every family, and says so when there is none."""
+    for name in model_types():
+        for model_class in (config_class(name), *family(name).values()):
+            assert getattr(hf_xformers, model_class.__name__) is model_class
+    for missing in ("XFBertForCausalLM", "XFNothing", "nothing", "XF", "_private"):
+        with pytest.raises(AttributeError, match=missing):
+            getattr(hf_xformers, missing)
+    assert "XFormerConfig" in dir(hf_xformers)
+
+
+def test_resolve():
+    assert resolve("bert") == resolve("xf_bert") == "xf_bert" and resolve("xformer") == "xformer"
+    with pytest.raises(ValueError, match="Unknown variant 'brt'; known variants: .*Did you mean 'bert'"):
+        resolve("brt")

@@ -1,0 +1,164 @@
+"""Dense feed-forward forms against their formulas, one token at a time."""
+
+import math
+
+import pytest
+import torch
+
+from hf_xformers import XFormerConfig, build_spec
+from hf_xformers.components import names
+from tests.helpers import close, make_strong
+
+WIDTH, INNER = 6, 10
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def gelu(x):
+    return x * 0.5 * (1 + math.erf(x / math.sqrt(2)))
+
+
+def tanh_gelu(x):
+    return 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def swish(x):
+    return x * sigmoid(x)
+
+
+def relu(x):
+    return max(x, 0.0)
+
+
+FORMS = [  # spec, activation, gated
+    ({"type": "relu"}, relu, False),
+    ({"type": "swish"}, swish, False),
+    ({"type": "gelu"}, gelu, False),
+    ({"type": "gelu", "approximate": "tanh"}, tanh_gelu, False),
+    ({"type": "glu"}, sigmoid, True),
+    ({"type": "bilinear"}, lambda x: x, True),
+    ({"type": "reglu"}, relu, True),
+    ({"type": "geglu"}, gelu, True),
+    ({"type": "geglu", "approximate": "tanh"}, tanh_gelu, True),
+    ({"type": "swiglu"}, swish, True),
+]
+each_form = pytest.mark.parametrize(
+    ("spec", "activation", "gated"), FORMS, ids=["-".join(spec.values()) for spec, _, _ in FORMS]
+)
+
+
+def build(spec, **fields):
+    config = XFormerConfig(hidden_size=WIDTH, num_attention_heads=2, intermediate_size=INNER, **fields)
+    torch.manual_seed(0)
+    module = build_spec("feedforward", spec).build(config, layer_idx=0).double().eval()
+    return make_strong(module, amount=0.5)
+
+
+def vectors(*shape, seed=0):
+    return torch.randn(*shape, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def dot(weight, bias, row):
+    result = [sum(w * x for w, x in zip(line, row)) for line in weight.tolist()]
+    return result if bias is None else [value + float(b) for value, b in zip(result, bias.tolist())]
+
+
+@each_form
+@pytest.mark.parametrize("bias", [True, False])
+def test_formula(spec, activation, gated, bias):
+    module = build({**spec, "bias": bias})
+    expected_names = {f"{part}_proj" for part in (("up", "gate", "down") if gated else ("up", "down"))}
+    assert {name for name, child in module.named_children() if child is not None and "proj" in name} == expected_names
+    assert all((getattr(module, name).bias is not None) == bias for name in expected_names)
+    states = vectors(2, 3)
+    output = module(states, None).output
+    for b in range(2):
+        for t in range(3):
+            row = states[b, t].tolist()
+            inner = dot(module.up_proj.weight, module.up_proj.bias, row)
+            if gated:
+                gate = dot(module.gate_proj.weight, module.gate_proj.bias, row)
+                inner = [activation(g) * u for g, u in zip(gate, inner)]
+            else:
+                inner = [activation(u) for u in inner]
+            expected = dot(module.down_proj.weight, module.down_proj.bias, inner)
+            close(output[b, t], torch.tensor(expected, dtype=torch.float64))
+
+
+@each_form
+def test_aliases(spec, activation, gated):
+    """The survey's names of the forms."""
+    assert type(build_spec("feedforward", spec["type"] + "_ffn")) is type(build_spec("feedforward", spec["type"]))
+
+
+def test_bilinear_is_symmetric():
+    """Swapping the two input projections changes nothing; doubling the input (no biases) quadruples the output."""
+    module, states = build({"type": "bilinear", "bias": False}), vectors(2, 3)
+    output = module(states, None).output
+    close(module(2 * states, None).output, 4 * output)
+    with torch.no_grad():
+        up, gate = module.up_proj.weight.clone(), module.gate_proj.weight.clone()
+        module.up_proj.weight.copy_(gate)
+        module.gate_proj.weight.copy_(up)
+    close(module(states, None).output, output)
+
+
+def test_gate_of_one_is_plain():
+    """GLU whose ungated half is fixed to 1 is a sigmoid network."""
+    module, states = build("glu"), vectors(2, 3)
+    with torch.no_grad():
+        module.up_proj.weight.zero_()
+        module.up_proj.bias.fill_(1.0)
+        expected = module.down_proj(torch.sigmoid(module.gate_proj(states)))
+    close(module(states, None).output, expected)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 6])
+def test_chunks(chunk):
+    """`chunk_size_feed_forward` bounds the tokens in flight and changes nothing."""
+    states = vectors(2, 6)
+    whole, chunked = build("swiglu"), build("swiglu", chunk_size_feed_forward=chunk)
+    seen = []
+    chunked.up_proj.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape[1]))
+    close(chunked(states, None).output, whole(states, None).output)
+    assert seen == [chunk] * (6 // chunk)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 7])
+def test_chunks_of_any_length(length):
+    """A length that is not a multiple of the chunk."""
+    states = vectors(2, length)
+    close(build("gelu", chunk_size_feed_forward=3)(states, None).output, build("gelu")(states, None).output)
+
+
+def test_activation_dropout():
+    module = build("relu", activation_dropout_prob=0.5)
+    states = vectors(2, 3)
+    assert torch.equal(module(states, None).output, module(states, None).output)
+    module.train()
+    torch.manual_seed(0)
+    draws = torch.stack([module(states, None).output.detach() for _ in range(400)])
+    expected = module.eval()(states, None).output
+    assert ((draws.mean(0) - expected).abs() < 5 * draws.std(0) / 400**0.5 + 1e-12).all()
+    assert draws.std(0).max() > 0.1
+
+
+def test_parameter_counts():
+    """2/3 of the inner width gives a gated form the size of a plain one (Shazeer 2020, section 3)."""
+    plain = XFormerConfig(hidden_size=12, num_attention_heads=2, intermediate_size=48)
+    gated = XFormerConfig(hidden_size=12, num_attention_heads=2, intermediate_size=32)
+    counts = [
+        sum(parameter.numel() for parameter in build_spec("feedforward", spec).build(config).parameters())
+        for spec, config in (({"type": "relu", "bias": False}, plain), ({"type": "swiglu", "bias": False}, gated))
+    ]
+    assert counts[0] == counts[1] == 2 * 12 * 48
+
+
+def test_every_dense_form_is_tested():
+    from hf_xformers.components import SLOTS
+    from hf_xformers.feedforward.dense import DenseFeedForwardSpec
+
+    dense = {name for name in names("feedforward") if issubclass(SLOTS["feedforward"].get(name), DenseFeedForwardSpec)}
+    assert dense == {spec["type"] for spec, _, _ in FORMS}

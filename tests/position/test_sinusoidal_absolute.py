@@ -1,0 +1,107 @@
+"""Sinusoids against their closed form, in double precision and one number at a time."""
+
+import math
+
+import pytest
+import torch
+
+from hf_xformers import XFormerConfig, XFormerModel
+from hf_xformers.position.sinusoidal_absolute import sinusoids
+from tests.helpers import close, tokens
+
+WIDTH = 16
+
+
+def closed_form(position, width=WIDTH, base=10000.0, layout="interleaved"):
+    """Vaswani et al. 2017, section 3.5."""
+    row = [0.0] * width
+    for i in range(width // 2):
+        angle = position / base ** (2 * i / width)
+        where = (2 * i, 2 * i + 1) if layout == "interleaved" else (i, width // 2 + i)
+        row[where[0]], row[where[1]] = math.sin(angle), math.cos(angle)
+    return row
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+@pytest.mark.parametrize("base", [10000.0, 50.0])
+def test_closed_form(layout, base):
+    positions = torch.tensor([0, 1, 2, 17, 511])
+    table = sinusoids(positions, WIDTH, base, layout)
+    expected = torch.tensor([closed_form(int(t), base=base, layout=layout) for t in positions])
+    # An angle of t radians is known to half a unit in its last place or two: t * 2^-23.
+    close(table.double(), expected.double(), 511 * 2**-23)
+    close(table[0].double(), expected[0].double(), 1e-12)
+
+
+def test_far_positions():
+    """t = 10^5: there is no table that ends."""
+    far = 100_000
+    table = sinusoids(torch.tensor([far]), WIDTH, 10000.0, "interleaved")[0].double()
+    expected = torch.tensor(closed_form(far), dtype=torch.float64)
+    assert (table - expected).abs().max() < far * 2**-23
+    close(table.pow(2).sum(), torch.tensor(WIDTH / 2, dtype=torch.float64), 1e-5)
+
+
+def test_products_depend_on_distance():
+    """PE(t) . PE(s) = sum_i cos(omega_i (t - s))."""
+    table = sinusoids(torch.arange(40), WIDTH, 10000.0, "interleaved").double()
+    products = table @ table.T
+    for distance in range(40):
+        expected = sum(math.cos(distance / 10000 ** (2 * i / WIDTH)) for i in range(WIDTH // 2))
+        diagonal = products.diagonal(distance)
+        close(diagonal, torch.full_like(diagonal, expected), 1e-4)
+
+
+def test_half_layout_is_a_permutation():
+    one, other = (sinusoids(torch.arange(9), WIDTH, 10000.0, layout) for layout in ("interleaved", "half"))
+    order = [*range(0, WIDTH, 2), *range(1, WIDTH, 2)]
+    assert torch.equal(one[:, order], other)
+
+
+def test_model_adds_it():
+    """x_t = sqrt(D) E[w_t] + PE(t), counted from the first real token; nothing is learned."""
+    config = XFormerConfig(
+        vocab_size=30,
+        hidden_size=WIDTH,
+        num_attention_heads=2,
+        num_hidden_layers=0,
+        intermediate_size=8,
+        max_position_embeddings=4,  # no limit for sinusoids
+        position="sinusoidal_absolute",
+        embedding={"type": "token", "scale": True},
+    )
+    model = XFormerModel(config).double().eval()
+    assert not list(model.trunk.position.parameters()) and not list(model.trunk.position.buffers())
+    ids = tokens(1, 9, high=30)
+    with torch.no_grad():
+        vectors = model.get_input_embeddings()(ids)[0] * math.sqrt(WIDTH)
+        output = model(ids).last_hidden_state[0]
+        close(output, vectors + torch.tensor([closed_form(t) for t in range(9)], dtype=torch.float64), 1e-5)
+        mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 0, 0]])
+        output = model(ids, attention_mask=mask).last_hidden_state[0, 2:7]
+        close(output, vectors[2:7] + torch.tensor([closed_form(t) for t in range(5)], dtype=torch.float64), 1e-5)
+
+
+def test_bfloat16_keeps_positions_apart():
+    """Angles are not rounded to the model's precision: bfloat16 knows 641 of the first 2048 integers."""
+    config = XFormerConfig(
+        vocab_size=30, hidden_size=WIDTH, num_attention_heads=2, num_hidden_layers=0, position="sinusoidal_absolute"
+    )
+    model = XFormerModel(config).to(torch.bfloat16).eval()
+    zeros = torch.zeros(1, 2048, WIDTH, dtype=torch.bfloat16)
+    with torch.no_grad():
+        output = model(inputs_embeds=zeros).last_hidden_state[0].float()
+    expected = torch.tensor([closed_form(t) for t in range(2048)])
+    assert (output - expected).abs().max() < 2**-8
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"position": {"type": "sinusoidal_absolute", "base": 1.0}}, "`base` > 1, got 1.0"),
+        ({"position": "sinusoidal_absolute", "hidden_size": 15, "num_attention_heads": 3}, "even `hidden_size`, got 15"),
+    ],
+)
+def test_refusals(fields, message):
+    with pytest.raises(ValueError, match=message):
+        XFormerConfig(**fields)

@@ -1,0 +1,157 @@
+"""T5's bias: buckets by a loop over the formula and by a table written down by hand, then in a model."""
+
+import math
+
+import pytest
+import torch
+
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForSeq2SeqLM, XFormerModel
+from hf_xformers.position.t5_relative_bias import relative_buckets
+from tests.helpers import close, make_strong, tokens
+
+
+def bucket(distance, bidirectional, buckets, far):
+    """Raffel et al. 2020, section 2.1, and its released code: one distance (key - query) at a time."""
+    first = 0
+    if bidirectional:
+        buckets //= 2
+        first = buckets if distance > 0 else 0
+        steps = abs(distance)
+    else:
+        steps = max(-distance, 0)
+    exact = buckets // 2
+    if steps < exact:
+        return first + steps
+    share = math.log(steps / exact) / math.log(far / exact)
+    return first + min(exact + int(share * (buckets - exact) + 1e-9), buckets - 1)
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize(("buckets", "far"), [(32, 128), (8, 20), (6, 100)])
+def test_formula(bidirectional, buckets, far):
+    distances = torch.arange(-300, 301)
+    found = relative_buckets(distances, bidirectional=bidirectional, num_buckets=buckets, max_distance=far)
+    expected = [bucket(int(d), bidirectional, buckets, far) for d in distances]
+    # Where the logarithm is a whole number, one rounding in float32 decides; there a neighbour is right as well.
+    for distance, one, other in zip(distances.tolist(), found.tolist(), expected):
+        assert one == other or (whole(distance, bidirectional, buckets, far) and other - one == 1), distance
+    assert found.min() == 0 and found.max() == buckets - 1
+
+
+def whole(distance, bidirectional, buckets, far):
+    side = buckets // 2 if bidirectional else buckets
+    exact = side // 2
+    share = math.log(abs(distance) / exact) / math.log(far / exact) * (side - exact)
+    return abs(share - round(share)) < 1e-6
+
+
+def test_table_by_hand():
+    """32 buckets up to 128, as T5: some entries worked out on paper."""
+    encoder = {0: 0, -1: 1, -7: 7, -8: 8, -11: 8, -12: 9, -16: 10, -23: 11, -32: 12, -46: 13, -64: 14, -91: 15, -5000: 15}
+    encoder |= {1: 17, 7: 23, 8: 24, 12: 25, 91: 31, 5000: 31}
+    decoder = {5: 0, 0: 0, -1: 1, -15: 15, -16: 16, -18: 16, -19: 17, -32: 21, -64: 26, -113: 31, -128: 31, -5000: 31}
+    for bidirectional, table in ((True, encoder), (False, decoder)):
+        distances = torch.tensor(list(table))
+        found = relative_buckets(distances, bidirectional=bidirectional, num_buckets=32, max_distance=128)
+        assert dict(zip(table, found.tolist())) == table
+
+
+def test_same_as_transformers():
+    """The buckets that T5 checkpoints were trained with, rounding included."""
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    distances = torch.arange(-1000, 1001)
+    for bidirectional in (True, False):
+        for buckets, far in ((32, 128), (8, 20), (16, 64)):
+            theirs = T5Attention._relative_position_bucket(distances, bidirectional, buckets, far)
+            ours = relative_buckets(distances, bidirectional=bidirectional, num_buckets=buckets, max_distance=far)
+            assert torch.equal(ours, theirs)
+
+
+GEOMETRY = dict(
+    vocab_size=40,
+    hidden_size=16,
+    num_attention_heads=2,
+    num_hidden_layers=2,
+    intermediate_size=16,
+    position={"type": "t5_relative_bias", "num_buckets": 8, "max_distance": 10},
+)
+
+
+def build(model_class, **fields):
+    torch.manual_seed(0)
+    return make_strong(model_class(XFormerConfig(**{**GEOMETRY, **fields})).double().eval(), amount=0.3)
+
+
+@pytest.mark.parametrize("model_class", [XFormerModel, XFormerForCausalLM])
+def test_block(model_class):
+    """The bias of any block of pairs, at any offset, is read from one table per tower."""
+    position = build(model_class).base_model
+    position = getattr(position, "model", position).trunk.position
+    causal = model_class is XFormerForCausalLM
+    rows, columns = torch.tensor([4, 9, 0]), torch.tensor([2, 4, 30, 7])
+    matrix = position.block(rows, columns)
+    assert matrix.shape == (2, 3, 4)
+    for h in range(2):
+        for i, row in enumerate(rows.tolist()):
+            for j, column in enumerate(columns.tolist()):
+                place = bucket(column - row, not causal, 8, 10)
+                assert matrix[h, i, j] == position.table.weight[place, h]
+
+
+def test_layers_share_one_table():
+    """The attention weights of the first layer are a softmax of scores plus the table's entries; all layers read it."""
+    model = build(XFormerModel).eval()
+    assert [name for name, _ in model.named_parameters() if "table" in name] == ["trunk.position.table.weight"]
+    ids = tokens(1, 6, high=40)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0]])
+    with torch.no_grad():
+        output = model(ids, attention_mask=mask, output_attentions=True, output_hidden_states=True)
+        for index, layer in enumerate(model.trunk.layers):
+            states = output.hidden_states[index]
+            q, k = (f(states).view(1, 6, 2, 8).transpose(1, 2) for f in (layer.attention.q_proj, layer.attention.k_proj))
+            scores = q @ k.transpose(-1, -2) / math.sqrt(8)
+            for i in range(6):
+                for j in range(6):
+                    scores[0, :, i, j] += model.trunk.position.table.weight[bucket(j - i, True, 8, 10)]
+            scores[..., 5] = -torch.inf
+            close(output.attentions[index], scores.softmax(-1))
+
+
+def test_towers_have_their_own_tables():
+    """One direction in the decoder, two in the encoder, none in cross-attention."""
+    model = build(XFormerForSeq2SeqLM)
+    names = [name for name, _ in model.named_parameters() if "position" in name]
+    assert names == ["model.trunk.position.table.weight", "model.decoder.position.table.weight"]
+    assert model.model.trunk.position.bidirectional and not model.model.decoder.position.bidirectional
+    ids, target = tokens(1, 6, high=40), tokens(1, 4, seed=1, high=40)
+    with torch.no_grad():
+        before = model(ids, decoder_input_ids=target, output_attentions=True)
+        model.model.decoder.position.table.weight.normal_()
+        after = model(ids, decoder_input_ids=target, output_attentions=True)
+    close(after.cross_attentions[0].sum(-1), torch.ones_like(after.cross_attentions[0].sum(-1)))
+    assert (before.decoder_attentions[0] - after.decoder_attentions[0]).abs().max() > 1e-3
+
+
+def test_extrapolates():
+    """Beyond `max_distance` all tokens share a bucket, so a long text is read without a limit."""
+    model = build(XFormerModel, max_position_embeddings=4)
+    assert model(tokens(1, 50, high=40)).last_hidden_state.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "message"),
+    [
+        ({"num_buckets": 1}, {}, "`num_buckets` >= 2, got 1"),
+        ({"num_buckets": 32, "max_distance": 16}, {}, r"`max_distance` above half of `num_buckets` \(16\), got 16"),
+        ({"num_buckets": 7}, {}, "it must be even and at least 4, got 7"),
+        ({"num_buckets": 2, "max_distance": 9}, {"is_encoder_decoder": True}, "it must be even and at least 4, got 2"),
+    ],
+)
+def test_refusals(spec, shape, message):
+    with pytest.raises(ValueError, match=message):
+        XFormerConfig(position={"type": "t5_relative_bias", **spec}, **shape)
+
+
+def test_odd_buckets_in_a_decoder():
+    XFormerConfig(position={"type": "t5_relative_bias", "num_buckets": 7}, is_decoder=True)

@@ -1,0 +1,85 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hf_xformers.training.evaluation import perplexity, summarise, token_statistics
+
+
+def literal(logits, labels, shift):
+    """The sums of each row by loops in float64: -log softmax at the label, and whether the label is the largest."""
+    rows = []
+    for row, targets in zip(logits.double(), labels):
+        nll = count = right = 0.0
+        for t in range(len(targets) - shift):
+            label = int(targets[t + shift])
+            if label == -100:
+                continue
+            scores = row[t].tolist()
+            nll += math.log(sum(math.exp(s) for s in scores)) - scores[label]
+            count += 1
+            right += max(range(len(scores)), key=scores.__getitem__) == label
+        rows.append([nll, count, right])
+    return torch.tensor(rows)
+
+
+@pytest.fixture
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 7, 11, generator=generator)
+    labels = torch.randint(0, 11, (5, 7), generator=generator)
+    labels[torch.rand(5, 7, generator=generator) < 0.4] = -100
+    labels[3] = -100  # a row without any target
+    labels[0, 2] = int(logits[0, 2].argmax())
+    labels[1, 4] = int(logits[1, 3].argmax())
+    return logits, labels
+
+
+@pytest.mark.parametrize("next_token", [False, True])
+def test_sums_are_those_of_the_equation(batch, next_token):
+    logits, labels = batch
+    found = token_statistics(logits, labels, next_token=next_token)
+    expected = literal(logits, labels, int(next_token))
+    assert expected[:, 2].sum() > 0
+    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-6, atol=1e-6)
+
+
+def test_no_target_at_all():
+    found = token_statistics(torch.randn(2, 3, 5), torch.full((2, 3), -100), next_token=False)
+    assert found.tolist() == [[0.0, 0.0, 0.0]] * 2
+    assert summarise(found)["loss"] == 0.0
+
+
+def test_a_length_of_one_has_no_next_token():
+    assert token_statistics(torch.randn(1, 1, 5), torch.ones(1, 1).long(), next_token=True).tolist() == [[0.0] * 3]
+
+
+def test_tokens_weigh_the_same_in_any_batch(batch):
+    logits, labels = batch
+    whole = token_statistics(logits, labels, next_token=False)
+    parts = torch.cat([token_statistics(logits[i : i + 2], labels[i : i + 2], next_token=False) for i in (0, 2, 4)])
+    assert summarise(parts) == pytest.approx(summarise(whole))
+    rows = literal(logits, labels, 0)
+    expected = float(rows[:, 0].sum() / rows[:, 1].sum())
+    assert summarise(whole)["loss"] == pytest.approx(expected)
+    assert summarise(whole)["perplexity"] == pytest.approx(math.exp(expected))
+    assert summarise(whole)["accuracy"] == pytest.approx(float(rows[:, 2].sum() / rows[:, 1].sum()))
+    assert summarise(whole)["tokens"] == int(rows[:, 1].sum())
+
+
+def test_further_columns_are_averaged():
+    rows = np.array([[2.0, 1, 1, 0.5], [4.0, 1, 0, 1.5]])
+    assert summarise(rows, ("aux_balance",))["aux_balance"] == 1.0
+
+
+def test_half_precision_is_summed_in_float32():
+    torch.manual_seed(0)
+    logits = torch.randn(1, 9, 13, dtype=torch.bfloat16)
+    labels = torch.randint(0, 13, (1, 9))
+    found = token_statistics(logits, labels, next_token=False)
+    torch.testing.assert_close(found.double(), literal(logits, labels, 0).double(), rtol=1e-5, atol=1e-5)
+
+
+def test_perplexity_of_a_broken_model_is_a_number():
+    assert math.isfinite(perplexity(1e9))

@@ -1,0 +1,297 @@
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    TrainingArguments,
+)
+
+import hf_xformers.cli
+from hf_xformers.objectives import build_objective
+from hf_xformers.training.building import build_config, choose_block_size
+from hf_xformers.training.pretraining import planned_steps
+from hf_xformers.training.text import load_splits, make_rows
+from hf_xformers.variants import config_class
+from tests.training.runs import SHAPE, flags, history, pretrain, summary, weights, write_text
+
+AUTO = {"mlm": AutoModelForMaskedLM, "clm": AutoModelForCausalLM, "span": AutoModelForSeq2SeqLM}
+FAMILY = {"mlm": "XFBertForMaskedLM", "clm": "XFGPT2ForCausalLM", "span": "XFT5ForSeq2SeqLM"}
+SPAN = {"vocab_size": 460}  # the sentinels need a hundred
+
+
+@pytest.fixture(scope="module")
+def trained(text, tmp_path_factory):
+    """One model of each objective; learning rate and steps so that it learns the pattern of the text."""
+    folder = tmp_path_factory.mktemp("trained")
+    variants = {"mlm": "bert", "clm": "gpt2", "span": "t5"}
+    settings = {"eval_strategy": "steps", "eval_steps": 40, "eval_on_start": "true", "learning_rate": 0.01}
+    return {
+        objective: pretrain(
+            text,
+            folder / objective,
+            variant=variant,
+            max_steps=40,
+            hidden_dropout_prob=0.0,
+            **{**settings, **(SPAN if objective == "span" else {})},
+        )
+        for objective, variant in variants.items()
+    }
+
+
+@pytest.mark.parametrize("objective", list(AUTO))
+def test_the_objective_follows_from_the_variant(trained, objective):
+    assert summary(trained[objective])["objective"]["type"] == objective
+
+
+@pytest.mark.parametrize("objective", list(AUTO))
+def test_training_lowers_the_held_out_loss(trained, objective):
+    losses = [entry["eval_loss"] for entry in history(trained[objective]) if "eval_loss" in entry]
+    assert losses[0] == pytest.approx(math.log(360 if objective != "span" else 460), rel=0.1)
+    assert losses[-1] < losses[0] - 0.7
+
+
+@pytest.mark.parametrize("objective", list(AUTO))
+def test_what_is_saved_loads_through_the_auto_classes(trained, objective):
+    folder = trained[objective]
+    model = AUTO[objective].from_pretrained(folder).eval()
+    assert type(model).__name__ == FAMILY[objective]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer) == summary(folder)["vocabulary"] <= model.config.vocab_size
+    assert model.config.pad_token_id == tokenizer.pad_token_id
+    if objective == "mlm":
+        return
+    assert (folder / "generation_config.json").is_file()
+    ids = model.generate(**tokenizer("karan losel", return_tensors="pt"), max_new_tokens=5, do_sample=False)
+    assert ids.shape[1] > 1
+    assert model.config.use_cache is True
+
+
+def test_a_causal_model_begins_with_what_ends_a_document(trained):
+    tokenizer = AutoTokenizer.from_pretrained(trained["clm"])
+    assert tokenizer.bos_token_id == tokenizer.eos_token_id == AutoConfig.from_pretrained(trained["clm"]).bos_token_id
+    assert tokenizer("karan")["input_ids"] == tokenizer("karan", add_special_tokens=False)["input_ids"]
+
+
+def test_decoder_inputs_begin_as_in_training(trained):
+    config = AutoConfig.from_pretrained(trained["span"])
+    assert config.decoder_start_token_id == config.pad_token_id
+
+
+@pytest.mark.parametrize("objective", list(AUTO))
+def test_evaluate_repeats_the_last_evaluation(trained, objective, capsys):
+    folder = trained[objective]
+    assert (
+        hf_xformers.cli.main(["evaluate", "--model", str(folder), "--json", "--per_device_eval_batch_size", "3"]) == 0
+    )
+    figures = json.loads(capsys.readouterr().out)
+    last = [entry for entry in history(folder) if "eval_loss" in entry][-1]
+    assert figures["objective"]["type"] == objective
+    assert figures["loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
+    assert figures["perplexity"] == pytest.approx(math.exp(last["eval_loss"]), rel=1e-5)
+    assert figures["accuracy"] == pytest.approx(last["eval_accuracy"])
+    assert figures["rows"] == summary(folder)["validation_rows"]
+
+
+@pytest.mark.parametrize("objective", list(AUTO))
+def test_evaluate_is_the_loss_of_the_model_on_the_rows(trained, objective, capsys):
+    """Computed again from the saved parts: rows, static noise, one row at a time, log softmax in float64."""
+    folder = trained[objective]
+    assert hf_xformers.cli.main(["evaluate", "--model", str(folder), "--json", "--split", "all"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    from hf_xformers.training.text import TextData
+
+    source = TextData(**{**summary(folder)["data"], "validation_fraction": 0.0})
+    spec = build_objective(summary(folder)["objective"])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = make_rows(load_splits(source)["train"], tokenizer, spec, 16, whole=True)
+    collator = spec.collator(tokenizer, seed=42, static=True)
+    model = AUTO[objective].from_pretrained(folder).eval()
+    total = count = 0.0
+    with torch.no_grad():
+        for row in rows:
+            batch = collator([row])
+            labels = batch.pop("labels")[0]
+            logits = model(**batch).logits[0].double()
+            if objective == "clm":
+                logits, labels = logits[:-1], labels[1:]
+            chosen = labels != -100
+            total -= float(torch.log_softmax(logits[chosen], -1).gather(1, labels[chosen][:, None]).sum())
+            count += int(chosen.sum())
+    assert figures["rows"] == len(rows)
+    assert figures["tokens"] == count
+    assert figures["loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_the_folder_holds_no_pickles_and_no_leftovers(trained):
+    names = {path.name for path in trained["mlm"].iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "trainer_state.json"} <= names
+    assert not [name for name in names if name.endswith((".bin", ".pt", ".tmp")) or name.startswith(".")]
+
+
+# ------------------------------------------------------------------------------------------------ seeds, tokenizers, starts
+
+
+def test_the_seed_decides_everything(text, tmp_path):
+    first, again, other = (pretrain(text, tmp_path / str(run), seed=seed) for run, seed in enumerate((1, 1, 2)))
+    assert history(first) == history(again)
+    assert all(torch.equal(tensor, weights(again)[name]) for name, tensor in weights(first).items())
+    assert history(first) != history(other)
+
+
+@pytest.mark.parametrize("setting, changes", [((), True), (("--objective.dupe_factor", "1"), False)])
+def test_masks_change_from_epoch_to_epoch(text, tmp_path, setting, changes):
+    """All rows in one batch, nothing learned and nothing dropped: only the masks can change the loss of an epoch."""
+    output = pretrain(
+        text,
+        tmp_path / "run",
+        *setting,
+        num_train_epochs=3,
+        max_steps=None,
+        per_device_train_batch_size=1000,
+        logging_steps=1,
+        learning_rate=0.0,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    losses = [entry["loss"] for entry in history(output) if "loss" in entry]
+    assert len(losses) == 3
+    assert (losses[1] != pytest.approx(losses[0], rel=1e-5)) is changes
+    assert (losses[2] != pytest.approx(losses[1], rel=1e-5)) is changes
+
+
+def test_a_tokenizer_by_name_is_used_and_saved(trained, text, tmp_path):
+    source = trained["mlm"]
+    output = pretrain(text, tmp_path / "run", tokenizer=source, vocab_size=None)
+    assert json.loads((output / "tokenizer.json").read_text()) == json.loads((source / "tokenizer.json").read_text())
+    assert AutoConfig.from_pretrained(output).vocab_size == len(AutoTokenizer.from_pretrained(source))
+
+
+def test_a_tokenizer_without_a_mask_gets_one(trained, text, tmp_path):
+    bare = tmp_path / "bare"
+    tokenizer = AutoTokenizer.from_pretrained(trained["clm"])
+    tokenizer.save_pretrained(bare)
+    settings = json.loads((bare / "tokenizer_config.json").read_text())
+    content = json.loads((bare / "tokenizer.json").read_text())
+    mask = settings.pop("mask_token")
+    mask = mask["content"] if isinstance(mask, dict) else mask
+    content["added_tokens"] = [entry for entry in content["added_tokens"] if entry["content"] != mask]
+    (bare / "tokenizer_config.json").write_text(json.dumps(settings))
+    (bare / "tokenizer.json").write_text(json.dumps(content))
+    output = pretrain(text, tmp_path / "run", tokenizer=bare, vocab_size=None, objective="mlm")
+    assert AutoTokenizer.from_pretrained(output).mask_token is not None
+
+
+def test_init_from_takes_weights_tokenizer_and_configuration(trained, text, tmp_path):
+    start = trained["mlm"]
+    output = tmp_path / "run"
+    argv = flags(init_from=start, data=text, output_dir=output, block_size=16, max_steps=1, learning_rate=0.0)
+    argv += flags(save_strategy="no", disable_tqdm="true", hidden_dropout_prob=0.25, per_device_train_batch_size=4)
+    assert hf_xformers.cli.main(["pretrain", *argv]) == 0
+    assert all(torch.equal(tensor, weights(output)[name]) for name, tensor in weights(start).items())
+    assert AutoConfig.from_pretrained(output).hidden_dropout_prob == 0.25
+    assert summary(output)["size"] == "tiny"
+    assert (output / "tokenizer.json").read_bytes() == (start / "tokenizer.json").read_bytes()
+
+
+def test_init_from_keeps_the_components_of_a_free_mix(text, tmp_path):
+    start = pretrain(text, tmp_path / "start", "--position", "rotary", "--position.theta", "77", max_steps=1)
+    argv = flags(
+        init_from=start, data=text, output_dir=tmp_path / "run", block_size=16, max_steps=1, save_strategy="no"
+    )
+    argv += ["--position.fraction", "0.5", "--disable_tqdm", "true"]
+    assert hf_xformers.cli.main(["pretrain", *argv]) == 0
+    position = AutoConfig.from_pretrained(tmp_path / "run").position
+    assert (position.type, position.theta, position.fraction) == ("rotary", 77.0, 0.5)
+
+
+def test_a_new_run_does_not_bury_an_old_one(text, tmp_path, capsys):
+    options = {"save_strategy": "steps", "save_steps": 2}
+    output = pretrain(text, tmp_path / "run", **options)
+    argv = ["pretrain", *flags(**SHAPE, data=text, output_dir=output, block_size=16, max_steps=2)]
+    assert hf_xformers.cli.main(argv) == 2
+    assert "already holds checkpoint-4 of an earlier run" in capsys.readouterr().err
+    pretrain(text, output, "--overwrite_output_dir", **{**options, "max_steps": 2})
+    assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_only_two_checkpoints_are_kept(text, tmp_path):
+    output = pretrain(text, tmp_path / "run", save_strategy="steps", save_steps=1)
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
+
+
+def test_resume_refuses_another_run(text, tmp_path, capsys):
+    options = {"save_strategy": "steps", "save_steps": 2}
+    output = pretrain(text, tmp_path / "run", variant="bert", **options)
+
+    def resume(**changes):
+        base = {**SHAPE, "variant": "bert", "data": text, "output_dir": output, "block_size": 16, "max_steps": 6}
+        argv = flags(**{**base, **changes}, per_device_train_batch_size=4, resume_from_checkpoint=True)
+        assert hf_xformers.cli.main(["pretrain", *argv]) == 2
+        return capsys.readouterr().err
+
+    assert "is of variant 'xf_bert', and this command asks for 'xf_roberta'" in resume(variant="roberta")
+    assert "has intermediate_size 32, and this command asks for 64" in resume(intermediate_size=64)
+    assert "had block_size 16, and this command gives 12" in resume(block_size=12)
+    other = write_text(tmp_path / "other.txt", lines=60)
+    assert "had train_rows" in resume(data=other)
+    shutil.rmtree(output / "checkpoint-4")
+    shutil.rmtree(output / "checkpoint-2")
+    assert "holds no complete checkpoint to resume from" in resume()
+
+
+def test_without_validation_text_there_is_no_evaluation(text, tmp_path):
+    output = pretrain(text, tmp_path / "run", validation_fraction=0.0, eval_strategy="steps", eval_steps=1)
+    assert summary(output)["validation_rows"] == 0
+    assert not [entry for entry in history(output) if "eval_loss" in entry]
+
+
+def test_a_text_shorter_than_a_row_is_trained_on_all_the_same(tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("karan losel\nmitor nevin\n")
+    output = pretrain(short, tmp_path / "run", max_steps=1)
+    assert summary(output)["train_rows"] == 1
+
+
+def test_whole_words_reach_the_collator(text, tmp_path):
+    output = pretrain(text, tmp_path / "run", "--objective.whole_word", "true", "--objective.mask_prob", "0.3")
+    assert summary(output)["objective"]["whole_word"] is True
+    assert summary(output)["objective"]["mask_prob"] == 0.3
+
+
+# ------------------------------------------------------------------------------------------------ small parts
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ({"max_steps": 7}, 7),
+        ({"num_train_epochs": 3, "per_device_train_batch_size": 4}, 9),  # 10 rows: 4, 4, 2
+        ({"num_train_epochs": 3, "per_device_train_batch_size": 4, "dataloader_drop_last": True}, 6),
+        ({"num_train_epochs": 1.5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}, 5),
+    ],
+)
+def test_planned_steps_are_trainers(settings, expected, tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **settings)
+    assert planned_steps(args, 10) == expected
+
+
+def test_default_rows_fit_the_positions():
+    span = build_objective("span")
+    config = build_config(config_class("bart"), "tiny", span, fields={"max_position_embeddings": 50})
+    assert choose_block_size(config, span, "tiny", None) == 50
+    free = build_config(config_class("t5"), "tiny", span)
+    assert choose_block_size(free, span, "tiny", 1000) == 1000
+
+
+def test_targets_count_as_well():
+    span = build_objective({"type": "span", "noise_density": 0.8, "mean_noise_span_length": 30.0})
+    config = build_config(config_class("bart"), "tiny", span, fields={"max_position_embeddings": 64})
+    with pytest.raises(ValueError, match="rows of --block_size 60 make sequences of"):
+        choose_block_size(config, span, "tiny", 60)

@@ -1,0 +1,288 @@
+import copy
+import json
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM
+from hf_xformers.training.callbacks import ExactSaves
+from hf_xformers.training.trainer import XFormerTrainer
+
+VOCAB = 23
+
+
+class Auxiliary(XFormerForMaskedLM):
+    """Two auxiliary losses of the weights alone, so that their gradient is the same for every batch."""
+
+    def forward(self, **inputs):
+        outputs = super().forward(**inputs)
+        table = self.get_input_embeddings().weight
+        outputs.aux_losses = {"balance": 0.5 * table.pow(2).mean(), "ponder": 2.0 * table.pow(4).mean()}
+        if outputs.loss is not None:
+            outputs.loss = outputs.loss + sum(outputs.aux_losses.values())
+        return outputs
+
+
+def config(**changes):
+    fields = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return XFormerConfig(**{**fields, "intermediate_size": 16, "max_position_embeddings": 32, **changes})
+
+
+def rows(count=8, length=9, seed=0, labelled=0.4):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, VOCAB, (count, length), generator=generator)
+    chosen = torch.rand(count, length, generator=generator) < labelled
+    chosen[:, 1] = True
+    return [{"input_ids": i, "labels": torch.where(c, i, -100)} for i, c in zip(ids, chosen)]
+
+
+def collate(features):
+    return {name: torch.stack([feature[name] for feature in features]) for name in features[0]}
+
+
+def train(model, folder, data=None, evaluation=None, callbacks=(), **settings):
+    defaults = {
+        "output_dir": str(folder),
+        "max_steps": 2,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 0.05,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "remove_unused_columns": False,
+        "train_sampling_strategy": "sequential",
+        "dataloader_pin_memory": False,
+    }
+    trainer = XFormerTrainer(
+        model=model,
+        args=TrainingArguments(**{**defaults, **settings}),
+        train_dataset=data or rows(),
+        eval_dataset=evaluation,
+        data_collator=collate,
+        callbacks=list(callbacks),
+    )
+    trainer.train()
+    return trainer
+
+
+def logged(trainer, key):
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+# ------------------------------------------------------------------------------------------------ auxiliary losses
+
+
+def make_auxiliary():
+    torch.manual_seed(0)
+    return Auxiliary(config(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+
+
+def test_auxiliary_losses_are_logged_by_name(tmp_path):
+    model = make_auxiliary()
+    first = model.get_input_embeddings().weight.detach().double()
+    trainer = train(model, tmp_path, learning_rate=0.0)
+    assert logged(trainer, "aux_balance") == pytest.approx([0.5 * float(first.pow(2).mean())] * 2, rel=1e-5)
+    assert logged(trainer, "aux_ponder") == pytest.approx([2.0 * float(first.pow(4).mean())] * 2, rel=1e-5)
+
+
+def test_the_logged_value_is_the_mean_since_the_last_log(tmp_path):
+    single = train(make_auxiliary(), tmp_path / "single", logging_steps=1, max_steps=4)
+    paired = train(make_auxiliary(), tmp_path / "paired", logging_steps=2, max_steps=4)
+    values = logged(single, "aux_balance")
+    assert values[0] != values[1]
+    assert logged(paired, "aux_balance") == pytest.approx(
+        [(values[0] + values[1]) / 2, (values[2] + values[3]) / 2], rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_accumulation_does_not_change_their_weight(tmp_path, smoothing):
+    whole = make_auxiliary()
+    parts = copy.deepcopy(whole)
+    settings = {"max_steps": 1, "label_smoothing_factor": smoothing}
+    train(whole, tmp_path / "whole", per_device_train_batch_size=8, **settings)
+    trainer = train(
+        parts, tmp_path / "parts", per_device_train_batch_size=2, gradient_accumulation_steps=4, **settings
+    )
+    for (name, one), (_, other) in zip(whole.named_parameters(), parts.named_parameters()):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=name)
+    assert len(logged(trainer, "aux_balance")) == 1
+
+
+def test_the_step_is_the_gradient_of_mean_loss_plus_auxiliary_losses(tmp_path):
+    model = make_auxiliary()
+    twin = copy.deepcopy(model)
+    train(model, tmp_path, max_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    batch = collate(rows())
+    logits = twin(input_ids=batch["input_ids"]).logits
+    table = twin.get_input_embeddings().weight
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    (loss + 0.5 * table.pow(2).mean() + 2.0 * table.pow(4).mean()).backward()
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            if parameter.grad is not None:
+                parameter -= 0.05 * parameter.grad
+    for (name, one), (_, other) in zip(model.named_parameters(), twin.named_parameters()):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_evaluation_keeps_them_apart_from_the_loss(tmp_path):
+    model = make_auxiliary()
+    trainer = train(model, tmp_path, evaluation=rows(seed=3), learning_rate=0.0)
+    metrics = trainer.evaluate()
+    batch = collate(rows(seed=3))
+    with torch.no_grad():
+        logits = model.eval()(input_ids=batch["input_ids"]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), batch["labels"].flatten())
+    assert metrics["eval_loss"] == pytest.approx(float(expected), rel=1e-6)
+    table = model.get_input_embeddings().weight.detach()
+    assert metrics["eval_aux_balance"] == pytest.approx(0.5 * float(table.pow(2).mean()), rel=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ evaluation
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_metrics_do_not_depend_on_the_batch_size(tmp_path, size):
+    torch.manual_seed(0)
+    model = XFormerForMaskedLM(config())
+    # Rows with very different numbers of targets: a mean of batch means would come out elsewhere.
+    data = [row for share in (0.0, 0.9) for row in rows(count=5, seed=int(10 * share), labelled=share)]
+    trainer = train(model, tmp_path, evaluation=data, per_device_eval_batch_size=size, learning_rate=0.0)
+    metrics = trainer.evaluate()
+    batch = collate(data)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=batch["input_ids"]).logits.double()
+    target = batch["labels"] != -100
+    nll = -torch.log_softmax(logits[target], -1).gather(1, batch["labels"][target][:, None])
+    assert metrics["eval_loss"] == pytest.approx(float(nll.mean()), rel=1e-6)
+    assert metrics["eval_perplexity"] == pytest.approx(float(nll.mean().exp()), rel=1e-5)
+    assert metrics["eval_accuracy"] == pytest.approx(
+        float((logits.argmax(-1)[target] == batch["labels"][target]).double().mean())
+    )
+    assert metrics["eval_tokens"] == int(target.sum())
+
+
+def test_evaluation_leaves_no_trace_in_training(tmp_path):
+    torch.manual_seed(0)
+    never = XFormerForMaskedLM(config(hidden_dropout_prob=0.3))
+    often = copy.deepcopy(never)
+    settings = {"max_steps": 5, "train_sampling_strategy": "random"}
+    train(never, tmp_path / "never", **settings)
+    train(
+        often,
+        tmp_path / "often",
+        evaluation=rows(seed=3),
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_on_start=True,
+        **settings,
+    )
+    for (name, one), (_, other) in zip(never.named_parameters(), often.named_parameters()):
+        assert torch.equal(one, other), name
+
+
+# ------------------------------------------------------------------------------------------------ loss
+
+
+def causal_rows():
+    return [{**row, "labels": row["input_ids"]} for row in rows()]
+
+
+def causal_model():
+    torch.manual_seed(0)
+    return XFormerForCausalLM(config(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_causal_loss_is_about_the_next_token(tmp_path, smoothing):
+    model = causal_model()
+    trainer = train(
+        model, tmp_path, data=causal_rows(), learning_rate=0.0, max_steps=1, label_smoothing_factor=smoothing
+    )
+    batch = collate(causal_rows()[:4])
+    with torch.no_grad():
+        logits = model.eval()(input_ids=batch["input_ids"]).logits.double()
+    log = torch.log_softmax(logits[:, :-1], -1)
+    nll = -log.gather(-1, batch["labels"][:, 1:, None]).mean()
+    uniform = -log.mean()
+    expected = (1 - smoothing) * nll + smoothing * uniform
+    assert logged(trainer, "loss")[0] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_causal_metrics_are_about_the_next_token(tmp_path):
+    model = causal_model()
+    trainer = train(model, tmp_path, data=causal_rows(), evaluation=causal_rows(), learning_rate=0.0, max_steps=1)
+    metrics = trainer.evaluate()
+    batch = collate(causal_rows())
+    with torch.no_grad():
+        logits = model.eval()(input_ids=batch["input_ids"]).logits.double()
+    log = torch.log_softmax(logits[:, :-1], -1)
+    expected = -log.gather(-1, batch["labels"][:, 1:, None]).mean()
+    assert metrics["eval_loss"] == pytest.approx(float(expected), rel=1e-6)
+    assert metrics["eval_tokens"] == 8 * 8
+
+
+# ------------------------------------------------------------------------------------------------ saving
+
+
+def test_saved_configs_keep_the_cache(tmp_path):
+    trainer = train(causal_model(), tmp_path, data=causal_rows(), max_steps=2, save_strategy="steps", save_steps=1)
+    assert trainer.model.config.use_cache is False
+    assert json.loads((tmp_path / "checkpoint-1" / "config.json").read_text()).get("use_cache", True) is True
+    trainer.save_model(str(tmp_path / "final"))
+    assert XFormerConfig.from_pretrained(tmp_path / "final").use_cache is True
+
+
+def test_a_checkpoint_that_is_written_over_is_incomplete_meanwhile(tmp_path, monkeypatch):
+    settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    train(causal_model(), tmp_path, data=causal_rows(), **settings)
+    state = tmp_path / "checkpoint-1" / "trainer_state.json"
+    assert state.is_file()
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(XFormerTrainer, "_save_optimizer_and_scheduler", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(causal_model(), tmp_path, data=causal_rows(), **settings)
+    assert not state.exists()
+
+
+def test_a_saved_step_has_its_loss_logged(tmp_path):
+    trainer = train(
+        causal_model(),
+        tmp_path,
+        data=causal_rows(),
+        callbacks=[ExactSaves()],
+        max_steps=6,
+        logging_steps=4,
+        save_strategy="steps",
+        save_steps=3,
+    )
+    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [3, 4, 6]
+    state = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
+    assert [entry["step"] for entry in state["log_history"]] == [3]
+
+
+def test_a_save_at_the_end_of_an_epoch_waits_for_its_evaluation(tmp_path):
+    train(
+        causal_model(),
+        tmp_path,
+        data=causal_rows(),
+        evaluation=causal_rows(),
+        callbacks=[ExactSaves()],
+        max_steps=4,
+        eval_strategy="epoch",
+        save_strategy="steps",
+        save_steps=2,
+    )
+    state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["epoch"] == 1.0
+    assert [entry["step"] for entry in state["log_history"] if "eval_loss" in entry] == [2]
