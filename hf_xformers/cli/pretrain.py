@@ -38,14 +38,19 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     prepared = preparation.run()
     config, plan = prepared.config, prepared.plan
     say(
-        f"{config.model_type}, objective {plan['objective']['type']}: {plan['train_rows']:,} rows of {plan['block_size']} "
-        f"tokens to train on, {plan['validation_rows']:,} held out, {plan['vocabulary']:,} tokens in the vocabulary"
+        f"{config.model_type}, objective {plan['objective']['type']}: {amount(plan['train_rows'])} rows of {plan['block_size']} "
+        f"tokens to train on, {amount(plan['validation_rows'])} held out, {plan['vocabulary']:,} tokens in the vocabulary"
     )
     if prepared.checkpoint is not None:
         say(f"resuming from {prepared.checkpoint}")
     summary = train(prepared, args, callbacks)
     report(summary, str(args.output_dir))
     return 0
+
+
+def amount(rows: int | None) -> str:
+    """A number of rows as it is shown; a stream does not know its own."""
+    return "streamed" if rows is None else f"{rows:,}"
 
 
 def make_parser(first_look: Mapping[str, Any]) -> Parser:

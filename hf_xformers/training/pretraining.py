@@ -25,10 +25,9 @@ from .run_folder import (
     start_anew,
     write_json,
 )
-from .text import TextData, load_splits, make_rows, open_tokenizer, train_tokenizer_for
+from .text import STREAM_SHUFFLE_ROWS, TextData, load_splits, make_rows, open_tokenizer, train_tokenizer_for
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
     from ..configuration_xformer import XFormerConfig
@@ -84,8 +83,8 @@ class Prepared:
     config: XFormerConfig
     objective: Objective
     tokenizer: PreTrainedTokenizerBase
-    train: Dataset
-    validation: Dataset | None
+    train: Any
+    validation: Any
     plan: dict[str, Any]
     checkpoint: Path | None
 
@@ -121,6 +120,8 @@ class Preparation:
         objective = choice.objective or default_objective(self.config_class)
         check_objective(self.config_class, objective)
         self.objective = build_objective({"type": objective, **(objective_fields or {})})
+        if source.streaming and args.max_steps <= 0:
+            raise ValueError("--streaming reads text of unknown length; say how long to train with --max_steps")
         self.checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, self.folder, args.world_size)
         self.config = self._config(None)
         self.block_size = choose_block_size(self.config, self.objective, self.size, choice.block_size)
@@ -185,13 +186,15 @@ class Preparation:
                 validation = make_rows(
                     splits["validation"], tokenizer, self.objective, self.block_size, whole=True, **common
                 )
+        if self.source.streaming:
+            train = train.shuffle(seed=self.args.data_seed or self.args.seed, buffer_size=STREAM_SHUFFLE_ROWS)
         plan = self._plan(config, tokenizer, train, validation)
         if self.checkpoint is not None:
             check_same_model(config, self.checkpoint)
             check_same_run(plan, self.checkpoint)
         return Prepared(config, self.objective, tokenizer, train, validation, plan, self.checkpoint)
 
-    def _tokenizer(self, texts: Dataset) -> PreTrainedTokenizerBase:
+    def _tokenizer(self, texts: Any) -> PreTrainedTokenizerBase:
         """The tokenizer as it is loaded from the run's folder, so that a resumed run has the very same."""
         place = self.checkpoint or self.folder
         if self.checkpoint is None and self.args.should_save:
@@ -210,7 +213,7 @@ class Preparation:
         return open_tokenizer(str(place), self.objective)
 
     def _plan(
-        self, config: XFormerConfig, tokenizer: Any, train: Dataset, validation: Dataset | None
+        self, config: XFormerConfig, tokenizer: Any, train: Any, validation: Any
     ) -> dict[str, Any]:
         return {
             "status": "running",
@@ -220,8 +223,8 @@ class Preparation:
             "data": dataclasses.asdict(self.source),
             "block_size": self.block_size,
             "vocabulary": len(tokenizer),
-            "train_rows": len(train),
-            "validation_rows": 0 if validation is None else len(validation),
+            "train_rows": _rows(train),
+            "validation_rows": _rows(validation),
             "seed": self.args.seed,
             "init_from": self.choice.init_from,
         }
@@ -284,8 +287,15 @@ def is_finished(prepared: Prepared, args: TrainingArguments) -> bool:
     if prepared.checkpoint is None:
         return False
     return json.loads((prepared.checkpoint / STATE_FILE).read_text())["global_step"] >= planned_steps(
-        args, len(prepared.train)
+        args, _rows(prepared.train) or 0
     )
+
+
+def _rows(dataset: Any) -> int | None:
+    """How many rows a dataset has; None for a stream, 0 for none at all."""
+    if dataset is None:
+        return 0
+    return len(dataset) if hasattr(dataset, "__len__") else None
 
 
 def planned_steps(args: TrainingArguments, rows: int) -> int:

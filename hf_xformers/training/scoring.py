@@ -159,6 +159,8 @@ def evaluate(
 
 
 def _texts(source: TextData, split: str) -> Any:
+    if source.streaming:
+        raise ValueError("an evaluation reads all of its text; leave --streaming out")
     if split == "all":
         source = TextData(**{**vars(source), "validation_fraction": 0.0})
     splits = load_splits(source)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..objectives import Objective
 
 if TYPE_CHECKING:
-    from datasets import Dataset, DatasetDict
+    from datasets import DatasetDict
     from transformers import PreTrainedTokenizerBase
 
 
@@ -35,7 +35,16 @@ class TextData:
         default=0.05,
         metadata={"help": "Share of the documents that is held out where the source has no validation split."},
     )
+    streaming: bool = field(
+        default=False,
+        metadata={"help": "Read the source as a stream, without preparing it on disk first. Needs --max_steps."},
+    )
     num_proc: int | None = field(default=None, metadata={"help": "Processes that prepare the data."})
+
+
+# Of a stream: documents that a tokenizer is trained on, and rows among which the next one is drawn.
+STREAM_TOKENIZER_DOCUMENTS = 20_000
+STREAM_SHUFFLE_ROWS = 10_000
 
 
 def load_splits(source: TextData) -> DatasetDict:
@@ -47,6 +56,7 @@ def load_splits(source: TextData) -> DatasetDict:
         split=source.data_split,
         text_column=source.text_column,
         config_name=source.data_config,
+        streaming=source.streaming,
         validation_fraction=source.validation_fraction,
         sample_by=source.sample_by,  # type: ignore[arg-type]
         num_proc=source.num_proc,
@@ -54,11 +64,15 @@ def load_splits(source: TextData) -> DatasetDict:
 
 
 def train_tokenizer_for(
-    objective: Objective, texts: Dataset, *, kind: str, vocab_size: int, max_length: int | None
+    objective: Objective, texts: Any, *, kind: str, vocab_size: int, max_length: int | None
 ) -> PreTrainedTokenizerBase:
     """A tokenizer trained on `texts`, with the special tokens and the layout that the objective's rows have."""
+    from datasets import IterableDataset
+
     from ..data import train_tokenizer
 
+    if isinstance(texts, IterableDataset):
+        texts = [row["text"] for row in texts.take(STREAM_TOKENIZER_DOCUMENTS)]
     generative, two_towers = objective.head == "CausalLM", objective.head == "Seq2SeqLM"
     tokenizer = train_tokenizer(
         texts,
@@ -90,13 +104,15 @@ def make_rows(
     *,
     whole: bool,
     num_proc=None,
-) -> Dataset:
+) -> Any:
     """Rows of `input_ids` (and `word_ids`, for whole words) from which the objective makes inputs of `block_size`.
 
-    whole: keep the tail that does not fill a row; it is kept as well when there is no other row.
+    whole: keep the tail that does not fill a row; it is kept as well when there is no other row. A stream gives a stream.
 
     Raises ValueError when the text gives no row at all.
     """
+    from datasets import IterableDataset
+
     from ..data import pack, tokenize_dataset
 
     words = getattr(objective, "masks_units", False)
@@ -113,6 +129,6 @@ def make_rows(
             keep_remainder=keep_remainder,
             num_proc=num_proc,
         )
-        if len(rows):
+        if isinstance(rows, IterableDataset) or len(rows):
             return rows
     raise ValueError("the text gives no row of tokens; give more text")

@@ -1,0 +1,50 @@
+"""A source that is read as a stream: the same rows, no preparation on disk, exact resume."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hf_xformers.cli
+from hf_xformers.objectives import build_objective
+from hf_xformers.training.text import TextData, load_splits, make_rows, train_tokenizer_for
+from tests.training.runs import flags, history, pretrain, pretrain_flags, weights
+
+
+def test_rows_are_those_of_the_prepared_source(text):
+    objective = build_objective("clm")
+    prepared, streamed = (load_splits(TextData(data=[str(text)], streaming=streaming)) for streaming in (False, True))
+    tokenizer = train_tokenizer_for(objective, prepared["train"], kind="bpe", vocab_size=360, max_length=None)
+    for split, whole in (("train", False), ("validation", True)):
+        first, second = (make_rows(s[split], tokenizer, objective, 16, whole=whole) for s in (prepared, streamed))
+        assert [row["input_ids"] for row in second] == [row["input_ids"] for row in first]
+
+
+def test_a_resumed_stream_ends_with_the_same_weights(text, tmp_path):
+    saves = {"save_strategy": "steps", "save_steps": 3}
+    options = {"streaming": True, "max_steps": 6, "eval_strategy": "no", **saves}
+    whole = pretrain(text, tmp_path / "whole", **options)
+    pretrain(text, tmp_path / "cut", **options)
+    last = tmp_path / "cut" / "checkpoint-6"
+    for path in last.iterdir():
+        path.unlink()
+    last.rmdir()
+    resumed = pretrain(text, tmp_path / "cut", **options, resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-3"))
+    assert history(resumed) == history(whole)
+    for name, value in weights(whole).items():
+        assert torch.equal(value, weights(resumed)[name]), name
+
+
+def test_refusals(text, tmp_path, capsys):
+    endless = pretrain_flags(text, tmp_path / "run", streaming=True, max_steps=-1)
+    assert hf_xformers.cli.main(["pretrain", *endless]) == 2
+    assert "--max_steps" in capsys.readouterr().err
+    folder = pretrain(text, tmp_path / "run", max_steps=1)
+    assert hf_xformers.cli.main(["evaluate", *flags(model=folder, data=text, streaming=True)]) == 2
+    assert "--streaming" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("variant", ["bert", "t5"])
+def test_other_objectives_stream(text, tmp_path, variant):
+    folder = pretrain(text, tmp_path / "run", variant=variant, streaming=True, max_steps=2, vocab_size=420)
+    assert (folder / "model.safetensors").is_file()
