@@ -222,7 +222,12 @@ class XFormerConfig(PreTrainedConfig):
             value = self._getattr_without_heterogeneous_validation(name)
             if value is not None and value < 0:
                 raise ValueError(f"`{name}` must not be negative, got {value}.")
-        rates = ("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout_prob", "classifier_dropout")
+        rates = (
+            "hidden_dropout_prob",
+            "attention_probs_dropout_prob",
+            "activation_dropout_prob",
+            "classifier_dropout",
+        )
         for name in rates:
             value = self._getattr_without_heterogeneous_validation(name)
             if value is not None and not 0 <= value < 1:

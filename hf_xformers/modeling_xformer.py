@@ -133,7 +133,8 @@ class XFormerTower(XFormerPreTrainedModel):
             self_attention_cache(past_key_values),
             encoder_attention_mask,
             output_attentions=bool(kwargs.get("output_attentions", self.config.output_attentions)),
-            output_hidden_states=wants_states is not None and wants_states is not False,  # it may be a state's index, 0
+            output_hidden_states=wants_states is not None
+            and wants_states is not False,  # it may be a state's index, 0
         )
         hidden_states = self.embedding(inputs_embeds, token_type_ids, context.positions, self.position)
         rotation = self.position.rotation(context.positions, hidden_states)

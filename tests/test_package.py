@@ -32,7 +32,9 @@ def test_wheel_works_outside_the_checkout(tmp_path):
     assert sources <= names and "hf_xformers/py.typed" in names
     assert not [name for name in names if name.startswith(("tests", "benchmarks"))]
     site = tmp_path / "site"
-    subprocess.run([*pip, "install", "-q", "--no-deps", "--target", str(site), str(wheel)], check=True, capture_output=True)
+    subprocess.run(
+        [*pip, "install", "-q", "--no-deps", "--target", str(site), str(wheel)], check=True, capture_output=True
+    )
     environment = {**os.environ, "PYTHONPATH": str(site)}
     done = subprocess.run(
         [sys.executable, "-c", USE, str(site)], capture_output=True, text=True, cwd=tmp_path, env=environment

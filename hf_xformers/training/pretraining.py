@@ -212,9 +212,7 @@ class Preparation:
             tokenizer.save_pretrained(self.folder)
         return open_tokenizer(str(place), self.objective)
 
-    def _plan(
-        self, config: XFormerConfig, tokenizer: Any, train: Any, validation: Any
-    ) -> dict[str, Any]:
+    def _plan(self, config: XFormerConfig, tokenizer: Any, train: Any, validation: Any) -> dict[str, Any]:
         return {
             "status": "running",
             "variant": config.model_type,

@@ -205,8 +205,10 @@ def test_packed_documents():
             torch.manual_seed(0)
             model = make_strong(model_class(XFormerConfig(**GEOMETRY, position=position)).double().eval())
             lengths = [[3, 1, 4], [2, 2, 4]]
-            rows = [[tokens(length, seed=10 * row + n, high=50) for n, length in enumerate(parts)] for row, parts in
-                    enumerate(lengths)]
+            rows = [
+                [tokens(length, seed=10 * row + n, high=50) for n, length in enumerate(parts)]
+                for row, parts in enumerate(lengths)
+            ]
             ids = torch.stack([torch.cat(parts) for parts in rows])
             positions = torch.stack([torch.cat([torch.arange(length) for length in parts]) for parts in lengths])
             for implementation in ("sdpa", "eager"):

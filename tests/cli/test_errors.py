@@ -48,8 +48,8 @@ CASES = {
         ["`hidden_size` 10 is not a multiple of `num_attention_heads` 4", "change one of them"],
     ),
     "impossible combination": (
-        ["--attention", "reformer", "--position", "t5_relative_bias"],
-        ["position 't5_relative_bias' adds a bias", "attention 'reformer' has no place for", "attention 'dense'"],
+        ["--position", "rotary", "--head_dim", "3"],
+        ["rotary turns pairs of channels", "head width 3", "choose an even rotated width"],
     ),
     "rows longer than positions": (
         ["--block_size", "600", "--max_position_embeddings", "512"],

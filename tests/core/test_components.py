@@ -48,7 +48,7 @@ def test_a_name_belongs_to_one_class(slot):
     first = make()
     slot.add(first, "plain")  # the same class again, as after a reload
     other = type("Other", (first,), {"__qualname__": "Other"})
-    with pytest.raises(ValueError, match="tasting component 'plain' is already registered by .*test_components"):
+    with pytest.raises(ValueError, match=r"tasting component 'plain' is already registered by .*test_components"):
         slot.add(other, "plain")
 
 

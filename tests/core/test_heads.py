@@ -91,13 +91,17 @@ def test_language_model_heads():
 
 
 def test_unknown_activation():
-    with pytest.raises(ValueError, match="unknown activation 'glu2'; known: .*gelu"):
+    with pytest.raises(ValueError, match=r"unknown activation 'glu2'; known: .*gelu"):
         XFormerConfig(**SMALL, head={"type": "transform", "activation": "glu2"})
 
 
 def test_embedding():
     """scale * E[w] + type, normalised, in that order."""
-    fields = {"embedding": {"type": "token", "scale": True, "normalize": True}, "type_vocab_size": 2, "position": "none"}
+    fields = {
+        "embedding": {"type": "token", "scale": True, "normalize": True},
+        "type_vocab_size": 2,
+        "position": "none",
+    }
     model = build(XFormerForMaskedLM, **fields)
     ids, kinds = tokens(2, 4, high=40), tokens(2, 4, low=0, high=2)
     embedding = model.model.trunk.embedding

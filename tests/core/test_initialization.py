@@ -9,7 +9,9 @@ from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, X
 from tests.helpers import close, tokens
 
 WIDTH, INNER, LAYERS = 64, 128, 3
-SIZES = dict(vocab_size=300, hidden_size=WIDTH, num_attention_heads=4, num_hidden_layers=LAYERS, intermediate_size=INNER)
+SIZES = dict(
+    vocab_size=300, hidden_size=WIDTH, num_attention_heads=4, num_hidden_layers=LAYERS, intermediate_size=INNER
+)
 
 
 def build(model_class=XFormerForMaskedLM, **fields):
@@ -72,7 +74,11 @@ def test_xavier(factor):
 def test_t5(factor):
     """1 / sqrt(fan in); queries also carry the 1 / sqrt(d) that the scores lack; N(0, 1) tokens."""
     model = build(
-        XFormerForSeq2SeqLM, initializer="t5", initializer_factor=factor, position="t5_relative_bias", feedforward="geglu"
+        XFormerForSeq2SeqLM,
+        initializer="t5",
+        initializer_factor=factor,
+        position="t5_relative_bias",
+        feedforward="geglu",
     )
     attentions = [(attention, feedforward) for attention, feedforward in sublayers(model)]
     attentions += [(layer.cross_attention, layer.feedforward) for layer in model.model.decoder.layers]

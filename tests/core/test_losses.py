@@ -132,9 +132,15 @@ def test_labels_that_are_shifted_already():
 
 def test_seq2seq_reads_labels_late():
     """The decoder sees the start token and the labels before each target, padding where there is no target."""
-    model, ids, labels = build(XFormerForSeq2SeqLM, decoder_start_token_id=2), tokens(2, 6, high=40), tokens(2, 4, high=40)
+    model, ids, labels = (
+        build(XFormerForSeq2SeqLM, decoder_start_token_id=2),
+        tokens(2, 6, high=40),
+        tokens(2, 4, high=40),
+    )
     labels[1, 2:] = -100
-    late = torch.cat([torch.full((2, 1), 2), labels[:, :-1]], 1).masked_fill(torch.tensor([[0] * 4, [0, 0, 0, 1]]) == 1, 0)
+    late = torch.cat([torch.full((2, 1), 2), labels[:, :-1]], 1).masked_fill(
+        torch.tensor([[0] * 4, [0, 0, 0, 1]]) == 1, 0
+    )
     output = model(input_ids=ids, labels=labels)
     close(output.logits, model(input_ids=ids, decoder_input_ids=late).logits)
     assert torch.equal(model.prepare_decoder_input_ids_from_labels(labels), late)

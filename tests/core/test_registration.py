@@ -124,7 +124,9 @@ def test_no_model_of_transformers_is_shadowed():
 def test_pickling(name):
     """Configs and models of every family."""
     for head, model_class in family(name).items():
-        config = config_class(name)(**tiny_fields(config_class(name), "seq2seq" if head == "ForSeq2SeqLM" else "encoder"))
+        config = config_class(name)(
+            **tiny_fields(config_class(name), "seq2seq" if head == "ForSeq2SeqLM" else "encoder")
+        )
         torch.manual_seed(0)
         model = model_class(config).eval()
         again = pickle.loads(pickle.dumps(model))
@@ -146,5 +148,5 @@ def test_names_of_the_package():
 
 def test_resolve():
     assert resolve("bert") == resolve("xf_bert") == "xf_bert" and resolve("xformer") == "xformer"
-    with pytest.raises(ValueError, match="Unknown variant 'brt'; known variants: .*Did you mean 'bert'"):
+    with pytest.raises(ValueError, match=r"Unknown variant 'brt'; known variants: .*Did you mean 'bert'"):
         resolve("brt")

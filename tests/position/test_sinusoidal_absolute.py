@@ -99,7 +99,10 @@ def test_bfloat16_keeps_positions_apart():
     ("fields", "message"),
     [
         ({"position": {"type": "sinusoidal_absolute", "base": 1.0}}, "`base` > 1, got 1.0"),
-        ({"position": "sinusoidal_absolute", "hidden_size": 15, "num_attention_heads": 3}, "even `hidden_size`, got 15"),
+        (
+            {"position": "sinusoidal_absolute", "hidden_size": 15, "num_attention_heads": 3},
+            "even `hidden_size`, got 15",
+        ),
     ],
 )
 def test_refusals(fields, message):

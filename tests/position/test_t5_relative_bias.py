@@ -47,7 +47,21 @@ def whole(distance, bidirectional, buckets, far):
 
 def test_table_by_hand():
     """32 buckets up to 128, as T5: some entries worked out on paper."""
-    encoder = {0: 0, -1: 1, -7: 7, -8: 8, -11: 8, -12: 9, -16: 10, -23: 11, -32: 12, -46: 13, -64: 14, -91: 15, -5000: 15}
+    encoder = {
+        0: 0,
+        -1: 1,
+        -7: 7,
+        -8: 8,
+        -11: 8,
+        -12: 9,
+        -16: 10,
+        -23: 11,
+        -32: 12,
+        -46: 13,
+        -64: 14,
+        -91: 15,
+        -5000: 15,
+    }
     encoder |= {1: 17, 7: 23, 8: 24, 12: 25, 91: 31, 5000: 31}
     decoder = {5: 0, 0: 0, -1: 1, -15: 15, -16: 16, -18: 16, -19: 17, -32: 21, -64: 26, -113: 31, -128: 31, -5000: 31}
     for bidirectional, table in ((True, encoder), (False, decoder)):
@@ -109,7 +123,9 @@ def test_layers_share_one_table():
         output = model(ids, attention_mask=mask, output_attentions=True, output_hidden_states=True)
         for index, layer in enumerate(model.trunk.layers):
             states = output.hidden_states[index]
-            q, k = (f(states).view(1, 6, 2, 8).transpose(1, 2) for f in (layer.attention.q_proj, layer.attention.k_proj))
+            q, k = (
+                f(states).view(1, 6, 2, 8).transpose(1, 2) for f in (layer.attention.q_proj, layer.attention.k_proj)
+            )
             scores = q @ k.transpose(-1, -2) / math.sqrt(8)
             for i in range(6):
                 for j in range(6):

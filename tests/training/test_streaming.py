@@ -29,7 +29,9 @@ def test_a_resumed_stream_ends_with_the_same_weights(text, tmp_path):
     for path in last.iterdir():
         path.unlink()
     last.rmdir()
-    resumed = pretrain(text, tmp_path / "cut", **options, resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-3"))
+    resumed = pretrain(
+        text, tmp_path / "cut", **options, resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-3")
+    )
     assert history(resumed) == history(whole)
     for name, value in weights(whole).items():
         assert torch.equal(value, weights(resumed)[name]), name
