@@ -149,7 +149,9 @@ def main() -> None:
             if is_causal not in dense:
                 label = "dense_causal" if is_causal else "dense"
                 dense[is_causal] = base = cell(label, length)
-                print(f"{length:6} {label:16} {base['forward']:8.1f} {'':6} {base['both']:9.1f} {'':6} {base['peak']:9.1f}")
+                print(
+                    f"{length:6} {label:16} {base['forward']:8.1f} {'':6} {base['both']:9.1f} {'':6} {base['peak']:9.1f}"
+                )
             base, own = dense[is_causal], cell(name, length)
             print(
                 f"{length:6} {name:16} {own['forward']:8.1f} {base['forward'] / own['forward']:6.2f} {own['both']:9.1f} "

@@ -1,0 +1,85 @@
+"""Every pattern beside its definition in plain Python: `allowed(i, j, T)` for query i and key j of T tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hf_xformers.ops.patterns import (
+    Pattern,
+    band,
+    block_local,
+    block_table,
+    causal,
+    dilated,
+    fixed,
+    full,
+    global_,
+    random_blocks,
+    strided,
+    summary_columns,
+)
+
+Rule = Callable[[int, int, int], bool]
+TABLE = [[2, -1], [0, 3], [4, 1], [-1, -1], [3, 0], [1, 2], [0, 5], [6, 7], [2, 3], [1, -1]]
+
+
+def listed(i: int, j: int, length: int) -> bool:
+    return i // 5 < len(TABLE) and j // 5 in [entry for entry in TABLE[i // 5] if entry >= 0]
+
+
+def global_three(i: int, j: int, length: int) -> bool:
+    chosen = {0, 1, length - 1, 7}
+    return i in chosen or j in chosen
+
+
+CASES: dict[str, tuple[Pattern, Rule]] = {
+    "full": (full(), lambda i, j, t: True),
+    "causal": (causal(), lambda i, j, t: j <= i),
+    "band": (band(3, 2), lambda i, j, t: i - 3 <= j <= i + 2),
+    "window": (band(6, 0), lambda i, j, t: 0 <= i - j < 7),
+    "one_sided": (band(None, 4), lambda i, j, t: j <= i + 4),
+    "dilated": (dilated(2, 1, 5), lambda i, j, t: j in (i - 10, i - 5, i, i + 5)),
+    "strided": (strided(7), lambda i, j, t: abs(i - j) % 7 == 0),
+    "strided_causal": (strided(6) & causal(), lambda i, j, t: j <= i and (i - j) % 6 == 0),
+    "block_local": (block_local(8), lambda i, j, t: i // 8 == j // 8),
+    "block_neighbours": (block_local(5, 2, 1), lambda i, j, t: j // 5 - i // 5 in (-2, -1, 0, 1)),
+    "summary": (summary_columns(6, 2), lambda i, j, t: j % 6 >= 4),
+    "summary_group": (summary_columns(8, 2, group=1), lambda i, j, t: j % 8 in (4, 5)),
+    "fixed": (
+        fixed(8, 3) & causal(),
+        lambda i, j, t: j <= i and (i // 8 == j // 8 or j % 8 >= 5),
+    ),
+    "fixed_columns_only": (summary_columns(8, 3) & causal(), lambda i, j, t: j <= i and j % 8 >= 5),
+    "sparse_transformer": (
+        (band(4, 0) | strided(5)) & causal(),
+        lambda i, j, t: j <= i and (i - j < 5 or (i - j) % 5 == 0),
+    ),
+    "longformer_fixed": (
+        band(3, 3) | global_(first=2, last=1, positions=[7]),
+        lambda i, j, t: abs(i - j) <= 3 or global_three(i, j, t),
+    ),
+    "sinks": (
+        (band(4, 0) | global_(first=3, rows=False)) & causal(),
+        lambda i, j, t: j <= i and (i - j <= 4 or j < 3),
+    ),
+    "rows_only": (global_(positions=[2], columns=False), lambda i, j, t: i == 2),
+    "table": (block_table(5, TABLE), listed),
+    "table_and_band": (block_table(5, TABLE) | band(6, 6), lambda i, j, t: listed(i, j, t) or abs(i - j) <= 6),
+    "table_causal": (block_table(5, TABLE) & causal(), lambda i, j, t: listed(i, j, t) and j <= i),
+    "overlapping": (
+        band(4, 4) | block_local(8) | strided(4) | band(2, 6),
+        lambda i, j, t: abs(i - j) <= 4 or i // 8 == j // 8 or (i - j) % 4 == 0 or -2 <= j - i <= 6,
+    ),
+    "complement": (~band(2, 2), lambda i, j, t: abs(i - j) > 2),
+    "difference": (block_local(16) & ~band(1, 1), lambda i, j, t: i // 16 == j // 16 and abs(i - j) > 1),
+    "holes": (dilated(3, 3, 2) | dilated(1, 1, 9), lambda i, j, t: j - i in (-9, -6, -4, -2, 0, 2, 4, 6, 9)),
+}
+
+# No rule in plain Python for these: they are random; their own tests check what they draw.
+RANDOM: dict[str, Pattern] = {
+    "random": random_blocks(2, 4, seed=3),
+    "random_tokens": random_blocks(3, 1, seed=1, causal=True, before=-1, after=-1) & causal(),
+    "bigbird": block_local(4, 1, 1)
+    | global_(first=4, last=4)
+    | random_blocks(2, 4, before=1, after=1, first=1, last=1, vary_heads=False),
+}

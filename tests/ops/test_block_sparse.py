@@ -1,0 +1,128 @@
+"""The block-sparse engine against the softmax written as loops over the definition of each pattern, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hf_xformers.ops.block_sparse import block_sparse_attention
+from hf_xformers.ops.patterns import band, causal
+
+from .pattern_cases import CASES
+
+
+def inputs(length: int, seed: int = 0, batch: int = 2, heads: int = 2, width: int = 4):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch, heads, length, width)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+
+
+def by_loops(q, k, v, rule, mask=None):
+    """o_i = sum over the allowed, real j of softmax(q_i k_j / sqrt(d)) v_j; zero where nothing is allowed."""
+    batch, heads, length, width = q.shape
+    rows = []
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(length):
+                seen = [j for j in range(length) if rule(i, j, length) and (mask is None or mask[b, j])]
+                if not seen:
+                    rows.append(0 * (q[b, h, 0] + k[b, h, 0] + v[b, h, 0]))  # zero, with zero gradients
+                    continue
+                scores = torch.stack([(q[b, h, i] * k[b, h, j]).sum() / width**0.5 for j in seen])
+                rows.append((torch.softmax(scores, 0)[:, None] * v[b, h, seen]).sum(0))
+    return torch.stack(rows).view(batch, heads, length, width)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_definition_with_its_gradients(name):
+    pattern, rule = CASES[name]
+    for length in (1, 23):
+        tensors = inputs(length, batch=1)
+        expected, found = by_loops(*tensors, rule), block_sparse_attention(*tensors, pattern)
+        torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-10)
+        weight = torch.randn_like(expected)
+        for ours, theirs in zip(
+            torch.autograd.grad((found * weight).sum(), tensors),
+            torch.autograd.grad((expected * weight).sum(), tensors),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_and_rows_of_padding(side):
+    mask = torch.ones(2, 19, dtype=torch.bool)
+    mask[0, 14:] = False
+    mask[1] = False
+    mask = mask if side == "right" else mask.flip(1)
+    tensors = inputs(19)
+    found = block_sparse_attention(*tensors, band(4, 2), key_padding_mask=mask)
+    expected = by_loops(*tensors, lambda i, j, t: i - 4 <= j <= i + 2, mask)
+    real = mask[0]
+    torch.testing.assert_close(found[0][:, real], expected[0][:, real], atol=1e-10, rtol=1e-10)
+    assert torch.count_nonzero(found[1]) == 0
+    found.sum().backward()
+    assert all(torch.isfinite(t.grad).all() and torch.count_nonzero(t.grad[1]) == 0 for t in tensors)
+
+
+def test_a_window_as_long_as_the_text_is_dense():
+    q, k, v = inputs(33)
+    dense = F.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(block_sparse_attention(q, k, v, band(32, 32)), dense)
+    ordered = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(block_sparse_attention(q, k, v, band(32, 32), causal=True), ordered)
+
+
+def test_no_later_token_matters():
+    q, k, v = inputs(40)
+    before = block_sparse_attention(q, k, v, band(9, 0))
+    with torch.no_grad():
+        k[:, :, 25:] += 3
+        v[:, :, 25:] -= 2
+    after = block_sparse_attention(q, k, v, band(9, 0))
+    assert torch.equal(before[:, :, :25], after[:, :, :25]) and not torch.allclose(before[:, :, 25:], after[:, :, 25:])
+
+
+def test_queries_of_a_cache_stand_at_their_offset():
+    q, k, v = inputs(30)
+    whole = block_sparse_attention(q, k, v, band(6, 0))
+    last = block_sparse_attention(q[:, :, 27:], k, v, band(6, 0), q_offset=27)
+    torch.testing.assert_close(last, whole[:, :, 27:])
+
+
+def test_global_tokens_of_each_example_count_once():
+    q, k, v = inputs(21)
+    chosen = torch.zeros(2, 21, dtype=torch.bool)
+    chosen[0, [0, 7]] = True  # 7 lies inside other tokens' windows
+    chosen[1, 3] = True
+    found = block_sparse_attention(q, k, v, band(2, 2), global_mask=chosen)
+    for row in range(2):
+        rule = lambda i, j, t, row=row: abs(i - j) <= 2 or bool(chosen[row, i] | chosen[row, j])  # noqa: E731
+        expected = by_loops(q[row : row + 1], k[row : row + 1], v[row : row + 1], rule)
+        torch.testing.assert_close(found[row : row + 1], expected, atol=1e-10, rtol=1e-10)
+
+
+def test_grouped_queries_and_a_score_bias():
+    q, k, v = inputs(26, heads=4)
+    k, v = k[:, :2], v[:, :2]
+    slope = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+
+    def bias(query_index, key_index):
+        distance = (query_index.unsqueeze(-1) - key_index.unsqueeze(-2)).abs()
+        return -slope[:, None, None] * distance.unsqueeze(-3)
+
+    found = block_sparse_attention(q, k, v, band(5, 0), score_bias=bias)
+    scores = q @ k.repeat_interleave(2, 1).mT / 2 + bias(torch.arange(26), torch.arange(26))
+    index = torch.arange(26)
+    distance = index[:, None] - index[None]
+    weights = torch.softmax(scores.masked_fill((distance < 0) | (distance > 5), -torch.inf), -1)
+    torch.testing.assert_close(found, weights @ v.repeat_interleave(2, 1))
+
+
+def test_refusals():
+    q, k, v = inputs(8)
+    with pytest.raises(TypeError):
+        block_sparse_attention(q, k, v, "band")
+    with pytest.raises(ValueError):
+        block_sparse_attention(q, k[:, :, :, :2], v, causal())

@@ -1,0 +1,390 @@
+"""The bucketed engine against loops over the definition, and its promises: causality, padding, memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_xformers.ops import _bucketed_op as op
+from hf_xformers.ops.bucketed import (
+    Chunks,
+    Recent,
+    bucketed_attention,
+    bucketed_reference,
+    clustered_attention,
+    clustered_reference,
+)
+
+SETS = [
+    Recent(0),
+    Recent(2),
+    Recent(5),
+    Recent(40),
+    Chunks(4),
+    Chunks(4, 1, 1),
+    Chunks(5, 2, 0, causal=True),
+    Chunks(3, 1, 1, own_label=False),
+    Chunks(4, own_label=False, causal=True),
+]
+RINGS = [Chunks(4, own_label=False, causal=True, circular=True), Chunks(3, 2, 1, own_label=False, circular=True)]
+
+
+def inputs(length, rounds=2, labels=3, batch=2, heads=2, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch, heads, length, 4)
+    q, k, v = (torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for _ in range(3))
+    return q, k, v, torch.randint(0, labels, (batch, heads, rounds, length), generator=generator)
+
+
+def key_counts(sets, labels, real, query):
+    """How often each key is in a query's sets, by the definition; labels: lists [rounds][T], real: list of T."""
+    length, counts = len(real), [0] * len(real)
+    if not real[query]:
+        return counts
+    places = []  # places[a][t]: place of token t in round a
+    for row in labels:
+        order = sorted(range(length), key=lambda t, row=row: (not real[t], row[t], t))
+        places.append([order.index(t) for t in range(length)])
+    for a, row in enumerate(labels):
+        if isinstance(sets, Recent):
+            mates = [t for t in range(query) if row[t] == row[query] and real[t]]
+            for t in [*mates[len(mates) - min(sets.window, len(mates)) :], query]:
+                counts[t] += 1
+            continue
+        chunks = math.ceil(length / sets.size)
+        own = places[a][query] // sets.size
+        for b, t in itertools.product(range(len(labels)), range(length)):
+            away = places[b][t] // sets.size - own + chunks * (b - a)
+            if sets.circular:
+                ring = chunks * len(labels)
+                near = any((own + shift + a * chunks) % ring == (own + away + a * chunks) % ring
+                           for shift in range(-sets.before, sets.after + 1))  # fmt: skip
+            else:
+                near = a == b and -sets.before <= away <= sets.after
+            if near and real[t] and (row[t] == row[query] or not sets.own_label) and (t <= query or not sets.causal):
+                counts[t] += 1
+    return counts
+
+
+def by_hand(q, k, v, labels, sets, valid, distinct, own_key_last, scale=0.5):
+    out = torch.zeros_like(v)
+    for b, h, i in itertools.product(*map(range, q.shape[:3])):
+        real = [True] * q.shape[2] if valid is None else valid[b].tolist()
+        counts = key_counts(sets, labels[b, h].tolist(), real, i)
+        total, sum_ = 0.0, torch.zeros_like(v[b, h, i])
+        exponents = {j: scale * float(q[b, h, i] @ k[b, h, j]) for j, count in enumerate(counts) if count}
+        if own_key_last and i in exponents:
+            exponents[i] = -1e5
+        top = max(exponents.values(), default=0.0)
+        for j, exponent in exponents.items():
+            weight = (1 if distinct else counts[j]) * math.exp(exponent - top)
+            total, sum_ = total + weight, sum_ + weight * v[b, h, j].detach()
+        if total:
+            out[b, h, i] = sum_ / total
+    return out
+
+
+@pytest.mark.parametrize("own_key_last", [False, True])
+@pytest.mark.parametrize("sets", SETS + RINGS, ids=str)
+def test_reference_is_the_definition(sets, own_key_last):
+    for length, distinct in itertools.product((1, 2, 11), (False, True)):
+        if distinct and sets in RINGS:
+            continue
+        q, k, v, labels = inputs(length)
+        valid = torch.arange(length) != 3
+        valid = torch.stack([valid, torch.zeros_like(valid)])
+        for mask in (None, valid):
+            options = {"valid": mask, "distinct": distinct, "own_key_last": own_key_last}
+            expected = by_hand(q, k, v, labels, sets, **options)
+            out, weights = bucketed_reference(q, k, v, labels, sets, scale=0.5, **options)
+            torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(weights @ v, out, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("sets", SETS + RINGS, ids=str)
+def test_engine_equals_reference(sets, rounds):
+    """Output and gradients, at any length, with padding anywhere and rows of padding alone."""
+    for length, masked, own_key_last in itertools.product((1, 5, 16, 37), (False, True), (False, True)):
+        q, k, v, labels = inputs(length, rounds)
+        valid = None
+        if masked:
+            valid = torch.rand(2, length, generator=torch.Generator().manual_seed(1)) > 0.4
+            valid[1] = False
+        for distinct in (False,) if sets in RINGS else (False, True):
+            options = {"valid": valid, "distinct": distinct, "own_key_last": own_key_last}
+            out = bucketed_attention(q, k, v, labels, sets, num_labels=3, **options)
+            expected, _ = bucketed_reference(q, k, v, labels, sets, **options)
+            slope = torch.randn_like(out)
+            found = torch.autograd.grad(out, (q, k, v), slope)
+            for one, other in zip((out, *found), (expected, *torch.autograd.grad(expected, (q, k, v), slope))):
+                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+def test_one_softmax_over_the_union():
+    """Rounds joined by their log-sum-exp, with keys in several rounds counted once, are one softmax over all of them."""
+    q, k, v, labels = inputs(20, rounds=4)
+    out = bucketed_attention(q, k, v, labels, Recent(3), num_labels=3)
+    for b, h in itertools.product(range(2), range(2)):
+        for i in (0, 7, 19):
+            union = sorted(
+                j for j, count in enumerate(key_counts(Recent(3), labels[b, h].tolist(), [True] * 20, i)) if count
+            )
+            weights = torch.softmax(q[b, h, i] @ k[b, h, union].T / 2, dim=0)
+            torch.testing.assert_close(out[b, h, i], weights @ v[b, h, union], rtol=1e-12, atol=1e-12)
+
+
+def test_full_window_is_dense_attention():
+    q, k, v, _ = inputs(23)
+    labels = torch.zeros(2, 2, 1, 23, dtype=torch.long)
+    dense = torch.nn.functional.scaled_dot_product_attention
+    torch.testing.assert_close(
+        bucketed_attention(q, k, v, labels, Recent(22), num_labels=1), dense(q, k, v, is_causal=True)
+    )
+    torch.testing.assert_close(bucketed_attention(q, k, v, labels, Chunks(6, 3, 3), num_labels=1), dense(q, k, v))
+    # Two chunks of half the length in a ring: everybody meets everybody, whatever the labels are.
+    q, k, v, labels = inputs(24, rounds=1)
+    ring = Chunks(12, own_label=False, circular=True)
+    torch.testing.assert_close(bucketed_attention(q, k, v, labels, ring, num_labels=3, distinct=False), dense(q, k, v))
+
+
+def test_strict_causality_and_what_the_chunks_leak():
+    q, k, v, labels = inputs(24)
+    later = (torch.arange(24) >= 13)[None, None, :, None]
+    changed = [torch.where(later, torch.randn_like(x), x) for x in (q, k, v)]
+    relabelled = torch.where(later[..., 0][:, :, None], (labels + 1) % 3, labels)
+
+    def change(sets):
+        before = bucketed_attention(q, k, v, labels, sets, num_labels=3)
+        return (bucketed_attention(*changed, relabelled, sets, num_labels=3) - before)[:, :, :13].abs().max()
+
+    assert change(Recent(4)) < 1e-12
+    assert change(Chunks(4, causal=True)) > 0.1
+
+
+def test_padding_is_invisible():
+    """Padding in front, behind and between changes no real token's result, whatever it holds."""
+    q, k, v, labels = inputs(13, rounds=3)
+    for sets in SETS:
+        expected = bucketed_attention(q, k, v, labels, sets, num_labels=3, own_key_last=True)
+        for places in (torch.arange(13) + 6, torch.arange(13), torch.arange(13) * 2):
+            valid = torch.zeros(2, 30, dtype=torch.bool)
+            valid[:, places] = True
+            wide = [torch.randn(2, 2, 30, 4, dtype=q.dtype).index_copy(2, places, x) for x in (q, k, v)]
+            wide_labels = torch.randint(0, 3, (2, 2, 3, 30)).index_copy(3, places, labels)
+            out = bucketed_attention(*wide, wide_labels, sets, num_labels=3, valid=valid, own_key_last=True)
+            torch.testing.assert_close(out[:, :, places], expected, rtol=1e-10, atol=1e-10)
+            assert (out.masked_select(~valid[:, None, :, None]) == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_padding_alone_gives_zeros(dtype):
+    q, k, v, labels = inputs(9, dtype=dtype)
+    valid = torch.zeros(2, 9, dtype=torch.bool)
+    out = bucketed_attention(q, k, v, labels, Recent(3), num_labels=3, valid=valid, own_key_last=True)
+    found = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert all((x == 0).all() for x in (out, *found))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
+)
+def test_precision(dtype, tolerance):
+    q, k, v, labels = inputs(33, dtype=dtype)
+    out = bucketed_attention(q, k, v, labels, Recent(7), num_labels=3, own_key_last=True)
+    found = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    expected, _ = bucketed_reference(*wide, labels, Recent(7), own_key_last=True)
+    slopes = torch.autograd.grad(expected, wide, torch.ones_like(expected))
+    for one, other in zip((out, *found), (expected, *slopes)):
+        assert one.dtype == dtype
+        torch.testing.assert_close(
+            one.double(), other, rtol=tolerance, atol=tolerance * max(1, float(other.abs().max()))
+        )
+
+
+def test_cutting_the_work_changes_nothing(monkeypatch):
+    """Chunks of the computation, groups of rows and segments of chunks."""
+    q, k, v, labels = inputs(50, rounds=3)
+    expected = bucketed_attention(q, k, v, labels, Recent(9), num_labels=3)
+    slopes = torch.autograd.grad(expected.sum(), (q, k, v))
+    for at_once in (1, 300, 5000):
+        monkeypatch.setitem(op._SCORES_AT_ONCE, "cpu", at_once)
+        for size in (1, 4, 7, 64):
+            out = bucketed_attention(q, k, v, labels, Recent(9), num_labels=3, chunk_size=size)
+            torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+            for one, other in zip(torch.autograd.grad(out.sum(), (q, k, v)), slopes):
+                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_codes_beyond_float32_stay_exact(monkeypatch):
+    """Very many labels: codes are kept in float64."""
+    q, k, v, labels = inputs(40, rounds=2)
+    expected = bucketed_attention(q, k, v, labels, Recent(3), num_labels=3)
+    many = labels * 3_000_017
+    torch.testing.assert_close(bucketed_attention(q, k, v, many, Recent(3), num_labels=9_000_051), expected)
+    many = bucketed_attention(q, k, v, many, Chunks(4), num_labels=9_000_051)
+    torch.testing.assert_close(many, bucketed_attention(q, k, v, labels, Chunks(4), num_labels=3))
+
+
+def test_dropout_is_replayed_and_unbiased():
+    q, k, v, labels = inputs(16, rounds=2)
+
+    def run(values, seed=5):
+        torch.manual_seed(seed)
+        return bucketed_attention(q, k, values, labels, Recent(4), num_labels=3, dropout_p=0.3)
+
+    # The result is linear in the values, so the gradient gives the result back if both saw the same mask.
+    out = run(v)
+    slope = torch.randn_like(out)
+    (found,) = torch.autograd.grad(out, v, slope)
+    torch.testing.assert_close((found * v).sum(), (slope * out).sum(), rtol=1e-12, atol=1e-12)
+    assert torch.equal(run(v), out) and not torch.equal(run(v, seed=6), out)
+    # Directional derivative with respect to queries and keys, under one mask.
+    step, (to_q, to_k) = 1e-6, torch.autograd.grad(run(v), (q, k), slope)
+    moves = [torch.randn_like(q), torch.randn_like(k)]
+    ends = []
+    for sign in (1, -1):
+        torch.manual_seed(5)
+        moved = (q + sign * step * moves[0], k + sign * step * moves[1])
+        ends.append((bucketed_attention(*moved, v, labels, Recent(4), num_labels=3, dropout_p=0.3) * slope).sum())
+    expected = (ends[0] - ends[1]) / (2 * step)
+    torch.testing.assert_close((to_q * moves[0]).sum() + (to_k * moves[1]).sum(), expected, rtol=1e-6, atol=1e-7)
+    mean = torch.stack([run(v, seed) for seed in range(300)]).mean(0)
+    exact = bucketed_attention(q, k, v, labels, Recent(4), num_labels=3)
+    assert (mean - exact).abs().mean() < 0.05
+
+
+class _Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation made."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().size() > 0:
+                self.most = max(self.most, leaf.untyped_storage().size() // leaf.element_size())
+        return result
+
+
+def test_no_tensor_grows_with_the_square_of_the_length():
+    most = {}
+    for length in (2048, 8192):
+        q, k, v, labels = (x.detach() for x in inputs(length, rounds=2, labels=32, batch=1, dtype=torch.float32))
+        layout = op.Layout(32, 1, 0, 0, 32, False, False, True, True)
+        plan = op.sorted_codes(labels, None, 32, 32, layout, True)
+        rest = (None, None, layout.to_list(), 0.5, 0.0)
+        with _Largest() as seen:
+            out, lse = op._forward(q, k, v, *plan, *rest)
+            op._backward(torch.ones_like(out), out, lse, q, k, v, *plan, *rest)
+        most[length] = seen.most
+    assert most[8192] <= max(4 * most[2048], 2**18)
+    assert most[8192] < 8192 * 8192 / 100
+
+
+def test_operator_is_well_formed():
+    q, k, v, labels = inputs(9)
+    layout = op.Layout(4, 1, 0, 0, 4, False, False, True, True)
+    plan = op.sorted_codes(labels, None, 3, 4, layout, True)
+    valid = torch.ones(2, 9, dtype=torch.bool)
+    torch.library.opcheck(op.forward_op, (q, k, v, *plan, valid, None, layout.to_list(), 0.5, 0.0))
+
+
+def test_compiles():
+    q, k, v, labels = inputs(20)
+    call = torch.compile(
+        lambda *x: bucketed_attention(*x, labels, Recent(4), num_labels=3).sin(), backend="aot_eager", fullgraph=True
+    )
+    expected = bucketed_attention(q, k, v, labels, Recent(4), num_labels=3).sin()
+    out = call(q, k, v)
+    torch.testing.assert_close(out, expected)
+    for one, other in zip(torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(expected.sum(), (q, k, v))):
+        torch.testing.assert_close(one, other)
+
+
+def test_empty_sequence():
+    q, k, v, labels = inputs(0)
+    assert bucketed_attention(q, k, v, labels, Recent(3), num_labels=3).shape == (2, 2, 0, 4)
+
+
+def test_refusals():
+    q, k, v, labels = inputs(6)
+    for changes, text in (
+        ({"k": k[:, :, :4]}, "every token is a query and a key"),
+        ({"labels": labels[:, :, :, :4]}, "labels must be"),
+        ({"labels": labels.double()}, "give integers"),
+        ({"valid": torch.ones(2, 6)}, "boolean mask"),
+        ({"dropout_p": 1.0}, "not a probability"),
+        ({"sets": RINGS[0]}, "distinct=False"),
+    ):
+        arguments = {"q": q, "k": k, "v": v, "labels": labels, "sets": Recent(2), "num_labels": 3, **changes}
+        with pytest.raises(ValueError, match=text):
+            bucketed_attention(**arguments)
+    with pytest.raises(ValueError, match="window >= 0"):
+        Recent(-1)
+    with pytest.raises(ValueError, match="size >= 1"):
+        Chunks(0)
+    with pytest.raises(ValueError, match="own_label=False"):
+        Chunks(4, circular=True)
+
+
+# ------------------------------------------------------------------------------------------- clusters that choose
+
+
+def clusters(length, count=3, width=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(2, 2, count, length, generator=generator)
+    return scores.topk(min(width, length)).indices.sort(-1).values
+
+
+def clustered_by_hand(q, k, v, query_index, key_index, causal, query_valid, key_valid):
+    out = torch.zeros_like(v[:, :, : q.shape[2]])
+    for b, h, i in itertools.product(*map(range, q.shape[:3])):
+        results = []
+        for c in range(query_index.shape[2]):
+            asks = [
+                int(t) for n, t in enumerate(query_index[b, h, c]) if query_valid is None or query_valid[b, h, c, n]
+            ]
+            keys = [int(t) for n, t in enumerate(key_index[b, h, c]) if key_valid is None or key_valid[b, h, c, n]]
+            if i not in asks:
+                continue
+            keys = [t for t in keys if t <= i or not causal]
+            if keys:
+                results.append(torch.softmax(q[b, h, i] @ k[b, h, keys].T / 2, 0) @ v[b, h, keys])
+            else:
+                results.append(torch.zeros_like(v[b, h, 0]))
+        if results:
+            out[b, h, i] = torch.stack(results).mean(0)
+    return out
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_clusters_equal_a_loop(causal, shared, masked):
+    for length in (1, 3, 12):
+        q, k, v, _ = inputs(length)
+        query_index = clusters(length)
+        key_index = query_index if shared else clusters(length, seed=1)
+        query_valid = key_valid = None
+        if masked:
+            query_valid = torch.rand(query_index.shape, generator=torch.Generator().manual_seed(2)) > 0.4
+            key_valid = query_valid if shared else torch.rand(query_index.shape) > 0.4
+            query_valid[1, 0], key_valid[1, 0] = False, False
+        options = {"causal": causal, "query_valid": query_valid, "key_valid": key_valid}
+        expected = clustered_by_hand(q, k, v, query_index, key_index, **options)
+        literal, weights = clustered_reference(q, k, v, query_index, key_index, **options)
+        out = clustered_attention(q, k, v, query_index, key_index, **options)
+        for found in (out, literal, weights @ v):
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        slope = torch.randn_like(out)
+        for one, other in zip(
+            torch.autograd.grad(out, (q, k, v), slope), torch.autograd.grad(literal, (q, k, v), slope)
+        ):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)

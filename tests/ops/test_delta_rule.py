@@ -1,0 +1,245 @@
+"""The delta rule in chunks against its recurrence, token by token, and against transformers' gated delta rule."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from hf_xformers.ops.delta_rule import delta_rule, delta_rule_reference
+from hf_xformers.ops.feature_maps import dpfp, elu_plus_one, positive_features, sum_normalize
+from hf_xformers.ops.linear_attention import linear_attention
+
+B, H, T, F, DV = 2, 3, 37, 5, 4
+
+
+def draw(*shape):
+    return torch.randn(*shape, dtype=torch.float64).requires_grad_()
+
+
+def case(length=T):
+    """Unit keys and queries, values, strengths in (0, 1)."""
+    q, k = (normalize(torch.randn(B, H, length, F, dtype=torch.float64), dim=-1).requires_grad_() for _ in range(2))
+    return q, k, draw(B, H, length, DV), torch.rand(B, H, length, dtype=torch.float64).requires_grad_()
+
+
+def assert_same(actual, expected, tolerance=1e-12):
+    assert torch.isfinite(actual).all()
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def test_reference_is_the_recurrence_with_explicit_matrices():
+    q, k, v, beta = (x[0, 0].detach() for x in case(9))
+    state = torch.zeros(F, DV, dtype=torch.float64)
+    rows = []
+    for i in range(9):
+        forget = torch.eye(F, dtype=torch.float64) - beta[i] * torch.outer(k[i], k[i])
+        state = forget @ state + beta[i] * torch.outer(k[i], v[i])
+        rows.append(q[i] @ state)
+    out, end = delta_rule_reference(*(x[None, None] for x in (q, k, v)), beta[None, None])
+    assert_same(out[0, 0], torch.stack(rows))
+    assert_same(end[0, 0], state)
+
+
+@pytest.mark.parametrize("length", [1, 2, T, 300])
+@pytest.mark.parametrize("chunk_size", [1, 4, 7, 64, 500])
+@pytest.mark.parametrize("masked", [False, True])
+def test_chunks_and_gradients_equal_the_recurrence(length, chunk_size, masked):
+    q, k, v, beta = case(length)
+    state = draw(B, H, F, DV)
+    mask = torch.rand(B, length) < 0.7 if masked else None
+    out, end = delta_rule(q, k, v, beta, state=state, key_padding_mask=mask, return_state=True, chunk_size=chunk_size)
+    expected, expected_end = delta_rule_reference(q, k, v, beta, state=state, key_padding_mask=mask)
+    assert_same(out, expected)
+    assert_same(end, expected_end)
+    grads, inputs = (torch.randn_like(out), torch.randn_like(end)), (q, k, v, beta, state)
+    for ours, theirs in zip(
+        torch.autograd.grad((out, end), inputs, grads), torch.autograd.grad((expected, expected_end), inputs, grads)
+    ):
+        assert_same(ours, theirs, 1e-11)
+
+
+def test_gradcheck():
+    q, k, v, beta = (x[:1, :1].detach().requires_grad_() for x in case(5))
+    mask = torch.tensor([[True, True, False, True, False]])
+
+    def attend(q, k, v, beta, state):
+        return delta_rule(q, k, v, beta, state=state, return_state=True, chunk_size=2, key_padding_mask=mask)
+
+    assert torch.autograd.gradcheck(attend, (q, k, v, beta, draw(1, 1, F, DV)))
+
+
+@pytest.mark.parametrize("length", [1, 50, 200])
+@pytest.mark.parametrize("kind", ["chunk", "recurrent"])
+def test_parity_with_transformers(kind, length):
+    module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    theirs = getattr(module, f"torch_{kind}_gated_delta_rule")
+    q, k, v, beta = (x.detach().float() for x in case(length))
+    state = torch.randn(B, H, F, DV)
+    given = [x.transpose(1, 2) for x in (q, k, v)]
+    expected, end = theirs(
+        *given, g=torch.zeros(B, length, H), beta=beta.transpose(1, 2), initial_state=state, output_final_state=True
+    )
+    out, ours = delta_rule(q * F**-0.5, k, v, beta, state=state, return_state=True)
+    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(ours, end, rtol=2e-5, atol=2e-6)
+
+
+def test_full_strength_on_a_unit_key_overwrites():
+    _, k, v, _ = case()
+    beta = torch.ones(B, H, T, dtype=torch.float64)
+    # Reading with the key just written gives exactly its value.
+    assert_same(delta_rule(k, k, v, beta, chunk_size=8), v)
+
+
+def test_second_write_replaces_the_first_where_the_sum_rule_adds():
+    keys = torch.linalg.qr(torch.randn(F, F, dtype=torch.float64)).Q
+    first, second = torch.randn(2, 1, 1, F, DV, dtype=torch.float64)
+    k, v = torch.cat([keys, keys])[None, None], torch.cat([first, second], dim=2)
+    q = torch.cat([keys, keys])[None, None]
+    beta = torch.ones(1, 1, 2 * F, dtype=torch.float64)
+    _, state = delta_rule(q, k, v, beta, return_state=True, chunk_size=4)
+    assert_same(keys @ state, second)
+    summed, sums = linear_attention(q, k, v, causal=True, normalize=False, return_state=True)
+    assert_same(keys @ sums.kv, first + second)
+    assert summed.shape == v.shape
+
+
+def test_zero_strength_freezes_the_state():
+    q, k, v, beta = case()
+    beta = torch.where(torch.arange(T) < 20, beta, 0.0)
+    _, before = delta_rule(*(x[:, :, :20] for x in (q, k, v, beta)), return_state=True, chunk_size=8)
+    out, after = delta_rule(q, k, v, beta, return_state=True, chunk_size=8)
+    assert_same(after, before)
+    assert_same(out[:, :, 20:], q[:, :, 20:] @ before)
+
+
+def test_prefill_and_steps_equal_the_full_pass():
+    q, k, v, beta = case()
+    mask = torch.ones(B, T, dtype=torch.bool)
+    mask[0, :6], mask[1, 30] = False, False
+    full, end = delta_rule(q, k, v, beta, key_padding_mask=mask, return_state=True)
+    state, outputs = None, []
+    for start, stop in [(0, 9), (9, 20)] + [(t, t + 1) for t in range(20, T)]:
+        cut = [x[:, :, start:stop] for x in (q, k, v, beta)]
+        out, state = delta_rule(
+            *cut, key_padding_mask=mask[:, start:stop], state=state, return_state=True, chunk_size=4
+        )
+        outputs.append(out)
+    assert_same(torch.cat(outputs, dim=2), full)
+    assert_same(state, end)
+    assert state.shape == (B, H, F, DV)
+
+
+@pytest.mark.parametrize("chunk_size", [4, 64])
+def test_no_output_sees_a_later_token(chunk_size):
+    given = case()
+    before = delta_rule(*given, chunk_size=chunk_size)
+    for t in (1, 4, 20, T - 1):
+        changed = [torch.cat([x[:, :, :t], y[:, :, t:]], dim=2) for x, y in zip(given, case())]
+        after = delta_rule(*changed, chunk_size=chunk_size)
+        torch.testing.assert_close(after[:, :, :t], before[:, :, :t], rtol=1e-10, atol=1e-10)
+        assert not torch.allclose(after[:, :, t:], before[:, :, t:])
+
+
+def test_padding_is_as_if_absent_and_its_content_does_not_matter():
+    given = case()
+    mask = torch.ones(B, T, dtype=torch.bool)
+    mask[0, :6], mask[0, 17], mask[1] = False, False, False
+    out, state = delta_rule(*given, key_padding_mask=mask, return_state=True, chunk_size=8)
+    shape = mask[:, None, :, None]
+    changed = [torch.where(shape if x.dim() == 4 else shape[..., 0], x, 9.0) for x in given[1:]]
+    other, other_state = delta_rule(given[0], *changed, key_padding_mask=mask, return_state=True, chunk_size=8)
+    assert_same(other, out)
+    assert_same(other_state, state)
+    keep = mask[0]
+    alone = delta_rule(*(x[:1, :, keep] for x in given))
+    assert_same(out[:1, :, keep], alone)
+    # Row 1 is padding only.
+    assert (out[1] == 0).all() and (state[1] == 0).all() and (out[0, :, :6] == 0).all()
+    for gradient in torch.autograd.grad(out.square().sum() + state.square().sum(), given):
+        assert torch.isfinite(gradient).all() and (gradient[1] == 0).all()
+
+
+@pytest.mark.parametrize("length", [1, 40, 200])
+def test_feature_map_inside_equals_features_outside(length):
+    q, k, v, scale = draw(B, H, length, F), draw(B, H, length, F), draw(B, H, length, DV), draw(F)
+    beta = torch.rand(B, H, length, dtype=torch.float64).requires_grad_()
+    mask = torch.rand(B, length) < 0.8
+
+    def features(x, s):
+        return sum_normalize(elu_plus_one(x * s))
+
+    inside = delta_rule(q, k, v, beta, scale, feature_map=features, key_padding_mask=mask)
+    outside, _ = delta_rule_reference(features(q, scale), features(k, scale), v, beta, key_padding_mask=mask)
+    assert_same(inside, outside)
+    grad, inputs = torch.randn_like(outside), (q, k, v, beta, scale)
+    for ours, theirs in zip(torch.autograd.grad(inside, inputs, grad), torch.autograd.grad(outside, inputs, grad)):
+        assert_same(ours, theirs, 1e-11)
+
+
+def test_sum_normalized_keys_stay_bounded_over_a_long_sequence():
+    q, k, v = (torch.randn(1, 2, 2000, 8) for _ in range(3))
+    beta = torch.ones(1, 2, 2000)
+    out, state = delta_rule(q, k, v, beta, feature_map=lambda x: dpfp(x, 3, normalize=True), return_state=True)
+    assert state.abs().max() < 50 and out.abs().max() < 50
+    exact, _ = delta_rule_reference(*(dpfp(x.double(), 3, normalize=True) for x in (q, k)), v.double(), beta.double())
+    torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_accumulates_in_float32():
+    q, k, v, beta = (x.detach().bfloat16().requires_grad_() for x in case(200))
+    out, state = delta_rule(q, k, v, beta, return_state=True)
+    assert out.dtype == torch.bfloat16 and state.dtype == torch.float32
+    exact, _ = delta_rule_reference(q.double(), k.double(), v.double(), beta.double())
+    torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=1e-4)
+    assert all(torch.isfinite(x).all() for x in torch.autograd.grad(out.sum(), (q, k, v, beta)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under = delta_rule(q.float(), k.float(), v.float(), beta.float())
+    torch.testing.assert_close(under, delta_rule(q.float(), k.float(), v.float(), beta.float()))
+
+
+def test_compiles_without_graph_breaks():
+    q, k, v, beta = case(130)
+
+    def attend(q, k, v, beta):
+        return delta_rule(q, k, v, beta, feature_map=lambda x: sum_normalize(elu_plus_one(x)))
+
+    expected = attend(q, k, v, beta)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v, beta)
+    assert_same(compiled, expected)
+    grad, inputs = torch.randn_like(expected), (q, k, v, beta)
+    for ours, theirs in zip(torch.autograd.grad(compiled, inputs, grad), torch.autograd.grad(expected, inputs, grad)):
+        assert_same(ours, theirs)
+
+
+def test_batch_and_heads_are_independent():
+    given = case()
+    whole = delta_rule(*given)
+    for b, h in itertools.product(range(B), range(H)):
+        one = [x[b : b + 1, h : h + 1] for x in given]
+        assert_same(delta_rule(*one), whole[b : b + 1, h : h + 1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(beta=torch.ones(B, H)), "beta"),
+        (dict(q=torch.ones(B, H, 1, F)), "must be"),
+        (dict(key_padding_mask=torch.ones(B, T)), "boolean"),
+        (dict(chunk_size=0), "chunk_size"),
+        (dict(state=torch.ones(B, H, F, F)), "state has shape"),
+        (dict(feature_map=lambda x: positive_features(x, torch.ones(4, F))), "pair"),
+    ],
+)
+def test_refuses_what_cannot_work(change, message):
+    given = dict(
+        q=torch.ones(B, H, T, F), k=torch.ones(B, H, T, F), v=torch.ones(B, H, T, DV), beta=torch.ones(B, H, T)
+    )
+    with pytest.raises(ValueError, match=message):
+        delta_rule(**{**given, **change})

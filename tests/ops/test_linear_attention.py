@@ -1,0 +1,505 @@
+"""Linear attention against the equation over all pairs, a token recurrence, and its invariants, in float64."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from hf_xformers.ops.feature_maps import (
+    elu_plus_one,
+    hyperbolic_features,
+    positive_features,
+    random_features_reference,
+    random_matrix,
+    trigonometric_features,
+)
+from hf_xformers.ops.linear_attention import (
+    LinearState,
+    kernel_attention,
+    linear_attention,
+    linear_attention_read,
+    linear_attention_reference,
+    linear_attention_write,
+)
+
+B, H, T, F, DV = 2, 3, 37, 5, 4
+
+
+def draw(*shape, dtype=torch.float64, positive=False):
+    x = torch.randn(*shape, dtype=dtype)
+    return (x.abs() + 0.01 if positive else x).requires_grad_()
+
+
+def some_mask(length=T):
+    """Left padding in row 0, a hole in row 1."""
+    mask = torch.ones(B, length, dtype=torch.bool)
+    mask[0, :6] = False
+    mask[1, length // 2 : length // 2 + 3] = False
+    mask[1, -2:] = False
+    return mask
+
+
+def by_hand(phi_q, phi_k, v, visible, weight=None, normalize=True):
+    """One query, one key at a time: shares no line with the reference of the product."""
+    out = torch.zeros(*phi_q.shape[:3], v.shape[3], dtype=v.dtype)
+    for b, h, i in itertools.product(range(v.shape[0]), range(v.shape[1]), range(phi_q.shape[2])):
+        total, norm = torch.zeros(v.shape[3], dtype=v.dtype), 0.0
+        for j in range(v.shape[2]):
+            if visible(b, i, j):
+                w = float(phi_q[b, h, i] @ phi_k[b, h, j]) * (1.0 if weight is None else math.exp(weight[b, h, j]))
+                total, norm = total + w * v[b, h, j], norm + w
+        out[b, h, i] = total / (norm if normalize and norm else 1.0)
+    return out
+
+
+def assert_same(actual, expected, tolerance=1e-12):
+    assert torch.isfinite(actual).all()
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_reference_and_fast_form_follow_the_definition(causal, weighted):
+    q, k, v = draw(2, 2, 9, 3, positive=True), draw(2, 2, 9, 3, positive=True), draw(2, 2, 9, 2)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[0, :2], mask[1, 4] = False, False
+    weight = torch.randn(2, 2, 9, dtype=torch.float64) if weighted else None
+    expected = by_hand(
+        q.detach(), k.detach(), v.detach(), lambda b, i, j: mask[b, j] and (j <= i or not causal), weight
+    )
+    options = dict(causal=causal, key_padding_mask=mask, log_weight=weight)
+    assert_same(linear_attention_reference(q, k, v, **options), expected)
+    assert_same(linear_attention(q, k, v, chunk_size=4, **options), expected)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, T, T + 20])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("form", ["plain", "rotated", "weighted", "rotated weighted", "unnormalized", "eps"])
+def test_causal_scan_and_its_gradients_equal_the_dense_form(form, masked, chunk_size):
+    inputs = [draw(B, H, T, F, positive=True), draw(B, H, T, F, positive=True), draw(B, H, T, DV)]
+    options = {}
+    if "rotated" in form:
+        options.update(rotated_q=draw(B, H, T, F), rotated_k=draw(B, H, T, F))
+    if "weighted" in form:
+        options["log_weight"] = (4 * torch.randn(B, H, T, dtype=torch.float64)).requires_grad_()
+    if form == "unnormalized":
+        options["normalize"] = False
+    if form == "eps":
+        options["eps"] = 0.5
+    inputs += [x for x in options.values() if isinstance(x, torch.Tensor)]
+    if masked:
+        options["key_padding_mask"] = some_mask()
+    fast = linear_attention(*inputs[:3], causal=True, chunk_size=chunk_size, **options)
+    dense = linear_attention_reference(*inputs[:3], causal=True, **options)
+    assert_same(fast, dense)
+    grad = torch.randn_like(dense)
+    for ours, theirs in zip(torch.autograd.grad(fast, inputs, grad), torch.autograd.grad(dense, inputs, grad)):
+        assert_same(ours, theirs, 1e-11)
+
+
+@pytest.mark.parametrize("keys", [1, 11, 300])
+@pytest.mark.parametrize("form", ["plain", "rotated weighted", "unnormalized", "eps"])
+def test_bidirectional_form_and_its_gradients_equal_the_dense_form(form, keys):
+    inputs = [draw(B, H, 23, F, positive=True), draw(B, H, keys, F, positive=True), draw(B, H, keys, DV)]
+    options = {}
+    if "rotated" in form:
+        options.update(rotated_q=draw(B, H, 23, F), rotated_k=draw(B, H, keys, F), log_weight=draw(B, H, keys))
+    if form == "unnormalized":
+        options["normalize"] = False
+    if form == "eps":
+        options["eps"] = 0.5
+    inputs += [x for x in options.values() if isinstance(x, torch.Tensor)]
+    options["key_padding_mask"] = torch.rand(B, keys) < 0.7
+    fast = linear_attention(*inputs[:3], causal=False, **options)
+    dense = linear_attention_reference(*inputs[:3], causal=False, **options)
+    assert_same(fast, dense)
+    grad = torch.randn_like(dense)
+    for ours, theirs in zip(torch.autograd.grad(fast, inputs, grad), torch.autograd.grad(dense, inputs, grad)):
+        assert_same(ours, theirs, 1e-11)
+
+
+@pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 400])
+def test_any_length_over_several_segments(length):
+    q, k, v = draw(1, 2, length, F, positive=True), draw(1, 2, length, F, positive=True), draw(1, 2, length, DV)
+    weight = torch.randn(1, 2, length, dtype=torch.float64)
+    for causal, log_weight in itertools.product((False, True), (None, weight)):
+        fast = linear_attention(q, k, v, causal=causal, log_weight=log_weight)
+        dense = linear_attention_reference(q, k, v, causal=causal, log_weight=log_weight)
+        assert_same(fast, dense)
+        grad = torch.randn_like(v)
+        for ours, theirs in zip(
+            torch.autograd.grad(fast, (q, k, v), grad), torch.autograd.grad(dense, (q, k, v), grad)
+        ):
+            assert_same(ours, theirs, 1e-11)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_prefill_and_steps_equal_the_full_pass(weighted, rotated):
+    q, k, v = draw(B, H, T, F, positive=True), draw(B, H, T, F, positive=True), draw(B, H, T, DV)
+    full_options = {}
+    if weighted:
+        # The largest weight comes early, then late: the running maximum must hold and must rise.
+        full_options["log_weight"] = 30 * torch.randn(B, H, T, dtype=torch.float64)
+    if rotated:
+        full_options.update(rotated_q=draw(B, H, T, F), rotated_k=draw(B, H, T, F))
+    mask = some_mask()
+
+    def piece(start, stop):
+        options = {name: x[:, :, start:stop] for name, x in full_options.items()}
+        return [x[:, :, start:stop] for x in (q, k, v)], dict(options, key_padding_mask=mask[:, start:stop])
+
+    full, end = linear_attention(q, k, v, causal=True, key_padding_mask=mask, return_state=True, **full_options)
+    state, outputs = None, []
+    for start, stop in [(0, 9), (9, 20)] + [(t, t + 1) for t in range(20, T)]:
+        tensors, options = piece(start, stop)
+        out, state = linear_attention(*tensors, causal=True, state=state, return_state=True, chunk_size=4, **options)
+        outputs.append(out)
+    assert_same(torch.cat(outputs, dim=2), full)
+    for ours, theirs in zip(state, end):
+        assert ours is theirs is None or torch.allclose(ours, theirs, rtol=1e-11)
+    assert end.kv.shape == (B, H, F, DV) and end.z.shape == (B, H, F)
+
+
+def test_gradients_flow_through_the_state():
+    q, k, v = draw(B, H, T, F, positive=True), draw(B, H, T, F, positive=True), draw(B, H, T, DV)
+    weight = draw(B, H, T)
+    grad = torch.randn(B, H, T, DV, dtype=torch.float64)
+    whole = linear_attention_reference(q, k, v, causal=True, log_weight=weight)
+    parts, state = [], None
+    for start, stop in [(0, 10), (10, 11), (11, T)]:
+        cut = [x[:, :, start:stop] for x in (q, k, v)]
+        out, state = linear_attention(
+            *cut, causal=True, log_weight=weight[:, :, start:stop], state=state, return_state=True, chunk_size=4
+        )
+        parts.append(out)
+    inputs = (q, k, v, weight)
+    for ours, theirs in zip(
+        torch.autograd.grad(torch.cat(parts, dim=2), inputs, grad), torch.autograd.grad(whole, inputs, grad)
+    ):
+        assert_same(ours, theirs, 1e-10)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("min_denominator", [0.0, 1.5])
+def test_gradcheck(causal, min_denominator):
+    # chunk_size 2 over 5 tokens: two whole chunks and a tail. The guard holds some denominators and leaves others.
+    q, k, v, w = draw(1, 1, 5, 3, positive=True), draw(1, 1, 5, 3, positive=True), draw(1, 1, 5, 2), draw(1, 1, 5)
+    state = LinearState(draw(1, 1, 3, 2), draw(1, 1, 3, positive=True), torch.zeros(1, 1, dtype=torch.float64))
+    mask = torch.tensor([[True, False, True, True, False]])
+
+    def attend(q, k, v, w, kv, z):
+        out, _ = linear_attention(
+            *(q, k, v), causal=causal, log_weight=w, key_padding_mask=mask, state=LinearState(kv, z, state.log_scale),
+            return_state=True, chunk_size=2, min_denominator=min_denominator,
+        )  # fmt: skip
+        return out
+
+    assert torch.autograd.gradcheck(attend, (q, k, v, w, state.kv, state.z))
+
+
+def test_min_denominator_keeps_the_sign():
+    q = torch.tensor([[[[1.0], [-1.0], [4.0]]]], dtype=torch.float64)
+    k, v = torch.full((1, 1, 1, 1), 0.5, dtype=torch.float64), torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    out = linear_attention(q, k, v, causal=False, min_denominator=1.0)
+    assert out.flatten().tolist() == [0.5, 0.5, 1.0]
+
+
+class TestLinearTransformer:
+    """Oracles of elu + 1 attention."""
+
+    def test_first_output_is_the_first_value(self):
+        q, k, v = (torch.randn(B, H, T, F, dtype=torch.float64) for _ in range(3))
+        out = linear_attention(elu_plus_one(q), elu_plus_one(k), v, causal=True)
+        torch.testing.assert_close(out[:, :, 0], v[:, :, 0], rtol=1e-15, atol=0)
+
+    def test_outputs_are_convex_combinations_of_visible_values(self):
+        q, k, v = (torch.randn(B, H, T, F, dtype=torch.float64) for _ in range(3))
+        out = linear_attention(elu_plus_one(q), elu_plus_one(k), v, causal=True, chunk_size=8)
+        assert (out <= v.cummax(2).values + 1e-12).all() and (out >= v.cummin(2).values - 1e-12).all()
+
+    def test_order_of_keys_does_not_matter_bidirectionally(self):
+        q, k, v = (torch.randn(B, H, T, F, dtype=torch.float64) for _ in range(3))
+        order = torch.randperm(T)
+        phi_q, phi_k = elu_plus_one(q), elu_plus_one(k)
+        out = linear_attention(phi_q, phi_k, v, causal=False)
+        assert_same(linear_attention(phi_q, phi_k[:, :, order], v[:, :, order], causal=False), out)
+
+    def test_attention_matrix_has_the_rank_of_the_features(self):
+        q, k = (torch.randn(1, 1, 64, 8, dtype=torch.float64) for _ in range(2))
+        identity = torch.eye(64, dtype=torch.float64)[None, None]
+        matrix = linear_attention(elu_plus_one(q), elu_plus_one(k), identity, causal=False)
+        assert torch.linalg.matrix_rank(matrix[0, 0]) == 8
+
+
+@pytest.mark.parametrize("chunk_size", [4, 64])
+@pytest.mark.parametrize("kind", ["elu", "weights", "positive", "trigonometric", "rotated"])
+def test_no_output_sees_a_later_token(kind, chunk_size):
+    """The change after position t is violent, so that even a numerical side channel (a shared maximum) would show."""
+    q, k, v = (torch.randn(1, 2, T, F, dtype=torch.float64) for _ in range(3))
+    weight = torch.randn(1, 2, T, dtype=torch.float64)
+    projection = random_matrix(16, F, dtype=torch.float64)
+
+    def attend(q, k, v, weight):
+        if kind == "elu":
+            return linear_attention(elu_plus_one(q), elu_plus_one(k), v, causal=True, chunk_size=chunk_size)
+        if kind == "weights":
+            features = elu_plus_one(q), elu_plus_one(k)
+            return linear_attention(*features, v, causal=True, log_weight=weight, chunk_size=chunk_size)
+        if kind == "rotated":
+            features = elu_plus_one(q), elu_plus_one(k)
+            return linear_attention(*features, v, rotated_q=q, rotated_k=k, causal=True, chunk_size=chunk_size)
+        map_ = positive_features if kind == "positive" else trigonometric_features
+        return kernel_attention(q, k, v, map_, projection, causal=True, chunk_size=chunk_size)
+
+    before = attend(q, k, v, weight)
+    for t in (1, 5, 8, 20, T - 1):
+        changed = [x.clone() for x in (q, k, v, weight)]
+        for x in changed:
+            x[:, :, t:] = 50 * torch.randn_like(x[:, :, t:])
+        after = attend(*changed)
+        torch.testing.assert_close(after[:, :, :t], before[:, :, :t], rtol=1e-10, atol=1e-10)
+        assert not torch.allclose(after[:, :, t:], before[:, :, t:])
+
+
+def test_a_later_weight_cannot_underflow_an_earlier_row_in_float32():
+    # Inside one chunk: a factor shared by the chunk would turn the first rows into 0 / 0.
+    q, k, v = (torch.rand(1, 1, 8, F) for _ in range(3))
+    weight = torch.tensor([0.0, 1.0, 2.0, 3.0, 500.0, 1000.0, 5.0, -1e6]).view(1, 1, 8)
+    out = linear_attention(q, k, v, causal=True, log_weight=weight)
+    expected = linear_attention_reference(
+        q[:, :, :4], k[:, :, :4], v[:, :, :4], causal=True, log_weight=weight[..., :4]
+    )
+    torch.testing.assert_close(out[:, :, :4], expected)
+    torch.testing.assert_close(out[:, :, 4], v[:, :, 4])
+    torch.testing.assert_close(out[:, :, 5:], v[:, :, 5:6].expand(-1, -1, 3, -1))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_padding(causal, weighted):
+    q, k, v = draw(B, H, T, F), draw(B, H, T, F), draw(B, H, T, DV)
+    weight = draw(B, H, T) if weighted else None
+    mask = some_mask()
+
+    def attend(k, v):
+        phi_q, phi_k = elu_plus_one(q), elu_plus_one(k)
+        return linear_attention(phi_q, phi_k, v, causal=causal, key_padding_mask=mask, log_weight=weight, chunk_size=5)
+
+    out = attend(k, v)
+    other = [torch.where(mask[:, None, :, None], x, 7.0 * torch.randn_like(x)) for x in (k, v)]
+    assert_same(attend(*other), out)
+    # Equal to leaving the padded tokens out: masking before the map would not be (phi(0) = 1).
+    keep = mask[0]
+    alone = linear_attention(
+        *(elu_plus_one(x[:1, :, keep]) for x in (q, k)), v[:1, :, keep], causal=causal,
+        log_weight=None if weight is None else weight[:1, :, keep],
+    )  # fmt: skip
+    assert_same(out[:1, :, keep], alone)
+    if causal:
+        assert (out[0, :, :6] == 0).all()
+    gradients = torch.autograd.grad(out.square().sum(), (k, v))
+    assert all((x.movedim(2, 1)[~mask] == 0).all() for x in gradients)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+def test_row_of_padding_only_gives_zeros_and_zero_gradients(causal, eps):
+    q, k, v = draw(B, H, T, F), draw(B, H, T, F), draw(B, H, T, DV)
+    mask = torch.ones(B, T, dtype=torch.bool)
+    mask[1] = False
+    projection = random_matrix(8, F, dtype=torch.float64)
+    for out in (
+        linear_attention(elu_plus_one(q), elu_plus_one(k), v, causal=causal, key_padding_mask=mask, eps=eps),
+        kernel_attention(q, k, v, positive_features, projection, causal=causal, key_padding_mask=mask, eps=eps),
+    ):
+        assert (out[1] == 0).all() and (out[0] != 0).all()
+        for gradient in torch.autograd.grad(out.square().sum(), (q, k, v)):
+            assert torch.isfinite(gradient).all() and (gradient[1] == 0).all()
+
+
+def test_batch_and_heads_are_independent():
+    q, k, v = (torch.randn(4, 3, T, F, dtype=torch.float64) for _ in range(3))
+    projection = random_matrix(16, F, dtype=torch.float64)
+    for causal in (False, True):
+        whole = kernel_attention(q, k, v, positive_features, projection, causal=causal)
+        one = [x[1:2, 2:3] for x in (q, k, v)]
+        assert_same(kernel_attention(*one, positive_features, projection, causal=causal), whole[1:2, 2:3])
+
+
+def test_cross_attention_state_is_written_once_and_read_often():
+    k, v = draw(B, H, 11, F, positive=True), draw(B, H, 11, DV)
+    q = draw(B, H, T, F, positive=True)
+    mask = some_mask(11)
+    state = linear_attention_write(k, v, key_padding_mask=mask)
+    expected = linear_attention_reference(q, k, v, causal=False, key_padding_mask=mask)
+    steps = [linear_attention_read(q[:, :, t : t + 1], state) for t in range(T)]
+    assert_same(torch.cat(steps, dim=2), expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["positive", "hyperbolic", "trigonometric"])
+def test_kernel_attention_equals_attention_with_unscaled_random_features(name, causal):
+    q, k, v = (draw(B, H, 150, F), draw(B, H, 150, F), draw(B, H, 150, DV))
+    projection = random_matrix(32, F, dtype=torch.float64).requires_grad_()
+    mask = some_mask(150)
+    map_ = {"positive": positive_features, "hyperbolic": hyperbolic_features, "trigonometric": trigonometric_features}
+    scale = 0.3  # keeps trigonometric denominators away from 0
+
+    def scaled(x, w):
+        return map_[name](scale * x, w)
+
+    fast = kernel_attention(q, k, v, scaled, projection, causal=causal, key_padding_mask=mask)
+    features = (random_features_reference(scale * x, projection, name) for x in (q, k))
+    dense = linear_attention_reference(*features, v, causal=causal, key_padding_mask=mask)
+    assert_same(fast, dense, 1e-10)
+    grad, inputs = torch.randn_like(dense), (q, k, v, projection)
+    for ours, theirs in zip(torch.autograd.grad(fast, inputs, grad), torch.autograd.grad(dense, inputs, grad)):
+        assert_same(ours, theirs, 1e-9)
+
+
+def test_kernel_attention_with_two_maps_and_a_learned_parameter():
+    q, k, v, sigma = draw(B, H, 200, F), draw(B, H, 200, F), draw(B, H, 200, DV), draw(F)
+
+    def key_map(x, s):
+        return (x * s).exp()
+
+    def query_map(x, s):
+        return (x + s).softmax(-1)
+
+    for causal in (False, True):
+        fast = kernel_attention(q, k, v, query_map, sigma, key_map=key_map, causal=causal)
+        dense = linear_attention_reference(query_map(q, sigma), key_map(k, sigma), v, causal=causal)
+        assert_same(fast, dense, 1e-11)
+        grad, inputs = torch.randn_like(dense), (q, k, v, sigma)
+        for ours, theirs in zip(torch.autograd.grad(fast, inputs, grad), torch.autograd.grad(dense, inputs, grad)):
+            assert_same(ours, theirs, 1e-10)
+
+
+def test_kernel_attention_step_by_step():
+    q, k, v = (torch.randn(B, H, 20, F, dtype=torch.float64) for _ in range(3))
+    projection = random_matrix(16, F, dtype=torch.float64)
+    full = kernel_attention(3 * q, 3 * k, v, positive_features, projection, causal=True)
+    state, outputs = None, []
+    for t in range(20):
+        cut = [x[:, :, t : t + 1] for x in (3 * q, 3 * k, v)]
+        out, state = kernel_attention(*cut, positive_features, projection, causal=True, state=state, return_state=True)
+        outputs.append(out)
+    assert_same(torch.cat(outputs, dim=2), full, 1e-11)
+
+
+def test_gated_sum_as_weights_of_keys():
+    """The recurrence S = g S + (1 - g) phi(k)^T v is attention with log weights log(1 - g) - cumsum(log g)."""
+    q, k, v = draw(B, H, T, F, positive=True), draw(B, H, T, F, positive=True), draw(B, H, T, DV)
+    gate = torch.sigmoid(3 * torch.randn(B, H, T, dtype=torch.float64))
+    weight = torch.log1p(-gate) - gate.log().cumsum(-1)
+    kv, z, rows = torch.zeros(B, H, F, DV, dtype=torch.float64), torch.zeros(B, H, F, dtype=torch.float64), []
+    for t in range(T):
+        g = gate[:, :, t, None]
+        kv = g[..., None] * kv + (1 - g)[..., None] * k[:, :, t, :, None] * v[:, :, t, None, :]
+        z = g * z + (1 - g) * k[:, :, t]
+        rows.append((q[:, :, t, None] @ kv).squeeze(2) / (q[:, :, t] * z).sum(-1, keepdim=True))
+    assert_same(linear_attention(q, k, v, causal=True, log_weight=weight, chunk_size=8), torch.stack(rows, dim=2))
+
+
+def test_two_scans_give_the_causal_function_of_luna():
+    """f(A, B, C)_t = (1/t) A_t sum_{j<=t} B_j^T C_j, twice with a softmax between (Ma et al. 2021, section 3.4)."""
+    length, width, slots = 21, 4, 6
+    x, keys, memory = draw(B, H, length, width), draw(B, H, length, width), draw(B, H, slots, width)
+    count = torch.arange(1, length + 1, dtype=torch.float64)[:, None]
+    a = elu_plus_one(keys @ memory.mT)
+
+    def f(rows, left, right):
+        return linear_attention(rows, left, right, causal=True, normalize=False, chunk_size=8) / count
+
+    fast = f(f(x, keys, a).softmax(-1), a, keys)
+    left, right, rows = torch.zeros(B, H, width, slots), torch.zeros(B, H, slots, width), []
+    for t in range(length):
+        left = left + keys[:, :, t, :, None] * a[:, :, t, None, :]
+        right = right + a[:, :, t, :, None] * keys[:, :, t, None, :]
+        u = (x[:, :, t, None] @ left / (t + 1)).softmax(-1)
+        rows.append((u @ right / (t + 1)).squeeze(2))
+    assert_same(fast, torch.stack(rows, dim=2))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_bfloat16_accumulates_in_float32(causal):
+    length = 600
+    q, k = (elu_plus_one(torch.randn(1, 2, length, 16)).bfloat16().requires_grad_() for _ in range(2))
+    v = torch.randn(1, 2, length, 16).bfloat16().requires_grad_()
+    out, state = linear_attention(q, k, v, causal=causal, return_state=True)
+    assert out.dtype == torch.bfloat16 and {x.dtype for x in state[:2]} == {torch.float32}
+    exact = linear_attention_reference(q.double(), k.double(), v.double(), causal=causal)
+    # One rounding to 8 bits of the result, nothing lost on the way.
+    torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=1e-5)
+    for x in torch.autograd.grad(out.sum(), (q, k, v)):
+        assert x.dtype == torch.bfloat16 and torch.isfinite(x).all()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under = linear_attention(q.float(), k.float(), v.float(), causal=causal)
+    torch.testing.assert_close(under, linear_attention(q.float(), k.float(), v.float(), causal=causal))
+
+
+def test_transposed_layout_and_no_grad_give_the_same():
+    q, k, v = (torch.rand(B, T, H, F, dtype=torch.float64).transpose(1, 2) for _ in range(3))
+    expected = linear_attention_reference(q, k, v, causal=True)
+    with torch.no_grad():
+        out = linear_attention(q, k, v, causal=True)
+    assert_same(out, expected)
+
+
+def test_compiles_without_graph_breaks():
+    q, k, v = draw(1, 2, 130, 4), draw(1, 2, 130, 4), draw(1, 2, 130, 4)
+    mask = torch.ones(1, 130, dtype=torch.bool)
+    mask[:, :9] = False
+    projection = random_matrix(8, 4, dtype=torch.float64)
+
+    def attend(q, k, v, mask):
+        one = linear_attention(elu_plus_one(q), elu_plus_one(k), v, causal=False, key_padding_mask=mask)
+        two = kernel_attention(q, k, v, positive_features, projection, causal=True, key_padding_mask=mask)
+        return one + two
+
+    expected = attend(q, k, v, mask)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v, mask)
+    assert_same(compiled, expected)
+    grad = torch.randn_like(expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(compiled, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad)
+    ):
+        assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(key_padding_mask=torch.ones(B, 1, T, T, dtype=torch.bool)), "boolean tensor of shape"),
+        (dict(key_padding_mask=torch.ones(B, T)), "torch.float32"),
+        (dict(chunk_size=0), "chunk_size"),
+        (dict(log_weight=torch.ones(B, T)), "log_weight"),
+        (dict(rotated_q=torch.ones(B, H, T, F)), "both or neither"),
+        (dict(normalize=False, log_weight=torch.ones(B, H, T)), "normalize=False"),
+        (dict(state=(torch.ones(B, H, 2, 2), torch.ones(B, H, 2))), "state holds"),
+        (dict(v=torch.ones(B, H, T + 1, DV)), "must be"),
+        (dict(phi_q=torch.ones(B, H, 2, F)), "as many queries as keys"),
+    ],
+)
+def test_refuses_what_cannot_work(change, message):
+    given = dict(phi_q=torch.ones(B, H, T, F), phi_k=torch.ones(B, H, T, F), v=torch.ones(B, H, T, DV), causal=True)
+    with pytest.raises(ValueError, match=message):
+        linear_attention(**{**given, **change})
+
+
+def test_kernel_attention_with_one_projection_per_head():
+    q, k, v = draw(B, H, 150, F), draw(B, H, 150, F), draw(B, H, 150, DV)
+    projection = torch.randn(H, 12, F, dtype=torch.float64)
+    for causal in (False, True):
+        fast = kernel_attention(q, k, v, positive_features, projection, causal=causal)
+        for head in range(H):
+            one = [x[:, head : head + 1] for x in (q, k, v)]
+            alone = kernel_attention(*one, positive_features, projection[head], causal=causal)
+            assert_same(fast[:, head : head + 1], alone)
