@@ -1,0 +1,358 @@
+"""Adaptive attention span: every head learns how far back it reads."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+
+from ..components import register
+from ..context import LayerContext, SublayerOutput, self_attention_cache
+from ..ops.block_sparse import block_sparse_attention
+from ..ops.patterns import band
+from .base import Attention, AttentionSpec
+from .query_blocks import over_query_blocks, rows_at_once, visible_block, visible_pairs
+
+TRIM = 64  # spans are rounded up to this many tokens, so that plans for them can be used again
+
+
+class SpanCacheLayer(DynamicSlidingWindowLayer):
+    """Keys and values of the last tokens only: as many as the longest possible span, or fewer as the heads need."""
+
+    def keep(self, tokens: int) -> None:
+        """Forgets all but the last `tokens`, unless a later rollback may want them back."""
+        if not self.record_past and self.keys.shape[-2] > tokens:
+            first = self.keys.shape[-2] - tokens
+            self.keys, self.values = self.keys[:, :, first:], self.values[:, :, first:]
+
+
+class _UnitClamp(torch.autograd.Function):
+    """Clamp to [0, 1] whose gradient lets a number outside come back: it stops only what leads further out."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clamp(0.0, 1.0)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        outward = ((x < 0) & (grad > 0)) | ((x > 1) & (grad < 0))
+        return grad.masked_fill(outward, 0.0)
+
+
+class AdaptiveSpanAttention(Attention):
+    """A_h[i, j] = m_h(x) exp(s_ij) / sum_r m_h(x_r) exp(s_ir), with m_h(x) = clamp((R + z_h - x) / R, 0, 1).
+
+    Sukhbaatar, Grave, Bojanowski and Joulin 2019 (arXiv 1905.07799), section 3. x counts from 0 at the nearest previous
+    token (with `include_self` at the token itself) up to S - 1, S = `max_span`; an encoder (not in the paper) reads
+    both sides, x = |i - j| - 1. s_ij = (q_i k_j + q_i p_(i-j)) / sqrt(d), where the relative keys p are shared by heads and
+    layers: the first layer owns them and hands them on. z_h = S u_h, u_h learned in [0, 1]; dynamic spans are
+    z_(h,i) = S sigmoid(v_h x_i + b_h) for every token. The loss gains coef * S * mean_h u_h in every layer ("span").
+
+    A number u outside [0, 1] counts as the border, and its gradient only leads inwards, so no step of an optimiser needs
+    a clamp afterwards. (Exclude `span` from weight decay, which shortens spans too.)
+
+    Keys farther than ceil(max z) + R are never computed: time O(T (max z + R) D), memory alike for one block of queries.
+    State: that many keys and values, at most S. A compiled model takes S for the span, with the same results.
+    A token that reads nothing (without `include_self`: the first) gets zeros.
+
+    Raises:
+        ValueError: relative keys are wanted and the first layer is of another kind.
+    """
+
+    def __init__(self, config, spec: AdaptiveSpanSpec, **where):
+        super().__init__(config, spec, **where)
+        self.max_span, self.gap = spec.longest(config), 0 if spec.include_self else 1
+        if spec.dynamic:
+            self.span_proj = nn.Linear(config.hidden_size, self.num_heads)
+        else:
+            self.span = nn.Parameter(torch.empty(self.num_heads))
+        self.relative_keys = None
+        if spec.relative_keys and self.layer_idx == 0:
+            rows = self.max_span if self.is_causal else 2 * (self.max_span + self.gap) - 1
+            self.relative_keys = nn.Parameter(torch.empty(rows, self.head_dim))
+
+    def initialize(self, config, init) -> None:
+        super().initialize(config, init)
+        if self.spec.dynamic:
+            start = min(max(self.spec.start, 0.01), 0.99)
+            init.constant_(self.span_proj.bias, math.log(start / (1 - start)))
+        else:
+            init.constant_(self.span, self.spec.start)
+        if self.relative_keys is not None:
+            init.normal_(self.relative_keys, mean=0.0, std=1.0)  # released code
+
+    # ------------------------------------------------------------------------------------------------ spans
+
+    def spans(self, hidden_states: Tensor | None = None) -> Tensor:
+        """z in tokens, in float32 or better: [H], or [B, H, T] for dynamic spans of hidden_states [B, T, D]."""
+        if self.spec.dynamic:
+            share = torch.sigmoid(self.span_proj(hidden_states)).transpose(1, 2)
+            return share.to(torch.promote_types(share.dtype, torch.float32)) * self.max_span
+        share = self.span.to(torch.promote_types(self.span.dtype, torch.float32))
+        return _UnitClamp.apply(share) * self.max_span
+
+    def _reach(self, spans: Tensor, context: LayerContext) -> list[int]:
+        """For every head, the number of distances with m > 0."""
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or context.static:
+            return [self.max_span] * self.num_heads
+        longest = spans.detach().amax((0, 2)) if self.spec.dynamic else spans.detach()
+        return [min(self.max_span, math.ceil(z + self.spec.ramp)) for z in longest.tolist()]
+
+    def _distance(self, offset: Tensor) -> Tensor:
+        """x of the offsets i - j; negative where nothing may be read."""
+        return (offset if self.is_causal else offset.abs()) - self.gap
+
+    def _mask(self, offset: Tensor, spans: Tensor) -> Tensor:
+        """m of offsets i - j and spans, which broadcast; zero where nothing may be read."""
+        x = self._distance(offset)
+        ramp = ((self.spec.ramp + spans - x) / self.spec.ramp).clamp(0.0, 1.0)
+        return torch.where((x >= 0) & (x < self.max_span), ramp, 0.0)
+
+    def _span_loss(self, spans: Tensor, context: LayerContext) -> dict[str, Tensor] | None:
+        if self.spec.loss_coef == 0:
+            return None
+        real = context.query_padding_mask
+        if self.spec.dynamic and real is not None:
+            mean = (spans * real[:, None]).sum() / (real.sum() * self.num_heads).clamp(min=1)
+        else:
+            mean = spans.mean()
+        return {"span": self.spec.loss_coef * mean}
+
+    # ------------------------------------------------------------------------------------------------ forward
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        step: int | None = None,
+    ) -> SublayerOutput:
+        step = self.layer_idx if step is None else step
+        query, key, value = self.project_self(hidden_states, context, past_key_values, step)
+        spans = self.spans(hidden_states)
+        reach = self._reach(spans, context)
+        cache = self_attention_cache(past_key_values)
+        if cache is not None and isinstance(cache.layers[step], SpanCacheLayer):
+            # The spans of later tokens are not known when every token chooses its own.
+            needed = self.max_span if self.spec.dynamic else max(reach)
+            cache.layers[step].keep(needed - 1 + self.gap)
+        relative, streams = self._relative_keys(context)
+        inputs, weights = (query * self.scaling, key, value, spans, relative, context), None
+        if self.wants_weights(context):
+            output, weights = self._literal(*inputs)
+        elif context.static:
+            output, _ = self._literal(*inputs)
+        elif self._engine_applies(query, relative, context):
+            output = self._engine(*inputs[:4], reach, context)
+        else:
+            output = self._windows(*inputs[:5], max(reach), context)
+        output = self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
+        return SublayerOutput(output, weights, aux_losses=self._span_loss(spans, context), streams=streams)
+
+    def _relative_keys(self, context: LayerContext) -> tuple[Tensor | None, dict[str, Tensor] | None]:
+        """The relative keys p, and what to hand on."""
+        if not self.spec.relative_keys:
+            return None, None
+        if self.relative_keys is not None:
+            # A copy: a parameter that is sharded over devices is whole only inside its own layer.
+            own = self.relative_keys.clone()
+            return own, {"adaptive_span_keys": own}
+        handed = context.streams.get("adaptive_span_keys")
+        if handed is None:
+            raise ValueError(
+                f"adaptive_span layer {self.layer_idx} was handed no relative keys, which layer 0 owns; make layer 0 "
+                "adaptive_span too, or set its `relative_keys=False` and choose a position component."
+            )
+        return handed, None
+
+    def _relative_rows(self, offset: Tensor) -> Tensor:
+        """Rows of the relative keys for offsets i - j; those out of reach get some row."""
+        if self.is_causal:
+            return (offset - self.gap).clamp(0, self.max_span - 1)
+        longest = self.max_span - 1 + self.gap
+        return offset.clamp(-longest, longest) + longest
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        """[B, K, S, d] -> [B, H, S, d]."""
+        return x if self.num_key_value_groups == 1 else x.repeat_interleave(self.num_key_value_groups, dim=1)
+
+    def _literal(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        spans: Tensor,
+        relative: Tensor | None,
+        context: LayerContext,
+    ) -> tuple[Tensor, Tensor]:
+        """The equation as written -> output [B, T, H, d], weights [B, H, T, S] (zeros for tokens that a cache dropped)."""
+        key, value = self._grouped(key), self._grouped(value)
+        dropped = context.key_index.shape[0] - key.shape[2]
+        places = context.key_index[dropped:]
+        offset = context.query_index[:, None] - places[None, :]
+        scores = torch.matmul(query, key.transpose(-1, -2))
+        if relative is not None:
+            rows = self._relative_rows(offset).expand(*scores.shape)
+            scores = scores + torch.matmul(query, relative.t()).gather(-1, rows)
+        bias = context.shared.get("score_bias")
+        if bias is not None:
+            scores = scores + bias.block(context.query_index, places)
+        scores = scores.to(spans.dtype)
+        mask = self._mask(offset, spans[..., None] if self.spec.dynamic else spans[:, None, None])
+        seen = mask > 0
+        pairs = visible_pairs(context)
+        if pairs is not None:
+            seen = seen & pairs[..., -key.shape[2] :]
+        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+        powers = torch.exp(scores - scores.detach().amax(-1, keepdim=True))
+        powers = torch.where(seen, mask * powers, 0.0)
+        weights = powers / _not_zero(powers.sum(-1, keepdim=True))
+        weights = weights.to(value.dtype)
+        thinned = F.dropout(weights, self.dropout) if self.training and self.dropout else weights
+        return torch.matmul(thinned, value).transpose(1, 2), F.pad(weights, (dropped, 0))
+
+    def _windows(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        spans: Tensor,
+        relative: Tensor | None,
+        reach: int,
+        context: LayerContext,
+    ) -> Tensor:
+        """Blocks of queries against the keys within reach -> [B, T, H, d].
+
+        What depends on the offset i - j alone is computed per offset and laid out along the diagonals.
+        """
+        (batch, heads, length, _), keys = query.shape, key.shape[2]
+        reach = min(reach, keys)
+        total, side = context.key_index.shape[0], reach - 1 + self.gap
+        bias, dropout = context.shared.get("score_bias"), self.dropout if self.training else 0.0
+
+        def block(begin: int, end: int, q: Tensor, chosen: Tensor | None) -> Tensor:
+            count = end - begin
+            place = keys - length + begin  # of the first query among the keys
+            low, high = max(place - side, 0), place + count if self.is_causal else min(place + count + side, keys)
+            rows, seen = slice(begin, end), slice(total - keys + low, total - keys + high)
+            k, v = self._grouped(key[:, :, low:high]), self._grouped(value[:, :, low:high])
+            # Column c of `along` holds the offset that stands in column c - (count - 1 - row) of the block.
+            offset = place - low + count - 1 - torch.arange(count + high - low, device=q.device)
+            own = spans[:, None, None] if chosen is None else chosen[..., None]
+            along = _log(self._mask(offset, own)).expand(*own.shape[:-2], count, -1)
+            if relative is not None:
+                along = along + torch.matmul(q, relative[self._relative_rows(offset)].t())
+            scores = torch.matmul(q, k.transpose(-1, -2)) + _along_diagonals(along, high - low)
+            if bias is not None:
+                scores = scores + bias.block(context.query_index[rows], context.key_index[seen])
+            mask = visible_block(context, False, rows, seen, order=False)  # the order is in the offsets
+            if mask is not None:
+                scores = scores.masked_fill(~mask, -math.inf)
+            top = scores.detach().amax(-1, keepdim=True)
+            powers = torch.exp(scores - top.masked_fill(top == -math.inf, 0.0))
+            sums = _not_zero(powers.sum(-1, keepdim=True))
+            powers = F.dropout(powers, dropout) if dropout else powers
+            return (torch.matmul(powers.to(v.dtype), v) / sums.to(v.dtype)).transpose(1, 2)
+
+        rows = min(max(min(reach, 256), TRIM), rows_at_once(2 * batch * heads * reach))
+        return over_query_blocks(block, length, rows, (query, 2), (spans if self.spec.dynamic else None, 2))
+
+    def _engine_applies(self, query: Tensor, relative: Tensor | None, context: LayerContext) -> bool:
+        """Scores that depend on the offset alone, beside the products."""
+        plain = relative is None and not self.spec.dynamic and context.explicit_mask is None
+        return plain and query.shape[2] > 1 and not torch.compiler.is_compiling()
+
+    def _engine(
+        self, query: Tensor, key: Tensor, value: Tensor, spans: Tensor, reach: list[int], context: LayerContext
+    ) -> Tensor:
+        """The block-sparse engine, where each head walks its own window -> [B, T, H, d]."""
+        sides = [min(-(-count // TRIM) * TRIM, self.max_span) - 1 + self.gap for count in reach]
+        patterns = [band(side, 0 if self.is_causal else side) for side in sides]
+        bias = context.shared.get("score_bias")
+        keys, total = key.shape[2], context.key_index.shape[0]
+
+        def score_bias(q_at: Tensor, k_at: Tensor) -> Tensor:
+            offset = q_at[..., :, None] - k_at[..., None, :]
+            own = _log(self._mask(offset[..., None, :, :], spans[:, None, None]))
+            return own if bias is None else own + bias.block(q_at, k_at)
+
+        output = block_sparse_attention(
+            query,
+            key,
+            value,
+            patterns if len(set(sides)) > 1 else patterns[0],
+            key_padding_mask=None if context.padding_mask is None else context.padding_mask[:, total - keys :],
+            q_offset=total - query.shape[2],
+            k_offset=total - keys,
+            scale=1.0,
+            dropout_p=self.dropout if self.training else 0.0,
+            score_bias=score_bias,
+            bias_is_relative=bias is None,
+            segment_ids=context.segment_ids,
+        )
+        return output.transpose(1, 2)
+
+
+def _log(mask: Tensor) -> Tensor:
+    """log m, -inf at 0, where the gradient is zero and not NaN."""
+    return torch.where(mask > 0, torch.log(torch.where(mask > 0, mask, 1.0)), -math.inf)
+
+
+def _not_zero(sums: Tensor) -> Tensor:
+    """Sums of rows to divide by: 1 for rows of zeros, which stay zeros, in the gradient as well."""
+    return sums.masked_fill(sums == 0, 1.0)
+
+
+def _along_diagonals(along: Tensor, width: int) -> Tensor:
+    """[..., t, t + width] -> [..., t, width]: row r is shifted to the left by t - 1 - r; views only."""
+    count = along.shape[-2]
+    shorter = along.shape[-1] - 1
+    flat = along.flatten(-2)[..., count - 1 : count - 1 + count * shorter]
+    return flat.unflatten(-1, (count, shorter))[..., :width]
+
+
+@register("attention", "adaptive_span")
+class AdaptiveSpanSpec(AttentionSpec):
+    """max_span: longest span in tokens (`None`: `max_position_embeddings`). ramp: tokens over which a span fades out.
+    start: first value of the spans, as a part of max_span. loss_coef: weight of the mean span in the loss (per token of
+    span). include_self: whether a token reads itself, which the paper leaves to the residual connection. relative_keys:
+    learned keys by distance. dynamic: each token chooses its spans."""
+
+    summary = "each head learns how far back it reads"
+    score_bias = True
+    explicit_mask = True
+    packed = True
+
+    max_span: int | None = None
+    ramp: int = 32
+    start: float | int = 0.0
+    loss_coef: float | int = 5e-7
+    include_self: bool = False
+    relative_keys: bool = True
+    dynamic: bool = False
+
+    def longest(self, config) -> int:
+        return config.max_position_embeddings if self.max_span is None else self.max_span
+
+    def cache_layer(self, config) -> SpanCacheLayer:
+        return SpanCacheLayer(sliding_window=self.longest(config) + (0 if self.include_self else 1))
+
+    def check_fields(self) -> None:
+        if self.max_span is not None and self.max_span < 1:
+            raise ValueError(f"adaptive_span needs `max_span` >= 1, got {self.max_span}.")
+        if self.ramp < 1:
+            raise ValueError(f"adaptive_span needs `ramp` >= 1 token, got {self.ramp}.")
+        if not 0 <= self.start <= 1:
+            raise ValueError(f"adaptive_span needs `start` in [0, 1] (a part of `max_span`), got {self.start}.")
+        if self.loss_coef < 0:
+            raise ValueError(f"adaptive_span needs `loss_coef` >= 0, got {self.loss_coef}.")
+
+    def build(self, config, **where) -> AdaptiveSpanAttention:
+        return AdaptiveSpanAttention(config, self, **where)

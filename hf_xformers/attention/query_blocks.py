@@ -1,0 +1,116 @@
+"""What mechanisms with explicit scores share: who is visible, softmax over what is, and a loop over blocks of queries.
+
+A mechanism that changes scores in a way no fused kernel knows needs them written out. Block by block over the queries, and
+computed again in the backward pass, they take memory in proportion to the number of keys and not to its square.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..context import LayerContext
+from .dense import boolean_mask
+
+# Scores (over batch and heads) in one block: 8 MiB in float32, large enough to hide the cost of a Python step.
+SCORES_AT_ONCE = 1 << 21
+# However large the batch is, a block has this many queries, so that the loop stays short.
+LEAST_ROWS = 64
+
+
+def visible_pairs(context: LayerContext, cross: bool = False) -> Tensor | None:
+    """Who may attend to whom, [B or 1, 1 or H, T or 1, S] boolean, the causal order included; None if everybody may."""
+    if cross:
+        padding = context.memory_padding_mask
+        return None if padding is None else padding[:, None, None, :]
+    if "visible_pairs" not in context.shared:
+        mask = boolean_mask(context)
+        if mask is None and context.causal:
+            mask = (context.key_index[None, :] <= context.query_index[:, None])[None, None]
+        context.shared["visible_pairs"] = mask
+    return context.shared["visible_pairs"]
+
+
+def visible_block(context: LayerContext, cross: bool, rows: slice, keys: slice, order: bool = True) -> Tensor | None:
+    """The part of [`visible_pairs`] for some queries and some keys, made without making the whole; `order=False`: without
+    the causal order, which the caller sees to."""
+    if cross:
+        padding = context.memory_padding_mask
+        return None if padding is None else padding[:, None, None, keys]
+    mask = context.explicit_mask
+    if mask is not None:
+        mask = mask[:, :, rows if mask.shape[2] > 1 else slice(None), keys]
+        return mask if mask.dtype == torch.bool else mask == 0
+    if context.padding_mask is not None:
+        mask = context.padding_mask[:, None, None, keys]
+    if context.segment_ids is not None:
+        same = context.segment_ids[:, None, rows, None] == context.segment_ids[:, None, None, keys]
+        mask = same if mask is None else mask & same
+    if context.causal and order:
+        earlier = context.key_index[None, keys] <= context.query_index[rows, None]
+        mask = earlier[None, None] if mask is None else mask & earlier
+    return mask
+
+
+def rows_can_be_empty(context: LayerContext, cross: bool = False) -> bool:
+    """Whether some query may see nothing at all. By causal order alone that never happens: a token sees itself."""
+    if cross:
+        return context.memory_padding_mask is not None
+    return context.padding_mask is not None or context.explicit_mask is not None
+
+
+def last_key(context: LayerContext, cross: bool, num_keys: int, stop: int) -> int:
+    """How many of `num_keys` keys the queries before `stop` can see at most."""
+    if cross or not context.causal or context.static:
+        return num_keys
+    return num_keys - context.query_index.shape[0] + stop
+
+
+def visible_softmax(scores: Tensor, mask: Tensor | None, can_be_empty: bool = True) -> Tensor:
+    """Softmax over the last axis, where `mask` is True; computed in float32 for half precision.
+
+    scores [B, H, T, S], mask broadcastable to it. A row that sees nothing gives zeros, in the gradient as well;
+    `can_be_empty=False` says that there is none.
+    """
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    if mask is not None and can_be_empty:
+        weights = weights.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)
+    return weights
+
+
+def rows_at_once(scores_per_row: int) -> int:
+    """Queries in a block, for so many scores (over batch, heads and keys) of one query."""
+    return max(SCORES_AT_ONCE // max(scores_per_row, 1), LEAST_ROWS)
+
+
+def first_keys(x: Tensor | None, count: int) -> Tensor | None:
+    """The first `count` keys of [B, H, S, d]; `x` itself if that is all (a slice would cost its backward pass a copy)."""
+    return x if x is None or count == x.shape[2] else x[:, :, :count]
+
+
+def over_query_blocks(
+    block: Callable[..., Tensor], length: int, rows: int, *by_rows: tuple[Tensor | None, int]
+) -> Tensor:
+    """Joins `block(begin, end, *parts)`, [B, end - begin, ...], over blocks of `rows` queries to [B, length, ...].
+
+    by_rows: (tensor, axis of its `length` queries); their parts of a block are handed to `block`. With more than one block,
+    what a block computes is not kept for the backward pass but computed again.
+    """
+    if length <= rows:
+        return block(0, length, *(x for x, _ in by_rows))
+    starts = range(0, length, rows)
+    # Split once: the gradients of so many slices would each be as large as the whole.
+    split = [[None] * len(starts) if x is None else x.split(rows, axis) for x, axis in by_rows]
+    pieces = []
+    for number, begin in enumerate(starts):
+        arguments = (begin, min(begin + rows, length), *(parts[number] for parts in split))
+        if torch.is_grad_enabled():
+            pieces.append(checkpoint(block, *arguments, use_reentrant=False))
+        else:
+            pieces.append(block(*arguments))
+    return torch.cat(pieces, dim=1)

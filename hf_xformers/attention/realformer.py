@@ -1,0 +1,164 @@
+"""RealFormer: attention scores with a residual path from layer to layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+
+from ..components import register
+from ..context import LayerContext, SublayerOutput
+from ..ops.block_sparse import block_sparse_attention
+from ..ops.patterns import full
+from .base import Attention, AttentionSpec
+from .query_blocks import visible_pairs, visible_softmax
+
+_ALL = full()
+
+
+class RealFormerAttention(Attention):
+    """Z^l = q^l (k^l)^T / sqrt(d) + Z^(l-1), Z^(-1) = 0; o = softmax(Z^l) v, with mean: softmax(Z^l / (l + 1)) v.
+
+    He, Ravula, Kanagal and Ainslie 2020 (arXiv 2012.11747), section 3; the mean is an option of the released code, advised
+    there for 30 layers and more. The chain starts in each forward call; self- and cross-attention have chains of their own.
+    Masks and position biases act in every layer and are not part of what is handed on.
+
+    The sum of products is a product of joined projections, Z^l = [q^0 .. q^l] [k^0 .. k^l]^T / sqrt(d). So the layers hand
+    on either the scores, [B, H, T, S], or all projections so far, [B, H, T, l d] and [B, K, S, l d], whichever takes
+    less memory at these lengths: scores up to T = S = (layers + 1) d and for single tokens, projections beyond, where no T x S
+    tensor exists. Time: with scores that of vanilla attention and one addition; with projections the products Q K^T cost
+    l + 1 times as much.
+
+    Raises:
+        ValueError: a layer's scores do not fit to those handed on (other numbers of heads, or another length).
+    """
+
+    def __init__(self, config, spec: RealFormerSpec, **where):
+        super().__init__(config, spec, **where)
+        self.chain = "realformer_cross" if self.cross else "realformer"
+        self.joined_width = self.head_dim * (config.num_hidden_layers + 1)
+
+    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+        if not self.cross and self._hands_on_scores(context, len(context.query_index), len(context.key_index)):
+            visible_pairs(context)
+
+    def _hands_on_scores(self, context: LayerContext, queries: int, keys: int) -> bool:
+        if self.wants_weights(context) or context.static or context.explicit_mask is not None:
+            return True
+        return 2 * queries * keys <= (queries + keys) * self.joined_width
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        step: int | None = None,
+    ) -> SublayerOutput:
+        step = self.layer_idx if step is None else step
+        if self.cross:
+            query, key, value = self.project_cross(hidden_states, memory, past_key_values, step)
+        else:
+            query, key, value = self.project_self(hidden_states, context, past_key_values, step)
+        query, streams, weights = query * self.scaling, {}, None
+        depth = None
+        if self.spec.mean:
+            before = context.streams.get(f"{self.chain}_depth")
+            depth = torch.ones((), device=query.device) if before is None else before + 1
+            streams[f"{self.chain}_depth"] = depth
+        scores, projected = (context.streams.get(f"{self.chain}_{name}") for name in ("scores", "queries"))
+        by_scores = self._hands_on_scores(context, query.shape[2], key.shape[2])
+        if scores is not None or (projected is None and by_scores):  # later layers follow the first one
+            output, weights = self._by_scores(query, key, value, depth, context, streams)
+        else:
+            output = self._by_projections(query, key, value, depth, context, streams)
+        output = self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
+        return SublayerOutput(output, weights if self.wants_weights(context) else None, streams=streams)
+
+    def _by_scores(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        depth: Tensor | None,
+        context: LayerContext,
+        streams: dict[str, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """query (scaled) [B, H, T, d], key and value [B, K, S, d] -> output [B, T, H, d], weights [B, H, T, S]."""
+        if self.num_key_value_groups > 1:
+            key = key.repeat_interleave(self.num_key_value_groups, dim=1)
+            value = value.repeat_interleave(self.num_key_value_groups, dim=1)
+        scores = torch.matmul(query, key.transpose(-1, -2))
+        # Sums over many layers are too coarse in half precision.
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        handed = context.streams.get(f"{self.chain}_scores")
+        if handed is not None:
+            self._check_fit("scores", handed.shape, scores.shape)
+            scores = scores + handed
+        streams[f"{self.chain}_scores"] = scores
+        if depth is not None:
+            scores = scores / depth  # a new tensor: what is handed on stays the sum
+        bias = None if self.cross else context.shared.get("score_bias")
+        if bias is not None:
+            scores = scores + bias.block(context.query_index, context.key_index)
+        weights = visible_softmax(scores, visible_pairs(context, self.cross)).to(query.dtype)
+        dropped = F.dropout(weights, self.dropout) if self.training and self.dropout else weights
+        return torch.matmul(dropped, value).transpose(1, 2), weights
+
+    def _by_projections(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        depth: Tensor | None,
+        context: LayerContext,
+        streams: dict[str, Tensor],
+    ) -> Tensor:
+        """The same output from joined projections, without a T x S tensor."""
+        for name, own in (("queries", query), ("keys", key)):
+            handed = context.streams.get(f"{self.chain}_{name}")
+            if handed is not None:
+                self._check_fit(name, handed.shape[:3], own.shape[:3])
+                own = torch.cat((handed, own), dim=-1)
+            streams[f"{self.chain}_{name}"] = own
+        query, key = streams[f"{self.chain}_queries"], streams[f"{self.chain}_keys"]
+        bias = None if self.cross else context.shared.get("score_bias")
+        output = block_sparse_attention(
+            query if depth is None else query / depth,
+            key,
+            value,
+            _ALL,
+            key_padding_mask=context.memory_padding_mask if self.cross else context.padding_mask,
+            q_offset=0 if self.cross else key.shape[2] - query.shape[2],
+            causal=self.is_causal,
+            scale=1.0,
+            dropout_p=self.dropout if self.training else 0.0,
+            score_bias=None if bias is None else bias.block,
+            segment_ids=None if self.cross else context.segment_ids,
+        )
+        return output.transpose(1, 2)
+
+    def _check_fit(self, what: str, handed: torch.Size, own: torch.Size) -> None:
+        if handed != own:
+            raise ValueError(
+                f"realformer layer {self.layer_idx} has {what} {list(own)}, but the layers below hand on {list(handed)}; all "
+                "layers of a chain need the same numbers of heads and the same length."
+            )
+
+
+@register("attention", "realformer", aliases=("residual_scores",))
+class RealFormerSpec(AttentionSpec):
+    """mean: divide the running sum by the number of layers so far (for deep models)."""
+
+    summary = "scores add up from layer to layer"
+    cross = True
+    score_bias = True
+    explicit_mask = True
+    packed = True
+
+    mean: bool = False
+
+    def build(self, config, **where) -> RealFormerAttention:
+        return RealFormerAttention(config, self, **where)

@@ -1,0 +1,158 @@
+"""What the tests of mechanisms with scores of their own share."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+
+import torch
+
+import tests.common.test_compiling as compiling
+import tests.common.test_generation as generation
+import tests.common.test_outputs as outputs
+import tests.common.test_padding as padding
+import tests.common.test_training as training
+from hf_xformers import XFormerConfig
+from hf_xformers.attention import query_blocks
+from hf_xformers.context import LayerContext
+from hf_xformers.variants import family
+from tests.common.cases import Case
+
+WIDTH, HEADS = 16, 4
+GEOMETRY = dict(
+    vocab_size=50,
+    hidden_size=WIDTH,
+    num_attention_heads=HEADS,
+    num_hidden_layers=3,
+    intermediate_size=8,
+    max_position_embeddings=24,
+)
+PADDING = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]]).bool()
+
+
+def build_layers(attention, count=1, causal=False, cross=False, strong=0.3, **fields):
+    """The attention modules of `count` layers, in float64."""
+    given = {**GEOMETRY, "is_decoder": causal, "position": "none", **fields}
+    slot = "cross_attention" if cross else "attention"
+    config = XFormerConfig(**{**given, slot: attention})
+    torch.manual_seed(0)
+    layers = []
+    for index in range(count):
+        layer = getattr(config, slot).build(config, layer_idx=index, cross=cross).double().eval()
+        with torch.no_grad():
+            for parameter in layer.parameters():  # modules leave what their `initialize` sets uninitialised
+                parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64) * strong)
+        layers.append(layer)
+    return layers
+
+
+def make_context(length, causal=False, past=0, **fields):
+    queries = torch.arange(past, past + length)
+    given = dict(
+        padding_mask=None,
+        positions=queries[None],
+        query_index=queries,
+        key_index=torch.arange(past + length),
+        causal=causal,
+        fresh=past == 0,
+    )
+    return LayerContext(**{**given, **fields})
+
+
+def run_layers(layers, states, context, memory=None, cache=None, residual=True):
+    """Each layer's output added to its input; the results of all layers."""
+    for layer in layers:
+        layer.prepare(context, cache)
+    streams, results = context.streams, []
+    for step, layer in enumerate(layers):
+        seen = context.with_streams(dict(streams))
+        results.append(layer(states, seen, memory=memory, past_key_values=cache, step=step))
+        streams = {**seen.streams, **(results[-1].streams or {})}
+        states = states + results[-1].output if residual else states
+    return results
+
+
+def vectors(batch, length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, length, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def split_heads(x, width):
+    """[B, T, heads * width] -> [B, heads, T, width]."""
+    return x.view(*x.shape[:2], -1, width).transpose(1, 2)
+
+
+def softmax_by_rows(scores, allowed):
+    """Softmax over the allowed keys of each row, written as exponentials over their sum; zeros where there are none."""
+    powers = torch.exp(scores) * allowed
+    sums = powers.sum(-1, keepdim=True)
+    return torch.where(sums > 0, powers / sums.clamp(min=1e-300), 0.0)
+
+
+def allowed_pairs(length, causal, mask=None):
+    """[B or 1, 1, T, T] boolean."""
+    pairs = torch.ones(length, length).tril().bool() if causal else torch.ones(length, length).bool()
+    return pairs[None, None] if mask is None else pairs[None, None] & mask[:, None, None, :]
+
+
+@contextmanager
+def small_blocks(rows=3):
+    """Blocks of so few queries that short texts have several."""
+    kept = query_blocks.SCORES_AT_ONCE, query_blocks.LEAST_ROWS
+    query_blocks.SCORES_AT_ONCE, query_blocks.LEAST_ROWS = 1, rows
+    try:
+        yield
+    finally:
+        query_blocks.SCORES_AT_ONCE, query_blocks.LEAST_ROWS = kept
+
+
+def saved_sizes(function):
+    """Numbers of elements of all tensors that `function()` keeps for its backward pass, the largest first."""
+    sizes = []
+
+    def pack(tensor):
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function()
+    return sorted(sizes, reverse=True)
+
+
+def mixes(fields_by_name, shapes=("encoder", "decoder")):
+    """Cases of the contract suite for free mixes: name -> fields of `XFormerConfig`."""
+    free = family("xformer")
+    return [
+        Case(name, shape, XFormerConfig, free, json.dumps(fields))
+        for name, fields in fields_by_name.items()
+        for shape in shapes
+    ]
+
+
+def check_contract(case):
+    """The tests of the contract suite that a mechanism's own paths can break."""
+    for side in ("left", "right"):
+        padding.test_padding_changes_nothing(case, side)
+        padding.test_one_by_one(case, side)
+    padding.test_rows_of_padding_alone(case)
+    padding.test_half_precision(case)
+    padding.test_half_precision_gradients(case)
+    for length in (1, 7, 13):
+        outputs.test_eager_equals_fast(case, length)
+    outputs.test_determinism(case)
+    training.test_gradient_checkpointing(case)
+    if case.causal:
+        generation.test_causality(case)
+        generation.test_gradient_causality(case)
+        generation.test_prefixes(case)
+        for pieces in ((1,) * 9, (5, 1, 1, 2)):
+            generation.test_cached_equals_full(case, pieces)
+        generation.test_greedy_generation(case)
+        generation.test_beam_search(case)
+
+
+def check_compile(case):
+    torch._dynamo.reset()
+    compiling.test_compile(case)
+    compiling.test_compile_training(case)
+    torch._dynamo.reset()
