@@ -29,11 +29,14 @@ class Spec:
 
     A subclass declares typed fields with the paper's defaults, is registered with [`register`], and implements
     `build(config, **where)`, which returns the component's module.
+
+    inputs: further model inputs that the component reads, by keyword name; they reach it in `context.inputs`.
     """
 
     slot: ClassVar[str] = ""
     type: ClassVar[str] = ""
     summary: ClassVar[str] = ""
+    inputs: ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """`{"type": name, **fields}`: what `config.json` stores and what [`build_spec`] accepts."""
@@ -222,6 +225,8 @@ def check_components(config) -> None:
     for act, capability, what in (
         ("score_bias", "score_bias", "adds a bias to attention scores"),
         ("rotation", "rotation", "rotates queries and keys"),
+        ("score_terms", "score_terms", "adds terms of queries and keys to attention scores"),
+        ("head_terms", "head_terms", "adds to the queries, keys and values of every layer"),
     ):
         if act in position.acts and not getattr(attention, capability):
             raise ValueError(

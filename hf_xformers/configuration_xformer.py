@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from .components import SLOTS, Spec, SpecLike, build_spec, check_components, resolve_field_types
 
-Initializer = Literal["normal", "scaled_residual", "xavier", "t5"]
+Initializer = Literal["normal", "scaled_residual", "xavier", "small", "t5"]
 
 # Keys that transformers and its neighbours add to a config.json and that are no fields of ours.
 _FOREIGN_KEYS = (
@@ -90,8 +90,8 @@ class XFormerConfig(PreTrainedConfig):
     Regularisation (probabilities): hidden_dropout_prob, attention_probs_dropout_prob, activation_dropout_prob,
         classifier_dropout (`None`: `hidden_dropout_prob`).
     Initialisation: initializer (`normal`: N(0, initializer_range); `scaled_residual`: the same with output
-        projections divided by sqrt(2 * layers), GPT-2; `xavier`: Glorot uniform, Vaswani et al.; `t5`: Raffel et al.),
-        initializer_range (standard deviation), initializer_factor (multiplies `xavier` and `t5`).
+        projections divided by sqrt(2 * layers), GPT-2; `xavier`: Glorot uniform, Vaswani et al.; `small`: Nguyen & Salazar
+        2019; `t5`: Raffel et al.), initializer_range (standard deviation), initializer_factor (multiplies the last three).
     Shape: is_decoder (causal self-attention), is_encoder_decoder (two towers and cross-attention). The head classes set
         both, so a saved config says what was built.
     Slots: embedding, position, attention, cross_attention, normalization, residual, feedforward, block, stack, head.
@@ -104,7 +104,8 @@ class XFormerConfig(PreTrainedConfig):
     """
 
     model_type: ClassVar[str] = "xformer"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "aux_losses"]
+    modality: ClassVar[str] = "text"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "aux_losses", "exit_layers", "segment_memory"]
     attribute_map: ClassVar[dict[str, str]] = {}
     info: ClassVar[Any] = None
     heads: ClassVar[tuple[str, ...]] = ()

@@ -37,6 +37,7 @@ class LayerContext:
         output_hidden_states: whether every layer's output is wanted; a stack that would run fewer layers, or run them in
             pieces, then runs them all, each over the whole sequence.
         inputs_embeds, position_ids: what the caller gave, for back-ends that build masks of their own.
+        inputs: further model inputs that a component asked for by name (`Spec.inputs`) and the caller gave.
         shared: results computed once per call and read by every layer (masks, rotary tables).
         streams: tensors with gradients that layers read and hand on (score biases, other layers' scores, extra
             sequences). They travel through a layer's arguments, so that checkpointing follows them.
@@ -57,6 +58,7 @@ class LayerContext:
     output_hidden_states: bool = False
     inputs_embeds: Tensor | None = None
     position_ids: Tensor | None = None
+    inputs: dict[str, Any] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
     streams: dict[str, Tensor] = field(default_factory=dict)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import transformers
 
-from . import modeling_heads, modeling_xformer
+from . import modeling_heads, modeling_image, modeling_xformer
 
 # head name -> (the class it derives from, the Auto class that resolves it)
 HEADS: dict[str, tuple[Any, str]] = {
@@ -36,6 +36,7 @@ HEADS: dict[str, tuple[Any, str]] = {
         "AutoModelForNextSentencePrediction",
     ),
     "ForPreTraining": (modeling_heads.XFormerForPreTraining, "AutoModelForPreTraining"),
+    "ForImageClassification": (modeling_image.XFormerForImageClassification, "AutoModelForImageClassification"),
 }
 
 ENCODER_HEADS = (
@@ -49,6 +50,7 @@ ENCODER_HEADS = (
 SENTENCE_PAIR_HEADS = ("ForNextSentencePrediction", "ForPreTraining")
 DECODER_HEADS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 SEQ2SEQ_HEADS = ("Model", "ForSeq2SeqLM", "ForSequenceClassification", "ForQuestionAnswering")
+IMAGE_HEADS = ("Model", "ForImageClassification")
 ALL_HEADS = (*ENCODER_HEADS, "ForCausalLM", "ForSeq2SeqLM")
 
 
@@ -86,6 +88,8 @@ def make_family(config_class: Any, prefix: str, heads: tuple[str, ...], info: Va
     family = {}
     for head in heads:
         base, auto = HEADS[head]
+        if head == "Model" and config_class.modality == "image":
+            base = modeling_image.XFormerImageModel
         name = prefix + head
         if base.config_class is config_class and base.__name__ == name:  # the free mix is the base classes themselves
             getattr(transformers, auto).register(config_class, base, exist_ok=True)

@@ -15,7 +15,7 @@ from transformers.utils import can_return_tuple
 from . import modeling_outputs as outputs
 from .cache import make_cache
 from .losses import next_token_cross_entropy, token_cross_entropy, with_aux_losses
-from .modeling_xformer import XFormerModel, XFormerPreTrainedModel
+from .modeling_xformer import XFormerModel, XFormerPreTrainedModel, layer_configs
 
 
 class _LanguageModel(XFormerPreTrainedModel):
@@ -64,6 +64,19 @@ class _Generative(_LanguageModel, GenerationMixin):
             return
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        # Inputs that a component asks for are in no signature, where transformers looks for typos.
+        known = self.model.trunk.extra_inputs
+        super()._validate_model_kwargs({name: value for name, value in model_kwargs.items() if name not in known})
+
+    def _expand_inputs_for_generation(self, expand_size: int = 1, **kwargs: Any) -> Any:
+        # transformers repeats tensors for beams; a segment memory is an object of several.
+        carried = kwargs.pop("segment_memory", None)
+        input_ids, inputs = super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)
+        if carried is not None:
+            inputs["segment_memory"] = carried.repeat_interleave(expand_size)
+        return input_ids, inputs
+
 
 class XFormerForMaskedLM(_LanguageModel):
     """An encoder that predicts masked tokens."""
@@ -100,6 +113,7 @@ class XFormerForMaskedLM(_LanguageModel):
             hidden_states=base.hidden_states,
             attentions=base.attentions,
             aux_losses=base.aux_losses,
+            segment_memory=base.segment_memory,
         )
 
 
@@ -149,6 +163,7 @@ class XFormerForCausalLM(_Generative):
             hidden_states=base.hidden_states,
             attentions=base.attentions,
             aux_losses=base.aux_losses,
+            segment_memory=base.segment_memory,
         )
 
 
@@ -257,8 +272,27 @@ class _Classifier(XFormerPreTrainedModel):
             how = "last" if self.config.is_decoder or self.config.is_encoder_decoder else "first"
         hidden_states = base.last_hidden_state
         if attention_mask is not None and attention_mask.shape != hidden_states.shape[:2]:
-            attention_mask = None
+            attention_mask = getattr(base, "padding_mask", None)
         return pool(hidden_states, attention_mask, how)
+
+    def task_inputs(
+        self, task: str, given: dict[str, Any], input_ids: Tensor | None, embeds: Tensor | None, mask: Tensor | None
+    ) -> dict[str, Any]:
+        """`given` (keyword arguments) and what attention of this model chooses for a task where it was not given: a spec's
+        method `task_inputs`, e.g. which tokens are global."""
+        if not self.model.trunk.extra_inputs:
+            return given
+        for layer in layer_configs(self.model.trunk.config):
+            choose = getattr(layer.attention, "task_inputs", None)
+            if choose is not None:
+                shape = input_ids.shape if input_ids is not None else embeds.shape[:2]
+                device = input_ids.device if input_ids is not None else embeds.device
+                whole = torch.ones(shape, dtype=torch.bool, device=device)
+                real = whole if mask is None or mask.ndim != 2 else mask.bool()
+                chosen = choose(task, layer, input_ids, real)
+                if all(given.get(name) is None for name in chosen):
+                    return {**given, **chosen}
+        return given
 
     @classmethod
     def refuse_two_towers(cls, config) -> None:
@@ -272,7 +306,7 @@ class _Classifier(XFormerPreTrainedModel):
     @staticmethod
     def recorded(base) -> dict[str, Any]:
         """What a head's output repeats of the base model's, under the base model's names."""
-        single = ("hidden_states", "attentions")
+        single = ("hidden_states", "attentions", "segment_memory")
         double = (
             "past_key_values",
             "decoder_hidden_states",
@@ -291,6 +325,10 @@ class XFormerForSequenceClassification(_Classifier):
 
     def __init__(self, config):
         super().__init__(config, config.num_labels)
+        self.exits = config.stack.build_exits(config)
+        if self.exits is not None:
+            self.post_init()
+            self.exits.freeze(self)
 
     @can_return_tuple
     def forward(
@@ -306,6 +344,10 @@ class XFormerForSequenceClassification(_Classifier):
     ) -> outputs.XFormerSequenceClassifierOutput:
         """labels: [B] class ids, [B] or [B, num_labels] numbers (regression), or [B, num_labels] 0/1 (multi-label).
         logits: [B, num_labels]."""
+        if self.exits is not None:
+            inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
+            return self.exits.classify(self, labels, {**inputs, "inputs_embeds": inputs_embeds, **kwargs})
+        kwargs = self.task_inputs("sequence_classification", kwargs, input_ids, inputs_embeds, attention_mask)
         base = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -386,6 +428,7 @@ class XFormerForQuestionAnswering(_Classifier):
         **kwargs: Any,
     ) -> outputs.XFormerQuestionAnsweringOutput:
         """start_positions, end_positions: [B] token indices; one beyond the text is ignored. Logits: [B, T] each."""
+        kwargs = self.task_inputs("question_answering", kwargs, input_ids, inputs_embeds, attention_mask)
         base = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -439,13 +482,16 @@ class XFormerForMultipleChoice(_Classifier):
         def rows(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.flatten(0, 1)
 
-        mask = rows(attention_mask)
+        ids, embeds, mask = rows(input_ids), rows(inputs_embeds), rows(attention_mask)
+        names = self.model.trunk.extra_inputs
+        extra = {name: rows(kwargs.pop(name)) for name in names if isinstance(kwargs.get(name), Tensor)}
         base = self.model(
-            input_ids=rows(input_ids),
+            input_ids=ids,
             attention_mask=mask,
             token_type_ids=rows(token_type_ids),
             position_ids=rows(position_ids),
-            inputs_embeds=rows(inputs_embeds),
+            inputs_embeds=embeds,
+            **self.task_inputs("multiple_choice", extra, ids, embeds, mask),
             **kwargs,
         )
         logits = self.classifier(self.dropout(self.pooled(base, mask))).view(-1, choices)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,9 @@ from .blocks.base import XFormerLayer
 from .cache import make_cache
 from .configuration_xformer import XFormerConfig
 from .context import LayerContext, segments_from_positions, self_attention_cache
+from .initialization import start_linear
 from .modeling_outputs import TowerOutput, XFormerModelOutput, XFormerSeq2SeqModelOutput
+from .normalization.residual import norm_inputs
 
 
 class XFormerPreTrainedModel(PreTrainedModel):
@@ -45,8 +47,8 @@ class XFormerPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         config = self.config
-        if isinstance(module, nn.Linear) and config.initializer == "xavier":
-            init.xavier_uniform_(module.weight, gain=config.initializer_factor)
+        if isinstance(module, nn.Linear):
+            start_linear(config, init, module)
         initialize = getattr(module, "initialize", None)
         if initialize is not None:  # a component knows its own start; it runs after its children's
             initialize(config, init)
@@ -90,8 +92,17 @@ class XFormerTower(XFormerPreTrainedModel):
         self.stack = config.stack.build(config)
         self.final_norm = config.residual.build_final(config)
         self.max_length = config.position.max_length(config)
+        self.extra_inputs = self.names_of_inputs(config)
+        self.takes_pairs = all(layer.attention.explicit_mask for layer in layer_configs(config))
         self.gradient_checkpointing = False
         self.post_init()
+
+    @staticmethod
+    def names_of_inputs(config: XFormerConfig) -> tuple[str, ...]:
+        """The further inputs that any component of this tower reads."""
+        layers = layer_configs(config)
+        specs = [config.stack, config.position, *(spec for entry in layers for spec in (entry.attention, entry.feedforward))]
+        return tuple(dict.fromkeys(name for spec in specs for name in spec.inputs))
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embedding.tokens
@@ -136,6 +147,8 @@ class XFormerTower(XFormerPreTrainedModel):
             output_hidden_states=wants_states is not None
             and wants_states is not False,  # it may be a state's index, 0
         )
+        given = {**kwargs, "input_ids": input_ids}
+        context.inputs = {name: given[name] for name in self.extra_inputs if given.get(name) is not None}
         hidden_states = self.embedding(inputs_embeds, token_type_ids, context.positions, self.position)
         rotation = self.position.rotation(context.positions, hidden_states)
         if rotation is not None:
@@ -153,7 +166,7 @@ class XFormerTower(XFormerPreTrainedModel):
         )
         hidden_states, memories = result.hidden_states, result.memories
         if self.final_norm is not None:
-            hidden_states = self.final_norm(hidden_states)
+            hidden_states = self.final_norm(hidden_states, **norm_inputs(self.final_norm, result.context))
             memories = None if memories is None else self.final_norm(memories)
         return TowerOutput(
             last_hidden_state=hidden_states,
@@ -161,6 +174,7 @@ class XFormerTower(XFormerPreTrainedModel):
             padding_mask=result.context.padding_mask,
             aux_losses=result.aux_losses or None,
             memories=memories,
+            segment_memory=result.segment_memory,
         )
 
     def make_context(
@@ -180,8 +194,13 @@ class XFormerTower(XFormerPreTrainedModel):
         total = cache.get_mask_sizes(length, 0)[0] if static else past + length
         current = torch.arange(length, device=device) + past
         explicit, padding = None, None
+        takes_pairs = self.takes_pairs
+        if static and not takes_pairs and attention_mask is not None and attention_mask.ndim == 4:
+            # `generate` makes one of the padding for every static cache: its last query sees all real tokens.
+            last = attention_mask[:, 0, -1]
+            attention_mask = last if last.dtype == torch.bool else last == 0
         if attention_mask is not None and attention_mask.ndim == 4:
-            if not all(layer.attention.explicit_mask for layer in self._layer_configs()):
+            if not takes_pairs:
                 raise ValueError(
                     "A prepared 4-D attention mask needs attention with explicit scores (e.g. 'dense'); give a "
                     "[batch, length] mask of real tokens instead."
@@ -247,9 +266,7 @@ class XFormerTower(XFormerPreTrainedModel):
         return not (torch.compiler.is_compiling() or torch.jit.is_tracing())
 
     def _layer_configs(self) -> list[XFormerConfig]:
-        if not self.config.is_heterogeneous:
-            return [self.config]
-        return [self.config.layer(index) for index in range(self.config.num_hidden_layers)]
+        return layer_configs(self.config)
 
     def _check_length(self, positions: Tensor) -> None:
         """Called only where it can fail, as reading the largest position waits for the device: for rows longer than what
@@ -265,8 +282,17 @@ class XFormerTower(XFormerPreTrainedModel):
             )
 
 
+def layer_configs(config: XFormerConfig) -> list[XFormerConfig]:
+    """The distinct layers of a tower: one where all are alike."""
+    if not config.is_heterogeneous:
+        return [config]
+    return [config.layer(index) for index in range(config.num_hidden_layers)]
+
+
 class Pooler(nn.Module):
     """tanh(W h_0 + b) of the first real token (Devlin et al. 2019)."""
+
+    inputs: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: XFormerConfig):
         super().__init__()
@@ -293,7 +319,7 @@ class XFormerModel(XFormerPreTrainedModel):
         self.trunk = XFormerTower(config.tower("trunk") if config.is_encoder_decoder else config)
         self.decoder = XFormerTower(config.tower("decoder"), cross=True) if config.is_encoder_decoder else None
         pooled = add_pooler and config.add_pooler and not config.is_encoder_decoder
-        self.pooler = Pooler(config) if pooled else None
+        self.pooler = (config.stack.build_pooler(config) or Pooler(config)) if pooled else None
         self._tied_weights_keys = self.shared_tables() or None
         self.post_init()
 
@@ -366,7 +392,11 @@ class XFormerModel(XFormerPreTrainedModel):
                 use_cache=use_cache,
                 **kwargs,
             )
-            pooled = None if self.pooler is None else self.pooler(output.last_hidden_state, output.padding_mask)
+            pooled = None
+            if self.pooler is not None:
+                given = {name: kwargs.get(name) for name in self.pooler.inputs}
+                pooled = self.pooler(output.last_hidden_state, output.padding_mask, **given)
+            length = (input_ids if input_ids is not None else inputs_embeds).shape[1]
             return XFormerModelOutput(
                 last_hidden_state=output.last_hidden_state,
                 pooler_output=pooled,
@@ -374,6 +404,8 @@ class XFormerModel(XFormerPreTrainedModel):
                 hidden_states=output.hidden_states,
                 attentions=output.attentions,
                 aux_losses=output.aux_losses,
+                segment_memory=output.segment_memory,
+                padding_mask=None if length == output.last_hidden_state.shape[1] else output.padding_mask,
             )
         if encoder_outputs is None:
             encoder_outputs = self.trunk(
@@ -385,6 +417,8 @@ class XFormerModel(XFormerPreTrainedModel):
             )
         elif not isinstance(encoder_outputs, (BaseModelOutput, TowerOutput)):
             encoder_outputs = BaseModelOutput(*encoder_outputs)
+        for name in self.trunk.extra_inputs:  # they describe the encoder's text
+            kwargs.pop(name, None)
         memory, memories = encoder_outputs.last_hidden_state, getattr(encoder_outputs, "memories", None)
         if memories is None and self.trunk.config.stack.gives_memories:
             raise ValueError(

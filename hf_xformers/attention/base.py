@@ -133,6 +133,8 @@ class AttentionSpec(Spec):
     bidirectional: ClassVar[bool] = True
     cross: ClassVar[bool] = False
     score_bias: ClassVar[bool] = False
+    score_terms: ClassVar[bool] = False
+    head_terms: ClassVar[bool] = False
     rotation: ClassVar[bool] = True
     explicit_mask: ClassVar[bool] = False
     packed: ClassVar[bool] = False

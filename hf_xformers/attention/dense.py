@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -50,7 +50,7 @@ class DenseAttention(Attention):
                 context.shared["dense_mask"] = boolean_mask(context)
             else:
                 context.shared["dense_mask"] = self._backend_mask(context, past_key_values)
-        bias = context.shared.get("score_bias")
+        bias = context.shared.get("score_bias") if "score_bias" in self.config.position.acts else None
         if bias is not None and "dense_bias" not in context.streams:
             matrix = bias.block(context.query_index, context.key_index)
             context.streams["dense_bias"] = matrix if matrix.ndim == 4 else matrix[None]
@@ -108,8 +108,18 @@ class DenseSpec(AttentionSpec):
     summary = "full softmax attention"
     cross = True
     score_bias = True
+    score_terms = True
+    head_terms = True
     explicit_mask = True
     packed = True
 
+    def cache_layer(self, config) -> CacheLayerMixin:
+        make = getattr(config.block, "cache_layer", None)  # a block with a state of its own keeps it beside ours
+        return DynamicLayer() if make is None else make(config)
+
     def build(self, config, **where) -> DenseAttention:
+        if config.position.acts & {"score_terms", "head_terms"} and not where.get("cross"):
+            from .dense_terms import DenseWithTerms  # it stands on the loop over queries, which stands on this file
+
+            return DenseWithTerms(config, self, **where)
         return DenseAttention(config, self, **where)

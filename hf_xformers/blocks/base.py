@@ -106,7 +106,8 @@ class XFormerLayer(GradientCheckpointingLayer):
                 before_sublayer()
             read = hidden_states if partner is None else partner
             result = self.run_sublayer(entry, read, context, memory, past_key_values, step)
-            written = self.frame(entry).leave(hidden_states, result.output, result.gate)
+            frame = self.frame(entry)
+            written = frame.leave(hidden_states, result.output, result.gate, **frame.inputs(context))
             hidden_states, partner = (written, None) if partner is None else (partner, written)
             add_losses(losses, result.aux_losses)
             streams.update(result.streams or {})
@@ -132,7 +133,8 @@ class XFormerLayer(GradientCheckpointingLayer):
         step: int,
     ) -> SublayerOutput:
         """f(enter(x)) of one sublayer, before its residual sum."""
-        function, entered = getattr(self, entry.name), self.frame(entry).enter(hidden_states)
+        function, frame = getattr(self, entry.name), self.frame(entry)
+        entered = frame.enter(hidden_states, **frame.inputs(context))
         if entry.kind == "feedforward":
             return function(entered, context)
         read = memory if entry.kind == "cross_attention" else None

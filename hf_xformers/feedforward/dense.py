@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
 from ..components import Spec, register
@@ -48,11 +49,16 @@ class DenseFeedForward(nn.Module):
         return self.down_proj(inner)
 
     def forward(self, hidden_states: Tensor, context: LayerContext) -> SublayerOutput:
-        """hidden_states [B, T, D] -> [B, T, D]; `chunk_size_feed_forward` bounds the tokens in flight."""
-        if self.chunk_size:
-            pieces = hidden_states.split(self.chunk_size, dim=1)  # the last one may be shorter: any length works
-            return SublayerOutput(torch.cat([self.transform(piece) for piece in pieces], dim=1))
-        return SublayerOutput(self.transform(hidden_states))
+        """hidden_states [B, T, D] -> [B, T, D]; `chunk_size_feed_forward` bounds the tokens in flight, also those kept for the
+        backward pass, which computes each chunk's inner activations again."""
+        if not self.chunk_size:
+            return SublayerOutput(self.transform(hidden_states))
+        pieces = hidden_states.split(self.chunk_size, dim=1)  # the last one may be shorter: any length works
+        if torch.is_grad_enabled():
+            return SublayerOutput(
+                torch.cat([checkpoint(self.transform, piece, use_reentrant=False) for piece in pieces], dim=1)
+            )
+        return SublayerOutput(torch.cat([self.transform(piece) for piece in pieces], dim=1))
 
 
 @dataclass(kw_only=True)

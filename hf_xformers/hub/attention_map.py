@@ -26,6 +26,7 @@ def attention_maps(config_class: Any) -> dict[str, Tensor]:
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=None,
+        **({"image_size": 16, "patch_size": 4} if config_class.modality == "image" else {}),
     )
     classes = family(config_class.model_type)
     model_class = classes["ForCausalLM"] if config.is_decoder else classes["Model"]
@@ -33,14 +34,16 @@ def attention_maps(config_class: Any) -> dict[str, Tensor]:
     try:
         torch.manual_seed(0)
         model = model_class(config).eval()
-        ids = torch.randint(1, 64, (1, LENGTH))
+        given = {"input_ids": torch.randint(1, 64, (1, LENGTH))}
+        if config.modality == "image":
+            given = {"pixel_values": torch.randn(1, config.num_channels, *config.image_shape)}
     finally:
         torch.random.set_rng_state(state)
     with torch.no_grad():
         for parameter in model.parameters():  # wider than the usual start, so that the weights differ visibly
             if parameter.ndim == 2:
                 parameter.mul_(8)
-        output = model(input_ids=ids, output_attentions=True)
+        output = model(**given, output_attentions=True)
     if config.is_encoder_decoder:
         found = {
             "encoder": output.encoder_attentions,

@@ -11,8 +11,18 @@ from huggingface_hub import ModelCardData
 
 from ..components import SLOTS
 
-PIPELINES = {"ForMaskedLM": "fill-mask", "ForCausalLM": "text-generation", "ForSeq2SeqLM": "text2text-generation"}
-SHAPES = {"ForMaskedLM": "encoder", "ForCausalLM": "causal decoder", "ForSeq2SeqLM": "encoder-decoder"}
+PIPELINES = {
+    "ForMaskedLM": "fill-mask",
+    "ForCausalLM": "text-generation",
+    "ForSeq2SeqLM": "text2text-generation",
+    "ForImageClassification": "image-classification",
+}
+SHAPES = {
+    "ForMaskedLM": "encoder",
+    "ForCausalLM": "causal decoder",
+    "ForSeq2SeqLM": "encoder-decoder",
+    "ForImageClassification": "image encoder",
+}
 
 
 def shapes(config_class: Any) -> list[str]:
@@ -36,7 +46,7 @@ def variant_card(model_type: str, measured: list[dict[str, Any]] | None = None) 
     config = cls()
     main = next((head for head in PIPELINES if head in cls.heads), "Model")
     data = ModelCardData(
-        language="en",
+        language="en" if cls.modality == "text" else None,
         license="apache-2.0",
         library_name="transformers",
         pipeline_tag=PIPELINES.get(main),
@@ -76,19 +86,32 @@ def variant_card(model_type: str, measured: list[dict[str, Any]] | None = None) 
 def example(cls: Any, head: str) -> str:
     """A runnable example for the card: a small model of the variant, used and reloaded through an Auto class."""
     auto = f"Auto{'ModelF' + head[1:] if head != 'Model' else 'Model'}"
+    image = cls.modality == "image"
+    sizes = "image_size=32, patch_size=8" if image else "vocab_size=1000"
     lines = [
         "import torch",
         f"from transformers import AutoConfig, {auto}",
         "",
         "import hf_xformers  # makes the variants known to the Auto classes",
         "",
-        f'config = AutoConfig.for_model("{cls.model_type}", vocab_size=1000, hidden_size=64, num_hidden_layers=2,',
-        "                              num_attention_heads=4, intermediate_size=128, pad_token_id=0,",
-        "                              bos_token_id=1, eos_token_id=2)",
-        f"model = {auto}.from_config(config)",
-        "input_ids = torch.randint(3, 1000, (2, 16))",
+        f'config = AutoConfig.for_model("{cls.model_type}", {sizes}, hidden_size=64, num_hidden_layers=2,',
     ]
-    if head in PIPELINES:
+    if image:
+        lines += [
+            "                              num_attention_heads=4, intermediate_size=128)",
+            f"model = {auto}.from_config(config)",
+            "pixel_values = torch.randn(2, 3, 32, 32)",
+            "loss = model(pixel_values=pixel_values, labels=torch.tensor([0, 1])).loss",
+            "loss.backward()",
+        ]
+    else:
+        lines += [
+            "                              num_attention_heads=4, intermediate_size=128, pad_token_id=0,",
+            "                              bos_token_id=1, eos_token_id=2)",
+            f"model = {auto}.from_config(config)",
+            "input_ids = torch.randint(3, 1000, (2, 16))",
+        ]
+    if head in PIPELINES and not image:
         lines += ["loss = model(input_ids=input_ids, labels=input_ids).loss", "loss.backward()"]
     if head in ("ForCausalLM", "ForSeq2SeqLM"):
         lines.append("print(model.generate(input_ids, max_new_tokens=8))")

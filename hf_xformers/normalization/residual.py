@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from ..components import Spec, register
+from ..context import LayerContext
+
+
+def norm_inputs(norm: nn.Module, context: LayerContext | None) -> dict[str, Any]:
+    """What a norm is given beside the vectors: `mask` [B, T], True = real, if its statistics are over tokens."""
+    if context is None or not getattr(norm, "over_tokens", False):
+        return {}
+    return {"mask": context.query_padding_mask}
 
 
 class Residual(nn.Module):
@@ -20,7 +28,11 @@ class Residual(nn.Module):
         self.scale = scale
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def enter(self, hidden_states: Tensor) -> Tensor:
+    def inputs(self, context: LayerContext) -> dict[str, Any]:
+        """What `enter` and `leave` are given of the call beside the vectors, by keyword."""
+        return {}
+
+    def enter(self, hidden_states: Tensor, **inputs: Any) -> Tensor:
         """[B, T, D] residual stream -> f's input."""
         return hidden_states
 
@@ -31,7 +43,7 @@ class Residual(nn.Module):
             output = output * self.scale
         return output if gate is None else output * gate
 
-    def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None) -> Tensor:
+    def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None, **inputs: Any) -> Tensor:
         """Residual stream and f's output -> new residual stream."""
         raise NotImplementedError
 
@@ -43,8 +55,11 @@ class PostNorm(Residual):
         super().__init__(config, scale)
         self.norm = config.normalization.build(config)
 
-    def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None) -> Tensor:
-        return self.norm(hidden_states + self.branch(output, gate))
+    def inputs(self, context: LayerContext) -> dict[str, Any]:
+        return norm_inputs(self.norm, context)
+
+    def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None, **inputs: Any) -> Tensor:
+        return self.norm(hidden_states + self.branch(output, gate), **inputs)
 
 
 class PreNorm(Residual):
@@ -54,10 +69,13 @@ class PreNorm(Residual):
         super().__init__(config, scale)
         self.norm = config.normalization.build(config)
 
-    def enter(self, hidden_states: Tensor) -> Tensor:
-        return self.norm(hidden_states)
+    def inputs(self, context: LayerContext) -> dict[str, Any]:
+        return norm_inputs(self.norm, context)
 
-    def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None) -> Tensor:
+    def enter(self, hidden_states: Tensor, **inputs: Any) -> Tensor:
+        return self.norm(hidden_states, **inputs)
+
+    def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None, **inputs: Any) -> Tensor:
         return hidden_states + self.branch(output, gate)
 
 

@@ -22,6 +22,7 @@ from .patterns import full
 
 # Up to this many queries against this many keys, one dense masked row each.
 FEW_QUERIES, FEW_KEYS = 4, 8192
+_ALL = full()  # made here, as a graph that is being recorded cannot make a pattern
 
 __all__ = ["block_sparse_attention", "block_sparse_reference"]
 
@@ -320,7 +321,7 @@ def _with_globals(
     if call.causal:
         return out
     row_q, row_k, row_v = global_rows
-    rows = _engine(_take(row_q, index), row_k, row_v, full(), key_mask, replace(call, q_offset=0, k_offset=0))[0]
+    rows = _engine(_take(row_q, index), row_k, row_v, _ALL, key_mask, replace(call, q_offset=0, k_offset=0))[0]
     rows = torch.where(taken[:, None, :, None], rows, _take(out, index))
     return out.scatter(2, index[:, None, :, None].expand_as(rows), rows)
 

@@ -1,12 +1,15 @@
 """The position contract.
 
-A position component acts in one or more of four ways (`PositionSpec.acts`):
+A position component acts in one or more of six ways (`PositionSpec.acts`):
 
 - `input`: adds to (or transforms) the embedded input, once: [`Position.embed`];
 - `layer_input`: adds to the input of every layer: [`Position.embed_layer`];
 - `rotation`: rotates queries and keys: [`Position.rotation`];
 - `score_bias`: adds to attention scores a function of (query, key, positions) that can be evaluated on any block of
-  pairs: [`Position.score_bias`].
+  pairs: [`Position.score_bias`];
+- `score_terms`: adds to attention scores terms that depend on the queries and keys themselves, with parameters in every
+  layer: [`PositionSpec.build_terms`], [`LayerTerms.scores`];
+- `head_terms`: adds to every layer's queries, keys and values: [`PositionSpec.build_terms`], [`LayerTerms.heads`].
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import ClassVar, Protocol
 from torch import Tensor, nn
 
 from ..components import Spec
+from ..context import LayerContext
 
 
 class Rotation(Protocol):
@@ -48,7 +52,55 @@ class Position(nn.Module):
         return None
 
     def score_bias(self) -> ScoreBias | None:
-        """The additive score term, or None."""
+        """What attention reads from this module, in `context.shared["score_bias"]`: the additive score term (act
+        `score_bias`), or the module whose tables all [`LayerTerms`] share; None if neither."""
+        return None
+
+
+class LayerTerms(nn.Module):
+    """What a position adds inside the attention of one layer: score_ij = scale * q_i k_j + scores_ij, and
+    o_i = sum_j w_ij v_j + values_i. It stands on the attention module, so each layer has parameters of its own.
+
+    content_scale: factor on the attention's own scale. changes_scores: whether scores and values get terms (act
+    `score_terms`) or queries, keys and values alone (`head_terms`).
+    """
+
+    content_scale: float = 1.0
+    changes_scores: bool = True
+
+    def prepare(self, context: LayerContext) -> None:
+        """Called once per call and layer before the first layer runs: put into `context.streams` what layers share and
+        is no parameter, under a key that names it, unless it is there already."""
+
+    def heads(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
+        """query [B, H, T, d], key and value [B, K, T, d] of the current tokens, before they enter the cache -> the same
+        with what the position adds."""
+        return query, key, value
+
+    def tables(self, attention: nn.Module, scale: float, context: LayerContext) -> tuple[Tensor, ...]:
+        """What is made once per layer and call and has no axis of pairs, e.g. projected tables. attention: the module that
+        this stands on, whose projections may be shared; scale: the factor on content scores."""
+        return ()
+
+    def by_key(self, key: Tensor, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
+        """key [B, H, S, d] -> products that all blocks of queries read, [B or 1, H, S, n] each."""
+        return ()
+
+    def scores(
+        self,
+        query: Tensor,
+        key: Tensor,
+        tables: tuple[Tensor, ...],
+        by_key: tuple[Tensor, ...],
+        rows: slice,
+        context: LayerContext,
+    ) -> Tensor:
+        """The terms of the queries `rows` and the first s keys: query [B, H, t, d] (scaled), key [B, H, s, d] and the
+        first s rows of what [`LayerTerms.by_key`] gave -> [B or 1, H, t, s]."""
+        raise NotImplementedError
+
+    def values(self, weights: Tensor, rows: slice, context: LayerContext) -> Tensor | None:
+        """weights [B, H, t, s] of the same pairs -> what is added to the output [B, H, t, d], or None."""
         return None
 
 
@@ -66,3 +118,28 @@ class PositionSpec(Spec):
     def max_length(self, config) -> int | None:
         """Longest sequence (tokens) that positions exist for; None without a limit."""
         return None
+
+    def build_terms(self, config, layer_idx: int) -> LayerTerms:
+        """What stands on the attention of layer `layer_idx` (acts `score_terms` and `head_terms`)."""
+        raise NotImplementedError(f"position {self.type!r} adds nothing inside attention.")
+
+
+def pair_distances(context: LayerContext, rows: slice, keys: int) -> Tensor:
+    """Distance key - query in slots, [t, s] integer, of the queries `rows` and the first `keys` keys."""
+    return context.key_index[None, :keys] - context.query_index[rows, None]
+
+
+def pick(products: Tensor, index: Tensor) -> Tensor:
+    """products [B, H, t, n] of each query with n table rows, index [t, s] -> [B, H, t, s]: the product with the row that
+    belongs to the pair. The factor d smaller way to have q_i a_ij without the vectors a_ij."""
+    return products.gather(-1, index.expand(*products.shape[:2], -1, -1))
+
+
+def key_positions(context: LayerContext) -> Tensor:
+    """Positions of all keys, [B or 1, S]: those of the current tokens where nothing is cached; else real tokens counted
+    from 0, as positions are unless the caller chooses others."""
+    if context.fresh:
+        return context.positions
+    if context.padding_mask is None:
+        return context.key_index[None]
+    return (context.padding_mask.long().cumsum(-1) - 1).clamp(min=0)

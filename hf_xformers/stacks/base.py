@@ -11,18 +11,20 @@ from transformers.cache_utils import Cache
 
 from ..components import Spec
 from ..context import LayerContext
+from ..memory import SegmentMemory
 
 
 @dataclass
 class StackOutput:
     """hidden_states [B, T', D] after the last layer (T' may differ from the input's T); context: the state bundle that
     belongs to them; aux_losses: scalars by name; memories [B, steps of the decoder, T', D]: an encoder's own memory for
-    each decoder layer, or None."""
+    each decoder layer, or None; segment_memory: what the next segment of the text may read of this one, or None."""
 
     hidden_states: Tensor
     context: LayerContext
     aux_losses: dict[str, Tensor] = field(default_factory=dict)
     memories: Tensor | None = None
+    segment_memory: SegmentMemory | None = None
 
 
 def memory_by_step(memory: Tensor | None, steps: int) -> Sequence[Tensor | None]:
@@ -70,3 +72,12 @@ class StackSpec(Spec):
     def num_steps(self, config) -> int:
         """Executions of a layer, which is the number of cache slots."""
         return config.num_hidden_layers
+
+    def build_pooler(self, config) -> nn.Module | None:
+        """What makes a text's vector of the last states in place of the usual pooler, called with `(hidden_states [B, T, D],
+        padding_mask)` and the model inputs that its class names in `inputs`; None: the usual one."""
+        return None
+
+    def build_exits(self, config) -> nn.Module | None:
+        """Classifiers inside the stack, for the sequence classification head (see heads/early_exit.py), or None."""
+        return None

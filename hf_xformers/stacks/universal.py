@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +11,13 @@ from transformers.cache_utils import Cache
 from ..blocks.base import unpack_layer
 from ..components import register
 from ..context import LayerContext, add_losses
+from ..losses import ONE_MORE_OUTPUT
 from ..position.sinusoidal_absolute import sinusoids
 from .base import Stack, StackOutput, StackSpec, memory_by_step
 
 
 class Halting(nn.Module):
-    """Adaptive computation time of one forward call (Graves 2016, arXiv 1603.08983, sections 2 and 2.1), per token.
+    """Adaptive computation time of one forward call (Graves 2016, arXiv 1603.08983, section 2), per token.
 
     A token's halting probabilities p_1, p_2, ... are spent until their sum would exceed 1 - epsilon; it halts at that step
     N, where what is left, R = 1 - sum_{n<N} p_n, takes the place of p_N. Probabilities and sums are float32 at least.
@@ -39,14 +40,14 @@ class Halting(nn.Module):
 class UniversalStack(Stack):
     """H^t = layers(H^{t-1} + P^t), t = 1 .. N, with the same layers at every t (Dehghani et al. 2019, section 2).
 
-    The signal of position i at step t is P^t_i = PE(i) + PE(t) with the sinusoids PE of Vaswani et al. (eqs. 4, 5), or a
+    The signal of position i at step t is P^t_i = PE(i) + PE(t) with the sinusoids PE of Vaswani et al. 2017, or a
     learned vector in place of PE(t) (tensor2tensor's default). It is added anew at every step.
 
     With ACT a token runs until its halting probabilities p_t = sigmoid(w (H^{t-1} + P^t) + b) are spent ([`Halting`]). With
-    u_t = p_t before it halts, R when it does and 0 after, its output is sum_t u_t H^t (`accumulated`: Graves, eq. 7), or
-    O <- u_t H^t + (1 - u_t) O (`overwrite`: the Universal Transformer's appendix C). At the last step a token that still
-    runs halts (accumulated); overwriting, it keeps p_t. Other tokens go on reading a halted token: its state stays as it
-    was (`copy`), under the signal of the step at which it is read, or is transformed further (`keep_updating`, as in
+    u_t = p_t before it halts, R when it does and 0 after, its output is sum_t u_t H^t (`accumulated`: Graves), or
+    O <- u_t H^t + (1 - u_t) O (`overwrite`: the code in the Universal Transformer's appendix). A token that still runs at
+    the last step halts there; overwriting, it keeps u_t = p_t. Other tokens go on reading a halted token: its state stays
+    as it was (`copy`), under the signal of the step at which it is read, or is transformed further (`keep_updating`, as in
     tensor2tensor). Nothing depends on the rest of the batch. Padding has halted before the first step. The ponder loss is
     tau times the mean of N + R over real tokens; N has no gradient.
 
@@ -165,7 +166,7 @@ class _Ledger:
         return torch.where(self.before.unsqueeze(-1), after, before)
 
     def ponder(self) -> Tensor:
-        """Mean over real tokens of the number of steps plus the remainder (Graves, eq. 13)."""
+        """Mean over real tokens of the number of steps plus the remainder (Graves 2016, section 2.1)."""
         count = self.real.sum().clamp(min=1)
         return (self.steps + self.remainder).sum() / count
 
@@ -188,6 +189,7 @@ class UniversalSpec(StackSpec):
     """
 
     summary = "one layer at every depth, with per-token halting"
+    conformance_exceptions: ClassVar[dict[str, str]] = ONE_MORE_OUTPUT
 
     layers_per_step: int = 1
     step_signal: Literal["sinusoid", "learned", "none"] = "sinusoid"

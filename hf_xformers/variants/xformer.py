@@ -19,7 +19,9 @@ INFO = VariantInfo(
 }""",
 )
 
-_family = make_family(XFormerConfig, "XFormer", tuple(HEADS), INFO)
+_family = make_family(
+    XFormerConfig, "XFormer", tuple(head for head in HEADS if head != "ForImageClassification"), INFO
+)
 XFormerModel = _family["Model"]
 XFormerForMaskedLM = _family["ForMaskedLM"]
 XFormerForCausalLM = _family["ForCausalLM"]

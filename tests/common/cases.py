@@ -8,7 +8,8 @@ class SomeSpec(AttentionSpec):  # or a config class
     contract_exceptions: ClassVar[dict[str, str]] = {"one_by_one": "a block is decided as a whole (section 3.2)"}
 ```
 
-A key is a test's name without `test_`; with `:encoder`, `:decoder` or `:seq2seq` after it, it holds in that shape only.
+A key is a test's name without `test_`; with `:encoder`, `:decoder` or `:seq2seq` after it, it holds in that shape only, and
+with a head's name (config classes only) in the tests of every head, for that one.
 """
 
 from __future__ import annotations
@@ -172,7 +173,8 @@ def _cases() -> list[Case]:
 
 
 CASES = _cases()
-FAMILY_HEADS = [(name, head) for name in model_types() for head in family(name)]
+TEXT_TYPES = [name for name in model_types() if config_class(name).modality == "text"]  # tests/vision has the others
+FAMILY_HEADS = [(name, head) for name in TEXT_TYPES for head in family(name)]
 AUTO = {head: auto for head, (_, auto) in HEADS.items()}
 
 each_case = pytest.mark.parametrize("case", CASES, ids=str)

@@ -91,7 +91,7 @@ def test_t5(factor):
     near(model.model.trunk.position.table.weight, factor / math.sqrt(WIDTH))
 
 
-@pytest.mark.parametrize("initializer", ["normal", "scaled_residual", "xavier", "t5"])
+@pytest.mark.parametrize("initializer", ["normal", "scaled_residual", "xavier", "small", "t5"])
 def test_biases_and_norms(initializer):
     for normalization in ("layer_norm", "rms_norm"):
         model = build(initializer=initializer, normalization=normalization, head="transform")

@@ -133,6 +133,27 @@ def test_chunks_of_any_length(length):
     close(build("gelu", chunk_size_feed_forward=3)(states, None).output, build("gelu")(states, None).output)
 
 
+def test_chunks_keep_no_inner_activations():
+    """What the backward pass keeps of a chunked feed-forward has no inner width, and its gradients are the plain ones."""
+    kept, gradients = {}, {}
+    for chunk in (0, 2):
+        module, states = build("swiglu", chunk_size_feed_forward=chunk), vectors(2, 5).requires_grad_()
+        widths = kept.setdefault(chunk, [])
+
+        def note(tensor, widths=widths):
+            if tensor.ndim == 3:
+                widths.append(tensor.shape[-1])
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            output = module(states, None).output
+        output.square().sum().backward()
+        gradients[chunk] = [states.grad, *(parameter.grad for parameter in module.parameters())]
+    assert INNER in kept[0] and INNER not in kept[2]
+    for plain, chunked in zip(gradients[0], gradients[2], strict=True):
+        close(chunked, plain)
+
+
 def test_activation_dropout():
     module = build("relu", activation_dropout_prob=0.5)
     states = vectors(2, 3)

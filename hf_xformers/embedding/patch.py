@@ -1,0 +1,119 @@
+"""Patch embedding: an image as a sequence of its patches."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..components import Spec, register
+
+
+class PatchEmbedding(nn.Module):
+    """z_0 = [x_class; x_1 E; ...; x_N E] + E_pos (Dosovitskiy et al. 2021, arXiv 2010.11929, eq. 1).
+
+    x_i is the i-th patch in row-major order with all its channels, E (with a bias) a linear map, computed as a convolution
+    whose stride is its width. E_pos [1 + N, D] is learned. For an image of another size it is resized as a 2-D grid, the
+    class token's row kept as it is (section 3.2): bicubic, by pixel centres, as transformers' ViT does it.
+
+    `tokens` (the convolution) stands where a token table stands in a text model.
+    """
+
+    def __init__(self, config, spec: PatchEmbeddingSpec):
+        super().__init__()
+        width = config.hidden_size
+        self.channels, self.patch, self.image, self.grid = (
+            config.num_channels,
+            config.patch_shape,
+            config.image_shape,
+            config.grid,
+        )
+        self.tokens = nn.Conv2d(config.num_channels, width, kernel_size=self.patch, stride=self.patch)
+        self.class_token = nn.Parameter(torch.zeros(width)) if spec.class_token else None
+        count = self.grid[0] * self.grid[1] + spec.class_token
+        self.positions = nn.Parameter(torch.zeros(count, width)) if spec.positions else None
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def initialize(self, config, init) -> None:
+        if self.class_token is not None:
+            init.zeros_(self.class_token)
+        if self.positions is not None:
+            init.normal_(self.positions, mean=0.0, std=config.initializer_range)
+
+    def lookup(self, input_ids: Tensor) -> Tensor:
+        raise ValueError("A model with patch embedding reads images; give `pixel_values` instead of `input_ids`.")
+
+    def grid_positions(self, rows: int, columns: int) -> Tensor:
+        """E_pos for a grid of patches, [(1 +) rows * columns, D]."""
+        if (rows, columns) == self.grid:
+            return self.positions
+        extra = 0 if self.class_token is None else 1
+        table = self.positions[extra:].view(1, *self.grid, -1).permute(0, 3, 1, 2)
+        wide = table if table.dtype == torch.float64 else table.float()
+        resized = F.interpolate(wide, size=(rows, columns), mode="bicubic", align_corners=False)
+        patches = resized.to(table.dtype).permute(0, 2, 3, 1).flatten(0, 2)
+        return torch.cat([self.positions[:extra], patches])
+
+    def patches(self, pixel_values: Tensor, interpolate: bool = False) -> Tensor:
+        """pixel_values [B, C, H, W] -> [B, (1 +) N, D], positions included: what `inputs_embeds` holds.
+
+        interpolate: allow images of another size than the config's `image_size`, by resizing the positions.
+
+        Raises:
+            ValueError: other channels, a size that patches do not fill, or another size without `interpolate`.
+        """
+        if pixel_values.ndim != 4 or pixel_values.shape[1] != self.channels:
+            raise ValueError(
+                f"`pixel_values` must be [batch, {self.channels} channels, height, width], got {list(pixel_values.shape)}."
+            )
+        size = tuple(pixel_values.shape[2:])
+        if size != self.image and self.positions is not None and not interpolate:
+            raise ValueError(
+                f"The image has {size[0]} x {size[1]} pixels, but positions are for {self.image[0]} x {self.image[1]}; resize "
+                "it, or give `interpolate_pos_encoding=True` to resize the positions."
+            )
+        if size[0] % self.patch[0] or size[1] % self.patch[1]:
+            raise ValueError(
+                f"Patches of {self.patch[0]} x {self.patch[1]} pixels do not fill an image of {size[0]} x {size[1]}; crop or "
+                "resize it."
+            )
+        grid = self.tokens(pixel_values.to(self.tokens.weight.dtype))
+        vectors = grid.flatten(2).transpose(1, 2)
+        if self.class_token is not None:
+            vectors = torch.cat([self.class_token.expand(vectors.shape[0], 1, -1), vectors], dim=1)
+        if self.positions is not None:
+            vectors = vectors + self.grid_positions(*grid.shape[2:])
+        return vectors
+
+    def forward(
+        self, inputs_embeds: Tensor, token_type_ids: Tensor | None, positions: Tensor, position: nn.Module
+    ) -> Tensor:
+        """inputs_embeds [B, T, D] from [`PatchEmbedding.patches`] -> [B, T, D]."""
+        if token_type_ids is not None:
+            raise ValueError("Patches have no `token_type_ids`; leave them out.")
+        return self.dropout(position.embed(inputs_embeds, positions))
+
+
+@register("embedding", "patch")
+class PatchEmbeddingSpec(Spec):
+    """class_token: a learned vector before the patches, whose state stands for the image. positions: a learned vector for
+    the class token and each cell of the grid."""
+
+    summary = "patches of an image, a class token and learned positions"
+
+    class_token: bool = True
+    positions: bool = True
+
+    def check(self, config) -> None:
+        if not hasattr(config, "patch_shape"):
+            raise ValueError(
+                "embedding 'patch' needs `image_size`, `patch_size` and `num_channels`; use a config of images, e.g. "
+                "XFVisionTransformerConfig."
+            )
+
+    def build(self, config, **where) -> PatchEmbedding:
+        if config.is_decoder or config.is_encoder_decoder:
+            raise ValueError(
+                "embedding 'patch' is an encoder's; set `is_decoder=False` and `is_encoder_decoder=False`."
+            )
+        return PatchEmbedding(config, self)

@@ -1,0 +1,250 @@
+"""Early exit: a row of the batch leaves the depth loop as soon as a classifier inside it is sure enough."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ..blocks.base import unpack_layer
+from ..components import register
+from ..context import LayerContext, add_losses
+from .base import StackOutput, StackSpec
+from .plain import PlainStack
+
+
+class ExitWatch(Protocol):
+    """Looks at a layer's output while the loop runs; the head with the internal classifiers brings it."""
+
+    def __call__(
+        self, layer: int, hidden_states: Tensor, padding_mask: Tensor | None, rows: Tensor | None
+    ) -> Tensor | None:
+        """layer: 1, 2, ..., L - 1 (the last one is nobody's choice); hidden_states [R, T, D] of `rows` [R] (indices; None:
+        the whole batch) -> [R] boolean, who leaves; None: nobody ever does."""
+        ...
+
+
+class EarlyExitStack(PlainStack):
+    """Every layer once, in order, until all rows have left.
+
+    After each layer but the last, the model input `exit_watch` says which rows leave; a row's state is then final. The
+    rows that stay are gathered, so that later layers run on them alone. Where values must not steer the program (a graph
+    is being recorded), or each layer's output is wanted for the whole batch, all layers run on all rows instead and
+    finished states are kept; no row reads another, so both ways give the same. Without a watch it is the plain stack.
+    """
+
+    def __init__(self, steps: int):
+        super().__init__()
+        self.steps = steps
+
+    def forward(
+        self,
+        layers: nn.ModuleList,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        position: nn.Module,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **more,
+    ) -> StackOutput:
+        watch: ExitWatch | None = context.inputs.get("exit_watch")
+        depth = [layers[step % len(layers)] for step in range(self.steps)]
+        if watch is None:
+            return super().forward(
+                depth,
+                hidden_states,
+                context,
+                position=position,
+                memory=memory,
+                past_key_values=past_key_values,
+                **more,
+            )
+        gathers = not (
+            context.output_hidden_states
+            or context.output_attentions
+            or torch.compiler.is_compiling()
+            or torch.jit.is_tracing()
+        )
+        whole, rows, final, left = context, None, None, None
+        aux_losses: dict[str, Tensor] = {}
+        for layer in layers:
+            layer.prepare(context, None)
+        streams = context.streams
+        for step, layer in enumerate(depth):
+            hidden_states = position.embed_layer(hidden_states, context.positions, step)
+            output = layer(
+                hidden_states, None, *streams.values(), context=context, step=step, stream_names=tuple(streams)
+            )
+            hidden_states, streams, losses = unpack_layer(output)
+            add_losses(aux_losses, losses)
+            if step == self.steps - 1:
+                break
+            leaves = watch(step + 1, hidden_states, context.query_padding_mask, rows)
+            if leaves is None:
+                continue
+            if not gathers:
+                final = hidden_states if final is None else torch.where(left[:, None, None], final, hidden_states)
+                left = leaves if left is None else left | leaves
+                continue
+            stay = (~leaves).nonzero().squeeze(-1)
+            if stay.shape[0] == leaves.shape[0]:
+                continue
+            final, rows = _settle(final, hidden_states, rows, leaves)
+            if stay.shape[0] == 0:
+                return StackOutput(final, whole, aux_losses)
+            hidden_states, rows = hidden_states[stay], rows[stay]
+            streams = {name: _take(tensor, stay) for name, tensor in streams.items()}
+            context = take_rows(context, stay, position, hidden_states)
+            for other in layers:
+                other.prepare(context, None)
+        if left is not None:
+            hidden_states = torch.where(left[:, None, None], final, hidden_states)
+        elif rows is not None:
+            hidden_states = final.index_copy(0, rows, hidden_states)
+        return StackOutput(hidden_states, whole, aux_losses)
+
+
+def _settle(final: Tensor | None, hidden_states: Tensor, rows: Tensor | None, leaves: Tensor) -> tuple[Tensor, Tensor]:
+    """The final states [B, T, D] with those of the rows that leave, and the indices [R] of the running rows."""
+    if final is None or rows is None:
+        return hidden_states, torch.arange(hidden_states.shape[0], device=hidden_states.device)
+    return final.index_copy(0, rows[leaves], hidden_states[leaves]), rows
+
+
+def _take(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a tensor that leads with the batch; one that leads with 1 serves all rows."""
+    return tensor if tensor.shape[0] == 1 else tensor[rows]
+
+
+def take_rows(context: LayerContext, rows: Tensor, position: nn.Module, like: Tensor) -> LayerContext:
+    """The call's state bundle for some of its rows [R]; layers have to prepare anew."""
+    kept = copy.copy(context)
+    for name in ("padding_mask", "positions", "explicit_mask", "segment_ids", "inputs_embeds", "position_ids"):
+        value = getattr(context, name)
+        setattr(kept, name, None if value is None else _take(value, rows))
+    kept.inputs = {
+        name: _take(value, rows) if isinstance(value, Tensor) and value.ndim else value
+        for name, value in context.inputs.items()
+    }
+    kept.shared, kept.streams = {}, {}
+    if "score_bias" in context.shared:  # a function of positions in the table, not of rows
+        kept.shared["score_bias"] = context.shared["score_bias"]
+    rotation = position.rotation(kept.positions, like)
+    if rotation is not None:
+        kept.shared["rotation"] = rotation
+    return kept
+
+
+@dataclass(kw_only=True)
+class EarlyExitSpec(StackSpec):
+    """Base of early-exit specs. The classifiers inside the stack belong to the head for sequence classification, which
+    asks for them by [`StackSpec.build_exits`]; other heads run all layers.
+
+    share_layers: one layer's weights at every depth, as in ALBERT.
+    """
+
+    inputs: ClassVar[tuple[str, ...]] = ("exit_watch",)
+
+    share_layers: bool = False
+
+    def num_layers(self, config) -> int:
+        return min(1, config.num_hidden_layers) if self.share_layers else config.num_hidden_layers
+
+    def build(self, config, **where) -> EarlyExitStack:
+        if config.is_decoder or config.is_encoder_decoder:
+            raise ValueError(
+                f"stack {self.type!r} lets whole texts leave an encoder early, which is not defined for a decoder; use it "
+                "with `is_decoder=False` and `is_encoder_decoder=False`, or take the stack 'plain'."
+            )
+        if self.share_layers and config.is_heterogeneous:
+            raise ValueError(
+                f"{self.type} with `share_layers` runs one layer at every depth, so single layers cannot differ; leave out "
+                "`per_layer_config`."
+            )
+        return EarlyExitStack(config.num_hidden_layers)
+
+
+@register("stack", "entropy_exit", aliases=("deebert",))
+class EntropyExitSpec(EarlyExitSpec):
+    """A text leaves after the first layer whose classifier's entropy is below a threshold (DeeBERT).
+
+    threshold: S in nats, one for all layers or one for each of the first L - 1; negative: never leave there. It acts in
+    evaluation mode. training_stage: `trunk` trains all layers with the last classifier; `ramps` trains the classifiers
+    inside, with all the rest frozen (`model.exits.begin_ramps(model)` turns to it).
+    """
+
+    summary = "a text leaves after the first layer whose classifier has low entropy"
+
+    threshold: float | int | tuple = -1
+    training_stage: Literal["trunk", "ramps"] = "trunk"
+
+    @property
+    def exits_early(self) -> bool:
+        """Whether any row can leave before the last layer."""
+        return any(value > 0 for value in self._values())
+
+    def _values(self) -> tuple:
+        return self.threshold if isinstance(self.threshold, tuple) else (self.threshold,)
+
+    def at(self, layer: int) -> float:
+        """The threshold after layer 1, 2, ..."""
+        values = self._values()
+        return float(values[layer - 1] if len(values) > 1 else values[0])
+
+    def check_fields(self) -> None:
+        if not self._values() or not all(isinstance(value, (int, float)) for value in self._values()):
+            raise ValueError(f"entropy_exit's `threshold` is a number or one for each layer, got {self.threshold!r}.")
+
+    def check(self, config) -> None:
+        count = config.num_hidden_layers - 1
+        if isinstance(self.threshold, tuple) and len(self.threshold) != count:
+            raise ValueError(
+                f"entropy_exit got {len(self.threshold)} thresholds, but {config.num_hidden_layers} layers have {count} exits "
+                "before the last; give one for each, or one number."
+            )
+
+    def build_exits(self, config) -> nn.Module:
+        from ..heads.early_exit import EntropyExits
+
+        return EntropyExits(config, self)
+
+
+@register("stack", "patience_exit", aliases=("pabee",))
+class PatienceExitSpec(EarlyExitSpec):
+    """A text leaves when `patience` classifiers in a row have confirmed the answer before theirs (PABEE).
+
+    patience: P; 0: never leave early; `None`: half the layers (6 of 12, what the paper recommends). It acts in evaluation
+    mode. regression_threshold: tau, how far two numbers may be apart that still confirm one another.
+    """
+
+    summary = "a text leaves when enough classifiers in a row agree"
+
+    patience: int | None = None
+    regression_threshold: float | int = 0.1
+
+    def resolved(self, config) -> int:
+        """P for this config."""
+        return config.num_hidden_layers // 2 if self.patience is None else self.patience
+
+    def check_fields(self) -> None:
+        if self.patience is not None and self.patience < 0:
+            raise ValueError(f"patience_exit needs `patience` >= 0 (0: use all layers), got {self.patience}.")
+        if self.regression_threshold <= 0:
+            raise ValueError(f"patience_exit needs `regression_threshold` > 0, got {self.regression_threshold}.")
+
+    def check(self, config) -> None:
+        if self.patience is not None and self.patience >= max(config.num_hidden_layers, 1):
+            raise ValueError(
+                f"patience_exit with `patience` {self.patience} never leaves {config.num_hidden_layers} layers early; choose "
+                "less than the number of layers, or 0 to use all on purpose."
+            )
+
+    def build_exits(self, config) -> nn.Module:
+        from ..heads.early_exit import PatienceExits
+
+        return PatienceExits(config, self)
