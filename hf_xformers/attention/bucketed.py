@@ -1,0 +1,102 @@
+"""What mechanisms that sort tokens into buckets share: the cache of labels, and short queries over a long cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from ..context import LayerContext
+from ..ops.bucketed import Recent, bucketed_attention, bucketed_reference
+
+# Up to this many queries against a cache meet all keys at once; more of them run the whole sequence again.
+FEW_QUERIES = 16
+
+
+class BucketLayer(DynamicLayer):
+    """Keys, values and the labels [B, H, R, S] of the keys: a token's bucket is found once and for all."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.labels: Tensor | None = None
+
+    def add_labels(self, labels: Tensor) -> Tensor:
+        """Appends the labels of new tokens; returns all of them."""
+        self.labels = labels if self.labels is None else torch.cat([self.labels, labels], dim=-1)
+        return self.labels
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        if self.labels is not None:
+            self.labels = function(self.labels)
+
+    def offload(self) -> None:
+        super().offload()
+        self._map(lambda labels: labels.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        super().prefetch()
+        if self.is_initialized:
+            self._map(lambda labels: labels.to(self.device, non_blocking=True))
+
+    def reset(self) -> None:
+        super().reset()
+        self.labels = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if tokens_to_remove < 0:
+            self._map(lambda labels: labels[..., :tokens_to_remove])
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._map(lambda labels: labels.index_select(0, beam_idx.to(labels.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._map(lambda labels: labels.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._map(lambda labels: labels[indices])
+
+
+def labels_of_all(
+    labels: Tensor, keys: Tensor, cache: Cache | None, step: int, find: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Labels of all `keys` [B, H, S, d], given those of the new ones; `find` is asked where the cache keeps none."""
+    if cache is None:
+        return labels
+    layer = cache.layers[step]
+    return layer.add_labels(labels) if isinstance(layer, BucketLayer) else find(keys)
+
+
+def recent_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    labels: Tensor,
+    window: int,
+    context: LayerContext,
+    *,
+    literal: bool,
+    num_labels: int,
+    own_key_last: bool,
+    distinct: bool,
+    scale: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor | None]:
+    """[`Recent`] sets for queries [B, H, T, d] over all keys [B, H, S, d] -> output [B, H, T, d] and weights or None."""
+    sets, valid = Recent(window), context.padding_mask
+    options = {"own_key_last": own_key_last, "distinct": distinct, "scale": scale, "dropout_p": dropout}
+    few = query.shape[2] <= FEW_QUERIES and not context.fresh
+    if literal or few:
+        output, weights = bucketed_reference(
+            query, key, value, labels, sets, query_index=context.query_index, valid=valid, **options
+        )
+        return output, weights if literal else None
+    if not context.fresh:  # the queries of cached tokens are gone; their results are not asked for
+        query = torch.zeros_like(key).index_copy(2, context.query_index, query)
+    output = bucketed_attention(query, key, value, labels, sets, num_labels=num_labels, valid=valid, **options)
+    return output if context.fresh else output.index_select(2, context.query_index), None

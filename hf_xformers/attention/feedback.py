@@ -1,0 +1,134 @@
+"""Attention over the merged memories of earlier steps (the Feedback Transformer's mechanism)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ..cache import RecurrentStateLayer
+from ..components import register
+from ..context import LayerContext, SublayerOutput
+from ..initialization import start_projections
+from .base import Attention, AttentionSpec
+
+# What the stack hands to a layer. One step reads the older and the recent part of its window; a whole sequence at once
+# reads the first two, which then hold all windows, overlapping.
+STREAMS = ("feedback_keys", "feedback_values", "feedback_recent_keys", "feedback_recent_values")
+
+
+class FeedbackAttention(Attention):
+    """o_t = sum_{s=1..W} softmax_s(scale * q_t (k_{t-s} + p_s)) v_{t-s} over the W steps before t, t itself not among them.
+
+    Fan et al. 2020 (arXiv 2002.09402), section 3: k and v are projections of each step's merged memory, made by the
+    'feedback' stack; p_s [d] is this layer's learned vector for distance s, the same for all heads. A step before the text,
+    or one of padding, has k = v = 0 and keeps its share of the softmax, as in the authors' code: it is an empty memory, not
+    a masked one, so that a text begins the same with padding before it and without.
+    """
+
+    def __init__(self, config, spec: FeedbackAttentionSpec, *, layer_idx: int, cross: bool = False):
+        super().__init__(config, spec, layer_idx=layer_idx, cross=cross)
+        del self.k_proj, self.v_proj  # they stand on the stack
+        self.window = spec.window
+        self.key_positions = nn.Parameter(torch.empty(spec.window, self.head_dim))  # row r: distance window - r
+
+    def initialize(self, config, init) -> None:
+        start_projections(config, init, inputs=(), output=self.o_proj)
+        if config.initializer == "t5":
+            std = config.initializer_factor * (config.hidden_size * self.head_dim) ** -0.5
+            init.normal_(self.q_proj.weight, mean=0.0, std=std)
+        init.normal_(self.key_positions, mean=0.0, std=config.initializer_range)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        step: int | None = None,
+    ) -> SublayerOutput:
+        """hidden_states [B, T, D] -> [B, T, D]. Streams: older and recent keys and values, [B, K, W - n, d] and
+        [B, K, n, d], of the only step (T = 1); or keys and values [B, K, W + T - 1, d] of the windows of T steps."""
+        batch, length = hidden_states.shape[:2]
+        keys, values, *recent = (context.streams[name] for name in STREAMS if name in context.streams)
+        query = self.heads(self.q_proj(hidden_states))  # a group of heads reads one key head
+        query = query.reshape(batch, self.num_key_value_heads, self.num_key_value_groups, length, self.head_dim)
+        if recent:
+            output, weights = self.read_step(query.squeeze(3), keys, values, *recent), None
+        else:
+            output, weights = self.read_all(query, keys, values)
+            output = output.flatten(1, 2).transpose(1, 2)
+            weights = self.by_key(weights.flatten(1, 2), context) if context.output_attentions else None
+        return SublayerOutput(self.o_proj(output.reshape(batch, length, -1)), weights)
+
+    def read_step(
+        self, query: Tensor, keys: Tensor, values: Tensor, recent_keys: Tensor, recent_values: Tensor
+    ) -> Tensor:
+        """query [B, K, G, d] -> [B, K, G, d]."""
+        scores = torch.cat([query @ keys.mT, query @ recent_keys.mT], dim=-1) + query @ self.key_positions.mT
+        weights = self.distribute(scores)
+        older = keys.shape[-2]
+        return weights[..., :older] @ values + weights[..., older:] @ recent_values
+
+    def read_all(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """query [B, K, G, T, d] -> output [B, K, G, T, d] and weights [B, K, G, T, W]."""
+        keys, values = (tensor.unfold(2, self.window, 1) for tensor in (keys, values))  # [B, K, T, d, W], not copied
+        scores = torch.einsum("bkgtd,bktdw->bkgtw", query, keys) + query @ self.key_positions.mT
+        weights = self.distribute(scores)
+        return torch.einsum("bkgtw,bktdw->bkgtd", weights, values), weights
+
+    def distribute(self, scores: Tensor) -> Tensor:
+        """softmax(scale * scores) over the window, in float32 at least, with dropout in training."""
+        wide = scores if scores.dtype == torch.float64 else scores.float()
+        weights = torch.softmax(wide * self.scaling, dim=-1).to(scores.dtype)
+        return nn.functional.dropout(weights, self.dropout, self.training)
+
+    def by_key(self, weights: Tensor, context: LayerContext) -> Tensor:
+        """Weights by place in the window [B, H, T, W] -> by key [B, H, T, S]; what empty memories get is left out."""
+        distance = context.query_index[:, None] - context.key_index[None, :]
+        place = (self.window - distance).clamp(0, self.window - 1)
+        read = (distance >= 1) & (distance <= self.window)
+        if context.padding_mask is not None:
+            read = read & context.padding_mask[:, None, None, :]
+        found = weights.gather(-1, place.expand(*weights.shape[:2], -1, -1))
+        return torch.where(read, found, torch.zeros((), dtype=found.dtype, device=found.device))
+
+
+@register("attention", "feedback")
+class FeedbackAttentionSpec(AttentionSpec):
+    """window: how many earlier steps are read and kept."""
+
+    summary = "reads what all layers together made of earlier steps"
+    bidirectional = False
+    rotation = False
+    contract_exceptions: ClassVar[dict[str, str]] = {
+        "attention_weights": "a token does not read itself, and empty memories before the text keep their share of the weight"
+    }
+
+    conformance_exceptions: ClassVar[dict[str, str]] = {
+        "test_retain_grad_hidden_states_attentions": "weights are computed by place in the window; those by key are a copy, "
+        "which the output does not depend on"
+    }
+
+    window: int = 512
+
+    def check_fields(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"feedback needs `window` >= 1, got {self.window}.")
+
+    def check(self, config) -> None:
+        if config.stack.type != "feedback":
+            raise ValueError(
+                f"attention 'feedback' reads memories that only stack 'feedback' makes, not {config.stack.type!r}; set "
+                "`stack='feedback'`."
+            )
+
+    def cache_layer(self, config) -> RecurrentStateLayer:
+        """The window's keys and values [B, 1 or layers, K, W, d] stand in the first slot; the others only count."""
+        return RecurrentStateLayer()
+
+    def build(self, config, **where) -> FeedbackAttention:
+        return FeedbackAttention(config, self, **where)

@@ -1,0 +1,226 @@
+"""LSH attention (Reformer)."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from ..components import register
+from ..context import LayerContext, SublayerOutput, self_attention_cache
+from ..initialization import seeded_normal, start_projections
+from ..ops.bucketed import Chunks, bucketed_attention, bucketed_reference
+from .base import Attention, AttentionSpec
+from .bucketed import BucketLayer, labels_of_all, recent_attention
+
+_EPSILON = 1e-6  # added to the mean square of a key before it is brought to length 1, as in the released code
+
+
+class ReformerAttention(Attention):
+    """Softmax attention among tokens whose shared query and key fall into the same bucket of some hash.
+
+    Kitaev, Kaiser, Levskaya 2020 (arXiv 2001.04451), section 2 and appendix A: with k_j = q_j / |q_j| and random
+    R_a [d, b/2],
+
+        h_a(x) = argmax([x R_a ; -x R_a])        (equation in section 2, "Locality sensitive hashing")
+        P_i^a  = {j : h_a(q_i) = h_a(q_j)}, of these the ones near in the order by (bucket, position)
+        o_i    = sum_j softmax_j(scale * q_i k_j) v_j over the union of P_i^a over rounds a,
+
+    j != i unless nothing else is left. A causal model reads, in each round, the `chunk_length` most recent tokens of
+    its bucket: what a token reads is then settled when it arrives (strict causality; it can be cached). The paper's form cuts
+    the sorted order into chunks and reads the own chunk and the one before, so that a later token can move an earlier one
+    into another chunk; encoders use it, decoders on request.
+
+    Shapes: hidden states [B, T, D] -> [B, T, D]; labels [B, H, rounds, T]. Time O(rounds * T * (chunk_length * d + log T)).
+    Rotations are a buffer, drawn from `hash_seed` for each layer and round. State: keys, values, labels.
+    """
+
+    def __init__(self, config, spec: ReformerSpec, *, layer_idx: int, cross: bool = False):
+        super().__init__(config, spec, layer_idx=layer_idx, cross=cross)
+        del self.k_proj  # queries and keys share q_proj
+        self.factors = spec.bucket_factors(config)
+        self.hash_width = sum(self.factors) // 2
+        self.register_buffer("rotations", self.draw_rotations())
+
+    def initialize(self, config, init) -> None:
+        start_projections(config, init, inputs=(self.q_proj, self.v_proj), output=self.o_proj)
+        if config.initializer == "t5":
+            std = config.initializer_factor * (config.hidden_size * self.head_dim) ** -0.5
+            init.normal_(self.q_proj.weight, mean=0.0, std=std)
+        init.copy_(self.rotations, self.draw_rotations())
+
+    def draw_rotations(self) -> Tensor:
+        """[rounds, H, d, b/2] of N(0, 1); a round's do not depend on the number of rounds."""
+        shape = (self.num_heads, self.head_dim, self.hash_width)
+        key = ("reformer", self.spec.hash_seed, self.layer_idx)
+        return torch.stack([seeded_normal(shape, *key, number) for number in range(self.spec.num_hashes)])
+
+    @property
+    def num_buckets(self) -> int:
+        return math.prod(self.factors)
+
+    @torch.no_grad()
+    def hash(self, keys: Tensor) -> Tensor:
+        """Bucket numbers [B, H, rounds, T] of keys [B, H, T, d]. With several factors a bucket is a tuple of hashes."""
+        keys = keys.to(torch.promote_types(keys.dtype, torch.float32))
+        rounds = []
+        for rotations in self.rotations.to(keys.dtype).unbind(0):
+            bucket, base, start = 0, 1, 0
+            for factor in self.factors:
+                half = factor // 2
+                turned = keys @ rotations[..., start : start + half]
+                high, at_high = turned.max(-1)
+                low, at_low = turned.min(-1)
+                bucket = bucket + base * torch.where(high >= -low, at_high, at_low + half)
+                base, start = base * factor, start + half
+            rounds.append(bucket)
+        return torch.stack(rounds, dim=2).int()
+
+    def keys(self, shared: Tensor) -> Tensor:
+        """q -> k = q / |q|, [..., d]."""
+        precise = shared.to(torch.promote_types(shared.dtype, torch.float32))
+        mean_square = precise.square().mean(-1, keepdim=True)
+        return (precise * torch.rsqrt((mean_square + _EPSILON) * self.head_dim)).to(shared.dtype)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        step: int | None = None,
+    ) -> SublayerOutput:
+        step = self.layer_idx if step is None else step
+        query, value = self.heads(self.q_proj(hidden_states)), self.heads(self.v_proj(hidden_states))
+        key = self.keys(query)
+        # When activations are computed again (reversible layers, checkpointing), the buckets stay those of the first time:
+        # a key that was rebuilt with another rounding may fall on the other side of a border.
+        labels = context.shared.get(("reformer", step))
+        if labels is None:
+            labels = context.shared[("reformer", step)] = self.hash(key)
+        cache = self_attention_cache(past_key_values)
+        if cache is not None:
+            if self.spec.why_not_generate():
+                raise ValueError(self.spec.why_not_generate())
+            key, value = cache.update(key, value, step)
+            labels = labels_of_all(labels, key, cache, step, self.hash)
+        output, weights = self._attend(query, key, value, labels, context)
+        output = self.o_proj(output.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1))
+        return SublayerOutput(output, weights)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, labels: Tensor, context: LayerContext
+    ) -> tuple[Tensor, Tensor | None]:
+        spec, literal = self.spec, self.wants_weights(context)
+        dropout = self.dropout if self.training else 0.0
+        released = spec.sets == "chunk"
+        options = {"own_key_last": True, "distinct": spec.deduplicate and not released}
+        if self.is_causal and spec.causal_form == "strict":
+            window = spec.chunk_length * spec.chunks_before
+            options.update(num_labels=self.num_buckets, scale=self.scaling, dropout=dropout)
+            return recent_attention(query, key, value, labels, window, context, literal=literal, **options)
+        sets = Chunks(
+            spec.chunk_length,
+            spec.chunks_before,
+            spec.chunks_after,
+            causal=self.is_causal,
+            own_label=not released,
+            circular=released,
+        )
+        options.update(valid=context.padding_mask, scale=self.scaling, dropout_p=dropout)
+        if literal:
+            return bucketed_reference(query, key, value, labels, sets, **options)
+        return bucketed_attention(query, key, value, labels, sets, num_labels=self.num_buckets, **options), None
+
+
+@register("attention", "reformer", aliases=("lsh",))
+class ReformerSpec(AttentionSpec):
+    """num_hashes: rounds of hashing. num_buckets: buckets per round, an even number or a list of even factors (`None`:
+    2 * max_position_embeddings / chunk_length as in the paper, as powers of two). chunk_length: tokens per chunk.
+    chunks_before, chunks_after: chunks read around the own one; a strict decoder reads the chunk_length * chunks_before most
+    recent tokens of a bucket. causal_form: what a decoder reads, `strict` or the `paper`'s form, in which later tokens
+    move chunk borders; that one cannot generate. sets: `bucket` (the paper's sets) or `chunk` (the released code's: all tokens
+    of the chunks, whatever their bucket, once per round, and chunks of all rounds in a ring; padding then changes results).
+    deduplicate: a key in several rounds counts once (else once per round). hash_seed: seed of the rotations.
+    """
+
+    summary = "attention inside buckets of a locality-sensitive hash"
+    rotation = False
+    contract_exceptions: ClassVar[dict[str, str]] = {
+        "half_precision": "a key near a border falls into another bucket after rounding; tests/attention/test_reformer.py "
+        "compares precisions with equal buckets",
+    }
+
+    bias: bool = False
+    num_hashes: int = 4
+    num_buckets: int | tuple[int, ...] | None = None
+    chunk_length: int = 64
+    chunks_before: int = 1
+    chunks_after: int = 0
+    causal_form: Literal["strict", "paper"] = "strict"
+    sets: Literal["bucket", "chunk"] = "bucket"
+    deduplicate: bool = True
+    hash_seed: int = 0
+
+    def check_fields(self) -> None:
+        for name, least in (("num_hashes", 1), ("chunk_length", 1), ("chunks_before", 0), ("chunks_after", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"reformer needs `{name}` >= {least}, got {getattr(self, name)}.")
+        if not 0 <= self.hash_seed < 2**31:
+            raise ValueError(f"reformer needs 0 <= `hash_seed` < 2^31, got {self.hash_seed}.")
+        factors = (self.num_buckets,) if isinstance(self.num_buckets, int) else self.num_buckets or ()
+        for factor in factors:
+            if factor < 2 or factor % 2:
+                raise ValueError(
+                    f"reformer hashes into pairs of opposite buckets, so `num_buckets` {self.num_buckets} must be made of "
+                    "even numbers of at least 2."
+                )
+
+    def check(self, config) -> None:
+        if config.key_value_heads != config.num_attention_heads:
+            raise ValueError(
+                f"reformer shares queries and keys, so it cannot have {config.key_value_heads} key/value heads for "
+                f"{config.num_attention_heads} heads; leave `num_key_value_heads` unset."
+            )
+        if not config.is_decoder:
+            return
+        if self.chunks_after:
+            raise ValueError(
+                f"reformer in a decoder cannot read `chunks_after` {self.chunks_after}; set it to 0, or use an encoder."
+            )
+        if self.causal_form == "strict" and (self.sets == "chunk" or self.chunks_before < 1):
+            raise ValueError(
+                f"reformer's strictly causal form reads recent tokens of the own bucket, so `sets` {self.sets!r} and "
+                f"`chunks_before` {self.chunks_before} have no meaning in it; use sets 'bucket' and at least 1, or "
+                "causal_form='paper'."
+            )
+        if self.causal_form == "paper" and config.use_cache:
+            raise ValueError(f"{self.why_not_generate()} To train it all the same, set `use_cache=False`.")
+
+    def why_not_generate(self) -> str:
+        if self.causal_form == "strict":
+            return ""
+        return (
+            "reformer with causal_form='paper' cannot generate: later tokens change which keys an earlier one reads. Use "
+            "causal_form='strict'."
+        )
+
+    def bucket_factors(self, config) -> tuple[int, ...]:
+        """The factors of the number of buckets."""
+        if self.num_buckets is not None:
+            return (self.num_buckets,) if isinstance(self.num_buckets, int) else tuple(self.num_buckets)
+        power = max(math.ceil(math.log2(max(2 * config.max_position_embeddings / self.chunk_length, 2))), 1)
+        if power <= 6:
+            return (2**power,)
+        # One hash into more buckets would cost as much as the attention itself.
+        return 2 ** (power // 2), 2 ** (power - power // 2)
+
+    def cache_layer(self, config) -> BucketLayer:
+        return BucketLayer()
+
+    def build(self, config, **where) -> ReformerAttention:
+        return ReformerAttention(config, self, **where)

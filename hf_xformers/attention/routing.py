@@ -1,0 +1,388 @@
+"""Routing attention: local heads, and heads that attend inside clusters found by online k-means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ..components import register
+from ..context import LayerContext, SublayerOutput, self_attention_cache
+from ..initialization import seeded_normal, start_projections
+from ..ops.block_sparse import block_sparse_attention
+from ..ops.bucketed import clustered_attention, clustered_reference
+from ..ops.patterns import block_local
+from .base import Attention, AttentionSpec, literal_softmax_attention
+from .bucketed import BucketLayer, labels_of_all, recent_attention
+
+_LEAST_COUNT = 1e-6  # of a centroid that lost all its vectors; keeps its place
+
+
+@dataclass
+class _Routes:
+    """What a forward pass decided: the centroids it used, and who is in which cluster.
+
+    query_labels, key_labels [B, R, T]: nearest centroids (keys: None when shared). query_places, key_places: the w
+    nearest tokens of each centroid [B, R, K, w] by rising position, and which of these places are used.
+    """
+
+    centroids: Tensor
+    query_labels: Tensor
+    key_labels: Tensor | None = None
+    query_places: tuple[Tensor, Tensor | None] | None = None
+    key_places: tuple[Tensor, Tensor | None] | None = None
+
+
+class RoutingAttention(Attention):
+    """Roy, Saffar, Vaswani, Grangier 2021 (arXiv 2003.05997), section 4.1 and algorithm 1.
+
+    The first heads are local: blocks of `block_size` tokens, a query reads its own block and the one before (an encoder
+    also the one after). The last `num_routing_heads` are routed: with x~ = LN(x) per head without scale or bias,
+    and centroids mu_c,
+
+        mu(x)  = argmax_c x~ mu_c
+        o_i    = sum_{j : mu(k_j) = mu(q_i)} softmax_j(scale * q~_i k~_j) v_j     (eq. 11 of the survey)
+
+    where a cluster holds w = `window_size` tokens. Encoder: each centroid takes the w nearest queries and the w nearest keys;
+    a token in several clusters gets the mean, one in none gets 0. Decoder: keys are the queries (shared projection), a
+    token belongs to its own nearest centroid and reads the w most recent tokens of that cluster, itself included (strict
+    causality; it can be cached). The paper lets decoders choose the w nearest of the whole text as well; that form is
+    available and cannot generate.
+
+    Training moves centroids by exponential averages of the vectors nearest to them, over all real tokens of the batch
+    and all processes: m <- lam m + (1 - lam) sum x~, c <- lam c + (1 - lam) n, mu = m / c (released code; counts start at 1),
+    and adds the commitment loss beta * mean |x~ - stopgrad(mu(x))|^2 (auxiliary loss `routing_commitment`).
+
+    The released code has no temperature (`scale=1.0`), which lets the own key dominate; the default is 1 / sqrt(d).
+    Shapes: [B, T, D] -> [B, T, D]. Time O(T * (K + w) * d) per routed head. State: keys, values, labels.
+    """
+
+    def __init__(self, config, spec: RoutingSpec, *, layer_idx: int, cross: bool = False):
+        super().__init__(config, spec, layer_idx=layer_idx, cross=cross)
+        self.routed = spec.routed_heads(config, layer_idx)
+        self.local = self.num_heads - self.routed
+        self.shared = spec.shares(config)
+        self.blocks = block_local(spec.block_size, before=1, after=0 if self.is_causal else 1)
+        key_heads = self.local if self.shared else self.num_heads
+        del self.k_proj
+        if key_heads:
+            self.k_proj = nn.Linear(config.hidden_size, key_heads * self.head_dim, bias=spec.bias)
+        if self.routed:
+            self.register_buffer("centroids", self.draw_centroids())
+            self.register_buffer("counts", torch.ones(self.routed, spec.num_clusters))
+
+    def initialize(self, config, init) -> None:
+        keys = [self.k_proj] if hasattr(self, "k_proj") else []
+        start_projections(config, init, inputs=(self.q_proj, *keys, self.v_proj), output=self.o_proj)
+        if config.initializer == "t5":
+            std = config.initializer_factor * (config.hidden_size * self.head_dim) ** -0.5
+            init.normal_(self.q_proj.weight, mean=0.0, std=std)
+        if self.routed:
+            init.copy_(self.centroids, self.draw_centroids())
+            init.ones_(self.counts)
+
+    def draw_centroids(self) -> Tensor:
+        """[routed heads, clusters, d]: random directions, the same in every process."""
+        shape = (self.routed, self.spec.num_clusters, self.head_dim)
+        return _normalized(seeded_normal(shape, "routing", self.layer_idx))
+
+    # ------------------------------------------------------------------------------------------- clusters
+
+    @property
+    def chooses(self) -> bool:
+        """Whether clusters choose tokens (balanced) instead of tokens choosing clusters."""
+        return not self.is_causal or self.spec.causal_form == "paper"
+
+    def nearest(self, vectors: Tensor) -> Tensor:
+        """vectors [B, R, T, d] -> numbers of the nearest centroids [B, R, 1, T]."""
+        return (vectors @ self.centroids.to(vectors.dtype).mT).argmax(-1).int()[:, :, None]
+
+    @torch.no_grad()
+    def route(self, query: Tensor, key: Tensor | None, valid: Tensor | None) -> _Routes:
+        """Assigns normalised queries [B, R, T, d] (and keys, unless shared) to clusters."""
+        centroids = self.centroids.clone() if self.training else self.centroids
+        queries = query @ centroids.to(query.dtype).mT
+        routes = _Routes(centroids, queries.argmax(-1))
+        keys = queries if key is None else key @ centroids.to(key.dtype).mT
+        if key is not None:
+            routes.key_labels = keys.argmax(-1)
+        if self.chooses:
+            routes.query_places = self._balanced(queries, valid)
+            routes.key_places = routes.query_places if key is None else self._balanced(keys, valid)
+        return routes
+
+    def _balanced(self, affinity: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """affinity [B, R, T, K] -> the w nearest real tokens of each centroid [B, R, K, w], and which places are used."""
+        affinity = affinity.mT
+        if valid is not None:
+            affinity = affinity.masked_fill(~valid[:, None, None], -torch.inf)
+        # A stable sort: among equal tokens the earlier ones win, wherever padding stands.
+        order = affinity.argsort(dim=-1, descending=True, stable=True)[..., : self.spec.window_size]
+        places = order.sort(dim=-1).values
+        if valid is None:
+            return places, None
+        return places, valid[:, None, None].expand_as(affinity).gather(-1, places)
+
+    @torch.no_grad()
+    def learn(self, routes: _Routes, query: Tensor, key: Tensor | None, valid: Tensor | None) -> None:
+        """Moves the centroids towards the vectors nearest to them; one step per forward pass, the same in all processes."""
+        precise = torch.promote_types(self.centroids.dtype, torch.float32)
+        sums = torch.zeros_like(self.centroids, dtype=precise)
+        counts = torch.zeros_like(self.counts, dtype=precise)
+        for vectors, labels in ((query, routes.query_labels), (key, routes.key_labels)):
+            if vectors is None:
+                continue
+            member = F.one_hot(labels.long(), self.spec.num_clusters).to(sums.dtype)  # [B, R, T, K]
+            if valid is not None:
+                member = member * valid[:, None, :, None]
+            sums += (member.mT @ vectors.to(sums.dtype)).sum(0)
+            counts += member.sum((0, 2))
+        if dist.is_available() and dist.is_initialized():
+            both = torch.cat([sums, counts[..., None]], dim=-1)
+            dist.all_reduce(both)
+            sums, counts = both[..., :-1], both[..., -1]
+        decay = self.spec.ema_decay
+        old = decay * self.counts.to(precise)
+        total = old + (1 - decay) * counts
+        moved = (old[..., None] * self.centroids + (1 - decay) * sums) / total.clamp(min=_LEAST_COUNT)[..., None]
+        # One without vectors stays where it is, also when its weight has decayed to nothing.
+        self.centroids.copy_(torch.where(counts[..., None] > 0, moved, self.centroids.to(precise)))
+        self.counts.copy_(total.clamp(min=_LEAST_COUNT))
+
+    def commitment(self, routes: _Routes, query: Tensor, key: Tensor | None, valid: Tensor | None) -> Tensor:
+        """beta * mean squared distance between vectors and their centroids, over real tokens."""
+        losses = []
+        for vectors, labels in ((query, routes.query_labels), (key, routes.key_labels)):
+            if vectors is None:
+                continue
+            # |x - mu|^2 = |x|^2 - 2 x mu + |mu|^2: no tensor of chosen centroids as large as x.
+            centroids, index = routes.centroids.to(vectors.dtype), labels.long()[..., None]
+            products = (vectors @ centroids.mT).gather(-1, index)
+            squares = centroids.square().sum(-1)[None, :, None].expand(*vectors.shape[:3], -1).gather(-1, index)
+            distance = vectors.square().sum(-1, keepdim=True) - 2 * products + squares
+            distance = distance.mean((1, 3)) / self.head_dim  # [B, T]
+            if valid is None:
+                losses.append(distance.mean())
+            else:
+                losses.append((distance * valid).sum() / valid.sum().clamp(min=1))
+        return self.spec.commitment_weight * torch.stack(losses).mean()
+
+    # ------------------------------------------------------------------------------------------- forward
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        step: int | None = None,
+    ) -> SublayerOutput:
+        step = self.layer_idx if step is None else step
+        query, value = self.heads(self.q_proj(hidden_states)), self.heads(self.v_proj(hidden_states))
+        key = self.heads(self.k_proj(hidden_states)) if hasattr(self, "k_proj") else query[:, :0]
+        local_query, local_key = query[:, : self.local], key[:, : self.local]
+        rotation = context.shared.get("rotation")
+        if rotation is not None:  # positions are for the local heads; routing is by content
+            local_query, local_key = rotation(local_query), rotation(local_key)
+        routed_query = _normalized(query[:, self.local :])
+        routed_key = None if self.shared else _normalized(key[:, self.local :])
+        routes, aux_losses = None, None
+        if self.routed:
+            routes, aux_losses = self._routes(routed_query, routed_key, context, step)
+        routed_key = routed_query if routed_key is None else routed_key
+        local_value, routed_value = value[:, : self.local], value[:, self.local :]
+        cache = self_attention_cache(past_key_values)
+        if cache is not None:
+            if self.spec.why_not_generate():
+                raise ValueError(self.spec.why_not_generate())
+            key, value = cache.update(torch.cat([local_key, routed_key], dim=1), value, step)
+            local_key, routed_key = key[:, : self.local], key[:, self.local :]
+            local_value, routed_value = value[:, : self.local], value[:, self.local :]
+        parts = []
+        if self.local:
+            parts.append(self._local(local_query, local_key, local_value, context))
+        if self.routed:
+            parts.append(self._routed(routed_query, routed_key, routed_value, routes, context, cache, step))
+        if self.wants_weights(context):  # what is returned is what is used, so that gradients reach it
+            weights = torch.cat([seen for _, seen in parts], dim=1)
+            output = F.dropout(weights, self.dropout, self.training) @ value
+        else:
+            weights, output = None, torch.cat([part for part, _ in parts], dim=1)
+        return SublayerOutput(self.o_proj(output.transpose(1, 2).flatten(2)), weights, aux_losses=aux_losses)
+
+    def _routes(
+        self, query: Tensor, key: Tensor | None, context: LayerContext, step: int
+    ) -> tuple[_Routes, dict[str, Tensor] | None]:
+        """The routes of this call, found and learnt from once: when activations are computed again (reversible layers,
+        checkpointing), centroids have moved already, and their decisions must stay as they were."""
+        valid = context.query_padding_mask
+        routes = context.shared.get(("routing", step))
+        if routes is None:
+            routes = context.shared[("routing", step)] = self.route(query, key, valid)
+            if self.training and self.q_proj.weight.requires_grad:  # what is frozen (under adapters) stays as it is
+                self.learn(routes, query, key, valid)
+        if not self.training or self.spec.commitment_weight == 0:
+            return routes, None
+        return routes, {"routing_commitment": self.commitment(routes, query, key, valid)}
+
+    def _dropout(self, context: LayerContext) -> float:
+        """Of each part's weights; where they are wanted, it falls on all of them together instead."""
+        return self.dropout if self.training and not self.wants_weights(context) else 0.0
+
+    def _local(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+        """Own block and neighbours; positions count from a row's first real token."""
+        dropout = self._dropout(context)
+        if self.wants_weights(context) or context.static:
+            mask = self._local_mask(context)
+            output, weights = literal_softmax_attention(query, key, value, mask, None, self.scaling, dropout)
+            return output.transpose(1, 2), weights
+        output = block_sparse_attention(
+            query,
+            key,
+            value,
+            self.blocks,
+            key_padding_mask=context.padding_mask,
+            q_offset=key.shape[2] - query.shape[2],
+            causal=self.is_causal,
+            scale=self.scaling,
+            dropout_p=dropout,
+        )
+        return output, None
+
+    def _local_mask(self, context: LayerContext) -> Tensor:
+        """Who reads whom in the local heads, [B or 1, 1, T, S]."""
+        padding = context.padding_mask
+        lead = context.key_index.new_zeros(1) if padding is None else padding.int().argmax(-1)
+        queries = (context.query_index[None] - lead[:, None])[:, :, None]
+        keys = (context.key_index[None] - lead[:, None])[:, None]
+        size = self.spec.block_size
+        away = keys.div(size, rounding_mode="floor") - queries.div(size, rounding_mode="floor")
+        mask = (away >= -1) & (away <= 1) & (queries >= 0)
+        if self.is_causal:
+            mask = mask & (keys <= queries)
+        if padding is not None:
+            mask = mask & padding[:, None, :]
+        return mask[:, None]
+
+    def _routed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        routes: _Routes,
+        context: LayerContext,
+        cache: Cache | None,
+        step: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        spec, literal, dropout = self.spec, self.wants_weights(context), self._dropout(context)
+        if not self.chooses:
+            labels = labels_of_all(routes.query_labels[:, :, None].int(), key, cache, step, self.nearest)
+            return recent_attention(
+                *(query, key, value, labels, spec.window_size - 1, context),
+                literal=literal,
+                num_labels=spec.num_clusters,
+                own_key_last=False,
+                distinct=False,
+                scale=self.scaling,
+                dropout=dropout,
+            )
+        (query_index, query_valid), (key_index, key_valid) = routes.query_places, routes.key_places
+        options = {"query_valid": query_valid, "key_valid": key_valid, "scale": self.scaling, "dropout_p": dropout}
+        if literal:
+            return clustered_reference(query, key, value, query_index, key_index, causal=self.is_causal, **options)
+        output = clustered_attention(query, key, value, query_index, key_index, causal=self.is_causal, **options)
+        return output, None
+
+
+def _normalized(vectors: Tensor) -> Tensor:
+    """LayerNorm over the last axis without scale or bias."""
+    return F.layer_norm(vectors, vectors.shape[-1:])
+
+
+@register("attention", "routing_transformer", aliases=("routing",))
+class RoutingSpec(AttentionSpec):
+    """num_clusters: centroids per routed head. window_size: tokens per cluster. num_routing_heads: routed heads of a layer
+    (`None`: half of them). first_routing_layer: layers before it are local only. block_size: tokens per block of the
+    local heads. ema_decay: of the centroids' averages. commitment_weight: factor on the auxiliary loss. share_qk: keys
+    of routed heads are their queries (`None`: in decoders, where it is needed). causal_form: what a decoder reads, `strict`
+    or the `paper`'s form, in which later tokens change which tokens a cluster holds; that one cannot generate.
+    """
+
+    summary = "local heads, and heads that attend inside k-means clusters"
+    contract_exceptions: ClassVar[dict[str, str]] = {
+        "gradient_checkpointing": "each training pass moves the centroids, so a second one has another commitment loss; "
+        "tests/attention/test_routing.py compares passes from equal centroids",
+        "attention_weights:encoder": "a token that no cluster chose reads nothing (algorithm 1), so its weights sum to 0",
+        "attention_weights:seq2seq": "a token that no cluster chose reads nothing (algorithm 1), so its weights sum to 0",
+    }
+
+    num_clusters: int = 8
+    window_size: int = 512
+    num_routing_heads: int | None = None
+    first_routing_layer: int = 0
+    block_size: int = 256
+    ema_decay: float | int = 0.999
+    commitment_weight: float | int = 1e-4
+    share_qk: bool | None = None
+    causal_form: Literal["strict", "paper"] = "strict"
+
+    def check_fields(self) -> None:
+        leasts = {"num_clusters": 1, "window_size": 1, "first_routing_layer": 0, "block_size": 1}
+        for name, least in leasts.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"routing_transformer needs `{name}` >= {least}, got {getattr(self, name)}.")
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"routing_transformer needs 0 <= `ema_decay` < 1, got {self.ema_decay}.")
+        if self.commitment_weight < 0:
+            raise ValueError(f"routing_transformer needs `commitment_weight` >= 0, got {self.commitment_weight}.")
+
+    def check(self, config) -> None:
+        heads = config.num_attention_heads
+        if self.num_routing_heads is not None and not 0 <= self.num_routing_heads <= heads:
+            raise ValueError(
+                f"routing_transformer needs 0 <= `num_routing_heads` <= {heads} heads, got {self.num_routing_heads}."
+            )
+        if config.key_value_heads != heads:
+            raise ValueError(
+                f"routing_transformer clusters each head by itself, so it cannot have {config.key_value_heads} key/value heads "
+                f"for {heads} heads; leave `num_key_value_heads` unset."
+            )
+        if not config.is_decoder:
+            return
+        if self.share_qk is False:
+            raise ValueError(
+                "routing_transformer in a decoder needs shared queries and keys, or a token would ask in one cluster and "
+                "answer in another; leave `share_qk` unset."
+            )
+        if self.causal_form == "paper" and config.use_cache:
+            raise ValueError(f"{self.why_not_generate()} To train it all the same, set `use_cache=False`.")
+
+    def why_not_generate(self) -> str:
+        if self.causal_form == "strict":
+            return ""
+        return (
+            "routing_transformer with causal_form='paper' cannot generate: later tokens change which tokens a cluster "
+            "holds. Use causal_form='strict'."
+        )
+
+    def shares(self, config) -> bool:
+        """Whether routed heads share queries and keys."""
+        return config.is_decoder if self.share_qk is None else self.share_qk
+
+    def routed_heads(self, config, layer_idx: int) -> int:
+        """Routed heads of a layer."""
+        if layer_idx < self.first_routing_layer:
+            return 0
+        return config.num_attention_heads // 2 if self.num_routing_heads is None else self.num_routing_heads
+
+    def cache_layer(self, config) -> BucketLayer:
+        return BucketLayer()
+
+    def build(self, config, **where) -> RoutingAttention:
+        return RoutingAttention(config, self, **where)

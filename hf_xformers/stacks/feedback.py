@@ -1,0 +1,230 @@
+"""The Feedback Transformer's stack: over time first, so that every layer reads what all layers made of earlier steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+
+from ..attention.feedback import STREAMS
+from ..blocks.base import unpack_layer
+from ..cache import RecurrentStateLayer
+from ..components import register
+from ..context import LayerContext, add_losses, self_attention_cache
+from .base import Stack, StackOutput, StackSpec, memory_by_step
+
+
+class FeedbackStack(Stack):
+    """m_t = sum_l softmax(w)_l x_t^l; x_t^l = layer_l(x_t^{l-1}; memories m_{t-W} .. m_{t-1}) (Fan et al. 2020,
+    arXiv 2002.09402, section 3), with x_t^0 the embedding and w [layers + 1] starting at 0.
+
+    All layers read the same memories. Their keys and values k_t = W_k norm(m_t), v_t = W_v norm(m_t) are computed once per
+    step: for all layers in common, or (`share_kv=False`) one pair per layer. The state that decoding and the next segment
+    need is the window of keys and values, whatever the text's length and, shared, the depth; it is detached.
+
+    Step t needs the top layer's output at t - 1, so time is a Python loop by the method's nature: T times L layer calls on
+    one token each. Memory for the backward pass grows as T * sqrt(W): a step reads its window as one snapshot, which
+    about sqrt(2 W) steps share, and the few steps since.
+
+    When layers' outputs or attention weights are asked for, the layers run once more, each over the whole sequence with
+    the memories given: that pass is recorded and is the output. It equals the stepwise one, up to its own dropout.
+    """
+
+    def __init__(self, config, spec: FeedbackSpec):
+        super().__init__()
+        self.window = config.attention.window
+        self.num_key_value_heads, self.head_dim = config.key_value_heads, config.head_width
+        layers = config.num_hidden_layers
+        self.groups = 1 if spec.share_kv else layers
+        width = self.groups * self.num_key_value_heads * self.head_dim
+        self.mixture = nn.Parameter(torch.zeros(layers + 1))
+        self.norm = config.normalization.build(config) if spec.normalize_memory else None
+        self.k_proj = nn.Linear(config.hidden_size, width, bias=config.attention.bias)
+        self.v_proj = nn.Linear(config.hidden_size, width, bias=config.attention.bias)
+
+    def initialize(self, config, init) -> None:
+        init.zeros_(self.mixture)
+        if config.initializer == "t5":
+            for projection in (self.k_proj, self.v_proj):
+                init.normal_(projection.weight, mean=0.0, std=config.initializer_factor * config.hidden_size**-0.5)
+
+    def merge(self, states: list[Tensor]) -> Tensor:
+        """x^0 .. x^L, each [B, T, D] -> m [B, T, D]."""
+        wide = self.mixture if self.mixture.dtype == torch.float64 else self.mixture.float()
+        weights = torch.softmax(wide, dim=0).to(states[0].dtype)
+        return torch.stack(states, dim=-1) @ weights
+
+    def project(self, merged: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+        """m [B, T, D], real [B, T] or None -> keys and values [B, groups, K, T, d], zero where padded."""
+        merged = merged if self.norm is None else self.norm(merged)
+        found = []
+        for projection in (self.k_proj, self.v_proj):
+            heads = projection(merged).view(*merged.shape[:2], self.groups, self.num_key_value_heads, self.head_dim)
+            heads = heads.permute(0, 2, 3, 1, 4)
+            found.append(heads if real is None else heads.masked_fill(~real[:, None, None, :, None], 0.0))
+        return found[0], found[1]
+
+    def carried(self, cache: Cache | None, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the window before the first step, [B, groups, K, W, d]: the cache's, or empty memories."""
+        if cache is not None:
+            slot = cache.layers[0] if cache.layers else None
+            if not isinstance(slot, RecurrentStateLayer):
+                raise ValueError(
+                    f"The feedback stack keeps a window of memories, which a {type(cache).__name__} has no place for; leave "
+                    "`past_key_values` out, or make it with `hf_xformers.cache.make_cache(config)`."
+                )
+            if slot.state:
+                return slot.state["keys"], slot.state["values"]
+        empty = like.new_zeros(like.shape[0], self.groups, self.num_key_value_heads, self.window, self.head_dim)
+        return empty, empty
+
+    def forward(
+        self,
+        layers: nn.ModuleList,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        position: nn.Module,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> StackOutput:
+        length = hidden_states.shape[1]
+        cache, real = self_attention_cache(past_key_values), context.query_padding_mask
+        if memory is not None and past_key_values is None:
+            # So that the memory's keys and values are computed once, not at every step.
+            past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        recorded = context.output_attentions or context.output_hidden_states
+        for layer in layers:
+            layer.prepare(context, past_key_values)
+        memories = memory_by_step(memory, len(layers))
+        window = Window(*self.carried(cache, hidden_states))
+        start, written, outputs = window.parts()[:2], [], []
+        aux_losses: dict[str, Tensor] = {}
+        for time in range(length):
+            now = replace(
+                context,
+                positions=context.positions[:, time : time + 1],
+                query_index=context.query_index[time : time + 1],
+                fresh=False,
+                output_attentions=False,
+                # 'eager' would have the weights of each step recorded.
+                implementation="sdpa" if recorded else context.implementation,
+            )
+            state = hidden_states[:, time : time + 1]
+            states, parts = [state], [part.unbind(1) for part in window.parts()]
+            for index, layer in enumerate(layers):
+                state = position.embed_layer(state, now.positions, index)
+                # Calling `forward` passes by the hooks that record a layer's output.
+                output = (layer.forward if recorded else layer)(
+                    state,
+                    memories[index],
+                    *(part[index % self.groups] for part in parts),
+                    context=now,
+                    step=index,
+                    stream_names=STREAMS,
+                    past_key_values=past_key_values,
+                )
+                state, _, losses = unpack_layer(output)
+                add_losses(aux_losses, {name: loss / length for name, loss in losses.items()})
+                states.append(state)
+            pair = self.project(self.merge(states), None if real is None else real[:, time : time + 1])
+            window.append(*pair)
+            if recorded:
+                written.append(pair)
+            outputs.append(state)
+        if cache is not None:
+            keys, values = (part.detach() for part in window.whole())
+            for index, slot in enumerate(cache.layers):
+                slot.advance(length, **({"keys": keys, "values": values} if index == 0 else {}))
+        if not recorded:
+            return StackOutput(torch.cat(outputs, dim=1), context, aux_losses)
+
+        # The last step's memory is read by later segments only.
+        keys, values = (
+            torch.cat([first, *(pair[which] for pair in written[:-1])], dim=-2).unbind(1)
+            for which, first in enumerate(start)
+        )
+        state = hidden_states
+        for index, layer in enumerate(layers):
+            state = position.embed_layer(state, context.positions, index)
+            output = layer(
+                state,
+                memories[index],
+                keys[index % self.groups],
+                values[index % self.groups],
+                context=context,
+                step=index,
+                stream_names=STREAMS[:2],
+                past_key_values=past_key_values,
+            )
+            state, _, _ = unpack_layer(output)
+        return StackOutput(state, context, aux_losses)
+
+
+class Window:
+    """Keys and values of the last W steps, kept so that W of them can be read at every step without a copy of all.
+
+    A copy per step would make the backward pass keep T * W of them. Here a snapshot [..., W, d] serves for `period` steps,
+    each of which leaves out its oldest entries and adds the steps since the snapshot was made. The copies of both are
+    fewest, T * sqrt(2 W), for a period of sqrt(2 W).
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor):
+        self.snapshot = (keys, values)
+        self.recent: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self.period = min(keys.shape[-2], math.ceil(math.sqrt(2 * keys.shape[-2])))
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """Older keys and values [..., W - n, d], recent keys and values [..., n, d]; 0 <= n < period."""
+        count = len(self.recent[0])
+        older = [part[..., count:, :] for part in self.snapshot]
+        recent = [
+            torch.cat(new, dim=-2) if new else part[..., :0, :]
+            for part, new in zip(self.snapshot, self.recent, strict=True)
+        ]
+        return (*older, *recent)
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [..., W, d], oldest first."""
+        older_keys, older_values, recent_keys, recent_values = self.parts()
+        return torch.cat([older_keys, recent_keys], dim=-2), torch.cat([older_values, recent_values], dim=-2)
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """The keys and values [..., 1, d] of one more step."""
+        self.recent[0].append(keys)
+        self.recent[1].append(values)
+        if len(self.recent[0]) == self.period:
+            self.snapshot, self.recent = self.whole(), ([], [])
+
+
+@register("stack", "feedback")
+class FeedbackSpec(StackSpec):
+    """Time outside, depth inside; needs attention 'feedback', which has the window.
+
+    share_kv: all layers read the same keys and values; off, each has its own projections of the memories. normalize_memory:
+    normalise a memory before its projections, as layers that normalise their input do (turn it off for post-LN layers).
+    """
+
+    summary = "every layer reads all layers' outputs of earlier steps, one step after the other"
+
+    share_kv: bool = True
+    normalize_memory: bool = True
+
+    def check(self, config) -> None:
+        if config.attention.type != "feedback":
+            raise ValueError(
+                f"stack 'feedback' makes memories that attention {config.attention.type!r} does not read; set "
+                "`attention='feedback'`."
+            )
+
+    def build(self, config, **where) -> FeedbackStack:
+        views = [config.layer(index) for index in range(config.num_hidden_layers)]
+        if len({(view.attention.window, view.key_value_heads, view.head_width) for view in views}) > 1:
+            raise ValueError(
+                "The feedback stack gives all layers the same memories, so `per_layer_config` cannot change the attention's "
+                "window, the head width or the number of key/value heads."
+            )
+        return FeedbackStack(config, self)

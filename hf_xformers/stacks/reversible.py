@@ -1,0 +1,235 @@
+"""Reversible residual layers: activations are computed again from the outputs instead of being kept."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.utils import logging
+
+from ..blocks.base import PARTNER, SublayerPlan, XFormerLayer, unpack_layer
+from ..components import register
+from ..context import LayerContext, add_losses
+from .base import Stack, StackOutput, StackSpec, memory_by_step
+
+logger = logging.get_logger(__name__)
+
+RandomState = tuple[Tensor, Tensor | None]
+
+
+class ReversibleStack(Stack):
+    """y1 = x1 + f(x2), y2 = x2 + g(y1), with f and g one layer's attention and feed-forward sublayers.
+
+    Gomez et al. 2017 (arXiv 1707.04585), eq. 6; Kitaev et al. 2020 (arXiv 2001.04451), section 3. Both streams start as the
+    embedding. The inverse x2 = y2 - g(y1), x1 = y1 - f(x2) gives the backward pass every sublayer's input, so that
+    activations take memory for one sublayer, whatever the depth, at the price of running each twice. A layer with other
+    sublayers (cross-attention, two feed-forwards) goes on alternating the streams. The result is the mean of both streams
+    (the paper does not say; its authors' code normalises their concatenation and reads it with a head of twice the width,
+    which no other head could share).
+
+    Random states are kept, so that dropout falls on the same places; mechanisms that decide discretely (buckets) keep their
+    decisions in the context. Nothing is rebuilt, and memory grows with depth as usual, where it cannot be: with a cache that
+    holds tokens, in a traced graph, when hidden states or attention weights are returned, or when the layers
+    are checkpointed anyway. In bfloat16 parameters and streams, inputs are rebuilt only up to rounding; autocast keeps
+    the streams in float32.
+    """
+
+    def forward(
+        self,
+        layers: nn.ModuleList,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        position: nn.Module,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> StackOutput:
+        if past_key_values is not None and self.training and torch.is_grad_enabled() and context.fresh:
+            logger.warning_once("Reversible layers compute their inputs again, so training fills no cache.")
+            past_key_values = None
+        for layer in layers:
+            layer.prepare(context, past_key_values)
+        run = _Run(layers, context, past_key_values)
+        if len(layers) == 0 or not self._rebuilds(layers, context, past_key_values):
+            first, second, losses = run.forward(hidden_states, hidden_states, memory, context.streams)
+        else:
+            run.stream_names, run.reads_memory = tuple(context.streams), memory is not None
+            given = ([memory] if run.reads_memory else []) + list(context.streams.values())
+            first, second, *values = _Reversible.apply(run, hidden_states, *given, *run.parameters)
+            losses = dict(zip(run.loss_names, values, strict=True))
+        return StackOutput((first + second) / 2, context, losses)
+
+    @staticmethod
+    def _rebuilds(layers: nn.ModuleList, context: LayerContext, past_key_values: Cache | None) -> bool:
+        if not torch.is_grad_enabled() or past_key_values is not None or torch.compiler.is_compiling():
+            return False
+        if context.output_attentions or context.output_hidden_states:
+            return False
+        return not any(layer.gradient_checkpointing and layer.training for layer in layers)
+
+
+@dataclass
+class _Run:
+    """One forward call: what its backward pass needs beside the tensors that autograd keeps."""
+
+    layers: nn.ModuleList
+    context: LayerContext
+    past_key_values: Cache | None
+    stream_names: tuple[str, ...] = ()
+    reads_memory: bool = False
+    loss_names: tuple[str, ...] = ()
+    states: list[RandomState] = field(default_factory=list)
+    parameters: list[nn.Parameter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parameters = [parameter for parameter in self.layers.parameters() if parameter.requires_grad]
+
+    def forward(
+        self, first: Tensor, second: Tensor, memory: Tensor | None, streams: dict[str, Tensor], record: bool = False
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Both streams through all layers; the auxiliary losses by name. record: keep the random states."""
+        losses: dict[str, Tensor] = {}
+        memories = memory_by_step(memory, len(self.layers))
+        device = first.device
+        keep = (lambda: self.states.append(_random_state(device))) if record and self.layers.training else None
+        for step, layer in enumerate(self.layers):
+            output = layer(
+                first,
+                memories[step],
+                *streams.values(),
+                second,
+                context=self.context,
+                step=step,
+                stream_names=(*streams, PARTNER),
+                past_key_values=self.past_key_values,
+                before_sublayer=keep,
+            )
+            first, handed_on, found = unpack_layer(output)
+            second = handed_on.pop(PARTNER)
+            if handed_on.keys() != streams.keys():
+                raise ValueError(
+                    f"Layer {step} hands tensors to the next one ({', '.join(handed_on)}), which reversible layers cannot "
+                    "rebuild; use stack 'plain' with this attention."
+                )
+            add_losses(losses, found)
+        return first, second, losses
+
+
+class _Reversible(torch.autograd.Function):
+    """Inputs: the embedding, the memory, the streams, all parameters of the layers. Outputs: both streams, the losses."""
+
+    @staticmethod
+    def forward(ctx, run: _Run, hidden_states: Tensor, *given: Tensor):
+        memory, streams, _ = _split(run, given)
+        first, second, losses = run.forward(hidden_states, hidden_states, memory, streams, record=True)
+        run.loss_names = tuple(losses)
+        ctx.run, ctx.autocast = run, _autocast_of(hidden_states.device.type)
+        ctx.extra = len(given) - len(run.parameters)
+        ctx.save_for_backward(first, second, *given[: ctx.extra])
+        return first, second, *losses.values()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, to_first: Tensor, to_second: Tensor, *to_losses: Tensor):
+        run, (first, second, *extra) = ctx.run, ctx.saved_tensors
+        wanted = ctx.needs_input_grad[2 : 2 + ctx.extra]
+        extra = [x.detach().requires_grad_(wants) for x, wants in zip(extra, wanted, strict=True)]
+        memory, streams, _ = _split(run, extra)
+        context = run.context.with_streams(streams)
+        grads: dict[int, Tensor] = {}
+        loss_grads = dict(zip(run.loss_names, to_losses, strict=True))
+        for step, layer, entry in _backwards(run.layers, memory):
+            state = run.states.pop() if run.states else None
+            # The sublayer read what is now first, and added to what is now second.
+            with torch.enable_grad(), _replayed(state, first.device), torch.autocast(**ctx.autocast):
+                read = first.detach().requires_grad_()
+                memories = memory_by_step(memory, len(run.layers))
+                result = layer.run_sublayer(entry, read, context, memories[step], None, step)
+                added = layer.frame(entry).leave(0.0, result.output, result.gate)
+                targets, slopes = [added], [to_second]
+                for name, loss in (result.aux_losses or {}).items():
+                    if loss.requires_grad:
+                        targets.append(loss)
+                        slopes.append(loss_grads[name])
+                inputs = [x for x in (*extra, *layer.parameters()) if x.requires_grad]
+                to_read, *found = torch.autograd.grad(targets, [read, *inputs], slopes, allow_unused=True)
+            for tensor, grad in zip(inputs, found, strict=True):
+                if grad is not None:
+                    grads[id(tensor)] = grads[id(tensor)] + grad if id(tensor) in grads else grad
+            first, second = second - added.detach(), first
+            to_first, to_second = to_second, to_first if to_read is None else to_first + to_read
+        return None, to_first + to_second, *(grads.get(id(x)) for x in (*extra, *run.parameters))
+
+
+def _split(
+    run: _Run, given: tuple[Tensor, ...] | list[Tensor]
+) -> tuple[Tensor | None, dict[str, Tensor], list[Tensor]]:
+    """The memory, the streams by name, and the rest."""
+    rest = list(given)
+    memory = rest.pop(0) if run.reads_memory else None
+    count = len(run.stream_names)
+    return memory, dict(zip(run.stream_names, rest[:count], strict=True)), rest[count:]
+
+
+def _backwards(layers: nn.ModuleList, memory: Tensor | None) -> Iterator[tuple[int, XFormerLayer, SublayerPlan]]:
+    for step in reversed(range(len(layers))):
+        for entry in reversed(layers[step].sublayers(memory)):
+            yield step, layers[step], entry
+
+
+def _random_state(device: torch.device) -> RandomState:
+    module = getattr(torch, device.type, None) if device.type != "cpu" else None
+    return torch.get_rng_state(), None if module is None else module.get_rng_state(device)
+
+
+@contextlib.contextmanager
+def _replayed(state: RandomState | None, device: torch.device) -> Iterator[None]:
+    """Random numbers as they were in the forward pass; afterwards as if none had been drawn."""
+    if state is None:
+        yield
+        return
+    devices = [] if state[1] is None else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        torch.set_rng_state(state[0])
+        if devices:
+            getattr(torch, device.type).set_rng_state(state[1], device)
+        yield
+
+
+def _autocast_of(device_type: str) -> dict:
+    return {
+        "device_type": device_type,
+        "enabled": torch.is_autocast_enabled(device_type),
+        "dtype": torch.get_autocast_dtype(device_type),
+        "cache_enabled": torch.is_autocast_cache_enabled(),
+    }
+
+
+@register("stack", "reversible", aliases=("revnet",))
+class ReversibleStackSpec(StackSpec):
+    """Layers whose inputs follow from their outputs (Gomez et al. 2017; Kitaev et al. 2020, section 3)."""
+
+    summary = "reversible residual layers: activation memory does not grow with depth"
+    contract_exceptions: ClassVar[dict[str, str]] = {
+        "gradient_checkpointing": "its layers run twice without it; tests/stacks/test_reversible.py tests it",
+    }
+
+    def check(self, config) -> None:
+        if not config.residual.additive:
+            raise ValueError(
+                f"stack 'reversible' recovers a sublayer's input by a subtraction, which residual {config.residual.type!r} "
+                "does not allow; use 'pre_ln' or another one that adds to the stream."
+            )
+        if "layer_input" in config.position.acts:
+            raise ValueError(
+                f"stack 'reversible' has no place for position {config.position.type!r}, which adds to the input of every "
+                "layer; use one that acts once, such as 'sinusoidal_absolute'."
+            )
+
+    def build(self, config, **where) -> ReversibleStack:
+        return ReversibleStack()

@@ -1,0 +1,90 @@
+"""Transparent attention: every decoder layer reads its own mixture of all encoder layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+
+from ..components import register
+from ..context import LayerContext
+from .base import StackOutput, StackSpec
+from .plain import PlainStack
+
+
+class TransparentEncoderStack(PlainStack):
+    """Z_j = sum_i s_ij H_i, with s_.j = softmax_i(W_.j) (Bapna et al. 2018, arXiv 1808.07561).
+
+    H_0 .. H_N [B, T, D] are the encoder's input (embedding with position, after dropout) and its layers' outputs, j one
+    of the M decoder layers, W [N + 1, M] starts at 0 (a plain mean). Softmax in float32 at least; in training, entries of
+    s are dropped out (lingvo's released code). Where layers normalise their input, H_i is the plain residual stream; the
+    tower's final norm, if it has one, is applied to each Z_j as it is to H_N, so that all of s on H_N gives the memory of
+    the ordinary encoder-decoder. The decoder needs no other stack: each of its layers finds its Z_j in the memory
+    [B, M, T, D]. Decoding keeps keys and values of Z_j, as many as ordinarily.
+    """
+
+    def __init__(self, config, spec: TransparentSpec):
+        super().__init__()
+        decoder = config.tower("decoder")
+        self.dropout = spec.weight_dropout
+        states, readers = config.stack.num_steps(config) + 1, decoder.stack.num_steps(decoder)
+        self.mixture = nn.Parameter(torch.zeros(states, readers))
+
+    def initialize(self, config, init) -> None:
+        init.zeros_(self.mixture)
+
+    def weights(self) -> Tensor:
+        """s [N + 1, M], columns sum to 1 (before dropout)."""
+        wide = self.mixture if self.mixture.dtype == torch.float64 else self.mixture.float()
+        return torch.softmax(wide, dim=0)
+
+    def forward(
+        self,
+        layers: nn.ModuleList,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        position: nn.Module,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> StackOutput:
+        states = [hidden_states]
+        result = super().forward(
+            layers,
+            hidden_states,
+            context,
+            position=position,
+            memory=memory,
+            past_key_values=past_key_values,
+            collect=states.append,
+        )
+        weights = F.dropout(self.weights(), self.dropout, self.training).to(hidden_states.dtype)
+        batch, length, width = hidden_states.shape
+        mixed = weights.t() @ torch.stack(states, dim=1).view(batch, len(states), length * width)
+        result.memories = mixed.view(batch, -1, length, width)
+        return result
+
+
+@register("stack", "transparent")
+class TransparentSpec(StackSpec):
+    """weight_dropout: probability that an encoder layer's weight for a decoder layer is dropped in training."""
+
+    summary = "each decoder layer reads its own mixture of all encoder layers"
+    gives_memories = True
+
+    weight_dropout: float | int = 0.1
+
+    def check_fields(self) -> None:
+        if not 0 <= self.weight_dropout < 1:
+            raise ValueError(f"transparent's `weight_dropout` is a probability in [0, 1), got {self.weight_dropout}.")
+
+    def check(self, config) -> None:
+        if not config.is_encoder_decoder:
+            raise ValueError(
+                "stack 'transparent' mixes an encoder's layers for a decoder, so it needs `is_encoder_decoder=True`; use "
+                "'plain' in a model with one tower."
+            )
+
+    def build(self, config, **where) -> PlainStack:
+        return PlainStack() if config.is_decoder else TransparentEncoderStack(config, self)

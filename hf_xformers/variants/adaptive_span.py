@@ -1,0 +1,56 @@
+"""Adaptive attention span (Sukhbaatar et al. 2019): every head learns how far back it reads."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import ClassVar
+
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFAdaptiveSpanConfig(XFormerConfig):
+    """Adaptive attention span (Sukhbaatar et al. 2019): every head learns how far back it reads."""
+
+    model_type = "xf_adaptive_span"
+
+    hidden_size: int = 512
+    num_attention_heads: int = 8
+    intermediate_size: int = 2048
+    max_position_embeddings: int = 8192
+    hidden_dropout_prob: float | int = 0.3
+    attention_probs_dropout_prob: float | int = 0.3
+    attention: SpecLike = field(default_factory=lambda: {"type": "adaptive_span", "bias": False})
+    position: SpecLike = "none"
+    feedforward: SpecLike = "relu"
+    # Without `include_self` the first token has no earlier token to read.
+    contract_exceptions: ClassVar[dict[str, str]] = {
+        "attention_weights": "a token does not read itself, so the weights of the first one are zero (section 3.1)"
+    }
+
+
+INFO = VariantInfo(
+    summary="each head has a learned span beyond which nothing is computed; a penalty keeps spans short",
+    paper="Sukhbaatar et al. 2019",
+    url="https://aclanthology.org/P19-1032/",
+    equation=r"A_{ij} = \frac{m(i-j) \, e^{s_{ij}}}{\sum_r m(i-r) \, e^{s_{ir}}}, \quad m(x) = \min\Big(1, \max\Big(0, \frac{R + z - x}{R}\Big)\Big)",
+    cost="time and memory O(T S D), where S is the longest learned span of a layer and its ramp",
+    bibtex="""@inproceedings{sukhbaatar2019adaptive,
+  title={Adaptive Attention Span in Transformers},
+  author={Sukhbaatar, Sainbayar and Grave, Edouard and Bojanowski, Piotr and Joulin, Armand},
+  booktitle={Proceedings of ACL},
+  year={2019}
+}""",
+    notes="The paper has causal models only; an encoder reads both sides here. Exclude the parameters `span` from weight decay.",
+)
+
+_family = make_family(XFAdaptiveSpanConfig, "XFAdaptiveSpan", ALL_HEADS, INFO)
+XFAdaptiveSpanModel = _family["Model"]
+XFAdaptiveSpanForMaskedLM = _family["ForMaskedLM"]
+XFAdaptiveSpanForSequenceClassification = _family["ForSequenceClassification"]
+XFAdaptiveSpanForTokenClassification = _family["ForTokenClassification"]
+XFAdaptiveSpanForQuestionAnswering = _family["ForQuestionAnswering"]
+XFAdaptiveSpanForMultipleChoice = _family["ForMultipleChoice"]
+XFAdaptiveSpanForCausalLM = _family["ForCausalLM"]
+XFAdaptiveSpanForSeq2SeqLM = _family["ForSeq2SeqLM"]

@@ -1,0 +1,53 @@
+"""Routing Transformer (Roy et al. 2021): half of the heads attend inside clusters found by online k-means."""
+
+from __future__ import annotations
+
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFRoutingTransformerConfig(XFormerConfig):
+    """Routing Transformer (Roy et al. 2021): half of the heads attend inside clusters found by online k-means."""
+
+    model_type = "xf_routing_transformer"
+
+    hidden_size: int = 1024
+    num_hidden_layers: int = 10
+    num_attention_heads: int = 16
+    intermediate_size: int = 4096
+    max_position_embeddings: int = 4096
+    position: SpecLike = "rotary"
+    attention: SpecLike = "routing_transformer"
+    residual: SpecLike = "pre_ln"
+    feedforward: SpecLike = "relu"
+
+
+INFO = VariantInfo(
+    summary="local heads with relative positions, and heads that attend inside k-means clusters",
+    paper="Roy et al. 2021",
+    url="https://arxiv.org/abs/2003.05997",
+    equation=r"o_i = \sum_{j : \mu(k_j) = \mu(q_i)} \mathrm{softmax}_j\!\left(\frac{\tilde q_i \cdot \tilde k_j}{\sqrt{d}}"
+    r"\right) v_j, \quad \mu(x) = \arg\max_c \tilde x \cdot \mu_c, \quad \tilde x = \mathrm{LN}(x)",
+    cost="time O(T^{1.5} D) with sqrt(T) clusters; no trained parameters beside the projections",
+    bibtex="""@article{roy2021routing,
+  title={Efficient Content-Based Sparse Attention with Routing Transformers},
+  author={Roy, Aurko and Saffar, Mohammad and Vaswani, Ashish and Grangier, David},
+  journal={Transactions of the Association for Computational Linguistics},
+  volume={9},
+  year={2021}
+}""",
+    notes="Decoders read the most recent tokens of the own cluster, so that they can generate; the paper's balanced clusters, "
+    "which look at the whole text, are what encoders use, and attention field causal_form='paper' in decoders. Rotary "
+    "positions stand for the paper's relative ones, in the local heads.",
+)
+
+_family = make_family(XFRoutingTransformerConfig, "XFRoutingTransformer", ALL_HEADS, INFO)
+XFRoutingTransformerModel = _family["Model"]
+XFRoutingTransformerForMaskedLM = _family["ForMaskedLM"]
+XFRoutingTransformerForSequenceClassification = _family["ForSequenceClassification"]
+XFRoutingTransformerForTokenClassification = _family["ForTokenClassification"]
+XFRoutingTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
+XFRoutingTransformerForMultipleChoice = _family["ForMultipleChoice"]
+XFRoutingTransformerForCausalLM = _family["ForCausalLM"]
+XFRoutingTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]

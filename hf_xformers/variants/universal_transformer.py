@@ -1,0 +1,64 @@
+"""Universal Transformer (Dehghani et al. 2019): one layer at every depth, and tokens that halt when they are done."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import ClassVar
+
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFUniversalTransformerConfig(XFormerConfig):
+    """Universal Transformer (Dehghani et al. 2019): one layer at every depth, and tokens that halt when they are done.
+
+    `num_hidden_layers` is the most steps that a token takes; `stack={"type": "universal"}` without `act` always takes all.
+    """
+
+    model_type = "xf_universal_transformer"
+    contract_exceptions: ClassVar[dict[str, str]] = {
+        "padding_has_no_loss:decoder": "the ponder loss is a mean over all real tokens, the last one, which has no target, too",
+        "padding_has_no_loss:seq2seq": "without `decoder_attention_mask` the ponder loss counts padded targets as tokens",
+    }
+
+    hidden_size: int = 1024
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 16
+    intermediate_size: int = 4096
+    position: SpecLike = "none"  # the stack adds position and step before every step
+    feedforward: SpecLike = "relu"
+    stack: SpecLike = field(default_factory=lambda: {"type": "universal", "act": "accumulated"})
+
+
+INFO = VariantInfo(
+    summary="one layer's weights at every depth, with adaptive computation time per token",
+    paper="Dehghani et al. 2019",
+    url="https://arxiv.org/abs/1807.03819",
+    equation=(
+        r"H^t = \mathrm{layer}(H^{t-1} + P^t), \qquad p^t = \sigma((H^{t-1} + P^t) w + b), \qquad "
+        r"O = \sum_{t<N} p^t H^t + \Big(1 - \sum_{t<N} p^t\Big) H^N"
+    ),
+    cost="time O(N T^2 D) for N steps, with one layer's parameters; all tokens' halting ends the loop",
+    notes=(
+        "N is the first step at which a token's halting probabilities sum to more than 1 - epsilon. The output rule of the "
+        "paper's appendix, `O <- u H^t + (1 - u) O`, is `act: overwrite`. A halted token keeps its state, which others read "
+        "on. With a cache, and while attentions or hidden states are recorded, all steps run."
+    ),
+    bibtex="""@inproceedings{dehghani2019universal,
+  title={Universal Transformers},
+  author={Dehghani, Mostafa and Gouws, Stephan and Vinyals, Oriol and Uszkoreit, Jakob and Kaiser, {\\L}ukasz},
+  booktitle={International Conference on Learning Representations},
+  year={2019}
+}""",
+)
+
+_family = make_family(XFUniversalTransformerConfig, "XFUniversalTransformer", ALL_HEADS, INFO)
+XFUniversalTransformerModel = _family["Model"]
+XFUniversalTransformerForMaskedLM = _family["ForMaskedLM"]
+XFUniversalTransformerForSequenceClassification = _family["ForSequenceClassification"]
+XFUniversalTransformerForTokenClassification = _family["ForTokenClassification"]
+XFUniversalTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
+XFUniversalTransformerForMultipleChoice = _family["ForMultipleChoice"]
+XFUniversalTransformerForCausalLM = _family["ForCausalLM"]
+XFUniversalTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]

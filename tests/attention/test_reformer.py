@@ -1,0 +1,392 @@
+"""LSH attention against its equation, transformers' own, and its promises."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from transformers import DynamicCache, ReformerConfig, StaticCache
+from transformers import initialization as init
+from transformers.models.reformer.modeling_reformer import LSHSelfAttention
+
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM
+from hf_xformers.attention.bucketed import BucketLayer
+from hf_xformers.context import LayerContext
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "residual": "pre_ln",
+    "initializer_range": 0.3,
+}
+SMALL = {"type": "reformer", "chunk_length": 4, "num_hashes": 3, "num_buckets": 4}
+
+
+def module(decoder=False, dtype=torch.float64, layer_idx=0, **fields):
+    config = XFormerConfig(**SIZES, is_decoder=decoder, use_cache=False, attention={**SMALL, **fields})
+    torch.manual_seed(1)
+    made = config.attention.build(config, layer_idx=layer_idx)
+    made.initialize(config, init)
+    return made.to(dtype).eval()
+
+
+def context(length, decoder=False, mask=None, implementation="sdpa"):
+    slots = torch.arange(length)
+    return LayerContext(mask, slots[None], slots, slots, decoder, True, implementation=implementation)
+
+
+def states(length, batch=2, seed=0):
+    return torch.randn(batch, length, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# ------------------------------------------------------------------------------------------- the equation
+
+
+def hashes_by_hand(attention, key):
+    """h_a(k) with a bucket as a tuple of hashes; key [d] -> list over rounds of tuples, for one head's rotations."""
+    found = []
+    for rotations in attention:
+        start, parts = 0, []
+        for half in HALVES:
+            turned = [float(key.detach() @ rotations[:, start + n]) for n in range(half)]
+            both = turned + [-x for x in turned]
+            parts.append(both.index(max(both)))
+            start += half
+        found.append(tuple(parts))
+    return found
+
+
+HALVES = (2,)
+
+
+@pytest.mark.parametrize("buckets", [4, (2, 6)])
+@pytest.mark.parametrize("decoder", [False, True])
+def test_equation(decoder, buckets, monkeypatch):
+    """Every output, from the hash to the sum, in loops over tokens and Python sets."""
+    monkeypatch.setitem(globals(), "HALVES", (2,) if buckets == 4 else (1, 3))
+    attention = module(decoder, num_buckets=buckets)
+    x, length = states(11, batch=1), 11
+    out = attention(x, context(length, decoder)).output[0]
+    rows = []
+    for h in range(2):
+        query = (x[0] @ attention.q_proj.weight.T)[:, 8 * h : 8 * h + 8]
+        value = (x[0] @ attention.v_proj.weight.T)[:, 8 * h : 8 * h + 8]
+        key = query / (query.square().mean(-1, keepdim=True) + 1e-6).sqrt() / 8**0.5
+        buckets_of = [hashes_by_hand(attention.rotations[:, h], key[t]) for t in range(length)]
+        order = lambda h_a, t: (*reversed(h_a), t)  # noqa: E731  (the last factor is the coarsest)
+        results = []
+        for i in range(length):
+            union = set()
+            for a in range(3):
+                mates = [t for t in range(length) if buckets_of[t][a] == buckets_of[i][a]]
+                if decoder:
+                    union |= set([t for t in mates if t < i][-4:])
+                else:
+                    place = sorted(range(length), key=lambda t, a=a: order(buckets_of[t][a], t))
+                    chunk = {t: place.index(t) // 4 for t in mates}
+                    union |= {t for t in mates if chunk[i] - 1 <= chunk[t] <= chunk[i]}
+            union = sorted(union - {i}) or [i]
+            weights = torch.softmax(query[i] @ key[union].T / 8**0.5, dim=0)
+            results.append(weights @ value[union])
+        rows.append(torch.stack(results))
+    expected = torch.cat(rows, dim=-1) @ attention.o_proj.weight.T
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("decoder", [False, True])
+@pytest.mark.parametrize(
+    "fields", [{}, {"deduplicate": False}, {"chunks_before": 2}, {"causal_form": "paper"}], ids=str
+)
+def test_literal_path(decoder, fields):
+    """Weights and eager: the same result, gradients too; weights are those of the result."""
+    attention = module(decoder, **fields)
+    mask = torch.ones(2, 13, dtype=torch.bool)
+    mask[1, 9:] = False
+    for given in (None, mask):
+        x = states(13).requires_grad_()
+        fast = attention(x, context(13, decoder, given)).output
+        result = attention(x, context(13, decoder, given, "eager"))
+        torch.testing.assert_close(fast, result.output, rtol=1e-10, atol=1e-10)
+        slope = torch.randn_like(fast)
+        for one, other in zip(torch.autograd.grad(fast, x, slope), torch.autograd.grad(result.output, x, slope)):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+        value = attention.heads(attention.v_proj(x))
+        again = attention.o_proj((result.weights @ value).transpose(1, 2).reshape(2, 13, 16))
+        torch.testing.assert_close(again, result.output, rtol=1e-10, atol=1e-10)
+        real = torch.ones(2, 13, dtype=torch.bool) if given is None else given
+        torch.testing.assert_close(
+            result.weights.sum(-1).transpose(1, 2)[real], torch.ones_like(value[..., 0].mT[real])
+        )
+
+
+def test_collisions_fall_with_the_angle():
+    attention = module(num_hashes=64, num_buckets=8)
+    torch.manual_seed(0)
+    first = torch.nn.functional.normalize(torch.randn(2, 1, 8, dtype=torch.float64), dim=-1)
+    other = torch.randn(2, 1, 8, dtype=torch.float64)
+    other = torch.nn.functional.normalize(other - (other * first).sum(-1, keepdim=True) * first, dim=-1)
+    shares = []
+    for angle in (0.0, 0.3, 0.8, 1.5, math.pi):
+        turned = math.cos(angle) * first + math.sin(angle) * other
+        labels = attention.hash(torch.stack([first, turned], dim=2)[None, :, 0].view(1, 2, 2, 8))
+        shares.append((labels[..., 0] == labels[..., 1]).double().mean().item())
+    assert shares[0] == 1.0 and shares[-1] == 0.0
+    assert all(one > other for one, other in itertools.pairwise(shares))
+    long = torch.randn(1, 2, 30, 8, dtype=torch.float64)
+    assert torch.equal(attention.hash(long), attention.hash(long * 7.5))  # only the direction counts
+
+
+def test_buckets_and_factors():
+    def factors(length, **fields):
+        config = XFormerConfig(
+            **{**SIZES, "max_position_embeddings": length}, attention={"type": "reformer", **fields}
+        )
+        return config.attention.bucket_factors(config)
+
+    assert factors(512) == (16,)  # 2 * 512 / 64
+    assert factors(65536) == (32, 64)  # 2048
+    assert factors(64) == (2,)
+    assert factors(64, num_buckets=6) == (6,)
+    attention = module(num_buckets=(2, 6))
+    labels = attention.hash(torch.randn(1, 2, 4000, 8, dtype=torch.float64))
+    assert sorted(labels.unique().tolist()) == list(range(12))
+
+
+def test_approaches_full_attention():
+    """More rounds, more of the keys: the error to full attention falls to nothing once all are met."""
+    x = states(32, batch=1)
+    full = module(num_buckets=2, num_hashes=1, chunk_length=16, sets="chunk", chunks_before=1)
+    dense = full(x, context(32)).output
+    errors = []
+    for rounds in (1, 4, 16, 512):
+        attention = module(num_buckets=4, num_hashes=rounds, chunk_length=8, chunks_after=1)
+        attention.load_state_dict(full.state_dict() | {"rotations": attention.rotations})
+        errors.append((attention(x, context(32)).output - dense).square().mean().item())
+    assert errors[0] > errors[1] > errors[2] > errors[3] and errors[3] < 1e-20
+
+
+def test_two_chunks_in_a_ring_are_full_attention():
+    """One round, two chunks of half the text, the released code's sets: shared-QK attention without the own key."""
+    attention, x = module(num_hashes=1, chunk_length=8, sets="chunk"), states(16)
+    query = attention.heads(attention.q_proj(x))
+    scores = query @ attention.keys(query).mT / 8**0.5
+    scores = scores.masked_fill(torch.eye(16, dtype=torch.bool), -torch.inf)
+    expected = (torch.softmax(scores, -1) @ attention.heads(attention.v_proj(x))).transpose(1, 2).reshape(2, 16, 16)
+    torch.testing.assert_close(attention(x, context(16)).output, attention.o_proj(expected))
+
+
+# ------------------------------------------------------------------------------------------- transformers
+
+
+@pytest.mark.parametrize("decoder", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("rounds", "buckets", "after"), [(1, 4, 0), (3, 4, 0), (2, (2, 4), 0), (2, 4, 1)])
+def test_parity_with_transformers(decoder, masked, rounds, buckets, after):
+    """Copied weights, and the rotations that its seed gives: output and gradients, all rounds in one ring."""
+    if decoder and after:
+        return
+    theirs = ReformerConfig(
+        hidden_size=16,
+        num_attention_heads=2,
+        attention_head_size=8,
+        num_hashes=rounds,
+        num_buckets=list(buckets) if isinstance(buckets, tuple) else buckets,
+        lsh_attn_chunk_length=4,
+        lsh_num_chunks_before=1,
+        lsh_num_chunks_after=after,
+        lsh_attention_probs_dropout_prob=0.0,
+        hash_seed=7,
+        is_decoder=decoder,
+        axial_pos_embds=False,
+        attn_layers=["lsh"],
+    )
+    torch.manual_seed(3)
+    reference = LSHSelfAttention(theirs, layer_idx=0).double().eval()
+    ours = module(
+        decoder,
+        num_hashes=rounds,
+        num_buckets=buckets,
+        chunks_after=after,
+        causal_form="paper",
+        sets="chunk",
+        scale=1.0,  # the released code divides keys by sqrt(d) in place of the scores
+    )
+    with torch.no_grad():
+        ours.q_proj.weight.copy_(reference.query_key.weight)
+        ours.v_proj.weight.copy_(reference.value.weight)
+        ours.o_proj.weight.copy_(torch.eye(16))
+        torch.manual_seed(7)
+        width = (sum(buckets) if isinstance(buckets, tuple) else buckets) // 2
+        drawn = torch.randn(2, 8, rounds, width, dtype=torch.float64)
+        ours.rotations.copy_(drawn.permute(2, 0, 1, 3))
+    x = states(24).requires_grad_()
+    mask = None
+    if masked:
+        mask = torch.ones(2, 24, dtype=torch.bool)
+        mask[1, 17:] = False
+    real = torch.ones(2, 24, dtype=torch.bool) if mask is None else mask
+    out = ours(x, context(24, decoder, mask)).output[real]
+    expected = reference(x, attention_mask=mask).hidden_states[real]
+    torch.testing.assert_close(out, expected, rtol=1e-7, atol=1e-7)  # its epsilon is a float32
+    slope = torch.randn_like(out)
+    found = torch.autograd.grad(out, (x, ours.q_proj.weight, ours.v_proj.weight), slope)
+    wanted = torch.autograd.grad(expected, (x, reference.query_key.weight, reference.value.weight), slope)
+    for one, other in zip(found, wanted):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------- promises
+
+
+def test_strict_causality_and_the_papers_leak():
+    x = states(24)
+    changed = torch.where((torch.arange(24) >= 15)[None, :, None], states(24, seed=1), x)
+    changes = {}
+    for form in ("strict", "paper"):
+        attention = module(True, causal_form=form)
+        before, after = (attention(given, context(24, True)).output[:, :15] for given in (x, changed))
+        changes[form] = (before - after).abs().max().item()
+    assert changes["strict"] < 1e-14 < 1e-2 < changes["paper"]
+
+
+def test_half_precision_with_equal_buckets(monkeypatch):
+    x = states(17)
+    for decoder in (False, True):
+        wide, narrow = module(decoder), module(decoder, torch.bfloat16)
+        labels = wide.hash(wide.keys(wide.heads(wide.q_proj(x))))
+        expected = wide(x, context(17, decoder)).output
+        monkeypatch.setattr(narrow, "hash", lambda keys, labels=labels: labels)
+        out = narrow(x.bfloat16(), context(17, decoder)).output
+        assert out.dtype == torch.bfloat16
+        assert (out.double() - expected).abs().mean() < 0.02 * expected.std()
+
+
+def test_rotations_are_seeded():
+    """By layer and round, whatever the global generator does; more rounds keep the first ones; another seed differs."""
+    one, again, more = module(), module(), module(num_hashes=5)
+    assert torch.equal(one.rotations, again.rotations) and torch.equal(one.rotations, more.rotations[:3])
+    assert not torch.equal(one.rotations, module(layer_idx=1).rotations)
+    assert not torch.equal(one.rotations, module(hash_seed=1).rotations)
+    assert one.rotations.std() == pytest.approx(1.0, abs=0.2)
+
+
+def test_rotations_come_back(tmp_path):
+    net = XFormerForMaskedLM(XFormerConfig(**SIZES, attention={**SMALL, "hash_seed": 5}))
+    with torch.no_grad():
+        net.model.trunk.layers[0].attention.rotations.add_(0.5)  # as if another version had drawn them
+    net.save_pretrained(tmp_path)
+    again = XFormerForMaskedLM.from_pretrained(tmp_path)
+    for one, other in zip(net.model.trunk.layers, again.model.trunk.layers):
+        assert torch.equal(one.attention.rotations, other.attention.rotations)
+
+
+# ------------------------------------------------------------------------------------------- generation
+
+
+def language_model(**fields):
+    torch.manual_seed(0)
+    config = XFormerConfig(**SIZES, attention={**SMALL, **fields}, position="sinusoidal_absolute")
+    return XFormerForCausalLM(config).double().eval()
+
+
+def test_any_cache_gives_the_same():
+    """The own cache keeps labels; plain and static ones do not, and labels are found again."""
+    net, ids = language_model(), torch.randint(5, 40, (2, 30))
+    with torch.no_grad():
+        expected = net(ids, use_cache=False).logits
+        static = StaticCache(config=net.config, max_cache_len=32)
+        for cache in (None, DynamicCache(), static):
+            found, done = [], 0
+            for size in (18, 1, 1, 9, 1):  # 18 at once run the engine; after that, few queries meet all keys
+                out = net(ids[:, done : done + size], past_key_values=cache, use_cache=True)
+                cache, done = out.past_key_values, done + size
+                found.append(out.logits)
+            torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_many_new_tokens_on_a_cache():
+    """More than a few: the whole sequence runs again, without the cached queries."""
+    net, ids = language_model(), torch.randint(5, 40, (2, 60))
+    with torch.no_grad():
+        first = net(ids[:, :20], use_cache=True)
+        second = net(ids[:, 20:], past_key_values=first.past_key_values, use_cache=True)
+        expected = net(ids, use_cache=False).logits
+    torch.testing.assert_close(second.logits, expected[:, 20:], rtol=1e-9, atol=1e-9)
+
+
+def test_labels_follow_the_cache():
+    net, ids = language_model(), torch.randint(5, 40, (3, 9))
+    with torch.no_grad():
+        cache = net(ids, use_cache=True).past_key_values
+    layer = cache.layers[1]
+    assert isinstance(layer, BucketLayer) and layer.labels.shape == (3, 2, 3, 9)
+    labels = layer.labels.clone()
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    assert torch.equal(layer.labels, labels[[2, 0, 0]])
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0, 4]))
+    assert torch.equal(layer.labels, labels[[2, 0]])
+    cache.crop(-4)
+    assert torch.equal(layer.labels, labels[[2, 0], ..., :5]) and cache.get_seq_length() == 5
+    cache.reset()
+    assert layer.labels is None and cache.get_seq_length() == 0
+
+
+def test_assisted_generation_drops_tokens_again():
+    net, helper = language_model(), language_model(hash_seed=9)
+    ids = torch.randint(5, 40, (1, 6))
+    settings = {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(net.generate(ids, assistant_model=helper, **settings), net.generate(ids, **settings))
+
+
+# ------------------------------------------------------------------------------------------- refusals
+
+
+def test_refusals():
+    def make(decoder=False, **fields):
+        sizes = {**SIZES, "num_key_value_heads": fields.pop("num_key_value_heads", None)}
+        position = fields.pop("position", "none")
+        use_cache = fields.pop("use_cache", False)
+        return XFormerConfig(
+            **sizes, is_decoder=decoder, position=position, use_cache=use_cache, attention={**SMALL, **fields}
+        )
+
+    for fields, text in (
+        ({"num_buckets": 5}, "even numbers"),
+        ({"num_buckets": (4, 3)}, "even numbers"),
+        ({"num_buckets": 0}, "even numbers"),
+        ({"num_hashes": 0}, "num_hashes"),
+        ({"chunk_length": 0}, "chunk_length"),
+        ({"hash_seed": -1}, "hash_seed"),
+        ({"num_key_value_heads": 1}, "shares queries and keys"),
+        ({"decoder": True, "chunks_after": 1}, "chunks_after"),
+        ({"decoder": True, "sets": "chunk"}, "causal_form='paper'"),
+        ({"decoder": True, "chunks_before": 0}, "chunks_before"),
+        ({"decoder": True, "causal_form": "paper", "use_cache": True}, "use_cache=False"),
+        ({"position": "rotary"}, "rotates"),
+        ({"position": "t5_relative_bias"}, "bias"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            make(**fields)
+    make(chunks_after=1, sets="chunk")  # an encoder may
+    with pytest.raises(ValueError, match="cannot read a memory"):
+        XFormerConfig(**SIZES, cross_attention="reformer")
+
+
+def test_the_papers_form_does_not_generate():
+    config = XFormerConfig(**SIZES, use_cache=False, attention={**SMALL, "causal_form": "paper"})
+    net, ids = XFormerForCausalLM(config), torch.randint(5, 40, (2, 9))
+    net(ids, labels=ids).loss.backward()
+    for use_cache in (True, False):
+        with pytest.raises(ValueError, match="cannot generate"):
+            net.generate(ids, max_new_tokens=2, use_cache=use_cache)
+    with pytest.raises(ValueError, match="cannot generate"):
+        net(ids, use_cache=True)

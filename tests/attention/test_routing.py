@@ -1,0 +1,383 @@
+"""Routing attention against its equation in loops, the update of its centroids, and its promises."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import initialization as init
+
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM
+from hf_xformers.attention import routing
+from hf_xformers.context import LayerContext
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "residual": "pre_ln",
+    "initializer_range": 0.3,
+}
+SMALL = {"type": "routing_transformer", "num_clusters": 3, "window_size": 4, "block_size": 4}
+ROUTED = {**SMALL, "num_routing_heads": 2}
+
+
+def module(decoder=False, training=False, position="none", **fields):
+    config = XFormerConfig(
+        **SIZES, is_decoder=decoder, use_cache=False, attention={**SMALL, **fields}, position=position
+    )
+    torch.manual_seed(1)
+    made = config.attention.build(config, layer_idx=0)
+    made.initialize(config, init)
+    return made.double().train(training)
+
+
+def context(length, decoder=False, mask=None, implementation="sdpa"):
+    slots = torch.arange(length)
+    return LayerContext(mask, slots[None], slots, slots, decoder, True, implementation=implementation)
+
+
+def states(length, batch=2, seed=0):
+    return torch.randn(batch, length, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def projected(attention, x):
+    """Normalised queries, normalised keys and values of the routed heads, [B, R, T, 8]."""
+    normalized = lambda heads: F.layer_norm(heads, (8,))  # noqa: E731
+    query = attention.heads(attention.q_proj(x))[:, attention.local :]
+    value = attention.heads(attention.v_proj(x))[:, attention.local :]
+    if attention.shared:
+        return normalized(query), normalized(query), value
+    return normalized(query), normalized(attention.heads(attention.k_proj(x))[:, attention.local :]), value
+
+
+# ------------------------------------------------------------------------------------------- the equation
+
+
+@pytest.mark.parametrize("share_qk", [False, True])
+@pytest.mark.parametrize("causal_form", [None, "paper"])
+def test_balanced_clusters(share_qk, causal_form):
+    """Each centroid takes its nearest queries and keys; several memberships give the mean, none gives zero."""
+    decoder = causal_form is not None
+    if decoder and not share_qk:
+        return
+    attention = module(decoder, num_routing_heads=2, share_qk=share_qk, causal_form=causal_form or "strict")
+    x, length = states(11), 11
+    mask = torch.ones(2, length, dtype=torch.bool)
+    mask[1, 8:] = False
+    q, k, v = projected(attention, x)
+    rows = torch.zeros_like(v)
+    alone = 0
+    for b in range(2):
+        for h in range(2):
+            real = [t for t in range(length) if mask[b, t]]
+
+            def near(rows, c):
+                by_affinity = sorted(real, key=lambda t: -float(rows[b, h, t] @ attention.centroids[h, c]))
+                return sorted(by_affinity[:4])
+
+            for i in real:
+                results = []
+                for c in range(3):
+                    if i in near(q, c):
+                        keys = [t for t in near(k, c) if t <= i or not decoder]
+                        weights = torch.softmax(q[b, h, i] @ k[b, h, keys].T / 8**0.5, 0)
+                        results.append(weights @ v[b, h, keys])
+                if results:
+                    rows[b, h, i] = torch.stack(results).mean(0)
+                else:
+                    alone += 1
+    assert alone > 0  # the case is there
+    expected = attention.o_proj(rows.transpose(1, 2).reshape(2, length, 16))
+    for implementation in ("sdpa", "eager"):
+        out = attention(x, context(length, decoder, mask, implementation)).output
+        torch.testing.assert_close(out[mask], expected[mask], rtol=1e-9, atol=1e-9)
+
+
+def test_strict_clusters():
+    """A token reads the w most recent ones with its own nearest centroid, itself included."""
+    attention, x = module(True, num_routing_heads=2), states(13)
+    q, k, v = projected(attention, x)
+    nearest = torch.einsum("bhtd,hcd->bhtc", q, attention.centroids).argmax(-1)
+    rows = torch.zeros_like(v)
+    for b in range(2):
+        for h in range(2):
+            for i in range(13):
+                keys = [t for t in range(i + 1) if nearest[b, h, t] == nearest[b, h, i]][-4:]
+                rows[b, h, i] = torch.softmax(q[b, h, i] @ k[b, h, keys].T / 8**0.5, 0) @ v[b, h, keys]
+    expected = attention.o_proj(rows.transpose(1, 2).reshape(2, 13, 16))
+    for implementation in ("sdpa", "eager"):
+        torch.testing.assert_close(attention(x, context(13, True, None, implementation)).output, expected)
+
+
+def test_one_cluster_is_full_attention():
+    x = states(9)
+    for decoder in (False, True):
+        attention = module(decoder, num_routing_heads=2, num_clusters=1, window_size=16)
+        full = F.scaled_dot_product_attention(*projected(attention, x), is_causal=decoder)
+        expected = attention.o_proj(full.transpose(1, 2).reshape(2, 9, 16))
+        torch.testing.assert_close(attention(x, context(9, decoder)).output, expected)
+
+
+@pytest.mark.parametrize("decoder", [False, True])
+@pytest.mark.parametrize("lead", [0, 3])
+def test_local_heads(decoder, lead):
+    """Own block and neighbours, counted from the first real token; rotated by a rotary position."""
+    attention, x = module(decoder, num_routing_heads=0), states(14)
+    mask = (torch.arange(14) >= lead).expand(2, -1)
+    q, k, v = (attention.heads(p(x)) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+    place = torch.arange(14) - lead
+    away = place[None, :].div(4, rounding_mode="floor") - place[:, None].div(4, rounding_mode="floor")
+    seen = (away >= -1) & (away <= 1) & (place[None, :] >= 0)
+    if decoder:
+        seen = seen & (place[None, :] <= place[:, None])
+    scores = (q @ k.mT / 8**0.5).masked_fill(~seen, -1e30)
+    expected = attention.o_proj((torch.softmax(scores, -1) @ v).transpose(1, 2).reshape(2, 14, 16))
+    for implementation in ("sdpa", "eager"):
+        out = attention(x, context(14, decoder, mask if lead else None, implementation)).output
+        torch.testing.assert_close(out[:, lead:], expected[:, lead:], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("decoder", [False, True])
+def test_literal_path(decoder):
+    attention = module(decoder, num_clusters=4, window_size=5)
+    mask = torch.ones(2, 13, dtype=torch.bool)
+    mask[1, 9:] = False
+    x = states(13).requires_grad_()
+    fast = attention(x, context(13, decoder, mask)).output
+    result = attention(x, context(13, decoder, mask, "eager"))
+    torch.testing.assert_close(fast[mask], result.output[mask], rtol=1e-10, atol=1e-10)
+    slope = torch.randn_like(fast) * mask[..., None]
+    for one, other in zip(torch.autograd.grad(fast, x, slope), torch.autograd.grad(result.output, x, slope)):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    value = attention.heads(attention.v_proj(x))
+    again = attention.o_proj((result.weights @ value).transpose(1, 2).reshape(2, 13, 16))
+    torch.testing.assert_close(again, result.output, rtol=1e-10, atol=1e-10)
+    assert (result.weights[1, :, :9, 9:] == 0).all()
+
+
+def test_names_of_clusters_do_not_matter():
+    attention, x = module(num_routing_heads=2), states(12)
+    before = attention(x, context(12)).output
+    attention.centroids.copy_(attention.centroids[:, [2, 0, 1]])
+    torch.testing.assert_close(attention(x, context(12)).output, before)
+
+
+def test_rotation_is_for_local_heads():
+    """Routing is by content: equal tokens stay in one cluster wherever they stand."""
+    net = XFormerForCausalLM(XFormerConfig(**SIZES, attention=SMALL, position="rotary")).eval()
+    attention = net.model.trunk.layers[0].attention
+    seen = []
+    route = attention.route
+    attention.route = lambda *given: seen.append(route(*given)) or seen[-1]
+    net(torch.full((1, 12), 7), use_cache=False)
+    assert len(seen[0].query_labels.unique()) == 1
+
+
+def test_heads_by_layer():
+    config = XFormerConfig(**SIZES, attention={**SMALL, "first_routing_layer": 1, "num_routing_heads": 1})
+    net = XFormerForMaskedLM(config)
+    assert [layer.attention.routed for layer in net.model.trunk.layers] == [0, 1]
+    assert not hasattr(net.model.trunk.layers[0].attention, "centroids")
+    shared = XFormerForCausalLM(XFormerConfig(**SIZES, attention=SMALL))
+    assert shared.model.trunk.layers[0].attention.k_proj.out_features == 8  # keys of the local head alone
+
+
+# ------------------------------------------------------------------------------------------- learning
+
+
+def test_centroids_follow_their_vectors():
+    """Two training passes against a loop over vectors; padding and unused centroids take no part."""
+    attention = module(training=True, num_routing_heads=2, ema_decay=0.9)
+    attention.centroids[0, 2] = -50 * attention.centroids[0, :2].sum(0)  # far from everything
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[1, 4:] = False
+    means, counts = attention.centroids.clone(), attention.counts.clone()
+    for seed in (0, 1):
+        x = states(9, seed=seed)
+        q, k, _ = projected(attention, x)
+        attention(x, context(9, False, mask))
+        moved, weights = means * counts[..., None], counts.clone()
+        for h in range(2):
+            sums, numbers = torch.zeros(3, 8, dtype=torch.float64), [0, 0, 0]
+            for vectors in (q, k):
+                for b, t in mask.nonzero().tolist():
+                    c = int((means[h] @ vectors[b, h, t]).argmax())
+                    sums[c] += vectors[b, h, t]
+                    numbers[c] += 1
+            for c in range(3):
+                moved[h, c] = 0.9 * moved[h, c] + 0.1 * sums[c]
+                weights[h, c] = 0.9 * weights[h, c] + 0.1 * numbers[c]
+        before, means, counts = means, moved / weights[..., None], weights
+        torch.testing.assert_close(attention.centroids, means, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(attention.counts, counts, rtol=1e-10, atol=1e-10)
+        assert not torch.equal(before, means)
+
+
+def test_a_forgotten_centroid_stays():
+    attention = module(training=True, num_routing_heads=2, ema_decay=0.0)
+    for seed in range(3):
+        place = attention.centroids[0, :2].mean(0)  # between two others it is never the nearest
+        attention.centroids[0, 2] = place
+        attention(states(9, seed=seed), context(9))
+        torch.testing.assert_close(attention.centroids[0, 2], place)
+    assert attention.counts.min() > 0 and attention.centroids.isfinite().all()
+
+
+def test_only_training_moves_centroids():
+    attention, x = module(num_routing_heads=2), states(9)
+    before = attention.centroids.clone()
+    assert attention(x, context(9)).aux_losses is None
+    assert torch.equal(attention.centroids, before)
+    attention.train()
+    attention.q_proj.weight.requires_grad_(False)  # frozen, as under adapters
+    attention(x, context(9))
+    assert torch.equal(attention.centroids, before)
+    attention.q_proj.weight.requires_grad_(True)
+    attention(x, context(9))
+    assert not torch.equal(attention.centroids, before)
+
+
+def test_all_processes_learn_the_same(monkeypatch):
+    """Sums and counts are added over processes: two halves of a batch give what the whole gives in one."""
+    x = states(9, batch=4)
+    alone = module(training=True, num_routing_heads=2)
+    alone(x, context(9))
+    parts = []
+    monkeypatch.setattr(routing.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(routing.dist, "all_reduce", lambda tensor: parts.append(tensor.clone()))
+    for half in (x[:2], x[2:]):  # what each process would send
+        module(training=True, num_routing_heads=2)(half, context(9))
+    monkeypatch.setattr(routing.dist, "all_reduce", lambda tensor: tensor.copy_(sum(parts)))
+    for half in (x[:2], x[2:]):
+        process = module(training=True, num_routing_heads=2)
+        process(half, context(9))
+        torch.testing.assert_close(process.centroids, alone.centroids)
+        torch.testing.assert_close(process.counts, alone.counts)
+
+
+@pytest.mark.parametrize("decoder", [False, True])
+def test_commitment(decoder):
+    attention = module(decoder, training=True, num_routing_heads=2, commitment_weight=0.5)
+    x = states(9).requires_grad_()
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[1, 4:] = False
+    centroids = attention.centroids.clone()
+    loss = attention(x, context(9, decoder, mask)).aux_losses["routing_commitment"]
+    q, k, _ = projected(attention, x)
+    terms = []
+    for vectors in (q,) if decoder else (q, k):
+        nearest = torch.einsum("bhtd,hcd->bhtc", vectors, centroids).argmax(-1)
+        chosen = torch.stack([torch.stack([centroids[h][nearest[b, h]] for h in range(2)]) for b in range(2)])
+        terms.append((vectors - chosen).square().transpose(1, 2)[mask].mean())
+    expected = 0.5 * torch.stack(terms).mean()
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
+    for one, other in zip(torch.autograd.grad(loss, x), torch.autograd.grad(expected, x)):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
+
+
+def test_the_loss_carries_the_commitment():
+    net, ids = (
+        XFormerForMaskedLM(XFormerConfig(**SIZES, attention={**SMALL, "commitment_weight": 2.0})),
+        torch.arange(12)[None],
+    )
+    net.train()
+    torch.manual_seed(0)
+    out = net(ids, labels=ids)
+    assert set(out.aux_losses) == {"routing_commitment"}
+    task = F.cross_entropy(out.logits[0], ids[0])
+    torch.testing.assert_close(out.loss, task + out.aux_losses["routing_commitment"])
+
+
+@pytest.mark.parametrize("decoder", [False, True])
+def test_computed_again_with_the_same_decisions(decoder):
+    """Checkpointing and reversible layers: one step of the centroids per pass, and the gradients of the plain pass."""
+    heads = XFormerForCausalLM if decoder else XFormerForMaskedLM
+    ids = torch.randint(5, 40, (2, 13), generator=torch.Generator().manual_seed(0))
+    fields = {**SMALL, "ema_decay": 0.2, "commitment_weight": 0.3}  # centroids move far in one step
+    for stack in ("plain", "reversible"):
+        torch.manual_seed(0)
+        start = heads(XFormerConfig(**SIZES, attention=fields, stack=stack)).double().train()
+        results = []
+        for how in ("plain", True, False):
+            net = copy.deepcopy(start)
+            if how == "plain":
+                net.model.trunk.stack._rebuilds = lambda *given: False
+            elif stack == "plain" or how:
+                net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": how})
+            net(ids, labels=ids).loss.backward()
+            found = {name: parameter.grad for name, parameter in net.named_parameters()}
+            results.append((found, dict(net.named_buffers())))
+        for found, buffers in results[1:]:
+            for name, gradient in results[0][0].items():
+                torch.testing.assert_close(found[name], gradient, rtol=1e-8, atol=1e-10, msg=name)
+            for name, buffer in results[0][1].items():
+                torch.testing.assert_close(buffers[name], buffer, rtol=1e-12, atol=1e-12, msg=name)
+
+
+# ------------------------------------------------------------------------------------------- promises
+
+
+def test_strict_causality_and_the_papers_leak():
+    x = states(24)
+    changed = torch.where((torch.arange(24) >= 15)[None, :, None], states(24, seed=1), x)
+    changes = {}
+    for form in ("strict", "paper"):
+        attention = module(True, causal_form=form)
+        before, after = (attention(given, context(24, True)).output[:, :15] for given in (x, changed))
+        changes[form] = (before - after).abs().max().item()
+    assert changes["strict"] < 1e-14 < 1e-2 < changes["paper"]
+
+
+def test_any_cache_gives_the_same():
+    from transformers import DynamicCache, StaticCache
+
+    torch.manual_seed(0)
+    net = XFormerForCausalLM(XFormerConfig(**SIZES, attention=SMALL, position="rotary")).double().eval()
+    ids = torch.randint(5, 40, (2, 50))
+    with torch.no_grad():
+        expected = net(ids, use_cache=False).logits
+        for cache in (None, DynamicCache(), StaticCache(config=net.config, max_cache_len=52)):
+            found, done = [], 0
+            for size in (9, 1, 1, 20, 18, 1):
+                out = net(ids[:, done : done + size], past_key_values=cache, use_cache=True)
+                cache, done = out.past_key_values, done + size
+                found.append(out.logits)
+            torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_refusals():
+    def make(decoder=False, **fields):
+        sizes = {**SIZES, "num_key_value_heads": fields.pop("num_key_value_heads", None)}
+        use_cache = fields.pop("use_cache", False)
+        return XFormerConfig(**sizes, is_decoder=decoder, use_cache=use_cache, attention={**SMALL, **fields})
+
+    for fields, text in (
+        ({"num_clusters": 0}, "num_clusters"),
+        ({"window_size": 0}, "window_size"),
+        ({"block_size": 0}, "block_size"),
+        ({"first_routing_layer": -1}, "first_routing_layer"),
+        ({"ema_decay": 1.0}, "ema_decay"),
+        ({"commitment_weight": -1.0}, "commitment_weight"),
+        ({"num_routing_heads": 3}, "num_routing_heads"),
+        ({"num_key_value_heads": 1}, "key/value heads"),
+        ({"decoder": True, "share_qk": False}, "share_qk"),
+        ({"decoder": True, "causal_form": "paper", "use_cache": True}, "use_cache=False"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            make(**fields)
+    with pytest.raises(ValueError, match="bias"):
+        XFormerConfig(**SIZES, attention=SMALL, position="t5_relative_bias")
+    net = XFormerForCausalLM(make(causal_form="paper"))
+    ids = torch.randint(5, 40, (2, 9))
+    net(ids, labels=ids).loss.backward()
+    for use_cache in (True, False):
+        with pytest.raises(ValueError, match="cannot generate"):
+            net.generate(ids, max_new_tokens=2, use_cache=use_cache)

@@ -1,0 +1,320 @@
+"""The Feedback Transformer: against the recursion written out, its parallel limit, and its own decoding."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicCache
+
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForSeq2SeqLM, XFormerModel
+from hf_xformers.cache import make_cache
+from hf_xformers.stacks.feedback import Window
+from tests.helpers import NO_DROPOUT, close, close_gradients, gradients, make_strong, pad, tokens
+
+SIZES = {
+    "vocab_size": 99,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "is_decoder": True,
+    "position": "none",
+    "residual": "pre_ln",
+    **NO_DROPOUT,
+}
+KINDS = {
+    "shared": {},
+    "own_projections": {"stack": {"type": "feedback", "share_kv": False}},
+    "grouped_heads": {"num_key_value_heads": 2, "attention": {"type": "feedback", "window": 3, "bias": False}},
+    "post_ln": {"residual": "post_ln", "stack": {"type": "feedback", "normalize_memory": False}},
+    "long_window": {"attention": {"type": "feedback", "window": 20}},
+    "window_of_one": {"attention": {"type": "feedback", "window": 1}},
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def model(cls=XFormerModel, amount=0.3, **fields):
+    torch.manual_seed(0)
+    fields = {"attention": {"type": "feedback", "window": 5}, "stack": "feedback", **fields}
+    return make_strong(cls(XFormerConfig(**{**SIZES, **fields})).double().eval(), amount=amount)
+
+
+def by_hand(tower, vectors):
+    """The recursion for one text [T, D]: a loop over tokens, layers, heads and the window's places."""
+    config, stack = tower.config, tower.stack
+    width, window, groups = config.head_width, config.attention.window, stack.groups
+    pre_ln = config.residual.type == "pre_ln"
+    mix = torch.softmax(stack.mixture, dim=0)
+    keys, values, outputs = [], [], []
+    for time, embedding in enumerate(vectors):
+        state, states = embedding, [embedding]
+        for index, layer in enumerate(tower.layers):
+            attention, first, second = layer.attention, layer.attention_residual.norm, layer.feedforward_residual.norm
+            query = attention.q_proj(first(state) if pre_ln else state).view(-1, width)
+            read = []
+            for head in range(config.num_attention_heads):
+                shared = head // (config.num_attention_heads // config.key_value_heads)
+                scores, candidates = [], []
+                for distance in range(1, window + 1):
+                    past = time - distance
+                    key = value = torch.zeros(width, dtype=torch.float64)
+                    if past >= 0:
+                        key, value = keys[past][index % groups, shared], values[past][index % groups, shared]
+                    key = key + attention.key_positions[window - distance]
+                    scores.append((query[head] * key).sum() / math.sqrt(width))
+                    candidates.append(value)
+                weights = torch.softmax(torch.stack(scores), dim=0)
+                read.append(sum(weight * value for weight, value in zip(weights, candidates)))
+            state = state + attention.o_proj(torch.cat(read))
+            state = state if pre_ln else first(state)
+            state = state + layer.feedforward.transform(second(state) if pre_ln else state)
+            state = state if pre_ln else second(state)
+            states.append(state)
+        merged = sum(weight * one for weight, one in zip(mix, states))
+        merged = merged if stack.norm is None else stack.norm(merged)
+        keys.append(stack.k_proj(merged).view(groups, -1, width))
+        values.append(stack.v_proj(merged).view(groups, -1, width))
+        outputs.append(state)
+    result = torch.stack(outputs)
+    return result if tower.final_norm is None else tower.final_norm(result)
+
+
+@each_kind
+def test_recursion_by_hand(kind):
+    """Outputs and every parameter's gradient, as trained and with every layer's output recorded."""
+    net, ids = model(**KINDS[kind]), tokens(2, 9)
+    expected = torch.stack([by_hand(net.trunk, row) for row in net.trunk.embedding.tokens(ids)])
+    slopes = gradients(net, expected)
+    for recorded in (False, True):
+        output = net(ids, output_hidden_states=recorded).last_hidden_state
+        close(output, expected)
+        close_gradients(gradients(net, output), slopes)
+
+
+def test_weight_on_the_embedding_is_a_parallel_model():
+    """With all of the mixture on layer 0 nothing feeds back: keys and values come from the embeddings, and all tokens can
+    be computed at once, each reading the ones before it and, in place of ones before the text, zeros."""
+    net, ids = model(), tokens(2, 9)
+    with torch.no_grad():
+        net.trunk.stack.mixture.zero_()
+        net.trunk.stack.mixture[0] = 50.0
+        expected = net(ids).last_hidden_state
+        tower, (batch, length) = net.trunk, ids.shape
+        state = tower.embedding.tokens(ids)
+        source = tower.stack.norm(state)
+        keys, values = (
+            torch.cat([torch.zeros(batch, 5, 16, dtype=torch.float64), projection(source)], dim=1)
+            .view(batch, 5 + length, 4, 4)
+            .transpose(1, 2)
+            for projection in (tower.stack.k_proj, tower.stack.v_proj)
+        )
+        distance = torch.arange(length)[:, None] + 5 - torch.arange(5 + length)[None, :]
+        may = (distance >= 1) & (distance <= 5)
+        for layer in tower.layers:
+            attention = layer.attention
+            query = attention.q_proj(layer.attention_residual.norm(state)).view(batch, length, 4, 4).transpose(1, 2)
+            scores = query @ keys.mT + torch.where(
+                may,
+                (query @ attention.key_positions.mT).gather(-1, (5 - distance).clamp(0, 4).expand(batch, 4, -1, -1)),
+                0,
+            )
+            weights = torch.softmax((scores / 2).masked_fill(~may, -torch.inf), dim=-1)
+            state = state + attention.o_proj((weights @ values).transpose(1, 2).reshape(batch, length, 16))
+            state = state + layer.feedforward.transform(layer.feedforward_residual.norm(state))
+        close(expected, tower.final_norm(state), 1e-12)
+
+
+def jacobian(net, length):
+    """|d output at t / d input at s|, [T, T]."""
+    vectors = torch.randn(1, length, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    full = torch.autograd.functional.jacobian(lambda given: net(inputs_embeds=given).last_hidden_state, vectors)
+    return full.abs().amax(dim=(0, 2, 3, 5))
+
+
+def test_causality_by_jacobian():
+    slopes = jacobian(model(), 7)
+    assert (slopes.triu(1) == 0).all() and (slopes.tril() > 0)[torch.ones(7, 7, dtype=torch.bool).tril()].all()
+
+
+def test_information_flows_through_the_top_layer():
+    """One layer and a window of one: every later token still depends on the first, unlike without feedback."""
+    net = model(num_hidden_layers=1, attention={"type": "feedback", "window": 1})
+    assert (jacobian(net, 6)[:, 0] > 0).all()
+    with torch.no_grad():
+        net.trunk.stack.mixture[0] = 50.0
+    assert (jacobian(net, 6)[2:, 0] < 1e-15).all()
+
+
+@each_kind
+@pytest.mark.parametrize("pieces", [(1,) * 11, (4, 1, 3, 1, 2), (6, 5)], ids=str)
+def test_segments_equal_one_run(kind, pieces):
+    """With the window carried, and with padding on the left of one text."""
+    net = model(XFormerForCausalLM, **KINDS[kind])
+    ids, mask = pad([tokens(11), tokens(8, seed=1), tokens(1, seed=2)], 11, "left", seed=4)
+    with torch.no_grad():
+        expected = net(ids, attention_mask=mask).logits
+        alone = net(ids[1:2, 3:]).logits
+        close(expected[1:2, 3:], alone)
+        cache, done, parts = None, 0, []
+        for size in pieces:
+            seen = done + size
+            output = net(ids[:, done:seen], attention_mask=mask[:, :seen], past_key_values=cache, use_cache=True)
+            cache, done = output.past_key_values, seen
+            parts.append(output.logits)
+            assert cache.get_seq_length() == done
+        close(torch.cat(parts, dim=1), expected)
+
+
+def test_state_is_one_window():
+    """Its size does not grow with the text, nor, shared, with the depth; it has no history."""
+    sizes = {}
+    for layers in (1, 4):
+        for length in (1, 12):
+            net = model(XFormerForCausalLM, num_hidden_layers=layers).train()
+            cache = net(tokens(2, length), use_cache=True).past_key_values
+            state = [tensor for slot in cache.layers for tensor in slot.state.values()]
+            assert not any(tensor.requires_grad for tensor in state)
+            sizes[layers, length] = sum(tensor.numel() for tensor in state)
+    assert set(sizes.values()) == {2 * 2 * 5 * 16}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 5, 32])
+def test_window(size):
+    """Always the last W entries, in order, split where the snapshot ends."""
+    entries = torch.arange(1.0, 101.0).view(100, 1, 1)
+    window, zeros = Window(torch.zeros(size, 1), torch.zeros(size, 1)), torch.zeros(size, 1)
+    for count in range(100):
+        expected = torch.cat([zeros, entries[:count, 0]])[-size:]
+        older_keys, older_values, recent_keys, recent_values = window.parts()
+        assert recent_keys.shape[0] < max(window.period, 1)
+        assert torch.equal(torch.cat([older_keys, recent_keys]), expected)
+        assert torch.equal(torch.cat([older_values, recent_values]), -expected)
+        assert torch.equal(window.whole()[0], expected)
+        window.append(entries[count], -entries[count])
+
+
+def test_what_the_backward_pass_keeps_grows_linearly():
+    """Twice the text takes about twice the memory, though the window holds all of it."""
+
+    def kept(length):
+        net = model(num_hidden_layers=1, attention={"type": "feedback", "window": 128})
+        storages = {}
+
+        def pack(tensor):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = net(tokens(1, length)).last_hidden_state
+        assert output.requires_grad
+        return sum(storages.values())
+
+    small, large = kept(32), kept(128)
+    assert large < 4.4 * small, f"{large / small:.1f} times the memory for 4 times the text"
+
+
+@each_kind
+def test_weights(kind):
+    """Recorded weights are those of the recursion: on earlier tokens only, the rest on empty memories; values come out."""
+    net = model(XFormerForCausalLM, **KINDS[kind])
+    window, ids = net.config.attention.window, tokens(2, 9)
+    with torch.no_grad():
+        output = net(ids, output_attentions=True, output_hidden_states=True)
+        close(output.logits, net(ids).logits)
+    assert len(output.attentions) == 3 and len(output.hidden_states) == 4
+    distance = torch.arange(9)[:, None] - torch.arange(9)[None, :]
+    for weights in output.attentions:
+        assert weights.shape == (2, 4, 9, 9)
+        assert ((weights > 0) == ((distance >= 1) & (distance <= window))).all()
+        total = weights.sum(-1)
+        assert (total[..., window:] - 1).abs().max() < 1e-12 if window < 9 else (total < 1).all()
+        assert (total[..., : min(window, 9)] < 1).all()
+    # What a text's first tokens give to empty memories is the softmax over position scores alone.
+    layer = net.model.trunk.layers[0]
+    entered = layer.attention_residual.norm if net.config.residual.type == "pre_ln" else torch.nn.Identity()
+    with torch.no_grad():
+        query = layer.attention.heads(layer.attention.q_proj(entered(output.hidden_states[0])))
+        scores = (query[:, :, 0] @ layer.attention.key_positions.mT) / 2
+        close(torch.softmax(scores, -1).sum(-1) - output.attentions[0][:, :, 0].sum(-1), torch.ones(2, 4).double())
+
+
+def test_weights_by_key_after_a_cache():
+    """With memories carried, a key of an earlier segment has its own column."""
+    net = model(XFormerForCausalLM)
+    ids, mask = pad([tokens(9), tokens(6, seed=1)], 9, "left", seed=2)
+    with torch.no_grad():
+        whole = net(ids, attention_mask=mask, output_attentions=True).attentions
+        cache = net(ids[:, :4], attention_mask=mask[:, :4], use_cache=True).past_key_values
+        rest = net(ids[:, 4:], attention_mask=mask, past_key_values=cache, output_attentions=True).attentions
+    real = mask[:, 4:].bool()
+    for one, other in zip(whole, rest, strict=True):
+        assert other.shape == (2, 4, 5, 9)
+        close(other.transpose(1, 2)[real], one[:, :, 4:].transpose(1, 2)[real])
+        assert (other[1, :, :, :3] == 0).all(), "weight on padding"
+
+
+def test_a_decoder_with_an_encoder():
+    """Cross-attention at every step, its keys and values made once; decoding equals the whole text."""
+    fields = {"decoder": {"stack": "feedback", "attention": {"type": "feedback", "window": 3}}, "is_decoder": False}
+    net = model(XFormerForSeq2SeqLM, attention="dense", stack="plain", **fields)
+    source, target = tokens(2, 6), tokens(2, 7, seed=1)
+    made = []
+    for layer in net.get_decoder().layers:
+        layer.cross_attention.k_proj.register_forward_hook(lambda *_: made.append(1))
+    expected = net(input_ids=source, decoder_input_ids=target, use_cache=False)
+    assert len(made) == 3, "the memory is projected at every step"
+    changed = source.clone()
+    changed[:, 2] = 5 + (changed[:, 2] - 4) % 90
+    other = net(input_ids=changed, decoder_input_ids=target, use_cache=False)
+    assert ((expected.logits - other.logits).abs().amax(-1) > 1e-6).all()
+    recorded = net(input_ids=source, decoder_input_ids=target, use_cache=False, output_attentions=True)
+    close(recorded.logits, expected.logits)
+    assert [tuple(weights.shape) for weights in recorded.cross_attentions] == [(2, 4, 7, 6)] * 3
+    close(recorded.cross_attentions[0].sum(-1), torch.ones(2, 4, 7).double())
+    with torch.no_grad():
+        memory, cache, parts = net.get_encoder()(source), None, []
+        for piece in target.split([3, 1, 3], dim=1):
+            output = net(encoder_outputs=memory, decoder_input_ids=piece, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            parts.append(output.logits)
+        close(torch.cat(parts, dim=1), expected.logits)
+    settings = {"max_new_tokens": 5, "min_new_tokens": 5, "num_beams": 2, "do_sample": False}
+    texts = [net.generate(input_ids=source, use_cache=use_cache, **settings) for use_cache in (True, False)]
+    assert torch.equal(*texts)
+
+
+def test_other_caches():
+    """A cache of keys and values has no place for the window, an assistant cannot be followed, and a static cache, whose
+    point is a constant size, is this one."""
+    net, ids = model(XFormerForCausalLM), tokens(1, 4)
+    with pytest.raises(ValueError, match="which a DynamicCache has no place for"):
+        net(ids, past_key_values=DynamicCache(), use_cache=True)
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+        net.generate(ids, prompt_lookup_num_tokens=2, max_new_tokens=3)
+    settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    expected = net.generate(ids, **settings)
+    assert torch.equal(net.generate(ids, cache_implementation="static", **settings), expected)
+    assert torch.equal(net.generate(ids, past_key_values=make_cache(net.config), **settings), expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention": "dense"}, "attention 'dense' does not read"),
+        ({"stack": "plain"}, "only stack 'feedback' makes, not 'plain'"),
+        ({"is_decoder": False}, "causal only and cannot stand in an encoder"),
+        ({"position": "rotary"}, "rotates queries and keys"),
+        ({"attention": {"type": "feedback", "window": 0}}, "`window` >= 1, got 0"),
+        ({"per_layer_config": {0: {"attention": {"type": "feedback", "window": 2}}}}, "all layers the same memories"),
+    ],
+)
+def test_refusals(fields, message):
+    with pytest.raises(ValueError, match=message):
+        model(**fields)
+
+
+def test_layers_may_differ_elsewhere():
+    net = model(per_layer_config={1: {"feedforward": {"type": "swiglu"}}})
+    close(net(tokens(1, 6)).last_hidden_state[0], by_hand(net.trunk, net.trunk.embedding.tokens(tokens(1, 6))[0]))

@@ -1,0 +1,195 @@
+"""Transparent attention: the mixtures by hand, its limit, where its gradients go, and generation with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
+
+from hf_xformers import XFormerConfig, XFormerForSeq2SeqLM, XFormerModel
+from tests.helpers import NO_DROPOUT, close, make_strong, pad, tokens
+
+SIZES = {
+    "vocab_size": 99,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_decoder_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "is_encoder_decoder": True,
+    **NO_DROPOUT,
+}
+RESIDUALS = ("post_ln", "pre_ln")
+
+
+def model(cls=XFormerForSeq2SeqLM, stack="transparent", **fields):
+    torch.manual_seed(0)
+    return make_strong(cls(XFormerConfig(**{**SIZES, **fields, "stack": stack})).double().eval(), amount=0.3)
+
+
+def memories_read(net, **given):
+    """What each decoder layer's cross-attention was given."""
+    seen = []
+    hooks = [
+        layer.cross_attention.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append(kwargs["memory"]), with_kwargs=True
+        )
+        for layer in net.get_decoder().layers
+    ]
+    net(**given)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_mixtures_by_hand(residual):
+    """Layer j reads sum_i softmax(W[:, j])_i H_i, normalised where the encoder normalises its last state."""
+    net = model(residual=residual)
+    encoder, states = net.get_encoder(), []
+    encoder.layers[0].register_forward_pre_hook(lambda module, args: states.append(args[0]))
+    for layer in encoder.layers:
+        layer.register_forward_hook(lambda module, args, output: states.append(output[0]))
+    ids, mask = pad([tokens(7), tokens(4, seed=1)], 7, "right")
+    with torch.no_grad():
+        seen = memories_read(net, input_ids=ids, attention_mask=mask, decoder_input_ids=tokens(2, 5))
+        assert len(states) == 4 and len(seen) == 2
+        for column, memory in enumerate(seen):
+            scores = [float(encoder.stack.mixture[row, column]) for row in range(4)]
+            total = sum(torch.tensor(score, dtype=torch.float64).exp() for score in scores)
+            expected = sum(
+                torch.tensor(score, dtype=torch.float64).exp() / total * state for score, state in zip(scores, states)
+            )
+            if residual == "pre_ln":
+                expected = encoder.final_norm(expected)
+            close(memory, expected)
+        assert (seen[0] - seen[1]).abs().max() > 1e-3, "both layers read the same"
+
+
+def test_starts_as_the_mean():
+    torch.manual_seed(0)
+    net = XFormerForSeq2SeqLM(XFormerConfig(**SIZES, stack="transparent"))
+    close(net.get_encoder().stack.weights(), torch.full((4, 2), 0.25))
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_all_weight_on_the_last_layer_is_the_ordinary_model(residual):
+    net, plain = model(residual=residual), model(stack="plain", residual=residual)
+    with torch.no_grad():
+        net.get_encoder().stack.mixture.zero_()
+        net.get_encoder().stack.mixture[-1] = 50.0
+    missing, unexpected = plain.load_state_dict(net.state_dict(), strict=False)
+    assert not missing and unexpected == ["model.trunk.stack.mixture"]
+    ids, mask = pad([tokens(7), tokens(4, seed=1)], 7, "right")
+    given = {"input_ids": ids, "attention_mask": mask, "labels": tokens(2, 5)}
+    close(net(**given).logits, plain(**given).logits)
+    close(net(**given).loss, plain(**given).loss)
+
+
+def test_the_embedding_is_reached_past_the_layers():
+    """With H_1 .. H_N detached, H_0 receives exactly sum_j s_0j dL/dZ_j."""
+    net = model()
+    encoder, found = net.get_encoder(), {}
+    for layer in encoder.layers:  # from here on, what a layer gives has no history
+        layer.register_forward_hook(lambda module, args, output: (output[0].detach(), *output[1:]))
+    encoder.layers[0].register_forward_pre_hook(
+        lambda module, args: args[0].register_hook(lambda slope: found.update(embedding=slope)) and None
+    )
+    encoder.register_forward_hook(
+        lambda module, args, output: output.memories.register_hook(lambda slope: found.update(memories=slope)) and None
+    )
+    net(input_ids=tokens(2, 7), labels=tokens(2, 5, seed=1)).loss.backward()
+    weights = encoder.stack.weights()[0].detach()
+    expected = sum(weight * found["memories"][:, index] for index, weight in enumerate(weights))
+    assert expected.abs().max() > 1e-6
+    close(found["embedding"], expected)
+
+
+def test_columns_go_with_the_decoder_layers():
+    """Decoder layers and columns of W in another order are another name for the same cross-attention inputs."""
+    net = model()
+    ids = tokens(2, 7)
+    with torch.no_grad():
+        before = net.get_encoder()(ids).memories
+        net.get_encoder().stack.mixture.copy_(net.get_encoder().stack.mixture.flip(1))
+        close(net.get_encoder()(ids).memories, before.flip(1))
+        decoder = net.get_decoder()
+        memory = before.flip(1)
+        # Without residual paths between the layers the order is visible only in which memory a layer reads.
+        seen = memories_read(net, encoder_outputs=net.get_encoder()(ids), decoder_input_ids=ids)
+        assert len(seen) == len(decoder.layers)
+        for index, given in enumerate(seen):
+            close(given, memory[:, index])
+
+
+def test_weights_are_dropped_in_training():
+    """About a tenth of the weights; the others grow by the same factor."""
+    net = model(stack={"type": "transparent", "weight_dropout": 0.4}, num_hidden_layers=5, num_decoder_layers=3)
+    stack, ids = net.get_encoder().train().stack, tokens(1, 3)
+    with torch.no_grad():
+        stack.mixture.zero_()
+        torch.manual_seed(0)
+        dropped = net.get_encoder()(ids).memories
+        torch.manual_seed(0)
+        scale = nn.functional.dropout(torch.full((6, 3), 1 / 6, dtype=torch.float64), 0.4)
+        states = net.eval().get_encoder()(ids, output_hidden_states=True).hidden_states
+        expected = torch.stack(
+            [sum(scale[row, column] * states[row] for row in range(6)) for column in range(3)], dim=1
+        )
+    assert (scale == 0).any()
+    close(dropped, expected)
+
+
+def test_depths_may_differ():
+    for encoder, decoder in ((1, 4), (4, 1), (2, 2)):
+        net = model(num_hidden_layers=encoder, num_decoder_layers=decoder)
+        assert net.get_encoder().stack.mixture.shape == (encoder + 1, decoder)
+        assert net(input_ids=tokens(2, 5), labels=tokens(2, 3)).loss.isfinite()
+
+
+def test_decoder_of_another_kind():
+    """A decoder that runs one layer many times reads one memory per run."""
+    net = model(decoder={"stack": "universal", "position": "none"}, num_decoder_layers=3)
+    assert len(net.get_decoder().layers) == 1 and net.get_encoder().stack.mixture.shape == (4, 3)
+    seen = memories_read(net, input_ids=tokens(2, 5), decoder_input_ids=tokens(2, 3))
+    memories = net.get_encoder()(tokens(2, 5)).memories
+    assert len(seen) == 1 or all(torch.equal(one, two) for one, two in zip(seen, memories.unbind(1)))
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generation_carries_the_memories(beams):
+    """Beams expand them; with a cache, keys and values come from them once."""
+    net = model()
+    ids, mask = pad([tokens(6), tokens(3, seed=1)], 6, "left")
+    settings = {"num_beams": beams, "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    cached, full = (
+        net.generate(input_ids=ids, attention_mask=mask, use_cache=use_cache, **settings)
+        for use_cache in (True, False)
+    )
+    assert torch.equal(cached, full)
+    given = net.get_encoder()(ids, attention_mask=mask)
+    assert torch.equal(net.generate(encoder_outputs=given, attention_mask=mask, **settings), cached)
+    alone = net.generate(input_ids=ids[1:, 3:], **settings)
+    assert torch.equal(alone, cached[1:])
+
+
+def test_last_state_alone_is_refused():
+    net, ids = model(), tokens(2, 5)
+    state = net.get_encoder()(ids).last_hidden_state
+    for outputs in (BaseModelOutput(last_hidden_state=state), (state,)):
+        with pytest.raises(ValueError, match="reads a memory of its own, which the given `encoder_outputs` lack"):
+            net(encoder_outputs=outputs, decoder_input_ids=ids)
+
+
+def test_wrong_number_of_memories():
+    net, ids = model(), tokens(2, 5)
+    with pytest.raises(ValueError, match="runs 2 layers, .* hold 3 memories"):
+        net.get_decoder()(input_ids=ids, encoder_hidden_states=torch.zeros(2, 3, 5, 16, dtype=torch.float64))
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="needs `is_encoder_decoder=True`"):
+        XFormerModel(XFormerConfig(**{**SIZES, "is_encoder_decoder": False, "stack": "transparent"}))
+    with pytest.raises(ValueError, match=r"in \[0, 1\), got 1.0"):
+        XFormerConfig(**SIZES, stack={"type": "transparent", "weight_dropout": 1.0})
