@@ -1,0 +1,246 @@
+"""Linformer: keys and values projected to a short sequence by learned matrices over positions."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from ..components import register
+from ..context import LayerContext, SublayerOutput
+from .base import Attention, AttentionSpec, literal_softmax_attention
+
+STREAM = "linformer_projection"
+
+
+class LinformerAttention(Attention):
+    """o_i = softmax(scale * q_i (E K)^T) (F V) with learned E, F [k, n] over positions.
+
+    Wang et al. 2020 (arXiv 2006.04768), section 4, eq. 7. n is `max_length`; a text of T tokens uses the first T columns,
+    counted over its real tokens, so padding on either side takes none. Keys and values of padding are zero before the
+    projection, and the short sequence needs no mask.
+
+    Sharing: `none` (E_h and F_h for every head), `headwise` (E and F per layer), `key_value` (E = F per layer), `layerwise`
+    (one matrix for all layers, owned by layer 0 and handed on). Where heads share, tokens are projected to k rows first and
+    to keys and values then: E (X W + b) = (E X) W + (E 1) b.
+
+    Time O(T k D), memory O(T k). The weights given out are those of tokens, softmax(q (E K)^T) F: they can be negative and
+    need not sum to one.
+
+    Raises:
+        ValueError: a row has more than `max_length` tokens.
+    """
+
+    def __init__(self, config, spec: LinformerSpec, *, layer_idx: int, cross: bool = False):
+        super().__init__(config, spec, layer_idx=layer_idx, cross=cross)
+        if cross and spec.sharing == "layerwise":
+            raise ValueError(
+                "linformer as cross-attention has no layers below to share its projection with; choose another `sharing` "
+                "than 'layerwise' there."
+            )
+        self.length, rows = spec.longest(config), spec.rows(config)
+        shape = (self.num_key_value_heads, rows, self.length) if spec.sharing == "none" else (rows, self.length)
+        own = spec.sharing != "layerwise" or layer_idx == 0
+        self.key_projection = nn.Parameter(torch.empty(shape)) if own else None
+        self.value_projection = nn.Parameter(torch.empty(shape)) if spec.sharing in ("none", "headwise") else None
+
+    def initialize(self, config, init) -> None:
+        super().initialize(config, init)
+        for projection in (self.key_projection, self.value_projection):
+            if projection is not None:  # Glorot's bound for each matrix, times 1 / sqrt(2) (released code)
+                bound = (3 / sum(projection.shape[-2:])) ** 0.5
+                init.uniform_(projection, -bound, bound)
+
+    # ------------------------------------------------------------------------------------------- positions
+
+    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+        if self.cross:
+            return
+        self._check_length(context.key_index.shape[0], context.padding_mask)
+        if context.padding_mask is not None and "real_first" not in context.shared:
+            context.shared["real_first"] = _real_first(context.padding_mask)
+
+    def _check_length(self, longest: int, padding: Tensor | None) -> None:
+        if longest <= self.length:
+            return
+        if padding is not None:
+            if torch.compiler.is_compiling() or torch.jit.is_tracing():
+                return
+            longest = int(padding.sum(-1).max())  # padding takes no column
+        if longest > self.length:
+            raise ValueError(
+                f"The sequence has {longest} tokens, but this linformer projects {self.length}; shorten it, or build the model "
+                "with a larger `max_length` of the attention (or `max_position_embeddings`)."
+            )
+
+    def _projections(self, context: LayerContext) -> tuple[Tensor, Tensor, dict[str, Tensor] | None]:
+        """E, F and what to hand on."""
+        if self.spec.sharing != "layerwise":
+            second = self.key_projection if self.value_projection is None else self.value_projection
+            return self.key_projection, second, None
+        if self.key_projection is not None:
+            # A copy: a parameter that is sharded over devices is whole only inside its own layer.
+            own = self.key_projection.clone()
+            return own, own, {STREAM: own}
+        handed = context.streams.get(STREAM)
+        if handed is None:
+            raise ValueError(
+                f"linformer layer {self.layer_idx} was handed no projection, which layer 0 owns; make layer 0 linformer with "
+                "`sharing='layerwise'` too, or choose another `sharing`."
+            )
+        return handed, handed, None
+
+    # ------------------------------------------------------------------------------------------- forward
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        step: int | None = None,
+    ) -> SublayerOutput:
+        step = self.layer_idx if step is None else step
+        read = memory if self.cross else hidden_states
+        query = self.heads(self.q_proj(hidden_states))
+        first, second, streams = self._projections(context)
+        if self.wants_weights(context):
+            output, weights = self._literal(query, read, first, second, context)
+        else:
+            key, value = self._short(read, first, second, context, past_key_values, step)
+            grouped = self.num_key_value_groups > 1
+            output = F.scaled_dot_product_attention(
+                query, key, value, dropout_p=self._dropout(), scale=self.scaling, enable_gqa=grouped
+            ).transpose(1, 2)
+            weights = None
+        output = self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
+        return SublayerOutput(output, weights, streams=streams)
+
+    def _dropout(self) -> float:
+        return self.dropout if self.training else 0.0
+
+    def _short(
+        self, read: Tensor, first: Tensor, second: Tensor, context: LayerContext, past: Cache | None, step: int
+    ) -> tuple[Tensor, Tensor]:
+        """E K and F V, [B, heads, k, d]; those of a memory are computed once per generated text."""
+        cached = self.cross and isinstance(past, EncoderDecoderCache) and not context.static
+        if cached and past.is_updated.get(step):
+            layer = past.cross_attention_cache.layers[step]
+            return layer.keys, layer.values
+        mask, order = self._padding(context)
+        if self.cross:
+            self._check_length(read.shape[1], mask)
+        tokens, mask = self._by_place(read, mask, order)
+        columns = tokens.shape[1]
+        key = self._project(tokens, mask, self.k_proj, first[..., :columns])
+        value = self._project(tokens, mask, self.v_proj, second[..., :columns])
+        if cached:
+            key, value = past.cross_attention_cache.update(key, value, step)
+            past.is_updated[step] = True
+        return key, value
+
+    def _padding(self, context: LayerContext) -> tuple[Tensor | None, Tensor | None]:
+        """The mask of what is read, [B, S], and its tokens with the real ones first."""
+        if not self.cross:
+            return context.padding_mask, context.shared.get("real_first")
+        mask = context.memory_padding_mask
+        return mask, None if mask is None else _real_first(mask)
+
+    def _by_place(self, tokens: Tensor, mask: Tensor | None, order: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Real tokens first, zeros after them, at most n of them."""
+        if mask is None or order is None:
+            return tokens, mask
+        order = order[:, : self.length]
+        mask = mask.gather(1, order)[..., None]
+        tokens = tokens.gather(1, order[..., None].expand(-1, -1, tokens.shape[-1]))
+        return tokens.masked_fill(~mask, 0.0), mask.to(tokens.dtype)
+
+    def _project(self, tokens: Tensor, mask: Tensor | None, projection: nn.Linear, matrix: Tensor) -> Tensor:
+        """matrix [k, S] or [heads, k, S] times the keys or values of tokens [B, S, D] -> [B, heads, k, d]."""
+        matrix = matrix.to(tokens.dtype)
+        if matrix.ndim == 3:
+            each = projection(tokens)
+            return matrix @ self.heads(each if mask is None else each * mask)
+        short = projection(matrix @ tokens)
+        if projection.bias is not None:  # it was added once per row; it belongs there as often as E 1 says
+            total = matrix.sum(-1, keepdim=True) if mask is None else matrix @ mask
+            short = short + (total - 1) * projection.bias
+        return self.heads(short)
+
+    def _literal(
+        self, query: Tensor, read: Tensor, first: Tensor, second: Tensor, context: LayerContext
+    ) -> tuple[Tensor, Tensor]:
+        """The equation with keys and values of all tokens -> output [B, T, H, d], weights of tokens [B, H, T, S]."""
+        mask, _ = self._padding(context)
+        key, value = self.heads(self.k_proj(read)), self.heads(self.v_proj(read))
+        count = read.shape[1]
+        places = torch.arange(count, device=read.device)[None]
+        if mask is not None:
+            places = (mask.long().cumsum(-1) - 1).clamp(min=0)
+        columns = []
+        for matrix in (first, second):
+            matrix = matrix if matrix.ndim == 3 else matrix[None]
+            chosen = matrix[..., places.clamp(max=self.length - 1)].permute(2, 0, 1, 3)  # [B or 1, heads or 1, k, S]
+            columns.append(chosen if mask is None else chosen * mask[:, None, None])
+        short = columns[0].to(key.dtype) @ key
+        _, products = literal_softmax_attention(query, short, torch.zeros_like(short), None, None, self.scaling)
+        products = F.dropout(products, self._dropout())
+        spread = columns[1].to(value.dtype)
+        groups = self.num_key_value_groups
+        if groups > 1:
+            value = value.repeat_interleave(groups, dim=1)
+            spread = spread.repeat_interleave(groups, dim=1) if spread.shape[1] > 1 else spread
+        weights = products @ spread
+        return (weights @ value).transpose(1, 2), weights
+
+
+def _real_first(mask: Tensor) -> Tensor:
+    """[B, S] tokens by row, the real ones before the padding, each in order."""
+    return (~mask).long().argsort(dim=-1, stable=True)
+
+
+@register("attention", "linformer")
+class LinformerSpec(AttentionSpec):
+    """projected_length: rows k (`None`: a quarter of max_length). sharing: which projections are one and the same.
+    max_length: columns n (`None`: `max_position_embeddings`)."""
+
+    summary = "keys and values projected to a short sequence over positions: linear time"
+    causal = False
+    cross = True
+    rotation = False
+    why_not_causal = "each row of its short sequence mixes all positions, later ones too."
+    contract_exceptions: ClassVar[dict[str, str]] = {
+        "attention_weights": "the projection over positions has any sign, so weights of tokens need not be positive or sum to 1"
+    }
+
+    projected_length: int | None = None
+    sharing: Literal["none", "headwise", "key_value", "layerwise"] = "headwise"
+    max_length: int | None = None
+
+    def longest(self, config) -> int:
+        """Columns n."""
+        return config.max_position_embeddings if self.max_length is None else self.max_length
+
+    def rows(self, config) -> int:
+        """Rows k."""
+        return max(self.longest(config) // 4, 1) if self.projected_length is None else self.projected_length
+
+    def check_fields(self) -> None:
+        for name in ("projected_length", "max_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"linformer needs `{name}` >= 1, got {value}.")
+
+    def check(self, config) -> None:
+        if self.rows(config) > self.longest(config):
+            raise ValueError(
+                f"linformer projects at most {self.longest(config)} tokens (`max_length`), so `projected_length` "
+                f"{self.projected_length} would make them more, not fewer."
+            )
+
+    def build(self, config, **where) -> LinformerAttention:
+        return LinformerAttention(config, self, **where)

@@ -1,0 +1,300 @@
+"""Luna: attention nested through a short memory that travels from layer to layer."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from ..cache import RecurrentStateLayer
+from ..components import register
+from ..context import LayerContext, SublayerOutput
+from ..initialization import start_projections
+from ..ops.feature_maps import elu_plus_one
+from ..ops.linear_attention import linear_attention
+from ..ops.segments import accumulation_dtype
+from .base import Attention, AttentionSpec, literal_softmax_attention
+from .linear import state_layer
+
+STREAM = "luna_memory"
+
+
+class LunaAttention(Attention):
+    """Pack a text X into a memory P of l vectors, then let each token read the packed memory.
+
+    Ma et al. 2021 (arXiv 2106.01540), section 3, with Attn(Q, K, V) = softmax(scale * Q K^T) V by heads:
+
+        Yp = Attn(P Wpq, X Wpk, X Wpv),   Yx = Attn(X Wq, Yp Wk, Yp Wv) Wo,   P' = LN(P + Yp)         (eqs. 2, 3, 5)
+
+    Keys and values are tied by default (Wpk = Wpv, Wk = Wv). P starts as a parameter of the first layer and is the stream
+    `luna_memory`; P' goes to the next layer. In an encoder a text of T tokens uses the first T vectors only (dynamic
+    projection, section 3.3). In cross-attention the encoder's text is packed, and the decoder's tokens read it.
+
+    Decoder (section 3.4): with f(A, B, C)_t = A_t / t * sum_{j<=t} B_j^T C_j and omega = elu + 1,
+
+        a_j = omega(scale * (P Wpq) (x_j Wk)),   u_t = softmax(f(scale * X Wq, X Wk, a)_t),   Yx_t = f(u, a, X Wv)_t Wo.
+
+    P is then the same in all layers, as packing a whole text would show the future; only cross-attention changes it. t
+    counts real tokens. All l vectors take part, since a decoder does not know its length.
+
+    Time O(T l D), memory O(T (D + H l)). State in a decoder: sum x_j Wk a_j and sum a_j x_j Wv, [d, l] and [l, d] per head (one
+    of them when tied), and t. The weights given out are products of the two steps; in a decoder they do not sum to one.
+    `attention_probs_dropout_prob` acts on both softmaxes of an encoder.
+    """
+
+    def __init__(self, config, spec: LunaSpec, *, layer_idx: int, cross: bool = False):
+        super().__init__(config, spec, layer_idx=layer_idx, cross=cross)
+        del self.k_proj, self.v_proj
+        width, inner = config.hidden_size, self.num_heads * self.head_dim
+        self.slots = spec.projected_length
+        self.pack_heads = self.num_heads if spec.pack_heads is None else spec.pack_heads
+
+        def projection() -> nn.Linear:
+            return nn.Linear(width, inner, bias=spec.bias)
+
+        self.pack_q_proj, self.k_proj = projection(), projection()
+        self.v_proj = None if spec.tie_kv else projection()
+        self.pack_k_proj = None if self.is_causal else projection()
+        self.pack_v_proj = None if self.is_causal or spec.tie_kv else projection()
+        first = layer_idx == 0 and not (cross and config.attention.type == "luna")
+        self.memory = nn.Parameter(torch.empty(self.slots, width)) if first else None
+        self.dynamic = spec.dynamic_projection and not cross
+        count = config.stack.num_layers(config)
+        last = layer_idx == count - 1 and config.stack.num_steps(config) == count
+        # The last layer's P' would be read by nobody.
+        self.memory_norm = None if self.is_causal or last else config.normalization.build(config)
+
+    def initialize(self, config, init) -> None:
+        named = (self.k_proj, self.v_proj, self.pack_q_proj, self.pack_k_proj, self.pack_v_proj)
+        inputs = [projection for projection in named if projection is not None]
+        start_projections(config, init, inputs=inputs, output=self.o_proj)
+        if config.initializer == "t5":
+            std = config.initializer_factor * (config.hidden_size * self.head_dim) ** -0.5
+            init.normal_(self.q_proj.weight, mean=0.0, std=std)
+        if self.memory is not None:
+            init.normal_(self.memory, mean=0.0, std=config.hidden_size**-0.5)
+
+    # ------------------------------------------------------------------------------------------- forward
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        step: int | None = None,
+    ) -> SublayerOutput:
+        step = self.layer_idx if step is None else step
+        handed = self._memory(context)
+        if self.is_causal:
+            output, weights = self._decode(hidden_states, handed, context, past_key_values, step)
+            streams = {STREAM: handed}
+        else:
+            output, weights, streams = self._encode(hidden_states, handed, memory, context, past_key_values, step)
+        output = self.o_proj(output.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1))
+        return SublayerOutput(output, weights, streams=streams)
+
+    def _memory(self, context: LayerContext) -> Tensor:
+        """P, [1 or B, l, D]."""
+        handed = context.streams.get(STREAM)
+        if handed is not None:
+            return handed
+        if self.memory is None:
+            raise ValueError(
+                f"luna layer {self.layer_idx} was handed no memory, which the layers below it carry; make all layers from the "
+                "first one luna."
+            )
+        return self.memory[None].clone()  # a parameter that is sharded over devices is whole only inside its own layer
+
+    def _split(self, x: Tensor, heads: int) -> Tensor:
+        """[B, T, H * d] -> [B, heads, T, H * d / heads]."""
+        return x.view(*x.shape[:-1], heads, -1).transpose(1, 2)
+
+    # ------------------------------------------------------------------------------------------- encoder
+
+    def _encode(
+        self,
+        hidden_states: Tensor,
+        handed: Tensor,
+        memory: Tensor | None,
+        context: LayerContext,
+        past: Cache | None,
+        step: int,
+    ) -> tuple[Tensor, Tensor | None, dict[str, Tensor] | None]:
+        read = memory if self.cross else hidden_states
+        mask = context.memory_padding_mask if self.cross else context.padding_mask
+        if self.dynamic:
+            handed = handed[:, : read.shape[1]]
+        literal = self.wants_weights(context)
+        cached = self.cross and isinstance(past, EncoderDecoderCache) and not context.static
+        if cached and past.is_updated.get(step) and not literal:
+            layer = past.cross_attention_cache.layers[step]
+            packed, packing = layer.keys[:, 0], None
+        else:
+            packed, packing = self._pack(handed, read, mask, literal)
+            if cached and not past.is_updated.get(step):
+                past.cross_attention_cache.update(packed[:, None], packed[:, None, :, :0], step)
+                past.is_updated[step] = True
+        streams = None
+        if self.memory_norm is not None:
+            streams = {STREAM: self.memory_norm(handed + packed)}
+        key = self._split(self.k_proj(packed), self.num_heads)
+        value = key if self.v_proj is None else self._split(self.v_proj(packed), self.num_heads)
+        query = self._split(self.q_proj(hidden_states), self.num_heads)
+        slots = self._slots_in_use(read, packed, mask)
+        output, reading = self._attention(query, key, value, slots, self.scaling, literal)
+        weights = None
+        if packing is not None and reading is not None:
+            if self.pack_heads != self.num_heads:
+                packing = packing.mean(1, keepdim=True)
+            weights = reading @ packing
+        return output, weights, streams
+
+    def _pack(self, handed: Tensor, read: Tensor, mask: Tensor | None, literal: bool) -> tuple[Tensor, Tensor | None]:
+        """Yp [B, l, D] and its weights [B, pack heads, l, S]."""
+        heads, batch = self.pack_heads, read.shape[0]
+        query = self._split(self.pack_q_proj(handed), heads).expand(batch, -1, -1, -1)
+        key = self._split(self.pack_k_proj(read), heads)
+        value = key if self.pack_v_proj is None else self._split(self.pack_v_proj(read), heads)
+        scaling = self.scaling if heads == self.num_heads else query.shape[-1] ** -0.5
+        packed, weights = self._attention(query, key, value, mask, scaling, literal)
+        return packed.transpose(1, 2).flatten(2), weights
+
+    def _slots_in_use(self, read: Tensor, packed: Tensor, mask: Tensor | None) -> Tensor | None:
+        """[B, l]: which vectors tokens may read; none in a row of padding alone."""
+        if mask is None:
+            return None
+        count = mask.sum(-1, keepdim=True)
+        if self.dynamic:
+            return torch.arange(packed.shape[1], device=read.device) < count
+        return (count > 0).expand(-1, packed.shape[1])
+
+    def _attention(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, literal: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Softmax attention with a mask of keys [B, S]: output [B, H, T, d]; a row without keys gives zeros."""
+        dropout = self.dropout if self.training else 0.0
+        if literal:
+            allowed = None if mask is None else mask[:, None, None, :]
+            output, weights = literal_softmax_attention(query, key, value, allowed, None, scaling, dropout)
+            return output.transpose(1, 2), weights
+        if mask is None:
+            return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scaling), None
+        # A softmax over nothing is NaN: let an empty row see everything and blank its output.
+        empty = ~mask.any(-1)
+        allowed = (mask | empty[:, None])[:, None, None, :].expand(-1, -1, query.shape[2], -1)
+        output = F.scaled_dot_product_attention(query, key, value, allowed, dropout_p=dropout, scale=scaling)
+        return output.masked_fill(empty[:, None, None, None], 0.0), None
+
+    # ------------------------------------------------------------------------------------------- decoder
+
+    def _decode(
+        self, hidden_states: Tensor, handed: Tensor, context: LayerContext, past: Cache | None, step: int
+    ) -> tuple[Tensor, Tensor | None]:
+        heads, mask = self.num_heads, context.query_padding_mask
+        query = self._split(self.q_proj(hidden_states), heads) * self.scaling
+        key = self._split(self.k_proj(hidden_states), heads)
+        value = key if self.v_proj is None else self._split(self.v_proj(hidden_states), heads)
+        slots = self._split(self.pack_q_proj(handed), heads) * self.scaling
+        opened = elu_plus_one(key @ slots.mT)  # a, [B, H, T, l]
+        layer = state_layer(past, step)
+        state = layer.state if layer is not None else {}
+        # Tokens read so far, at least one, so that padding before a text divides by something.
+        real = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool) if mask is None else mask
+        count = real.long().cumsum(-1)
+        if state:
+            count = count + state["count"]
+        share = (1.0 / count.clamp(min=1).to(accumulation_dtype(value.dtype)))[:, None, :, None]
+        weights = None
+        if self.wants_weights(context) and not state:
+            output, weights = self._decode_literal(query, key, value, opened, share, real)
+        if weights is None or layer is not None:
+            options = {"causal": True, "key_padding_mask": mask, "normalize": False, "return_state": True}
+            options["chunk_size"] = self.spec.chunk_size
+            keys = (state["keys"], _sums(state["keys"])) if state else None
+            scores, keys = linear_attention(query, key, opened, state=keys, **options)
+            chosen = torch.softmax(scores * share.to(scores.dtype), dim=-1)
+            # When tied, what the values were written to is what the keys were written to, turned over.
+            values = state.get("values", state["keys"].mT.contiguous()) if state else None
+            values = (values, _sums(values)) if values is not None else None
+            found, values = linear_attention(chosen, opened, value, state=values, **options)
+            output = output if weights is not None else found * share.to(found.dtype)
+            if layer is not None:
+                more = {} if self.v_proj is None else {"values": values.kv}
+                layer.advance(query.shape[2], keys=keys.kv, count=count[:, -1:], **more)
+        return output, weights
+
+    def _decode_literal(
+        self, query: Tensor, key: Tensor, value: Tensor, opened: Tensor, share: Tensor, real: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Both sums with their [T, T] matrices."""
+        dtype, length = share.dtype, query.shape[2]
+        query, key, opened = query.to(dtype), key.to(dtype), opened.to(dtype)
+        seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril() & real[:, None, None]
+        scores = (query @ key.mT * seen) @ opened * share
+        weights = torch.softmax(scores, dim=-1) @ opened.mT * seen * share
+        return (weights @ value.to(dtype)).to(value.dtype), weights.to(value.dtype)
+
+
+def _sums(kv: Tensor) -> Tensor:
+    """In place of the sums of keys, which only a denominator would need."""
+    return torch.zeros_like(kv[..., 0])
+
+
+@register("attention", "luna")
+class LunaSpec(AttentionSpec):
+    """projected_length: vectors l of the memory. pack_heads: heads of the packing (`None`: as many as the attention has).
+    tie_kv: keys are values. dynamic_projection: in an encoder a text uses no more vectors than it has tokens. chunk_size:
+    tokens per quadratic block of a decoder's scans."""
+
+    summary = "packs a text into a short memory that tokens then read: linear time"
+    cross = True
+    rotation = False
+    contract_exceptions: ClassVar[dict[str, str]] = {
+        "attention_weights:decoder": "the causal form averages products of features (section 3.4), which need not sum to 1",
+        "attention_weights:seq2seq": "the causal form averages products of features (section 3.4), which need not sum to 1",
+    }
+
+    conformance_exceptions: ClassVar[dict[str, str]] = {
+        "test_retain_grad_hidden_states_attentions": "an encoder's output is made of the two steps one after the other; the "
+        "weights given out are their product, which it does not depend on"
+    }
+
+    projected_length: int = 128
+    pack_heads: int | None = None
+    tie_kv: bool = True
+    dynamic_projection: bool = True
+    chunk_size: int = 64
+
+    def check_fields(self) -> None:
+        for name in ("projected_length", "pack_heads", "chunk_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"luna needs `{name}` >= 1, got {value}.")
+
+    def check(self, config) -> None:
+        heads = config.num_attention_heads
+        if config.key_value_heads != heads:
+            raise ValueError(
+                f"luna does not group heads, so it cannot have {config.key_value_heads} key/value heads for {heads} heads; leave "
+                "`num_key_value_heads` unset."
+            )
+        if heads * config.head_width != config.hidden_size:
+            raise ValueError(
+                f"luna adds what it packs to a memory as wide as the model, so heads must make up `hidden_size` "
+                f"{config.hidden_size}, not {heads * config.head_width}; leave `head_dim` unset."
+            )
+        if self.pack_heads is not None and config.hidden_size % self.pack_heads:
+            raise ValueError(
+                f"luna needs `pack_heads` that divide `hidden_size` {config.hidden_size}, got {self.pack_heads}."
+            )
+
+    def cache_layer(self, config) -> RecurrentStateLayer:
+        return RecurrentStateLayer()
+
+    def build(self, config, **where) -> LunaAttention:
+        return LunaAttention(config, self, **where)

@@ -1,0 +1,124 @@
+"""Nystromformer: softmax attention approximated through a few landmarks, and a convolution over the values."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..components import register
+from ..context import LayerContext
+from ..ops.nystrom import iterative_pinv, nystrom_attention, segment_means
+from ..ops.segments import accumulation_dtype
+from .base import Attention, AttentionSpec
+
+
+class NystromAttention(Attention):
+    """O = softmax(Q K~^T) pinv(softmax(Q~ K~^T)) softmax(Q~ K^T) V + DWConv(V), all scores times `scale`.
+
+    Xiong et al. 2021 (arXiv 2102.03902), eqs. 11-14: the landmarks Q~ and K~ are means of at most `num_landmarks` segments
+    of consecutive real tokens, the pseudo-inverse is `pinv_iterations` steps of an iteration made of products. A text of no
+    more tokens than landmarks gets exact attention. DWConv convolves each head's values over the sequence with a kernel of
+    its own (the paper's skip connection). Padding enters neither landmarks nor convolution.
+
+    Time O(T m d) per head, memory O(T m). The weights given out are those of the approximation without the convolution:
+    they can be negative and sum to one only roughly. They have no dropout, as in the released code:
+    `attention_probs_dropout_prob` has no effect.
+    """
+
+    def __init__(self, config, spec: NystromSpec, **where):
+        super().__init__(config, spec, **where)
+        size = spec.conv_kernel_size
+        self.conv = None
+        if size is not None:
+            heads = self.num_heads
+            self.conv = nn.Conv2d(heads, heads, (size, 1), padding=(size // 2, 0), groups=heads, bias=False)
+
+    def initialize(self, config, init) -> None:
+        super().initialize(config, init)
+        if self.conv is not None:
+            init.normal_(self.conv.weight, mean=0.0, std=config.initializer_range)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+        if self.num_key_value_groups > 1:
+            key, value = (x.repeat_interleave(self.num_key_value_groups, dim=1) for x in (key, value))
+        spec, mask, weights = self.spec, context.padding_mask, None
+        if self.wants_weights(context):
+            weights = self.matrix(query, key, mask)
+            output = weights @ value
+        else:
+            output = nystrom_attention(
+                *(query, key, value),
+                num_landmarks=spec.num_landmarks,
+                key_padding_mask=mask,
+                query_padding_mask=mask,
+                pinv_iterations=spec.pinv_iterations,
+                pinv_init=spec.pinv_init,
+                scale=self.scaling,
+            )
+        if self.conv is not None:
+            value = value if mask is None else value.masked_fill(~mask[:, None, :, None], 0.0)
+            output = output + self.conv(value)
+        return output.transpose(1, 2), weights
+
+    def matrix(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+        """The approximated attention matrix [B, H, T, T], its three factors multiplied out."""
+        most, dtype = self.spec.num_landmarks, accumulation_dtype(query.dtype)
+        real = query.new_ones(query.shape[0], query.shape[2], dtype=torch.bool) if mask is None else mask
+        exact = _softmax(query @ key.mT * self.scaling, real[:, None, None])
+        if query.shape[2] <= most:
+            return exact
+        query_means, count = segment_means(query, most, real)
+        key_means, _ = segment_means(key, most, real)
+        used = (count > 0)[:, None, None]  # [B, 1, 1, m]
+        first = _softmax(query @ key_means.mT * self.scaling, used)
+        middle = _softmax(query_means @ key_means.mT * self.scaling, used) * used.mT
+        last = _softmax(query_means @ key.mT * self.scaling, real[:, None, None])
+        middle = middle.to(dtype)
+        if self.spec.pinv_iterations is None:
+            inverse = torch.linalg.pinv(middle)
+        else:
+            inverse = iterative_pinv(middle, self.spec.pinv_iterations, init=self.spec.pinv_init)
+        product = first.to(dtype) @ inverse @ last.to(dtype)
+        few = (real.sum(-1) <= most)[:, None, None, None]
+        return torch.where(few, exact, product.to(exact.dtype))
+
+
+def _softmax(scores: Tensor, allowed: Tensor) -> Tensor:
+    """Softmax over the allowed columns; zeros where there are none."""
+    scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+    return torch.softmax(scores, dim=-1).masked_fill(~allowed, 0.0)
+
+
+@register("attention", "nystromformer", aliases=("nystrom",))
+class NystromSpec(AttentionSpec):
+    """num_landmarks: segments of the text, at most. conv_kernel_size: tokens under the kernel of the convolution over
+    values, odd (`None`: no convolution). pinv_iterations: steps of the inverse (`None`: exact pseudo-inverse, which is not
+    always the better approximation). pinv_init: its start, by the norms of each matrix, or `global`, by the largest of all
+    (transformers' Nystromformer), which lets the rest of the batch change a result."""
+
+    summary = "softmax attention through a few landmarks (Nystrom method): linear time"
+    causal = False
+    why_not_causal = "its landmarks are means over all tokens, later ones too."
+    contract_exceptions: ClassVar[dict[str, str]] = {
+        "attention_weights": "the approximated matrix can be negative and its rows sum to 1 only roughly (eq. 12)"
+    }
+
+    num_landmarks: int = 64
+    conv_kernel_size: int | None = 65
+    pinv_iterations: int | None = 6
+    pinv_init: Literal["per_matrix", "global"] = "per_matrix"
+
+    def check_fields(self) -> None:
+        for name in ("num_landmarks", "pinv_iterations", "conv_kernel_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"nystromformer needs `{name}` >= 1, got {value}.")
+        if self.conv_kernel_size is not None and self.conv_kernel_size % 2 == 0:
+            raise ValueError(
+                f"nystromformer centres its convolution on a token, so `conv_kernel_size` must be odd, got {self.conv_kernel_size}."
+            )
+
+    def build(self, config, **where) -> NystromAttention:
+        return NystromAttention(config, self, **where)

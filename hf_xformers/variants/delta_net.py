@@ -1,0 +1,49 @@
+"""Delta networks (Schlag, Irie, Schmidhuber 2021): linear attention that overwrites what it holds for a key."""
+
+from __future__ import annotations
+
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..families import DECODER_HEADS, VariantInfo, make_family
+
+
+class XFDeltaNetConfig(XFormerConfig):
+    """Delta networks (Schlag, Irie, Schmidhuber 2021): linear attention that overwrites what it holds for a key."""
+
+    model_type = "xf_delta_net"
+
+    hidden_size: int = 128
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 8
+    intermediate_size: int = 2048
+    max_position_embeddings: int = 1024
+    attention_probs_dropout_prob: float | int = 0.0
+    is_decoder: bool = True
+    attention: SpecLike = "delta_net"
+    feedforward: SpecLike = "relu"
+    residual: SpecLike = "pre_ln"
+
+
+INFO = VariantInfo(
+    summary="a linear attention whose state is corrected by the delta rule, with deterministic features (DPFP)",
+    paper="Schlag et al. 2021",
+    url="https://arxiv.org/abs/2102.11174",
+    equation=r"S_i = S_{i-1} + \beta_i \, \phi(k_i)^\top \big( v_i - \phi(k_i) S_{i-1} \big), \qquad "
+    r"o_i = \phi(q_i) S_i, \qquad \beta_i = \sigma(w x_i)",
+    cost="time O(T (C + d) F) per head for chunks of C tokens and F features, memory O(T D); generation keeps H F d numbers per layer at any length",
+    bibtex="""@inproceedings{schlag2021linear,
+  title={Linear Transformers Are Secretly Fast Weight Programmers},
+  author={Schlag, Imanol and Irie, Kazuki and Schmidhuber, J{\\"u}rgen},
+  booktitle={International Conference on Machine Learning},
+  year={2021}
+}""",
+    notes="Causal only. Computed in chunks as in Yang et al. 2024 (arXiv 2406.06484). Their DeltaNet layer is another model "
+    "(SiLU, l2-normalised keys, short convolutions, a norm on the output).",
+)
+
+_family = make_family(XFDeltaNetConfig, "XFDeltaNet", DECODER_HEADS, INFO)
+XFDeltaNetModel = _family["Model"]
+XFDeltaNetForCausalLM = _family["ForCausalLM"]
+XFDeltaNetForSequenceClassification = _family["ForSequenceClassification"]
+XFDeltaNetForTokenClassification = _family["ForTokenClassification"]
+XFDeltaNetForQuestionAnswering = _family["ForQuestionAnswering"]

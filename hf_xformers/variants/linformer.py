@@ -1,0 +1,45 @@
+"""Linformer (Wang et al. 2020): keys and values are projected over positions to a short sequence."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..families import ENCODER_HEADS, VariantInfo, make_family
+
+
+class XFLinformerConfig(XFormerConfig):
+    """Linformer (Wang et al. 2020): keys and values are projected over positions to a short sequence."""
+
+    model_type = "xf_linformer"
+
+    attention: SpecLike = "linformer"
+    decoder: dict[str, Any] | None = field(default_factory=lambda: {"attention": "dense"})
+
+
+INFO = VariantInfo(
+    summary="learned matrices over positions project keys and values to a short sequence before attention",
+    paper="Wang et al. 2020",
+    url="https://arxiv.org/abs/2006.04768",
+    equation=r"\mathrm{softmax}\!\left(\frac{Q (E K)^\top}{\sqrt d}\right) F V, \qquad E, F \in \mathbb{R}^{k \times n}",
+    cost="time O(T k D), memory O(T k) for k projected rows; 2 k n parameters per layer, fewer with more sharing",
+    bibtex="""@article{wang2020linformer,
+  title={Linformer: Self-Attention with Linear Complexity},
+  author={Wang, Sinong and Li, Belinda Z. and Khabsa, Madian and Fang, Han and Ma, Hao},
+  journal={arXiv preprint arXiv:2006.04768},
+  year={2020}
+}""",
+    notes="No causal form exists; the decoder of an encoder-decoder has dense attention. `max_position_embeddings` is the "
+    "number of columns of the projections, so a checkpoint is tied to it.",
+)
+
+_family = make_family(XFLinformerConfig, "XFLinformer", (*ENCODER_HEADS, "ForSeq2SeqLM"), INFO)
+XFLinformerModel = _family["Model"]
+XFLinformerForMaskedLM = _family["ForMaskedLM"]
+XFLinformerForSequenceClassification = _family["ForSequenceClassification"]
+XFLinformerForTokenClassification = _family["ForTokenClassification"]
+XFLinformerForQuestionAnswering = _family["ForQuestionAnswering"]
+XFLinformerForMultipleChoice = _family["ForMultipleChoice"]
+XFLinformerForSeq2SeqLM = _family["ForSeq2SeqLM"]

@@ -1,0 +1,47 @@
+"""Nystromformer (Xiong et al. 2021): softmax attention approximated through a few landmarks."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..families import ENCODER_HEADS, VariantInfo, make_family
+
+
+class XFNystromformerConfig(XFormerConfig):
+    """Nystromformer (Xiong et al. 2021): softmax attention approximated through a few landmarks."""
+
+    model_type = "xf_nystromformer"
+
+    attention: SpecLike = "nystromformer"
+    decoder: dict[str, Any] | None = field(default_factory=lambda: {"attention": "dense"})
+
+
+INFO = VariantInfo(
+    summary="softmax attention approximated through landmarks (Nystrom method), and a depthwise convolution over values",
+    paper="Xiong et al. 2021",
+    url="https://arxiv.org/abs/2102.03902",
+    equation=r"\mathrm{softmax}\!\left(\tfrac{Q \tilde K^\top}{\sqrt d}\right) "
+    r"\mathrm{softmax}\!\left(\tfrac{\tilde Q \tilde K^\top}{\sqrt d}\right)^{+} "
+    r"\mathrm{softmax}\!\left(\tfrac{\tilde Q K^\top}{\sqrt d}\right) V + \mathrm{DWConv}(V)",
+    cost="time O(T m D + H m^3) for m landmarks, memory O(T m)",
+    bibtex="""@inproceedings{xiong2021nystromformer,
+  title={Nystr{\\"o}mformer: A {N}ystr{\\"o}m-based Algorithm for Approximating Self-Attention},
+  author={Xiong, Yunyang and Zeng, Zhanpeng and Chakraborty, Rudrasis and Tan, Mingxing and Fung, Glenn and Li, Yin and Singh, Vikas},
+  booktitle={Proceedings of the AAAI Conference on Artificial Intelligence},
+  year={2021}
+}""",
+    notes="No causal form exists; the decoder of an encoder-decoder has dense attention. Texts of any length and padding are "
+    "segmented over their real tokens; transformers' class needs a fixed length and averages padding in.",
+)
+
+_family = make_family(XFNystromformerConfig, "XFNystromformer", (*ENCODER_HEADS, "ForSeq2SeqLM"), INFO)
+XFNystromformerModel = _family["Model"]
+XFNystromformerForMaskedLM = _family["ForMaskedLM"]
+XFNystromformerForSequenceClassification = _family["ForSequenceClassification"]
+XFNystromformerForTokenClassification = _family["ForTokenClassification"]
+XFNystromformerForQuestionAnswering = _family["ForQuestionAnswering"]
+XFNystromformerForMultipleChoice = _family["ForMultipleChoice"]
+XFNystromformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
