@@ -1,0 +1,119 @@
+"""Hi-Transformer's layer: words read their sentence, sentences their text, and words their sentence and the text."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ..components import register
+from ..context import LayerContext, SublayerOutput, add_losses
+from ..stacks.hi_transformer import NESTING, SENTENCE_POSITIONS, AttentivePooling, Levels
+from .base import BlockSpec, SublayerPlan, XFormerLayer
+
+
+class HiLayer(XFormerLayer):
+    """Wu et al. 2021 (arXiv 2106.01040), section 2. With h_i1 .. h_iW the words of sentence i, p_i its position:
+
+    in the first layer   h_i  <- SentenceTransformer_1(h_i1, ..., h_iW)
+    s_i = attentive pooling of h_i1 .. h_iW
+    d_1 .. d_S = DocumentTransformer(s_1 + p_1, ..., s_S + p_S)
+    [h_i ; _] <- SentenceTransformer_2(h_i1, ..., h_iW, d_i + u)
+
+    Each Transformer is one attention and one feed-forward sublayer. u, which is learned, tells the text's vector from a
+    word. A sentence without words takes no part. Cost O(T W D + S^2 D) besides projections.
+    """
+
+    def __init__(self, config, block: BlockSpec, *, layer_idx: int, cross: bool = False):
+        super().__init__(config, block, layer_idx=layer_idx, cross=cross)
+        self.first = layer_idx == 0
+        self.pooling = AttentivePooling(config)
+        self.document_mark = nn.Parameter(torch.zeros(config.hidden_size))
+
+    def initialize(self, config, init) -> None:
+        init.normal_(self.document_mark, mean=0.0, std=config.initializer_range)
+
+    def run(
+        self, prefix: str, hidden_states: Tensor, context: LayerContext, losses: dict[str, Tensor], step: int
+    ) -> Tensor:
+        """Attention and feed-forward planned under `prefix`, on [R, N, D]."""
+        plan = {entry.name: entry for entry in self.plan}
+        context = context.with_streams({})
+        for kind in ("attention", "feedforward"):
+            entry = plan.get(prefix + kind) or plan[kind]  # shared sentence layers have no first ones
+            frame = self.frame(entry)
+            result: SublayerOutput = self.run_sublayer(entry, hidden_states, context, None, None, step)
+            if result.streams:
+                raise ValueError(
+                    f"{type(getattr(self, entry.name)).__name__} hands {', '.join(result.streams)} to the next layer, which "
+                    "block 'hi_transformer' cannot pass on; use another mechanism, e.g. 'dense'."
+                )
+            hidden_states = frame.leave(hidden_states, result.output, result.gate, **frame.inputs(context))
+            add_losses(losses, result.aux_losses)
+        return hidden_states
+
+    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+        levels: Levels = context.shared[NESTING]
+        for prefix, level in (("first_", levels.words), ("document_", levels.document), ("", levels.informed)):
+            for entry in self.plan:
+                if entry.name in (f"{prefix}attention", f"{prefix}feedforward"):
+                    self._prepare(entry, level)
+        if self.first and not hasattr(self, "first_attention"):
+            for entry in self.plan:
+                if entry.name in ("attention", "feedforward"):
+                    self._prepare(entry, levels.words)
+
+    def _prepare(self, entry: SublayerPlan, level: LayerContext) -> None:
+        prepare = getattr(getattr(self, entry.name), "prepare", None)
+        if prepare is not None:
+            prepare(level, None)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        memory: Tensor | None = None,
+        *stream_tensors: Tensor,
+        context: LayerContext,
+        step: int,
+        stream_names: tuple[str, ...] = (),
+        past_key_values: Cache | None = None,
+        before_sublayer=None,
+    ) -> tuple:
+        streams = dict(zip(stream_names, stream_tensors, strict=True))
+        levels: Levels = context.shared[NESTING]
+        nesting, losses = levels.nesting, {}
+        batch, count = nesting.words.shape[:2]
+        words = nesting.nest(hidden_states)
+        if self.first:
+            words = self.run("first_", words, levels.words, losses, step)
+        sentences = self.pooling(words, nesting.words.flatten(0, 1)).view(batch, count, -1)
+        sentences = self.run("document_", sentences + streams[SENTENCE_POSITIONS], levels.document, losses, step)
+        told = (sentences + self.document_mark).view(batch * count, 1, -1)
+        words = self.run("", torch.cat([words, told], dim=1), levels.informed, losses, step)[:, :-1]
+        hidden_states = nesting.flatten(words, hidden_states.shape[1])
+        return (hidden_states, tuple(streams), tuple(losses), *streams.values(), *losses.values())
+
+
+@register("block", "hi_transformer")
+class HiTransformerBlockSpec(BlockSpec):
+    """share_sentence_layers: in the first layer, the words' first Transformer is the second one."""
+
+    summary = "sentence Transformer, document Transformer, sentence Transformer that reads the document"
+
+    share_sentence_layers: bool = False
+
+    def check(self, config) -> None:
+        if config.stack.type != "hi_transformer":
+            raise ValueError(
+                f"block 'hi_transformer' works on sentences, which stack {config.stack.type!r} does not make; set "
+                "`stack='hi_transformer'`."
+            )
+
+    def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:
+        prefixes = ["document_", ""]
+        if layer_idx == 0 and not self.share_sentence_layers:
+            prefixes.insert(0, "first_")
+        return [SublayerPlan(prefix + kind, kind) for prefix in prefixes for kind in ("attention", "feedforward")]
+
+    def build(self, config, **where) -> HiLayer:
+        return HiLayer(config, self, **where)

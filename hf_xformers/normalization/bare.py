@@ -1,0 +1,29 @@
+"""A residual sum without normalisation, for sublayers that normalise inside."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ..components import register
+from .residual import Residual, ResidualSpec
+
+
+class BareSum(Residual):
+    """y = x + f(x)."""
+
+    def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None) -> Tensor:
+        return hidden_states + self.branch(output, gate)
+
+
+@register("residual", "bare")
+class BareSpec(ResidualSpec):
+    """final_norm: normalise the residual stream after the last layer."""
+
+    summary = "a plain residual sum, for sublayers that normalise by themselves"
+    module = BareSum
+    additive = True
+
+    final_norm: bool = True
+
+    def build_final(self, config) -> nn.Module | None:
+        return config.normalization.build(config) if self.final_norm else None

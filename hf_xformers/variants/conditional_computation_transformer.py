@@ -1,0 +1,71 @@
+"""Conditional Computation Transformer (Bapna et al. 2020): gates that spend computation where it helps."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+_STILL = "gates are closed or open in evaluation, so that their networks learn in training mode only"
+
+
+class XFConditionalComputationTransformerConfig(XFormerConfig):
+    """Conditional Computation Transformer (Bapna et al. 2020): gates that spend computation where it helps.
+
+    `stack={"type": "conditional_computation", "budget": p}` says which share of the gates is to be open.
+    """
+
+    model_type = "xf_conditional_computation_transformer"
+    contract_exceptions: ClassVar[dict[str, str]] = {
+        "gradient_checkpointing": "every training pass raises the gates' noise; tests/stacks/test_conditional_computation.py "
+        "compares passes with equal noise",
+        **{f"loss_and_saving:{head}": _STILL for head in ALL_HEADS},
+    }
+
+    hidden_size: int = 512
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 8
+    intermediate_size: int = 2048
+    position: SpecLike = "sinusoidal_absolute"
+    attention: SpecLike = "conditional"
+    cross_attention: SpecLike = "conditional"
+    residual: SpecLike = "bare"
+    feedforward: SpecLike = "conditional"
+    stack: SpecLike = "conditional_computation"
+
+
+INFO = VariantInfo(
+    summary="gates for each token and sublayer, trained to a budget, closed ones skipped in evaluation",
+    paper="Bapna et al. 2020",
+    url="https://arxiv.org/abs/2002.07106",
+    equation=(
+        r"x \leftarrow x + g(x) \odot f(x), \quad g = \sigma(G(x) + \alpha \epsilon) \text{ in training}, \quad "
+        r"g = \mathbb{1}[G(x) \ge 0] \text{ in evaluation}, \quad \mathcal{L}_b = |\bar{g} - p|"
+    ),
+    cost="training as dense; evaluation: feed-forward time in proportion to the open gates",
+    notes=(
+        "Feed-forward sublayers consist of 4 parts with a gate each; attention has a gate for the asking and one for the read "
+        "token. Each tower of an encoder-decoder has a budget loss of its own. The noise grows with the number of training "
+        "passes (`noise_steps`): gates of a model trained for much fewer are not yet decided."
+    ),
+    bibtex="""@article{bapna2020controlling,
+  title={Controlling Computation versus Quality for Neural Sequence Models},
+  author={Bapna, Ankur and Arivazhagan, Naveen and Firat, Orhan},
+  journal={arXiv preprint arXiv:2002.07106},
+  year={2020}
+}""",
+)
+
+_family = make_family(
+    XFConditionalComputationTransformerConfig, "XFConditionalComputationTransformer", ALL_HEADS, INFO
+)
+XFConditionalComputationTransformerModel = _family["Model"]
+XFConditionalComputationTransformerForMaskedLM = _family["ForMaskedLM"]
+XFConditionalComputationTransformerForSequenceClassification = _family["ForSequenceClassification"]
+XFConditionalComputationTransformerForTokenClassification = _family["ForTokenClassification"]
+XFConditionalComputationTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
+XFConditionalComputationTransformerForMultipleChoice = _family["ForMultipleChoice"]
+XFConditionalComputationTransformerForCausalLM = _family["ForCausalLM"]
+XFConditionalComputationTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]

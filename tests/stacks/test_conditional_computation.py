@@ -1,0 +1,330 @@
+"""Conditional computation: against a Transformer with split feed-forward written here, and against gates set by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hf_xformers import XFormerConfig, XFormerForMaskedLM, XFormerForSeq2SeqLM, XFormerModel
+from hf_xformers.attention.conditional import ConditionalAttention
+from hf_xformers.feedforward.conditional import ConditionalFeedForward, Part
+from hf_xformers.stacks.conditional_computation import Gates
+from tests.helpers import NO_DROPOUT, close, close_gradients, gradients, make_strong, pad, tokens
+
+SIZES = {
+    "vocab_size": 99,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "position": "sinusoidal_absolute",
+    "attention": "conditional",
+    "cross_attention": "conditional",
+    "feedforward": "conditional",
+    "residual": "bare",
+    **NO_DROPOUT,
+}
+PARTS = 4
+
+
+def build(cls=XFormerModel, dtype=torch.float64, seed=0, **more):
+    fields = {key: more.pop(key) for key in list(more) if key in XFormerConfig.__dataclass_fields__}
+    config = XFormerConfig(
+        **{**SIZES, **fields, "stack": {"type": "conditional_computation", "gate_size": 8, "gate_bias": 0, **more}}
+    )
+    torch.manual_seed(seed)
+    return make_strong(cls(config).to(dtype).eval(), amount=0.3)
+
+
+def gates(net):
+    return [module for module in net.modules() if isinstance(module, Gates)]
+
+
+def set_gates(net, logit):
+    for module in gates(net):
+        nn.init.zeros_(module.outer.weight)
+        nn.init.constant_(module.outer.bias, logit)
+
+
+def opened(module, x):
+    """1[W_2 relu(W_1 x) >= 0]."""
+    inner = (x @ module.inner.weight.T + module.inner.bias).clamp(min=0)
+    return ((inner @ module.outer.weight.T + module.outer.bias) >= 0).double()
+
+
+def norm(module, x):
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.pow(2).mean(-1, keepdim=True) + module.eps).sqrt() * module.weight + module.bias
+
+
+def attend(module, x, g, causal):
+    """Softmax attention of every head of x [T, D] over g * x, in a loop over heads."""
+    q, s = norm(module.input_norm, x), norm(module.input_norm, x)
+    s = s * g
+    width = module.head_dim
+    heads = []
+    for head in range(module.num_heads):
+        part = slice(head * width, (head + 1) * width)
+        query, key, value = (
+            y @ p.weight[part].T + p.bias[part]
+            for y, p in ((q, module.q_proj), (s, module.k_proj), (s, module.v_proj))
+        )
+        scores = query @ key.T / width**0.5
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+        heads.append(scores.softmax(-1) @ value)
+    return norm(module.output_norm, torch.cat(heads, -1) @ module.o_proj.weight.T + module.o_proj.bias)
+
+
+def reference(net, ids, causal=False):
+    """The whole trunk, one text at a time, gates as they decide in evaluation. Also all gates' values."""
+    trunk, seen = net.trunk, []
+    with torch.no_grad():
+        x = trunk.embedding(trunk.embedding.lookup(ids[None]), None, torch.arange(len(ids))[None], trunk.position)[0]
+        for layer in trunk.layers:
+            y = norm(layer.attention.input_norm, x)
+            ask, read = opened(layer.attention.query_gate, y), opened(layer.attention.source_gate, y)
+            x = x + ask * attend(layer.attention, x, read, causal)
+            parts = layer.feedforward.parts
+            doors = opened(layer.feedforward.gate, norm(parts[-1].input_norm, x))
+            total = 0
+            for index, part in enumerate(parts):
+                inner = norm(part.input_norm, x) @ part.up_proj.weight.T + part.up_proj.bias
+                outer = inner.clamp(min=0) @ part.down_proj.weight.T + part.down_proj.bias
+                total = total + doors[:, index, None] * norm(part.output_norm, outer)
+            x = x + total
+            seen += [ask.flatten(), read.flatten(), doors.flatten()]
+        return norm(trunk.final_norm, x), torch.cat(seen)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_equals_literal(causal):
+    net = build(is_decoder=causal)
+    ids = tokens(3, 9)
+    with torch.no_grad():
+        output = net(input_ids=ids, use_cache=False).last_hidden_state
+    shares = []
+    for row, found in zip(ids, output):
+        expected, values = reference(net, row, causal)
+        close(found, expected)
+        shares.append(values.mean())
+    assert all(0.2 < share < 0.8 for share in shares)  # some gates open, some closed
+
+
+def test_all_open_is_a_split_transformer():
+    """With every gate at 1 the gates' networks take no part, in training (large G(x)) as in evaluation."""
+    net = build()
+    set_gates(net, 50.0)
+    ids = tokens(2, 7)
+    with torch.no_grad():
+        output = net(input_ids=ids).last_hidden_state
+        for row, found in zip(ids, output):
+            expected, values = reference(net, row)
+            assert (values == 1).all()
+            close(found, expected)
+        trained = net.train()(input_ids=ids)
+    close(trained.last_hidden_state, output)
+    close(trained.aux_losses["budget"], torch.tensor(0.5, dtype=torch.float64))
+
+
+def test_all_closed_is_the_identity():
+    net = build()
+    set_gates(net, -50.0)
+    ids = tokens(2, 7)
+    with torch.no_grad():
+        trunk = net.trunk
+        x = trunk.embedding(trunk.embedding.lookup(ids), None, torch.arange(7)[None], trunk.position)
+        close(net(input_ids=ids).last_hidden_state, trunk.final_norm(x))
+
+
+def test_closed_parts_are_skipped():
+    """A part sees as many tokens as its gate lets through; gathered and masked computation agree, gradients too."""
+    net = build()
+    module = net.trunk.layers[0].feedforward
+    seen = []
+    hooks = [
+        part.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[:-1].numel()))
+        for part in module.parts
+    ]
+    x = torch.randn(3, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    doors = opened(module.gate, norm(module.parts[-1].input_norm, x.detach()))
+    output = module.transform(x, doors)
+    assert seen == doors.flatten(0, 1).sum(0).tolist() and len(set(seen)) > 1 and sum(seen) < 24 * PARTS
+    for hook in hooks:
+        hook.remove()
+    masked = sum(doors[..., index, None] * part(x) for index, part in enumerate(module.parts))
+    close(output, masked)
+    close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (output, masked)))
+
+
+def test_soft_gates():
+    """Training: sigmoid(G + alpha eps) from the generator's own eps; the noise of pass t is t / steps of its maximum."""
+    net = build(noise_max=2.0, noise_steps=4)
+    module, x = gates(net)[0], torch.randn(2, 5, 16, dtype=torch.float64)
+    logits = module.outer(module.inner(x).clamp(min=0))
+    module.train()
+    context = type("Context", (), {"shared": {"gate_noise": torch.tensor(1.5)}})()
+    torch.manual_seed(3)
+    found = module(x, context)
+    torch.manual_seed(3)
+    close(found, 1 / (1 + (-(logits + 1.5 * torch.randn_like(logits))).exp()))
+    net.train()
+    alphas = []
+    hook = module.register_forward_pre_hook(lambda _, args: alphas.append(args[1].shared["gate_noise"].item()))
+    for _ in range(6):
+        net(input_ids=tokens(1, 4))
+    assert alphas == [0.0, 0.5, 1.0, 1.5, 2.0, 2.0]
+    hook.remove()
+    net.eval()(input_ids=tokens(1, 4))
+    assert net.trunk.stack.passes == 6
+
+
+def recorded(net, run):
+    """The gates' values of one call and what each call of a gate network read."""
+    found = []
+    hooks = [
+        module.register_forward_hook(lambda m, args, out: found.append((m, out.detach()))) for module in gates(net)
+    ]
+    output = run()
+    for hook in hooks:
+        hook.remove()
+    return found, output
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_budget_loss(side):
+    """weight * |mean of all gates at real tokens - p|; padding does not count."""
+    net = build(XFormerForMaskedLM, budget=0.3, budget_weight=2.0, noise_max=0.0).train()
+    ids, mask = pad([tokens(9), tokens(4, seed=1)], 9, side)
+    values, output = recorded(
+        net, lambda: net(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+    )
+    real = torch.cat([out[mask.bool()].flatten() for _, out in values])
+    assert len(real) == mask.sum() * 2 * (2 + PARTS)
+    expected = 2.0 * (real.mean() - 0.3).abs()
+    close(output.aux_losses["budget"].detach(), expected)
+    bare = net.lm_head(net.model(input_ids=ids, attention_mask=mask).last_hidden_state)
+    task = nn.functional.cross_entropy(bare[mask.bool()], ids[mask.bool()])
+    close(output.loss.detach(), (task + expected).detach())
+    assert net.eval()(input_ids=ids).aux_losses is None
+
+
+def test_budget_of_both_towers():
+    """Each tower has its own; in the decoder, gates of the memory count at the memory's real tokens."""
+    net = build(XFormerForSeq2SeqLM).train()
+    source, source_mask = pad([tokens(6), tokens(3, seed=1)], 6, "right")
+    target, target_mask = pad([tokens(4), tokens(5, seed=2)], 5, "right")
+    values, output = recorded(
+        net,
+        lambda: net(
+            input_ids=source, attention_mask=source_mask, decoder_input_ids=target, decoder_attention_mask=target_mask
+        ),
+    )
+    for tower, name in ((net.model.trunk, "encoder"), (net.model.decoder, "decoder")):
+        own = {id(module) for module in gates(tower)}
+        memory = {id(layer.cross_attention.source_gate) for layer in tower.layers if hasattr(layer, "cross_attention")}
+        real = torch.cat(
+            [
+                out[(source_mask if name == "encoder" or id(m) in memory else target_mask).bool()].flatten()
+                for m, out in values
+                if id(m) in own
+            ]
+        )
+        close(output.aux_losses[f"{name}_budget"].detach(), (real.mean() - 0.5).abs())
+
+
+@pytest.mark.parametrize("budget", [0.25, 0.75])
+def test_budget_is_met(budget):
+    """With nothing else to learn, the share of open gates goes to p, and so does that of hard gates under noise."""
+    net = build(dtype=torch.float32, budget=budget, noise_max=1.0, noise_steps=50).train()
+    optimizer = torch.optim.Adam([p for module in gates(net) for p in module.parameters()], lr=3e-3)
+    ids = tokens(4, 12)
+    for _ in range(250):
+        optimizer.zero_grad()
+        loss = net(input_ids=ids).aux_losses["budget"]
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.05
+    values, _ = recorded(net.eval(), lambda: net(input_ids=ids))
+    assert abs(torch.cat([out.flatten() for _, out in values]).mean() - budget) < 0.2
+
+
+def test_gate_gradients():
+    """Gates learn from the task; under strong noise their slope g (1 - g) is small on average."""
+    net, ids = build(noise_max=50.0, noise_steps=1, budget_weight=0.0).train(), tokens(2, 8)
+    sizes = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        found = gradients(net, net(input_ids=ids).last_hidden_state)
+        sizes.append(sum(value.abs().sum() for name, value in found.items() if "gate" in name))
+    assert sizes[0] > 0 and sizes[1] < 0.3 * sizes[0]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing(use_reentrant):
+    """With equal noise, the second run draws the same numbers and gives the same gradients."""
+    net, ids = build(XFormerForMaskedLM, noise_steps=1).train(), tokens(2, 8)
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        net.model.trunk.stack.passes.fill_(5)
+        net.zero_grad()
+        torch.manual_seed(0)
+        net(input_ids=ids, labels=ids).loss.backward()
+        found.append({name: parameter.grad.clone() for name, parameter in net.named_parameters()})
+    close_gradients(*found)
+
+
+def test_cached_memory_gates_once():
+    """Generation gates the memory at the first step alone, with the same result."""
+    net = build(XFormerForSeq2SeqLM, num_hidden_layers=1)
+    source, target = tokens(2, 6), tokens(2, 4)
+    gate = net.model.decoder.layers[0].cross_attention.source_gate
+    calls = []
+    gate.register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        expected = net(input_ids=source, decoder_input_ids=target, use_cache=False).logits
+        calls.clear()
+        cache, memory = None, net.get_encoder()(input_ids=source)
+        for index in range(4):
+            output = net(
+                encoder_outputs=memory,
+                decoder_input_ids=target[:, index : index + 1],
+                past_key_values=cache,
+                use_cache=True,
+            )
+            cache = output.past_key_values
+            close(output.logits[:, 0], expected[:, index])
+    assert len(calls) == 1
+
+
+def test_without_source_gate():
+    net = build(attention={"type": "conditional", "gate_source": False})
+    with torch.no_grad():
+        assert net.trunk.layers[0].attention.source_gate is None
+        net(input_ids=tokens(1, 3))
+
+
+def test_count_of_parameters():
+    net = build()
+    width, inner, small = 16, 24, 8
+    attention = 4 * (width * width + width) + 2 * 2 * width + 2 * (width * small + small + small + 1)
+    part = 2 * width * (inner // PARTS) + inner // PARTS + width + 2 * 2 * width
+    feedforward = PARTS * part + width * small + small + small * PARTS + PARTS
+    layer = net.trunk.layers[0]
+    assert sum(p.numel() for p in layer.parameters()) == attention + feedforward
+    assert isinstance(layer.attention, ConditionalAttention) and isinstance(layer.feedforward, ConditionalFeedForward)
+    assert len([module for module in layer.modules() if isinstance(module, Part)]) == PARTS
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="set `stack='conditional_computation'`"):
+        XFormerConfig(**SIZES)
+    with pytest.raises(ValueError, match="does not come out even"):
+        build(intermediate_size=26)
+    with pytest.raises(ValueError, match="0 < `budget` <= 1"):
+        build(budget=0.0)
+    with pytest.raises(ValueError, match="`parts` >= 1"):
+        build(feedforward={"type": "conditional", "parts": 0})

@@ -1,0 +1,243 @@
+"""Hi-Transformer: against the three Transformers written out sentence by sentence, and who reads whom."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hf_xformers import XFormerConfig, XFormerForMaskedLM, XFormerForSequenceClassification, XFormerModel
+from hf_xformers.stacks.hi_transformer import make_nesting, sentence_ids_of
+from tests.helpers import NO_DROPOUT, close, close_gradients, make_strong, pad, tokens
+
+WIDTH, SIZE, HEADS = 4, 16, 2
+SIZES = {
+    "vocab_size": 99,
+    "hidden_size": SIZE,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 32,
+    "max_position_embeddings": 40,
+    "add_pooler": True,
+    "position": "none",
+    **NO_DROPOUT,
+}
+
+
+def build(cls=XFormerModel, width=WIDTH, share=False, **more):
+    config = XFormerConfig(
+        **{
+            **SIZES,
+            "stack": {"type": "hi_transformer", "segment_length": width},
+            "block": {"type": "hi_transformer", "share_sentence_layers": share},
+            **more,
+        }
+    )
+    torch.manual_seed(0)
+    return make_strong(cls(config).double().eval(), amount=0.3)
+
+
+# ------------------------------------------------------------------------------------------------ by hand
+
+
+def norm(module, x):
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.pow(2).mean(-1, keepdim=True) + module.eps).sqrt() * module.weight + module.bias
+
+
+def linear(module, x):
+    return x @ module.weight.T + module.bias
+
+
+def transformer(layer, prefix, x):
+    """One post-LN Transformer layer on the rows of x [N, D], head by head."""
+    attention, heads = getattr(layer, f"{prefix}attention"), []
+    for head in range(HEADS):
+        part = slice(head * SIZE // HEADS, (head + 1) * SIZE // HEADS)
+        q, k, v = (linear(p, x)[:, part] for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+        heads.append((q @ k.T / (SIZE // HEADS) ** 0.5).softmax(-1) @ v)
+    x = norm(getattr(layer, f"{prefix}attention_residual").norm, x + linear(attention.o_proj, torch.cat(heads, -1)))
+    inner = nn.functional.gelu(linear(getattr(layer, f"{prefix}feedforward").up_proj, x))
+    outer = linear(getattr(layer, f"{prefix}feedforward").down_proj, inner)
+    return norm(getattr(layer, f"{prefix}feedforward_residual").norm, x + outer)
+
+
+def pooled(module, items):
+    weights = (torch.tanh(linear(module.key, items)) @ module.query.weight[0]).softmax(0)
+    return weights @ items
+
+
+def reference(net, sentences):
+    """States of all words in order, and the text's vector, for one text given as a list of sentences (ids)."""
+    trunk = net.trunk
+    words = [trunk.embedding.tokens.weight[ids] + trunk.stack.word_table.weight[: len(ids)] for ids in sentences]
+    for index, layer in enumerate(trunk.layers):
+        if index == 0:
+            first = "first_" if hasattr(layer, "first_attention") else ""
+            words = [transformer(layer, first, part) for part in words]
+        vectors = torch.stack([pooled(layer.pooling, part) for part in words])
+        vectors = transformer(layer, "document_", vectors + trunk.stack.sentence_table.weight[: len(words)])
+        words = [
+            transformer(layer, "", torch.cat([part, vector[None] + layer.document_mark]))[:-1]
+            for part, vector in zip(words, vectors)
+        ]
+    whole = pooled(net.pooler.sentences, torch.stack([pooled(net.pooler.words, part) for part in words]))
+    return torch.cat(words), whole
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("length", [1, 3, 4, 9, 12])
+def test_equals_literal(length, share):
+    """Sentences of WIDTH words, the last one shorter."""
+    net, ids = build(share=share), tokens(2, length)
+    with torch.no_grad():
+        output = net(input_ids=ids)
+        for index, row in enumerate(ids):
+            states, vector = reference(net, row.split(WIDTH))
+            close(output.last_hidden_state[index], states)
+            close(output.pooler_output[index], vector)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_sentences_of_their_own(side):
+    """`sentence_ids` end sentences, longer ones are cut at WIDTH; padding on either side changes nothing."""
+    net = build()
+    lengths = ([2, 4, 1], [3, 6], [1])  # of sentences; six words are four and two
+    rows = [tokens(sum(parts), seed=index) for index, parts in enumerate(lengths)]
+    ids, mask = pad(rows, 11, side, seed=5)
+    numbers = torch.full((3, 11), 77)
+    for index, parts in enumerate(lengths):
+        numbers[index, mask[index].bool()] = torch.repeat_interleave(
+            torch.tensor([5, 9, 5])[: len(parts)], torch.tensor(parts)
+        )
+    with torch.no_grad():
+        output = net(input_ids=ids, attention_mask=mask, sentence_ids=numbers)
+        for index, parts in enumerate(lengths):
+            sentences = [piece for part in rows[index].split(parts) for piece in part.split(WIDTH)]
+            states, vector = reference(net, sentences)
+            close(output.last_hidden_state[index, mask[index].bool()], states)
+            close(output.pooler_output[index], vector)
+
+
+def test_classifier_and_loss():
+    """The head reads the text's vector; gradients reach every parameter, also by checkpointing of both kinds."""
+    net = build(XFormerForSequenceClassification, num_labels=3)
+    ids, mask = pad([tokens(9), tokens(5, seed=1)], 9, "left")
+    numbers, labels = torch.arange(9).expand(2, -1) // 3, torch.tensor([2, 0])
+    with torch.no_grad():
+        vector = net.model(input_ids=ids, attention_mask=mask, sentence_ids=numbers).pooler_output
+        output = net(input_ids=ids, attention_mask=mask, sentence_ids=numbers)
+        close(output.logits, net.classifier(vector))
+    found = []
+    for kind in (None, True, False):
+        if kind is not None:
+            net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": kind})
+        net.train().zero_grad()
+        net(input_ids=ids, attention_mask=mask, sentence_ids=numbers, labels=labels).loss.backward()
+        found.append({name: parameter.grad.clone() for name, parameter in net.named_parameters()})
+    close_gradients(found[1], found[0])
+    close_gradients(found[2], found[0])
+
+
+def influence(net, length):
+    """[T, T] boolean: whether the last state of row's word depends on column's word."""
+    ids = tokens(1, length)
+    vectors = net.get_input_embeddings()(ids).detach().requires_grad_()
+    states = net(inputs_embeds=vectors).last_hidden_state[0].sum(-1)
+    return torch.stack(
+        [torch.autograd.grad(state, vectors, retain_graph=True)[0][0].abs().sum(-1) > 0 for state in states]
+    )
+
+
+def test_who_reads_whom():
+    """Words reach other sentences through document vectors alone: without those, sentences stay apart."""
+    net = build()
+    assert influence(net, 10).all()
+    sentence = torch.arange(10) // WIDTH
+    hooks = [
+        layer.document_feedforward_residual.norm.register_forward_hook(lambda module, args, output: output * 0.0)
+        for layer in net.trunk.layers
+    ]
+    assert torch.equal(influence(net, 10), sentence[:, None] == sentence[None])
+    for hook in hooks:
+        hook.remove()
+
+
+def test_attention_weights():
+    """Of each sentence's words and the text's vector: rows sum to 1, nothing on places without a word."""
+    net = build()
+    with torch.no_grad():
+        weights = net(input_ids=tokens(2, 6), output_attentions=True).attentions
+    assert len(weights) == 2
+    for layer in weights:
+        assert layer.shape == (4, HEADS, WIDTH + 1, WIDTH + 1)
+        close(layer.sum(-1), torch.ones(4, HEADS, WIDTH + 1, dtype=torch.float64))
+        assert (layer[1::2, :, :, 2:4] == 0).all()
+
+
+def test_cost_is_linear():
+    """Score entries for twice the text: twice those of words, four times the few of sentences."""
+    counts = []
+    for length in (16, 32):
+        net, sizes = build(), {}
+        for name, module in net.trunk.layers[1].named_modules():
+            if name.endswith("attention"):
+                module.register_forward_pre_hook(
+                    lambda _, args, name=name: sizes.__setitem__(name, args[0].shape[0] * args[0].shape[1] ** 2)
+                )
+        with torch.no_grad():
+            net(input_ids=tokens(1, length))
+        counts.append(sizes)
+    assert counts[1]["attention"] == 2 * counts[0]["attention"]
+    assert counts[1]["document_attention"] == 4 * counts[0]["document_attention"] == 4 * (16 // WIDTH) ** 2
+
+
+# ------------------------------------------------------------------------------------------------ nesting
+
+
+def test_nesting_and_back():
+    """Every real token has one place, in the order of its sentence, and comes back to where it was."""
+    values = torch.arange(2 * 9.0).view(2, 9, 1) + 1
+    mask = torch.tensor([[0, 1, 1, 0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0, 0, 0]]).bool()
+    nesting = make_nesting(values, mask, None, 4)
+    nested = nesting.nest(values).view(2, 3, 4)
+    expected = torch.tensor([[[2.0, 3, 5, 6], [7, 8, 9, 0], [0] * 4], [[10, 11, 12, 0], [0] * 4, [0] * 4]])
+    assert torch.equal(nested, expected) and torch.equal(nesting.words, expected > 0)
+    assert torch.equal(nesting.flatten(nested.view(6, 4, 1), 9)[..., 0], values[..., 0] * mask)
+    assert torch.equal(nesting.filled, torch.tensor([[True, True, False], [True, False, False]]))
+
+
+def test_empty_rows():
+    """A row of padding alone gives finite states and gradients, and disturbs nobody."""
+    net = build(XFormerForMaskedLM)
+    ids, mask = tokens(2, 6), torch.tensor([[1] * 6, [0] * 6])
+    output = net(input_ids=ids, attention_mask=mask)
+    close(output.logits[0], net(input_ids=ids[:1]).logits[0])
+    assert output.logits.isfinite().all()
+    output.logits.sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in net.parameters())
+
+
+def test_separators():
+    ids = torch.tensor([[5, 6, 2, 7, 3, 2, 8], [2, 5, 5, 5, 5, 5, 3]])
+    assert sentence_ids_of(ids, (2,)).tolist() == [[0, 0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1, 1]]
+    assert sentence_ids_of(ids, [2, 3]).tolist() == [[0, 0, 0, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="set `block='hi_transformer'`"):
+        build(block="vanilla")
+    with pytest.raises(ValueError, match="set `stack='hi_transformer'`"):
+        build(stack="plain")
+    with pytest.raises(ValueError, match="acts inside layers on one sequence"):
+        build(position="t5_relative_bias")
+    with pytest.raises(ValueError, match="cannot stand in a decoder"):
+        build(is_decoder=True)
+    with pytest.raises(ValueError, match="`segment_length` >= 1"):
+        build(width=0)
+    with pytest.raises(ValueError, match="The text has 41 tokens"):
+        build()(input_ids=tokens(1, 41))
+    with pytest.raises(ValueError, match="takes neither a 4-D mask"):
+        build()(input_ids=tokens(1, 4), attention_mask=torch.ones(1, 1, 4, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match="to the next layer, which"):
+        build(attention="realformer")(input_ids=tokens(1, 4))
