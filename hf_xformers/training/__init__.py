@@ -14,6 +14,8 @@ _NAMES = {
     "build_config": "building",
     "build_model": "building",
     "XFormerTrainer": "trainer",
+    "StreamSampler": "segments",
+    "SegmentCarrier": "segments",
     "EpochCallback": "callbacks",
     "ExactSaves": "callbacks",
     "checkpoint_to_resume": "checkpoints",
@@ -24,6 +26,10 @@ _NAMES = {
     "ModelChoice": "pretraining",
     "Preparation": "pretraining",
     "pretrain": "pretraining",
+    "Distillation": "distillation",
+    "DistillationTrainer": "distillation",
+    "Uptraining": "uptraining",
+    "uptrain": "uptraining",
 }
 
 __all__ = list(_NAMES)

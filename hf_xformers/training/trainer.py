@@ -16,10 +16,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalPrediction
 from .checkpoints import STATE_FILE
 from .evaluation import summarise, token_statistics
 from .randomness import preserved_randomness
+from .segments import SEGMENT_START, SegmentCarrier, StreamSampler
 
 
 class XFormerTrainer(Trainer):
-    """Trainer with four differences.
+    """Trainer with five differences.
 
     - Auxiliary losses (`outputs.aux_losses`) are logged as `aux_<name>`, means since the last log, and have the same
       weight in the gradient for every number of accumulation steps and devices. (A model adds them to a loss that is
@@ -29,16 +30,24 @@ class XFormerTrainer(Trainer):
     - Label smoothing shifts the labels of causal models of any family.
     - A checkpoint that is written over counts as incomplete until it is whole again, and saved configs keep their
       `use_cache` (Trainer switches it off for training).
+    - `segment_streams=True` trains and evaluates models with segment memory on contiguous texts: the rows of the datasets
+      follow each other, a batch continues the batch before it row by row ([`StreamSampler`]), and the memory is carried
+      along ([`SegmentCarrier`]) and saved with checkpoints.
     """
 
-    def __init__(self, *args: Any, eval_collator: Callable | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, eval_collator: Callable | None = None, segment_streams: bool = False, **kwargs: Any
+    ) -> None:
         model = kwargs.get("model", args[0] if args else None)
         self._use_cache = getattr(getattr(model, "config", None), "use_cache", None)
         self._aux_sums: dict[str, Tensor] = {}
         self._aux_batches = 0
         self._eval_aux_names: tuple[str, ...] = ()
         kwargs.setdefault("compute_metrics", self._summarise)
+        self.segments = SegmentCarrier() if segment_streams else None
         super().__init__(*args, **kwargs)
+        if self.segments is not None:
+            self.add_callback(self.segments)
         self.eval_collator = eval_collator if eval_collator is not None else self.data_collator
         if self.label_smoother is not None and self.compute_loss_func is None:
             self.compute_loss_func = self._smoothed_loss
@@ -62,7 +71,11 @@ class XFormerTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
+        if self.segments is not None:
+            inputs = self.segments.enter(inputs, model.training)
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        if self.segments is not None:
+            self.segments.leave(outputs, model.training)
         losses = outputs.get("aux_losses") if isinstance(outputs, dict) else None
         if losses and model.training:
             for name, value in losses.items():
@@ -118,8 +131,12 @@ class XFormerTrainer(Trainer):
         if prediction_loss_only or "labels" not in inputs:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self._prepare_inputs(inputs)
+        if self.segments is not None:
+            inputs = self.segments.enter(inputs, training=False)
         with torch.no_grad(), self.compute_loss_context_manager():
             outputs = model(**inputs)
+        if self.segments is not None:
+            self.segments.leave(outputs, training=False)
         rows = token_statistics(outputs["logits"], inputs["labels"], next_token=self._predicts_next_token)
         loss = rows[:, 0].sum() / rows[:, 1].sum().clamp(min=1)
         losses = outputs.get("aux_losses") or {}
@@ -130,6 +147,47 @@ class XFormerTrainer(Trainer):
 
     def _summarise(self, prediction: EvalPrediction) -> dict[str, float]:
         return summarise(np.asarray(prediction.predictions), tuple(f"aux_{name}" for name in self._eval_aux_names))
+
+    # ------------------------------------------------------------------------------------------------ segments
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        if self.segments is None:
+            return super()._get_train_sampler(train_dataset)
+        return self._stream_sampler(self.train_dataset if train_dataset is None else train_dataset, True)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        if self.segments is None:
+            return super()._get_eval_sampler(eval_dataset)
+        return self._stream_sampler(eval_dataset, False)
+
+    def _stream_sampler(self, dataset: Any, training: bool) -> StreamSampler:
+        if not hasattr(dataset, "__len__"):
+            raise ValueError(
+                "`segment_streams=True` needs a dataset of known length, to cut it into contiguous streams."
+            )
+        batch = self._train_batch_size if training else self.args.eval_batch_size
+        return StreamSampler(len(dataset), batch * self.args.world_size, keep_all=not training)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        if self.segments is not None and SEGMENT_START not in self._signature_columns:
+            self._signature_columns.append(SEGMENT_START)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if self.segments is not None:
+            self.segments.evaluation = None
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self.segments is not None:
+            self.segments.save(output_dir, self.args.process_index)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        epoch = self.state.epoch
+        if self.segments is not None and checkpoint is not None and epoch is not None and epoch != int(epoch):
+            self.segments.load(checkpoint, self.args.process_index, self.args.device)
 
     # ------------------------------------------------------------------------------------------------ saving
 

@@ -1,0 +1,326 @@
+"""Transformer-XL's attention: scores with relative positions, over the segment and what is remembered of earlier ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+
+from ..components import register
+from ..context import LayerContext, SublayerOutput, self_attention_cache
+from ..memory import SegmentCacheLayer, take_slots
+from .base import Attention, AttentionSpec
+from .query_blocks import first_keys, over_query_blocks, rows_at_once, visible_softmax
+
+# What a stack with segment memory hands to attention: a stream with the memory that this step reads, [B, M, D], entered as
+# the layer's own input is; and in `context.shared` its length M, which of the slots [memory ; segment] are real
+# [B, M + T] (None: all), and the order in which they stand [B, M + T] (None: as they are).
+SEGMENT_MEMORY = "segment_memory"
+MEMORY_LENGTH, MEMORY_REAL, MEMORY_ORDER = "segment_memory_length", "segment_memory_real", "segment_memory_order"
+# What a stack that pools queries hands to attention: a stream with the states [B, S, D] that keys and values are made of,
+# entered as the layer's own input is; and in `context.shared` which of them are real [B, S] (None: all), and the [`Grid`].
+KEY_STATES = "key_states"
+KEY_REAL, KEY_COUNT, GRID = "key_states_real", "key_states_count", "position_grid"
+# Where a stack wants to know how much attention each key got: a dict in `context.shared`, step -> [B, M + T], the sums over
+# heads and queries, in the order of the keys.
+KEY_USAGE = "key_usage"
+BIASES = ("transformer_xl_content_bias", "transformer_xl_position_bias")
+TABLE = "transformer_xl_table"
+
+
+def relative_sinusoids(distance: Tensor, width: int, like: Tensor) -> Tensor:
+    """R_d = [sin(d / 10000^(2i/width)) | cos(...)], distance [n] -> [n, width] in the dtype of `like`; computed in float32
+    at least."""
+    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+    exponent = torch.arange(0, width, 2, device=distance.device, dtype=wide) / width
+    angles = distance.to(wide)[:, None] * torch.pow(
+        torch.tensor(10000.0, dtype=wide, device=distance.device), -exponent
+    )
+    return torch.cat([angles.sin(), angles.cos()], dim=-1).to(like.dtype)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Where queries and keys stand: the distance of query i and key j is stride * (step * i - j + offset) tokens.
+
+    apart: the first query and the first key ([CLS]) have no position; their position scores are 0.
+    """
+
+    offset: int
+    step: int = 1
+    stride: int = 1
+    apart: bool = False
+
+    def distances(self, rows: slice, keys: int, device: torch.device) -> Tensor:
+        """[t, keys] for the queries `rows` and the first `keys` keys, in strides."""
+        queries = torch.arange(rows.start, rows.stop, device=device) * self.step + self.offset
+        return queries[:, None] - torch.arange(keys, device=device)[None]
+
+    def without_first(self, scores: Tensor, rows: slice) -> Tensor:
+        """Position scores [..., t, s] of the queries `rows`."""
+        if not self.apart:
+            return scores
+        later = torch.arange(rows.start, rows.stop, device=scores.device)[:, None] > 0
+        return scores * (later & (torch.arange(scores.shape[-1], device=scores.device) > 0)[None])
+
+
+def relative_shift(by_distance: Tensor, keys: int, step: int = 1) -> Tensor:
+    """Scores by distance -> scores by key.
+
+    by_distance [..., t, keys + step * (t - 1)]: in row i, column c belongs to the distance (largest of all) - c, and the
+    last row begins with the distance to the first key. -> [..., t, keys]. Row i begins step * (t - 1 - i) columns later;
+    read as one line, that is a fixed stride.
+    """
+    rows, columns = by_distance.shape[-2:]
+    if rows == 1:
+        return by_distance
+    begin, width = step * (rows - 1), columns - step
+    return by_distance.flatten(-2)[..., begin : begin + rows * width].unflatten(-1, (rows, width))[..., :keys]
+
+
+def count_usage(context: LayerContext, step: int, weights: Tensor, rows: slice, keys: int) -> None:
+    """Adds the attention [B, H, t, s] that the real ones of the queries `rows` pay to what each of `keys` keys has got."""
+    usage = context.shared.get(KEY_USAGE)
+    if usage is None:
+        return
+    paid, real = weights.detach().sum(1), context.query_padding_mask
+    if real is not None:
+        paid = paid * real[:, rows, None]
+    got = F.pad(paid.sum(1), (0, keys - paid.shape[-1]))
+    usage[step] = usage[step] + got if step in usage else got
+
+
+class TransformerXLAttention(Attention):
+    """score_ij = ((q_i + u) k_j + (q_i + v) W_R R_{i-j}) / sqrt(d) (Dai et al. 2019, arXiv 1901.02860, section 3.3).
+
+    q_i k_j + q_i W_R R_{i-j} + u k_j + v W_R R_{i-j}: content, content-dependent position, global content bias, global
+    position bias. R is a sinusoid of the distance i - j (positive for earlier keys, negative for later ones in an encoder),
+    which counts slots: a memory of M states stands right before the segment. u and v [H, d] are the same in all layers
+    unless `share_biases` is off.
+
+    Time: twice the products of vanilla attention, and (M + T) D^2 for W_R R, which does not depend on the batch. Memory: the
+    scores of one block of queries, O(M + T), also in training; O(H T (M + T)) on the literal path. State: keys and values
+    of the last tokens, as many as the stack's memory is long (all of them under a stack without memory).
+    """
+
+    spec: TransformerXLSpec
+
+    def __init__(self, config, spec: TransformerXLSpec, **where):
+        super().__init__(config, spec, **where)
+        size = (self.num_heads, self.head_dim)
+        owner = not spec.share_biases or self.layer_idx == 0
+        self.content_bias = nn.Parameter(torch.empty(size)) if owner else None
+        self.position_bias = nn.Parameter(torch.empty(size)) if owner else None
+        self.r_proj = nn.Linear(config.hidden_size, self.num_heads * self.head_dim, bias=False)
+        self.table_dropout = config.hidden_dropout_prob
+
+    def initialize(self, config, init) -> None:
+        super().initialize(config, init)
+        if config.initializer == "t5":
+            init.normal_(self.r_proj.weight, mean=0.0, std=config.initializer_factor * config.hidden_size**-0.5)
+        for bias in (self.content_bias, self.position_bias):
+            if bias is not None:
+                init.normal_(bias, mean=0.0, std=config.initializer_range)
+
+    # ------------------------------------------------------------------------------------------------ what layers share
+
+    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+        if self.spec.share_biases and self.content_bias is not None:
+            context.streams.update(zip(BIASES, (self.content_bias, self.position_bias), strict=True))
+        if TABLE not in context.shared:
+            length = context.query_index.shape[0]
+            keys = context.shared.get(KEY_COUNT, length + self._slots_ahead(context, past_key_values))
+            grid = self._grid(context, length, keys)
+            like = self.q_proj.weight
+            largest = grid.step * (length - 1) + grid.offset
+            distance = torch.arange(largest, grid.offset - keys, -1, device=context.query_index.device) * grid.stride
+            if self.spec.clamp is not None:
+                distance = distance.clamp(-self.spec.clamp, self.spec.clamp)
+            table = relative_sinusoids(distance, like.shape[1], like)
+            context.shared[TABLE] = F.dropout(table, self.table_dropout, self.training)
+
+    @staticmethod
+    def _grid(context: LayerContext, length: int, keys: int) -> Grid:
+        """The stack's, or that of a text whose last tokens are the queries."""
+        return context.shared.get(GRID) or Grid(keys - length)
+
+    def _slots_ahead(self, context: LayerContext, past_key_values: Cache | None) -> int:
+        """Keys before the segment: of the memory, or of the cache."""
+        cache = self_attention_cache(past_key_values)
+        if cache is None or not cache.get_seq_length():
+            return context.shared.get(MEMORY_LENGTH, 0)
+        layer = cache.layers[0]
+        return layer.stored if isinstance(layer, SegmentCacheLayer) else cache.get_seq_length()
+
+    def _biases(self, context: LayerContext) -> tuple[Tensor, Tensor]:
+        if self.content_bias is not None and self.position_bias is not None:
+            return self.content_bias, self.position_bias
+        try:
+            return context.streams[BIASES[0]], context.streams[BIASES[1]]
+        except KeyError:
+            raise ValueError(
+                "transformer_xl layers share the biases of layer 0, which has another attention here; set "
+                "`share_biases=False`."
+            ) from None
+
+    # ------------------------------------------------------------------------------------------------ the mechanism
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        step: int | None = None,
+    ) -> SublayerOutput:
+        step = self.layer_idx if step is None else step
+        query = self.heads(self.q_proj(hidden_states))
+        key, value, real = self._keys_and_values(hidden_states, context, past_key_values, step)
+        if self.num_key_value_groups > 1:
+            key, value = (x.repeat_interleave(self.num_key_value_groups, dim=1) for x in (key, value))
+        content, position = ((query + bias[:, None].to(query.dtype)) * self.scaling for bias in self._biases(context))
+        length, keys = query.shape[2], key.shape[2]
+        relative = self._relative(context.shared[TABLE], keys, past_key_values, step)
+        grid = self._grid(context, length, keys)
+        if self.wants_weights(context):
+            rows = slice(0, length)
+            by_distance = torch.matmul(position, relative)
+            column = grid.step * (length - 1) + grid.offset - grid.distances(rows, keys, query.device)
+            column = column.clamp(0, by_distance.shape[-1] - 1).expand(*by_distance.shape[:2], -1, -1)
+            scores = grid.without_first(by_distance.gather(-1, column), rows)
+            scores = scores + torch.matmul(content, key.transpose(-1, -2))
+            weights = self._normalise(scores, rows, grid, context, real)
+            count_usage(context, step, weights, rows, keys)
+            return SublayerOutput(self.o_proj(self._attend(weights, value).flatten(2)), weights)
+
+        at_once = rows_at_once(query.shape[0] * self.num_heads * keys)
+        if self.is_causal:  # a block's first query meets keys as much later than itself as the block is long; not seen
+            relative = F.pad(relative, (0, min(at_once, length) - 1))
+
+        def block(begin: int, end: int, content: Tensor, position: Tensor) -> Tensor:
+            stop, rows = keys - length + end if self.is_causal else keys, slice(begin, end)
+            near_key, near_value = first_keys(key, stop), first_keys(value, stop)
+            first = grid.step * (length - end)
+            near = relative[..., first : first + stop + grid.step * (end - begin - 1)]
+            scores = relative_shift(torch.matmul(position, near), stop, grid.step)
+            scores = grid.without_first(scores, rows) + torch.matmul(content, near_key.transpose(-1, -2))
+            weights = self._normalise(scores, rows, grid, context, real)
+            count_usage(context, step, weights, rows, keys)
+            return self._attend(weights, near_value)
+
+        mixed = over_query_blocks(block, length, at_once, (content, 2), (position, 2))
+        return SublayerOutput(self.o_proj(mixed.flatten(2)))
+
+    def _keys_and_values(
+        self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache | None, step: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values of memory and tokens, and which are real [B, S] (None: all)."""
+        tokens, real = hidden_states, context.query_padding_mask
+        earlier, source = context.streams.get(SEGMENT_MEMORY), context.streams.get(KEY_STATES)
+        if source is not None:
+            tokens, real = source, context.shared[KEY_REAL]
+        if earlier is not None:
+            tokens, real = torch.cat([earlier, hidden_states], dim=1), context.shared[MEMORY_REAL]
+            order = context.shared[MEMORY_ORDER]
+            tokens = tokens if order is None else take_slots(tokens, order)
+        key, value = self.heads(self.k_proj(tokens)), self.heads(self.v_proj(tokens))
+        cache = self_attention_cache(past_key_values)
+        if cache is None:
+            return key, value, real
+        layer = cache.layers[step] if step < len(cache.layers) else None
+        if isinstance(layer, SegmentCacheLayer):
+            return layer.extend(key, value, real, hidden_states.shape[1])
+        if context.static or earlier is not None:
+            raise ValueError(
+                f"transformer_xl keeps the last keys and values and a memory before them, which a {type(cache).__name__} has no "
+                "place for; leave `past_key_values` out, or make it with `hf_xformers.cache.make_cache(config)`."
+            )
+        return *cache.update(key, value, step), context.padding_mask
+
+    def _relative(self, table: Tensor, keys: int, past_key_values: Cache | None, step: int) -> Tensor:
+        """W_R R by distance, [H, d, distances]: the largest, keys - 1, first; in an encoder negative ones follow 0."""
+
+        def project(rows: Tensor) -> Tensor:
+            return self.r_proj(rows).unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)
+
+        if not self.is_causal:
+            return project(table)
+        cache = self_attention_cache(past_key_values)
+        layer = None if cache is None or torch.is_grad_enabled() else cache.layers[step]
+        if not isinstance(layer, SegmentCacheLayer):
+            return project(table[:keys])
+        # While generating only the distances that are new are projected.
+        known = 0 if layer.relative is None else layer.relative.shape[-1]
+        if known < keys:
+            new = project(table[: keys - known])
+            layer.relative = new if layer.relative is None else torch.cat([new, layer.relative], dim=-1)
+        return layer.relative[..., layer.relative.shape[-1] - keys :]
+
+    def _normalise(
+        self, scores: Tensor, rows: slice, grid: Grid, context: LayerContext, real: Tensor | None
+    ) -> Tensor:
+        """Softmax of scores [B, H, t, s], of the queries `rows` and the first s keys, over the keys that they may see."""
+        reach, mask, seen = self.spec.reach, None, scores.shape[-1]
+        if self.is_causal or reach is not None:
+            distance = grid.distances(rows, seen, scores.device) * grid.stride
+            if not self.is_causal:
+                mask = distance.abs() <= reach
+            else:
+                mask = distance >= 0 if reach is None else (distance >= 0) & (distance <= reach)
+        if real is not None:
+            padding = real[:, None, None, :seen]
+            mask = padding if mask is None else mask & padding
+        segments = context.segment_ids
+        if segments is not None:
+            same = segments[:, None, rows, None] == segments[:, None, None, :seen]
+            mask = same if mask is None else mask & same
+        return visible_softmax(scores, mask, real is not None).to(scores.dtype)
+
+    def _attend(self, weights: Tensor, value: Tensor) -> Tensor:
+        """[B, H, t, S] and [B, H, S, d] -> [B, t, H, d]."""
+        if self.training and self.dropout:
+            weights = F.dropout(weights, self.dropout)
+        return torch.matmul(weights, value).transpose(1, 2)
+
+
+@register("attention", "transformer_xl", aliases=("transformer_xl_relative",))
+class TransformerXLSpec(AttentionSpec):
+    """share_biases: one u and one v for all layers, which stand in layer 0 (off: one pair per layer). clamp: distances
+    (tokens) beyond which all count as this one, for texts longer than those trained on. reach: how far back (in an encoder:
+    to either side) a query sees, in tokens; with a memory at least as long, every query sees as many keys."""
+
+    summary = "content and relative-position scores with two global biases"
+    rotation = False
+    packed = True
+    reads_segment_memory: ClassVar[bool] = True
+    pooled_queries: ClassVar[bool] = True
+
+    share_biases: bool = True
+    clamp: int | None = None
+    reach: int | None = None
+
+    def check_fields(self) -> None:
+        for name in ("clamp", "reach"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"transformer_xl needs `{name}` >= 0 tokens, or None for no limit, got {value}.")
+
+    def check(self, config) -> None:
+        if config.hidden_size % 2:
+            raise ValueError(f"transformer_xl's sinusoids need an even `hidden_size`, got {config.hidden_size}.")
+
+    def cache_layer(self, config) -> Any:
+        """What the stack says; else room for its memory, or for all tokens."""
+        make = getattr(config.stack, "cache_layer", None)
+        if make is not None:
+            return make(config)
+        limit = getattr(config.stack, "memory_slots", None)
+        return SegmentCacheLayer(None if limit is None else limit(config))
+
+    def build(self, config, **where) -> TransformerXLAttention:
+        return TransformerXLAttention(config, self, **where)

@@ -1,0 +1,181 @@
+"""The segment-recurrent stack: every layer also reads what went into it in earlier segments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ..attention.transformer_xl import MEMORY_LENGTH, MEMORY_ORDER, MEMORY_REAL, SEGMENT_MEMORY
+from ..blocks.base import unpack_layer
+from ..components import register
+from ..context import LayerContext, add_losses, self_attention_cache
+from ..memory import MemoryCacheLayer, SegmentMemory, join_masks
+from .base import Stack, StackOutput, StackSpec
+
+
+class SegmentRecurrentStack(Stack):
+    """h^n = layer(h^{n-1}; [SG(m^{n-1}) ; h^{n-1}]), m^{n-1} <- the last M of [m^{n-1} ; h^{n-1}] (Dai et al. 2019,
+    arXiv 1901.02860, section 3.2).
+
+    A layer's memory is its own input in earlier segments, without gradient. It comes and goes as `segment_memory`
+    ([`SegmentMemory`]); without one the text begins with this segment. Padding never enters the memory, so a row's memory is
+    its own last M real tokens, wherever it was padded.
+
+    With a generation cache the first call stores the memory there, in front of the text; later calls read it from there and
+    return none.
+    """
+
+    def __init__(self, config, spec: SegmentRecurrentSpec):
+        super().__init__()
+        self.spec, self.memory_length = spec, spec.length(config)
+
+    def forward(
+        self,
+        layers: nn.ModuleList,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        position: nn.Module,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> StackOutput:
+        length, tokens = hidden_states.shape[1], context.query_padding_mask
+        cache = self_attention_cache(past_key_values)
+        begins = cache is None or cache.get_seq_length() == 0
+        slot = self.slot(cache)
+        if slot is not None:  # the cache is the memory, so every call is a segment
+            past_key_values, begins = None, True
+        carried = self.spec.empty()
+        if slot is not None and slot.memory is not None:
+            carried = slot.memory
+        elif begins:
+            carried = self.carried(context, hidden_states, len(layers))
+        states, held = carried.read()
+        if states:
+            slots = states[0].shape[1]
+            real, order = join_masks(held, slots, tokens, hidden_states), carried.key_order(tokens, length)
+            real = real if real is None or order is None else real.gather(1, order)
+            context.shared.update({MEMORY_LENGTH: slots, MEMORY_REAL: real, MEMORY_ORDER: order})
+        self.begin(context)
+        for layer in layers:
+            layer.prepare(context, past_key_values)
+        aux_losses: dict[str, Tensor] = {}
+        streams, inputs = context.streams, []
+        for step, layer in enumerate(layers):
+            hidden_states = position.embed_layer(hidden_states, context.positions, step)
+            inputs.append(hidden_states)
+            if states:  # it enters as the layer's input does: normalised, where that is
+                streams[SEGMENT_MEMORY] = layer.frame(layer.plan[0]).enter(states[step].to(hidden_states.dtype))
+            output = layer(
+                hidden_states,
+                memory,
+                *streams.values(),
+                context=context,
+                step=step,
+                stream_names=tuple(streams),
+                past_key_values=past_key_values,
+            )
+            hidden_states, streams, losses = unpack_layer(output)
+            add_losses(aux_losses, losses)
+        kept = None
+        if begins and not torch.jit.is_tracing():
+            kept, losses = self.remember(layers, carried, inputs, context)
+            add_losses(aux_losses, losses)
+        if slot is not None and cache is not None:
+            slot.memory = kept
+            for layer in cache.layers:
+                layer.advance(length)
+        return StackOutput(hidden_states, context, aux_losses, segment_memory=kept)
+
+    def begin(self, context: LayerContext) -> None:
+        """Called before the layers run."""
+
+    def slot(self, cache: Cache | None) -> MemoryCacheLayer | None:
+        """Where a generation cache holds the memory itself; None where it holds keys and values."""
+        return None
+
+    def carried(self, context: LayerContext, like: Tensor, steps: int) -> SegmentMemory:
+        """The memory given to this call. Raises `TypeError` and `ValueError` for one that does not fit."""
+        given = context.inputs.get(SEGMENT_MEMORY)
+        if given is None:
+            return self.spec.empty()
+        kind = type(self.spec.empty())
+        if not isinstance(given, kind):
+            raise TypeError(
+                f"`segment_memory` must be the {kind.__name__} that this model returned, got {type(given).__name__}."
+            )
+        if not given.states:
+            return given
+        if context.segment_ids is not None:
+            raise ValueError(
+                "`segment_memory` continues one text per row, but `position_ids` restart inside a row (packed documents); "
+                "leave one of them out."
+            )
+        expected = (like.shape[0], like.shape[-1])
+        found = (given.batch_size, given.states[0].shape[-1])
+        if len(given.states) != steps or found != expected:
+            raise ValueError(
+                f"`segment_memory` has {len(given.states)} layers of [{found[0]}, length, {found[1]}], this call needs {steps} of "
+                f"[{expected[0]}, length, {expected[1]}]; give the memory of the same rows and the same model."
+            )
+        return given
+
+    def remember(
+        self, layers: nn.ModuleList, carried: SegmentMemory, inputs: Sequence[Tensor], context: LayerContext
+    ) -> tuple[SegmentMemory, dict[str, Tensor]]:
+        """The memory after this segment, and losses of making it."""
+        return carried.update(inputs, context.query_padding_mask, self.memory_length), {}
+
+
+@register("stack", "segment_recurrent")
+class SegmentRecurrentSpec(StackSpec):
+    """memory_length: states of earlier segments that every layer may read, M (tokens; `None`: `max_position_embeddings`, the
+    length of a segment). Needs an attention that reads a segment memory, such as 'transformer_xl'."""
+
+    summary = "every layer reads its own input of earlier segments"
+    inputs = (SEGMENT_MEMORY,)
+
+    memory_length: int | None = None
+
+    def length(self, config) -> int:
+        """M (tokens)."""
+        return config.max_position_embeddings if self.memory_length is None else self.memory_length
+
+    def memory_slots(self, config) -> int:
+        """States that a layer reads beside the segment: what a generation cache has room for."""
+        return self.length(config)
+
+    def empty(self) -> SegmentMemory:
+        """The memory before the first segment."""
+        return SegmentMemory()
+
+    def check_fields(self) -> None:
+        if self.memory_length is not None and self.memory_length < 0:
+            raise ValueError(f"{self.type} needs `memory_length` >= 0 tokens, got {self.memory_length}.")
+
+    def check(self, config) -> None:
+        if not getattr(config.attention, "reads_segment_memory", False):
+            raise ValueError(
+                f"stack {self.type!r} has a memory that attention {config.attention.type!r} does not read; set "
+                "`attention='transformer_xl'`."
+            )
+        kinds = [entry.kind for entry in config.block.plan(config, 0, False)]
+        if kinds[0] != "attention" or kinds.count("attention") != 1:
+            raise ValueError(
+                f"stack {self.type!r} remembers the input of layers that begin with their only attention, which block "
+                f"{config.block.type!r} does not; use block 'vanilla'."
+            )
+
+    def refuse_two_towers(self, config) -> None:
+        """Raises `ValueError` in an encoder-decoder, whose inputs and outputs have no place for two memories."""
+        if config.is_encoder_decoder:
+            raise ValueError(
+                f"stack {self.type!r} carries the memory of one tower; give an encoder-decoder stack 'plain'."
+            )
+
+    def build(self, config, **where) -> SegmentRecurrentStack:
+        self.refuse_two_towers(config)
+        return SegmentRecurrentStack(config, self)

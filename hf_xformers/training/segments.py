@@ -1,0 +1,117 @@
+"""Training on long texts segment by segment: rows in contiguous streams, and a memory carried from batch to batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+from transformers.trainer_callback import TrainerCallback
+
+from ..memory import SegmentMemory
+
+# A boolean column, True where a row begins a text that does not continue the row before it in its stream.
+SEGMENT_START = "segment_start"
+
+
+class StreamSampler(Sampler[int]):
+    """The order in which a corpus of consecutive rows is `streams` texts that are read side by side.
+
+    The rows are cut into `streams` contiguous stretches; the t-th batch of `streams` rows holds the t-th row of each, so
+    that every row continues the one in the same place of the batch before.
+
+    rows: number of rows; streams: rows of a batch over all processes; keep_all: let the first stretches be a row longer
+    where the rows do not divide, which makes the last batch smaller (evaluation); else the rows left over are not used.
+
+    Raises:
+        ValueError: fewer rows than streams, with `keep_all=False`.
+    """
+
+    def __init__(self, rows: int, streams: int, keep_all: bool = False):
+        if rows < streams and not keep_all:
+            raise ValueError(
+                f"{rows} rows cannot be laid out in {streams} streams, one for each row of a batch; take a smaller batch, or "
+                "more text."
+            )
+        self.streams = streams
+        self.length, self.extra = divmod(rows, streams)
+        if not keep_all:
+            self.extra = 0
+
+    def __len__(self) -> int:
+        return self.length * self.streams + self.extra
+
+    def __iter__(self) -> Iterator[int]:
+        starts = [stream * self.length + min(stream, self.extra) for stream in range(self.streams)]
+        for time in range(self.length):
+            for start in starts:
+                yield start + time
+        for start in starts[: self.extra]:
+            yield start + self.length
+
+
+class SegmentCarrier(TrainerCallback):
+    """The memory of training and that of evaluation, each from one batch to the next.
+
+    Training begins every epoch without one; evaluation begins without one. Where the batch has a column `segment_start`
+    [B], the rows that it marks forget theirs first.
+    """
+
+    def __init__(self) -> None:
+        self.training: SegmentMemory | None = None
+        self.evaluation: SegmentMemory | None = None
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.training = None
+
+    def enter(self, inputs: dict[str, Any], training: bool) -> dict[str, Any]:
+        """The inputs of a batch with the memory that its rows continue."""
+        inputs = dict(inputs)
+        starts: Tensor | None = inputs.pop(SEGMENT_START, None)
+        memory = self.training if training else self.evaluation
+        if memory is None or not memory.states:
+            return inputs
+        rows = next(value.shape[0] for value in inputs.values() if isinstance(value, Tensor) and value.ndim > 1)
+        if rows < (memory.batch_size or 0):  # the last batch of an evaluation
+            memory = memory.reorder(torch.arange(rows))
+        if starts is not None:
+            memory = memory.reset(starts.bool())
+        return {**inputs, "segment_memory": memory}
+
+    def leave(self, outputs: Any, training: bool) -> None:
+        """Keeps what a batch leaves to the next one. Raises `ValueError` for a model without segment memory."""
+        memory = outputs.get("segment_memory") if isinstance(outputs, dict) else None
+        if memory is None:
+            raise ValueError(
+                "`segment_streams=True` carries a segment memory, which this model's outputs do not have; train a model with "
+                "stack 'segment_recurrent' (e.g. xf_transformer_xl), or leave it out."
+            )
+        if training:
+            self.training = memory.detach()
+        else:
+            self.evaluation = memory.detach()
+
+    @staticmethod
+    def file(folder: str | Path, rank: int) -> Path:
+        """Where a process keeps its memory in a checkpoint."""
+        return Path(folder) / f"segment_memory_{rank}.pt"
+
+    def save(self, folder: str | Path, rank: int) -> None:
+        if self.training is not None:
+            state = {"kind": type(self.training).__name__, **self.training.state_dict()}
+            torch.save(state, self.file(folder, rank))
+
+    def load(self, folder: str | Path, rank: int, device: torch.device) -> None:
+        """Raises `ValueError` for a memory of a kind that does not exist."""
+        path = self.file(folder, rank)
+        if not path.is_file():
+            return
+        state = torch.load(path, map_location=device, weights_only=True)
+        name = state.pop("kind")
+        kinds = {kind.__name__: kind for kind in (SegmentMemory, *SegmentMemory.__subclasses__())}
+        if name not in kinds:
+            raise ValueError(f"{str(path)!r} holds a {name}, which is no segment memory of this package.")
+        self.training = kinds[name].from_state_dict(state)

@@ -1,0 +1,268 @@
+"""Transformer-XL's attention: the four terms written out, distances, masks, caches, and XLNet's layer."""
+
+import pytest
+import torch
+from transformers import XLNetConfig
+from transformers.models.xlnet.modeling_xlnet import XLNetModel
+
+from hf_xformers.attention.transformer_xl import (
+    BIASES,
+    MEMORY_LENGTH,
+    MEMORY_ORDER,
+    MEMORY_REAL,
+    SEGMENT_MEMORY,
+    relative_shift,
+    relative_sinusoids,
+)
+from hf_xformers.memory import join_masks, slot_order
+from tests.attention.score_helpers import (
+    HEADS,
+    PADDING,
+    WIDTH,
+    allowed_pairs,
+    build_layers,
+    check_compile,
+    check_contract,
+    make_context,
+    mixes,
+    run_layers,
+    saved_sizes,
+    small_blocks,
+    softmax_by_rows,
+    split_heads,
+    vectors,
+)
+from tests.helpers import close
+
+D = WIDTH // HEADS
+
+
+def sinusoid(distance, width=WIDTH):
+    """R by its definition, one entry at a time."""
+    rates = [10000.0 ** (-2 * i / width) for i in range(width // 2)]
+    angles = torch.tensor([distance * rate for rate in rates], dtype=torch.float64)
+    return torch.cat([torch.sin(angles), torch.cos(angles)])
+
+
+def four_terms(layer, tokens, count, biases, clamp=None):
+    """Scores [B, H, count, S] of the last `count` tokens, term by term and pair by pair."""
+    query = split_heads(layer.q_proj(tokens), D)[:, :, -count:]
+    key = split_heads(layer.k_proj(tokens), D)
+    keys = key.shape[2]
+    content_bias, position_bias = biases
+    scores = torch.zeros(*query.shape[:3], keys, dtype=torch.float64)
+    for i in range(count):
+        for j in range(keys):
+            distance = keys - count + i - j
+            if clamp is not None:
+                distance = max(min(distance, clamp), -clamp)
+            relative = layer.r_proj(sinusoid(distance)).view(HEADS, D)
+            for h in range(HEADS):
+                q, k, r = query[:, h, i], key[:, h, j], relative[h]
+                scores[:, h, i, j] = q @ r + (q * k).sum(-1) + k @ content_bias[h] + position_bias[h] @ r
+    return scores / D**0.5
+
+
+def literal(layer, tokens, count, allowed, biases, clamp=None):
+    weights = softmax_by_rows(four_terms(layer, tokens, count, biases, clamp), allowed)
+    value = split_heads(layer.v_proj(tokens), D)
+    return layer.o_proj((weights @ value).transpose(1, 2).flatten(2)), weights
+
+
+def biases_of(layer):
+    return layer.content_bias, layer.position_bias
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["decoder", "encoder"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("fields", [{}, {"clamp": 2}, {"share_biases": False}])
+def test_four_terms(causal, implementation, fields):
+    (layer,) = build_layers({"type": "transformer_xl", **fields}, causal=causal)
+    states = vectors(4, 6)
+    context = make_context(6, causal, padding_mask=PADDING, implementation=implementation)
+    with small_blocks():
+        (result,) = run_layers([layer], states, context)
+    expected, weights = literal(
+        layer, states, 6, allowed_pairs(6, causal, PADDING), biases_of(layer), fields.get("clamp")
+    )
+    close(result.output, expected, 1e-12)
+    assert (result.weights is not None) == (implementation == "eager")
+    if implementation == "eager":
+        close(result.weights, weights, 1e-12)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["decoder", "encoder"])
+def test_reach(causal):
+    (layer,) = build_layers({"type": "transformer_xl", "reach": 2}, causal=causal)
+    states, place = vectors(2, 7), torch.arange(7)
+    near = (place[:, None] - place[None]).abs() <= 2
+    for rows in (3, 64):
+        with small_blocks(rows):
+            (result,) = run_layers([layer], states, make_context(7, causal))
+        close(result.output, literal(layer, states, 7, allowed_pairs(7, causal) & near, biases_of(layer))[0], 1e-12)
+
+
+def with_memory(layer, states, memory, context, real=None):
+    """The attention's output with a memory [B, M, D] that is real where `real` [B, M]."""
+    order = None if context.padding_mask is None else slot_order(real, memory.shape[1], context.padding_mask)
+    mask = join_masks(real, memory.shape[1], context.padding_mask, states)
+    mask = mask if order is None or mask is None else mask.gather(1, order)
+    context.shared.update({MEMORY_LENGTH: memory.shape[1], MEMORY_REAL: mask, MEMORY_ORDER: order})
+    context.streams[SEGMENT_MEMORY] = memory
+    (result,) = run_layers([layer], states, context)
+    return result
+
+
+@pytest.mark.parametrize("slots", [1, 3, 9])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_memory_is_earlier_keys(slots, implementation):
+    (layer,) = build_layers("transformer_xl", causal=True)
+    both = vectors(2, slots + 5)
+    allowed = allowed_pairs(slots + 5, True)[:, :, slots:]
+    with small_blocks(2):
+        result = with_memory(
+            layer, both[:, slots:], both[:, :slots], make_context(5, True, implementation=implementation)
+        )
+    close(result.output, literal(layer, both, 5, allowed, biases_of(layer))[0], 1e-12)
+
+
+def test_memory_and_padding():
+    """A row's memory stands right before its first real token, on whichever side the row is padded."""
+    (layer,) = build_layers("transformer_xl", causal=True)
+    memory, states = vectors(4, 3), vectors(4, 6, seed=1)
+    real = torch.tensor([[1, 1, 1], [0, 1, 1], [0, 0, 1], [0, 0, 0]]).bool()
+    padding = PADDING.clone()
+    padding[3] = torch.tensor([0, 1, 1, 1, 0, 0]).bool()
+    result = with_memory(layer, states, memory, make_context(6, True, padding_mask=padding), real)
+    for row in range(4):
+        whole = torch.cat([memory[row][real[row]], states[row][padding[row]]])[None]
+        count = int(padding[row].sum())
+        allowed = allowed_pairs(whole.shape[1], True)[:, :, -count:]
+        expected = literal(layer, whole, count, allowed, biases_of(layer))[0]
+        close(result.output[row][padding[row]][None], expected, 1e-12)
+
+
+def test_zero_position_is_plain_attention():
+    (layer,) = build_layers("transformer_xl", causal=True)
+    (dense,) = build_layers("dense", causal=True)
+    with torch.no_grad():
+        for parameter in (layer.r_proj.weight, layer.content_bias, layer.position_bias):
+            parameter.zero_()
+    dense.load_state_dict({name: layer.state_dict()[name] for name in dense.state_dict()})
+    states = vectors(2, 6)
+    close(
+        run_layers([layer], states, make_context(6, True))[0].output,
+        run_layers([dense], states, make_context(6, True))[0].output,
+        1e-12,
+    )
+
+
+def test_shift_equals_gather():
+    for rows, keys in ((1, 1), (1, 5), (4, 1), (4, 4), (3, 8)):
+        by_distance = torch.randn(2, rows, keys + rows - 1)
+        top = keys + rows - 2  # of the last row
+        expected = torch.stack(
+            [torch.stack([by_distance[:, i, top - (keys - 1 + i - j)] for j in range(keys)], -1) for i in range(rows)],
+            1,
+        )
+        assert torch.equal(relative_shift(by_distance, keys), expected)
+
+
+def test_sinusoids_of_large_distances():
+    found = relative_sinusoids(torch.tensor([5000, 1, 0, -3]), WIDTH, torch.zeros(1, dtype=torch.float64))
+    close(found, torch.stack([sinusoid(d) for d in (5000, 1, 0, -3)]), 1e-12)
+
+
+def test_shared_biases():
+    """One pair in layer 0, whose gradient is the sum over layers; with a pair per layer, nothing is shared."""
+    layers = build_layers("transformer_xl", 2, causal=True)
+    assert layers[1].content_bias is None and layers[0].content_bias.shape == (HEADS, D)
+    states = vectors(2, 5)
+    first, second = run_layers(layers, states, make_context(5, True))
+    close(first.output, literal(layers[0], states, 5, allowed_pairs(5, True), biases_of(layers[0]))[0], 1e-12)
+    states = states + first.output
+    close(second.output, literal(layers[1], states, 5, allowed_pairs(5, True), biases_of(layers[0]))[0], 1e-12)
+    (slope,) = torch.autograd.grad(second.output.sum(), layers[0].position_bias)
+    assert slope.abs().max() > 0
+    with pytest.raises(ValueError, match="share_biases=False"):
+        run_layers(layers[1:], states, make_context(5, True))
+    assert all(
+        layer.content_bias is not None for layer in build_layers({"type": "transformer_xl", "share_biases": False}, 2)
+    )
+    assert len(BIASES) == 2
+
+
+def test_memory_of_training_is_linear():
+    """Nothing of size T * T is kept for the backward pass."""
+    (layer,) = build_layers("transformer_xl", causal=True)
+    states = vectors(1, 40).requires_grad_()
+    with small_blocks(4):
+        sizes = saved_sizes(lambda: run_layers([layer], states, make_context(40, True)))
+    assert sizes[0] < HEADS * 40 * 40 / 2
+
+
+def test_xlnet_layer():
+    """One layer of XLNet in its one-directional form, memory included (no segment term)."""
+    config = XLNetConfig(
+        vocab_size=9, d_model=WIDTH, n_layer=1, n_head=HEADS, d_inner=8, attn_type="uni", mem_len=4, dropout=0.0
+    )
+    torch.manual_seed(0)
+    theirs = XLNetModel(config).eval()
+    attention = theirs.layer[0].rel_attn
+    (layer,) = build_layers({"type": "transformer_xl", "bias": False, "share_biases": False}, causal=True)
+    layer = layer.float()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(std=0.3)
+        for name, projection in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj"), ("r", "r_proj")):
+            getattr(layer, projection).weight.copy_(getattr(attention, name).flatten(1).t())
+        layer.o_proj.weight.copy_(attention.o.flatten(1))
+        layer.content_bias.copy_(attention.r_w_bias)
+        layer.position_bias.copy_(attention.r_r_bias)
+        memory, states = vectors(2, 4).float(), vectors(2, 5, seed=1).float()
+        # XLNet's position 0 is the current token and its one-directional table ends before it, so the table is given.
+        table = theirs.relative_positional_encoding(5, 9, bsz=2)
+        order = torch.arange(9)[None, :] > torch.arange(4, 9)[:, None]
+        ours = with_memory(layer, states, memory, make_context(5, True)).output
+        expected = attention(
+            states.transpose(0, 1),
+            None,
+            order.float()[:, :, None, None].expand(-1, -1, 2, -1),
+            None,
+            table,
+            None,
+            mems=memory.transpose(0, 1),
+        )[0]
+        expected = expected.transpose(0, 1)
+        close(theirs.layer[0].rel_attn.layer_norm(states + ours), expected, 1e-5)
+
+
+FIELDS = {
+    "xl_plain": {"attention": "transformer_xl", "position": "none", "residual": "pre_ln"},
+    "xl_reach": {
+        "attention": {"type": "transformer_xl", "reach": 3, "clamp": 2, "share_biases": False},
+        "position": "none",
+        "num_key_value_heads": 2,
+    },
+}
+CASES = mixes(FIELDS)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_contract(case):
+    with small_blocks(4):
+        check_contract(case)
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_compile(case):
+    check_compile(case)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="reach"):
+        build_layers({"type": "transformer_xl", "reach": -1})
+    with pytest.raises(ValueError, match="even `hidden_size`"):
+        build_layers("transformer_xl", hidden_size=15, num_attention_heads=3)
+    with pytest.raises(ValueError, match="cannot read a memory"):
+        build_layers("dense", cross_attention="transformer_xl", is_encoder_decoder=True)

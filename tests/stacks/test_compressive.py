@@ -1,0 +1,287 @@
+"""The compressive memory: what is compressed, who learns from what, how far tokens reach."""
+
+import pytest
+import torch
+
+from hf_xformers import XFormerConfig
+from hf_xformers.cache import make_cache
+from hf_xformers.memory import CompressiveMemory, SegmentMemory
+from tests.attention.score_helpers import HEADS, WIDTH
+from tests.helpers import close, pad, tokens
+from tests.stacks.test_segment_recurrent import build as build_xl
+from tests.stacks.test_segment_recurrent import in_segments
+
+D = WIDTH // HEADS
+
+
+def build(memory_length=4, compressed_length=3, rate=2, compression="mean", weight=1.0, **fields):
+    stack = {
+        "type": "compressive",
+        "memory_length": memory_length,
+        "compressed_length": compressed_length,
+        "compression_rate": rate,
+        "compression": compression,
+        "reconstruction_weight": weight,
+    }
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return build_xl(stack=stack, **{**no_dropout, **fields})
+
+
+def same_weights(model, other):
+    state = {name: tensor for name, tensor in model.state_dict().items() if "compressions" not in name}
+    other.load_state_dict(state)
+    return other
+
+
+def test_without_slots_it_is_transformer_xl():
+    model, ids, lengths = build(4, 0, residual="pre_ln"), tokens(2, 14), (4, 6, 2, 2)
+    with torch.no_grad():
+        output, _ = in_segments(model, ids, lengths)
+        close(output, in_segments(same_weights(model, build_xl(4, residual="pre_ln")), ids, lengths)[0], 1e-10)
+
+
+@pytest.mark.parametrize("compression", ["mean", "max", "conv", "most_used"])
+def test_rate_one_is_a_longer_memory(compression):
+    """Compression of one state to one slot, by a convolution that is the identity, forgets nothing."""
+    model, ids, lengths = build(3, 4, 1, compression), tokens(2, 15), (3, 4, 1, 5, 2)
+    with torch.no_grad():
+        if compression == "conv":
+            for compress in model.model.trunk.stack.compressions:
+                compress.conv.weight.copy_(torch.eye(WIDTH).unsqueeze(-1))
+                compress.conv.bias.zero_()
+        close(
+            in_segments(model, ids, lengths)[0], in_segments(same_weights(model, build_xl(7)), ids, lengths)[0], 1e-10
+        )
+
+
+@pytest.mark.parametrize("compression", ["mean", "max", "conv"])
+@pytest.mark.parametrize("lengths", [(5, 4, 3, 1, 6), (1,) * 12])
+def test_slots(compression, lengths):
+    """Every slot by itself: oldest states first, whole groups, at least n_m left."""
+    model, ids, rate = build(4, 3, 2, compression), tokens(2, sum(lengths)), 2
+    memory, begin = None, 0
+    recent = [torch.zeros(2, 0, WIDTH, dtype=torch.float64)] * 2
+    slots = [torch.zeros(2, 0, WIDTH, dtype=torch.float64)] * 2
+    with torch.no_grad():
+        for length in lengths:
+            output = model(
+                ids[:, begin : begin + length], segment_memory=memory, use_cache=False, output_hidden_states=True
+            )
+            memory, begin = output.segment_memory, begin + length
+            for step in range(2):
+                recent[step] = torch.cat([recent[step], output.hidden_states[step]], 1)
+                while recent[step].shape[1] - rate >= 4:
+                    group, recent[step] = recent[step][:, :rate], recent[step][:, rate:]
+                    if compression == "mean":
+                        new = (group[:, 0] + group[:, 1]) / 2
+                    elif compression == "max":
+                        new = torch.maximum(group[:, 0], group[:, 1])
+                    else:
+                        conv = model.model.trunk.stack.compressions[step].conv
+                        new = sum(group[:, k] @ conv.weight[:, :, k].t() for k in range(rate)) + conv.bias
+                    slots[step] = torch.cat([slots[step], new[:, None]], 1)[:, -3:]
+                close(memory.states[step], recent[step], 1e-12)
+                if slots[step].shape[1]:
+                    close(memory.compressed[step], slots[step], 1e-12)
+
+
+def test_reach():
+    """L (n_m + r n_cm) tokens and what waits to be compressed, and not one more."""
+    model, ids, memory_length, slots, rate = build(2, 2, 2), tokens(1, 24), 2, 2, 2
+    with torch.no_grad():
+        expected = in_segments(model, ids, (1,) * 24)[0][:, -1]
+        influence = []
+        for back in range(1, 24):
+            changed = ids.clone()
+            changed[:, -1 - back] = 5 + (ids[:, -1 - back] - 4) % 90
+            influence.append((in_segments(model, changed, (1,) * 24)[0][:, -1] - expected).abs().max().item() > 1e-12)
+    reach = memory_length + rate * slots
+    assert all(influence[:reach]) and not any(influence[2 * (reach + rate - 1) :])
+    assert max(back for back, seen in enumerate(influence, 1) if seen) > reach
+
+
+def trained(model, ids, lengths):
+    """Outputs of consecutive segments in training mode."""
+    model.train()
+    memory, begin, outputs = None, 0, []
+    for length in lengths:
+        piece = ids[:, begin : begin + length]
+        outputs.append(model(piece, labels=piece, segment_memory=memory, use_cache=False))
+        memory, begin = outputs[-1].segment_memory, begin + length
+    return outputs
+
+
+@pytest.mark.parametrize("residual", ["post_ln", "pre_ln"])
+def test_who_learns_from_what(residual):
+    model, ids = build(4, 3, 2, "conv", residual=residual), tokens(2, 18)
+    outputs = trained(model, ids, (6, 6, 6))
+    last = outputs[-1]
+    named = dict(model.named_parameters())
+    ours = {name for name in named if "compressions" in name}
+    loss = last.aux_losses["reconstruction"]
+    assert last.segment_memory.compressed[0].requires_grad is False
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True, retain_graph=True)
+    for name, slope in zip(named, found):
+        assert (slope is not None and slope.abs().max() > 0) == (name in ours), name
+    task = last.loss - loss
+    found = torch.autograd.grad(task, list(named.values()), allow_unused=True)
+    for name, slope in zip(named, found):
+        if "k_proj.bias" not in name:  # which shifts all scores of a query alike
+            assert (slope is None or slope.abs().max() < 1e-14) == (name in ours), name
+    with torch.no_grad():
+        assert model(ids[:, :6]).aux_losses is None
+
+
+def test_reconstruction_loss_is_that_of_the_paper():
+    """Head by head from the definition, on the states that left the memory."""
+    model, ids, rate = build(4, 3, 2, "conv", weight=0.5), tokens(2, 10), 2
+    model.train()
+    first = model(ids[:, :5], use_cache=False)
+    assert first.aux_losses["reconstruction"].item() == 0 and first.segment_memory.length == 5
+    second = model(ids[:, 5:], segment_memory=first.segment_memory, use_cache=False, output_hidden_states=True)
+    total = 0.0
+    for step, layer in enumerate(model.model.trunk.layers):
+        states, attention = second.hidden_states[step], layer.attention
+        old = torch.cat([first.segment_memory.states[step], states], 1)[:, :6]
+        conv = model.model.trunk.stack.compressions[step].conv
+        pairs = [(old[:, 2 * n], old[:, 2 * n + 1]) for n in range(3)]
+        slots = torch.stack(
+            [a @ conv.weight[:, :, 0].t() + b @ conv.weight[:, :, 1].t() + conv.bias for a, b in pairs], 1
+        )
+        for head in range(HEADS):
+            part = slice(head * D, (head + 1) * D)
+
+            def attend(memory):
+                query, key, value = (
+                    getattr(attention, name)(x)[..., part]
+                    for name, x in (("q_proj", states), ("k_proj", memory), ("v_proj", memory))
+                )
+                return torch.softmax(query @ key.mT / D**0.5, -1) @ value
+
+            total = total + (attend(old) - attend(slots)).pow(2).sum() / (2 * 5 * WIDTH)
+    close(second.aux_losses["reconstruction"].double(), 0.5 * total, 1e-6)
+    assert rate == 2
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_most_used(implementation):
+    """The slots are those states that got the most attention since they were written, in the order of the text."""
+    model, ids = build(2, 4, 2, "most_used"), tokens(1, 12)
+    model.config._attn_implementation = implementation
+    memory, begin = None, 0
+    recent, usage, slots = [[], []], [[], []], [[], []]
+    with torch.no_grad():
+        for length in (4, 4, 4):
+            given = {"segment_memory": memory, "use_cache": False, "output_hidden_states": True}
+            piece = ids[:, begin : begin + length]
+            weights = model(piece, output_attentions=True, **given).attentions
+            output = model(piece, **given)
+            memory, begin = output.segment_memory, begin + length
+            for step in range(2):
+                got = weights[step][0].sum((0, 1))[len(slots[step]) :]
+                recent[step] += list(output.hidden_states[step][0])
+                usage[step] = [a + b for a, b in zip(usage[step] + [0.0] * length, got, strict=True)]
+                count = max(len(recent[step]) - 2, 0) // 2 * 2
+                ranked = sorted(range(count), key=lambda place: -usage[step][place])[: count // 2]
+                slots[step] = (slots[step] + [recent[step][place] for place in sorted(ranked)])[-4:]
+                recent[step], usage[step] = recent[step][count:], usage[step][count:]
+                close(memory.compressed[step][0], torch.stack(slots[step]), 1e-12)
+                close(memory.usage[step][0], torch.stack(usage[step]), 1e-10)
+
+
+@pytest.mark.parametrize("compression", ["conv", "most_used", "max"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_never_enters(side, compression):
+    """Rows of different lengths in every segment give what each gives alone, long after the first slots were lost."""
+    model = build(3, 2, 2, compression)
+    lengths = [(5, 3, 6, 4), (2, 6, 1, 5), (6, 0, 4, 1)]
+    rows = [tokens(sum(entry), seed=index) for index, entry in enumerate(lengths)]
+    memory, begin, found = None, [0, 0, 0], [[], [], []]
+    with torch.no_grad():
+        for segment in range(4):
+            pieces = [row[at : at + entry[segment]] for row, at, entry in zip(rows, begin, lengths)]
+            ids, mask = pad(pieces, 6, side, seed=9)
+            output = model(ids, attention_mask=mask, segment_memory=memory, use_cache=False)
+            memory = output.segment_memory
+            for index in range(3):
+                found[index].append(output.logits[index][mask[index].bool()])
+                begin[index] += lengths[index][segment]
+        later = tokens(3, 5, seed=11)
+        after = model(later, segment_memory=memory, use_cache=False).logits
+        for index, (row, pieces, entry) in enumerate(zip(rows, found, lengths)):
+            expected, last = in_segments(model, row[None], [length for length in entry if length])
+            close(torch.cat(pieces)[None], expected, 1e-10)
+            alone = model(later[index : index + 1], segment_memory=last, use_cache=False).logits
+            close(after[index : index + 1], alone, 1e-10)
+
+
+def test_padding_has_no_reconstruction_loss():
+    model = build(3, 2, 2, "conv")
+    ids = tokens(1, 14)
+    alone = trained(model, ids, (7, 7))[-1].aux_losses["reconstruction"]
+    padded, mask = pad([ids[0, :7], tokens(2, seed=5)], 9, "left", seed=3)
+    first = model(padded, attention_mask=mask, use_cache=False).segment_memory
+    padded, mask = pad([ids[0, 7:], tokens(0)], 9, "right", seed=4)
+    both = model(padded, attention_mask=mask, segment_memory=first, use_cache=False).aux_losses["reconstruction"]
+    close(both, alone, 1e-6)
+
+
+def test_rows_reset():
+    model, ids = build(3, 2, 2), tokens(2, 12)
+    with torch.no_grad():
+        _, memory = in_segments(model, ids, (6, 6))
+        assert isinstance(memory, CompressiveMemory) and memory.compressed_length == 2
+        later = tokens(2, 9, seed=3)
+        reset = in_segments(model, later, (5, 4), memory.reset(torch.tensor([True, False])))[0]
+        close(reset[:1], in_segments(model, later[:1], (5, 4))[0], 1e-10)
+        close(reset[1:], in_segments(model, later, (5, 4), memory)[0][1:], 1e-10)
+
+
+@pytest.mark.parametrize("compression", ["mean", "most_used"])
+def test_cache(compression):
+    """With a cache every call is a segment; generation equals a loop over them, padded rows and beams included."""
+    model, ids = build(3, 2, 2, compression), tokens(2, 12)
+    cache = make_cache(model.config)
+    with torch.no_grad():
+        steps = [model(ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits for i in range(12)]
+        close(torch.cat(steps, 1), in_segments(model, ids, (1,) * 12)[0], 1e-10)
+        assert cache.get_seq_length() == 12
+        padded, mask = pad([ids[0, :6], ids[1, :3]], 6, "left", seed=2)
+        settings = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False}
+        texts = model.generate(padded, attention_mask=mask, **settings)
+        for index, prompt in enumerate((ids[:1, :6], ids[1:, :3])):
+            output, text = model(prompt, use_cache=False), []
+            for _ in range(9):
+                scores = output.logits[:, -1].clone()
+                if model.generation_config.eos_token_id is not None:
+                    scores[:, model.generation_config.eos_token_id] = -torch.inf
+                text.append(scores.argmax(-1))
+                output = model(text[-1][:, None], segment_memory=output.segment_memory, use_cache=False)
+            assert torch.equal(texts[index, 6:], torch.cat(text))
+        beams = model.generate(padded, attention_mask=mask, num_beams=3, **settings)
+        alone = model.generate(ids[1:, :3], num_beams=3, **settings)
+        assert torch.equal(beams[1:, 6:], alone[:, 3:])
+
+
+def test_compile_with_memory():
+    model, ids = build(3, 2, 2, "conv"), tokens(2, 10)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        memory = compiled(ids[:, :5], use_cache=False).segment_memory
+        output = compiled(ids[:, 5:], segment_memory=memory, use_cache=False).logits
+        close(output, in_segments(model, ids, (5, 5))[0][:, 5:], 1e-12)
+    torch._dynamo.reset()
+
+
+def test_refusals():
+    for fields, message in (
+        ({"compression_rate": 0}, "compression_rate"),
+        ({"compressed_length": -1}, "compressed_length"),
+        ({"reconstruction_weight": -1}, "reconstruction_weight"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            XFormerConfig(attention="transformer_xl", stack={"type": "compressive", **fields})
+    model, ids = build(), tokens(2, 4)
+    with pytest.raises(TypeError, match="CompressiveMemory"):
+        model(ids, segment_memory=SegmentMemory())

@@ -1,0 +1,312 @@
+"""Segment recurrence: segments with memory against one dense pass with the mask that they amount to."""
+
+import io
+
+import pytest
+import torch
+
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM
+from hf_xformers.cache import make_cache
+from hf_xformers.memory import SegmentMemory
+from hf_xformers.variants.transformer_xl import XFTransformerXLConfig, XFTransformerXLForCausalLM
+from tests.attention.score_helpers import HEADS, WIDTH, softmax_by_rows, split_heads
+from tests.attention.test_transformer_xl import four_terms
+from tests.helpers import close, make_strong, pad, tokens
+
+LAYERS = 2
+
+
+def build(memory_length=4, cls=XFTransformerXLForCausalLM, attention=None, **fields):
+    config = XFTransformerXLConfig(
+        **{
+            "vocab_size": 99,
+            "hidden_size": WIDTH,
+            "num_attention_heads": HEADS,
+            "num_hidden_layers": LAYERS,
+            "intermediate_size": 8,
+            "pad_token_id": 0,
+            "attention": {"type": "transformer_xl", **(attention or {})},
+            "stack": {"type": "segment_recurrent", "memory_length": memory_length},
+            **fields,
+        }
+    )
+    torch.manual_seed(0)
+    return make_strong(cls(config).double().eval(), amount=0.3)
+
+
+def in_segments(model, ids, lengths, memory=None, masks=None):
+    """Logits of consecutive segments, and the last memory."""
+    found, begin = [], 0
+    for index, length in enumerate(lengths):
+        mask = None if masks is None else masks[index]
+        output = model(ids[:, begin : begin + length], attention_mask=mask, segment_memory=memory, use_cache=False)
+        memory, begin = output.segment_memory, begin + length
+        found.append(output.logits)
+    return torch.cat(found, dim=1), memory
+
+
+def dense_pass(model, ids, allowed):
+    """One pass over the whole text, layer by layer from the equations, under the mask `allowed` [T, T]."""
+    tower = model.model.trunk
+    length = ids.shape[1]
+    states = tower.embedding.tokens(ids) * WIDTH**0.5
+    biases = tower.layers[0].attention.content_bias, tower.layers[0].attention.position_bias
+    for layer in tower.layers:
+        attention = layer.attention
+        entered = layer.attention_residual.enter(states)
+        weights = softmax_by_rows(four_terms(attention, entered, length, biases), allowed)
+        mixed = weights @ split_heads(attention.v_proj(entered), WIDTH // HEADS)
+        states = layer.attention_residual.leave(states, attention.o_proj(mixed.transpose(1, 2).flatten(2)))
+        entered = layer.feedforward_residual.enter(states)
+        inner = torch.relu(layer.feedforward.up_proj(entered))
+        states = layer.feedforward_residual.leave(states, layer.feedforward.down_proj(inner))
+    states = states if tower.final_norm is None else tower.final_norm(states)
+    return model.lm_head(states)
+
+
+def segment_mask(lengths, memory_length):
+    """start(segment of i) - M <= j <= i."""
+    starts = torch.repeat_interleave(torch.tensor(lengths).cumsum(0) - torch.tensor(lengths), torch.tensor(lengths))
+    place = torch.arange(sum(lengths))
+    return (place[None] <= place[:, None]) & (place[None] >= starts[:, None] - memory_length)
+
+
+@pytest.mark.parametrize("memory_length", [0, 2, 5, 40])
+@pytest.mark.parametrize("residual", ["post_ln", "pre_ln"])
+def test_equals_a_dense_pass(memory_length, residual):
+    model, ids, lengths = build(memory_length, residual=residual), tokens(2, 12), (3, 4, 1, 4)
+    with torch.no_grad():
+        output, memory = in_segments(model, ids, lengths)
+        close(output, dense_pass(model, ids, segment_mask(lengths, memory_length)), 1e-10)
+        if memory_length == 40:
+            close(output, model(ids).logits, 1e-10)
+    assert memory.length == min(memory_length, 12) and len(memory.states) == LAYERS
+
+
+def test_window_of_the_same_reach():
+    """With a memory as long as the reach, segments of any length equal one pass with a sliding window, and token by token."""
+    model, ids = build(3, attention={"reach": 3}), tokens(2, 14)
+    place = torch.arange(14)
+    distance = place[:, None] - place[None]
+    with torch.no_grad():
+        expected = dense_pass(model, ids, (distance >= 0) & (distance <= 3))
+        close(model(ids).logits, expected, 1e-10)
+        for lengths in ((5, 5, 4), (1,) * 14, (2, 11, 1)):
+            close(in_segments(model, ids, lengths)[0], expected, 1e-10)
+        cache = make_cache(model.config)
+        steps = [model(ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits for i in range(14)]
+        close(torch.cat(steps, 1), expected, 1e-10)
+        assert cache.layers[0].stored == 3 and cache.get_seq_length() == 14
+        texts = [
+            model.generate(ids[:, :6], max_new_tokens=8, do_sample=False, use_cache=use_cache)
+            for use_cache in (True, False)
+        ]
+        assert torch.equal(*texts)
+
+
+def test_cache_is_a_memory_of_single_tokens():
+    """Beyond M tokens the cache reads what segments of one token would."""
+    model, ids = build(3), tokens(2, 10)
+    cache = make_cache(model.config)
+    with torch.no_grad():
+        steps = [model(ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits for i in range(10)]
+        close(torch.cat(steps, 1), in_segments(model, ids, (1,) * 10)[0], 1e-10)
+
+
+def test_receptive_field():
+    """Exactly `layers * memory` tokens before a segment's first one."""
+    model, ids = build(3), tokens(1, 12)
+    with torch.no_grad():
+        expected = in_segments(model, ids, (1,) * 12)[0][:, -1]
+        for back in range(1, 12):
+            changed = ids.clone()
+            changed[:, -1 - back] = 5 + (ids[:, -1 - back] - 4) % 90
+            difference = (in_segments(model, changed, (1,) * 12)[0][:, -1] - expected).abs().max()
+            assert (difference > 1e-12) == (back <= LAYERS * 3), back
+
+
+def test_gradient_stops_at_the_memory():
+    """None reaches the earlier segment, but the memory's keys and values teach the projections."""
+    model, ids = build(4), tokens(2, 9)
+    vectors = model.get_input_embeddings()(ids).detach()
+    first = vectors[:, :5].clone().requires_grad_()
+    memory = model(inputs_embeds=first).segment_memory
+    assert not any(state.requires_grad for state in memory.states)
+    output = model(inputs_embeds=vectors[:, 5:], segment_memory=memory).logits
+    assert torch.autograd.grad(output.sum(), first, allow_unused=True) == (None,)
+    projection = model.model.trunk.layers[0].attention.k_proj.weight
+    (slope,) = torch.autograd.grad(
+        model(inputs_embeds=vectors[:, 5:], segment_memory=memory).logits[:, 0].sum(), projection
+    )
+    (alone,) = torch.autograd.grad(model(inputs_embeds=vectors[:, 5:]).logits[:, 0].sum(), projection)
+    assert (slope - alone).abs().max() > 1e-6
+    # The gradient with the memory as a constant, by finite differences of the projection.
+    step = torch.zeros_like(projection)
+    step[3, 2] = 1e-6
+
+    def loss(sign):
+        with torch.no_grad():
+            projection.add_(sign * step)
+            value = model(inputs_embeds=vectors[:, 5:], segment_memory=memory).logits[:, 0].sum()
+            projection.sub_(sign * step)
+        return value
+
+    close((loss(1) - loss(-1)) / 2e-6, slope[3, 2], 1e-5)
+
+
+def test_rows_reset_independently():
+    model, ids = build(4), tokens(3, 10)
+    with torch.no_grad():
+        memory = model(ids[:, :5]).segment_memory
+        kept, fresh = model(ids[:, 5:], segment_memory=memory), model(ids[:, 5:])
+        reset = model(ids[:, 5:], segment_memory=memory.reset(torch.tensor([False, True, False])))
+        close(reset.logits[1], fresh.logits[1], 1e-12)
+        close(reset.logits[[0, 2]], kept.logits[[0, 2]], 1e-12)
+        assert (kept.logits[1] - fresh.logits[1]).abs().max() > 1e-6
+        later = tokens(3, 3, seed=7)
+        again = model(later, segment_memory=reset.segment_memory).logits
+        alone, _ = in_segments(model, torch.cat([ids[1:2, 5:], later[1:2]], 1), (5, 3))
+        close(again[1:2], alone[:, 5:], 1e-12)
+        every = model(ids[:, 5:], segment_memory=memory.reset()).logits
+        close(every, fresh.logits, 1e-12)
+        all_rows = model(ids[:, 5:], segment_memory=memory.reset(torch.ones(3, dtype=torch.bool))).logits
+        close(all_rows, fresh.logits, 1e-12)
+    with pytest.raises(ValueError, match=r"boolean tensor \[3\]"):
+        memory.reset(torch.tensor([1]))
+    assert SegmentMemory().reset(torch.tensor([True])).states == ()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_never_enters(side):
+    """Rows of different lengths in every segment, one of them empty: each row is its own text."""
+    model = build(4)
+    lengths = [(5, 3, 6), (2, 6, 1), (6, 0, 4)]
+    rows = [tokens(sum(entry), seed=index) for index, entry in enumerate(lengths)]
+    memory, begin, found = None, [0, 0, 0], [[], [], []]
+    with torch.no_grad():
+        for segment in range(3):
+            pieces = [row[at : at + entry[segment]] for row, at, entry in zip(rows, begin, lengths)]
+            ids, mask = pad(pieces, 6, side, seed=9)
+            output = model(ids, attention_mask=mask, segment_memory=memory, use_cache=False)
+            memory = output.segment_memory
+            for index in range(3):
+                found[index].append(output.logits[index][mask[index].bool()])
+                begin[index] += lengths[index][segment]
+        for row, pieces, entry in zip(rows, found, lengths):
+            expected, _ = in_segments(model, row[None], [length for length in entry if length])
+            close(torch.cat(pieces)[None], expected, 1e-10)
+        assert memory.mask is None or memory.mask[:, -1].all()
+
+
+def test_generation_after_a_memory():
+    model = build(24)
+    ids, prompts = tokens(2, 9), tokens(2, 5, seed=4)
+    memory = model(ids).segment_memory
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    for beams in (1, 3):
+        cached, full = (
+            model.generate(prompts, segment_memory=memory, use_cache=use_cache, num_beams=beams, **settings)
+            for use_cache in (True, False)
+        )
+        whole = model.generate(torch.cat([ids, prompts], 1), num_beams=beams, **settings)
+        assert torch.equal(cached, full) and torch.equal(cached[:, 5:], whole[:, 14:])
+    padded, mask = pad([prompts[0], prompts[1, :3]], 5, "left", seed=3)
+    mixed = model.generate(padded, attention_mask=mask, segment_memory=memory, **settings)
+    alone = model.generate(prompts[1:, :3], segment_memory=memory.reorder(torch.tensor([1])), **settings)
+    assert torch.equal(mixed[1:, 5:], alone[:, 3:])
+    assert model(prompts, past_key_values=make_cache(model.config), use_cache=True).segment_memory is not None
+    with pytest.raises(ValueError, match="does not support|assist|stateful"):
+        model.generate(prompts, assistant_model=model, **settings)
+
+
+def test_memory_object():
+    memory = build(4)(tokens(2, 6)).segment_memory
+    assert memory.length == 4 and memory.batch_size == 2 and SegmentMemory().length == 0
+    swapped = memory.reorder(torch.tensor([1, 0]))
+    close(swapped.states[0][0], memory.states[0][1], 0)
+    assert memory.repeat_interleave(3).states[1].shape[0] == 6
+    half = memory.reset(torch.tensor([True, False])).to(torch.float32)
+    assert half.states[0].dtype == torch.float32 and half.mask.dtype == torch.bool
+    buffer = io.BytesIO()
+    torch.save(half.state_dict(), buffer)
+    buffer.seek(0)
+    again = SegmentMemory.from_state_dict(torch.load(buffer))
+    assert torch.equal(again.mask, half.mask) and torch.equal(again.states[1], half.states[1])
+    live = SegmentMemory((torch.ones(1, 2, 3, requires_grad=True),))
+    assert not live.detach().states[0].requires_grad
+
+
+def test_compile_with_memory():
+    model, ids = build(4), tokens(2, 10)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        memory = compiled(ids[:, :5], use_cache=False).segment_memory
+        output = compiled(ids[:, 5:], segment_memory=memory, use_cache=False).logits
+        close(output, in_segments(model, ids, (5, 5))[0][:, 5:], 1e-12)
+    torch._dynamo.reset()
+
+
+def test_gradient_checkpointing_with_memory():
+    model, ids = build(4, residual="pre_ln"), tokens(2, 10)
+    memory = model(ids[:, :5]).segment_memory
+    slopes = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model.train()
+        model.zero_grad()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+            for name in ("dropout", "table_dropout"):
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, 0.0)
+        model(ids[:, 5:], labels=ids[:, 5:], segment_memory=memory, use_cache=False).loss.backward()
+        slopes.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+    for name, slope in slopes[0].items():
+        close(slopes[1][name], slope, 1e-10)
+
+
+def test_encoder_with_memory():
+    """Two-directional inside the segment, as in XLNet's fine-tuning; the memory is earlier text."""
+    config = XFormerConfig(
+        vocab_size=99,
+        hidden_size=WIDTH,
+        num_attention_heads=HEADS,
+        num_hidden_layers=1,
+        intermediate_size=8,
+        position="none",
+        attention="transformer_xl",
+        stack="segment_recurrent",
+    )
+    torch.manual_seed(0)
+    model, ids = make_strong(XFormerForMaskedLM(config).double().eval()), tokens(2, 9)
+    with torch.no_grad():
+        memory = model(ids[:, :4]).segment_memory
+        # In one layer, whose memory is the embeddings, the segment sees the text so far: the whole text's last rows.
+        close(model(ids[:, 4:], segment_memory=memory).logits, model(ids).logits[:, 4:], 1e-10)
+
+
+def test_refusals():
+    model, ids = build(4), tokens(2, 5)
+    memory = model(ids).segment_memory
+    with pytest.raises(ValueError, match="the same rows"):
+        model(ids[:1], segment_memory=memory)
+    with pytest.raises(TypeError, match="SegmentMemory"):
+        model(ids, segment_memory=memory.states)
+    with pytest.raises(ValueError, match="leave one of them out"):
+        model(ids, position_ids=torch.tensor([[0, 1, 0, 1, 2]] * 2), segment_memory=memory, use_cache=False)
+    for fields, message in (
+        ({"attention": "dense"}, "attention='transformer_xl'"),
+        ({"stack": {"type": "segment_recurrent", "memory_length": -1}}, "memory_length"),
+        ({"block": "macaron"}, "block 'vanilla'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            XFormerForCausalLM(
+                XFormerConfig(
+                    **{"attention": "transformer_xl", "stack": "segment_recurrent", "position": "none", **fields}
+                )
+            )
+    with pytest.raises(ValueError, match="one tower"):
+        XFormerForSeq2SeqLM(XFormerConfig(attention="transformer_xl", stack="segment_recurrent", position="none"))
