@@ -1,0 +1,192 @@
+"""Product-key memory: a very large key-value memory in place of a feed-forward, read sparsely."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from ..components import Spec, register
+from ..context import LayerContext, SublayerOutput
+from .dense import DenseFeedForward
+from .experts import real_tokens, wide
+
+
+class TokenBatchNorm(nn.Module):
+    """Batch normalisation over real tokens alone: y = g (x - mean) / sqrt(var + eps) + b per channel.
+
+    In training mean and (biased) variance are those of the batch's real tokens, and running ones follow them; in evaluation
+    the running ones are used, and a token's output depends on nothing else. A frozen norm (its weight needs no gradient, as
+    beside adapters) keeps its statistics and uses them in training too: what is saved then stays what was used.
+    """
+
+    def __init__(self, width: int, eps: float = 1e-5, momentum: float = 0.1):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.register_buffer("running_mean", torch.zeros(width))
+        self.register_buffer("running_var", torch.ones(width))
+        self.eps, self.momentum = eps, momentum
+
+    def initialize(self, config, init) -> None:
+        init.ones_(self.weight)
+        init.zeros_(self.bias)
+        init.zeros_(self.running_mean)
+        init.ones_(self.running_var)
+
+    def forward(self, tokens: Tensor, real: Tensor) -> Tensor:
+        """tokens [N, C], real [N] boolean -> [N, C]."""
+        values = wide(tokens)
+        mean, var = self.running_mean, self.running_var
+        if self.training and self.weight.requires_grad:
+            masked, count = values.masked_fill(~real[:, None], 0.0), real.sum()
+            mean = masked.sum(0) / count.clamp(min=1)
+            var = (masked - mean).masked_fill(~real[:, None], 0.0).square().sum(0) / count.clamp(min=1)
+            with torch.no_grad():
+                unbiased = var * count / (count - 1).clamp(min=1)
+                for running, current in ((self.running_mean, mean), (self.running_var, unbiased)):
+                    current = torch.where(count > 0, current.to(running.dtype), running)
+                    running.lerp_(current, self.momentum)
+        scale = torch.rsqrt(var.to(values.dtype) + self.eps) * self.weight.to(values.dtype)
+        return ((values - mean.to(values.dtype)) * scale + self.bias).to(tokens.dtype)
+
+
+class ProductKeyMemory(nn.Module):
+    """y = sum_h sum_{j in I_h} softmax_j(q_h k_j) V_j over the k best of n^2 slots, whose keys are pairs of n + n sub-keys.
+
+    Lample et al. 2019 (arXiv 1907.05242), eqs. 1-6. Slot a * n + b has the key (K1_a, K2_b); the k best of each half
+    suffice to find the k best pairs, so a read costs H (n d + k^2 + k D) and never looks at n^2 keys. The values
+    are shared by the heads.
+    """
+
+    def __init__(self, config, spec: ProductKeyMemorySpec):
+        super().__init__()
+        self.spec = spec
+        width, half = config.hidden_size, spec.resolved_key_dim(config) // 2
+        self.num_heads, self.num_keys, self.topk = (
+            spec.num_heads,
+            spec.resolved_num_keys(config),
+            spec.resolved_topk(config),
+        )
+        self.query_proj = nn.Linear(width, self.num_heads * 2 * half)
+        self.query_norm: nn.Module | None = None
+        if spec.query_norm == "batch":
+            self.query_norm = TokenBatchNorm(self.num_heads * 2 * half)
+        elif spec.query_norm == "layer":
+            self.query_norm = nn.LayerNorm(half)
+        self.keys = nn.Parameter(torch.empty(self.num_heads, 2, self.num_keys, half))
+        self.values = nn.Parameter(torch.empty(self.num_keys**2, width))
+        self.ffn = DenseFeedForward(config, spec) if spec.mode == "add" else None
+
+    def initialize(self, config, init) -> None:
+        bound = self.keys.shape[-1] ** -0.5
+        init.uniform_(self.keys, -bound, bound)
+        init.normal_(self.values, mean=0.0, std=self.values.shape[-1] ** -0.5)
+
+    def queries(self, tokens: Tensor, real: Tensor) -> Tensor:
+        """[N, D] -> [N, H, 2, d / 2]."""
+        query = self.query_proj(tokens)
+        shape = (tokens.shape[0], self.num_heads, 2, -1)
+        if isinstance(self.query_norm, TokenBatchNorm):
+            return self.query_norm(query, real).view(shape)
+        query = query.view(shape)
+        return query if self.query_norm is None else self.query_norm(query)
+
+    def best_slots(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, H, 2, d / 2] -> scores [N, H, k], highest first, and their slots."""
+        scores = torch.einsum("nhpd,hpad->nhpa", query, self.keys.to(query.dtype))
+        best, index = scores.topk(self.topk, dim=-1)
+        sums = (best[:, :, 0, :, None] + best[:, :, 1, None, :]).flatten(2)
+        slots = (index[:, :, 0, :, None] * self.num_keys + index[:, :, 1, None, :]).flatten(2)
+        scores, chosen = sums.topk(self.topk, dim=-1)
+        return scores, slots.gather(-1, chosen)
+
+    def forward(self, hidden_states: Tensor, context: LayerContext | None) -> SublayerOutput:
+        """hidden_states [B, T, D] -> [B, T, D]."""
+        tokens = hidden_states.flatten(0, 1)
+        scores, slots = self.best_slots(self.queries(tokens, real_tokens(hidden_states, context)))
+        weights = torch.softmax(wide(scores), -1).to(self.values.dtype)
+        output = F.embedding_bag(
+            slots.flatten(1),
+            self.values,
+            per_sample_weights=weights.flatten(1),
+            mode="sum",
+            sparse=self.spec.sparse_gradients,
+        )
+        output = output.to(hidden_states.dtype).view_as(hidden_states)
+        if self.ffn is not None:
+            output = output + self.ffn(hidden_states, context).output
+        return SublayerOutput(output)
+
+
+@register("feedforward", "product_key_memory", aliases=("pkm",))
+class ProductKeyMemorySpec(Spec):
+    """A memory of n^2 slots in some layers, a dense network in the others.
+
+    layers: which layers have a memory (`None`: the middle one). num_heads: reading heads. num_keys: n, sub-keys per half
+    (`None`: hidden_size / 2, the paper's 512 at width 1024). topk: slots read by a head (`None`: n / 4, at most 32).
+    key_dim: width of a whole key (`None`: hidden_size / 4, made even). query_norm: `batch` (the paper's best; statistics over the
+    batch's real tokens in training, running ones in evaluation), `layer` (each half by itself) or `none`. mode: the memory
+    replaces the dense network or is added to it. sparse_gradients: the values' gradient as a sparse tensor, for
+    optimisers that take one (SparseAdam). activation, bias: of the dense networks.
+    """
+
+    summary = "a memory of many slots found by products of keys"
+    gated: ClassVar[bool] = False
+
+    layers: tuple[int, ...] | None = None
+    num_heads: int = 4
+    num_keys: int | None = None
+    topk: int | None = None
+    key_dim: int | None = None
+    query_norm: Literal["batch", "layer", "none"] = "batch"
+    mode: Literal["replace", "add"] = "replace"
+    sparse_gradients: bool = False
+    activation: str = "gelu"
+    bias: bool = True
+
+    @property
+    def activation_name(self) -> str:
+        return self.activation
+
+    def resolved_num_keys(self, config) -> int:
+        """n for this config."""
+        return max(config.hidden_size // 2, 1) if self.num_keys is None else self.num_keys
+
+    def resolved_topk(self, config) -> int:
+        """k for this config."""
+        return min(32, max(self.resolved_num_keys(config) // 4, 1)) if self.topk is None else self.topk
+
+    def resolved_key_dim(self, config) -> int:
+        """Width of a key for this config."""
+        return 2 * max(config.hidden_size // 8, 1) if self.key_dim is None else self.key_dim
+
+    def check_fields(self) -> None:
+        for name in ("num_heads", "num_keys", "topk"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"product_key_memory: `{name}` must be at least 1, got {value}.")
+        if self.key_dim is not None and (self.key_dim < 2 or self.key_dim % 2):
+            raise ValueError(f"product_key_memory: `key_dim` is cut into halves and must be even, got {self.key_dim}.")
+        if self.activation not in ACT2FN:
+            raise ValueError(
+                f"product_key_memory: unknown activation {self.activation!r}; known: {', '.join(sorted(ACT2FN))}."
+            )
+
+    def check(self, config) -> None:
+        keys, topk = self.resolved_num_keys(config), self.resolved_topk(config)
+        if topk > keys:
+            raise ValueError(f"product_key_memory: `topk` {topk} exceeds `num_keys` {keys}; lower it or add keys.")
+        for index in self.layers or ():
+            if not 0 <= index:
+                raise ValueError(f"product_key_memory: `layers` counts from 0, got {index}.")
+
+    def build(self, config, **where) -> nn.Module:
+        layers = (config.num_hidden_layers // 2,) if self.layers is None else self.layers
+        memory = where.get("layer_idx", 0) in layers
+        return ProductKeyMemory(config, self) if memory else DenseFeedForward(config, self)
+
+
+__all__ = ["ProductKeyMemory", "ProductKeyMemorySpec", "TokenBatchNorm"]

@@ -1,0 +1,32 @@
+"""A language-model head whose output vectors have unit length."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..components import Spec, register
+from .language_model import LanguageModelHead
+
+
+class FixNormHead(LanguageModelHead):
+    """logits_w = h E[w] / |E[w]| + b_w (Nguyen & Salazar 2019, arXiv 1910.05895, section 3.2).
+
+    With a final ScaleNorm these are g times cosines: g is the temperature.
+    """
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[..., D] -> [..., V]."""
+        return F.linear(hidden_states, F.normalize(self.decoder.weight, dim=-1, eps=1e-5), self.decoder.bias)
+
+
+@register("head", "fix_norm")
+class FixNormHeadSpec(Spec):
+    """bias: one per vocabulary entry."""
+
+    summary = "one projection onto the vocabulary, its vectors of unit length"
+
+    bias: bool = False
+
+    def build(self, config, **where) -> FixNormHead:
+        return FixNormHead(config, transform=None, bias=self.bias, scale=False)

@@ -1,0 +1,49 @@
+"""AdaNorm (Xu et al. 2019): layer normalisation whose scale depends on its input and which has no parameters."""
+
+from __future__ import annotations
+
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFAdaNormConfig(XFormerConfig):
+    """AdaNorm (Xu et al. 2019): layer normalisation whose scale depends on its input and which has no parameters."""
+
+    model_type = "xf_adanorm"
+
+    normalization: SpecLike = "adanorm"
+    residual: SpecLike = "pre_ln"
+    feedforward: SpecLike = "relu"
+
+
+INFO = VariantInfo(
+    summary="layer norm without parameters, scaled by a function of the normalised value",
+    paper="Xu et al. 2019",
+    url="https://arxiv.org/abs/1911.07013",
+    equation=(
+        r"y = \frac{x - \mu}{\sigma}, \qquad z = C \, (1 - k \, y) \odot y, \quad (1 - k \, y) \text{ constant in "
+        r"the backward pass}"
+    ),
+    cost="that of the vanilla Transformer, without its norms' parameters",
+    bibtex="""@inproceedings{xu2019understanding,
+  title={Understanding and Improving Layer Normalization},
+  author={Xu, Jingjing and Sun, Xu and Zhang, Zhiyuan and Zhao, Guangxiang and Lin, Junyang},
+  booktitle={Advances in Neural Information Processing Systems},
+  year={2019}
+}""",
+    notes=(
+        "Normalises before the sublayer, as the released models do. sigma is the biased deviation with eps inside "
+        "the root; the released code takes the unbiased one and adds eps to it."
+    ),
+)
+
+_family = make_family(XFAdaNormConfig, "XFAdaNorm", ALL_HEADS, INFO)
+XFAdaNormModel = _family["Model"]
+XFAdaNormForMaskedLM = _family["ForMaskedLM"]
+XFAdaNormForSequenceClassification = _family["ForSequenceClassification"]
+XFAdaNormForTokenClassification = _family["ForTokenClassification"]
+XFAdaNormForQuestionAnswering = _family["ForQuestionAnswering"]
+XFAdaNormForMultipleChoice = _family["ForMultipleChoice"]
+XFAdaNormForCausalLM = _family["ForCausalLM"]
+XFAdaNormForSeq2SeqLM = _family["ForSeq2SeqLM"]

@@ -1,0 +1,57 @@
+"""PowerNorm (Shen et al. 2020): division by a running quadratic mean over tokens, not by each token's own."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFPowerNormConfig(XFormerConfig):
+    """PowerNorm (Shen et al. 2020): division by a running quadratic mean over tokens, not by each token's own."""
+
+    model_type = "xf_power_norm"
+
+    normalization: SpecLike = "power_norm"
+    feedforward: SpecLike = "relu"
+    decoder: dict[str, Any] | None = field(default_factory=lambda: {"normalization": "layer_norm"})
+
+
+INFO = VariantInfo(
+    summary="statistics over the batch's tokens, running in both passes, in place of each token's own",
+    paper="Shen et al. 2020",
+    url="https://arxiv.org/abs/2003.07845",
+    equation=(
+        r"y_t = \gamma \frac{x_t}{\psi} + \beta, \qquad \psi^2 \leftarrow \alpha \psi^2 + (1 - \alpha) \frac1N "
+        r"\sum_n x_n^2, \qquad \partial x = \frac{\gamma \, \partial y - \nu \, x / \psi}{\psi}"
+    ),
+    cost="that of the vanilla Transformer; 2 D running numbers per norm",
+    bibtex="""@inproceedings{shen2020powernorm,
+  title={{PowerNorm}: Rethinking Batch Normalization in Transformers},
+  author={Shen, Sheng and Yao, Zhewei and Gholami, Amir and Mahoney, Michael W. and Keutzer, Kurt},
+  booktitle={International Conference on Machine Learning},
+  year={2020}
+}""",
+    notes=(
+        "Only real tokens count. In the first `warmup_iters` training steps the batch's own statistic is used, so "
+        "an output then depends on the whole batch and, in a decoder, on later tokens; afterwards, and always in "
+        "evaluation, on the running statistic alone. The paper's translation models have it in the encoder, with "
+        "layer normalisation in the decoder, which is the default of an encoder-decoder here. Statistics move once "
+        "for each backward pass, also under activation checkpointing and for each micro-batch of gradient "
+        "accumulation; under DistributedDataParallel every process starts each step from the first one's. The "
+        "training step stands apart from a compiled graph."
+    ),
+)
+
+_family = make_family(XFPowerNormConfig, "XFPowerNorm", ALL_HEADS, INFO)
+XFPowerNormModel = _family["Model"]
+XFPowerNormForMaskedLM = _family["ForMaskedLM"]
+XFPowerNormForSequenceClassification = _family["ForSequenceClassification"]
+XFPowerNormForTokenClassification = _family["ForTokenClassification"]
+XFPowerNormForQuestionAnswering = _family["ForQuestionAnswering"]
+XFPowerNormForMultipleChoice = _family["ForMultipleChoice"]
+XFPowerNormForCausalLM = _family["ForCausalLM"]
+XFPowerNormForSeq2SeqLM = _family["ForSeq2SeqLM"]

@@ -1,0 +1,61 @@
+"""Switch Transformer (Fedus et al. 2022): each token chooses one of many feed-forward experts."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from ..components import SpecLike
+from ..configuration_xformer import Initializer, XFormerConfig
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFSwitchTransformerConfig(XFormerConfig):
+    """Switch Transformer (Fedus et al. 2022): each token chooses one of many feed-forward experts."""
+
+    model_type = "xf_switch_transformer"
+
+    vocab_size: int = 32128
+    initializer: Initializer = "t5"
+    layer_norm_eps: float = 1e-6
+    eos_token_id: int | list[int] | None = 1
+    position: SpecLike = "t5_relative_bias"
+    attention: SpecLike = field(default_factory=lambda: {"type": "dense", "bias": False, "scale": 1.0})
+    cross_attention: SpecLike = field(default_factory=lambda: {"type": "dense", "bias": False, "scale": 1.0})
+    normalization: SpecLike = "rms_norm"
+    residual: SpecLike = field(default_factory=lambda: {"type": "pre_ln", "final_dropout": True})
+    feedforward: SpecLike = "switch_transformer"
+    head: SpecLike = field(default_factory=lambda: {"type": "linear", "scale": True})
+
+
+INFO = VariantInfo(
+    summary="a router sends each token to one of many feed-forward experts, up to a capacity",
+    paper="Fedus et al. 2022",
+    url="https://arxiv.org/abs/2101.03961",
+    equation=r"p = \mathrm{softmax}(W_r x), \qquad i = \arg\max_e p_e, \qquad y = p_i \, \mathrm{FFN}_i(x)",
+    cost="time and memory of the dense model plus O(T E D) for the router; E times its feed-forward parameters",
+    bibtex="""@article{fedus2022switch,
+  title={Switch Transformers: Scaling to Trillion Parameter Models with Simple and Efficient Sparsity},
+  author={Fedus, William and Zoph, Barret and Shazeer, Noam},
+  journal={Journal of Machine Learning Research},
+  volume={23},
+  pages={1--39},
+  year={2022}
+}""",
+    notes=(
+        "Shaped like T5 base, the paper's host; any head can stand on it. In training an expert takes of each text "
+        "its first 1.25 T / E tokens; queues are per text and in token order, so an output depends neither on other "
+        "texts of the batch nor on what later tokens hold (only on how many there are). Evaluation is without a "
+        "capacity, so that generation gives what a pass over the whole text gives; `eval_capacity_factor: 2.0` is "
+        "the paper's."
+    ),
+)
+
+_family = make_family(XFSwitchTransformerConfig, "XFSwitchTransformer", ALL_HEADS, INFO)
+XFSwitchTransformerModel = _family["Model"]
+XFSwitchTransformerForMaskedLM = _family["ForMaskedLM"]
+XFSwitchTransformerForSequenceClassification = _family["ForSequenceClassification"]
+XFSwitchTransformerForTokenClassification = _family["ForTokenClassification"]
+XFSwitchTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
+XFSwitchTransformerForMultipleChoice = _family["ForMultipleChoice"]
+XFSwitchTransformerForCausalLM = _family["ForCausalLM"]
+XFSwitchTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]

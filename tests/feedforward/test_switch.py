@@ -1,0 +1,294 @@
+"""Switch layers against a loop over tokens, transformers' own, and what a queue may depend on."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from transformers import SwitchTransformersConfig
+from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
+
+from hf_xformers import build_spec
+from hf_xformers.feedforward.dense import DenseFeedForward
+from hf_xformers.feedforward.experts import Experts, capacities, grouped_matmul, places
+from hf_xformers.feedforward.switch_transformer import SwitchFeedForward
+from tests.feedforward.expert_helpers import (
+    INNER,
+    WIDTH,
+    build,
+    capacity,
+    context,
+    expert,
+    make_config,
+    padded,
+    vectors,
+)
+from tests.helpers import close
+
+QUIET = {"type": "switch_transformer", "num_experts": 3, "jitter": 0.0}
+FACTORS = (None, 0.5, 1.0, 1.25)
+
+
+def loop(module, states, mask=None, factor=None):
+    """Token after token: who goes where, what comes back, and the balance loss."""
+    spec = module.spec
+    batch, length = states.shape[:2]
+    mask = torch.ones(batch, length, dtype=torch.bool) if mask is None else mask
+    output = torch.zeros_like(states)
+    asked, chance, logs, count = torch.zeros(spec.num_experts), torch.zeros(spec.num_experts).double(), 0.0, 0
+    for b in range(batch):
+        load = [0] * spec.num_experts
+        limit = capacity(int(mask[b].sum()), spec.num_experts, factor)
+        for t in range(length):
+            if not mask[b, t]:
+                continue
+            logits = module.router.weight @ states[b, t]
+            p = torch.softmax(logits, -1)
+            i = int(p.argmax())
+            asked[i] += 1
+            chance = chance + p
+            logs, count = logs + torch.logsumexp(logits, -1) ** 2, count + 1
+            if load[i] < limit:
+                output[b, t] = p[i] * expert(module.experts, i, states[b, t])
+            load[i] += 1
+    count = max(count, 1)
+    balance = spec.num_experts * ((asked / count) * (chance / count)).sum()
+    return output, balance, logs / count
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_formula(factor, bias):
+    module = build({**QUIET, "capacity_factor": factor, "bias": bias, "z_loss_weight": 0.5}).train()
+    states = vectors(2, 7)
+    mask = torch.ones(2, 7, dtype=torch.bool)
+    mask[1, :3] = False
+    for given in (None, mask):
+        result = module(states, context(2, 7, given))
+        output, balance, logs = loop(module, states, given, factor)
+        close(result.output, output)
+        close(result.aux_losses["router_balance"], 0.01 * balance)
+        close(result.aux_losses["router_z"], 0.5 * logs)
+    if factor == 0.5:
+        assert (output[0] == 0).all(-1).any()  # some were dropped: the queue was tested
+
+
+def test_gradients_are_those_of_the_loop():
+    module = build({**QUIET, "capacity_factor": 1.0, "bias": True}).train()
+    states = vectors(2, 7).requires_grad_()
+    weights = vectors(2, 7, seed=5)
+
+    def of(output, balance):
+        return torch.autograd.grad(
+            (output * weights).sum() + balance,
+            [states, *module.parameters()],
+            allow_unused=True,
+            materialize_grads=True,
+        )
+
+    result = module(states, None)
+    output, balance, _ = loop(module, states, factor=1.0)
+    for one, other in zip(of(result.output, result.aux_losses["router_balance"]), of(output, 0.01 * balance)):
+        close(one, other)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 8])
+def test_same_as_transformers(limit):
+    """Their layer, weights copied, with the same integer capacity."""
+    theirs_config = SwitchTransformersConfig(
+        d_model=WIDTH, d_ff=INNER, num_experts=3, expert_capacity=limit, router_bias=False
+    )
+    torch.manual_seed(0)
+    theirs = SwitchTransformersSparseMLP(theirs_config).double().eval()
+    theirs.router.dtype = torch.float64
+    length = 8
+    module = build({**QUIET, "eval_capacity_factor": limit * 3 / length})
+    with torch.no_grad():
+        module.router.weight.copy_(theirs.router.classifier.weight)
+        for number in range(3):
+            mlp = theirs.experts[f"expert_{number}"]
+            module.experts.up_proj[number] = mlp.wi.weight
+            module.experts.down_proj[number] = mlp.wo.weight
+        states = vectors(3, length)
+        close(module(states, None).output, theirs(states))
+
+
+def test_one_expert_is_the_dense_network():
+    module = build({**QUIET, "num_experts": 1, "capacity_factor": 1.0}).train()
+    states = vectors(2, 5)
+    expected = torch.relu(states @ module.experts.up_proj[0].T) @ module.experts.down_proj[0].T
+    close(module(states, None).output, expected)
+
+
+def test_balance_at_uniform_routing():
+    """alpha exactly, when the router is indifferent."""
+    module = build({**QUIET, "z_loss_weight": 1.0})
+    with torch.no_grad():
+        module.router.weight.zero_()
+    losses = module(vectors(2, 5), None).aux_losses
+    close(losses["router_balance"], torch.tensor(0.01, dtype=torch.float64))
+    close(losses["router_z"], torch.tensor(math.log(3) ** 2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("factor", FACTORS)
+def test_padding_takes_no_place(side, factor):
+    module = build({**QUIET, "capacity_factor": factor}).train()
+    states = vectors(2, 7)
+    expected = module(states, None)
+    longer, mask, where = padded(states, side)
+    result = module(longer, context(2, 10, mask))
+    close(result.output[:, where], expected.output)
+    close(result.aux_losses["router_balance"], expected.aux_losses["router_balance"])
+    assert (result.output[~mask] == 0).all()
+
+
+def test_rows_do_not_meet():
+    """Each text has its own queue; documents packed into one row as well."""
+    module = build({**QUIET, "capacity_factor": 0.7}).train()
+    states = vectors(3, 6)
+    together = module(states, None).output
+    for row in range(3):
+        close(together[row], module(states[row : row + 1], None).output[0])
+    packed = module(states.reshape(1, 18, WIDTH), context(1, 18, segments=torch.arange(18)[None] // 6)).output
+    close(packed.view(3, 6, WIDTH), together)
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_later_tokens_change_nothing(factor):
+    module = build({**QUIET, "capacity_factor": factor}).train()
+    states = vectors(1, 9)
+    before = module(states, None).output
+    for t in range(9):
+        changed = states.clone()
+        changed[:, t:] = vectors(1, 9 - t, seed=t + 20) * 3
+        close(module(changed, None).output[:, :t], before[:, :t])
+
+
+def test_jitter():
+    """Training only; it moves the router's input, never what the experts and the caller see."""
+    module, states = build({**QUIET, "jitter": 0.3, "capacity_factor": None}), vectors(1, 4)
+    assert torch.equal(module(states, None).output, module(states, None).output)
+    module.train()
+    kept = states.clone()
+    assert not torch.equal(module(states, None).output, module(states, None).output)
+    assert torch.equal(states, kept)
+    heard = []
+    module.experts.register_forward_hook(lambda _, inputs, __: heard.append(inputs[0]))
+    module(states, None)
+    assert torch.equal(heard[0], states[0])
+
+
+def test_router_keeps_full_precision():
+    module = build(QUIET).float()
+    exact = module.router(vectors(4).float())
+    half = copy.deepcopy(module).bfloat16()
+    logits = half.router(vectors(4).bfloat16())
+    assert logits.dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(module.router(vectors(4).float()), exact)
+        output = module(vectors(2, 4, dtype=torch.float32), None).output
+    assert output.dtype == torch.float32 and output.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [WIDTH, 16])
+def test_kernels_agree(dtype, width):
+    """The grouped product of each precision, aligned or not, forward and backward, with idle experts and dropped tokens."""
+    torch.manual_seed(0)
+    exact = Experts(4, width, 2 * width, activation="relu", bias=True, dropout=0.0).double()
+    with torch.no_grad():
+        for parameter in exact.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    chosen = torch.tensor([[0], [4], [2], [0], [4], [2], [2]])
+    states = vectors(7, width=width)
+    found = []
+    for module, rows in ((exact, states), (copy.deepcopy(exact).to(dtype), states.to(dtype))):
+        rows = rows.clone().requires_grad_()
+        output = module(rows, chosen, None)
+        found.append([output, *torch.autograd.grad(output.sum(), [rows, *module.parameters()])])
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+    for one, other in zip(*found):
+        assert (other.double() - one).abs().max() <= tolerance * one.abs().max()
+    assert (found[1][0][[1, 4]] == 0).all() and (found[1][1][[1, 4]] == 0).all()
+
+
+def test_idle_experts_have_gradients():
+    """All parameters take part in every pass, so that data-parallel training never waits for one."""
+    module = build({**QUIET, "num_experts": 8, "bias": True}).train()
+    module(vectors(1, 1), None).output.sum().backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_distributed(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        module = build({**QUIET, "num_experts": 8}).train()
+        wrapped = DistributedDataParallel(module)
+        for _ in range(2):  # the second pass fails if a parameter was left out of the first
+            result = wrapped(vectors(1, 2), None)
+            (result.output.sum() + result.aux_losses["router_balance"]).backward()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_compiles():
+    module = build({**QUIET, "num_experts": 4, "capacity_factor": 0.8}).train()
+    states, weights = vectors(2, 7).requires_grad_(), vectors(2, 7, seed=4)
+    compiled = torch.compile(lambda x: module(x, None).output, backend="aot_eager", fullgraph=True)
+    found = [
+        torch.autograd.grad((run(states) * weights).sum(), states)[0]
+        for run in (compiled, lambda x: module(x, None).output)
+    ]
+    close(*found)
+    torch._dynamo.reset()
+
+
+def test_pieces():
+    assert places(torch.tensor([3, 1, 3, 3, 1])).tolist() == [0, 0, 1, 2, 1]
+    texts, real = torch.zeros(10, dtype=torch.long), torch.ones(10, dtype=torch.bool)
+    assert capacities(texts, real, 1, 1.1).unique().tolist() == [11]
+    assert capacities(texts, real, 4, 1.0).unique().tolist() == [3]
+    rows, weight = vectors(5, width=8), vectors(2, 8, seed=1, width=4)
+    product = grouped_matmul(rows, weight, torch.tensor([2, 5], dtype=torch.int32))
+    close(product, torch.cat([rows[:2] @ weight[0], rows[2:] @ weight[1]]))
+
+
+@pytest.mark.parametrize(("layers", "sparse"), [(1, [0]), (2, [1]), (5, [1, 3])])
+def test_every_second_layer(layers, sparse):
+    config = make_config(num_hidden_layers=layers)
+    spec = build_spec("feedforward", "switch_transformer")
+    kinds = [type(spec.build(config, layer_idx=index)) for index in range(layers)]
+    assert [index for index, kind in enumerate(kinds) if kind is SwitchFeedForward] == sparse
+    assert all(kind in (SwitchFeedForward, DenseFeedForward) for kind in kinds)
+
+
+def test_start():
+    """Truncated normal of variance 0.1 / fan in (the paper's section 2.4)."""
+    config = make_config(hidden_size=64, num_attention_heads=2, intermediate_size=128)
+    module = build_spec("feedforward", "switch_transformer").build(config, layer_idx=1)
+    module.initialize(config, torch.nn.init)
+    for weight, fan_in in ((module.experts.up_proj, 64), (module.experts.down_proj, 128), (module.router.weight, 64)):
+        std = (0.1 / fan_in) ** 0.5
+        assert weight.abs().max() <= 2 * std
+        assert abs(weight.std() / std - 0.88) < 0.04  # a normal cut at two deviations
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_experts": 0},
+        {"every": 0},
+        {"capacity_factor": 0},
+        {"eval_capacity_factor": -1.0},
+        {"jitter": 1.0},
+        {"activation": "no_such"},
+        {"balance_loss_weight": -1},
+        {"expert_dropout": 1.0},
+        {"init_scale": 0},
+    ],
+)
+def test_refusals(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        build_spec("feedforward", {"type": "switch_transformer", **wrong})

@@ -1,0 +1,235 @@
+"""PowerNorm against its algorithm written out step by step, its limits, and what its statistics may see."""
+
+import copy
+
+import pytest
+import torch
+
+from hf_xformers import XFormerConfig, XFormerForMaskedLM, build_spec
+from hf_xformers.components import names
+from tests.helpers import NO_DROPOUT, close, close_gradients, make_strong
+
+WIDTH = 6
+SIZES = dict(
+    vocab_size=40,
+    hidden_size=12,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=16,
+    normalization="power_norm",
+    **NO_DROPOUT,
+)
+
+
+def build(**fields):
+    config = XFormerConfig(hidden_size=WIDTH, num_attention_heads=2, normalization={"type": "power_norm", **fields})
+    return make_strong(config.normalization.build(config).double(), amount=0.5)
+
+
+def vectors(*shape, seed=0):
+    return torch.randn(*shape, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class Written:
+    """Algorithms 1 and 2 of the paper with warm-up, channel by channel on a list of real tokens."""
+
+    def __init__(self, norm):
+        self.gamma, self.beta = norm.weight.detach().clone(), norm.bias.detach().clone()
+        self.psi2, self.nu, self.step = torch.ones(WIDTH).double(), torch.zeros(WIDTH).double(), 0
+        self.norm = norm
+
+    def train(self, x, g):
+        """x, g [N, D] -> output, dx, dgamma, dbeta."""
+        a, b, warmup, eps = self.norm.settings
+        square = (x * x).mean(0)
+        psi = ((square if self.step < warmup else self.psi2) + eps).sqrt()
+        y = x / psi
+        inner = self.gamma * g
+        dx = (inner - self.nu * y) / psi
+        spread, slope = (y * y).mean(0), (inner * y).mean(0)
+        self.nu = self.nu * (1 - (1 - b) * spread) + (1 - b) * slope
+        if self.step < warmup:
+            self.psi2 = (self.psi2 * self.step + square) / (self.step + 1)
+        else:
+            self.psi2 = a * self.psi2 + (1 - a) * square
+        self.step += 1
+        return self.gamma * y + self.beta, dx, (g * y).sum(0), g.sum(0)
+
+
+@pytest.mark.parametrize("warmup", [0, 2, 10])
+def test_algorithm(warmup):
+    """Five steps, some warm: outputs, gradients, statistics; then evaluation with the running mean square."""
+    norm = build(group_num=None, warmup_iters=warmup, alpha_fwd=0.8, alpha_bwd=0.7).train()
+    written = Written(norm)
+    for step in range(5):
+        x, g = vectors(2, 7, seed=step).requires_grad_(), vectors(2, 7, seed=step + 30)
+        mask = torch.rand(2, 7, generator=torch.Generator().manual_seed(step)) < 0.7
+        output = norm(x, mask)
+        found = torch.autograd.grad((output * g)[mask].sum(), [x, norm.weight, norm.bias])
+        expected = written.train(x.detach()[mask], g[mask])
+        close(output[mask], expected[0])
+        close(found[0][mask], expected[1])
+        close(found[1], expected[2])
+        close(found[2], expected[3])
+        assert (found[0][~mask] == 0).all()
+        close(norm.running_square, written.psi2)
+        close(norm.running_gradient, written.nu)
+        assert norm.steps == step + 1
+    x = vectors(3)
+    close(norm.eval()(x), norm.weight * x / (written.psi2 + 1e-5).sqrt() + norm.bias)
+
+
+def test_groups():
+    """Each token's groups of channels have mean square 1 before the statistics see them."""
+    norm, plain = build(group_num=3).train(), build(group_num=None).train()
+    x = vectors(2, 5)
+    grouped = torch.cat([c / (c.square().mean(-1, keepdim=True) + 1e-5).sqrt() for c in x.split(2, -1)], -1)
+    close(norm(x), plain(grouped))
+    torch.autograd.gradcheck(norm.scale_groups, (x.requires_grad_(),))
+
+
+def test_settles_on_the_exact_gradient():
+    """With the same step again and again, nu goes to its limit geometrically, and the approximate gradient to that of
+    x / sqrt(mean x^2) by automatic differentiation."""
+    norm = build(group_num=None, warmup_iters=0).train()
+    norm.eps, norm.settings = 0.0, (0.9, 0.9, 0, 0.0)
+    x, g = vectors(9).requires_grad_(), vectors(9, seed=5)
+    exact = torch.autograd.grad(((norm.weight * x / x.square().mean(0).sqrt()) * g).sum(), x)[0]
+    errors = []
+    for _ in range(400):
+        errors.append((torch.autograd.grad((norm(x) * g).sum(), x)[0] - exact).abs().max())
+    close(errors[-1], torch.zeros(()).double())
+    assert errors[50] > 1e-4
+    assert 0.8 < errors[101] / errors[100] < 0.95  # the decay is 0.9
+
+
+def test_padding_changes_nothing():
+    for side in ("left", "right"):
+        one, other = build().train(), build().train()
+        x, g = vectors(2, 5).requires_grad_(), vectors(2, 5, seed=3)
+        pads = 9 * vectors(2, 3, seed=8)
+        mask = torch.ones(2, 8, dtype=torch.bool)
+        where = slice(3, 8) if side == "left" else slice(0, 5)
+        mask[:, [i for i in range(8) if not where.start <= i < where.stop]] = False
+        for _ in range(2):
+            longer = torch.cat([pads, x] if side == "left" else [x, pads], 1)
+            outputs = one(x), other(longer, mask)[:, where]
+            close(outputs[1], outputs[0])
+            close(*(torch.autograd.grad((output * g).sum(), x)[0] for output in outputs))
+        close(other.running_square, one.running_square)
+        close(other.running_gradient, one.running_gradient)
+
+
+def test_what_a_token_depends_on():
+    """Evaluation and running statistics: on itself. During warm-up: on the batch, as the method has it."""
+    x, other = vectors(2, 4), vectors(2, 4)
+    other[1, 3] = 5 * vectors(1, seed=7)[0]
+    for warmup, training, alone in ((9, False, True), (0, True, True), (9, True, False)):
+        norm = build(warmup_iters=warmup).train(training)
+        change = (norm(x) - norm(other)).abs().sum(-1)
+        change[1, 3] = 0
+        assert (change.max() < 1e-12) == alone
+
+
+def test_when_statistics_move():
+    """Not without a backward pass, not for padding alone, not for an overflow, not when frozen."""
+    norm, x = build().train(), vectors(4)
+    before = copy.deepcopy(norm.state_dict())
+
+    def same():
+        return all(torch.equal(value, before[key]) for key, value in norm.state_dict().items())
+
+    norm(x)
+    with torch.no_grad():
+        norm(x)
+    norm(x, torch.zeros(4, dtype=torch.bool)).sum().backward()
+    (norm(x) * torch.inf).sum().backward()
+    assert same()
+    frozen = norm.requires_grad_(False)(x.clone().requires_grad_())
+    frozen.sum().backward()
+    assert same()
+    close(frozen, norm.eval()(x))
+    norm.train().requires_grad_(True)(x).sum().backward()
+    assert not same() and norm.steps == 1
+
+
+def model(**fields):
+    torch.manual_seed(0)
+    return make_strong(XFormerForMaskedLM(XFormerConfig(**{**SIZES, **fields})).double()).train()
+
+
+@pytest.mark.parametrize("residual", ["post_ln", "pre_ln"])
+def test_in_a_model(residual):
+    """Padding reaches every norm, the last one included: a padded training step is that of the texts alone."""
+    ids, mask = torch.randint(1, 40, (2, 6)), torch.ones(2, 6, dtype=torch.long)
+    longer = torch.cat([torch.randint(1, 40, (2, 3)), ids], 1)
+    one, other = model(residual=residual), model(residual=residual)
+    labels = torch.cat([torch.full((2, 3), -100), ids], 1)
+    losses = one(ids, labels=ids).loss, other(longer, torch.cat([mask[:, :3] * 0, mask], 1), labels=labels).loss
+    close(*losses)
+    for loss in losses:
+        loss.backward()
+    for (name, buffer), (_, expected) in zip(other.named_buffers(), one.named_buffers()):
+        close(buffer.double(), expected.double())
+    close_gradients(*({n: p.grad[:6] for n, p in net.named_parameters() if "table" in n} for net in (other, one)))
+    assert {int(buffer) for name, buffer in one.named_buffers() if name.endswith("steps")} == {1}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+def test_activation_checkpointing(reentrant):
+    """From the same state: the same gradients and, moved once, the same statistics."""
+    ids = torch.randint(1, 40, (2, 6), generator=torch.Generator().manual_seed(0))
+    found = []
+    for checkpointing in (False, True):
+        net = model()
+        if checkpointing:
+            net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        for _ in range(2):
+            net.zero_grad()
+            net(ids, labels=ids).loss.backward()
+        found.append(({n: p.grad for n, p in net.named_parameters()}, dict(net.named_buffers())))
+    close_gradients(found[1][0], found[0][0])
+    for name, buffer in found[0][1].items():
+        close(found[1][1][name].double(), buffer.double())
+
+
+def test_compiled_training():
+    """The step stands outside the graph and gives what it gives."""
+    one, other = build().train(), build().train()
+    x, g = vectors(2, 5).requires_grad_(), vectors(2, 5, seed=3)
+    compiled = torch.compile(lambda v: other(v * 2) + v, backend="aot_eager")
+    outputs = one(x * 2) + x, compiled(x)
+    close(outputs[1], outputs[0])
+    close(*(torch.autograd.grad((output * g).sum(), x)[0] for output in outputs))
+    close(other.running_gradient, one.running_gradient)
+    torch._dynamo.reset()
+
+
+def test_saved(tmp_path):
+    net = model()
+    ids = torch.randint(1, 40, (2, 6))
+    for _ in range(3):
+        net(ids, labels=ids).loss.backward()
+    net.save_pretrained(tmp_path)
+    again = XFormerForMaskedLM.from_pretrained(tmp_path, dtype=torch.float64)
+    for (name, buffer), (_, expected) in zip(again.named_buffers(), net.named_buffers()):
+        close(buffer.double(), expected.double())
+    close(again.eval()(ids).logits, net.eval()(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"normalization": {"type": "power_norm", "alpha_fwd": 1.0}}, "alpha_fwd"),
+        ({"normalization": {"type": "power_norm", "warmup_iters": -1}}, "warmup_iters"),
+        ({"normalization": {"type": "power_norm", "group_num": 5}}, "group_num"),
+        ({"head": "transform"}, "transform"),
+        ({"embedding": {"type": "token", "normalize": True}}, "normalize"),
+        ({"residual": {"type": "pre_ln", "final_dropout": True}}, "final_dropout"),
+    ],
+)
+def test_refusals(wrong, said):
+    with pytest.raises(ValueError, match=said):
+        XFormerConfig(**{**SIZES, **wrong})
+    assert "power_norm" in names("normalization") and build_spec("normalization", "power_norm").warmup_iters == 10_000
