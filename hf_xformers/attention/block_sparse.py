@@ -1,0 +1,376 @@
+"""Attention over a fixed pattern of positions, and the plain patterns: band, global, dilated, random, block-local."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from ..components import register
+from ..context import LayerContext
+from ..ops import patterns
+from ..ops.block_sparse import block_sparse_attention
+from ..ops.pattern_base import Pattern
+from .base import Attention, AttentionSpec, literal_softmax_attention
+from .query_blocks import visible_pairs
+
+# A few queries with a score bias (decoding) are computed densely: a plan of blocks for every step would cost more.
+FEW_QUERIES = 4
+
+
+class BlockSparseAttention(Attention):
+    """o_i = sum over j in N(i) of softmax_{N(i)}(scale * q_i k_j + b_ij) v_j, where N(i) is given by a pattern of positions.
+
+    Positions are counted from a row's first real token. In a decoder N(i) loses what is later than i. Time and memory grow
+    with the number of pairs in the pattern. State: keys and values of all tokens seen, or, of a pattern with a farthest key,
+    as many as it reaches. A token whose N(i) is empty gets zeros.
+    """
+
+    def __init__(self, config, spec: BlockSparseSpec, **where):
+        super().__init__(config, spec, **where)
+        self.pattern = spec.pattern(config, self.layer_idx)
+        self.pattern.check_heads(self.num_heads)
+
+    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+        bias = context.shared.get("score_bias")
+        if not self._literal(context, len(context.query_index), bias):
+            return
+        self._pairs(context)
+        if bias is not None and "dense_bias" not in context.streams:
+            matrix = bias.block(context.query_index, context.key_index)
+            context.streams["dense_bias"] = matrix if matrix.ndim == 4 else matrix[None]
+
+    def global_tokens(self, context: LayerContext) -> tuple[Tensor | None, int | None]:
+        """[B or 1, T] boolean mask of tokens that see and are seen by all, and the largest number of them in a row (None: not
+        known); (None, 0) without any."""
+        return None, 0
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context: LayerContext,
+        global_rows: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As every mechanism; global_rows: queries, keys and values of the global tokens' own rows, where they differ."""
+        dropout = self.dropout if self.training else 0.0
+        bias = context.shared.get("score_bias")
+        chosen, most = self.global_tokens(context)
+        chosen = None if chosen is None else chosen.expand(key.shape[0], -1)
+        total, padding = context.key_index.shape[0], context.padding_mask
+        dropped = total - key.shape[2]  # a window's cache forgets the tokens out of reach
+        if self._literal(context, query.shape[2], bias):
+            mask, matrix = self._pairs(context)[..., dropped:], context.streams.get("dense_bias")
+            inputs = (query, key, value)
+            if chosen is None:
+                matrix = None if matrix is None else matrix[..., dropped:]
+                output, weights = literal_softmax_attention(*inputs, mask, matrix, self.scaling, dropout)
+                return output, F.pad(weights, (dropped, 0)) if dropped else weights
+            return self._literal_with_globals(inputs, global_rows or inputs, mask, chosen, dropout, context)
+        row_query, row_key, row_value = global_rows or (None, None, None)
+        output = block_sparse_attention(
+            query,
+            key,
+            value,
+            self.pattern,
+            key_padding_mask=padding if padding is None or dropped == 0 else padding[:, dropped:],
+            q_offset=total - query.shape[2],
+            k_offset=dropped,
+            causal=self.is_causal,
+            scale=self.scaling,
+            dropout_p=dropout,
+            score_bias=None if bias is None else bias.block,
+            segment_ids=context.segment_ids,
+            global_mask=chosen,
+            global_q=row_query,
+            global_k=row_key,
+            global_v=row_value,
+            max_globals=most,
+        )
+        return output.transpose(1, 2), None
+
+    def _literal(self, context: LayerContext, queries: int, bias) -> bool:
+        """Whether the dense equation runs: asked for, or cheaper, or the keys are slots of which some are not written,
+        or the caller prepared a mask."""
+        dense = self.wants_weights(context) or context.static or context.explicit_mask is not None
+        return dense or (bias is not None and queries <= FEW_QUERIES)
+
+    def _literal_with_globals(
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        rows: tuple[Tensor, Tensor, Tensor],
+        mask: Tensor,
+        chosen: Tensor,
+        dropout: float,
+        context: LayerContext,
+    ) -> tuple[Tensor, Tensor]:
+        padding, visible = context.padding_mask, visible_pairs(context)
+        chosen = chosen if padding is None else chosen & padding
+        reads = chosen[:, None, None, :]
+        if padding is not None and self.pattern.period != 1:  # padding in front of a text has no place in a pattern
+            reads = reads & (padding.cumsum(-1) > 0)[:, None, :, None]
+        local = mask | (reads if visible is None else reads & visible)
+        rows_of_globals = chosen[:, None, :, None]
+        own = literal_softmax_attention(*inputs, local, None, self.scaling)[1]
+        weights = torch.where(rows_of_globals, literal_softmax_attention(*rows, visible, None, self.scaling)[1], own)
+        thinned = F.dropout(weights, dropout) if dropout else weights
+        output = torch.matmul(thinned.masked_fill(rows_of_globals, 0.0), self._grouped(inputs[2]))
+        output = output + torch.matmul(thinned.masked_fill(~rows_of_globals, 0.0), self._grouped(rows[2]))
+        return output.transpose(1, 2), weights
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        """[B, K, S, d] -> [B, H, S, d]."""
+        return x.repeat_interleave(self.num_key_value_groups, dim=1) if self.num_key_value_groups > 1 else x
+
+    def _pairs(self, context: LayerContext) -> Tensor:
+        """Who may attend to whom, [B or 1, 1 or H, T, S] boolean; made once per call for each distinct pattern."""
+        known = context.shared.setdefault("block_sparse_pairs", {})
+        if self.pattern not in known:
+            known[self.pattern] = pattern_pairs(self.pattern, self.num_heads, context)
+        return known[self.pattern]
+
+
+def pattern_pairs(pattern: Pattern, heads: int, context: LayerContext) -> Tensor:
+    """The pattern together with padding, causal order, documents or a prepared mask, [B or 1, 1 or H, T, S] boolean."""
+    visible = visible_pairs(context)
+    query, key = context.query_index[None], context.key_index[None]
+    if pattern.period != 1:  # positions matter, and they count from the first real token
+        real = context.padding_mask
+        if context.explicit_mask is not None:
+            real = visible[:, 0].any(1)
+        if real is not None:
+            lead = real.int().argmax(-1, keepdim=True)
+            query, key = query - lead, key - lead
+    query, key = query[:, :, None], key[:, None, :]
+    bound = pattern.bind(context.key_index.shape[0])
+    own = [bound.for_head(head) for head in range(heads)]
+    distinct = {each: each.allows(query, key) for each in dict.fromkeys(own)}
+    pairs = torch.stack([distinct[each] for each in (own if len(distinct) > 1 else own[:1])], dim=1)
+    pairs = pairs & (query >= 0)[:, None]
+    return pairs if visible is None else pairs & visible
+
+
+def of_layer(value, layer_idx: int):
+    """A field that holds one value for all layers or a tuple with one for each."""
+    return value[layer_idx] if isinstance(value, tuple) else value
+
+
+def check_layers(name: str, field: str, value, config) -> None:
+    """A tuple by layer has one entry per layer. Raises `ValueError` otherwise."""
+    if isinstance(value, tuple) and len(value) != config.num_hidden_layers:
+        raise ValueError(
+            f"{name} has {len(value)} entries in `{field}` for {config.num_hidden_layers} layers; give one number, or one "
+            "per layer."
+        )
+
+
+def check_at_least(name: str, minimum: int, **fields) -> None:
+    """Numbers, or tuples of numbers at any depth, that must be at least `minimum`. Raises `ValueError` otherwise."""
+
+    def numbers(value):
+        return [n for entry in value for n in numbers(entry)] if isinstance(value, tuple) else [value]
+
+    for field, value in fields.items():
+        if value is not None and (value == () or min(numbers(value)) < minimum):
+            raise ValueError(f"{name} needs `{field}` >= {minimum}, got {value}.")
+
+
+def largest(value) -> int:
+    """The largest of numbers in tuples at any depth, or the number itself."""
+    return max(largest(entry) for entry in value) if isinstance(value, tuple) else value
+
+
+def window_cache(keys: int) -> CacheLayerMixin:
+    """A cache layer that keeps what a token needs that reads no farther than `keys` keys, its own included."""
+    return DynamicSlidingWindowLayer(sliding_window=max(keys, 2))  # a window of 1 would keep everything
+
+
+def window(size: int, causal: bool) -> Pattern:
+    """`size` keys on each side of the query and itself; causal: `size` keys, the query's own included."""
+    return patterns.band(size - 1, 0) if causal else patterns.band(size, size)
+
+
+class BlockSparseSpec(AttentionSpec):
+    """Base of attention over a pattern of positions; a subclass says which ([`BlockSparseSpec.pattern`])."""
+
+    score_bias: ClassVar[bool] = True
+    explicit_mask: ClassVar[bool] = True
+
+    def pattern(self, config, layer_idx: int) -> Pattern:
+        """N(i) of layer `layer_idx`; a decoder's causal order is added to it."""
+        raise NotImplementedError
+
+    def build(self, config, **where) -> BlockSparseAttention:
+        return BlockSparseAttention(config, self, **where)
+
+
+@register("attention", "band_attention", aliases=("band", "sliding_window", "local_attention"))
+class BandSpec(BlockSparseSpec):
+    """Sliding window (the band of the survey, section 4.1.1). Time and memory O(T window).
+
+    window_size: keys on each side of a token; in a decoder, keys that a token reads, its own included. One number, or a
+    tuple with one per layer.
+    """
+
+    summary = "a sliding window"
+    packed = True
+
+    window_size: int | tuple[int, ...] = 256
+
+    def check_fields(self) -> None:
+        check_at_least(self.type, 1, window_size=self.window_size)
+
+    def check(self, config) -> None:
+        check_layers(self.type, "window_size", self.window_size, config)
+
+    def pattern(self, config, layer_idx: int) -> Pattern:
+        return window(of_layer(self.window_size, layer_idx), config.is_decoder)
+
+    def cache_layer(self, config) -> CacheLayerMixin:
+        return window_cache(largest(self.window_size))
+
+
+@register("attention", "global_attention", aliases=("global",))
+class GlobalSpec(BandSpec):
+    """A sliding window and global tokens: the first tokens of a text read all others and are read by all. In a decoder they
+    are only read, so that nothing looks ahead. Time and memory O(T (window + global tokens)).
+
+    num_global_tokens: how many. window_size: as for `band_attention`.
+    """
+
+    summary = "a sliding window and the first tokens, which see and are seen by all"
+    packed = False
+
+    num_global_tokens: int = 1
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        check_at_least(self.type, 1, num_global_tokens=self.num_global_tokens)
+
+    def pattern(self, config, layer_idx: int) -> Pattern:
+        everywhere = patterns.global_(first=self.num_global_tokens, rows=not config.is_decoder)
+        return super().pattern(config, layer_idx) | everywhere
+
+    def cache_layer(self, config) -> CacheLayerMixin:
+        return DynamicLayer()
+
+
+@register("attention", "dilated_attention", aliases=("dilated",))
+class DilatedSpec(BandSpec):
+    """A window with holes: token i reads i + g t for |t| <= window, in a decoder -window < t <= 0. Time O(T window).
+
+    With the same g > 1 in all heads and layers, tokens of different residues mod g never meet: leave some head or layer
+    at 1. (Longformer's paper counts the hole: its 1 is g = 2.)
+
+    dilation: g, one number, a tuple with one per layer, or in it tuples with one per head. strided: no limit to the
+    window, so that i reads all j = i mod g, in time O(T^2 / g). window_size: as for `band_attention`, in steps of g.
+    """
+
+    summary = "a sliding window with holes, or every g-th token"
+
+    window_size: int | tuple[int, ...] = 128
+    dilation: int | tuple[int | tuple[int, ...], ...] = 2
+    strided: bool = False
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        check_at_least(self.type, 1, dilation=self.dilation)
+
+    def check(self, config) -> None:
+        super().check(config)
+        check_layers(self.type, "dilation", self.dilation, config)
+        check_heads(self.type, self.dilation, config)
+
+    def pattern(self, config, layer_idx: int) -> Pattern:
+        width = of_layer(self.window_size, layer_idx)
+        left, right = (width - 1, 0) if config.is_decoder else (width, width)
+        if self.strided:
+            return by_head(patterns.strided, of_layer(self.dilation, layer_idx))
+        return by_head(lambda gap: patterns.dilated(left, right, gap), of_layer(self.dilation, layer_idx))
+
+    def cache_layer(self, config) -> CacheLayerMixin:
+        if self.strided:
+            return DynamicLayer()
+        return window_cache((largest(self.window_size) - 1) * largest(self.dilation) + 1)
+
+
+def check_heads(name: str, dilation, config) -> None:
+    """Entries by head have one number per head. Raises `ValueError` otherwise."""
+    for entry in dilation if isinstance(dilation, tuple) else ():
+        if isinstance(entry, tuple) and len(entry) != config.num_attention_heads:
+            raise ValueError(
+                f"{name} has {len(entry)} gaps for a layer of {config.num_attention_heads} heads; give one number, or one "
+                "per head."
+            )
+
+
+def by_head(make, value) -> Pattern:
+    """`make(value)`, or of each head's own value."""
+    return patterns.per_head(*(make(one) for one in value)) if isinstance(value, tuple) else make(value)
+
+
+@register("attention", "random_attention", aliases=("random",))
+class RandomSpec(BlockSparseSpec):
+    """Every block of tokens reads itself and a few other blocks, drawn uniformly (the survey, section 4.1.1; BigBird).
+
+    Drawn anew for every layer and head, once and for all: the same in training, evaluation and after a reload. A decoder
+    draws among earlier blocks; an encoder among all blocks of `max_position_embeddings` tokens, so that padding changes
+    no draw; blocks beyond the end of a text are absent. Time O(T blocks block_size).
+
+    num_random_blocks: other blocks that are drawn. block_size: tokens; 1: single tokens. random_seed: of the draws.
+    """
+
+    summary = "its own block and a few random ones"
+
+    num_random_blocks: int = 3
+    block_size: int = 64
+    random_seed: int = 0
+
+    def check_fields(self) -> None:
+        check_at_least(self.type, 0, num_random_blocks=self.num_random_blocks)
+        check_at_least(self.type, 1, block_size=self.block_size)
+
+    def pattern(self, config, layer_idx: int) -> Pattern:
+        size = self.block_size
+        drawn = patterns.random_blocks(
+            self.num_random_blocks,
+            size,
+            seed=self.random_seed,
+            causal=config.is_decoder,
+            total_blocks=-(-config.max_position_embeddings // size),
+        )
+        return patterns.block_local(size) | drawn.for_layer(layer_idx)
+
+
+@register("attention", "block_local_attention", aliases=("block_local",))
+class BlockLocalSpec(BlockSparseSpec):
+    """Blocks of tokens that read themselves, and whole neighbouring blocks where wanted (the survey, section 4.1.1; Liu et
+    al. 2018, arXiv 1801.10198, section 4.2.4). Time O(T block_size (1 + neighbours)).
+
+    Without neighbours no layer carries anything from one block to another; mix it with other layers.
+
+    block_size: tokens. blocks_before, blocks_after: neighbours on each side (a decoder has none after).
+    """
+
+    summary = "blocks that read themselves and their neighbours"
+
+    block_size: int = 256
+    blocks_before: int = 0
+    blocks_after: int = 0
+
+    def check_fields(self) -> None:
+        check_at_least(self.type, 1, block_size=self.block_size)
+        check_at_least(self.type, 0, blocks_before=self.blocks_before, blocks_after=self.blocks_after)
+
+    def check(self, config) -> None:
+        if config.is_decoder and self.blocks_after:
+            raise ValueError(
+                f"block_local_attention in a decoder cannot read later blocks, got `blocks_after` {self.blocks_after}; use 0."
+            )
+
+    def pattern(self, config, layer_idx: int) -> Pattern:
+        return patterns.block_local(self.block_size, self.blocks_before, self.blocks_after)

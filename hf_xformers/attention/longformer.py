@@ -1,0 +1,197 @@
+"""Longformer's attention: a sliding window, and global tokens with projections of their own."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ..components import register
+from ..context import LayerContext, SublayerOutput
+from ..ops import patterns
+from ..ops.pattern_base import Pattern
+from .base import AttentionSpec
+from .block_sparse import (
+    BlockSparseAttention,
+    by_head,
+    check_at_least,
+    check_heads,
+    check_layers,
+    largest,
+    of_layer,
+    window_cache,
+)
+
+
+def given_globals(context: LayerContext, most: int | None) -> tuple[Tensor | None, int | None]:
+    """The model input `global_attention_mask` [B, T] as a boolean mask of real tokens, and the largest number of them in a
+    row: the input `max_global_tokens` or `most`, where they bound it, else counted once per call. A graph that is being
+    recorded cannot count, and makes room for all tokens. (None, 0) where there are none.
+
+    Raises:
+        ValueError: the mask is not [B, T], stands in a decoder, or has more tokens than `most`.
+    """
+    given = context.inputs.get("global_attention_mask")
+    if given is None:
+        return None, 0
+    if "global_tokens" not in context.shared:
+        length = context.query_index.shape[0]
+        if context.causal:
+            raise ValueError(
+                "`global_attention_mask` was given to a causal decoder, whose tokens cannot read later ones; leave it out."
+            )
+        if given.ndim != 2 or given.shape[1] != length:
+            raise ValueError(
+                f"`global_attention_mask` must be [batch, length] with length {length}, got {list(given.shape)}."
+            )
+        chosen = given.to(context.query_index.device) > 0
+        if context.padding_mask is not None:
+            chosen = chosen & context.padding_mask
+        most = context.inputs.get("max_global_tokens", most)
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            most = length if most is None else most
+        else:
+            found = int(chosen.sum(-1).max()) if chosen.numel() else 0
+            if most is not None and found > most:
+                raise ValueError(
+                    f"A row of `global_attention_mask` has {found} tokens, more than `max_global_tokens` {most}; raise that."
+                )
+            most = found
+        context.shared["global_tokens"] = (None, 0) if most == 0 else (chosen, most)
+    return context.shared["global_tokens"]
+
+
+class LongformerAttention(BlockSparseAttention):
+    """Beltagy, Peters and Cohan 2020 (arXiv 2004.05150), section 3.1, with window W and global tokens G.
+
+    Token i not in G: softmax over {j : |i - j| <= W / 2} and G with the projections Q, K, V. Token i in G: softmax over all
+    tokens with Q_g, K_g, V_g, which start as copies of Q, K, V. G comes as the model input `global_attention_mask`
+    [B, T], 1 = global; padding never is.
+
+    Heads of a layer may have gaps ("dilation", section 3.1): |i - j| = g t, t <= W / 2. A decoder reads
+    {i - g t : 0 <= t <= W / 2} and has no global tokens (the paper's character model).
+
+    Time and memory O(T (W + |G|)), |G| that of the row with most. State: keys and values of the last g W / 2 + 1 tokens.
+    """
+
+    def __init__(self, config, spec: LongformerSpec, **where):
+        super().__init__(config, spec, **where)
+        self.separate = not self.is_causal and spec.separate_global_projections
+        if self.separate:
+            for name in "qkv":
+                local = getattr(self, f"{name}_proj")
+                own = nn.Linear(local.in_features, local.out_features, bias=spec.bias)
+                self.add_module(f"{name}_global_proj", own)
+
+    def initialize(self, config, init) -> None:
+        super().initialize(config, init)
+        if self.separate:
+            for name in "qkv":
+                local, own = getattr(self, f"{name}_proj"), getattr(self, f"{name}_global_proj")
+                init.copy_(own.weight, local.weight)
+                if own.bias is not None:
+                    init.copy_(own.bias, local.bias)
+
+    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+        super().prepare(context, past_key_values)
+        self.global_tokens(context)
+
+    def global_tokens(self, context: LayerContext) -> tuple[Tensor | None, int | None]:
+        return given_globals(context, self.spec.max_global_tokens)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        step: int | None = None,
+    ) -> SublayerOutput:
+        step = self.layer_idx if step is None else step
+        query, key, value = self.project_self(hidden_states, context, past_key_values, step)
+        rows = self._global_rows(hidden_states, context)
+        output, weights = self.attend(query, key, value, context, rows)
+        output = self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
+        if self.separate and rows is None and torch.is_grad_enabled():
+            # Without global tokens their projections still take part, with gradient zero: distributed training
+            # waits for the gradient of every parameter.
+            output = output + 0.0 * sum(p.sum() for name in "qkv" for p in self._own(name).parameters())
+        return SublayerOutput(output, weights)
+
+    def _own(self, name: str) -> nn.Linear:
+        return getattr(self, f"{name}_global_proj")
+
+    def _global_rows(self, hidden_states: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor] | None:
+        if not self.separate or self.global_tokens(context)[0] is None:
+            return None
+        query, key, value = (self.heads(self._own(name)(hidden_states)) for name in "qkv")
+        rotation = context.shared.get("rotation")
+        return (query, key, value) if rotation is None else (rotation(query), rotation(key), value)
+
+
+@register("attention", "longformer")
+class LongformerSpec(AttentionSpec):
+    """attention_window: W, even; a token sees W / 2 tokens on each side. One number, or a tuple with one per layer.
+    attention_dilation: the gap g, one number, a tuple with one per layer, or in it tuples with one per head.
+    separate_global_projections: whether global tokens have projections of their own. max_global_tokens: bound on the
+    global tokens of a row (`None`: they are counted in each call; a compiled graph, which cannot count, then makes room for
+    all tokens, at quadratic cost)."""
+
+    summary = "a sliding window and global tokens with their own projections"
+    explicit_mask = True
+    inputs: ClassVar[tuple[str, ...]] = ("global_attention_mask", "max_global_tokens")
+
+    attention_window: int | tuple[int, ...] = 512
+    attention_dilation: int | tuple[int | tuple[int, ...], ...] = 1
+    separate_global_projections: bool = True
+    max_global_tokens: int | None = None
+
+    def check_fields(self) -> None:
+        check_at_least(
+            "longformer", 1, attention_dilation=self.attention_dilation, max_global_tokens=self.max_global_tokens
+        )
+        check_at_least("longformer", 2, attention_window=self.attention_window)
+        windows = self.attention_window if isinstance(self.attention_window, tuple) else (self.attention_window,)
+        for width in windows:
+            if width % 2:
+                raise ValueError(
+                    f"longformer needs an even `attention_window` (half of it on each side), got {width}; use {width + 1}."
+                )
+
+    def check(self, config) -> None:
+        check_layers("longformer", "attention_window", self.attention_window, config)
+        check_layers("longformer", "attention_dilation", self.attention_dilation, config)
+        check_heads("longformer", self.attention_dilation, config)
+
+    def pattern(self, config, layer_idx: int) -> Pattern:
+        half = of_layer(self.attention_window, layer_idx) // 2
+        after = 0 if config.is_decoder else half
+        return by_head(lambda gap: patterns.dilated(half, after, gap), of_layer(self.attention_dilation, layer_idx))
+
+    def cache_layer(self, config) -> CacheLayerMixin:
+        return window_cache(largest(self.attention_window) // 2 * largest(self.attention_dilation) + 1)
+
+    def task_inputs(self, task: str, config, input_ids: Tensor | None, mask: Tensor) -> dict[str, Any]:
+        """Global tokens that a head chooses when the caller does not, as transformers' Longformer does: for whole texts the
+        first real token, for questions the tokens before the first separator (`sep_token_id`), for choices those after it
+        (without a separator: none, and the first token). mask [B, T], True = real."""
+        if config.is_decoder:
+            return {}
+        chosen = mask & (mask.cumsum(-1) == 1)
+        separator = getattr(config, "sep_token_id", None)
+        if task == "sequence_classification":
+            return {"global_attention_mask": chosen, "max_global_tokens": 1}
+        if input_ids is None or separator is None:
+            return {} if task == "question_answering" else {"global_attention_mask": chosen, "max_global_tokens": 1}
+        found = (input_ids == separator) & mask
+        seen = found.cumsum(-1) > 0
+        has = found.any(-1, keepdim=True)
+        if task == "question_answering":
+            return {"global_attention_mask": mask & ~seen & has}
+        return {"global_attention_mask": torch.where(has, mask & seen & ~found, chosen)}
+
+    def build(self, config, **where) -> LongformerAttention:
+        return LongformerAttention(config, self, **where)

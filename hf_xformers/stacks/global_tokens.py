@@ -1,0 +1,108 @@
+"""Learned global tokens beside the text (the external nodes of ETC and BigBird-ETC)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ..components import register
+from ..context import LayerContext
+from .base import StackOutput, StackSpec
+from .plain import PlainStack
+
+
+class GlobalTokensStack(PlainStack):
+    """n learned vectors g_1 .. g_n join every text, pass all layers, and are cut off after the last one.
+
+    They stand behind the text, at position 0, and are global: the model input `global_attention_mask` is set for them, so
+    that they see and are seen by all in attention that knows global tokens (longformer; bigbird with
+    `global_mode="etc"`), Zaheer et al. 2020 (arXiv 2007.14062), section 2. In dense attention they are just further tokens.
+    Recorded states and weights of single layers include them.
+    """
+
+    def __init__(self, config, spec: GlobalTokensSpec):
+        super().__init__()
+        self.tokens = nn.Parameter(torch.empty(spec.num_global_tokens, config.hidden_size))
+
+    def initialize(self, config, init) -> None:
+        init.normal_(self.tokens, mean=0.0, std=config.initializer_range)
+
+    def forward(
+        self,
+        layers: nn.ModuleList,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        position: nn.Module,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **more,
+    ) -> StackOutput:
+        batch, length = hidden_states.shape[:2]
+        if context.explicit_mask is not None or context.segment_ids is not None:
+            raise ValueError(
+                "global_tokens adds tokens to a text, which a prepared 4-D mask and packed rows have no place for; give a "
+                "[batch, length] mask, and one document per row."
+            )
+        own = self.tokens.to(hidden_states.dtype).expand(batch, -1, -1)
+        hidden_states = torch.cat([hidden_states, own], dim=1)
+        wider = self._context(context, batch, own.shape[1])
+        rotation, bias = position.rotation(wider.positions, hidden_states), position.score_bias()
+        wider.shared.update(
+            {name: one for name, one in (("rotation", rotation), ("score_bias", bias)) if one is not None}
+        )
+        result = super().forward(layers, hidden_states, wider, position=position, memory=memory, **more)
+        return StackOutput(result.hidden_states[:, :length], context, result.aux_losses)
+
+    @staticmethod
+    def _context(context: LayerContext, batch: int, count: int) -> LayerContext:
+        """The context of texts with `count` more tokens."""
+        length, device = context.query_index.shape[0], context.query_index.device
+        mask, given = context.padding_mask, context.inputs.get("global_attention_mask")
+        if mask is not None:  # in a row of padding alone they are padding too
+            mask = torch.cat([mask, mask.any(-1, keepdim=True).expand(-1, count)], dim=1)
+        chosen = torch.zeros(batch, length, dtype=torch.bool, device=device) if given is None else given > 0
+        chosen = torch.cat([chosen, chosen.new_ones(batch, count)], dim=1)
+        inputs = {**context.inputs, "global_attention_mask": chosen}
+        if given is None:
+            inputs["max_global_tokens"] = count
+        index = torch.arange(length + count, device=device)
+        return context.derive(
+            padding_mask=mask,
+            positions=nn.functional.pad(context.positions, (0, count)),
+            query_index=index,
+            key_index=index,
+            inputs=inputs,
+        )
+
+
+@register("stack", "global_tokens")
+class GlobalTokensSpec(StackSpec):
+    """num_global_tokens: learned tokens that join every text."""
+
+    summary = "learned global tokens pass through all layers beside the text"
+    inputs = ("global_attention_mask",)
+
+    num_global_tokens: int = 256
+
+    def check_fields(self) -> None:
+        if self.num_global_tokens < 1:
+            raise ValueError(f"global_tokens needs `num_global_tokens` >= 1, got {self.num_global_tokens}.")
+
+    def check(self, config) -> None:
+        if config.is_decoder:
+            raise ValueError(
+                "The stack 'global_tokens' reads the whole text and cannot stand in a decoder; use 'plain' there, e.g. "
+                "`decoder={'stack': 'plain'}` in an encoder-decoder."
+            )
+        attention = config.attention
+        knows = attention.type == "dense" or "global_attention_mask" in attention.inputs
+        if not knows or getattr(attention, "global_mode", "etc") != "etc":
+            raise ValueError(
+                f"The stack 'global_tokens' needs attention that takes global tokens, which {attention.type!r} as it is set "
+                "does not; use 'longformer', {'type': 'bigbird', 'global_mode': 'etc'} or 'dense'."
+            )
+
+    def build(self, config, **where) -> GlobalTokensStack:
+        return GlobalTokensStack(config, self)

@@ -1,0 +1,54 @@
+"""BigBird (Zaheer et al. 2020): a window of blocks, random blocks and global blocks."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..families import ENCODER_HEADS, VariantInfo, make_family
+
+
+class XFBigBirdConfig(XFormerConfig):
+    """BigBird (Zaheer et al. 2020): a window of blocks, random blocks and global blocks."""
+
+    model_type = "xf_bigbird"
+
+    vocab_size: int = 50358
+    type_vocab_size: int = 2
+    max_position_embeddings: int = 4096
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    layer_norm_eps: float = 1e-12
+    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
+    attention: SpecLike = "bigbird"
+    feedforward: SpecLike = field(default_factory=lambda: {"type": "gelu", "approximate": "tanh"})
+    head: SpecLike = "transform"
+
+
+INFO = VariantInfo(
+    summary="each block of tokens reads its neighbours, a few random blocks and the global blocks",
+    paper="Zaheer et al. 2020",
+    url="https://arxiv.org/abs/2007.14062",
+    equation=r"o_i = \sum_{j \in N(i)} \mathrm{softmax}_{N(i)}\!\left(\frac{q_i \cdot k_j}{\sqrt{d}}\right) v_j, \quad "
+    r"N(i) = \mathrm{window}(i) \cup \mathrm{random}(i) \cup G",
+    cost="time and memory O(T b (w + r + 2 g) D) for blocks of b tokens, w in the window, r random, g global at each end",
+    bibtex="""@inproceedings{zaheer2020big,
+  title={Big Bird: Transformers for Longer Sequences},
+  author={Zaheer, Manzil and Guruganesh, Guru and Dubey, Avinava and Ainslie, Joshua and Alberti, Chris and Ontanon, Santiago and Pham, Philip and Ravula, Anirudh and Wang, Qifan and Yang, Li and Ahmed, Amr},
+  booktitle={Advances in Neural Information Processing Systems},
+  year={2020}
+}""",
+    notes="An encoder. The paper's encoder-decoder is a free mix: attention='bigbird' and decoder={'attention': 'dense'}. "
+    "Random blocks are drawn from those of "
+    "`max_position_embeddings` tokens, so that a text's padding changes nothing; shorter texts have fewer. The extended "
+    "form (ETC): attention={'type': 'bigbird', 'global_mode': 'etc', 'num_random_blocks': 0}, stack='global_tokens'.",
+)
+
+_family = make_family(XFBigBirdConfig, "XFBigBird", ENCODER_HEADS, INFO)
+XFBigBirdModel = _family["Model"]
+XFBigBirdForMaskedLM = _family["ForMaskedLM"]
+XFBigBirdForSequenceClassification = _family["ForSequenceClassification"]
+XFBigBirdForTokenClassification = _family["ForTokenClassification"]
+XFBigBirdForQuestionAnswering = _family["ForQuestionAnswering"]
+XFBigBirdForMultipleChoice = _family["ForMultipleChoice"]

@@ -1,0 +1,67 @@
+"""Longformer (Beltagy et al. 2020): a sliding window, and global tokens that see and are seen by all."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import field
+from typing import Literal
+
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFLongformerConfig(XFormerConfig):
+    """Longformer (Beltagy et al. 2020): a sliding window, and global tokens that see and are seen by all."""
+
+    model_type = "xf_longformer"
+
+    vocab_size: int = 50265
+    type_vocab_size: int = 1
+    max_position_embeddings: int = 4096
+    pad_token_id: int | None = 1
+    bos_token_id: int | None = 0
+    eos_token_id: int | list[int] | None = 2
+    sep_token_id: int | None = 2
+    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
+    position: SpecLike = field(default_factory=lambda: {"type": "learned_absolute", "offset": 2})
+    attention: SpecLike = "longformer"
+    head: SpecLike = "transform"
+
+    def tower(self, name: Literal["trunk", "decoder"]) -> XFormerConfig:
+        """As for every config; an encoder-decoder's decoder reads everything (LED) unless `decoder` says otherwise."""
+        if name == "trunk" or "attention" in (self.decoder or {}):
+            return super().tower(name)
+        view = copy.copy(self)
+        view.decoder = {**(self.decoder or {}), "attention": "dense"}
+        return XFormerConfig.tower(view, name)
+
+
+INFO = VariantInfo(
+    summary="a sliding window for all tokens, and global tokens with projections of their own",
+    paper="Beltagy et al. 2020",
+    url="https://arxiv.org/abs/2004.05150",
+    equation=r"o_i = \sum_{j \in N(i)} \mathrm{softmax}_{N(i)}\!\left(\frac{q_i \cdot k_j}{\sqrt{d}}\right) v_j, \quad "
+    r"N(i) = \{j : |i - j| \le W/2\} \cup G \ (i \notin G), \quad N(i) = \{1, \dots, T\} \ (i \in G)",
+    cost="time and memory O(T (W + G) D) for a window of W and G global tokens; 3 D^2 more parameters per layer",
+    bibtex="""@article{beltagy2020longformer,
+  title={Longformer: The Long-Document Transformer},
+  author={Beltagy, Iz and Peters, Matthew E. and Cohan, Arman},
+  journal={arXiv preprint arXiv:2004.05150},
+  year={2020}
+}""",
+    notes="Global tokens are the model input `global_attention_mask` [batch, length], 1 = global. Without it, text "
+    "classification takes the first token, question answering the tokens before the first `sep_token_id`, multiple choice "
+    "those after it, all others none. Decoders have the causal window alone; the encoder-decoder (LED) decodes with dense "
+    "attention.",
+)
+
+_family = make_family(XFLongformerConfig, "XFLongformer", ALL_HEADS, INFO)
+XFLongformerModel = _family["Model"]
+XFLongformerForMaskedLM = _family["ForMaskedLM"]
+XFLongformerForSequenceClassification = _family["ForSequenceClassification"]
+XFLongformerForTokenClassification = _family["ForTokenClassification"]
+XFLongformerForQuestionAnswering = _family["ForQuestionAnswering"]
+XFLongformerForMultipleChoice = _family["ForMultipleChoice"]
+XFLongformerForCausalLM = _family["ForCausalLM"]
+XFLongformerForSeq2SeqLM = _family["ForSeq2SeqLM"]

@@ -1,0 +1,53 @@
+"""Sparse Transformer (Child et al. 2019): factorised attention in O(T sqrt(T))."""
+
+from __future__ import annotations
+
+from ..components import SpecLike
+from ..configuration_xformer import Initializer, XFormerConfig
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFSparseTransformerConfig(XFormerConfig):
+    """Sparse Transformer (Child et al. 2019): factorised attention in O(T sqrt(T))."""
+
+    model_type = "xf_sparse_transformer"
+
+    hidden_size: int = 512
+    num_hidden_layers: int = 30
+    num_attention_heads: int = 8
+    intermediate_size: int = 2048
+    max_position_embeddings: int = 12288
+    attention_probs_dropout_prob: float | int = 0.0
+    hidden_dropout_prob: float | int = 0.4
+    initializer: Initializer = "scaled_residual"
+    attention: SpecLike = "sparse_transformer"
+    residual: SpecLike = "pre_ln"
+
+
+INFO = VariantInfo(
+    summary="each token reads its surroundings and every l-th or a few summary tokens; two steps reach every token",
+    paper="Child et al. 2019",
+    url="https://arxiv.org/abs/1904.10509",
+    equation=r"o_i = \mathrm{softmax}_{A_1(i) \cup A_2(i)}\!\left(\frac{q_i K^\top}{\sqrt{d}}\right) V, \quad "
+    r"A_1(i) = \{j \le i : \lfloor j / l \rfloor = \lfloor i / l \rfloor\}, \quad A_2(i) = \{j \le i : j \bmod l \ge l - c\}",
+    cost="time and memory O(T sqrt(T) D) with a stride l near sqrt(T)",
+    bibtex="""@article{child2019generating,
+  title={Generating Long Sequences with Sparse Transformers},
+  author={Child, Rewon and Gray, Scott and Radford, Alec and Sutskever, Ilya},
+  journal={arXiv preprint arXiv:1904.10509},
+  year={2019}
+}""",
+    notes="Sizes, dropout and the fixed pattern with l = 128, c = 32 are those for enwik8; attention field kind='strided' is the "
+    "pattern for images. Learned positions stand for the paper's sums of row and column embeddings. Encoders are not in "
+    "the paper.",
+)
+
+_family = make_family(XFSparseTransformerConfig, "XFSparseTransformer", ALL_HEADS, INFO)
+XFSparseTransformerModel = _family["Model"]
+XFSparseTransformerForMaskedLM = _family["ForMaskedLM"]
+XFSparseTransformerForSequenceClassification = _family["ForSequenceClassification"]
+XFSparseTransformerForTokenClassification = _family["ForTokenClassification"]
+XFSparseTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
+XFSparseTransformerForMultipleChoice = _family["ForMultipleChoice"]
+XFSparseTransformerForCausalLM = _family["ForCausalLM"]
+XFSparseTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]

@@ -1,0 +1,289 @@
+"""BigBird against loops over its definition and against transformers' own."""
+
+import copy
+
+import numpy
+import pytest
+import torch
+from transformers import BigBirdConfig, BigBirdModel
+from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention
+
+from hf_xformers import XFormerConfig, XFormerForMaskedLM
+from hf_xformers.ops.pattern_atoms import RandomBlocks
+from hf_xformers.ops.patterns import block_local, block_table, per_head
+from hf_xformers.variants.bigbird import XFBigBirdConfig, XFBigBirdForMaskedLM, XFBigBirdModel
+from tests.attention.pattern_helpers import allowed_by, by_hand, check_against_loops
+from tests.attention.score_helpers import (
+    GEOMETRY,
+    HEADS,
+    build_layers,
+    check_compile,
+    check_contract,
+    make_context,
+    mixes,
+    run_layers,
+    vectors,
+)
+from tests.helpers import close, make_strong, tokens
+
+SPEC = {"type": "bigbird", "block_size": 2, "num_random_blocks": 2}
+SMALL = {**GEOMETRY, "num_hidden_layers": 2, "max_position_embeddings": 40}
+LONG = {"max_position_embeddings": 40}
+
+
+def draws(layer):
+    """[head][block] -> the random blocks."""
+    atom = next(part for part in layer.pattern.children() if isinstance(part, RandomBlocks))
+    rows = torch.arange(20)
+    return [torch.stack(atom.for_head(head).drawn(rows), 1).tolist() for head in range(HEADS)]
+
+
+def itc(layer, size, side=1, ends=1):
+    """The sets of keys of the internal form."""
+    table = draws(layer) if layer.spec.num_random_blocks else [[[]] * 20] * HEADS
+
+    def reads(i, j, head, n):
+        last = -(-n // size) - 1
+        own, other = i // size, j // size
+        globals_ = [*range(ends), *range(last - ends + 1, last + 1)]
+        return own in globals_ or other in globals_ or abs(own - other) <= side or other in table[head][own]
+
+    return reads
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"window_blocks": 1, "num_global_blocks": 2}, {"num_random_blocks": 0, "window_blocks": 5}],
+    ids=str,
+)
+def test_sets_of_keys(fields):
+    layer = build_layers({**SPEC, **fields}, 2, **LONG)[1]
+    reads = itc(layer, 2, fields.get("window_blocks", 3) // 2, fields.get("num_global_blocks", 1))
+    for length, real in ((27, 18), (26, 7), (1, 1)):
+        check_against_loops(layer, reads, length, False, real=real)
+
+
+def test_draws():
+    """Distinct, outside window and first block, different by layer and head, the same after a copy and a reload."""
+    first, second = build_layers(SPEC, 2, **LONG)
+    for layer in (first, second):
+        for table in draws(layer):
+            for row, blocks in enumerate(table):
+                assert len(set(blocks)) == 2 and all(abs(block - row) > 1 and 0 < block < 20 for block in blocks)
+    assert draws(first) != draws(second) and draws(first)[0] != draws(first)[1]
+    assert copy.deepcopy(first).pattern == first.pattern
+    assert draws(build_layers({**SPEC, "random_seed": 1}, 1, **LONG)[0]) != draws(first)
+
+
+def test_reload_and_training_mode(tmp_path):
+    """Nothing is drawn anew after loading, or in training mode, and the random state of the process does not matter."""
+    torch.manual_seed(0)
+    fields = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = make_strong(XFBigBirdForMaskedLM(XFBigBirdConfig(**SMALL, **fields, attention=SPEC)).eval())
+    ids = tokens(2, 38, high=50)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = model(ids).logits
+        torch.manual_seed(9)
+        numpy.random.seed(9)
+        assert torch.equal(XFBigBirdForMaskedLM.from_pretrained(tmp_path)(ids).logits, expected)
+        assert torch.equal(model.train()(ids).logits, expected)
+
+
+def test_all_blocks_are_dense_attention():
+    (dense,) = build_layers("dense")
+    states = vectors(2, 13)
+    expected = run_layers([dense], states, make_context(13))[0].output
+    for fields in ({"attention_type": "original_full"}, {"block_size": 16}, {"num_random_blocks": 20}):
+        (layer,) = build_layers({**SPEC, **fields})
+        layer.load_state_dict(dense.state_dict())
+        close(run_layers([layer], states, make_context(13))[0].output, expected)
+
+
+# ------------------------------------------------------------------------------------------------ transformers'
+
+
+def pair(kind, blocks=1):
+    """transformers' BigBird and ours with its weights."""
+    theirs = BigBirdConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=24,
+        max_position_embeddings=40,
+        attention_type=kind,
+        block_size=2,
+        num_random_blocks=blocks,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    reference = make_strong(BigBirdModel(theirs, add_pooling_layer=False).double().eval(), amount=0.2)
+    config = XFBigBirdConfig(
+        **{**SMALL, "intermediate_size": 24},
+        attention={**SPEC, "num_random_blocks": blocks, "attention_type": kind},
+    )
+    ours = XFBigBirdModel(config).double().eval()
+    names = {
+        "embeddings.word_embeddings": "trunk.embedding.tokens",
+        "embeddings.position_embeddings": "trunk.position.table",
+        "embeddings.token_type_embeddings": "trunk.embedding.types",
+        "embeddings.LayerNorm": "trunk.embedding.norm",
+    }
+    inside = {
+        "attention.self.query": "attention.q_proj",
+        "attention.self.key": "attention.k_proj",
+        "attention.self.value": "attention.v_proj",
+        "attention.output.dense": "attention.o_proj",
+        "attention.output.LayerNorm": "attention_residual.norm",
+        "intermediate.dense": "feedforward.up_proj",
+        "output.dense": "feedforward.down_proj",
+        "output.LayerNorm": "feedforward_residual.norm",
+    }
+    for layer in range(2):
+        for old, new in inside.items():
+            names[f"encoder.layer.{layer}.{old}"] = f"trunk.layers.{layer}.{new}"
+    state = {}
+    for name, tensor in reference.state_dict().items():
+        module, _, leaf = name.rpartition(".")
+        if module in names:
+            state[f"{names[module]}.{leaf}"] = tensor
+    missing, unexpected = ours.load_state_dict(state, strict=False)
+    assert not missing and not unexpected, (missing, unexpected)
+    return reference, ours
+
+
+def test_parity_with_transformers_full():
+    reference, ours = pair("original_full")
+    ids, mask = tokens(2, 13, high=50), torch.ones(2, 13, dtype=torch.long)
+    mask[1, 9:] = 0
+    with torch.no_grad():
+        expected = reference(ids, attention_mask=mask).last_hidden_state
+        close(ours(ids, attention_mask=mask).last_hidden_state[mask.bool()], expected[mask.bool()], 1e-6)
+
+
+def test_parity_with_transformers_sparse(monkeypatch):
+    """With one table of random blocks on both sides. Theirs is drawn only in training mode (in evaluation it is block 0
+    for all), and counts a block that is found twice twice, so the table has none of those."""
+    reference, ours = pair("block_sparse")
+    length, size = 32, 2
+    blocks = length // size
+    random = numpy.random.RandomState(3)
+    tables = []
+    for _ in range(2):
+        table = numpy.full((HEADS, blocks, 1), -1)
+        for head in range(HEADS):
+            for row in range(1, blocks - 1):
+                legal = [block for block in range(1, blocks - 1) if abs(block - row) > 1]
+                table[head, row] = random.choice(legal)
+        tables.append(table)
+    order = iter(tables)
+    monkeypatch.setattr(
+        BigBirdBlockSparseAttention, "_bigbird_block_rand_mask_with_head", lambda *_, **__: list(next(order)[:, 1:-1])
+    )
+    reference.train()
+    for layer, table in zip(ours.trunk.layers, tables, strict=True):
+        layer.attention.pattern = per_head(*(block_local(size, 1, 1) | block_table(size, own) for own in table))
+    ids, mask = tokens(2, length, high=50), torch.ones(2, length, dtype=torch.long)
+    mask[1, -1] = 0  # inside the last block, which is global for both
+    with torch.no_grad():
+        expected = reference(ids, attention_mask=mask).last_hidden_state
+        for implementation in ("sdpa", "eager"):
+            ours.set_attn_implementation(implementation)
+            found = ours(ids, attention_mask=mask).last_hidden_state
+            close(found[mask.bool()], expected[mask.bool()], 2e-6)
+
+
+# ------------------------------------------------------------------------------------------------ the extended form
+
+ETC = {
+    "attention": {**SPEC, "global_mode": "etc", "num_random_blocks": 0},
+    "stack": {"type": "global_tokens", "num_global_tokens": 3},
+}
+
+
+def test_extended_form():
+    """A layer with global tokens behind the text: the text reads its window and them, they read everything."""
+    (layer,) = build_layers(ETC["attention"], stack=ETC["stack"])
+    length, count = 11, 3
+
+    def reads(i, j, head, n):
+        return i >= n - count or j >= n - count or abs(i // 2 - j // 2) <= 1
+
+    states = vectors(2, length + count)
+    chosen = torch.zeros(2, length + count, dtype=torch.bool)
+    chosen[:, length:] = True
+    expected = by_hand(layer, states, allowed_by(reads, length + count, HEADS, False))[0]
+    for implementation in ("sdpa", "eager"):
+        inputs = {"global_attention_mask": chosen}
+        context = make_context(length + count, implementation=implementation, inputs=inputs)
+        close(run_layers([layer], states, context)[0].output.detach(), expected)
+
+
+def test_extended_form_carries_what_is_far_away():
+    """Two layers bring every token to every other through the global tokens, which the window alone does not."""
+    for stack, reaches in ((ETC["stack"], True), ("plain", False)):
+        torch.manual_seed(0)
+        config = XFBigBirdConfig(**SMALL, attention=ETC["attention"], stack=stack)
+        model = make_strong(XFBigBirdForMaskedLM(config).double().eval(), amount=0.3)
+        embeds = model.get_input_embeddings()(tokens(1, 24, high=50)).detach()
+        changed = embeds.clone()
+        changed[0, 0] += 1.0
+        with torch.no_grad():
+            output = model(inputs_embeds=embeds).logits
+            difference = (model(inputs_embeds=changed).logits - output).abs().amax(-1)[0]
+        assert output.shape[1] == 24 and bool(difference[-1] > 0) is reaches
+
+
+def test_global_tokens_in_dense_attention():
+    """There they are further tokens: appending them by hand gives the same."""
+    torch.manual_seed(0)
+    fields = {**SMALL, "position": "none", "hidden_dropout_prob": 0.0}
+    model = XFormerConfig(**fields, stack=ETC["stack"])
+    model = make_strong(XFormerForMaskedLM(model).double().eval(), amount=0.3)
+    plain = XFormerForMaskedLM(XFormerConfig(**fields)).double().eval()
+    plain.load_state_dict({name: one for name, one in model.state_dict().items() if "stack" not in name})
+    embeds = model.get_input_embeddings()(tokens(2, 7, high=50)).detach()
+    longer = torch.cat([embeds, model.model.trunk.stack.tokens.expand(2, -1, -1)], 1)
+    with torch.no_grad():
+        close(model(inputs_embeds=embeds).logits, plain(inputs_embeds=longer).logits[:, :7])
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="no causal form"):
+        XFormerConfig(**GEOMETRY, attention=SPEC, is_decoder=True)
+    with pytest.raises(ValueError, match="`window_blocks` is odd, got 4"):
+        XFormerConfig(**GEOMETRY, attention={**SPEC, "window_blocks": 4})
+    with pytest.raises(ValueError, match="`block_size` >= 1, got 0"):
+        XFormerConfig(**GEOMETRY, attention={**SPEC, "block_size": 0})
+    with pytest.raises(ValueError, match="needs attention that takes global tokens, which 'band_attention'"):
+        XFormerConfig(**GEOMETRY, attention="band_attention", stack=ETC["stack"])
+    with pytest.raises(ValueError, match="needs attention that takes global tokens, which 'bigbird'"):
+        XFormerConfig(**GEOMETRY, attention=SPEC, stack=ETC["stack"])
+    with pytest.raises(ValueError, match="cannot stand in a decoder"):
+        XFormerConfig(**GEOMETRY, stack=ETC["stack"], is_decoder=True)
+
+
+CONTRACT = mixes(
+    {
+        "bigbird_rotary": {"attention": SPEC, "position": "rotary", "num_key_value_heads": 2},
+        "bigbird_etc": {**ETC, "position": "rotary"},
+        "longformer_etc": {
+            "attention": {"type": "longformer", "attention_window": 4},
+            "stack": ETC["stack"],
+            "residual": "pre_ln",
+        },
+    },
+    shapes=("encoder",),
+) + mixes({"bigbird_seq2seq": {"attention": SPEC, "decoder": {"attention": "dense"}}}, shapes=("seq2seq",))
+
+
+@pytest.mark.parametrize("case", CONTRACT, ids=str)
+def test_contract(case):
+    check_contract(case)
+
+
+def test_compile():
+    check_compile(CONTRACT[0])

@@ -1,0 +1,303 @@
+"""Longformer against loops over its definition and against transformers' own."""
+
+import pytest
+import torch
+from transformers import LongformerConfig, LongformerModel
+
+from hf_xformers import XFormerConfig
+from hf_xformers.families import HEADS as FAMILY_HEADS
+from hf_xformers.variants.longformer import (
+    XFLongformerConfig,
+    XFLongformerForCausalLM,
+    XFLongformerForMaskedLM,
+    XFLongformerForMultipleChoice,
+    XFLongformerForQuestionAnswering,
+    XFLongformerForSeq2SeqLM,
+    XFLongformerForSequenceClassification,
+    XFLongformerModel,
+)
+from tests.attention.pattern_helpers import SIDES, allowed_by, check_against_loops, pad_mask
+from tests.attention.score_helpers import (
+    GEOMETRY,
+    HEADS,
+    build_layers,
+    check_compile,
+    check_contract,
+    make_context,
+    mixes,
+    run_layers,
+    softmax_by_rows,
+    split_heads,
+    vectors,
+)
+from tests.helpers import close, make_strong, tokens
+
+SPEC = {"type": "longformer", "attention_window": 4}
+DILATED = {"type": "longformer", "attention_window": 4, "attention_dilation": (1, (1, 1, 2, 3), 1)}
+SMALL = {**GEOMETRY, "num_hidden_layers": 2, "pad_token_id": 1, "max_position_embeddings": 40}
+
+
+@torch.no_grad()
+def by_hand(layer, states, allowed, chosen, real):
+    """Two softmaxes with two sets of projections; the rows of global tokens come from the second."""
+
+    def attention(kind, allowed):
+        parts = (getattr(layer, f"{name}{kind}") for name in "qkv")
+        q, k, v = (split_heads(part(states), layer.head_dim) for part in parts)
+        return (softmax_by_rows(q @ k.transpose(2, 3) * layer.head_dim**-0.5, allowed) @ v).transpose(1, 2)
+
+    local = attention("_proj", allowed | (chosen[:, None, None, :] & real[:, None, :, None]))
+    own = attention("_global_proj", real[:, None, None, :])
+    return layer.o_proj(torch.where(chosen[:, :, None, None], own, local).flatten(2))
+
+
+def window(gaps=(1,) * HEADS):
+    return lambda i, j, h, n: j in [i + gaps[h] * t for t in (-2, -1, 0, 1, 2)]
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("spec", [SPEC, DILATED], ids=["window", "gaps"])
+def test_equation(spec, side):
+    """Rows with different global tokens: inside a window, at the ends, none; some of them padding."""
+    layer = build_layers(spec, 3)[1]
+    length, states = 15, vectors(2, 15)
+    mask = pad_mask(length, 10, side)
+    real = torch.ones(2, length, dtype=torch.bool) if mask is None else mask
+    gaps = (1, 1, 2, 3) if spec is DILATED else (1,) * HEADS
+    allowed = allowed_by(window(gaps), length, HEADS, False, mask).expand(2, -1, -1, -1)
+    for places in ([[0], [4, 5, 14]], [[3, 4, 12], []], [[], []], [list(range(15)), [7]]):
+        given = torch.zeros(2, length, dtype=torch.long)
+        for row, chosen in enumerate(places):
+            given[row, chosen] = 1
+        expected = by_hand(layer, states, allowed, (given > 0) & real, real)
+        for implementation in ("eager", "sdpa"):
+            inputs = {"global_attention_mask": given}
+            context = make_context(length, padding_mask=mask, implementation=implementation, inputs=inputs)
+            output = run_layers([layer], states, context)[0].output
+            close(output.detach()[real], expected[real])
+            assert output.isfinite().all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_without_global_tokens(causal):
+    gaps = (1, 1, 2, 3)
+    reads = window(gaps) if not causal else lambda i, j, h, n: j in [i - gaps[h] * t for t in (0, 1, 2)]
+    check_against_loops(build_layers(DILATED, 3, causal)[1], reads, 13, causal, real=9)
+
+
+def test_rows_do_not_depend_on_one_another():
+    """As many global tokens as another row has change nothing."""
+    (layer,) = build_layers(SPEC)
+    states, given = vectors(3, 11), torch.zeros(3, 11, dtype=torch.long)
+    given[0, 2], given[1, 3:9] = 1, 1
+    together = run_layers([layer], states, make_context(11, inputs={"global_attention_mask": given}))[0].output
+    for row in range(3):
+        context = make_context(11, inputs={"global_attention_mask": given[row : row + 1]})
+        close(together[row], run_layers([layer], states[row : row + 1], context)[0].output[0])
+
+
+def test_all_global_is_dense_attention():
+    (layer,), (dense,) = build_layers(SPEC), build_layers("dense")
+    states = vectors(2, 9)
+    for name in "qkvo":
+        own = "o_proj" if name == "o" else f"{name}_global_proj"
+        getattr(dense, f"{name}_proj").load_state_dict(getattr(layer, own).state_dict())
+    context = make_context(9, inputs={"global_attention_mask": torch.ones(2, 9)})
+    close(run_layers([layer], states, context)[0].output, run_layers([dense], states, make_context(9))[0].output)
+
+
+def test_global_projections_start_as_copies():
+    model = XFLongformerForMaskedLM(XFLongformerConfig(**SMALL, attention=SPEC))
+    for layer in model.model.trunk.layers:
+        for name in "qkv":
+            own, local = getattr(layer.attention, f"{name}_global_proj"), getattr(layer.attention, f"{name}_proj")
+            assert torch.equal(own.weight, local.weight) and own.weight is not local.weight
+            assert local.weight.std() > 0.01
+
+
+# ------------------------------------------------------------------------------------------------ transformers'
+
+
+def pair(window=4):
+    """transformers' Longformer and ours with its weights."""
+    theirs = LongformerConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=24,
+        max_position_embeddings=42,
+        type_vocab_size=1,
+        attention_window=[window, 2 * window],
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    torch.manual_seed(0)
+    reference = make_strong(LongformerModel(theirs, add_pooling_layer=False).double().eval(), amount=0.2)
+    config = XFLongformerConfig(
+        **{**SMALL, "intermediate_size": 24, "layer_norm_eps": theirs.layer_norm_eps},
+        attention={**SPEC, "attention_window": (window, 2 * window)},
+        type_vocab_size=1,
+    )
+    ours = XFLongformerModel(config).double().eval()
+    names = {
+        "embeddings.word_embeddings": "trunk.embedding.tokens",
+        "embeddings.position_embeddings": "trunk.position.table",
+        "embeddings.token_type_embeddings": "trunk.embedding.types",
+        "embeddings.LayerNorm": "trunk.embedding.norm",
+    }
+    inside = {
+        "attention.self.query": "attention.q_proj",
+        "attention.self.key": "attention.k_proj",
+        "attention.self.value": "attention.v_proj",
+        "attention.self.query_global": "attention.q_global_proj",
+        "attention.self.key_global": "attention.k_global_proj",
+        "attention.self.value_global": "attention.v_global_proj",
+        "attention.output.dense": "attention.o_proj",
+        "attention.output.LayerNorm": "attention_residual.norm",
+        "intermediate.dense": "feedforward.up_proj",
+        "output.dense": "feedforward.down_proj",
+        "output.LayerNorm": "feedforward_residual.norm",
+    }
+    for layer in range(2):
+        for old, new in inside.items():
+            names[f"encoder.layer.{layer}.{old}"] = f"trunk.layers.{layer}.{new}"
+    state = {}
+    for name, tensor in reference.state_dict().items():
+        module, _, leaf = name.rpartition(".")
+        if module in names:
+            state[f"{names[module]}.{leaf}"] = tensor
+    missing, unexpected = ours.load_state_dict(state, strict=False)
+    assert not missing and not unexpected, (missing, unexpected)
+    return reference, ours
+
+
+@pytest.mark.parametrize("length", [24, 13])
+@pytest.mark.parametrize("places", [[[], []], [[0], [0]], [[0, 5, 6], [9]], [[], [2, 3, 4]]], ids=str)
+def test_parity_with_transformers(length, places):
+    reference, ours = pair()
+    ids, mask = tokens(2, length, high=50), torch.ones(2, length, dtype=torch.long)
+    mask[1, length - 3 :] = 0
+    ids = ids.masked_fill(mask == 0, 1)
+    chosen = torch.zeros_like(ids)
+    for row, positions in enumerate(places):
+        chosen[row, positions] = 1
+    with torch.no_grad():
+        expected = reference(ids, attention_mask=mask, global_attention_mask=chosen).last_hidden_state
+        for implementation in ("sdpa", "eager"):
+            ours.set_attn_implementation(implementation)
+            output = ours(ids, attention_mask=mask, global_attention_mask=chosen).last_hidden_state
+            # Their softmax runs in float32.
+            close(output[mask.bool()], expected[mask.bool()], 2e-6)
+
+
+# ------------------------------------------------------------------------------------------------ whole models
+
+
+def model_of(head, **fields):
+    torch.manual_seed(0)
+    config = XFLongformerConfig(**{**SMALL, "attention": SPEC, "sep_token_id": 2, **fields})
+    return make_strong(head(config).double().eval(), amount=0.3)
+
+
+def test_heads_choose_global_tokens():
+    """What a head does without `global_attention_mask` equals the mask that its documentation names."""
+    ids = tokens(2, 13, low=5, high=50)
+    ids[0, [4, 5, 12]], ids[1, 7] = 2, 2
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    first, question, answer = (torch.zeros_like(ids) for _ in range(3))
+    first[0, 2] = first[1, 0] = 1
+    question[0, 2:4] = question[1, :7] = 1
+    answer[0, 6:12] = answer[1, 8:] = 1
+    heads = {
+        XFLongformerForSequenceClassification: first,
+        XFLongformerForQuestionAnswering: question,
+        XFLongformerForMultipleChoice: answer,
+    }
+    for head, expected in heads.items():
+        model, given = model_of(head), {"input_ids": ids, "attention_mask": mask}
+        more = {"global_attention_mask": expected}
+        if head is XFLongformerForMultipleChoice:
+            given, more = ({name: tensor[None] for name, tensor in part.items()} for part in (given, more))
+        with torch.no_grad():
+            chosen, told = model(**given), model(**given, **more)
+            other = model(**given, global_attention_mask=torch.zeros_like(given["input_ids"]))
+        close(chosen[0], told[0])
+        assert (chosen[0] - other[0]).abs().max() > 1e-6
+    no_separator = tokens(2, 13, low=5, high=50)
+    model = model_of(XFLongformerForQuestionAnswering)
+    with torch.no_grad():
+        none = model(no_separator, global_attention_mask=torch.zeros_like(no_separator))
+        close(model(no_separator).start_logits, none.start_logits)
+
+
+def test_encoder_decoder():
+    """The decoder is dense and reads an encoder with global tokens; generation passes them on."""
+    model = model_of(XFLongformerForSeq2SeqLM, decoder_start_token_id=0)
+    assert model.model.decoder.layers[0].attention.spec.type == "dense"
+    ids, chosen = tokens(2, 13, low=5, high=50), torch.zeros(2, 13, dtype=torch.long)
+    chosen[:, 0] = 1
+    with torch.no_grad():
+        with_them = model(ids, global_attention_mask=chosen, labels=ids).loss
+        assert (with_them - model(ids, labels=ids).loss).abs() > 1e-6
+        scores = []
+        for given in ({}, {"global_attention_mask": chosen}):
+            result = model.generate(
+                ids, **given, max_new_tokens=2, do_sample=False, output_scores=True, return_dict_in_generate=True
+            )
+            scores.append(torch.stack(result.scores))
+    assert (scores[0] - scores[1]).abs().max() > 1e-6
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="even `attention_window`.*got 5; use 6"):
+        XFormerConfig(**GEOMETRY, attention={"type": "longformer", "attention_window": 5})
+    with pytest.raises(ValueError, match="2 entries in `attention_window` for 3 layers"):
+        XFormerConfig(**GEOMETRY, attention={"type": "longformer", "attention_window": (4, 4)})
+    with pytest.raises(ValueError, match="has no place for"):
+        XFormerConfig(**GEOMETRY, attention=SPEC, position="t5_relative_bias")
+    ids = tokens(2, 9, high=50)
+    with pytest.raises(ValueError, match="causal decoder, whose tokens cannot read later ones"):
+        model_of(XFLongformerForCausalLM)(ids, global_attention_mask=torch.ones_like(ids))
+    encoder = model_of(XFLongformerForMaskedLM, attention={**SPEC, "max_global_tokens": 2})
+    with pytest.raises(ValueError, match=r"\[batch, length\] with length 9, got \[2, 8\]"):
+        encoder(ids, global_attention_mask=torch.ones(2, 8))
+    with pytest.raises(ValueError, match="has 9 tokens, more than `max_global_tokens` 2"):
+        encoder(ids, global_attention_mask=torch.ones_like(ids))
+
+
+def test_compile_with_global_tokens():
+    """One graph, where the number of global tokens is bounded."""
+    model = model_of(XFLongformerForMaskedLM, attention={**SPEC, "max_global_tokens": 3})
+    ids, chosen = tokens(2, 13, high=50), torch.zeros(2, 13, dtype=torch.long)
+    chosen[0, 1] = chosen[1, 5] = chosen[1, 6] = 1
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        close(compiled(ids, global_attention_mask=chosen).logits, model(ids, global_attention_mask=chosen).logits)
+    torch._dynamo.reset()
+
+
+CONTRACT = mixes(
+    {
+        "longformer_gaps": {
+            "attention": {"type": "longformer", "attention_window": [2, 4], "attention_dilation": [[1, 2, 1, 3], 1]},
+            "position": "rotary",
+            "num_key_value_heads": 2,
+        }
+    }
+)
+
+
+@pytest.mark.parametrize("case", CONTRACT, ids=str)
+def test_contract(case):
+    check_contract(case)
+
+
+def test_compile():
+    check_compile(CONTRACT[0])
+
+
+def test_every_head_is_there():
+    assert set(XFLongformerConfig.heads) <= set(FAMILY_HEADS)

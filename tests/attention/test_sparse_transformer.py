@@ -1,0 +1,261 @@
+"""The Sparse Transformer's patterns against loops over their definition; GPT-3's alternating layers against GPT-Neo."""
+
+import json
+
+import pytest
+import torch
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+from hf_xformers import XFormerConfig
+from hf_xformers.cache import make_cache
+from hf_xformers.variants.gpt2 import XFGPT2Config, XFGPT2ForCausalLM
+from hf_xformers.variants.gpt3_alternating import (
+    XFGPT3AlternatingConfig,
+    XFGPT3AlternatingForCausalLM,
+    XFGPT3AlternatingForSequenceClassification,
+)
+from hf_xformers.variants.sparse_transformer import XFSparseTransformerConfig
+from tests.attention.pattern_helpers import check_against_loops
+from tests.attention.score_helpers import GEOMETRY, build_layers, check_compile, check_contract, mixes
+from tests.helpers import close, make_strong, tokens
+
+STRIDE, WIDTH = 5, 2
+
+
+def strided(i, j, head):
+    return abs(i - j) < STRIDE, (i - j) % STRIDE == 0
+
+
+def fixed(i, j, head, verts=1):
+    turn, own = head % verts, i // STRIDE == j // STRIDE
+    columns = range(STRIDE - (turn + 1) * WIDTH, STRIDE - turn * WIDTH)
+    return own, own or j % STRIDE in columns
+
+
+def spec(**fields):
+    return {"type": "sparse_transformer", "stride": STRIDE, "summary_width": WIDTH, **fields}
+
+
+# Fields -> the keys of a head in layer 1 (of layers 0, 1, 2).
+CASES = {
+    "strided-merged": ({"kind": "strided"}, lambda i, j, h, n: any(strided(i, j, h))),
+    "strided-heads": (
+        {"kind": "strided", "factorization": "heads"},
+        lambda i, j, h, n: strided(i, j, h)[h % 2],
+    ),
+    "strided-layers": ({"kind": "strided", "factorization": "layers"}, lambda i, j, h, n: strided(i, j, h)[1]),
+    "fixed-merged": ({}, lambda i, j, h, n: any(fixed(i, j, h))),
+    "fixed-merged-verts": ({"num_verts": 2}, lambda i, j, h, n: any(fixed(i, j, h, 2))),
+    "fixed-heads-verts": (
+        {"factorization": "heads", "num_verts": 2},
+        lambda i, j, h, n: fixed(i, j, h // 2, 2)[h % 2],
+    ),
+    "fixed-layers": ({"factorization": "layers"}, lambda i, j, h, n: fixed(i, j, h)[1]),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_sets_of_keys(name, causal):
+    fields, reads = CASES[name]
+    layer = build_layers(spec(**fields), 2, causal)[1]
+    for length in (17, 1):
+        check_against_loops(layer, reads, length, causal, real=min(12, length))
+
+
+def test_even_layers_read_the_first_set():
+    first = build_layers(spec(kind="strided", factorization="layers"), 1, True)[0]
+    check_against_loops(first, lambda i, j, h, n: strided(i, j, h)[0], 17, True)
+
+
+@pytest.mark.parametrize("kind", ["strided", "fixed"])
+@pytest.mark.parametrize("factorization", ["merged", "layers"])
+def test_two_layers_reach_everything(kind, factorization):
+    """The criterion of section 4.2: a path of length two from every token to every later one."""
+    layers = build_layers(spec(kind=kind, factorization=factorization), 2, True)
+    length = 31
+    order = torch.ones(length, length).tril().bool()
+    masks = [(layer.pattern.mask(length, length) & order).double() for layer in layers]
+    reached = (masks[1] @ masks[0]) > 0
+    if kind == "strided" or factorization == "merged":
+        assert torch.equal(reached, order)
+    # About T sqrt(T) pairs, not T^2 / 2.
+    assert all(mask.sum() < 0.75 * order.sum() for mask in masks)
+
+
+def test_default_summary_width():
+    config = XFSparseTransformerConfig()
+    assert config.attention.width == 32 and config.attention.stride == 128
+    for stride, verts in ((1, 1), (3, 3), (128, 8)):
+        XFormerConfig(**GEOMETRY, attention={"type": "sparse_transformer", "stride": stride, "num_verts": verts})
+
+
+@pytest.mark.parametrize(
+    "fields, changes, message",
+    [
+        ({"num_verts": 3}, {}, "no room for 3 runs of 2 summary columns in a `stride` of 5"),
+        ({"stride": 0}, {}, "`stride` >= 1, got 0"),
+        ({"factorization": "heads"}, {"num_attention_heads": 1}, "over heads, of which there is one"),
+        ({"factorization": "layers"}, {"num_hidden_layers": 1}, "over layers, of which there is one"),
+    ],
+)
+def test_refusals(fields, changes, message):
+    with pytest.raises(ValueError, match=message):
+        XFormerConfig(**{**GEOMETRY, **changes}, attention=spec(**fields))
+
+
+CONTRACT = mixes(
+    {
+        "strided_heads_rotary": {
+            "attention": spec(kind="strided", factorization="heads"),
+            "position": "rotary",
+            "num_key_value_heads": 2,
+        },
+        "fixed_verts_bias": {
+            "attention": spec(num_verts=2),
+            "position": {"type": "t5_relative_bias", "num_buckets": 8},
+            "residual": "pre_ln",
+        },
+    }
+)
+
+
+@pytest.mark.parametrize("case", CONTRACT, ids=str)
+def test_contract(case):
+    check_contract(case)
+
+
+def test_compile():
+    check_compile(CONTRACT[1])
+
+
+# ------------------------------------------------------------------------------------------------ GPT-3
+
+SMALL = {
+    **GEOMETRY,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 40,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+
+def gpt3(**fields):
+    return XFGPT3AlternatingConfig(**{**SMALL, "window_size": 4, **fields})
+
+
+def kinds(config):
+    return "".join("B" if config.layer(i).attention.type == "band_attention" else "D" for i in range(len_of(config)))
+
+
+def len_of(config):
+    return config.num_hidden_layers
+
+
+def test_layers_take_turns(tmp_path):
+    assert kinds(gpt3()) == "DBD"
+    assert kinds(gpt3(first_layer="banded", num_hidden_layers=4)) == "BDBD"
+    assert kinds(gpt3(num_hidden_layers=1)) == "D"
+    own = gpt3(per_layer_config={1: {"feedforward": "relu"}, 2: {"attention": {"type": "dense", "bias": False}}})
+    assert kinds(own) == "DBD" and own.layer(1).feedforward.type == "relu" and not own.layer(2).attention.bias
+    # A saved config holds what was given, and what follows from it is made for the layers that it gets.
+    assert "per_layer_config" not in json.loads(gpt3().to_json_string())
+    own.save_pretrained(tmp_path)
+    again = XFGPT3AlternatingConfig.from_pretrained(tmp_path)
+    assert again.to_dict() == own.to_dict() and kinds(again) == "DBD" and again.layer(1).attention.window_size == 4
+    changed = XFGPT3AlternatingConfig.from_pretrained(tmp_path, num_hidden_layers=5, window_size=2)
+    assert kinds(changed) == "DBDBD" and changed.layer(3).attention.window_size == 2
+    assert changed.layer(1).feedforward.type == "relu"
+    with pytest.raises(ValueError, match="`window_size` must be at least 1.*got 0"):
+        gpt3(window_size=0)
+
+
+def test_wide_windows_are_gpt2():
+    torch.manual_seed(0)
+    model = make_strong(XFGPT3AlternatingForCausalLM(gpt3(window_size=40)).double().eval(), amount=0.3)
+    fields = {"feedforward": "gelu"}
+    plain = XFGPT2ForCausalLM(XFGPT2Config(**SMALL, **fields)).double().eval()
+    plain.load_state_dict(model.state_dict())
+    ids = tokens(2, 23, high=50)
+    with torch.no_grad():
+        close(model(ids).logits, plain(ids).logits)
+        narrow = XFGPT3AlternatingForCausalLM(gpt3(window_size=3)).double().eval()
+        narrow.load_state_dict(model.state_dict())
+        assert (narrow(ids).logits - plain(ids).logits).abs().max() > 1e-6
+
+
+def test_parity_with_gpt_neo():
+    """Weight-copy parity; GPT-Neo has no 1 / sqrt(d), no biases on queries, keys and values."""
+    theirs = GPTNeoConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_layers=3,
+        num_heads=4,
+        intermediate_size=8,
+        max_position_embeddings=40,
+        attention_types=[[["global", "local"], 1], [["global"], 1]],
+        window_size=4,
+        embed_dropout=0.0,
+        attention_dropout=0.0,
+        resid_dropout=0.0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    reference = make_strong(GPTNeoForCausalLM(theirs).double().eval(), amount=0.2)
+    ours = XFGPT3AlternatingForCausalLM(
+        gpt3(
+            attention={"type": "dense", "scale": 1.0},
+            per_layer_config={1: {"attention": {"type": "band_attention", "window_size": 4, "scale": 1.0}}},
+            feedforward={"type": "gelu", "approximate": "tanh"},
+        )
+    )
+    ours = ours.double().eval()
+    state, width = reference.state_dict(), 16
+    table = {
+        "model.trunk.embedding.tokens.weight": state["transformer.wte.weight"],
+        "model.trunk.position.table.weight": state["transformer.wpe.weight"],
+        "model.trunk.final_norm.weight": state["transformer.ln_f.weight"],
+        "model.trunk.final_norm.bias": state["transformer.ln_f.bias"],
+        "lm_head.decoder.weight": state["lm_head.weight"],
+    }
+    names = {
+        "attention.q_proj": "attn.attention.q_proj",
+        "attention.k_proj": "attn.attention.k_proj",
+        "attention.v_proj": "attn.attention.v_proj",
+        "attention.o_proj": "attn.attention.out_proj",
+        "attention_residual.norm": "ln_1",
+        "feedforward_residual.norm": "ln_2",
+        "feedforward.up_proj": "mlp.c_fc",
+        "feedforward.down_proj": "mlp.c_proj",
+    }
+    for layer in range(3):
+        for mine, old in names.items():
+            for leaf in ("weight", "bias"):
+                found = state.get(f"transformer.h.{layer}.{old}.{leaf}")
+                table[f"model.trunk.layers.{layer}.{mine}.{leaf}"] = torch.zeros(width) if found is None else found
+    ours.load_state_dict(table)
+    ids, mask = tokens(2, 17, high=50), torch.ones(2, 17, dtype=torch.long)
+    mask[0, 13:] = 0
+    with torch.no_grad():
+        expected = reference(ids, attention_mask=mask).logits
+        for implementation in ("sdpa", "eager"):
+            ours.set_attn_implementation(implementation)
+            close(ours(ids, attention_mask=mask).logits[mask.bool()], expected[mask.bool()], 2e-6)
+
+
+def test_decoding_past_the_window():
+    torch.manual_seed(0)
+    model = make_strong(XFGPT3AlternatingForCausalLM(gpt3()).double().eval(), amount=0.3)
+    ids = tokens(2, 5, low=5, high=50)
+    with torch.no_grad():
+        found = model.generate(ids, max_new_tokens=12, min_new_tokens=12, do_sample=False)
+        again = model.generate(ids, max_new_tokens=12, min_new_tokens=12, do_sample=False, use_cache=False)
+        cache = make_cache(model.config)
+        for token in ids.repeat(1, 3).split(1, 1):
+            model(token, past_key_values=cache, use_cache=True)
+    assert torch.equal(found, again) and found.shape == (2, 17)
+    assert [layer.keys.shape[2] for layer in cache.layers] == [15, 3, 15]
+    assert XFGPT3AlternatingForSequenceClassification(gpt3(num_labels=3))(ids).logits.shape == (2, 3)
