@@ -1,0 +1,56 @@
+"""Funnel-Transformer (Dai et al. 2020): the sequence is pooled from block to block."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..families import ENCODER_HEADS, VariantInfo, make_family
+
+
+class XFFunnelTransformerConfig(XFormerConfig):
+    """Funnel-Transformer (Dai et al. 2020): the sequence is pooled from block to block.
+
+    `num_hidden_layers` counts the layers of the blocks (`stack.block_sizes`) and those that read the up-sampled states
+    (`stack.decoder_layers`). For tasks on whole texts `stack={"type": "funnel", "upsample": False}` does without the latter.
+    """
+
+    model_type = "xf_funnel_transformer"
+
+    num_hidden_layers: int = 14  # 4 + 4 + 4, and 2 after up-sampling
+    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
+    position: SpecLike = "none"  # in the attention's scores
+    attention: SpecLike = field(default_factory=lambda: {"type": "transformer_xl", "share_biases": False})
+    stack: SpecLike = "funnel"
+
+
+INFO = VariantInfo(
+    summary="pairs of states are pooled between blocks, so deeper layers read a shorter sequence",
+    paper="Dai et al. 2020",
+    url="https://arxiv.org/abs/2006.03236",
+    equation=(
+        r"h' = \mathrm{Pool}(h), \qquad h \leftarrow \mathrm{LN}(h' + \mathrm{Attn}(Q = h', KV = h)), \qquad "
+        r"g = \mathrm{repeat}(h^K) + h^1"
+    ),
+    cost="a layer of block b takes 1 / 2^(b-1) of the feed-forward's and 1 / 4^(b-1) of the attention's time; memory O(T)",
+    notes=(
+        "Scores are Transformer-XL's with a pair of biases per layer; the paper's relative segment term is not part of them. "
+        "Padding does not change results: a pair with one real token is that token, and the token that `truncate` leaves out "
+        "is each row's own last one."
+    ),
+    bibtex="""@inproceedings{dai2020funnel,
+  title={Funnel-Transformer: Filtering out Sequential Redundancy for Efficient Language Processing},
+  author={Dai, Zihang and Lai, Guokun and Yang, Yiming and Le, Quoc V.},
+  booktitle={Advances in Neural Information Processing Systems},
+  year={2020}
+}""",
+)
+
+_family = make_family(XFFunnelTransformerConfig, "XFFunnelTransformer", ENCODER_HEADS, INFO)
+XFFunnelTransformerModel = _family["Model"]
+XFFunnelTransformerForMaskedLM = _family["ForMaskedLM"]
+XFFunnelTransformerForSequenceClassification = _family["ForSequenceClassification"]
+XFFunnelTransformerForTokenClassification = _family["ForTokenClassification"]
+XFFunnelTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
+XFFunnelTransformerForMultipleChoice = _family["ForMultipleChoice"]

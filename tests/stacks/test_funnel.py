@@ -1,0 +1,301 @@
+"""Pooling and up-sampling by hand, block lengths, and transformers' Funnel models with the same weights."""
+
+import pytest
+import torch
+from transformers import FunnelBaseModel, FunnelConfig, FunnelModel
+
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForSeq2SeqLM
+from hf_xformers.stacks.funnel import FunnelSpec
+from hf_xformers.variants.funnel_transformer import (
+    XFFunnelTransformerConfig,
+    XFFunnelTransformerForMaskedLM,
+    XFFunnelTransformerForSequenceClassification,
+    XFFunnelTransformerModel,
+)
+from tests.attention.score_helpers import HEADS, WIDTH, small_blocks
+from tests.helpers import close, gradients, make_strong, pad, tokens
+
+
+def build(cls=XFFunnelTransformerModel, layers=3, stack=None, dtype=torch.float64, **fields):
+    stack = {"type": "funnel", **(stack or {})}
+    after = 0
+    if stack["type"] == "funnel" and stack.get("upsample", True):
+        after = stack.setdefault("decoder_layers", 2)
+    config = XFFunnelTransformerConfig(
+        **{
+            "vocab_size": 99,
+            "hidden_size": WIDTH,
+            "num_attention_heads": HEADS,
+            "num_hidden_layers": layers + after,
+            "intermediate_size": 8,
+            "pad_token_id": 0,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+            "stack": stack,
+            **fields,
+        }
+    )
+    torch.manual_seed(0)
+    return make_strong(cls(config).to(dtype).eval(), amount=0.3)
+
+
+def lengths(model, length):
+    """Of the states after each layer."""
+    with torch.no_grad():
+        states = model(tokens(2, length), output_hidden_states=True).hidden_states
+    return [state.shape[1] for state in states[1:]]
+
+
+@pytest.mark.parametrize(
+    "truncate,expected",
+    [
+        (True, {8: (8, 4, 2), 9: (9, 5, 3), 12: (12, 6, 3), 16: (16, 8, 4), 17: (17, 9, 5)}),
+        (False, {8: (8, 5, 3), 9: (9, 5, 3), 12: (12, 7, 4), 16: (16, 9, 5), 17: (17, 9, 5)}),
+    ],
+)
+def test_lengths(truncate, expected):
+    model = build(stack={"truncate": truncate, "decoder_layers": 1})
+    for length, blocks in expected.items():
+        assert lengths(model, length) == [*blocks, length]
+    for length in (1, 2, 3):
+        assert lengths(model, length)[-1] == length
+
+
+def pool_by_hand(states, real, spec):
+    """One row, token by token: (pooled states, their number)."""
+    rows = []
+    for state, mask in zip(states, real):
+        items = list(state[mask])
+        if not items:
+            rows.append([])
+            continue
+        head, rest = ([items[0]], items[1:]) if spec.separate_cls else ([], items)
+        if spec.separate_cls and spec.truncate and rest:
+            rest = rest[:-1]
+        for begin in range(0, len(rest), 2):
+            pair = torch.stack(rest[begin : begin + 2])
+            head.append(pair.mean(0) if spec.pooling == "mean" else pair.amax(0))
+        rows.append(head)
+    return rows
+
+
+@pytest.mark.parametrize("pooling", ["mean", "max"])
+@pytest.mark.parametrize("separate_cls,truncate", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("length", [1, 2, 3, 6, 7])
+def test_pooling(pooling, separate_cls, truncate, length):
+    stack = build(stack={"pooling": pooling, "separate_cls": separate_cls, "truncate": truncate}).trunk.stack
+    states = torch.randn(4, length, WIDTH, dtype=torch.float64)
+    real = torch.arange(length)[None] < torch.tensor([length, max(length - 1, 0), length // 2, 0])[:, None]
+    pooled, mask = stack.pool(states, real)
+    for row, expected in enumerate(pool_by_hand(states, real, stack.spec)):
+        assert mask[row].sum() == len(expected) and mask[row][: len(expected)].all()
+        if expected:
+            close(pooled[row][mask[row]], torch.stack(expected), 1e-12)
+    whole, nothing = stack.pool(states, None)
+    assert nothing is None
+    close(whole[0], pooled[0], 1e-12)
+
+
+def test_repetition_undoes_pooling_of_equal_pairs():
+    stack = build(layers=2, stack={"separate_cls": False}).trunk.stack
+    states = torch.randn(2, 4, WIDTH, dtype=torch.float64).repeat_interleave(2, dim=1)
+    close(stack.repeated(stack.pool(states, None)[0], None, 8), states, 1e-12)
+    stack = build(layers=3).trunk.stack
+    states = torch.randn(1, 2, WIDTH, dtype=torch.float64)
+    found = stack.repeated(states, None, 8)
+    close(found[0, :5], torch.stack([states[0, 0]] + [states[0, 1]] * 4), 0)
+    assert (found[0, 5:] == 0).all()
+
+
+def test_one_block_is_a_plain_encoder():
+    model = build(layers=2, stack={"block_sizes": (2,), "separate_cls": False, "upsample": False})
+    plain = build(layers=2, stack={"type": "plain"})
+    plain.load_state_dict(model.state_dict())
+    ids, mask = pad([tokens(7), tokens(4, seed=1)], 7, "right")
+    with torch.no_grad():
+        found, expected = (m(ids, attention_mask=mask).last_hidden_state for m in (model, plain))
+    close(found[mask.bool()], expected[mask.bool()], 1e-12)
+
+
+def test_repeated_layers_share_weights():
+    model = build(layers=2, stack={"block_sizes": (1, 1), "block_repeats": (1, 3), "decoder_layers": 1})
+    assert len(model.trunk.layers) == 3 and model.config.stack.num_steps(model.config) == 5
+    assert lengths(model, 9) == [9, 5, 5, 5, 9]
+
+
+# ------------------------------------------------------------------------------------------------ transformers' Funnel
+
+
+def funnel_pair(
+    base, pooling="mean", separate_cls=True, truncate=True, pool_query_only=True, attention="relative_shift"
+):
+    """transformers' model without its segment term, and ours with its weights; float32."""
+    config = FunnelConfig(
+        vocab_size=99,
+        block_sizes=[1, 2, 1],
+        num_decoder_layers=2,
+        d_model=WIDTH,
+        n_head=HEADS,
+        d_head=WIDTH // HEADS,
+        d_inner=8,
+        hidden_act="gelu",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        layer_norm_eps=1e-5,
+        pooling_type=pooling,
+        attention_type=attention,
+        separate_cls=separate_cls,
+        truncate_seq=truncate,
+        pool_q_only=pool_query_only,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    theirs = make_strong((FunnelBaseModel if base else FunnelModel)(config).eval(), amount=0.3)
+    stack = {
+        "block_sizes": (1, 2, 1),
+        "pooling": pooling,
+        "separate_cls": separate_cls,
+        "truncate": truncate,
+        "pool_query_only": pool_query_only,
+        "upsample": not base,
+    }
+    ours = build(layers=4, stack=stack, dtype=torch.float32)
+    trunk = ours.trunk
+    blocks = [layer for block in theirs.encoder.blocks for layer in block]
+    layers = blocks if base else blocks + list(theirs.decoder.layers)
+    with torch.no_grad():
+        trunk.embedding.tokens.weight.copy_(theirs.embeddings.word_embeddings.weight)
+        trunk.embedding.norm.load_state_dict(theirs.embeddings.layer_norm.state_dict())
+        for mine, other in zip(trunk.layers, layers, strict=True):
+            attention, source = mine.attention, other.attention
+            source.seg_embed.zero_()
+            attention.q_proj.weight.copy_(source.q_head.weight)
+            attention.q_proj.bias.zero_()
+            for name, given in (("k_proj", source.k_head), ("v_proj", source.v_head), ("o_proj", source.post_proj)):
+                getattr(attention, name).load_state_dict(given.state_dict())
+            attention.r_proj.weight.copy_(source.r_kernel.flatten(1).t())
+            attention.content_bias.copy_(source.r_w_bias)
+            attention.position_bias.copy_(source.r_r_bias)
+            mine.attention_residual.norm.load_state_dict(source.layer_norm.state_dict())
+            mine.feedforward.up_proj.load_state_dict(other.ffn.linear_1.state_dict())
+            mine.feedforward.down_proj.load_state_dict(other.ffn.linear_2.state_dict())
+            mine.feedforward_residual.norm.load_state_dict(other.ffn.layer_norm.state_dict())
+    return theirs, ours
+
+
+@pytest.mark.parametrize("base", [True, False], ids=["base", "with_decoder"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"pooling": "max"},
+        {"truncate": False},
+        {"separate_cls": False},
+        {"pool_query_only": False},
+        {"attention": "factorized"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_transformers_funnel(base, settings, implementation):
+    theirs, ours = funnel_pair(base, **settings)
+    ours.trunk.config._attn_implementation = implementation
+    for length in (9, 12, 17):
+        ids = tokens(2, length)
+        with torch.no_grad(), small_blocks(4):
+            found = ours(ids, output_hidden_states=True)
+            expected = theirs(ids, output_hidden_states=True)
+        close(found.last_hidden_state, expected.last_hidden_state, 2e-5)
+        close(found.hidden_states[1], expected.hidden_states[1], 2e-5)
+
+
+# ------------------------------------------------------------------------------------------------ pooled outputs
+
+
+def test_blocks_equal_one_pass():
+    model, ids = build(XFFunnelTransformerForMaskedLM), tokens(2, 15)
+    expected = model(ids).logits
+    slopes = gradients(model, expected)
+    with small_blocks(2):
+        found = model(ids).logits
+        close(found, expected, 1e-12)
+        for name, slope in gradients(model, found).items():
+            close(slope, slopes[name], 1e-9)
+
+
+@pytest.mark.parametrize("pooling", ["first", "mean", "last"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_classification_of_pooled_states(pooling, side):
+    """Without up-sampling: each row gets what it gets alone, and nothing is left without a gradient."""
+    model = build(
+        XFFunnelTransformerForSequenceClassification,
+        stack={"upsample": False},
+        classifier_pooling=pooling,
+        num_labels=3,
+    )
+    rows = [tokens(13), tokens(6, seed=1), tokens(1, seed=2)]
+    ids, mask = pad(rows, 13, side, seed=4)
+    logits = model(ids, attention_mask=mask).logits
+    close(logits, torch.cat([model(row[None]).logits for row in rows]), 1e-10)
+    if (
+        pooling == "mean"
+    ):  # the first token has no position, so alone it teaches the last layer's position terms nothing
+        assert all(s.abs().max() > 0 for name, s in gradients(model, logits).items() if "k_proj.bias" not in name)
+    assert model.model(ids, attention_mask=mask).last_hidden_state.shape[1] == 4
+
+
+def test_encoder_of_two_towers():
+    """A decoder reads pooled states under their own mask."""
+    config = XFormerConfig(
+        vocab_size=99,
+        hidden_size=WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        intermediate_size=8,
+        position="none",
+        attention={"type": "transformer_xl", "share_biases": False},
+        stack={"type": "funnel", "upsample": False},
+        decoder={"stack": "plain", "attention": "dense"},
+        is_encoder_decoder=True,
+        decoder_start_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = make_strong(XFormerForSeq2SeqLM(config).double().eval())
+    target = tokens(2, 5, seed=3)
+    ids, mask = pad([tokens(9), tokens(4, seed=1)], 9, "left", seed=5)
+    with torch.no_grad():
+        found = model(ids, attention_mask=mask, decoder_input_ids=target).logits
+        for row, length in enumerate((9, 4)):
+            alone = model(ids[row : row + 1, 9 - length :], decoder_input_ids=target[row : row + 1]).logits
+            close(found[row : row + 1], alone, 1e-10)
+            full = torch.ones(1, length, dtype=torch.long)
+            again = model(
+                ids[row : row + 1, 9 - length :], attention_mask=full, decoder_input_ids=target[row : row + 1]
+            )
+            close(again.logits, alone, 1e-12)
+
+
+def test_refusals():
+    base = {"attention": "transformer_xl", "position": "none", "num_hidden_layers": 3}
+    for fields, message in (
+        ({"stack": {"type": "funnel", "block_sizes": (1, 1)}}, "must sum to"),
+        ({"stack": {"type": "funnel", "block_repeats": (1, 1)}}, "as many `block_repeats`"),
+        ({"stack": {"type": "funnel", "block_sizes": (3, 0)}}, "numbers >= 1"),
+        ({"stack": {"type": "funnel", "decoder_layers": -1}}, "decoder_layers"),
+        ({"stack": "funnel", "attention": "dense"}, "attention='transformer_xl'"),
+        ({"stack": "funnel", "position": "rotary"}, "rotary|rotates"),
+        ({"stack": "funnel", "block": "macaron"}, "'vanilla'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            XFormerConfig(**{**base, **fields})
+    with pytest.raises(ValueError, match="cannot stand in a decoder"):
+        XFormerForCausalLM(XFormerConfig(**base, stack="funnel"))
+    with pytest.raises(ValueError, match="one document per row"):
+        build()(tokens(1, 4), position_ids=torch.tensor([[0, 1, 0, 1]]))
+    assert FunnelSpec().blocks(XFFunnelTransformerConfig()) == (4, 4, 4)
+    assert [FunnelSpec().blocks(XFormerConfig(num_hidden_layers=n)) for n in (1, 2, 4, 6)] == [
+        (1,),
+        (1, 1),
+        (1, 1, 1),
+        (2, 1, 1),
+    ]
