@@ -1,0 +1,93 @@
+"""All-attention: learned keys and values beside those of the text take the feed-forward's place."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ..components import register
+from ..context import LayerContext
+from .base import Attention, AttentionSpec, literal_softmax_attention
+from .dense import boolean_mask
+
+
+class AllAttention(Attention):
+    """o_i = sum_j a_ij v_j + sum_n a_in M^V_n, a_i = softmax over the keys of the text and the memory M^K together.
+
+    Sukhbaatar et al. 2019 (arXiv 1907.01470), eqs. 8-10. Each head has N keys and values of its own, which have no position
+    and are always visible. As in the authors' code a stored key is multiplied by sqrt(d) and a stored value by sqrt(N), which
+    scales their gradients. Cost: O(T (S + N) D) time; state: keys and values of the text.
+    """
+
+    def __init__(self, config, spec: AllAttentionSpec, **where):
+        super().__init__(config, spec, **where)
+        self.slots = spec.slots(config)
+        shape = (self.num_key_value_heads, self.slots, self.head_dim)
+        self.memory_keys, self.memory_values = nn.Parameter(torch.empty(shape)), nn.Parameter(torch.empty(shape))
+
+    def initialize(self, config, init) -> None:
+        super().initialize(config, init)
+        init.normal_(self.memory_keys, mean=0.0, std=self.head_dim**-0.5)
+        init.normal_(self.memory_values, mean=0.0, std=self.slots**-0.5)
+
+    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+        if "all_attention_mask" in context.shared:
+            return
+        mask = boolean_mask(context)
+        if mask is None and context.causal and context.query_index.shape[0] > 1:
+            mask = (context.key_index[None, :] <= context.query_index[:, None])[None, None]
+        context.shared["all_attention_mask"] = mask
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+        """As the contract has it; weights are those of the text alone and sum to less than 1."""
+        batch, mask = query.shape[0], context.shared["all_attention_mask"]
+        memory_keys = (self.memory_keys * self.head_dim**0.5).to(key.dtype).expand(batch, -1, -1, -1)
+        memory_values = (self.memory_values * self.slots**0.5).to(value.dtype).expand(batch, -1, -1, -1)
+        key, value = torch.cat([memory_keys, key], 2), torch.cat([memory_values, value], 2)
+        if mask is not None:
+            mask = F.pad(mask, (self.slots, 0), value=True)
+        dropout = self.dropout if self.training else 0.0
+        if self.num_key_value_groups > 1:
+            key, value = (part.repeat_interleave(self.num_key_value_groups, 1) for part in (key, value))
+        if self.wants_weights(context):
+            _, weights = literal_softmax_attention(query, key, value, mask, None, self.scaling)
+            parts = weights.split([self.slots, weights.shape[-1] - self.slots], -1)
+            values = value.split([self.slots, value.shape[2] - self.slots], 2)
+            # In two products, so that what is given as weights is what the output is made of.
+            read = [
+                F.dropout(part, dropout) @ v if dropout else part @ v for part, v in zip(parts, values, strict=True)
+            ]
+            return (read[0] + read[1]).transpose(1, 2), parts[1]
+        output = F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=self.scaling)
+        return output.transpose(1, 2), None
+
+
+@register("attention", "all_attention", aliases=("persistent_memory",))
+class AllAttentionSpec(AttentionSpec):
+    """memory_size: N, learned slots per head (`None`: `intermediate_size`, which gives the layer the parameters of the
+    feed-forward it replaces). Use it with block 'no_ffn'."""
+
+    summary = "attention over the text and a learned memory"
+    rotation = False
+    explicit_mask = True
+    packed = True
+    contract_exceptions: ClassVar[dict[str, str]] = {
+        "attention_weights": "weights on the text sum to less than 1: the learned memory has the rest",
+    }
+
+    memory_size: int | None = None
+
+    def slots(self, config) -> int:
+        """N for this config."""
+        return config.intermediate_size if self.memory_size is None else self.memory_size
+
+    def check_fields(self) -> None:
+        if self.memory_size is not None and self.memory_size < 1:
+            raise ValueError(f"all_attention: `memory_size` must be at least 1, got {self.memory_size}.")
+
+    def build(self, config, **where) -> AllAttention:
+        return AllAttention(config, self, **where)

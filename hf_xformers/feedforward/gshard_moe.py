@@ -1,0 +1,93 @@
+"""GShard: each token goes to its best expert, and at random to its second best, up to a capacity."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..components import register
+from ..context import LayerContext, SublayerOutput
+from .experts import ExpertsSpec, Router, balance_loss, documents, real_tokens, within_capacity
+
+
+class GShardExperts(nn.Module):
+    """y = g_1 FFN_{e1}(x) + g_2 FFN_{e2}(x), e1 and e2 the two largest of softmax(W x), g_1 + g_2 = 1.
+
+    Lepikhin et al. 2020 (arXiv 2006.16668), Algorithm 1; a text is a group. In training the second expert is asked with
+    probability min(1, 2 g_2), and an expert takes ceil(factor * tokens / E) tokens of a text: those whose first choice it is,
+    in token order, then those whose second. Gates are not scaled up for choices that were dropped.
+    """
+
+    def __init__(self, config, spec: GShardSpec):
+        super().__init__()
+        self.spec = spec
+        self.causal = config.is_decoder
+        self.router = Router(config.hidden_size, spec.num_experts)
+        self.experts = spec.make_experts(config)
+
+    def initialize(self, config, init) -> None:
+        init.normal_(self.router.weight, mean=0.0, std=config.hidden_size**-0.5)
+        self.experts.start(config, init)
+
+    def capacity_factor(self) -> float | None:
+        """That of this pass; None: no capacity."""
+        if self.causal and not self.spec.decoder_capacity:
+            return None
+        return self.spec.capacity_factor if self.training else self.spec.eval_capacity_factor
+
+    def forward(self, hidden_states: Tensor, context: LayerContext | None) -> SublayerOutput:
+        """hidden_states [B, T, D] -> [B, T, D], with loss `router_balance` where it has a weight."""
+        spec, tokens = self.spec, hidden_states.flatten(0, 1)
+        real = real_tokens(hidden_states, context)
+        probabilities = torch.softmax(self.router(tokens), -1)
+        best, chosen = probabilities.topk(2, dim=-1)
+        gates = best / best.sum(-1, keepdim=True)
+        asked = chosen
+        if self.training and spec.second_expert == "random":
+            skipped = torch.rand_like(gates[:, 1]) >= 2 * gates[:, 1]
+            asked = torch.stack([chosen[:, 0], chosen[:, 1].masked_fill(skipped, spec.num_experts)], -1)
+        texts = documents(hidden_states, context)
+        kept = within_capacity(asked, texts, real, spec.num_experts, self.capacity_factor())
+        output = self.experts(tokens, asked.masked_fill(~kept, spec.num_experts), gates)
+        losses = {}
+        if spec.balance_loss_weight:
+            losses["router_balance"] = spec.balance_loss_weight * balance_loss(probabilities, chosen[:, 0], real)
+        return SublayerOutput(output.view_as(hidden_states), aux_losses=losses)
+
+
+@register("feedforward", "gshard_moe", aliases=("gshard",))
+class GShardSpec(ExpertsSpec):
+    """Two experts per token.
+
+    second_expert: `random` asks the second with probability min(1, 2 g_2) in training; `all` always does. capacity_factor: in
+    training an expert takes ceil(factor * tokens / E) tokens of a text (None: takes all). eval_capacity_factor: the same in
+    evaluation. decoder_capacity: capacities in a causal tower too, as in the paper. There a second choice waits for the
+    first choices of later tokens, so that the future decides what a token reads: off by default. balance_loss_weight:
+    weight of E * sum_e f_e m_e, which is 1 at balance.
+    """
+
+    summary = "the best expert, and at random the second"
+
+    every: int = 2
+    second_expert: Literal["random", "all"] = "random"
+    capacity_factor: float | int | None = 2.0
+    eval_capacity_factor: float | int | None = None
+    decoder_capacity: bool = False
+    balance_loss_weight: float | int = 0.01
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        if self.num_experts < 2:
+            raise ValueError(f"{self.type} sends tokens to two experts; `num_experts` must be at least 2.")
+        if self.balance_loss_weight < 0:
+            raise ValueError(
+                f"{self.type}: `balance_loss_weight` must not be negative, got {self.balance_loss_weight}."
+            )
+
+    def build_sparse(self, config, layer_idx: int) -> GShardExperts:
+        return GShardExperts(config, self)
+
+
+__all__ = ["GShardExperts", "GShardSpec"]

@@ -1,0 +1,59 @@
+"""Admin (Liu et al. 2020): post-norm layers whose shortcuts start with a weight that keeps deep stacks stable."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from ..components import SpecLike
+from ..configuration_xformer import Initializer, XFormerConfig
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFAdminConfig(XFormerConfig):
+    """Admin (Liu et al. 2020): post-norm layers whose shortcuts start with a weight that keeps deep stacks stable."""
+
+    model_type = "xf_admin"
+
+    hidden_size: int = 512
+    num_hidden_layers: int = 18
+    num_attention_heads: int = 8
+    intermediate_size: int = 2048
+    initializer: Initializer = "xavier"
+    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
+    position: SpecLike = "sinusoidal_absolute"
+    residual: SpecLike = "admin"
+    feedforward: SpecLike = "relu"
+
+
+INFO = VariantInfo(
+    summary="post-norm with a learned weight on each shortcut, started so that deep stacks stay stable",
+    paper="Liu et al. 2020",
+    url="https://arxiv.org/abs/2004.08249",
+    equation=(
+        r"x_i = \mathrm{LN}(x_{i-1} \odot \omega_i + f_i(x_{i-1})), \qquad \omega_i^2 = 1 + \sum_{j<i} "
+        r"\mathrm{Var}[f_j(x_{j-1})] \text{ at the start}"
+    ),
+    cost="that of the vanilla Transformer; D more parameters per sublayer",
+    bibtex="""@inproceedings{liu2020understanding,
+  title={Understanding the Difficulty of Training Transformers},
+  author={Liu, Liyuan and Liu, Xiaodong and Gao, Jianfeng and Chen, Weizhu and Han, Jiawei},
+  booktitle={Conference on Empirical Methods in Natural Language Processing},
+  year={2020}
+}""",
+    notes=(
+        "The default start is the authors' later one, which needs no data: omega^2 = (n + 1) / ln(n + 1) - 1 for n "
+        "sublayers. `residual={'type': 'admin', 'start': 'profile'}` is the paper's: call "
+        "`hf_xformers.normalization.admin.profile(model, **batch)` once before training, which refuses to start "
+        "otherwise. Keep omega out of weight decay."
+    ),
+)
+
+_family = make_family(XFAdminConfig, "XFAdmin", ALL_HEADS, INFO)
+XFAdminModel = _family["Model"]
+XFAdminForMaskedLM = _family["ForMaskedLM"]
+XFAdminForSequenceClassification = _family["ForSequenceClassification"]
+XFAdminForTokenClassification = _family["ForTokenClassification"]
+XFAdminForQuestionAnswering = _family["ForQuestionAnswering"]
+XFAdminForMultipleChoice = _family["ForMultipleChoice"]
+XFAdminForCausalLM = _family["ForCausalLM"]
+XFAdminForSeq2SeqLM = _family["ForSeq2SeqLM"]

@@ -1,0 +1,49 @@
+"""Expert prototyping (Yang et al. 2021): experts in groups, and each token goes to the best of every group."""
+
+from __future__ import annotations
+
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFExpertPrototypingConfig(XFormerConfig):
+    """Expert prototyping (Yang et al. 2021): experts in groups, and each token goes to the best of every group."""
+
+    model_type = "xf_expert_prototyping"
+
+    feedforward: SpecLike = "expert_prototyping"
+
+
+INFO = VariantInfo(
+    summary="several routers, each of which sends a token to one expert of its own group",
+    paper="Yang et al. 2021",
+    url="https://arxiv.org/abs/2105.15082",
+    equation=(
+        r"p^z = \mathrm{softmax}(W^z x), \qquad y = \sum_{z=1}^k p^z_{i_z} \, \mathrm{FFN}^z_{i_z}(x), \qquad i_z = "
+        r"\arg\max_i p^z_i"
+    ),
+    cost=(
+        "time of k feed-forwards per token for k groups (of one with capacity `1x`) plus O(T E D) for the routers; "
+        "E times the feed-forward parameters"
+    ),
+    bibtex="""@article{yang2021m6t,
+  title={{M6-T}: Exploring Sparse Expert Models and Beyond},
+  author={Yang, An and Lin, Junyang and Men, Rui and Zhou, Chang and Jiang, Le and Jia, Xianyan and Wang, Ang and Zhang, Jie and Wang, Jiamang and Li, Yong and Zhang, Di and Lin, Wei and Qu, Lin and Zhou, Jingren and Yang, Hongxia},
+  journal={arXiv preprint arXiv:2105.15082},
+  year={2021}
+}""",
+    notes=(
+        "Queues are per text and in token order, as in the Switch Transformer here; evaluation is without a capacity."
+    ),
+)
+
+_family = make_family(XFExpertPrototypingConfig, "XFExpertPrototyping", ALL_HEADS, INFO)
+XFExpertPrototypingModel = _family["Model"]
+XFExpertPrototypingForMaskedLM = _family["ForMaskedLM"]
+XFExpertPrototypingForSequenceClassification = _family["ForSequenceClassification"]
+XFExpertPrototypingForTokenClassification = _family["ForTokenClassification"]
+XFExpertPrototypingForQuestionAnswering = _family["ForQuestionAnswering"]
+XFExpertPrototypingForMultipleChoice = _family["ForMultipleChoice"]
+XFExpertPrototypingForCausalLM = _family["ForCausalLM"]
+XFExpertPrototypingForSeq2SeqLM = _family["ForSeq2SeqLM"]

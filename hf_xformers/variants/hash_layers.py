@@ -1,0 +1,45 @@
+"""Hash layers (Roller et al. 2021): a fixed map from token ids to experts in place of a router."""
+
+from __future__ import annotations
+
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFHashLayersConfig(XFormerConfig):
+    """Hash layers (Roller et al. 2021): a fixed map from token ids to experts in place of a router."""
+
+    model_type = "xf_hash_layers"
+
+    feedforward: SpecLike = "hash_layers"
+
+
+INFO = VariantInfo(
+    summary="a fixed map from token ids to feed-forward experts, without router and loss",
+    paper="Roller et al. 2021",
+    url="https://arxiv.org/abs/2106.04426",
+    equation=r"y_t = \mathrm{FFN}_{h(w_t)}(x_t), \qquad h \text{ fixed}",
+    cost="time of the dense model; E times the feed-forward parameters of the layer that has experts",
+    bibtex="""@inproceedings{roller2021hash,
+  title={Hash Layers for Large Sparse Models},
+  author={Roller, Stephen and Sukhbaatar, Sainbayar and Szlam, Arthur and Weston, Jason},
+  booktitle={Advances in Neural Information Processing Systems},
+  year={2021}
+}""",
+    notes=(
+        "Needs `input_ids`; `inputs_embeds` are refused. The random map is a hash function; with `hash: balanced` "
+        "it is a table, filled by `hf_xformers.feedforward.hash_layers.balance(model, counts)` from token "
+        "frequencies and saved with the model. In masked language modelling all masked positions share one expert."
+    ),
+)
+
+_family = make_family(XFHashLayersConfig, "XFHashLayers", ALL_HEADS, INFO)
+XFHashLayersModel = _family["Model"]
+XFHashLayersForMaskedLM = _family["ForMaskedLM"]
+XFHashLayersForSequenceClassification = _family["ForSequenceClassification"]
+XFHashLayersForTokenClassification = _family["ForTokenClassification"]
+XFHashLayersForQuestionAnswering = _family["ForQuestionAnswering"]
+XFHashLayersForMultipleChoice = _family["ForMultipleChoice"]
+XFHashLayersForCausalLM = _family["ForCausalLM"]
+XFHashLayersForSeq2SeqLM = _family["ForSeq2SeqLM"]

@@ -1,0 +1,113 @@
+"""Hash layers against a loop over tokens; the map is fixed, saved where it is a table, and balanced by frequency."""
+
+import pytest
+import torch
+
+from hf_xformers import XFormerConfig, XFormerForCausalLM, build_spec
+from hf_xformers.feedforward.dense import DenseFeedForward
+from hf_xformers.feedforward.hash_layers import HashExperts, balance
+from tests.feedforward.expert_helpers import build, context, expert, make_config, padded, vectors
+from tests.helpers import close, make_strong
+
+SPEC = {"type": "hash_layers", "num_experts": 4, "layers": (1,)}
+SIZES = dict(vocab_size=30, hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
+
+
+def ids_of(*shape, seed=0, high=30):
+    return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", ["random", "balanced"])
+def test_formula(kind):
+    module, states, ids = build({**SPEC, "hash": kind, "bias": True}), vectors(2, 5), ids_of(2, 5)
+    if kind == "balanced":
+        module.table.copy_(torch.arange(module.table.shape[0]) % 3)
+    output = module(states, context(2, 5, input_ids=ids)).output
+    for b in range(2):
+        for t in range(5):
+            w = int(ids[b, t])
+            number = w % 3 if kind == "balanced" else (module.factor * w + module.offset) % (2**31 - 1) % 4
+            close(output[b, t], expert(module.experts, number, states[b, t]))
+
+
+def test_alike_experts_are_the_dense_network():
+    module, states = build(SPEC), vectors(2, 5)
+    with torch.no_grad():
+        for weight in module.experts.parameters():
+            weight.copy_(weight[:1].expand_as(weight))
+    expected = torch.relu(states @ module.experts.up_proj[0].T) @ module.experts.down_proj[0].T
+    close(module(states, context(2, 5, input_ids=ids_of(2, 5))).output, expected)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding(side):
+    module, states, ids = build(SPEC).train(), vectors(2, 5), ids_of(2, 5)
+    longer, mask, where = padded(states, side)
+    more = ids_of(2, 8, seed=4)
+    more[:, where] = ids
+    result = module(longer, context(2, 8, mask, input_ids=more)).output
+    close(result[:, where], module(states, context(2, 5, input_ids=ids)).output)
+    assert (result[~mask] == 0).all()
+
+
+def test_one_token_moves_alone():
+    module, states, ids = build(SPEC), vectors(1, 6), ids_of(1, 6)
+    before = module(states, context(1, 6, input_ids=ids)).output
+    other = ids.clone()
+    other[0, 3] = next(w for w in range(30) if module.spread(torch.tensor(w)) != module.spread(ids[0, 3]))
+    change = (module(states, context(1, 6, input_ids=other)).output - before).abs().sum(-1)[0]
+    assert change[3] > 0 and change.count_nonzero() == 1
+
+
+def test_the_map():
+    """The same in every process; another one for another seed or layer; no expert is left out or overrun."""
+    config = make_config(num_hidden_layers=9)
+    spec = build_spec("feedforward", {**SPEC, "num_experts": 8, "layers": (1, 2)})
+    one, same, other = (spec.build(config, layer_idx=index) for index in (1, 1, 2))
+    assert (one.factor, one.offset) == (1923856835, 1132483567)
+    ids = torch.arange(8000)
+    assert torch.equal(one.spread(ids), same.spread(ids)) and not torch.equal(one.spread(ids), other.spread(ids))
+    seeded = build_spec("feedforward", {**SPEC, "num_experts": 8, "seed": 1}).build(config, layer_idx=1)
+    assert not torch.equal(one.spread(ids), seeded.spread(ids))
+    assert (torch.bincount(one.spread(ids), minlength=8) - 1000).abs().max() < 200
+
+
+def test_layers():
+    spec = build_spec("feedforward", "hash_layers")
+    for count, chosen in ((1, 0), (2, 1), (8, 7), (12, 7)):
+        config = make_config(num_hidden_layers=count)
+        kinds = [type(spec.build(config, layer_idx=index)) for index in range(count)]
+        assert [index for index, kind in enumerate(kinds) if kind is HashExperts] == [chosen]
+        assert all(kind in (HashExperts, DenseFeedForward) for kind in kinds)
+
+
+def model(**spec):
+    torch.manual_seed(0)
+    return make_strong(XFormerForCausalLM(XFormerConfig(**SIZES, feedforward={**SPEC, **spec})).double().eval())
+
+
+def test_balance(tmp_path):
+    """Loads differ by less than the most frequent token's count; the table is saved and loaded."""
+    net = model(hash="balanced")
+    counts = (1000 / (1 + torch.arange(30))).long()
+    balance(net, counts)
+    table = net.model.trunk.layers[1].feedforward.table
+    loads = torch.zeros(4).long().scatter_add(0, table, counts)
+    assert loads.max() - loads.min() <= counts.max() and sorted(loads.tolist())[1:] != [0, 0, 0]
+    assert loads.max() - loads.min() < 500  # one expert has little beside the most frequent token
+    net.save_pretrained(tmp_path)
+    again = XFormerForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert torch.equal(again.model.trunk.layers[1].feedforward.table, table)
+    ids = ids_of(2, 6)
+    close(again(ids).logits, net(ids).logits)
+    with pytest.raises(ValueError, match="counts"):
+        balance(net, [1, 2])
+    with pytest.raises(ValueError, match="balanced"):
+        balance(model(), counts)
+
+
+def test_needs_ids():
+    net, ids = model(), ids_of(2, 6)
+    assert net(ids).logits.isfinite().all()
+    with pytest.raises(ValueError, match="input_ids"):
+        net(inputs_embeds=net.get_input_embeddings()(ids))
