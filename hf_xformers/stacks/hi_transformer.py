@@ -82,7 +82,7 @@ def make_nesting(like: Tensor, padding_mask: Tensor | None, sentence_ids: Tensor
         last = torch.where(real, order, -1).cummax(-1).values  # the last real token up to here
         before = F.pad(last[:, :-1], (1, 0), value=-1)
         changed = sentence_ids != sentence_ids.gather(1, before.clamp(min=0))
-        starts = real & ((before < 0) | changed)
+        starts = real & changed  # the first real token has rank 0, where a sentence starts anyway
         offset = rank - torch.where(starts, rank, 0).cummax(-1).values
         word = offset % width
         sentence = (real & (word == 0)).long().cumsum(-1) - 1

@@ -185,11 +185,17 @@ def test_patience_limits():
     _, (ids, mask) = batch()
     given = {"input_ids": ids, "attention_mask": mask}
     net = build("patience_exit", patience=0)
+    every = torch.stack(all_logits(net, **given))
     with torch.no_grad():
         assert (net(**given).exit_layers == LAYERS).all()
         for patience in (1, 2, 3):
             net.config.stack.patience = patience
-            assert (net(**given).exit_layers > patience).all()
+            exits = net(**given).exit_layers
+            assert (exits > patience).all()
+            rule = [
+                by_patience(every[:, row], patience, lambda a, b: a.argmax() == b.argmax()) for row in range(len(ids))
+            ]
+            assert exits.tolist() == rule
     net = build("patience_exit", patience=2, share_layers=True)
     assert len(net.model.trunk.layers) == 1
     with torch.no_grad():
