@@ -97,11 +97,13 @@ def _memory_child(make: Callable[..., Callable[[], Any]], arguments: tuple, thre
         queue.put(f"{type(error).__name__}: {error}")
 
 
-def memory_in_fresh_process(make: Callable[..., Callable[[], Any]], *arguments: Any, timeout: float = 300.0) -> int:
-    """Peak growth in bytes of `make(*arguments)()` in a process of its own (median of three)."""
+def memory_in_fresh_process(
+    make: Callable[..., Callable[[], Any]], *arguments: Any, timeout: float = 300.0, repeats: int = 3
+) -> int:
+    """Peak growth in bytes of `make(*arguments)()` in a process of its own (median of `repeats`)."""
     context = multiprocessing.get_context("spawn")
     found = []
-    for _ in range(3):
+    for _ in range(repeats):
         queue = context.Queue()
         child = context.Process(target=_memory_child, args=(make, arguments, torch.get_num_threads(), queue))
         child.start()
@@ -111,6 +113,19 @@ def memory_in_fresh_process(make: Callable[..., Callable[[], Any]], *arguments: 
             raise RuntimeError(result)
         found.append(result)
     return int(statistics.median(found))
+
+
+def forked_memory(make: Callable[..., Callable[[], Any]], *arguments: Any, timeout: float = 600.0) -> int:
+    """As [`memory_in_fresh_process`], once, in a fork of this process: quick, but only before any backward pass here."""
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_memory_child, args=(make, arguments, torch.get_num_threads(), queue))
+    child.start()
+    result = queue.get(timeout=timeout)
+    child.join()
+    if isinstance(result, str):
+        raise RuntimeError(result)
+    return result
 
 
 def write_results(name: str, rows: list[dict[str, Any]], columns: list[str], title: str, note: str) -> Path:

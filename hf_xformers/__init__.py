@@ -16,7 +16,7 @@ _registration.install()
 
 # public name -> module that defines it; names of variants are found by their prefix
 _NAMES = {
-    "XFormerConfig": "configuration_xformer",
+    "XFormerConfig": "variants.xformer",  # which registers its classes with the Auto classes
     "Spec": "components",
     "register": "components",
     "build_spec": "components",

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Shows what `scripts/demo.sh` trained: loads the folder through the Auto classes and lets the model speak.
 
-    python scripts/demo.py runs/demo-mlm --objective mlm
+    python scripts/demo.py runs/demo-mlm --objective mlm --length 2048
 
 Everything here is plain transformers. The one line that a user of hf_xformers adds is `import hf_xformers`, which
 registers the families with the Auto classes.
@@ -12,13 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
@@ -26,7 +29,10 @@ from transformers import (
     pipeline,
 )
 
-import hf_xformers  # noqa: F401  (registers the families)
+from hf_xformers import XFormerConfig  # importing the package registers the families
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+from measure import interleaved_seconds, memory_in_fresh_process
 
 AUTO_CLASS = {"mlm": AutoModelForMaskedLM, "clm": AutoModelForCausalLM, "span": AutoModelForSeq2SeqLM}
 PROMPTS = {
@@ -41,6 +47,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("model", type=Path, help="folder that `hf-xformers pretrain` wrote")
     parser.add_argument("--objective", choices=list(AUTO_CLASS), default="mlm")
+    parser.add_argument(
+        "--length", type=int, help="tokens of a row in training: compares time and memory there with dense"
+    )
     arguments = parser.parse_args()
     if not (arguments.model / "config.json").is_file():
         parser.error(f"{arguments.model} has no config.json; run scripts/demo.sh first")
@@ -54,6 +63,8 @@ def main() -> int:
     )
     print_losses(arguments.model)
     print_answers(arguments.objective, model, tokenizer)
+    if arguments.length is not None:
+        print_costs(arguments.objective, arguments.model, arguments.length)
     print_places(arguments.model)
     return 0
 
@@ -99,6 +110,46 @@ def print_answers(objective: str, model, tokenizer) -> None:
 def plain(text: str) -> str:
     """Text that rich shows as it is: a `[MASK]` is no markup."""
     return text.replace("[", r"\[")
+
+
+def training_step(objective: str, folder: str, dense: bool, length: int) -> Callable[[], None]:
+    """Forward and backward of one row of `length` tokens, with the folder's model or the same one with dense attention; both
+    without attention dropout, for which dense attention would leave its fast kernel."""
+    config = AutoConfig.from_pretrained(folder, attention_probs_dropout_prob=0.0)
+    if dense:
+        fields = config.to_dict()
+        for key in ("model_type", "transformers_version", "architectures"):
+            fields.pop(key, None)
+        config = XFormerConfig(**{**fields, "attention": "dense"})
+    model = AUTO_CLASS[objective].from_config(config).train()
+    ids = torch.randint(0, config.vocab_size, (1, length))
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    return step
+
+
+def print_costs(objective: str, folder: Path, length: int) -> None:
+    """Time and memory of a training step beside dense attention's, measured here and now."""
+    kind = AutoConfig.from_pretrained(folder).attention.type
+    if kind == "dense":
+        return
+    with console.status(f"measuring a training step on {length:,} tokens, with {kind} and with dense attention ..."):
+        names = {kind: False, "dense": True}
+        steps = {name: training_step(objective, str(folder), dense, length) for name, dense in names.items()}
+        seconds = {name: statistics.median(runs) for name, runs in interleaved_seconds(steps, rounds=5).items()}
+        memory = {
+            name: memory_in_fresh_process(training_step, objective, str(folder), dense, length, repeats=1)
+            for name, dense in names.items()
+        }
+    table = Table("attention", "seconds", "peak MiB", title=f"a training step on one row of {length:,} tokens")
+    for name in names:
+        table.add_row(name, f"{seconds[name]:.2f}", f"{memory[name] / 2**20:,.0f}")
+    faster, smaller = seconds["dense"] / seconds[kind], memory["dense"] / memory[kind]
+    table.add_row("dense / " + kind, f"{faster:.1f} times", f"{smaller:.1f} times")
+    console.print(table)
 
 
 def print_places(folder: Path) -> None:

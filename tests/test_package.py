@@ -15,6 +15,7 @@ import hf_xformers, sys
 from transformers import AutoConfig, AutoModelForMaskedLM
 assert hf_xformers.__file__.startswith(sys.argv[1]), hf_xformers.__file__
 sizes = dict(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+AutoModelForMaskedLM.from_config(hf_xformers.XFormerConfig(**sizes))
 for name in ("xf_bert", "xformer"):
     AutoModelForMaskedLM.from_config(AutoConfig.for_model(name, **sizes))
 import hf_xformers.cli, hf_xformers.conversion, hf_xformers.data, hf_xformers.hub, hf_xformers.objectives

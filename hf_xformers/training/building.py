@@ -111,6 +111,9 @@ def build_config(
     values.update(
         {"bos_token_id": None, "eos_token_id": None} if tokenizer is None else vocabulary(tokenizer, objective)
     )
+    for role in ("sep", "cls", "mask"):  # ids that only some variants read
+        if f"{role}_token_id" in valid:
+            values[f"{role}_token_id"] = getattr(tokenizer, f"{role}_token_id", None)
     values.update({slot: component(config_class, slot, entry) for slot, entry in (components or {}).items()})
     values.update(given)
     values.update(shape)
