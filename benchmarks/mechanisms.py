@@ -1,0 +1,330 @@
+"""Attention mechanisms against dense attention and against other implementations: one layer with its projections.
+
+python benchmarks/mechanisms.py [--lengths 2048,4096,8192] [--only longformer,performer] [--rounds 3] [--no-peers]
+
+Each case is one attention sublayer (hidden 512, 8 heads, batch 1, float32), forward + backward, against dense attention of the
+same geometry (scaled_dot_product_attention, causal where the case is) and against peers with the same parameters.
+Ratios below 1 are faster, smaller, or less arithmetic than dense. The FLOP ratio counts matrix products; causal dense
+attention counts the half that its kernel computes. Time is the median of paired rounds, memory the growth of the peak
+over one step in a process of its own. Rows replace those of the same case and length in `results/mechanisms.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peers
+import torch
+from measure import forked_memory, interleaved_seconds, ratios, write_results
+from peers import HEADS, WIDTH, training_step
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import initialization as init
+
+from hf_xformers import XFormerConfig
+from hf_xformers.context import LayerContext
+from hf_xformers.ops import _bucketed_op, block_sparse_op
+
+
+@dataclass(frozen=True)
+class Case:
+    """variant: model type; attention: the component; peers: makers by name, called with the length."""
+
+    variant: str
+    attention: Any
+    causal: bool = False
+    peers: dict[str, Callable] = field(default_factory=dict)
+    layers: int = 1
+
+
+CASES: dict[str, Case] = {
+    "longformer, window 512": Case(
+        "xf_longformer",
+        {"type": "longformer", "attention_window": 512},
+        peers={"transformers": peers.longformer},
+    ),
+    "bigbird, blocks of 64": Case(
+        "xf_bigbird", {"type": "bigbird", "block_size": 64}, peers={"transformers": peers.big_bird}
+    ),
+    "sparse transformer, strided": Case(
+        "xf_sparse_transformer", {"type": "sparse_transformer", "kind": "strided"}, causal=True
+    ),
+    "sparse transformer, fixed": Case("xf_sparse_transformer", "sparse_transformer", causal=True),
+    "band, window 512": Case("xf_gpt3_alternating", {"type": "band_attention", "window_size": 512}, causal=True),
+    "reformer, 1 hash": Case(
+        "xf_reformer",
+        {"type": "reformer", "num_hashes": 1},
+        peers={"transformers": peers.reformer, "reformer-pytorch": peers.reformer_pytorch},
+    ),
+    "reformer, 4 hashes": Case(
+        "xf_reformer",
+        {"type": "reformer", "num_hashes": 4},
+        peers={
+            "transformers": partial(peers.reformer, hashes=4),
+            "reformer-pytorch": partial(peers.reformer_pytorch, hashes=4),
+        },
+    ),
+    "reformer causal, 1 hash": Case(
+        "xf_reformer",
+        {"type": "reformer", "num_hashes": 1},
+        causal=True,
+        peers={
+            "transformers": partial(peers.reformer, causal=True),
+            "reformer-pytorch": partial(peers.reformer_pytorch, causal=True),
+        },
+    ),
+    "routing, window 128": Case(
+        "xf_routing_transformer",
+        {"type": "routing_transformer", "window_size": 128, "num_clusters": "T/128", "num_routing_heads": HEADS},
+        peers={"routing-transformer": peers.routing_transformer},
+    ),
+    "routing causal, window 128": Case(
+        "xf_routing_transformer",
+        {"type": "routing_transformer", "window_size": 128, "num_clusters": "T/128", "num_routing_heads": HEADS},
+        causal=True,
+        peers={"routing-transformer": partial(peers.routing_transformer, causal=True)},
+    ),
+    "linear": Case(
+        "xf_linear_transformer",
+        "linear_transformer",
+        peers={"linear-attention-transformer": peers.linear_attention_transformer},
+    ),
+    "linear causal": Case(
+        "xf_linear_transformer",
+        "linear_transformer",
+        causal=True,
+        peers={"linear-attention-transformer": partial(peers.linear_attention_transformer, causal=True)},
+    ),
+    "performer, 256 features": Case(
+        "xf_performer",
+        {"type": "performer", "num_features": 256},
+        peers={"performer-pytorch": peers.performer_pytorch},
+    ),
+    "performer causal, 256 features": Case(
+        "xf_performer",
+        {"type": "performer", "num_features": 256},
+        causal=True,
+        peers={"performer-pytorch": partial(peers.performer_pytorch, causal=True)},
+    ),
+    "delta net": Case("xf_delta_net", "delta_net", causal=True),
+    "linformer, k 256": Case(
+        "xf_linformer", {"type": "linformer", "projected_length": 256}, peers={"linformer": peers.linformer}
+    ),
+    "nystromformer, 64 landmarks": Case(
+        "xf_nystromformer",
+        {"type": "nystromformer", "num_landmarks": 64},
+        peers={"transformers": peers.nystromformer, "nystrom-attention": peers.nystrom_attention},
+    ),
+    "luna": Case("xf_luna", "luna"),
+    "luna causal": Case("xf_luna", "luna", causal=True),
+    "adaptive span 512": Case("xf_adaptive_span", {"type": "adaptive_span", "start": "480/T"}, causal=True),
+    "transformer-xl": Case("xf_transformer_xl", "transformer_xl", causal=True, peers={"transformers": peers.xlnet}),
+    "realformer, 4 layers": Case("xf_realformer", "realformer", layers=4),
+    "talking heads": Case("xf_talking_heads", "talking_heads", peers={"x-transformers": peers.talking_heads}),
+    "dense synthesizer": Case("xf_synthesizer", {"type": "synthesizer", "kind": "dense"}),
+    "random synthesizer": Case("xf_synthesizer", {"type": "synthesizer", "kind": "random"}),
+}
+
+
+def resolved(attention: Any, length: int) -> Any:
+    """Fields that depend on the length, written as quotients with T."""
+    if not isinstance(attention, dict):
+        return attention
+    made = {}
+    for key, value in attention.items():
+        if isinstance(value, str) and value.startswith("T/"):
+            value = max(length // int(value[2:]), 1)
+        elif isinstance(value, str) and value.endswith("/T"):
+            value = min(int(value[:-2]) / length, 1.0)
+        made[key] = value
+    return made
+
+
+def ours(attention: Any, causal: bool, layers: int, length: int) -> Callable[[], None]:
+    """Forward and backward of `layers` attention sublayers with residual sums."""
+    torch.manual_seed(0)
+    config = XFormerConfig(
+        hidden_size=WIDTH,
+        num_attention_heads=HEADS,
+        num_hidden_layers=layers,
+        max_position_embeddings=length,
+        attention_probs_dropout_prob=0.0,
+        attention=resolved(attention, length),
+        position="none",
+        is_decoder=causal,
+    )
+    modules = nn.ModuleList(config.attention.build(config, layer_idx=index) for index in range(layers))
+    for module in modules.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+    for module in modules.modules():
+        if hasattr(module, "initialize"):
+            module.initialize(config, init)
+    states, index = torch.randn(1, length, WIDTH), torch.arange(length)
+
+    def run() -> None:
+        context = LayerContext(None, index[None], index, index, causal=causal, fresh=True)
+        hidden, streams = states, context.streams
+        for module in modules:
+            module.prepare(context, None)
+        for module in modules:
+            result = module(hidden, context.with_streams(streams))
+            hidden = hidden + result.output
+            streams = {**streams, **(result.streams or {})}
+        hidden.sum().backward()
+        modules.zero_grad(set_to_none=True)
+
+    return run
+
+
+def make(name: str, length: int) -> Callable[[], None]:
+    """The step of a case, of `dense` / `dense causal` (`x4`: four layers), or of `case | peer`."""
+    if name.startswith("dense|"):
+        _, causal, layers = name.split("|")
+        return ours("dense", causal == "causal", int(layers), length)
+    case, _, peer = name.partition(" | ")
+    if peer:
+        return training_step(CASES[case].peers[peer](length), length)
+    entry = CASES[case]
+    return ours(entry.attention, entry.causal, entry.layers, length)
+
+
+def baseline(case: Case) -> str:
+    return f"dense|{'causal' if case.causal else 'full'}|{case.layers}"
+
+
+def sdpa_flops(query, key, value, *args, out_shape=None, backward: bool = False, **kwargs) -> int:
+    """Matrix products of SDPA's CPU kernel: two forward, five backward; causal ones compute half."""
+    causal = any(argument is True for argument in args) or kwargs.get("is_causal", False)
+    batch, heads, queries, width = query
+    total = 2 * batch * heads * queries * key[-2] * width * (5 if backward else 2)
+    return total // 2 if causal else total
+
+
+def counted_inside(implementation: Callable) -> Callable[..., int]:
+    """A formula for one of our operators: what its own code multiplies, by running it once more."""
+
+    def formula(*args, out_val=None, **kwargs) -> int:
+        with FlopCounterMode(display=False, custom_mapping=formulas()) as counter:
+            implementation(*args, **kwargs)
+        return counter.get_total_flops()
+
+    formula._get_raw = True
+    return formula
+
+
+def formulas() -> dict[Any, Callable[..., int]]:
+    """Operators that torch's counter does not know."""
+    aten, own = torch.ops.aten, torch.ops.hf_xformers
+    return {
+        aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flops,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, query, key, value, *args, **kwargs: (
+            sdpa_flops(query, key, value, *args, backward=True, **kwargs)
+        ),
+        own.block_sparse: counted_inside(block_sparse_op._forward),
+        own.block_sparse_backward: counted_inside(block_sparse_op._backward),
+        own.bucketed: counted_inside(_bucketed_op._forward),
+        own.bucketed_backward: counted_inside(_bucketed_op._backward),
+    }
+
+
+def flops(step: Callable[[], None]) -> int:
+    """Of one forward and backward."""
+    with FlopCounterMode(display=False, custom_mapping=formulas()) as counter:
+        step()
+    return counter.get_total_flops()
+
+
+def measure(names: list[str], length: int, rounds: int, with_peers: bool) -> list[dict[str, Any]]:
+    everything = list(dict.fromkeys(baseline(CASES[name]) for name in names)) + names
+    if with_peers:
+        everything += [f"{name} | {peer}" for name in names for peer in CASES[name].peers]
+    # Memory first: a process that has run a backward pass cannot be forked safely.
+    memory, failed = {}, {}
+    for name in everything:
+        try:
+            memory[name] = forked_memory(make, name, length)
+        except RuntimeError as error:
+            failed[name] = str(error)
+            print(f"{name} at {length}: {error}", flush=True)
+    steps = {name: make(name, length) for name in everything if name not in failed}
+    seconds = interleaved_seconds(steps, rounds)
+    rows = []
+    for name in names:
+        case, dense = CASES[name], baseline(CASES[name])
+        if name not in steps:
+            continue
+        relative = ratios(seconds, dense)
+        row: dict[str, Any] = {
+            "variant": case.variant,
+            "case": name,
+            "T": length,
+            "time ratio": relative[name],
+            "FLOP ratio": flops(steps[name]) / flops(steps[dense]),
+            "memory ratio": memory[name] / memory[dense],
+            "peak MiB": memory[name] / 2**20,
+            "ms": 1000 * sorted(seconds[name])[len(seconds[name]) // 2],
+        }
+        found = [peer for peer in case.peers if f"{name} | {peer}" in steps]
+        if found and with_peers:
+            best = min(found, key=lambda peer: relative[f"{name} | {peer}"])
+            row["best peer"] = best
+            row["peer time ratio"] = relative[f"{name} | {best}"]
+            row["peer memory ratio"] = min(memory[f"{name} | {peer}"] for peer in found) / memory[dense]
+            row["time / peer"] = row["time ratio"] / row["peer time ratio"]
+            row["memory / peer"] = row["memory ratio"] / row["peer memory ratio"]
+        rows.append(row)
+        print({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}, flush=True)
+    return rows
+
+
+COLUMNS = [
+    "variant",
+    "case",
+    "T",
+    "time ratio",
+    "FLOP ratio",
+    "memory ratio",
+    "ms",
+    "peak MiB",
+    "best peer",
+    "peer time ratio",
+    "peer memory ratio",
+    "time / peer",
+    "memory / peer",
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", default="2048,4096,8192")
+    parser.add_argument("--only", default="", help="parts of case names, separated by commas")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-peers", action="store_true")
+    arguments = parser.parse_args()
+    wanted = [part.strip() for part in arguments.only.split(",") if part.strip()]
+    names = [name for name in CASES if not wanted or any(part in name for part in wanted)]
+    stored = Path(__file__).parent / "results" / "mechanisms.json"
+    rows = json.loads(stored.read_text())["rows"] if stored.exists() else []
+    for length in map(int, arguments.lengths.split(",")):
+        new = measure(names, length, arguments.rounds, not arguments.no_peers)
+        replaced = {(row["case"], row["T"]) for row in new}
+        rows = [row for row in rows if (row["case"], row["T"]) not in replaced] + new
+        order = list(CASES)
+        rows.sort(key=lambda row: (order.index(row["case"]) if row["case"] in order else -1, row["T"]))
+        note = (
+            "One attention sublayer with its projections, hidden 512, 8 heads, batch 1, forward + backward. Ratios to dense "
+            "attention (SDPA) of the same geometry, causal where the case is; peers with the same parameters, the best by time "
+            "and the best by memory."
+        )
+        write_results("mechanisms", rows, COLUMNS, "Attention mechanisms against dense attention and peers", note)
+
+
+if __name__ == "__main__":
+    main()
