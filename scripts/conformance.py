@@ -2,6 +2,7 @@
 """Runs transformers' own common model tests over the families that hf_xformers registers.
 
     python scripts/conformance.py -n 2
+    python scripts/conformance.py -n 2 --sample
     python scripts/conformance.py --model-type 'xf_bert,xf_long*' --kinds encoder -k save_load
     python scripts/conformance.py --builtin bert,gpt2            the runner itself, on models of transformers
 
@@ -31,6 +32,30 @@ from discovery import KINDS, discover, load_overrides, print_families  # noqa: E
 from report import print_report, summarise  # noqa: E402
 from transformers_tests import Unavailable, cache_folder, lay_out  # noqa: E402
 
+# One family for each engine, kind of stack, and thing that a model does in its own way: what `--sample` tests. The whole set
+# takes about a minute a family.
+SAMPLE = (
+    "xf_bert",
+    "xf_gpt2",
+    "xf_t5",
+    "xf_bigbird",
+    "xf_compressive_transformer",
+    "xf_deberta",
+    "xf_delta_net",
+    "xf_feedback_transformer",
+    "xf_funnel_transformer",
+    "xf_linformer",
+    "xf_longformer",
+    "xf_pabee",
+    "xf_performer",
+    "xf_power_norm",
+    "xf_reformer",
+    "xf_switch_transformer",
+    "xf_transparent_attention",
+    "xf_universal_transformer",
+    "xf_vision_transformer",
+)
+
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
@@ -43,6 +68,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--package", default="hf_xformers", help="package whose import registers the families")
     parser.add_argument("--builtin", type=_names, default=[], help="test these models of transformers instead")
     parser.add_argument("--model-type", type=_names, action="extend", default=[], help="model types or globs")
+    parser.add_argument("--sample", action="store_true", help="one family for each engine and kind of stack")
     parser.add_argument("--kinds", type=_names, default=[], help=f"some of {','.join(KINDS)}")
     parser.add_argument("-k", dest="expression", help="pytest's expression for the names of tests")
     parser.add_argument("-n", dest="workers", type=int, default=0, help="processes (default: this one alone)")
@@ -56,6 +82,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     unknown = [kind for kind in arguments.kinds if kind not in KINDS]
     if unknown:
         parser.error(f"unknown kind {unknown[0]!r}; choose from {', '.join(KINDS)}")
+    if arguments.sample:
+        arguments.model_type += SAMPLE
     return arguments
 
 
