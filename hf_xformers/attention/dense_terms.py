@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -67,8 +69,9 @@ class DenseWithTerms(DenseAttention):
 
         def block(begin: int, end: int, part: Tensor) -> Tensor:
             stop = last_key(context, False, key.shape[2], end)
-            near = first_keys(key, stop), first_keys(value, stop), tables, tuple(first_keys(x, stop) for x in by_key)
-            return self._block(part, *near, context, slice(begin, end))[0]
+            near_key, near_value = first_keys(key, stop), first_keys(value, stop)
+            near_products: Any = tuple(first_keys(x, stop) for x in by_key)
+            return self._block(part, near_key, near_value, tables, near_products, context, slice(begin, end))[0]
 
         rows = rows_at_once(query.shape[0] * self.num_heads * key.shape[2])
         return over_query_blocks(block, query.shape[2], rows, (query, 2)), None
@@ -76,8 +79,8 @@ class DenseWithTerms(DenseAttention):
     def _block(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Any,
+        value: Any,
         tables: tuple[Tensor, ...],
         by_key: tuple[Tensor, ...],
         context: LayerContext,

@@ -14,7 +14,7 @@ A position component acts in one or more of six ways (`PositionSpec.acts`):
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
@@ -51,7 +51,7 @@ class Position(nn.Module):
         """The rotation for tokens at `positions` [B or 1, T]; tables in the dtype and on the device of `like`."""
         return None
 
-    def score_bias(self) -> ScoreBias | None:
+    def score_bias(self) -> ScoreBias | Position | None:
         """What attention reads from this module, in `context.shared["score_bias"]`: the additive score term (act
         `score_bias`), or the module whose tables all [`LayerTerms`] share; None if neither."""
         return None
@@ -77,7 +77,7 @@ class LayerTerms(nn.Module):
         with what the position adds."""
         return query, key, value
 
-    def tables(self, attention: nn.Module, scale: float, context: LayerContext) -> tuple[Tensor, ...]:
+    def tables(self, attention: Any, scale: float, context: LayerContext) -> tuple[Tensor, ...]:
         """What is made once per layer and call and has no axis of pairs, e.g. projected tables. attention: the module that
         this stands on, whose projections may be shared; scale: the factor on content scores."""
         return ()

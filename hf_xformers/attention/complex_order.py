@@ -1,0 +1,138 @@
+"""Attention between complex states."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from ..components import register
+from ..context import LayerContext, SublayerOutput, self_attention_cache
+from .base import Attention, AttentionSpec
+from .query_blocks import (
+    first_keys,
+    last_key,
+    over_query_blocks,
+    rows_at_once,
+    rows_can_be_empty,
+    visible_block,
+    visible_softmax,
+)
+
+
+class ComplexAttention(Attention):
+    """score_ij = |sum_c q_ic k_jc| / sqrt(d), softmax over real scores, complex values (Wang et al. 2020, arXiv 1912.12333,
+    released code). d: complex channels of a head, half its width.
+
+    States are [real | imaginary]; one real projection serves both parts. Each head keeps its two parts side by side.
+
+    Time: twice the products of vanilla attention. Memory: the scores of one block of queries, O(S), also in training; O(H
+    T S) on the literal path. State: keys and values of all tokens seen.
+    """
+
+    spec: ComplexOrderSpec
+
+    def __init__(self, config, spec: ComplexOrderSpec, **where):
+        super().__init__(config, spec, **where)
+        half, self.channels = config.hidden_size // 2, self.head_dim // 2
+        self.scaling = self.channels**-0.5 if spec.scale is None else spec.scale
+        self.q_proj = nn.Linear(half, self.num_heads * self.channels, bias=spec.bias)
+        self.k_proj = nn.Linear(half, self.num_key_value_heads * self.channels, bias=spec.bias)
+        self.v_proj = nn.Linear(half, self.num_key_value_heads * self.channels, bias=spec.bias)
+        self.o_proj = nn.Linear(self.num_heads * self.channels, half, bias=spec.bias)
+
+    def _project(self, projection: nn.Linear, states: Tensor) -> Tensor:
+        """[B, T, D] -> [B, heads, T, 2 d]."""
+        parts = projection(states.unflatten(-1, (2, -1)))
+        return parts.unflatten(-1, (-1, self.channels)).permute(0, 3, 1, 2, 4).flatten(-2)
+
+    def _keys_and_values(
+        self, hidden_states: Tensor, memory: Tensor | None, past_key_values: Cache | None, step: int
+    ) -> tuple[Tensor, Tensor]:
+        past = past_key_values if self.cross and isinstance(past_key_values, EncoderDecoderCache) else None
+        if past is not None and past.is_updated.get(step):
+            layer: Any = past.cross_attention_cache.layers[step]
+            return layer.keys, layer.values
+        source = memory if self.cross and memory is not None else hidden_states
+        key, value = self._project(self.k_proj, source), self._project(self.v_proj, source)
+        if past is not None:
+            past.is_updated[step] = True
+            return past.cross_attention_cache.update(key, value, step)
+        cache = None if self.cross else self_attention_cache(past_key_values)
+        return (key, value) if cache is None else cache.update(key, value, step)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        step: int | None = None,
+    ) -> SublayerOutput:
+        step = self.layer_idx if step is None else step
+        query = self._project(self.q_proj, hidden_states)
+        key, value = self._keys_and_values(hidden_states, memory, past_key_values, step)
+        if self.num_key_value_groups > 1:
+            key, value = (x.repeat_interleave(self.num_key_value_groups, dim=1) for x in (key, value))
+        output, weights = self.attend(query, key, value, context)
+        output = self.o_proj(output.unflatten(-1, (2, -1)).transpose(2, 3).flatten(-2))
+        return SublayerOutput(output.flatten(-2), weights)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+        real, imaginary = query.chunk(2, dim=-1)
+        if self.spec.product == "bilinear":
+            first, second = torch.cat((real, -imaginary), dim=-1), torch.cat((imaginary, real), dim=-1)
+        else:
+            first, second = query, torch.cat((imaginary, -real), dim=-1)
+        if self.wants_weights(context):
+            return self._block(first, second, key, value, context, slice(0, query.shape[2]))
+
+        def block(begin: int, end: int, *parts: Tensor) -> Tensor:
+            stop = last_key(context, self.cross, key.shape[2], end)
+            first, second = parts
+            near_key, near_value = first_keys(key, stop), first_keys(value, stop)
+            return self._block(first, second, near_key, near_value, context, slice(begin, end))[0]
+
+        rows = rows_at_once(query.shape[0] * self.num_heads * key.shape[2])
+        return over_query_blocks(block, query.shape[2], rows, (first, 2), (second, 2)), None
+
+    def _block(
+        self, first: Tensor, second: Tensor, key: Any, value: Any, context: LayerContext, rows: slice
+    ) -> tuple[Tensor, Tensor]:
+        """first, second [B, H, t, 2 d]: what gives the real and the imaginary part of a product with a key."""
+        turned = key.transpose(-1, -2)
+        real, imaginary = torch.matmul(first, turned), torch.matmul(second, turned)
+        # The root has no slope at 0; a constant far below rounding gives it one.
+        scores = (real.square() + imaginary.square() + 1e-12).sqrt() * self.scaling
+        mask = visible_block(context, self.cross, rows, slice(0, key.shape[2]))
+        weights = visible_softmax(scores, mask, rows_can_be_empty(context, self.cross)).to(value.dtype)
+        dropped = F.dropout(weights, self.dropout) if self.training and self.dropout else weights
+        return torch.matmul(dropped, value).transpose(1, 2), weights
+
+
+@register("attention", "complex_order")
+class ComplexOrderSpec(AttentionSpec):
+    """product: of a query and a key, `bilinear` (released code) or `hermitian` (the key conjugated, so that states that
+    turn at one common frequency give scores that depend on the distance alone)."""
+
+    summary = "scores are moduli of complex products"
+    cross = True
+    rotation = False
+    explicit_mask = True
+    packed = True
+
+    product: Literal["bilinear", "hermitian"] = "bilinear"
+
+    def check(self, config) -> None:
+        if config.hidden_size % 2 or config.head_width % 2:
+            raise ValueError(
+                f"attention 'complex_order' needs an even `hidden_size` and head width (two parts), got {config.hidden_size} "
+                f"and {config.head_width}."
+            )
+
+    def build(self, config, **where) -> ComplexAttention:
+        return ComplexAttention(config, self, **where)

@@ -1,0 +1,100 @@
+"""What sublayers that read a short window of earlier tokens share: the window's inputs, padding, the state for decoding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer
+
+from ..context import LayerContext, self_attention_cache
+
+
+class WindowCacheLayer(DynamicLayer):
+    """Keys and values, and the last inputs [B, n, D] of sublayers with a window, by name. These cannot be rolled back, so
+    decoding that drops tokens again (assisted generation) is refused by transformers."""
+
+    is_croppable = False
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.windows: dict[str, Tensor] = {}
+
+    def _map(self, function) -> None:
+        self.windows = {name: function(tensor) for name, tensor in self.windows.items()}
+
+    def reset(self) -> None:
+        super().reset()
+        self.windows = {}
+
+    def crop(self, *args, **kwargs) -> None:
+        raise ValueError(
+            "A window of inputs cannot be rolled back with keys and values; decode without an assistant model (which drops "
+            "tokens)."
+        )
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._map(lambda tensor: tensor[indices])
+
+
+class WindowSublayer(nn.Module):
+    """A sublayer whose output at t depends on its inputs at t - n .. t (and, in an encoder that looks both ways, later
+    ones); padding and what lies before the text are zeros.
+
+    name: under which the state is kept. Raises `ValueError` for packed rows, whose documents a window would join.
+    """
+
+    def __init__(self, name: str, layer_idx: int):
+        super().__init__()
+        self.name, self.layer_idx = name, layer_idx
+
+    def real_inputs(self, hidden_states: Tensor, context: LayerContext) -> Tensor:
+        """[B, T, D] with zeros at padding."""
+        if context.segment_ids is not None:
+            raise ValueError(
+                f"`position_ids` restart inside a row (packed documents), which the window of {self.name!r} would join; give "
+                "one document per row."
+            )
+        mask = context.query_padding_mask
+        return hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0.0)
+
+    def with_past(
+        self, hidden_states: Tensor, count: int, context: LayerContext, past_key_values: Cache | None, step: int | None
+    ) -> Tensor:
+        """The inputs [B, count + T, D]: the `count` last ones before these (zeros where there are none), then these."""
+        states = self.real_inputs(hidden_states, context)
+        cache = self_attention_cache(past_key_values)
+        if cache is None:
+            return nn.functional.pad(states, (0, 0, count, 0))
+        step = self.layer_idx if step is None else step
+        layer = cache.layers[step] if step < len(cache.layers) else None
+        if not isinstance(layer, WindowCacheLayer):
+            raise ValueError(
+                f"This model keeps a window of inputs beside keys and values, which the given {type(cache).__name__} has no "
+                "place for; leave `past_key_values` out, or make it with `hf_xformers.cache.make_cache(config)`."
+            )
+        before = layer.windows.get(self.name)
+        joined = (
+            nn.functional.pad(states, (0, 0, count, 0))
+            if before is None
+            else torch.cat((before.to(states), states), 1)
+        )
+        layer.windows[self.name] = joined[:, joined.shape[1] - count :].clone()  # not a view that keeps the whole text
+        return joined
+
+
+def check_window_block(name: str, config) -> None:
+    """Refuses mechanisms whose cache has no place for a window. Raises `ValueError`."""
+    if config.is_decoder and config.attention.type != "dense":
+        raise ValueError(
+            f"block {name!r} keeps a window of inputs beside the keys and values of attention 'dense', which attention "
+            f"{config.attention.type!r} has no place for in a decoder; use 'dense' there."
+        )

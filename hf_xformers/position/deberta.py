@@ -1,0 +1,165 @@
+"""DeBERTa's disentangled attention."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..components import register
+from ..context import LayerContext
+from .base import LayerTerms, Position, PositionSpec, pair_distances, pick
+
+TABLE = "deberta_table"  # the stream of vectors by distance, [2k, D]
+PRODUCTS_AT_ONCE = 1 << 23  # of keys with vectors by distance (over batch and heads): 32 MiB in float32
+
+
+def log_buckets(distance: Tensor, buckets: int, far: int) -> Tensor:
+    """Signed buckets of signed distances (released code of the second version): distances up to `buckets` / 2 are exact,
+    larger ones grow logarithmically and reach `buckets` - 1 at `far` - 1."""
+    exact = buckets // 2
+    size = distance.abs().clamp(min=exact)  # the logarithm is only used where distance > exact
+    ratio = torch.log(size.float() / exact) / math.log((far - 1) / exact)
+    logarithmic = torch.ceil(ratio * (exact - 1)).to(distance.dtype) + exact
+    return torch.where(distance.abs() <= exact, distance, logarithmic * distance.sign())
+
+
+class DebertaTable(Position):
+    """One vector for each of 2k distances -k .. k - 1, shared by all layers."""
+
+    def __init__(self, config, spec: DebertaSpec):
+        super().__init__()
+        self.table = nn.Embedding(2 * spec.reach(config), config.hidden_size)
+        self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps) if spec.normalize else None
+
+    def score_bias(self) -> DebertaTable:
+        return self
+
+    def vectors(self) -> Tensor:
+        """[2k, D]"""
+        return self.table.weight if self.norm is None else self.norm(self.table.weight)
+
+
+class DebertaTerms(LayerTerms):
+    """score_ij = (q_i k_j + q_i K^r_ij + k_j Q^r_ij) / sqrt(3 d) with K^r_ij = P_{delta(i,j)} W^{K,r} and Q^r_ij =
+    P_{delta(i,j)} W^{Q,r} (eq. 4; both terms read delta(i, j), as the released code does).
+
+    delta(i, j) = clip(i - j, -k, k - 1) + k. Each term is a product with 2k vectors, of which each pair picks one.
+    """
+
+    def __init__(self, config, spec: DebertaSpec):
+        super().__init__()
+        self.spec, self.span = spec, spec.reach(config)
+        self.far = spec.max_distance or config.max_position_embeddings
+        self.heads_count, self.dropout = config.num_attention_heads, config.hidden_dropout_prob
+        self.content_scale = (1 + len(spec.terms)) ** -0.5
+        width, heads = config.hidden_size, config.num_attention_heads * config.head_width
+        own = not spec.share_projections
+        self.key_proj = nn.Linear(width, heads, bias=False) if own and "c2p" in spec.terms else None
+        self.query_proj = nn.Linear(width, heads) if own and "p2c" in spec.terms else None
+
+    def prepare(self, context: LayerContext) -> None:
+        if TABLE not in context.streams:
+            context.streams[TABLE] = context.shared["score_bias"].vectors()
+
+    def tables(self, attention: Any, scale: float, context: LayerContext) -> tuple[Tensor, ...]:
+        """K^r and scaled Q^r [H, d, 2k], those that there are."""
+        vectors = context.streams[TABLE]
+        if self.training and self.dropout:
+            vectors = F.dropout(vectors, self.dropout)
+        found = []
+        if "c2p" in self.spec.terms:
+            found.append((self.key_proj or attention.k_proj)(vectors))
+        if "p2c" in self.spec.terms:
+            found.append((self.query_proj or attention.q_proj)(vectors) * scale)
+        return tuple(x.unflatten(-1, (self.heads_count, -1)).permute(1, 2, 0) for x in found)
+
+    def _row(self, distance: Tensor) -> Tensor:
+        """distance i - j -> its row of P."""
+        if self.spec.buckets is not None:
+            distance = log_buckets(distance, self.span, self.far)
+        return distance.clamp(-self.span, self.span - 1) + self.span
+
+    def by_key(self, key: Tensor, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
+        small = key.shape[0] * key.shape[1] * key.shape[2] * 2 * self.span <= PRODUCTS_AT_ONCE
+        return (torch.matmul(key, tables[-1]),) if small and "p2c" in self.spec.terms else ()
+
+    def scores(self, query, key, tables, by_key, rows: slice, context: LayerContext) -> Tensor:
+        distance = -pair_distances(context, rows, key.shape[2])
+        index = self._row(distance)
+        parts = []
+        if "c2p" in self.spec.terms:
+            parts.append(pick(torch.matmul(query, tables[0]), index))
+        if by_key:
+            parts.append(pick(by_key[0], index.t()).transpose(-1, -2))
+        elif "p2c" in self.spec.terms:
+            parts.append(self._by_tiles(key, tables[-1], distance))
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+    def _by_tiles(self, key: Tensor, table: Tensor, distance: Tensor) -> Tensor:
+        """k_j Q^r_ij tile by tile: the distances of t queries and t keys are few, however many vectors there are, so that
+        no product of all keys with all vectors is kept. key [B, H, s, d], table [H, d, 2k], distance [t, s] of slots that
+        follow each other -> [B, H, t, s]."""
+        size, tiles = distance.shape[0], []
+        for begin in range(0, key.shape[2], size):
+            keys = key[:, :, begin : begin + size]
+            width = keys.shape[2]
+            # From the first query and the tile's last key, the smallest distance, upwards.
+            steps = torch.arange(size + width - 1, device=key.device) + distance[0, begin + width - 1]
+            products = torch.matmul(keys, table.index_select(-1, self._row(steps)))
+            place = torch.arange(size, device=key.device) + torch.arange(width - 1, -1, -1, device=key.device)[:, None]
+            tiles.append(pick(products, place).transpose(-1, -2))
+        return torch.cat(tiles, dim=-1)
+
+
+@register("position", "deberta", aliases=("disentangled",))
+class DebertaSpec(PositionSpec):
+    """He et al. 2021 (arXiv 2006.03654), section 3.1. Any length: distances beyond k count as k.
+
+    terms: `c2p` (a query's content with the key's relative position), `p2c` (a key's content with the query's).
+    max_distance: k, or with buckets the distance that reaches the last one (`None`: `max_position_embeddings`). buckets: k
+    logarithmic buckets to either side (the second version: 256; `None`: every distance of its own). share_projections: use
+    the content's W^Q and W^K (second version). normalize: layer norm on P (second version).
+    """
+
+    summary = "content and relative position attend to each other in separate terms"
+    acts = frozenset({"score_terms"})
+
+    terms: tuple[str, ...] = ("c2p", "p2c")
+    max_distance: int | None = None
+    buckets: int | None = None
+    share_projections: bool = False
+    normalize: bool = False
+
+    def reach(self, config) -> int:
+        """k: distances to either side that have a vector."""
+        return self.buckets or self.max_distance or config.max_position_embeddings
+
+    def check_fields(self) -> None:
+        if not self.terms or len(set(self.terms)) != len(self.terms) or set(self.terms) - {"c2p", "p2c"}:
+            raise ValueError(f"deberta takes 'c2p' and 'p2c' under `terms`, each at most once, got {self.terms}.")
+        for name, least in (("max_distance", 1), ("buckets", 2)):
+            if getattr(self, name) is not None and getattr(self, name) < least:
+                raise ValueError(f"deberta needs `{name}` >= {least}, got {getattr(self, name)}.")
+
+    def check(self, config) -> None:
+        far = self.max_distance or config.max_position_embeddings
+        if self.buckets is not None and far - 1 <= self.buckets // 2:
+            raise ValueError(
+                f"deberta with {self.buckets} buckets has {self.buckets // 2} exact distances, which `max_distance` {far} must "
+                "exceed by more than 1; enlarge it or leave `buckets` at None."
+            )
+        if self.share_projections and config.key_value_heads != config.num_attention_heads:
+            raise ValueError(
+                f"deberta with `share_projections` needs a key head per query head, got {config.key_value_heads} for "
+                f"{config.num_attention_heads}; leave `num_key_value_heads` at None."
+            )
+
+    def build(self, config, **where) -> DebertaTable:
+        return DebertaTable(config, self)
+
+    def build_terms(self, config, layer_idx: int) -> DebertaTerms:
+        return DebertaTerms(config, self)

@@ -1,0 +1,181 @@
+"""FLOATER: positions as the path of a learned differential equation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ..components import register
+from ..context import LayerContext
+from .base import LayerTerms, Position, PositionSpec
+
+BIASES = "floater_biases"  # the stream of biases of all layers, [positions, 3, layers, D]
+SEGMENT = 32  # positions whose solver steps are computed again together in the backward pass
+
+Dynamics = Callable[[float, Tensor], Tensor]  # (time, state) -> slope
+
+
+def solver_step(dynamics: Dynamics, state: Tensor, time: float, width: float, solver: str) -> Tensor:
+    """The state after one step of size `width` from `time` by a classical Runge-Kutta method: `euler` (error of order 1),
+    `midpoint` (2) or `rk4` (4)."""
+    slope = dynamics(time, state)
+    if solver == "euler":
+        return torch.add(state, slope, alpha=width)
+    middle = dynamics(time + width / 2, torch.add(state, slope, alpha=width / 2))
+    if solver == "midpoint":
+        return torch.add(state, middle, alpha=width)
+    again = dynamics(time + width / 2, torch.add(state, middle, alpha=width / 2))
+    last = dynamics(time + width, torch.add(state, again, alpha=width))
+    return torch.add(state, slope + 2 * middle + 2 * again + last, alpha=width / 6)
+
+
+def trajectory(
+    dynamics: Dynamics, start: Tensor, length: int, delta: float, substeps: int, solver: str, first: int = 0
+) -> Tensor:
+    """States at the times (first + i) * delta, i = 0 .. length - 1, from `start` [...] at the first: [length, ...]."""
+    state, states = start, [start]
+    width = delta / substeps
+    for number in range((length - 1) * substeps):
+        state = solver_step(dynamics, state, (first * substeps + number) * width, width, solver)
+        if number % substeps == substeps - 1:
+            states.append(state)
+    return torch.stack(states)
+
+
+class FloaterDynamics(nn.Module):
+    """f(t, p) = W2 [relu(W1 [p, t]), t], shared by all layers and by queries, keys and values (released code)."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.first, self.second = nn.Linear(width + 1, width), nn.Linear(width + 1, width)
+
+    def initialize(self, config, init) -> None:
+        for layer in (self.first, self.second):
+            init.xavier_normal_(layer.weight)
+            init.zeros_(layer.bias)
+
+    def slope(self) -> Dynamics:
+        """f as a function of (time, state [..., D]). A step is a few small operations, of which there are many, so the
+        weights are taken apart once and not in every step."""
+        (first, first_time), (second, second_time) = (
+            (layer.weight[:, :-1], layer.weight[:, -1]) for layer in (self.first, self.second)
+        )
+
+        def f(time: float, state: Tensor) -> Tensor:
+            inner = torch.relu(F.linear(state, first, torch.add(self.first.bias, first_time, alpha=time)))
+            return F.linear(inner, second, torch.add(self.second.bias, second_time, alpha=time))
+
+        return f
+
+
+class FloaterPosition(Position):
+    """The path from p(0) [3, layers, D], one start for the queries, keys and values of each layer.
+
+    The equation is solved once per call for the longest text, whatever the batch and the number of layers; step follows
+    step, so this takes time in proportion to the length. While nothing learns, the solution is kept as long as the
+    parameters stay as they are.
+    """
+
+    def __init__(self, config, spec: FloaterSpec):
+        super().__init__()
+        self.spec = spec
+        self.dynamics = FloaterDynamics(config.hidden_size)
+        self.start = nn.Parameter(torch.empty(3, config.num_hidden_layers, config.hidden_size))
+        self._kept: tuple[tuple, Tensor] | None = None
+
+    def initialize(self, config, init) -> None:
+        init.normal_(self.start, mean=0.0, std=self.spec.start_std)
+
+    def score_bias(self) -> FloaterPosition:
+        return self
+
+    def biases(self, length: int) -> Tensor:
+        """[length, 3, layers, D]"""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self._solve(length)
+        state = tuple((p._version, p.data_ptr(), p.dtype, p.device) for p in self.parameters())
+        if self._kept is None or self._kept[0] != state or self._kept[1].shape[0] < length:
+            self._kept = state, self._solve(max(length, 2 * SEGMENT))
+        return self._kept[1][:length]
+
+    def _solve(self, length: int) -> Tensor:
+        spec, pieces, state = self.spec, [], self.start
+
+        def piece(state: Tensor, first: int, count: int) -> Tensor:
+            return trajectory(self.dynamics.slope(), state, count, spec.delta, spec.substeps, spec.solver, first)
+
+        for first in range(0, length, SEGMENT):
+            count = min(SEGMENT, length - first)
+            more = int(first + count < length)  # the next segment starts where this one ends
+            if torch.is_grad_enabled() and length > SEGMENT:
+                states = checkpoint(piece, state, first, count + more, use_reentrant=False)
+            else:
+                states = piece(state, first, count + more)
+            pieces.append(states[:count])
+            state = states[-1]
+        return torch.cat(pieces)
+
+
+class FloaterTerms(LayerTerms):
+    """q_i += b^Q(t_i), k_j += b^K(t_j), v_j += b^V(t_j) after the projections; t_i = i * delta."""
+
+    changes_scores = False
+
+    def __init__(self, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+
+    def prepare(self, context: LayerContext) -> None:
+        if BIASES in context.streams:
+            return
+        length = context.key_index.shape[0]
+        if context.position_ids is not None and not torch.compiler.is_compiling():
+            length = max(length, int(context.positions.max()) + 1)  # the caller's own positions may lie beyond
+        context.streams[BIASES] = context.shared["score_bias"].biases(length)
+
+    def heads(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
+        rows = context.streams[BIASES][:, :, self.layer_idx][context.positions]  # [B or 1, T, 3, D]
+        rows = rows.unflatten(-1, (query.shape[1], -1)).permute(2, 0, 3, 1, 4).to(query.dtype)
+        return query + rows[0], key + rows[1], value + rows[2]
+
+
+@register("position", "floater")
+class FloaterSpec(PositionSpec):
+    """Liu, Yu, Dhillon and Hsieh 2020 (arXiv 2003.09229), sections 3.1 and 3.2, with the released encoder's dynamics. In
+    cross-attention nothing is added.
+
+    delta: time between two tokens. substeps: solver steps per token. solver: `euler`, `midpoint` or `rk4`. start_std:
+    standard deviation that p(0) starts with.
+    """
+
+    summary = "the path of a learned differential equation added to queries, keys and values of every layer"
+    acts = frozenset({"head_terms"})
+
+    delta: float = 0.01
+    substeps: int = 5
+    solver: Literal["euler", "midpoint", "rk4"] = "midpoint"
+    start_std: float | int = 1.0
+
+    def check_fields(self) -> None:
+        for name in ("delta", "substeps", "start_std"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"floater needs `{name}` > 0, got {getattr(self, name)}.")
+
+    def check(self, config) -> None:
+        width = config.num_attention_heads * config.head_width
+        if width != config.hidden_size or config.key_value_heads != config.num_attention_heads:
+            raise ValueError(
+                f"floater has one state of `hidden_size` {config.hidden_size} for queries, keys and values each, but heads make "
+                f"{width} and {config.key_value_heads * config.head_width}; leave `head_dim` and `num_key_value_heads` at None."
+            )
+
+    def build(self, config, **where) -> FloaterPosition:
+        return FloaterPosition(config, self)
+
+    def build_terms(self, config, layer_idx: int) -> FloaterTerms:
+        return FloaterTerms(layer_idx)

@@ -1,0 +1,80 @@
+"""InDIGO: tokens in the order of their generation, which know of each other who stands left and who right."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..components import register
+from ..context import LayerContext
+from .base import LayerTerms, Position, PositionSpec
+
+PLACES = "insertion_positions"
+
+
+def relations(places: Tensor) -> Tensor:
+    """places [..., T]: where each token, in the order of generation, stands in the finished text -> r [..., T, T] in
+    {-1, 0, 1}, r_ij = sign(z_i - z_j): 1 where token j stands left of token i. A relation never changes once both stand."""
+    return torch.sign(places.unsqueeze(-1) - places.unsqueeze(-2))
+
+
+def insert(relation: Tensor, beside: int, right: bool) -> Tensor:
+    """The relations [t + 1, t + 1] after a token was inserted directly right or left of token `beside`, from those before,
+    [t, t] (section 3.1): to all others it stands as its neighbour does."""
+    row = relation[beside].clone()
+    row[beside] = 1 if right else -1
+    top = torch.cat((relation, -row[:, None]), dim=1)
+    return torch.cat((top, torch.cat((row, row.new_zeros(1)))[None]))
+
+
+def places_of(relation: Tensor) -> Tensor:
+    """Places [T] in the finished text: how many tokens stand left of each."""
+    return (relation == 1).sum(-1)
+
+
+class IndigoTerms(LayerTerms):
+    """score_ij += q_i a_r, r = r_ij + 1, one table [3, d] for all heads of a layer (section 3.1)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(3, config.head_width))
+
+    def initialize(self, config, init) -> None:
+        init.normal_(self.table, mean=0.0, std=config.initializer_range)
+
+    def scores(self, query, key, tables, by_key, rows: slice, context: LayerContext) -> Tensor:
+        keys = key.shape[2]
+        places = context.inputs.get(PLACES)
+        if places is None:  # left to right: a slot is a place
+            relation = torch.sign(context.query_index[rows, None] - context.key_index[None, :keys])[None]
+        else:
+            if places.shape[-1] < context.key_index.shape[0] and not context.static:
+                raise ValueError(
+                    f"`{PLACES}` covers {places.shape[-1]} tokens, but cached and new tokens make "
+                    f"{context.key_index.shape[0]}; give the places of all of them."
+                )
+            relation = torch.sign(places[:, context.query_index[rows], None] - places[:, None, :keys])
+        products = torch.matmul(query, self.table.t().to(query.dtype))
+        left, same, right = products.unbind(-1)
+        sign = relation[:, None]
+        return torch.where(
+            sign > 0, right.unsqueeze(-1), torch.where(sign < 0, left.unsqueeze(-1), same.unsqueeze(-1))
+        )
+
+
+@register("position", "indigo")
+class IndigoSpec(PositionSpec):
+    """Gu, Liu and Cho 2019 (arXiv 1902.01370), section 3.1. Tokens come in the order of their generation; the input
+    `insertion_positions` [B, T] (with a cache: of cached and new tokens) says where each stands in the finished text, and
+    only the signs of differences matter. Without it, the order is left to right."""
+
+    summary = "a key stands left or right of the query in the finished text; no more is known"
+    acts = frozenset({"score_terms"})
+    needs_causal = True
+    inputs = (PLACES,)
+
+    def build(self, config, **where) -> Position:
+        return Position()
+
+    def build_terms(self, config, layer_idx: int) -> IndigoTerms:
+        return IndigoTerms(config)

@@ -1,0 +1,125 @@
+"""Sinusoids whose frequencies are learned, at the input or between pairs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..components import register
+from ..context import LayerContext
+from .base import LayerTerms, Position, PositionSpec
+
+
+class LearnableSinusoid(Position):
+    """sin(omega_i t), cos(omega_i t) with trained omega [width / 2], which starts at base^(-2i/width)."""
+
+    def __init__(self, width: int, base: float):
+        super().__init__()
+        self.base = base
+        self.frequency = nn.Parameter(torch.empty(width // 2))
+
+    def initialize(self, config, init) -> None:
+        exponent = torch.arange(0, 2 * self.frequency.shape[0], 2, dtype=torch.float32) / (2 * self.frequency.shape[0])
+        init.copy_(self.frequency, torch.pow(torch.tensor(float(self.base)), -exponent))
+
+    def angles(self, positions: Tensor) -> Tensor:
+        """positions [...] -> [..., width / 2], in float32 at least: in bfloat16 positions beyond 256 would collapse."""
+        wide = torch.float64 if self.frequency.dtype == torch.float64 else torch.float32
+        return positions.to(wide).unsqueeze(-1) * self.frequency.to(wide)
+
+
+class LearnableSinusoidalPosition(LearnableSinusoid):
+    """x_t + PE(t)."""
+
+    def __init__(self, config, spec: LearnableSinusoidalSpec):
+        super().__init__(config.hidden_size, spec.base)
+        self.layout = spec.layout
+
+    def embed(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
+        angles = self.angles(positions)
+        parts = (angles.sin(), angles.cos())
+        table = torch.cat(parts, dim=-1) if self.layout == "half" else torch.stack(parts, dim=-1).flatten(-2)
+        return hidden_states + table.to(hidden_states.dtype)
+
+
+@register("position", "learnable_sinusoidal")
+class LearnableSinusoidalSpec(PositionSpec):
+    """Wang et al. 2021 ("On Position Embeddings in BERT", ICLR): one vector of frequencies for the whole model. The gradient
+    of a frequency grows with the position: leave it out of weight decay.
+
+    base: the frequencies start as those of the fixed sinusoids with this base. layout: order of sines and cosines.
+    """
+
+    summary = "sinusoids with learned frequencies added to the input"
+    acts = frozenset({"input"})
+
+    base: float | int = 10000.0
+    layout: Literal["interleaved", "half"] = "interleaved"
+
+    def check_fields(self) -> None:
+        if self.base <= 1:
+            raise ValueError(f"learnable_sinusoidal needs `base` > 1, got {self.base}.")
+
+    def check(self, config) -> None:
+        if config.hidden_size % 2:
+            raise ValueError(f"learnable_sinusoidal needs an even `hidden_size`, got {config.hidden_size}.")
+
+    def build(self, config, **where) -> LearnableSinusoidalPosition:
+        return LearnableSinusoidalPosition(config, self)
+
+
+class SharedSinusoid(LearnableSinusoid):
+    """The frequencies that the terms of all layers read."""
+
+    def score_bias(self) -> SharedSinusoid:
+        return self
+
+
+class RelativeSinusoidTerms(LayerTerms):
+    """score_ij += q_i R_{i-j}, R_n = [sin(omega n) | cos(omega n)].
+
+    By the addition theorems that is a product of something of the query and its place with something of the key's place
+    alone, so it costs one matrix product and picks nothing.
+    """
+
+    def by_key(self, key: Tensor, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
+        angles = context.shared["score_bias"].angles(context.key_index)
+        return (torch.cat((angles.sin(), angles.cos()), dim=-1).to(key.dtype)[None, None],)
+
+    def scores(self, query, key, tables, by_key, rows: slice, context: LayerContext) -> Tensor:
+        angles = context.shared["score_bias"].angles(context.query_index[rows])
+        sin, cos = angles.sin().to(query.dtype), angles.cos().to(query.dtype)
+        first, second = query.chunk(2, dim=-1)
+        # sin(a - b) = sin a cos b - cos a sin b, cos(a - b) = cos a cos b + sin a sin b
+        turned = torch.cat((second * sin - first * cos, first * sin + second * cos), dim=-1)
+        return torch.matmul(turned, by_key[0].transpose(-1, -2))
+
+
+@register("position", "learnable_sinusoidal_relative")
+class RelativeSinusoidSpec(PositionSpec):
+    """Wang et al. 2021 ("On Position Embeddings in BERT", ICLR), in place of a table of distances (Shaw et al. 2018): one
+    vector of frequencies for all heads and layers.
+
+    base: the frequencies start as those of the fixed sinusoids with this base.
+    """
+
+    summary = "scores gain the query times a sinusoid of the distance, with learned frequencies"
+    acts = frozenset({"score_terms"})
+
+    base: float | int = 10000.0
+
+    def check_fields(self) -> None:
+        if self.base <= 1:
+            raise ValueError(f"learnable_sinusoidal_relative needs `base` > 1, got {self.base}.")
+
+    def check(self, config) -> None:
+        if config.head_width % 2:
+            raise ValueError(f"learnable_sinusoidal_relative needs an even head width, got {config.head_width}.")
+
+    def build(self, config, **where) -> SharedSinusoid:
+        return SharedSinusoid(config.head_width, self.base)
+
+    def build_terms(self, config, layer_idx: int) -> RelativeSinusoidTerms:
+        return RelativeSinusoidTerms()

@@ -1,0 +1,74 @@
+"""Music Transformer's relative positions: one vector per distance to the past, placed by skewing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..components import register
+from ..context import LayerContext
+from .base import LayerTerms, Position, PositionSpec
+
+
+def skew(by_distance: Tensor, keys: int) -> Tensor:
+    """Products by distance -> products by key (section 3.4.1), for blocks of any shape.
+
+    by_distance [..., t, keys + t - 1]: in row r, column c belongs to the distance (that of the last row to the first key)
+    - c. -> [..., t, keys]. Each row begins one column before the row above it; in one line that is a fixed stride, so no
+    number is looked up.
+    """
+    rows, columns = by_distance.shape[-2:]
+    if rows == 1:
+        return by_distance
+    line = by_distance.flatten(-2)[..., rows - 1 : rows - 1 + rows * (columns - 1)]
+    return line.unflatten(-1, (rows, columns - 1))[..., :keys]
+
+
+class MusicTerms(LayerTerms):
+    """score_ij += q_i E_{i-j} for j <= i; the table [H or 1, max_distance, d] begins with distance 0. Distances beyond the
+    table add nothing (released code), and neither do later keys, which nobody sees."""
+
+    def __init__(self, config, spec: MusicTransformerSpec):
+        super().__init__()
+        heads = 1 if spec.share_heads else config.num_attention_heads
+        self.table = nn.Parameter(torch.empty(heads, spec.reach(config), config.head_width))
+
+    def initialize(self, config, init) -> None:
+        init.normal_(self.table, mean=0.0, std=self.table.shape[-1] ** -0.5)
+
+    def scores(self, query, key, tables, by_key, rows: slice, context: LayerContext) -> Tensor:
+        length, keys = query.shape[2], key.shape[2]
+        last = context.query_index[rows][-1:] - context.key_index[:1]
+        distance = last - torch.arange(keys + length - 1, device=last.device)
+        known = (distance >= 0) & (distance < self.table.shape[1])
+        table = self.table.index_select(1, distance.clamp(0, self.table.shape[1] - 1))
+        table = table.masked_fill(~known[None, :, None], 0.0).to(query.dtype)
+        return skew(torch.matmul(query, table.transpose(-1, -2)), keys)
+
+
+@register("position", "music_transformer")
+class MusicTransformerSpec(PositionSpec):
+    """Huang et al. 2019 (arXiv 1809.04281), section 3.4.
+
+    max_distance: distances with a vector (`None`: `max_position_embeddings`). share_heads: one table for all heads.
+    """
+
+    summary = "a learned vector per distance to the past, placed by skewing"
+    acts = frozenset({"score_terms"})
+    needs_causal = True
+
+    max_distance: int | None = None
+    share_heads: bool = False
+
+    def reach(self, config) -> int:
+        return self.max_distance or config.max_position_embeddings
+
+    def check_fields(self) -> None:
+        if self.max_distance is not None and self.max_distance < 1:
+            raise ValueError(f"music_transformer needs `max_distance` >= 1, got {self.max_distance}.")
+
+    def build(self, config, **where) -> Position:
+        return Position()
+
+    def build_terms(self, config, layer_idx: int) -> MusicTerms:
+        return MusicTerms(config, self)

@@ -1,0 +1,72 @@
+"""Relative position representations of Shaw et al."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..components import register
+from ..context import LayerContext
+from .base import LayerTerms, Position, PositionSpec, pair_distances, pick
+
+
+class ShawTerms(LayerTerms):
+    """score_ij += q_i a^K_c(j-i), o_i += sum_j w_ij a^V_c(j-i), c(x) = clip(x, -k, k) (eqs. 3 and 4).
+
+    Tables [2k + 1, d], or one for each head. Neither the vectors a_ij nor anything else with T S d numbers is made: queries
+    are multiplied with the table, and weights are summed by distance before they are.
+    """
+
+    def __init__(self, config, spec: ShawRelativeSpec):
+        super().__init__()
+        self.reach = spec.max_distance
+        heads = (1,) if spec.share_heads else (config.num_attention_heads,)
+        size = (*heads, 2 * spec.max_distance + 1, config.head_width)
+        self.key_table = nn.Parameter(torch.empty(size))
+        self.value_table = nn.Parameter(torch.empty(size)) if spec.values else None
+
+    def initialize(self, config, init) -> None:
+        for table in (self.key_table, self.value_table):
+            if table is not None:  # as the projections of keys and values, which they stand beside
+                init.xavier_uniform_(table)
+
+    def _rows(self, context: LayerContext, rows: slice, keys: int) -> Tensor:
+        return pair_distances(context, rows, keys).clamp(-self.reach, self.reach) + self.reach
+
+    def scores(self, query, key, tables, by_key, rows: slice, context: LayerContext) -> Tensor:
+        products = torch.matmul(query, self.key_table.transpose(-1, -2).to(query.dtype))
+        return pick(products, self._rows(context, rows, key.shape[2]))
+
+    def values(self, weights: Tensor, rows: slice, context: LayerContext) -> Tensor | None:
+        if self.value_table is None:
+            return None
+        index = self._rows(context, rows, weights.shape[-1]).expand_as(weights)
+        by_distance = weights.new_zeros(*weights.shape[:-1], self.value_table.shape[-2])
+        return torch.matmul(by_distance.scatter_add(-1, index, weights), self.value_table.to(weights.dtype))
+
+
+@register("position", "shaw_relative", aliases=("shaw",))
+class ShawRelativeSpec(PositionSpec):
+    """Shaw, Uszkoreit and Vaswani 2018 (arXiv 1803.02155), section 3.2. Any length: distances beyond `max_distance` count
+    as that.
+
+    max_distance: k, tokens to either side that are told apart. values: also add a vector to values. share_heads: one table
+    for all heads of a layer.
+    """
+
+    summary = "a learned vector per clipped distance on keys and values"
+    acts = frozenset({"score_terms"})
+
+    max_distance: int = 16
+    values: bool = True
+    share_heads: bool = True
+
+    def check_fields(self) -> None:
+        if self.max_distance < 0:
+            raise ValueError(f"shaw_relative needs `max_distance` >= 0 (0: no order at all), got {self.max_distance}.")
+
+    def build(self, config, **where) -> Position:
+        return Position()
+
+    def build_terms(self, config, layer_idx: int) -> ShawTerms:
+        return ShawTerms(config, self)

@@ -1,0 +1,120 @@
+"""DeBERTa's enhanced mask decoder: absolute positions enter right before masked tokens are predicted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ..attention.dense_terms import KEY_STATES
+from ..blocks.base import unpack_layer
+from ..components import register
+from ..context import LayerContext, add_losses
+from .base import StackOutput, StackSpec
+from .plain import PlainStack
+
+ABSOLUTE_POSITIONS = "absolute_positions"
+
+
+class EnhancedMaskDecoder(PlainStack):
+    """The last layer runs `passes` times: first it reads with H + P, then with what it gave, always from H, the states of
+    the layer below (He et al. 2021, section 3.2; the released code's two passes with shared weights).
+
+    P [positions, D] comes from the masked language model, as the input `absolute_positions`; without it this is the plain
+    stack, which is what other heads are trained on.
+    """
+
+    def __init__(self, spec: EnhancedMaskDecoderSpec):
+        super().__init__()
+        self.passes = spec.passes
+
+    def forward(
+        self,
+        layers: nn.ModuleList,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        position: Any,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        collect: Callable[[Tensor], None] | None = None,
+    ) -> StackOutput:
+        table = context.inputs.get(ABSOLUTE_POSITIONS)
+        given: dict[str, Any] = {
+            "position": position,
+            "memory": memory,
+            "past_key_values": past_key_values,
+            "collect": collect,
+        }
+        if table is None or not len(layers):
+            return super().forward(layers, hidden_states, context, **given)
+        if hidden_states.shape[1] > table.shape[0]:
+            raise ValueError(
+                f"The sequence has {hidden_states.shape[1]} tokens, but the enhanced mask decoder knows {table.shape[0]} "
+                "absolute positions (`max_position_embeddings`); shorten it or build a model with more."
+            )
+        result = super().forward(layers[:-1], hidden_states, context, **given)
+        below, step = result.hidden_states, len(layers) - 1
+        last: Any = layers[-1]
+        last.prepare(context, past_key_values)
+        below = position.embed_layer(below, context.positions, step)
+        streams = {**context.streams, KEY_STATES: below}
+        quiet = copy.copy(context)  # the passes before the last are no layers of their own to whoever records
+        quiet.output_attentions, quiet.implementation = False, "sdpa"
+        states = below + table[context.positions].to(below.dtype)
+        for number in range(self.passes):
+            final = number == self.passes - 1
+            output = (last if final else last.forward)(
+                states,
+                None,
+                *streams.values(),
+                context=context if final else quiet,
+                step=step,
+                stream_names=tuple(streams),
+                past_key_values=past_key_values,
+            )
+            states, _, losses = unpack_layer(output)
+        add_losses(result.aux_losses, losses)
+        if collect is not None:
+            collect(states)
+        return StackOutput(states, context, result.aux_losses)
+
+
+@register("stack", "enhanced_mask_decoder")
+class EnhancedMaskDecoderSpec(StackSpec):
+    """passes: runs of the last layer (the released code: 2)."""
+
+    summary = "the last layer reads once more with absolute positions before masked tokens are predicted"
+    inputs = (ABSOLUTE_POSITIONS,)
+
+    conformance_exceptions: ClassVar[dict[str, str]] = {
+        "test_config": "it makes every config as a decoder, which this stack is refused for"
+    }
+
+    passes: int = 2
+
+    def check_fields(self) -> None:
+        if self.passes < 1:
+            raise ValueError(f"enhanced_mask_decoder needs `passes` >= 1, got {self.passes}.")
+
+    def check(self, config) -> None:
+        if config.is_decoder:
+            raise ValueError(
+                "stack 'enhanced_mask_decoder' predicts masked tokens and cannot stand in a decoder; use 'plain' there."
+            )
+        if config.attention.type != "dense" or not config.position.acts & {"score_terms", "head_terms"}:
+            raise ValueError(
+                f"stack 'enhanced_mask_decoder' needs attention 'dense' with a position inside it such as 'deberta', got "
+                f"{config.attention.type!r} with {config.position.type!r}; use the stack 'plain'."
+            )
+        if config.residual.type != "post_ln":
+            raise ValueError(
+                f"stack 'enhanced_mask_decoder' reads a layer's input as it is, for residual 'post_ln', got "
+                f"{config.residual.type!r}."
+            )
+
+    def build(self, config, **where) -> EnhancedMaskDecoder:
+        return EnhancedMaskDecoder(self)

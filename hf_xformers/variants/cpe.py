@@ -1,0 +1,48 @@
+"""Conditional positional encoding (Chu et al. 2021): a depthwise convolution tells tokens where they stand."""
+
+from __future__ import annotations
+
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFCpeConfig(XFormerConfig):
+    """Conditional positional encoding (Chu et al. 2021): a depthwise convolution tells tokens where they stand."""
+
+    model_type = "xf_cpe"
+
+    hidden_size: int = 384
+    num_attention_heads: int = 6
+    intermediate_size: int = 1536
+    hidden_dropout_prob: float | int = 0.0
+    attention_probs_dropout_prob: float | int = 0.0
+    position: SpecLike = "none"
+    residual: SpecLike = "pre_ln"
+    block: SpecLike = "cpe"
+
+
+INFO = VariantInfo(
+    summary="positions from a depthwise convolution over neighbours after the first layer",
+    paper="Chu et al. 2021",
+    url="https://arxiv.org/abs/2102.10882",
+    equation=r"x + \mathrm{DWConv}_k(x)",
+    cost="time O(T^2 D), memory O(T D) with fused kernels; D (k + 1) parameters",
+    bibtex="""@inproceedings{chu2023conditional,
+  title={Conditional Positional Encodings for Vision Transformers},
+  author={Chu, Xiangxiang and Tian, Zhi and Zhang, Bo and Wang, Xinlong and Shen, Chunhua},
+  booktitle={International Conference on Learning Representations},
+  year={2023}
+}""",
+    notes="The published models read images; with `grid_size` the block convolves in two dimensions (encoders alone).",
+)
+
+_family = make_family(XFCpeConfig, "XFCpe", ALL_HEADS, INFO)
+XFCpeModel = _family["Model"]
+XFCpeForMaskedLM = _family["ForMaskedLM"]
+XFCpeForSequenceClassification = _family["ForSequenceClassification"]
+XFCpeForTokenClassification = _family["ForTokenClassification"]
+XFCpeForQuestionAnswering = _family["ForQuestionAnswering"]
+XFCpeForMultipleChoice = _family["ForMultipleChoice"]
+XFCpeForCausalLM = _family["ForCausalLM"]
+XFCpeForSeq2SeqLM = _family["ForSeq2SeqLM"]

@@ -1,0 +1,74 @@
+"""DeBERTa (He et al. 2021): content and relative position attend to each other, absolute positions come last."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import field
+from typing import Any
+
+from torch import nn
+from transformers import AutoModelForMaskedLM
+
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..families import ENCODER_HEADS, VariantInfo, make_family
+
+
+class XFDebertaConfig(XFormerConfig):
+    """DeBERTa (He et al. 2021): content and relative position attend to each other, absolute positions come last."""
+
+    model_type = "xf_deberta"
+
+    vocab_size: int = 50265
+    layer_norm_eps: float = 1e-7
+    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
+    position: SpecLike = "deberta"
+    stack: SpecLike = "enhanced_mask_decoder"
+    head: SpecLike = "transform"
+
+
+INFO = VariantInfo(
+    summary="disentangled attention, and an enhanced mask decoder for masked language modelling",
+    paper="He et al. 2021",
+    url="https://arxiv.org/abs/2006.03654",
+    equation=r"\frac{q_i k_j^\top + q_i K^{r\top}_{\delta(i,j)} + k_j Q^{r\top}_{\delta(i,j)}}{\sqrt{3d}}",
+    cost="time O(T^2 D + T k D), memory O(T k): scores are made in blocks of queries",
+    bibtex="""@inproceedings{he2021deberta,
+  title={{DeBERTa}: Decoding-enhanced {BERT} with Disentangled Attention},
+  author={He, Pengcheng and Liu, Xiaodong and Gao, Jianfeng and Chen, Weizhu},
+  booktitle={International Conference on Learning Representations},
+  year={2021}
+}""",
+    notes="The second version: position={'type': 'deberta', 'buckets': 256, 'share_projections': True, 'normalize': True}.",
+)
+
+_family = make_family(XFDebertaConfig, "XFDeberta", ENCODER_HEADS, INFO)
+XFDebertaModel = _family["Model"]
+XFDebertaForSequenceClassification = _family["ForSequenceClassification"]
+XFDebertaForTokenClassification = _family["ForTokenClassification"]
+XFDebertaForQuestionAnswering = _family["ForQuestionAnswering"]
+XFDebertaForMultipleChoice = _family["ForMultipleChoice"]
+
+
+_MaskedLM: Any = _family["ForMaskedLM"]
+
+
+class XFDebertaForMaskedLM(_MaskedLM):
+    """An encoder that predicts masked tokens, with DeBERTa's enhanced mask decoder: absolute positions, which the layers
+    below do not know, enter in the last one (He et al. 2021, section 3.2). Other heads are trained without it."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.absolute_positions = None
+        if self.config.stack.type == "enhanced_mask_decoder":
+            self.absolute_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.post_init()
+
+    @functools.wraps(_MaskedLM.forward)
+    def forward(self, *args, **kwargs):
+        if self.absolute_positions is not None:
+            kwargs["absolute_positions"] = self.absolute_positions.weight
+        return super().forward(*args, **kwargs)
+
+
+AutoModelForMaskedLM.register(XFDebertaConfig, XFDebertaForMaskedLM, exist_ok=True)

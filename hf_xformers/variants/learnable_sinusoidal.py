@@ -1,0 +1,47 @@
+"""Sinusoids with learned frequencies (Wang et al. 2021): few parameters, any length, invariant to shifts."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFLearnableSinusoidalConfig(XFormerConfig):
+    """Sinusoids with learned frequencies (Wang et al. 2021): few parameters, any length, invariant to shifts."""
+
+    model_type = "xf_learnable_sinusoidal"
+
+    type_vocab_size: int = 2
+    layer_norm_eps: float = 1e-12
+    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
+    head: SpecLike = "transform"
+    position: SpecLike = "learnable_sinusoidal"
+
+
+INFO = VariantInfo(
+    summary="input sinusoids whose frequencies are learned",
+    paper="Wang et al. 2021",
+    url="https://openreview.net/forum?id=onxoVA9FxMw",
+    equation=r"x_t + \big(\sin(\omega_i t), \cos(\omega_i t)\big)_{i < D/2}, \qquad \omega \text{ learned}",
+    cost="time O(T^2 D), memory O(T D) with fused kernels; D / 2 parameters",
+    bibtex="""@inproceedings{wang2021position,
+  title={On Position Embeddings in {BERT}},
+  author={Wang, Benyou and Shang, Lifeng and Lioma, Christina and Jiang, Xin and Yang, Hao and Liu, Qun and Simonsen, Jakob Grue},
+  booktitle={International Conference on Learning Representations},
+  year={2021}
+}""",
+    notes="Its relative form is the position `learnable_sinusoidal_relative`. Leave the frequencies out of weight decay.",
+)
+
+_family = make_family(XFLearnableSinusoidalConfig, "XFLearnableSinusoidal", ALL_HEADS, INFO)
+XFLearnableSinusoidalModel = _family["Model"]
+XFLearnableSinusoidalForMaskedLM = _family["ForMaskedLM"]
+XFLearnableSinusoidalForSequenceClassification = _family["ForSequenceClassification"]
+XFLearnableSinusoidalForTokenClassification = _family["ForTokenClassification"]
+XFLearnableSinusoidalForQuestionAnswering = _family["ForQuestionAnswering"]
+XFLearnableSinusoidalForMultipleChoice = _family["ForMultipleChoice"]
+XFLearnableSinusoidalForCausalLM = _family["ForCausalLM"]
+XFLearnableSinusoidalForSeq2SeqLM = _family["ForSeq2SeqLM"]

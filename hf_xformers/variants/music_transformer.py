@@ -1,0 +1,45 @@
+"""Music Transformer (Huang et al. 2019): relative attention over the past, its terms placed by skewing."""
+
+from __future__ import annotations
+
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..families import DECODER_HEADS, VariantInfo, make_family
+
+
+class XFMusicTransformerConfig(XFormerConfig):
+    """Music Transformer (Huang et al. 2019): relative attention over the past, its terms placed by skewing."""
+
+    model_type = "xf_music_transformer"
+
+    hidden_size: int = 384
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 8
+    intermediate_size: int = 1024
+    max_position_embeddings: int = 2048
+    is_decoder: bool = True
+    position: SpecLike = "music_transformer"
+    residual: SpecLike = "pre_ln"
+    feedforward: SpecLike = "relu"
+
+
+INFO = VariantInfo(
+    summary="scores gain the query times a learned vector per distance to the past",
+    paper="Huang et al. 2019",
+    url="https://arxiv.org/abs/1809.04281",
+    equation=r"\mathrm{softmax}\!\left(\frac{Q K^\top + \mathrm{skew}(Q E^{r\top})}{\sqrt d}\right) V",
+    cost="time O(T^2 D), memory O(T): scores are made in blocks of queries",
+    bibtex="""@inproceedings{huang2019music,
+  title={Music Transformer: Generating Music with Long-Term Structure},
+  author={Huang, Cheng-Zhi Anna and Vaswani, Ashish and Uszkoreit, Jakob and Shazeer, Noam and Simon, Ian and Hawthorne, Curtis and Dai, Andrew M. and Hoffman, Matthew D. and Dinculescu, Monica and Eck, Douglas},
+  booktitle={International Conference on Learning Representations},
+  year={2019}
+}""",
+)
+
+_family = make_family(XFMusicTransformerConfig, "XFMusicTransformer", DECODER_HEADS, INFO)
+XFMusicTransformerModel = _family["Model"]
+XFMusicTransformerForCausalLM = _family["ForCausalLM"]
+XFMusicTransformerForSequenceClassification = _family["ForSequenceClassification"]
+XFMusicTransformerForTokenClassification = _family["ForTokenClassification"]
+XFMusicTransformerForQuestionAnswering = _family["ForQuestionAnswering"]

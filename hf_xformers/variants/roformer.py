@@ -1,0 +1,49 @@
+"""RoFormer (Su et al. 2021): queries and keys rotated by their position."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFRoformerConfig(XFormerConfig):
+    """RoFormer (Su et al. 2021): queries and keys rotated by their position."""
+
+    model_type = "xf_roformer"
+
+    vocab_size: int = 50000
+    max_position_embeddings: int = 1536
+    type_vocab_size: int = 2
+    layer_norm_eps: float = 1e-12
+    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
+    head: SpecLike = "transform"
+    position: SpecLike = field(default_factory=lambda: {"type": "rotary", "layout": "interleaved"})
+
+
+INFO = VariantInfo(
+    summary="rotary positions: a score depends on the distance only",
+    paper="Su et al. 2021",
+    url="https://arxiv.org/abs/2104.09864",
+    equation=r"\mathrm{softmax}_j\!\left(\frac{(x_i W^Q) R_{i-j} (x_j W^K)^\top}{\sqrt d}\right)",
+    cost="time O(T^2 D), memory O(T D) with fused kernels; O(T) with linear attention",
+    bibtex="""@article{su2024roformer,
+  title={RoFormer: Enhanced Transformer with Rotary Position Embedding},
+  author={Su, Jianlin and Ahmed, Murtadha and Lu, Yu and Pan, Shengfeng and Bo, Wen and Liu, Yunfeng},
+  journal={Neurocomputing},
+  year={2024}
+}""",
+    notes="Also with linear attention (section 3.3): `attention='linear_transformer'` rotates the features of the numerator alone.",
+)
+
+_family = make_family(XFRoformerConfig, "XFRoformer", ALL_HEADS, INFO)
+XFRoformerModel = _family["Model"]
+XFRoformerForMaskedLM = _family["ForMaskedLM"]
+XFRoformerForSequenceClassification = _family["ForSequenceClassification"]
+XFRoformerForTokenClassification = _family["ForTokenClassification"]
+XFRoformerForQuestionAnswering = _family["ForQuestionAnswering"]
+XFRoformerForMultipleChoice = _family["ForMultipleChoice"]
+XFRoformerForCausalLM = _family["ForCausalLM"]
+XFRoformerForSeq2SeqLM = _family["ForSeq2SeqLM"]

@@ -1,0 +1,52 @@
+"""Relative position representations (Shaw et al. 2018): a learned vector per clipped distance."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from ..components import SpecLike
+from ..configuration_xformer import Initializer, XFormerConfig
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFShawRelativeConfig(XFormerConfig):
+    """Relative position representations (Shaw et al. 2018): a learned vector per clipped distance."""
+
+    model_type = "xf_shaw_relative"
+
+    hidden_size: int = 512
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 8
+    intermediate_size: int = 2048
+    layer_norm_eps: float = 1e-6
+    initializer: Initializer = "xavier"
+    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
+    position: SpecLike = "shaw_relative"
+    attention: SpecLike = field(default_factory=lambda: {"type": "dense", "bias": False})
+    cross_attention: SpecLike = field(default_factory=lambda: {"type": "dense", "bias": False})
+    feedforward: SpecLike = "relu"
+
+
+INFO = VariantInfo(
+    summary="keys and values gain a learned vector per clipped distance",
+    paper="Shaw et al. 2018",
+    url="https://arxiv.org/abs/1803.02155",
+    equation=r"e_{ij} = \frac{q_i (k_j + a^K_{c(j-i)})^\top}{\sqrt d}, \qquad o_i = \sum_j \alpha_{ij} (v_j + a^V_{c(j-i)}), \qquad c(x) = \mathrm{clip}(x, -k, k)",
+    cost="time O(T^2 D + T k D), memory O(T): scores are made in blocks of queries",
+    bibtex="""@inproceedings{shaw2018self,
+  title={Self-Attention with Relative Position Representations},
+  author={Shaw, Peter and Uszkoreit, Jakob and Vaswani, Ashish},
+  booktitle={Proceedings of NAACL-HLT},
+  year={2018}
+}""",
+)
+
+_family = make_family(XFShawRelativeConfig, "XFShawRelative", ALL_HEADS, INFO)
+XFShawRelativeModel = _family["Model"]
+XFShawRelativeForMaskedLM = _family["ForMaskedLM"]
+XFShawRelativeForSequenceClassification = _family["ForSequenceClassification"]
+XFShawRelativeForTokenClassification = _family["ForTokenClassification"]
+XFShawRelativeForQuestionAnswering = _family["ForQuestionAnswering"]
+XFShawRelativeForMultipleChoice = _family["ForMultipleChoice"]
+XFShawRelativeForCausalLM = _family["ForCausalLM"]
+XFShawRelativeForSeq2SeqLM = _family["ForSeq2SeqLM"]

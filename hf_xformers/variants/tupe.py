@@ -1,0 +1,46 @@
+"""TUPE (Ke et al. 2021): positions attend to positions, untied from words, and [CLS] has no place."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFTupeConfig(XFormerConfig):
+    """TUPE (Ke et al. 2021): positions attend to positions, untied from words, and [CLS] has no place."""
+
+    model_type = "xf_tupe"
+
+    type_vocab_size: int = 2
+    layer_norm_eps: float = 1e-12
+    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
+    head: SpecLike = "transform"
+    position: SpecLike = "tupe"
+
+
+INFO = VariantInfo(
+    summary="score terms of positions alone, with projections of their own",
+    paper="Ke et al. 2021",
+    url="https://arxiv.org/abs/2006.15595",
+    equation=r"\frac{(x_i W^Q)(x_j W^K)^\top + (p_i U^Q)(p_j U^K)^\top}{\sqrt{2d}} + b_{j-i}",
+    cost="time O(T^2 D), memory O(T): scores are made in blocks of queries",
+    bibtex="""@inproceedings{ke2021rethinking,
+  title={Rethinking Positional Encoding in Language Pre-training},
+  author={Ke, Guolin and He, Di and Liu, Tie-Yan},
+  booktitle={International Conference on Learning Representations},
+  year={2021}
+}""",
+)
+
+_family = make_family(XFTupeConfig, "XFTupe", ALL_HEADS, INFO)
+XFTupeModel = _family["Model"]
+XFTupeForMaskedLM = _family["ForMaskedLM"]
+XFTupeForSequenceClassification = _family["ForSequenceClassification"]
+XFTupeForTokenClassification = _family["ForTokenClassification"]
+XFTupeForQuestionAnswering = _family["ForQuestionAnswering"]
+XFTupeForMultipleChoice = _family["ForMultipleChoice"]
+XFTupeForCausalLM = _family["ForCausalLM"]
+XFTupeForSeq2SeqLM = _family["ForSeq2SeqLM"]

@@ -1,0 +1,112 @@
+"""R-Transformer: the windows against torch's recurrent networks, one window at a time."""
+
+import pytest
+import torch
+from torch import nn
+
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerModel
+from tests.attention.score_helpers import make_context, vectors
+from tests.helpers import close, make_strong, pad, tokens
+
+SIZES = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24)
+
+
+def config(**fields):
+    block = {"type": "r_transformer", "window": 3, **fields.pop("block", {})}
+    return XFormerConfig(**{**SIZES, "position": "none", "residual": "pre_ln", "block": block, **fields})
+
+
+def local(**block):
+    made = config(block=block)
+    torch.manual_seed(0)
+    module = made.block.build(made, layer_idx=0).local_rnn_0.double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64) * 0.4)
+    return module
+
+
+@pytest.mark.parametrize(("cell", "torch_class"), [("gru", nn.GRU), ("lstm", nn.LSTM), ("rnn", nn.RNN)])
+@pytest.mark.parametrize("window", [1, 3, 9])
+def test_windows_one_by_one(cell, torch_class, window):
+    """Zeros before the text and at padding; gradients as well."""
+    module, states = local(cell=cell, window=window), vectors(2, 7)
+    reference = torch_class(16, 16, batch_first=True).double()
+    reference.load_state_dict(
+        {
+            "weight_ih_l0": module.input_proj.weight,
+            "weight_hh_l0": module.state_proj.weight,
+            "bias_ih_l0": module.input_proj.bias,
+            "bias_hh_l0": module.state_proj.bias,
+        }
+    )
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 0]]).bool()
+    padded = torch.cat([torch.zeros(2, window - 1, 16, dtype=torch.float64), states * mask[..., None]], dim=1)
+    expected = torch.stack([reference(padded[:, t : t + window])[0][:, -1] for t in range(7)], dim=1)
+    found = module(states, make_context(7, padding_mask=mask)).output
+    close(found, expected)
+    probe = vectors(2, 7, seed=3)
+    ours = torch.autograd.grad((found * probe).sum(), list(module.parameters()), allow_unused=True)
+    theirs = torch.autograd.grad((expected * probe).sum(), list(reference.parameters()))
+    # Their order: input weight, state weight, input bias, state bias.
+    for one, other in zip(ours, (theirs[0], theirs[2], theirs[1], theirs[3]), strict=True):
+        close(torch.zeros_like(other) if one is None else one, other)  # a window of one token has no state to read
+
+
+def test_reach():
+    """Without attention, output t depends on exactly the tokens t - n (M - 1) .. t, n recurrent sublayers in all."""
+    torch.manual_seed(0)
+    made = config(block={"rnn_per_layer": 2}, num_hidden_layers=1)
+    model = make_strong(XFormerModel(made).double().eval(), amount=0.3)
+    with torch.no_grad():
+        model.trunk.layers[0].attention.o_proj.weight.zero_()
+    inputs = vectors(1, 12).requires_grad_()
+    (slope,) = torch.autograd.grad(model(inputs_embeds=inputs).last_hidden_state[0, 9].sum(), inputs)
+    assert (slope[0].abs().amax(-1) > 0).tolist() == [9 - 4 <= t <= 9 for t in range(12)]
+
+
+def test_shift_and_order():
+    module, states = local(), vectors(1, 8)
+    found = module(states, make_context(8)).output
+    close(module(states[:, 2:], make_context(6)).output[:, 2:], found[:, 4:])
+    torch.manual_seed(0)
+    ids, order = tokens(1, 6, high=50), torch.tensor([3, 0, 5, 1, 4, 2])
+    for window, blind in ((1, True), (2, False)):
+        model = make_strong(XFormerModel(config(block={"window": window})).double().eval())
+        with torch.no_grad():
+            gap = model(ids[:, order]).last_hidden_state - model(ids).last_hidden_state[:, order]
+        assert (gap.abs().max() < 1e-9) == blind
+
+
+def test_step_by_step_and_padding():
+    torch.manual_seed(0)
+    model = make_strong(XFormerForCausalLM(config(is_decoder=True, block={"rnn_per_layer": 2})).double().eval())
+    ids, mask = pad([tokens(8, high=50), tokens(3, seed=1, high=50)], 8, "left")
+    with torch.no_grad():
+        full = model(ids, attention_mask=mask).logits
+        close(full[1, 5:], model(ids[1:, 5:]).logits[0])
+        cache, found = None, []
+        for begin, end in ((0, 1), (1, 5), (5, 6), (6, 8)):
+            output = model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            found.append(output.logits)
+    close(torch.cat(found, 1)[mask.bool()], full[mask.bool()])
+    assert all(window.shape == (2, 2, 16) for layer in cache.layers for window in layer.windows.values())
+
+
+def test_other_caches_are_refused():
+    from transformers import DynamicCache
+
+    model = XFormerForCausalLM(config(is_decoder=True))
+    with pytest.raises(ValueError, match="make_cache"):
+        model(tokens(1, 3, high=50), past_key_values=DynamicCache(), use_cache=True)
+
+
+def test_refusals():
+    for fields, message in (
+        ({"block": {"window": 0}}, "`window` >= 1"),
+        ({"block": {"window": 9}, "max_position_embeddings": 8}, "more than `max_position_embeddings`"),
+        ({"attention": "linear_transformer", "is_decoder": True}, "no place for in a decoder"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            config(**fields)

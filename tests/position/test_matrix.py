@@ -1,0 +1,133 @@
+"""Every position with every attention in every shape: it works, or the config refuses it in the documented sentence.
+
+A cell that works passes forward, backward, padding, and (with a causal tower) decoding with a cache.
+"""
+
+import re
+
+import pytest
+import torch
+
+from hf_xformers import XFormerConfig
+from hf_xformers.components import names
+from hf_xformers.variants import family
+from tests.common.cases import FLAGS, SHAPES
+from tests.helpers import close, make_strong, pad, tokens
+
+SIZES = dict(
+    vocab_size=99,
+    hidden_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    intermediate_size=16,
+    max_position_embeddings=16,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+)
+ROWS = {name: {"position": name} for name in names("position")}
+ROWS["per_layer_sinusoids"] = {
+    "position": {"type": "per_layer_position", "source": "sinusoidal", "depth_signal": True}
+}
+ROWS["tupe_absolute"] = {"position": {"type": "tupe", "relative": False}}
+ROWS["deberta_v2"] = {"position": {"type": "deberta", "buckets": 4, "share_projections": True, "normalize": True}}
+ROWS["cpe"] = {"position": "none", "block": "cpe"}
+ROWS["r_transformer"] = {"position": "none", "block": "r_transformer"}
+ATTENTIONS = names("attention")
+
+# Why a cell may be refused. What a mechanism says about itself names it.
+REFUSALS = (
+    r"position '\w+' adds a bias to attention scores, which attention '\w+' has no place for; use an input-level position",
+    r"position '\w+' rotates queries and keys, which attention '\w+' has no place for; use an input-level position",
+    r"position '\w+' adds terms of queries and keys to attention scores, which attention '\w+' has no place for; use an",
+    r"position '\w+' adds to the queries, keys and values of every layer, which attention '\w+' has no place for; use an",
+    r"position '\w+' only works in a causal decoder",
+    r"attention '\w+' has no causal form and cannot stand in a decoder",
+    r"attention '\w+' is causal only and cannot stand in an encoder",
+    r"block '\w+' keeps a window of inputs beside the keys and values of attention 'dense'",
+)
+
+
+def refused(row, attention, shape):
+    """The config, or the sentence that refuses it."""
+    try:
+        return XFormerConfig(**{**SIZES, **ROWS[row], "attention": attention, **FLAGS[shape]})
+    except ValueError as error:
+        return str(error)
+
+
+def known(sentence, attention):
+    """Whether a refusal is one of the documented ones, or what this mechanism says about itself."""
+    if any(re.search(pattern, sentence) for pattern in REFUSALS):
+        return True
+    return re.search(rf"\b{attention}\b", sentence) is not None
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("row", ROWS)
+def test_row(row, shape):
+    worked, wrong = 0, []
+    for attention in ATTENTIONS:
+        config = refused(row, attention, shape)
+        if isinstance(config, str):
+            if not known(config, attention):
+                wrong.append(f"{attention}: refused by {config}")
+            continue
+        try:
+            check(config, shape)
+        except Exception as error:
+            wrong.append(f"{attention}: {type(error).__name__}: {' '.join(str(error).split())}")
+        worked += 1
+    assert not wrong, "\n".join(wrong)
+    decoders_only = shape != "decoder" and row in ("music_transformer", "indigo")
+    assert (worked == 0) == decoders_only
+
+
+def check(config, shape):
+    torch.manual_seed(0)
+    model = make_strong(family("xformer")[SHAPES[shape]](config).double().eval(), amount=0.2)
+
+    def run(ids, mask=None, **more):
+        if shape == "seq2seq":
+            more = {"decoder_input_ids": ids, "decoder_attention_mask": mask, **more}
+        return model(input_ids=ids, attention_mask=mask, **more).logits
+
+    texts = [tokens(7), tokens(3, seed=1)]
+    ids, mask = pad(texts, 7, "left", seed=2)
+    output = run(ids, mask, use_cache=False)
+    assert output.isfinite().all()
+    loss = output[mask.bool()].square().sum()
+    loss.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    with torch.no_grad():
+        close(output[1, 4:], run(texts[1][None], use_cache=False)[0])
+        if shape == "encoder" or config.attention.why_not_generate():
+            return
+        memory = model.get_encoder()(input_ids=ids, attention_mask=mask) if shape == "seq2seq" else None
+        cache, found = None, []
+        for begin, end in ((0, 5), (5, 6), (6, 7)):
+            given = {"past_key_values": cache, "use_cache": True}
+            if memory is None:
+                step = model(input_ids=ids[:, begin:end], attention_mask=mask[:, :end], **given)
+            else:
+                given.update(encoder_outputs=memory, attention_mask=mask, decoder_attention_mask=mask[:, :end])
+                step = model(decoder_input_ids=ids[:, begin:end], **given)
+            cache = step.past_key_values
+            found.append(step.logits)
+        close(torch.cat(found, dim=1)[mask.bool()], output[mask.bool()])
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_beyond_the_training_length(row):
+    """Four times the length that the config names: positions that extrapolate compute it; the others say that they cannot."""
+    shape = "decoder" if row in ("music_transformer", "indigo") else "encoder"
+    config = refused(row, "dense", shape)
+    torch.manual_seed(0)
+    model = family("xformer")[SHAPES[shape]](config).eval()
+    ids = tokens(1, 4 * SIZES["max_position_embeddings"])
+    assert (config.position.max_length(config) is None) == config.position.extrapolates
+    with torch.no_grad():
+        if config.position.extrapolates:
+            assert model(input_ids=ids).logits.isfinite().all()
+        else:
+            with pytest.raises(ValueError, match=r"64 tokens, but position '\w+' of this model covers 16"):
+                model(input_ids=ids)
