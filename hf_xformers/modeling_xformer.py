@@ -31,7 +31,7 @@ class XFormerPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["XFormerLayer"]
+    _no_split_modules = ["XFormerLayer", "CPELayer", "HiLayer", "RTransformerLayer"]
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_flash_attn = True
@@ -101,7 +101,11 @@ class XFormerTower(XFormerPreTrainedModel):
     def names_of_inputs(config: XFormerConfig) -> tuple[str, ...]:
         """The further inputs that any component of this tower reads."""
         layers = layer_configs(config)
-        specs = [config.stack, config.position, *(spec for entry in layers for spec in (entry.attention, entry.feedforward))]
+        specs = [
+            config.stack,
+            config.position,
+            *(spec for entry in layers for spec in (entry.attention, entry.feedforward)),
+        ]
         return tuple(dict.fromkeys(name for spec in specs for name in spec.inputs))
 
     def get_input_embeddings(self) -> nn.Module:

@@ -133,8 +133,13 @@ def parse_objective(name: str, texts: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def parse_decoder(config_class: type[XFormerConfig], texts: Mapping[str, str]) -> dict[str, Any]:
-    """`--decoder.attention dense --decoder.attention.window 64 --decoder.hidden_dropout_prob 0` as the field `decoder`."""
+def parse_decoder(
+    config_class: type[XFormerConfig], texts: Mapping[str, str], complete: bool = True
+) -> dict[str, Any]:
+    """`--decoder.attention dense --decoder.attention.window 64 --decoder.hidden_dropout_prob 0` as the field `decoder`.
+
+    complete: fill in a component's other fields; else it has those that were given.
+    """
     from ..training.building import component
 
     nested: dict[str, dict[str, str]] = {}
@@ -150,7 +155,8 @@ def parse_decoder(config_class: type[XFormerConfig], texts: Mapping[str, str]) -
         else:
             overrides[head] = parse(text, annotation(config_class, head), f"--decoder.{head}")
     for slot, fields in nested.items():
-        overrides[slot] = component(config_class, slot, parse_component(config_class, slot, fields, "decoder."))
+        given = parse_component(config_class, slot, fields, "decoder.")
+        overrides[slot] = component(config_class, slot, given) if complete else given
     return overrides
 
 

@@ -1,48 +1,136 @@
-"""`hf-xformers convert`: a checkpoint of transformers' own families as this package's variant, or back."""
+"""`hf-xformers convert`: checkpoints of transformers' own families as this package's variants and back, and other components
+for a trained model."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from ..components import SLOTS
+from .arguments import parse_component, parse_decoder, split_dotted
 from .console import print_facts, say
 from .parser import CommandParser
+from .values import parse
 
 _DESCRIPTION = """Convert a saved model of transformers (BERT, RoBERTa, GPT, GPT-2, BART, T5) into this package's variant,
-with its tokenizer, or one of this package's variants back. The direction follows from the model."""
+with its tokenizer, or one of this package's variants back. The direction follows from the model.
+
+With components (--SLOT NAME, --SLOT.FIELD VALUE), --max-length or --num-key-value-heads the model, of transformers or of
+this package, gets these in place of its own: weights that still have a meaning are kept, the others start anew, and a report
+says which, and how far the outputs moved. `hf-xformers uptrain` continues the training."""
+_SLOTS = tuple(slot for slot in SLOTS if slot != "head")  # --head is the class to make
+_GROUPS = (*_SLOTS, "decoder")
 
 
 def run(argv: Sequence[str]) -> int:
-    arguments = make_parser().parse_args(list(argv))
+    plain, dotted = split_dotted(list(argv), _GROUPS)
+    arguments = make_parser().parse_args(plain)
+    report_file = None if arguments.report is None else Path(arguments.report).expanduser()
+    if report_file is not None and not report_file.absolute().parent.is_dir():
+        raise ValueError(f"--report {arguments.report!r} stands in no folder; give a file in one that exists")
+    if report_file is not None and report_file.is_dir():
+        raise ValueError(f"--report {arguments.report!r} is a folder; give a file")
+    swaps = dotted or any(
+        value is not None
+        for value in (arguments.max_length, arguments.num_key_value_heads, arguments.per_layer_config)
+    )
+    report = _swap(arguments, dotted) if swaps else _convert(arguments)
+    content = json.dumps(report.to_dict(), indent=2)
+    if report_file is not None:
+        from ..training.run_folder import write_json
+
+        write_json(report_file, report.to_dict())
+    if arguments.json:
+        print(content)
+        return 0
+    facts = {
+        "from": f"{arguments.source} ({report.source})",
+        "to": f"{arguments.target} ({report.target})",
+        "tensors kept": len(report.kept) if swaps else None,
+        "tensors mapped": None if swaps else len(report.mapped),
+        "tensors derived": len(report.derived),
+        "tensors new": len(report.new),
+        "tensors dropped": len(report.dropped),
+    }
+    movement = getattr(report, "movement", None)
+    if movement is not None:
+        facts |= {
+            "KL(before || after), nats": movement.kl_mean,
+            "same most likely answer": movement.agreement,
+            "states moved by": movement.states,
+        }
+    print_facts("swapped" if swaps else "converted", facts)
+    if swaps or not report.complete or report.notes:
+        say(report.summary())
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> Any:
     from ..conversion import convert_checkpoint
 
-    report = convert_checkpoint(
+    if arguments.text is not None:
+        raise ValueError("--text is the sample for a swap; give components to swap, or leave it out")
+    return convert_checkpoint(
         arguments.source,
         arguments.target,
         direction=arguments.direction,
         head=arguments.head,
         overwrite=arguments.overwrite,
     )
-    if arguments.json:
-        print(json.dumps(report.to_dict(), indent=2))
-        return 0
-    facts = {
-        "from": f"{arguments.source} ({report.source})",
-        "to": f"{arguments.target} ({report.target})",
-        "tensors mapped": len(report.mapped),
-        "tensors derived": len(report.derived),
-        "tensors new": len(report.new),
-        "tensors dropped": len(report.dropped),
-    }
-    print_facts("converted", facts)
-    if not report.complete or report.notes:
-        say(report.summary())
-    return 0
+
+
+def _swap(arguments: argparse.Namespace, dotted: Mapping[str, Mapping[str, str]]) -> Any:
+    from ..conversion.swap import source_config, swap_checkpoint
+    from ..conversion.swap_config import full_names
+
+    if arguments.direction == "to_theirs":
+        raise ValueError(
+            "--direction to_theirs cannot swap components, which transformers' own families do not have; leave it out"
+        )
+    config = source_config(arguments.source)
+    before = config.to_dict()
+    changes: dict[str, Any] = {}
+    for slot, texts in dotted.items():
+        if slot == "decoder":
+            changes[slot] = parse_decoder(type(config), texts, complete=False)
+        else:
+            typed = {"type": before[slot]["type"], **texts}
+            changes[slot] = parse_component(type(config), slot, full_names(slot, typed))
+    if arguments.num_key_value_heads is not None:
+        changes["num_key_value_heads"] = arguments.num_key_value_heads
+    if arguments.per_layer_config is not None:
+        layers = parse(arguments.per_layer_config, dict[str, Any], "--per-layer-config")
+        if not all(layer.isdigit() for layer in layers):
+            raise ValueError(f'--per-layer-config {arguments.per_layer_config!r} is keyed by layer: {{"0": {{...}}}}')
+        changes["per_layer_config"] = {int(layer): entry for layer, entry in layers.items()}
+    sample = None
+    if arguments.text is not None:
+        try:
+            sample = [Path(arguments.text).expanduser().read_text(encoding="utf-8")]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--text {arguments.text!r} cannot be read ({error}); give a text file") from None
+    return swap_checkpoint(
+        arguments.source,
+        arguments.target,
+        overwrite=arguments.overwrite,
+        head=arguments.head,
+        max_length=arguments.max_length,
+        texts=sample,
+        seed=arguments.seed,
+        **changes,
+    )
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = CommandParser(prog="hf-xformers convert", description=_DESCRIPTION, allow_abbrev=False)
+    parser = CommandParser(
+        prog="hf-xformers convert",
+        description=_DESCRIPTION,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "--from", dest="source", required=True, metavar="MODEL", help="folder of a saved model, or Hub id"
     )
@@ -50,5 +138,26 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--head", help="class to make, such as Model or ForMaskedLM; default: what the source has")
     parser.add_argument("--direction", choices=("auto", "to_ours", "to_theirs"), default="auto")
     parser.add_argument("--overwrite", action="store_true", help="replace what is in --to")
+    parser.add_argument("--report", metavar="FILE", help="write every tensor's fate into a JSON file")
     parser.add_argument("--json", action="store_true", help="print every tensor's fate as JSON")
+    swap = parser.add_argument_group("swap", "See `hf-xformers list --components SLOT` for names and fields.")
+    for slot in _SLOTS:  # for the help; they are taken out before
+        swap.add_argument(f"--{slot}", metavar="NAME", default=argparse.SUPPRESS)
+    swap.add_argument(
+        "--decoder.SLOT",
+        metavar="NAME",
+        default=argparse.SUPPRESS,
+        help="what an encoder-decoder's decoder has instead",
+    )
+    for name, kind, text in (
+        ("max-length", int, "tokens that positions shall cover"),
+        ("num-key-value-heads", int, "heads that share keys and values (1: multi-query)"),
+        ("per-layer-config", str, "what single layers have instead, as JSON by layer"),
+    ):
+        flags = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
+        swap.add_argument(*flags, type=kind, metavar="N" if kind is int else "JSON", help=text)
+    swap.add_argument(
+        "--text", metavar="FILE", help="sample on which the outputs are compared; default: Python's help"
+    )
+    swap.add_argument("--seed", type=int, default=0, metavar="N", help="of the tensors that start anew")
     return parser

@@ -45,7 +45,8 @@ def variants(names: Sequence[str] = ()) -> list[dict[str, Any]]:
             {
                 "id": model_type,
                 "changes": info.summary,
-                "shapes": [shape for shape, head in SHAPES.items() if head in cls.heads],
+                "shapes": [shape for shape, head in SHAPES.items() if head in cls.heads]
+                or [f"{cls.modality} encoder"],
                 "paper": info.paper,
                 "url": info.url,
                 "cost": info.cost,

@@ -110,7 +110,7 @@ def quiet_libraries(args: Any) -> None:
         datasets.disable_progress_bars()
 
 
-def report(summary: Mapping[str, Any], folder: str) -> None:
+def report(summary: Mapping[str, Any], folder: str, title: str = "pretrained") -> None:
     facts = {
         "variant": summary["variant"],
         "objective": summary["objective"]["type"],
@@ -128,7 +128,7 @@ def report(summary: Mapping[str, Any], folder: str) -> None:
         },
         "saved in": folder,
     }
-    print_facts("pretrained", facts)
+    print_facts(title, facts)
 
 
 __all__ = ["GROUPS", "make_parser", "model_options", "run"]

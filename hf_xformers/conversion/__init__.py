@@ -10,6 +10,8 @@ table of weight rules (`rules.py`). `transfer.py` applies it to a loaded model, 
 >>> original = to_transformers(model)
 >>> print(convert_checkpoint("path/to/bert", "path/to/xf_bert").summary())
 ```
+
+`swap.py` puts other components into a trained model; `derivations.py` says what their tensors are made of.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from ..modeling_xformer import XFormerPreTrainedModel
 from .base import converter_for
 from .checkpoint import convert_checkpoint, load, read_model_type
 from .report import Report
+from .swap import swap_checkpoint, swap_components
+from .swap_report import SwapReport
 from .transfer import Source, to_ours, to_theirs
 
 logger = logging.get_logger(__name__)
@@ -83,4 +87,13 @@ def _read(path: object):
     return read_model_type(path)
 
 
-__all__ = ["Report", "convert_checkpoint", "converter_for", "from_transformers", "to_transformers"]
+__all__ = [
+    "Report",
+    "SwapReport",
+    "convert_checkpoint",
+    "converter_for",
+    "from_transformers",
+    "swap_checkpoint",
+    "swap_components",
+    "to_transformers",
+]

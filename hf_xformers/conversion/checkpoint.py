@@ -35,11 +35,11 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def read_model_type(source: str | Path) -> tuple[Converter, bool]:
-    """The converter for a folder or Hub id, and whether it holds one of our models.
+def model_type_of(source: str | Path) -> str | None:
+    """What the config of a folder or Hub id says.
 
     Raises:
-        ValueError: there is no such folder or repository, it has no config, or nothing converts its model type.
+        ValueError: there is no such folder or repository, or it has no config.
     """
     name = os.fspath(source)
     local = Path(name).expanduser()
@@ -51,9 +51,19 @@ def read_model_type(source: str | Path) -> tuple[Converter, bool]:
         fields, _ = PreTrainedConfig.get_config_dict(name)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{name!r} is neither a folder nor a Hub repository that can be read: {_first_line(error)}"
+            f"{name!r} is neither a folder nor a Hub repository that can be read: {_first_line(error)} Correct the name, or copy or "
+            "download it again."
         ) from error
-    model_type = fields.get("model_type")
+    return fields.get("model_type")
+
+
+def read_model_type(source: str | Path) -> tuple[Converter, bool]:
+    """The converter for a folder or Hub id, and whether it holds one of our models.
+
+    Raises:
+        ValueError: there is no such folder or repository, it has no config, or nothing converts its model type.
+    """
+    model_type = model_type_of(source)
     converter = converter_for(model_type)
     return converter, model_type == converter.variant
 
@@ -68,14 +78,50 @@ def load(source: str | Path, converter: Converter, ours: bool, head: str | None)
     config = AutoConfig.from_pretrained(name)
     if head is not None:
         check_head(converter, head)
-    model_class = _class_of(config, converter, ours, head)
+    return _loaded(_class_of(config, converter, ours, head), name, config)
+
+
+def _loaded(model_class: Any, name: str, config: PreTrainedConfig) -> Source:
     try:
         model, info = model_class.from_pretrained(name, config=config, output_loading_info=True, use_safetensors=True)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise ValueError(
-            f"Cannot load {model_class.__name__} from {name!r} (safetensors): {_first_line(error)}"
+            f"Cannot load {model_class.__name__} from {name!r} (safetensors): {_first_line(error)}; copy or download the "
+            "checkpoint again, or save it with `save_pretrained`."
         ) from error
     return Source(model, frozenset(info["missing_keys"]), tuple(sorted(info["unexpected_keys"])))
+
+
+def load_ours(source: str | Path, model_type: str, head: str | None) -> PreTrainedModel:
+    """Loads one of this package's models, whole, in the class that its config names or in the one that has `head`; of
+    another head than the saved one the tensors start anew.
+
+    Raises:
+        ValueError: there is no such head, or the weights are missing, damaged, of other sizes or not those of the class.
+    """
+    name = os.fspath(source)
+    config = AutoConfig.from_pretrained(name)
+    classes = family(model_type)
+    named = config.architectures[0] if config.architectures else None
+    saved = next((key for key, made in classes.items() if made.__name__ == named), None)
+    chosen = head or saved
+    if chosen not in classes:
+        raise ValueError(
+            f"{name!r} holds {named!r}, and {model_type} has no such class or head {chosen!r}; say which `head` it has: "
+            f"{', '.join(classes)}."
+        )
+    found = _loaded(classes[chosen], name, config)
+    absent, extra = sorted(found.absent), list(found.extra)
+    if chosen != saved:  # one of the two is the bare model, or they share it
+        absent = [key for key in absent if key.startswith(("model.trunk.", "model.decoder.", "trunk.", "decoder."))]
+        extra = [key for key in extra if key.startswith(("model.trunk.", "model.decoder.", "trunk.", "decoder."))]
+    for keys, what in ((absent, "lacks"), (extra, "holds, beyond what its config describes,")):
+        if keys:
+            shown = ", ".join(map(repr, keys[:6])) + (f" and {len(keys) - 6} more" if len(keys) > 6 else "")
+            raise ValueError(
+                f"The checkpoint {name!r} {what} {shown}; copy or download weights and config.json again from one place."
+            )
+    return found.model
 
 
 def _class_of(config: PreTrainedConfig, converter: Converter, ours: bool, head: str | None) -> Any:
@@ -133,8 +179,11 @@ def convert_checkpoint(
     model, report = change(load(source, converter, ours, head), converter, head)
     with replacing(folder) as scratch:
         save(model, scratch)
-        if not _copy_tokenizer(source, scratch):
+        tokenizer = open_tokenizer(source)
+        if tokenizer is None:
             report.notes.append("the source has no tokenizer")
+        else:
+            tokenizer.save_pretrained(scratch)
     return report
 
 
@@ -143,18 +192,23 @@ def save(model: PreTrainedModel, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def _copy_tokenizer(source: str | Path, folder: Path) -> bool:
+def open_tokenizer(source: str | Path) -> Any | None:
+    """The tokenizer of a folder or Hub id; None if it has none.
+
+    Raises:
+        ValueError: a folder has one that cannot be read.
+    """
     local = Path(os.fspath(source)).expanduser()
     if local.is_dir() and not any((local / name).is_file() for name in _TOKENIZER_FILES):
-        return False
+        return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(os.fspath(source))
+        return AutoTokenizer.from_pretrained(os.fspath(source))
     except (OSError, ValueError) as error:
         if local.is_dir():  # there is one, and it would be lost
-            raise ValueError(f"The tokenizer of {os.fspath(source)!r} cannot be read: {_first_line(error)}") from error
-        return False
-    tokenizer.save_pretrained(folder)
-    return True
+            raise ValueError(
+                f"The tokenizer of {os.fspath(source)!r} cannot be read: {_first_line(error)} Copy or download it again."
+            ) from error
+        return None
 
 
 # ---------------------------------------------------------------------------------------------------- folders

@@ -53,6 +53,18 @@ def our_head(converter: Converter, model: PreTrainedModel) -> str | None:
     return next((name for name, made in family(converter.variant).items() if type(model) is made), None)
 
 
+def our_head_of(model: PreTrainedModel) -> str:
+    """The head name of one of this package's models.
+
+    Raises:
+        TypeError: it is an instance of no variant's own class.
+    """
+    for name, made in family(model.config.model_type).items():
+        if type(model) is made:
+            return name
+    raise TypeError(f"{type(model).__name__} is no class of {model.config.model_type}; give one of its own classes.")
+
+
 def check_head(converter: Converter, head: str) -> None:
     """Raises `ValueError` for a head that the variant does not have."""
     known = config_class(converter.variant).heads
@@ -192,11 +204,12 @@ def _transfer(
     if unmapped:
         raise ValueError(
             f"{report.source} holds tensors that {report.target} has no place for: {_listed(unmapped)}. Nothing was "
-            "converted, so that nothing is lost unnoticed."
+            "converted, so that nothing is lost unnoticed; copy or download weights and config.json again from one place, or "
+            "load and save the model to leave these tensors behind."
         )
     if source.borrowed:  # loading takes tensors as they are; the two models must not share memory
         made = {name: tensor.detach().clone() for name, tensor in made.items()}
-    with _quiet():
+    with quiet():
         target, info = right.model_class.from_pretrained(
             None, config=target_config, state_dict=made, dtype=model.dtype, output_loading_info=True, **right.arguments
         )
@@ -209,7 +222,7 @@ def _transfer(
     ]
     if empty:
         raise ValueError(f"No tensor of {report.source} fills {_listed(empty)} of {report.target}.")
-    _carry_generation(model, target)
+    carry_generation(model, target)
     return target.to(model.device), report
 
 
@@ -228,7 +241,9 @@ def _apply(
     present = {entry.group for entry in entries if all(name in state for name in entry.ends(to_ours)[0])}
     missing = [name for group, names in lacking.items() if group in present | {*converter.required} for name in names]
     if missing:
-        raise ValueError(f"The {report.source} checkpoint lacks {_listed(missing)}.")
+        raise ValueError(
+            f"The {report.source} checkpoint lacks {_listed(missing)}; copy or download it again, or save the whole model."
+        )
     made: dict[str, Tensor] = {}
     for entry in entries:
         if entry.group not in present:
@@ -274,7 +289,7 @@ def _known_names(converter: Converter, config: XFormerConfig, side: int, *, opti
     return names
 
 
-def _carry_generation(source: PreTrainedModel, target: PreTrainedModel) -> None:
+def carry_generation(source: PreTrainedModel, target: PreTrainedModel) -> None:
     """Generation settings travel too; special tokens that the source does not know stay the target's."""
     if not (source.can_generate() and target.can_generate()):
         return
@@ -287,7 +302,7 @@ def _carry_generation(source: PreTrainedModel, target: PreTrainedModel) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Loading from memory without transformers' own remarks: what is new and what is tied stands in the report."""
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

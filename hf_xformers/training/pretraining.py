@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -228,10 +228,16 @@ class Preparation:
         }
 
 
-def train(prepared: Prepared, args: TrainingArguments, callbacks: Sequence[TrainerCallback] = ()) -> dict[str, Any]:
+def train(
+    prepared: Prepared,
+    args: TrainingArguments,
+    callbacks: Sequence[TrainerCallback] = (),
+    make_trainer: Callable[..., Any] | None = None,
+) -> dict[str, Any]:
     """Trains, evaluates and saves; returns the content of `training_summary.json`.
 
-    callbacks: further Trainer callbacks. Resumes from `prepared.checkpoint` where there is one.
+    callbacks: further Trainer callbacks. make_trainer: a subclass of `XFormerTrainer`, or what calls one. Resumes from
+    `prepared.checkpoint` where there is one.
     """
     from transformers.trainer_callback import TrainerState
     from transformers.trainer_utils import IntervalStrategy
@@ -247,7 +253,7 @@ def train(prepared: Prepared, args: TrainingArguments, callbacks: Sequence[Train
     if prepared.checkpoint is not None:
         args.eval_on_start = False  # the start was evaluated when it was the start
     collator = prepared.objective.collator(prepared.tokenizer, seed=args.seed)
-    trainer = XFormerTrainer(
+    trainer = (make_trainer or XFormerTrainer)(
         model=model,
         args=args,
         data_collator=collator,

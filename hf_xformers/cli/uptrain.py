@@ -1,0 +1,65 @@
+"""`hf-xformers uptrain`: continue the pretraining of a model whose components were swapped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .arguments import Parser, parse_command, parse_objective
+from .console import say
+from .pretrain import amount, quiet_libraries, report
+
+_DESCRIPTION = """Continue the pretraining of a saved model, e.g. after `hf-xformers convert --attention ...`, on its own
+objective and tokenizer. With --teacher the model also learns to predict as another one does, which the source of the swap
+is made for; --hidden_weight adds the teacher's hidden states.
+
+usage with a file: hf-xformers uptrain config.yaml [OPTION ...]. Every Trainer flag works, --resume_from_checkpoint included,
+and so does a launcher: accelerate launch -m hf_xformers.cli uptrain ..."""
+
+
+def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
+    """callbacks: further Trainer callbacks, for programs that call this."""
+    from ..training.uptraining import objective_of, prepare, uptrain
+
+    parsed = parse_command(argv, ("objective",), make_parser)
+    choice, distillation, source, args = parsed.dataclasses
+    settings = parsed.groups.get("objective", {})
+    objective = parse_objective(choice.objective or objective_of(choice.model), settings)
+    quiet_libraries(args)
+    preparation = prepare(choice, source, args, objective_fields=objective)
+
+    def tell(prepared: Any) -> None:
+        plan = prepared.plan
+        teacher = "" if distillation.teacher is None else f", teacher {distillation.teacher}"
+        say(
+            f"{choice.model} ({prepared.config.model_type}), objective {plan['objective']['type']}{teacher}: "
+            f"{amount(plan['train_rows'])} rows of {plan['block_size']} tokens to train on, "
+            f"{amount(plan['validation_rows'])} held out"
+        )
+        if prepared.checkpoint is not None:
+            say(f"resuming from {prepared.checkpoint}")
+
+    summary = uptrain(preparation, distillation, args, callbacks=callbacks, on_prepared=tell)
+    report(summary, str(args.output_dir), "uptrained")
+    return 0
+
+
+def make_parser(first_look: Mapping[str, Any]) -> Parser:
+    """The parser for a model, whose size decides the defaults."""
+    from transformers import TrainingArguments
+
+    from ..training.distillation import Distillation
+    from ..training.presets import training_defaults
+    from ..training.pretraining import ModelChoice, chosen_size
+    from ..training.text import TextData
+    from ..training.uptraining import Uptraining
+
+    parser = Parser(
+        [Uptraining, Distillation, TextData, TrainingArguments], prog="hf-xformers uptrain", description=_DESCRIPTION
+    )
+    start = first_look.get("model")
+    parser.set_defaults(**training_defaults("tiny" if start is None else chosen_size(ModelChoice(init_from=start))))
+    for action in parser._actions:
+        if action.dest == "output_dir":
+            action.required = True
+    return parser

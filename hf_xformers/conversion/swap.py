@@ -1,0 +1,271 @@
+"""Other components for a trained model: what still has a meaning is kept, the rest starts anew, and a report says what.
+
+```python
+>>> from hf_xformers.conversion import swap_components
+
+>>> model, report = swap_components("path/to/bert", attention={"type": "longformer", "attention_window": 256}, max_length=4096)
+>>> print(report.summary())
+```
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..blocks.base import SublayerPlan
+from ..components import SpecLike
+from ..configuration_xformer import XFormerConfig
+from ..modeling_xformer import XFormerModel, XFormerPreTrainedModel, XFormerTower
+from ..variants import family, model_types
+from .base import converter_for
+from .checkpoint import check_target, load, load_ours, model_type_of, open_tokenizer, replacing, save
+from .derivations import Derived, Part, derive
+from .movement import Movement, movement
+from .report import Report
+from .swap_config import changed_slots, swapped_config
+from .swap_report import SwapReport
+from .transfer import Source, carry_generation, check_head, our_head_of, quiet, to_ours
+
+_NORMS = ("weight", "bias")
+
+
+def swap_components(
+    source: PreTrainedModel | str | Path,
+    *,
+    max_length: int | None = None,
+    head: str | None = None,
+    texts: Iterable[str] | None = None,
+    tokenizer: Any | None = None,
+    measure: bool = True,
+    seed: int = 0,
+    **changes: SpecLike | int | Mapping[str, Any] | None,
+) -> tuple[PreTrainedModel, SwapReport]:
+    """A trained model with other components, and the account of every tensor.
+
+    source: a model of this package or one that converts (a loaded one stays as it is and shares no memory with the result),
+    a folder, or a Hub id. changes: components by slot (`attention="longformer"`, or a dict whose fields without a `type`
+    change the component that is there), `num_key_value_heads`, `decoder` (fields of an encoder-decoder's decoder) and
+    `per_layer_config`. max_length: tokens that positions shall cover. head: our head's name, by default the source's.
+    texts, tokenizer: the sample on which the movement of the outputs is measured (`measure=False`: not at all), by default
+    the help texts that come with Python and the source's own tokenizer. seed: of what starts anew.
+
+    A component keeps the settings that it shares with the one it replaces (say, `bias` of any attention). The result is of
+    the source's variant while no component changes its type, and of the free mix (`XFormer...`) from then on; it is in
+    evaluation mode.
+
+    Raises:
+        TypeError: `source` is neither a model nor a path.
+        ValueError: nothing to change, a change that no weight would survive, components that cannot work together, or a
+            checkpoint that is damaged or incomplete.
+    """
+    if max_length is not None:
+        changes["max_length"] = max_length
+    model, conversion, borrowed = open_model(source, head)
+    if tokenizer is None and not isinstance(source, PreTrainedModel):
+        tokenizer = open_tokenizer(source)
+    config = swapped_config(cast(XFormerConfig, model.config), changes)
+    target, report = _swapped(model, config, borrowed, seed)
+    report.conversion = conversion
+    if measure:
+        report.movement = movement(model, target, tokenizer, texts)
+    return target, report
+
+
+def swap_checkpoint(source: str | Path, target: str | Path, *, overwrite: bool = False, **options: Any) -> SwapReport:
+    """[`swap_components`] from a folder or Hub id into a new folder, with tokenizer and generation settings.
+
+    target: a folder that does not exist or is empty; with `overwrite`, one that is replaced when, and only when,
+    everything is written. options: as for [`swap_components`].
+
+    Raises:
+        ValueError: as [`swap_components`], or for a target that is in use; the target is then what it was before.
+    """
+    folder = Path(target).expanduser()
+    check_target(folder, source, overwrite)
+    model_type_of(source)  # a source without a readable config has no tokenizer to look for
+    tokenizer = open_tokenizer(source)
+    model, report = swap_components(source, tokenizer=tokenizer, **options)
+    if tokenizer is None:
+        report.notes.append("the source has no tokenizer")
+    else:
+        limits = [tower.max_length for tower in _towers(model).values() if tower.max_length is not None]
+        if limits:
+            tokenizer.model_max_length = min(limits)
+    with replacing(folder) as scratch:
+        save(model, scratch)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(scratch)
+    return report
+
+
+def source_config(source: str | Path) -> XFormerConfig:
+    """Our configuration of what a folder or Hub id holds, without reading weights.
+
+    Raises:
+        ValueError: it cannot be read, or does not convert.
+    """
+    from transformers import AutoConfig
+
+    model_type = model_type_of(source)
+    config = AutoConfig.from_pretrained(os.fspath(source))
+    return config if model_type in model_types() else converter_for(model_type).config_to_ours(config)
+
+
+def open_model(
+    source: PreTrainedModel | str | Path, head: str | None = None
+) -> tuple[PreTrainedModel, Report | None, bool]:
+    """Our model of a loaded one, a folder or a Hub id, ours or of transformers; how it was converted, and whether its
+    tensors are the caller's. What is loaded is in evaluation mode.
+
+    Raises:
+        TypeError, ValueError: as [`swap_components`].
+    """
+    if isinstance(source, XFormerPreTrainedModel):
+        if head not in (None, our_head_of(source)):
+            raise ValueError(
+                f"{type(source).__name__} is swapped as it is; leave `head` out, or load the class that has it first."
+            )
+        return source, None, True
+    if isinstance(source, PreTrainedModel):
+        found = to_ours(Source(source, borrowed=True), converter_for(source.config.model_type), head)
+        return found[0].eval(), found[1], False
+    if not isinstance(source, (str, Path)):
+        raise TypeError(f"Give a model, a folder or a Hub id, got {type(source).__name__}: {source!r}.")
+    model_type = model_type_of(source)
+    if model_type in model_types():
+        return load_ours(source, model_type, head).eval(), None, False
+    converter = converter_for(model_type)
+    if head is not None:
+        check_head(converter, head)
+    model, report = to_ours(load(source, converter, False, head), converter, head)
+    return model.eval(), report, False
+
+
+# ---------------------------------------------------------------------------------------------------- tensors
+
+
+def _swapped(
+    model: PreTrainedModel, config: XFormerConfig, borrowed: bool, seed: int
+) -> tuple[PreTrainedModel, SwapReport]:
+    head = our_head_of(model)
+    target_class = family(config.model_type)[head]
+    with torch.device("meta"):
+        skeleton = target_class(copy.deepcopy(config))
+    state, wanted = model.state_dict(), skeleton.state_dict()
+    made, forgotten = _derived(model, skeleton)
+    report = SwapReport(
+        type(model).__name__, target_class.__name__, changes=changed_slots(cast(XFormerConfig, model.config), config)
+    )
+    tensors: dict[str, Tensor] = {}
+    used: set[str] = set()
+    for name, shape in ((name, tensor.shape) for name, tensor in wanted.items()):
+        if name in made:
+            entry = made[name]
+            tensors[name] = entry.tensor
+            used.update(entry.sources)
+            report.derived.append((entry.sources, name, entry.how))
+        elif name in state and state[name].shape == shape and name not in forgotten:
+            tensors[name] = state[name].detach().clone() if borrowed else state[name]
+            used.add(name)
+            report.kept.append(name)
+    report.dropped = [name for name in state if name not in used]
+    with quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        target, info = target_class.from_pretrained(
+            None, config=config, state_dict=tensors, dtype=model.dtype, output_loading_info=True
+        )
+    report.new = sorted(info["missing_keys"])
+    carry_generation(model, target)
+    return target.to(model.device).eval(), report
+
+
+def _derived(model: PreTrainedModel, skeleton: PreTrainedModel) -> tuple[dict[str, Derived], set[str]]:
+    """Derived tensors of the new model by full name, and names that have lost their meaning."""
+    made: dict[str, Derived] = {}
+    forgotten: set[str] = set()
+    new_towers = _towers(skeleton)
+    for tower_name, old_tower in _towers(model).items():
+        new_tower = new_towers[tower_name]
+        old_parts, new_parts = _parts(old_tower), _parts(new_tower)
+        for path, (slot, new) in new_parts.items():
+            if path not in old_parts or old_parts[path][0] != slot:
+                continue
+            old = old_parts[path][1]
+            prefix = f"{tower_name}.{path}."
+            if slot == "position" and old.spec.type != new.spec.type:
+                forgotten.update(prefix + name for name in new.tensors)
+            for name, entry in derive(slot, old, new).items():
+                sources = tuple(prefix + source for source in entry.sources)
+                made[prefix + name] = Derived(entry.tensor, sources, entry.how)
+        norms, lost = _moved_norms(old_tower, new_tower)
+        made.update({f"{tower_name}.{name}": _prefixed(entry, f"{tower_name}.") for name, entry in norms.items()})
+        forgotten.update(f"{tower_name}.{name}" for name in lost)
+    return made, forgotten
+
+
+def _prefixed(entry: Derived, prefix: str) -> Derived:
+    return Derived(entry.tensor, tuple(prefix + name for name in entry.sources), entry.how)
+
+
+def _towers(model: PreTrainedModel) -> dict[str, XFormerTower]:
+    """The towers by the names that their tensors begin with."""
+    base, prefix = (model, "") if isinstance(model, XFormerModel) else (model.model, "model.")
+    towers = {f"{prefix}trunk": base.trunk}
+    return towers if base.decoder is None else {**towers, f"{prefix}decoder": base.decoder}
+
+
+def _parts(tower: XFormerTower) -> dict[str, tuple[str, Part]]:
+    """The components of a tower that rules exist for, by path: (slot, part)."""
+    config = cast(XFormerConfig, tower.config)
+    parts = {"position": ("position", Part(config.position, config, tower.position.state_dict()))}
+    for index, layer in enumerate(tower.layers):
+        view = config.layer(index)
+        for entry in _plan(layer):
+            tensors = getattr(layer, entry.name).state_dict()
+            parts[f"layers.{index}.{entry.name}"] = (entry.kind, Part(getattr(view, entry.kind), view, tensors))
+    return parts
+
+
+def _plan(layer: Any) -> tuple[SublayerPlan, ...]:
+    return layer.plan
+
+
+def _moved_norms(old: XFormerTower, new: XFormerTower) -> tuple[dict[str, Derived], set[str]]:
+    """Post-LN to pre-LN and back. What normalised the output of a sublayer now normalises the input of the next: the norm
+    after sublayer s and the one before sublayer s + 1 see the same states (Xiong et al. 2020, figure 1)."""
+    kinds = (old.config.residual.type, new.config.residual.type)
+    alike = [entry.name for layer in old.layers for entry in _plan(layer)] == [
+        entry.name for layer in new.layers for entry in _plan(layer)
+    ]
+    if kinds not in (("post_ln", "pre_ln"), ("pre_ln", "post_ln")) or not alike:
+        return {}, set()
+    sites = [f"layers.{i}.{entry.name}_residual.norm" for i, layer in enumerate(old.layers) for entry in _plan(layer)]
+    before, after = old.state_dict(), new.state_dict()
+    final = {"old": _final_norm(before), "new": _final_norm(after)}
+    if kinds[0] == "post_ln":
+        pairs = list(zip(sites, [*sites[1:], final["new"]]))
+    else:
+        pairs = list(zip([*sites[1:], final["old"]], sites))
+    made = {}
+    for source, target in pairs:
+        for part in _NORMS:
+            read, written = f"{source}.{part}", f"{target}.{part}"
+            if read in before and written in after and before[read].shape == after[written].shape:
+                made[written] = Derived(before[read].clone(), (read,), "the norm of the same states")
+    names = [f"{site}.{part}" for site in (*sites, final["new"]) for part in _NORMS]
+    return made, {name for name in names if name in after and name not in made}
+
+
+def _final_norm(state: Mapping[str, Tensor]) -> str:
+    return next((name.rpartition(".")[0] for name in state if name.startswith("final_norm.")), "final_norm")
+
+
+__all__ = ["Movement", "SwapReport", "open_model", "source_config", "swap_checkpoint", "swap_components"]

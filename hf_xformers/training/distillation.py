@@ -1,0 +1,186 @@
+"""Training with a teacher: a frozen model whose predictions and states the student follows beside its own objective."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from .building import longest_input
+from .trainer import XFormerTrainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..configuration_xformer import XFormerConfig
+
+
+@dataclass
+class Distillation:
+    """The loss becomes task + logit_weight * t^2 * KL(teacher || student) + hidden_weight * state error, t the temperature.
+
+    KL is that of the predictions at temperature t, a mean over labelled tokens (Hinton et al. 2015, arXiv 1503.02531,
+    section 2). The state error is the mean over layers of |student - teacher|^2 / |teacher|^2 at real tokens, the states
+    before the first layer included.
+    """
+
+    _argument_group_name = "teacher"
+
+    teacher: str | None = field(
+        default=None,
+        metadata={
+            "help": "Model to learn from beside the objective: the source of a swap, say. A folder or a Hub id."
+        },
+    )
+    logit_weight: float = field(default=1.0, metadata={"help": "Weight of the teacher's predictions in the loss."})
+    temperature: float = field(default=1.0, metadata={"help": "Softens both predictions before they are compared."})
+    hidden_weight: float = field(default=0.0, metadata={"help": "Weight of the teacher's hidden states in the loss."})
+
+    def check(self) -> None:
+        """Raises `ValueError` for weights that are negative, a temperature that is not positive, or nothing to learn."""
+        for name in ("logit_weight", "hidden_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"--{name} must not be negative, got {getattr(self, name)}")
+        if self.temperature <= 0:
+            raise ValueError(f"--temperature must be above 0, got {self.temperature}")
+        if self.teacher is not None and self.logit_weight == self.hidden_weight == 0:
+            raise ValueError("a --teacher with --logit_weight 0 and --hidden_weight 0 teaches nothing; leave it out")
+
+
+def open_teacher(settings: Distillation, config: XFormerConfig, head: str, block_size: int) -> PreTrainedModel:
+    """The teacher for a student of configuration `config`, frozen. head: of both, e.g. `ForMaskedLM`; block_size: tokens of
+    a row.
+
+    Raises:
+        ValueError: it cannot be read, predicts other tokens, is too short, or has states that cannot be compared.
+    """
+    from ..conversion.swap import open_model
+
+    name = settings.teacher
+    model = open_model(str(name), head)[0]
+    theirs = cast("XFormerConfig", model.config)
+    if theirs.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"the teacher {name!r} predicts {theirs.vocab_size} tokens and the student {config.vocab_size}; take the model "
+            "that the student was made from, or another with its tokenizer"
+        )
+    limit = longest_input(theirs)
+    if limit is not None and block_size > limit:
+        raise ValueError(
+            f"rows of --block_size {block_size} are too long for the teacher {name!r}, which reads {limit} tokens; shorten "
+            "--block_size, or train without --teacher"
+        )
+    if settings.hidden_weight:
+        for what, own, other in (
+            ("hidden size", config.hidden_size, theirs.hidden_size),
+            ("layers", [v.num_hidden_layers for v in config.tower_configs()], [v.num_hidden_layers for v in theirs.tower_configs()]),
+        ):  # fmt: skip
+            if own != other:
+                raise ValueError(
+                    f"--hidden_weight compares state with state, but the teacher {name!r} has {what} {other} and the "
+                    f"student {own}; leave it at 0"
+                )
+    return model.requires_grad_(False).eval()
+
+
+class DistillationTrainer(XFormerTrainer):
+    """[`XFormerTrainer`] with a teacher; see [`Distillation`]. Its two terms are logged as `distill_logits` and
+    `distill_states`, weighted as they enter the loss, means since the last log. Evaluation is without the teacher."""
+
+    def __init__(self, *args: Any, teacher: PreTrainedModel, distillation: Distillation, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        module: Any = teacher  # whose `to` is typed for models alone
+        self.teacher = module.to(self.args.device)
+        self.distillation = distillation
+        self._terms: dict[str, Tensor] = {}
+        self._term_batches = 0
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        if not model.training or "labels" not in inputs:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        settings = self.distillation
+        labels = inputs["labels"]  # label smoothing takes them out
+        given = {**inputs, "output_hidden_states": True} if settings.hidden_weight else dict(inputs)
+        with torch.no_grad(), self.accelerator.autocast():
+            taught = self.teacher(**given)
+        loss, outputs = super().compute_loss(model, given, True, num_items_in_batch)
+        terms = {}
+        if settings.logit_weight:
+            divergence, count = prediction_divergence(
+                outputs["logits"], taught["logits"], labels, settings.temperature, next_token=self._predicts_next_token
+            )
+            terms["distill_logits"] = settings.logit_weight * divergence * self._share_of(count, num_items_in_batch)
+        if settings.hidden_weight:
+            error = state_error(outputs, taught, inputs)
+            whole = 1.0 / self.current_gradient_accumulation_steps if self._whole_step(num_items_in_batch) else 1.0
+            terms["distill_states"] = settings.hidden_weight * error * whole
+        for name, term in terms.items():
+            self._terms[name] = self._terms.get(name, 0.0) + term.detach().float()
+        self._term_batches += 1
+        loss = loss + sum(terms.values())
+        return (loss, outputs) if return_outputs else loss
+
+    def _whole_step(self, num_items_in_batch: Tensor | int | None) -> bool:
+        """Whether losses are shares of the whole step (else Trainer divides a micro-batch's mean by their number)."""
+        return self.compute_loss_func is not None or (
+            self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        )
+
+    def _share_of(self, count: Tensor, num_items_in_batch: Tensor | int | None) -> Any:
+        """What turns a sum over labelled tokens into this micro-batch's part of the step's mean."""
+        if not self._whole_step(num_items_in_batch) or num_items_in_batch is None:
+            return 1.0 / count.clamp(min=1)
+        processes = max(self.accelerator.num_processes, self.args.n_gpu)
+        return (processes if self.args.average_tokens_across_devices else 1.0) / num_items_in_batch
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs and self._term_batches:
+            for name, total in sorted(self._terms.items()):
+                mean = total / self._term_batches
+                if self._whole_step(1):  # of the micro-batches of a step each brought its share
+                    mean = mean * self.current_gradient_accumulation_steps
+                logs[name] = self.accelerator.gather(mean.reshape(1)).mean().item()
+            self._terms, self._term_batches = {}, 0
+        super().log(logs, start_time)
+
+
+def prediction_divergence(
+    student: Tensor, teacher: Tensor, labels: Tensor, temperature: float, *, next_token: bool
+) -> tuple[Tensor, Tensor]:
+    """Sum over labelled tokens of t^2 KL(softmax(teacher / t) || softmax(student / t)) in nats, and their number.
+
+    student, teacher [B, T, V]; labels [B, T], -100 where there is none; next_token: logits at t are for label t + 1.
+    """
+    if next_token:
+        student, teacher, labels = student[:, :-1], teacher[:, :-1], labels[:, 1:]
+    chosen = labels != -100
+    ours, theirs = (torch.log_softmax(logits[chosen].float() / temperature, dim=-1) for logits in (student, teacher))
+    return temperature**2 * (theirs.exp() * (theirs - ours)).sum(), chosen.sum()
+
+
+def state_error(student: Mapping[str, Any], teacher: Mapping[str, Any], inputs: Mapping[str, Any]) -> Tensor:
+    """Mean over layers (of both towers) of |student - teacher|^2 / |teacher|^2, over real tokens."""
+    errors = []
+    labels = inputs.get("labels")
+    for name in ("hidden_states", "encoder_hidden_states", "decoder_hidden_states"):
+        if student.get(name) is None:
+            continue
+        mask = inputs.get("attention_mask")
+        if name == "decoder_hidden_states":
+            mask = inputs.get("decoder_attention_mask", None if labels is None else labels != -100)
+        for own, other in zip(student[name], teacher[name], strict=True):
+            own, other = own.float(), other.float()
+            if mask is not None:
+                keep = mask.bool().unsqueeze(-1)
+                own, other = own * keep, other * keep
+            errors.append((own - other).square().sum() / other.square().sum().clamp(min=1e-12))
+    return torch.stack(errors).mean()

@@ -1,0 +1,105 @@
+"""Continued pretraining of a model that has been changed, alone or with a teacher."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..objectives import OBJECTIVES
+from .building import SHAPE_OF_HEAD
+from .distillation import Distillation, DistillationTrainer, open_teacher
+from .pretraining import ModelChoice, Preparation, Prepared, train
+from .run_folder import saved_config
+from .text import TextData
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback, TrainingArguments
+
+_OBJECTIVES = {"MaskedLM": "mlm", "CausalLM": "clm", "Seq2SeqLM": "span"}
+
+
+@dataclass
+class Uptraining:
+    """Which model to train on, and how its rows are made."""
+
+    _argument_group_name = "model"
+
+    model: str = field(metadata={"help": "Folder of a saved model of this package, e.g. what a swap has written."})
+    objective: str | None = field(
+        default=None,
+        metadata={
+            "help": "mlm, clm or span; settings as --objective.FIELD VALUE. Default: that of the model's shape."
+        },
+    )
+    block_size: int | None = field(
+        default=None, metadata={"help": "Tokens of a model input. Default: by size, at most what positions cover."}
+    )
+    tokenizer: str | None = field(default=None, metadata={"help": "Default: the tokenizer saved with the model."})
+    overwrite_output_dir: bool = field(
+        default=False, metadata={"help": "Remove the checkpoints of an earlier run in --output_dir."}
+    )
+
+
+def objective_of(model: str) -> str:
+    """The objective that a saved model's shape is for: mlm, clm or span. Raises ValueError where there is no config."""
+    saved = saved_config(model)
+    shape = {name: bool(saved.get(name)) for name in ("is_decoder", "is_encoder_decoder")}
+    return next((_OBJECTIVES[head] for head, wanted in SHAPE_OF_HEAD.items() if wanted == shape), "mlm")
+
+
+def prepare(
+    choice: Uptraining,
+    source: TextData,
+    args: TrainingArguments,
+    *,
+    objective_fields: Mapping[str, Any] | None = None,
+) -> Preparation:
+    """The run as [`Preparation`] of a pretraining that starts from the model's weights.
+
+    Raises ValueError for an objective of another shape than the model's, and what [`Preparation`] refuses.
+    """
+    own = objective_of(choice.model)
+    if choice.objective in OBJECTIVES and OBJECTIVES[choice.objective].head != OBJECTIVES[own].head:
+        raise ValueError(
+            f"--objective {choice.objective} is not for the model {choice.model!r}, which is of the shape that {own} trains; "
+            "leave it out"
+        )
+    start = ModelChoice(
+        init_from=choice.model,
+        objective=choice.objective or own,
+        block_size=choice.block_size,
+        tokenizer=choice.tokenizer,
+        overwrite_output_dir=choice.overwrite_output_dir,
+    )
+    return Preparation(start, source, args, objective_fields=objective_fields)
+
+
+def uptrain(
+    preparation: Preparation,
+    distillation: Distillation,
+    args: TrainingArguments,
+    *,
+    callbacks: Sequence[TrainerCallback] = (),
+    on_prepared: Any = None,
+) -> dict[str, Any]:
+    """Trains, evaluates and saves as [`train`] does; the teacher, if any, is checked before data is read.
+
+    on_prepared: called with the prepared run before training.
+
+    Raises ValueError and TypeError that name the value and the remedy.
+    """
+    distillation.check()
+    trainer: Any = None
+    if distillation.teacher is not None:
+        head = f"For{preparation.objective.head}"
+        teacher = open_teacher(distillation, preparation.config, head, preparation.block_size)
+        trainer = functools.partial(DistillationTrainer, teacher=teacher, distillation=distillation)
+    prepared: Prepared = preparation.run()
+    if distillation.teacher is not None:
+        prepared.plan["distillation"] = dataclasses.asdict(distillation)
+    if on_prepared is not None:
+        on_prepared(prepared)
+    return train(prepared, args, callbacks, make_trainer=trainer)

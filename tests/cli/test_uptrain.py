@@ -1,0 +1,100 @@
+"""`hf-xformers uptrain`: pretraining goes on after a swap, with a teacher or without, and resumes."""
+
+import json
+
+import pytest
+import torch
+
+from hf_xformers.cli import main
+from tests.training.runs import flags, history, pretrain, summary, weights
+
+
+@pytest.fixture(scope="module")
+def source(text, tmp_path_factory):
+    """A BERT trained for a few steps."""
+    return pretrain(text, tmp_path_factory.mktemp("source") / "run", variant="bert", max_steps=6)
+
+
+@pytest.fixture(scope="module")
+def swapped(source, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("swapped") / "model"
+    argv = ["convert", "--from", source, "--to", folder, "--attention", "band_attention", "--attention.window", 2]
+    assert main(list(map(str, [*argv, "--max-length", 32]))) == 0
+    return folder
+
+
+def uptrain(text, model, output, *extra, **options):
+    defaults = {
+        "model": model,
+        "data": text,
+        "output_dir": output,
+        "block_size": 16,
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "logging_steps": 2,
+        "save_strategy": "no",
+        "disable_tqdm": "true",
+    }
+    return main(["uptrain", *flags(**{**defaults, **options}), *map(str, extra)])
+
+
+def test_on_its_own(text, swapped, tmp_path, capsys):
+    before = {path.name: path.read_bytes() for path in swapped.iterdir()}
+    assert uptrain(text, swapped, tmp_path / "out") == 0
+    captured = capsys.readouterr()
+    assert "uptrained" in captured.out and "objective mlm" in captured.err
+    record = summary(tmp_path / "out")
+    assert (record["status"], record["steps"], record["variant"]) == ("finished", 4, "xformer")
+    assert record["init_from"] == str(swapped) and "distillation" not in record
+    start, end = weights(swapped), weights(tmp_path / "out")
+    assert start.keys() == end.keys() and any(not torch.equal(start[name], end[name]) for name in start)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["attention"]["type"] == "band_attention"
+    assert {path.name: path.read_bytes() for path in swapped.iterdir()} == before
+
+
+def test_with_a_teacher(text, source, swapped, tmp_path):
+    assert uptrain(text, swapped, tmp_path / "out", teacher=source, hidden_weight=0.5, temperature=2) == 0
+    entries = [entry for entry in history(tmp_path / "out") if "loss" in entry]
+    assert all(entry["distill_logits"] > 0 and entry["distill_states"] > 0 for entry in entries)
+    assert summary(tmp_path / "out")["distillation"]["teacher"] == str(source)
+    # the model itself as teacher at the start: what it says is what it is told
+    assert uptrain(text, source, tmp_path / "same", teacher=source, max_steps=1, logging_steps=1, weight_decay=0) == 0
+    first = next(entry for entry in history(tmp_path / "same") if "loss" in entry)
+    assert first["distill_logits"] < 0.1  # dropout alone
+
+
+def test_resume(text, source, swapped, tmp_path):
+    options = {"teacher": source, "save_strategy": "steps", "save_steps": 2, "hidden_weight": 0.1}
+    assert uptrain(text, swapped, tmp_path / "whole", **options) == 0
+    cut = tmp_path / "cut"
+    assert uptrain(text, swapped, cut, **{**options, "max_steps": 4}) == 0
+    for name in ("checkpoint-4", "model.safetensors"):
+        path = cut / name
+        [file.unlink() for file in path.iterdir()] and path.rmdir() if path.is_dir() else path.unlink()
+    assert uptrain(text, swapped, cut, "--resume_from_checkpoint", **options) == 0
+    one, other = weights(tmp_path / "whole"), weights(cut)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+REFUSED = {
+    "no model": ({"model": "nowhere"}, "holds no config.json"),
+    "no teacher": ({"teacher": "./nowhere"}, "There is no folder './nowhere'"),
+    "temperature": ({"temperature": 0}, "--temperature must be above 0"),
+    "objective": ({"objective": "clm"}, "of the shape that mlm trains; leave it out"),
+    "unknown objective": ({"objective": "clmm"}, "unknown objective 'clmm'"),
+    "length": ({"block_size": 64}, "covers only 32"),
+    "teacher too short": ({"block_size": 32, "teacher": "SHORT"}, "too long for the teacher"),
+    "unknown option": ({"techer": "x"}, "did you mean --teacher?"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name, text, source, swapped, tmp_path, capsys):
+    options, message = dict(REFUSED[name][0]), REFUSED[name][1]
+    if options.get("teacher") == "SHORT":
+        argv = ["convert", "--from", source, "--to", tmp_path / "short", "--max-length", 20]
+        assert main(list(map(str, argv))) == 0
+        options = {**options, "teacher": tmp_path / "short"}
+    code = uptrain(text, options.pop("model", swapped), tmp_path / "out", **options)
+    error = " ".join(capsys.readouterr().err.split())
+    assert code == 2 and message in error and "Traceback" not in error

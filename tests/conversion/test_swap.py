@@ -1,0 +1,409 @@
+"""Other components for trained models: what is kept and derived, equality where a mechanism has it, and refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+import hf_xformers
+from hf_xformers import components
+from hf_xformers.conversion import from_transformers, swap_checkpoint, swap_components
+
+# (case, components that equal dense attention as long as the text is inside the window)
+WIDE = [
+    ("longformer", {"attention_window": 64}),
+    ("band_attention", {"window_size": 64}),
+    ("bigbird", {}),
+]
+
+
+def outputs(model, given):
+    with torch.no_grad():
+        return model(**given).logits
+
+
+def swapped(source, **changes):
+    model, report = swap_components(source, **changes)
+    names = set(model.state_dict())
+    told = [*report.kept, *(name for _, name, _ in report.derived), *report.new]
+    assert sorted(told) == sorted(set(told)), "a tensor is told twice"
+    tied = {"lm_head.decoder.weight", "decoder.embedding.tokens.weight", "model.decoder.embedding.tokens.weight"}
+    assert names - tied <= set(told) <= names
+    return model, report
+
+
+@pytest.fixture(params=["BertForMaskedLM", "RobertaForMaskedLM", "BertForSequenceClassification-num_labels=3"])
+def encoder(request, cases):
+    return cases[request.param]
+
+
+# ---------------------------------------------------------------------------------------------------- equality
+
+
+@pytest.mark.parametrize("name, fields", WIDE, ids=[name for name, _ in WIDE])
+def test_wide_windows_equal_the_source(encoder, name, fields):
+    source, given = encoder.make(), encoder.inputs()
+    model, report = swapped(source, attention={"type": name, **fields}, measure=False)
+    assert type(model).__name__.startswith("XFormerFor") and model.config.attention.type == name
+    mask = given["attention_mask"].bool() if "MaskedLM" in encoder.theirs else slice(None)
+    torch.testing.assert_close(outputs(model, given)[mask], outputs(source, given)[mask], atol=1e-5, rtol=0)
+    assert not report.dropped and not report.new
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BartForConditionalGeneration", "T5ForConditionalGeneration"])
+def test_decoders_and_two_towers(name, cases):
+    case = cases[name]
+    source, given = case.make(), case.inputs()
+    changes = {"attention": {"type": "band_attention", "window_size": 64}}
+    model, report = swapped(source, **changes, measure=False)
+    mask = given.get("decoder_attention_mask", given["attention_mask"]).bool()
+    torch.testing.assert_close(outputs(model, given)[mask], outputs(source, given)[mask], atol=2e-5, rtol=0)
+    assert not report.dropped and not report.new and not report.derived
+    if case.two_towers:  # one tower alone
+        model, _ = swapped(source, **changes, decoder={"attention": "dense"}, measure=False)
+        assert model.config.tower("decoder").attention.type == "dense"
+        assert model.config.tower("trunk").attention.type == "band_attention"
+        # T5 has no biases and does not scale scores: what components share, they keep
+        assert model.config.attention.bias == from_transformers(source).config.attention.bias
+        torch.testing.assert_close(outputs(model, given)[mask], outputs(source, given)[mask], atol=2e-5, rtol=0)
+
+
+def test_mixing_heads_and_gates_start_as_the_source(cases):
+    case = cases["BertForMaskedLM"]
+    source, given = case.make(), case.inputs()
+    model, report = swapped(source, attention="talking_heads", feedforward="geglu", measure=False)
+    mask = given["attention_mask"].bool()
+    torch.testing.assert_close(outputs(model, given)[mask], outputs(source, given)[mask], atol=1e-5, rtol=0)
+    assert len(report.derived) == 2 * (2 + 4) and not report.new
+    back, _ = swapped(model, feedforward={"type": "gelu", "approximate": "none"}, measure=False)
+    torch.testing.assert_close(outputs(back, given)[mask], outputs(source, given)[mask], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", components.names("attention"))
+def test_every_mechanism_can_be_swapped_in(name, cases):
+    """What the sources have is kept where the mechanism has it, too, and the result works."""
+    spec = components.SLOTS["attention"].get(name)
+    case = cases["BertForMaskedLM" if spec.bidirectional else "GPT2LMHeadModel"]
+    source = from_transformers(case.make())
+    try:
+        model, report = swapped(source, attention=name, measure=False)
+    except ValueError as refusal:  # a mechanism that needs a stack of its own says which
+        stack = re.search(r"set `stack='(\w+)'`", str(refusal)).group(1)
+        model, report = swapped(source, attention=name, stack=stack, measure=False)
+    given = {**case.inputs(), "labels": case.inputs()["input_ids"]}
+    output = model.train()(**given)
+    output.loss.backward()
+    assert output.loss.isfinite()
+    before, after = source.state_dict(), model.state_dict()
+    outside = [key for key in before if ".attention." not in key]
+    assert all(torch.equal(before[key], after[key]) for key in outside) and set(outside) <= {*report.kept, *after}
+    kept = [key for key in report.kept if ".attention." in key]
+    assert all(torch.equal(before[key], after[key]) for key in kept)
+    derived = {name for _, name, _ in report.derived}
+    same = {key for key in before if key in after and before[key].shape == after[key].shape}
+    assert set(kept) == {key for key in same - derived if ".attention." in key}
+    assert not [key for key in report.new if ".attention." not in key and ".stack." not in key]
+
+
+# ---------------------------------------------------------------------------------------------------- derivations
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "RobertaForMaskedLM", "BartForConditionalGeneration"])
+def test_learned_positions_are_tiled(name, cases):
+    source = from_transformers(cases[name].make())
+    model, report = swapped(source, max_length=53, measure=False)
+    assert type(model) is type(source) and model.config.max_position_embeddings == 53
+    spec, tower, rows = source.config.position, "model.trunk", source.config.max_position_embeddings
+    old, new = (m.state_dict()[f"{tower}.position.table.weight"] for m in (source, model))
+    assert torch.equal(new[: spec.offset], old[: spec.offset])
+    for place in (0, 23, 24, 30, 47, 48, 52):
+        assert torch.equal(new[spec.offset + place], old[spec.offset + place % rows])
+    assert len(report.derived) == (2 if source.config.is_encoder_decoder else 1) and not report.dropped
+    short, _ = swapped(model, max_length=10, measure=False)
+    assert torch.equal(short.state_dict()[f"{tower}.position.table.weight"], old[: spec.offset + 10])
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_grouped_heads_are_means(heads, cases):
+    source = from_transformers(cases["BertForMaskedLM"].make())
+    model, report = swapped(source, num_key_value_heads=heads, measure=False)
+    width, group = 8, 4 // heads
+    for letter in "kv":
+        old, new = (m.model.trunk.layers[1].attention for m in (source, model))
+        for part in ("weight", "bias"):
+            before = getattr(getattr(old, f"{letter}_proj"), part).double()
+            after = getattr(getattr(new, f"{letter}_proj"), part)
+            for head in range(heads):
+                members = [before[(head * group + i) * width : (head * group + i + 1) * width] for i in range(group)]
+                expected = sum(members) / group
+                torch.testing.assert_close(after[head * width : (head + 1) * width].double(), expected)
+    assert len(report.derived) == 2 * 4
+    # copies for each head compute what one shared head does
+    given = cases["BertForMaskedLM"].inputs()
+    many, _ = swapped(model, num_key_value_heads=None, measure=False)
+    torch.testing.assert_close(outputs(many, given), outputs(model, given), atol=1e-5, rtol=0)
+
+
+def test_global_projections_are_copies_of_the_derived_ones(cases):
+    source = from_transformers(cases["BertForMaskedLM"].make())
+    model, report = swapped(source, attention="longformer", num_key_value_heads=2, measure=False)
+    for layer in model.model.trunk.layers:
+        for letter in "qkv":
+            local, own = (getattr(layer.attention, f"{letter}{kind}_proj") for kind in ("", "_global"))
+            assert torch.equal(local.weight, own.weight) and torch.equal(local.bias, own.bias)
+            assert local.weight.data_ptr() != own.weight.data_ptr()
+    assert "model.trunk.layers.0.attention.k_global_proj.weight" in [name for _, name, _ in report.derived]
+
+
+def test_experts_are_copies(cases):
+    source = from_transformers(cases["BertForMaskedLM"].make())
+    changes = {"type": "switch_transformer", "num_experts": 3, "every": 1}
+    model, report = swapped(source, feedforward=changes, measure=False)
+    experts, dense = model.model.trunk.layers[1].feedforward.experts, source.model.trunk.layers[1].feedforward
+    for index in range(3):
+        assert torch.equal(experts.up_proj[index], dense.up_proj.weight)
+        assert torch.equal(experts.down_bias[index], dense.down_proj.bias)
+    assert all("router" in name for name in report.new) and len(report.new) == 2
+
+
+def test_sinusoids_become_a_table(cases):
+    torch.manual_seed(0)
+    config = hf_xformers.XFormerConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=20, position="sinusoidal_absolute",
+    )  # fmt: skip
+    source = hf_xformers.XFormerForMaskedLM(config).eval()
+    model, _ = swapped(source, position="learned_absolute", measure=False)
+    ids = torch.randint(5, 40, (2, 17))
+    torch.testing.assert_close(model(ids).logits, source(ids).logits, atol=1e-5, rtol=0)
+    assert model.config.position.type == "learned_absolute"
+
+
+def test_distance_buckets(cases):
+    source = from_transformers(cases["T5ForConditionalGeneration"].make())
+    same = {"num_buckets": 8, "max_distance": 10}
+    model, report = swapped(source, position={**same, "num_buckets": 12, "max_distance": 20}, measure=False)
+    place = torch.arange(24)
+    for tower in ("trunk", "decoder"):
+        old, new = (getattr(m.model, tower).position for m in (source, model))
+        before, after = old.block(place, place), new.block(place, place)
+        offsets = place[None] - place[:, None]
+        exact = (offsets.abs() < 2) if tower == "trunk" else ((offsets <= 0) & (offsets > -4))
+        torch.testing.assert_close(after[:, exact], before[:, exact], atol=1e-6, rtol=0)
+    assert len(report.derived) == 2
+
+
+def test_norms_follow_the_states(cases):
+    source = from_transformers(cases["BertForMaskedLM"].make())
+    model, report = swapped(source, residual="pre_ln", measure=False)
+    old, new = source.model.trunk, model.model.trunk
+    assert torch.equal(new.layers[0].feedforward_residual.norm.weight, old.layers[0].attention_residual.norm.weight)
+    assert torch.equal(new.layers[1].attention_residual.norm.bias, old.layers[0].feedforward_residual.norm.bias)
+    assert torch.equal(new.final_norm.weight, old.layers[1].feedforward_residual.norm.weight)
+    assert [name.split("trunk.")[1] for name in report.new] == [
+        f"layers.0.attention_residual.norm.{part}" for part in ("bias", "weight")
+    ]
+    back, report = swapped(model, residual="post_ln", measure=False)
+    given = cases["BertForMaskedLM"].inputs()
+    mask = given["attention_mask"].bool()
+    torch.testing.assert_close(outputs(back, given)[mask], outputs(source, given)[mask], atol=1e-5, rtol=0)
+
+
+# ---------------------------------------------------------------------------------------------------- the report
+
+
+def test_new_and_dropped_tensors(cases):
+    source = cases["BertForMaskedLM"].make()
+    model, report = swapped(source, attention="synthesizer", position="sinusoidal_absolute")
+    layer = "model.trunk.layers.0.attention."
+    assert f"{layer}v_proj.weight" in report.kept and f"{layer}q_proj.weight" in report.dropped
+    assert any(name.startswith(layer) for name in report.new)
+    assert "model.trunk.position.table.weight" in report.dropped
+    assert report.movement.kl_mean > 0 and report.movement.predictions > 0
+    json.dumps(report.to_dict())
+    text = report.summary()
+    assert "attention: dense -> synthesizer" in text and "dropped: attention.q_proj.weight, 2 tensors" in text
+    again, _ = swapped(source, attention="synthesizer", position="sinusoidal_absolute", measure=False)
+    other, _ = swapped(source, attention="synthesizer", position="sinusoidal_absolute", measure=False, seed=1)
+    new = report.new[0]
+    assert torch.equal(model.state_dict()[new], again.state_dict()[new])
+    assert any(not torch.equal(again.state_dict()[name], other.state_dict()[name]) for name in report.new)
+
+
+def test_the_source_stays_as_it_is(cases):
+    source = from_transformers(cases["BertForMaskedLM"].make())
+    before = {name: tensor.clone() for name, tensor in source.state_dict().items()}
+    model, _ = swapped(source, attention="longformer", measure=False)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.fill_(7.0)
+    assert all(torch.equal(before[name], tensor) for name, tensor in source.state_dict().items())
+
+
+def test_movement_is_the_divergence_of_the_predictions(cases):
+    source = from_transformers(cases["GPT2LMHeadModel"].make())
+    model, report = swapped(source, attention={"type": "band_attention", "window_size": 2})
+    found = report.movement
+    assert found.text == "random tokens" and found.length == 24 and found.predictions == found.rows * 24
+    ids = torch.randint(5, 60, (512 // 24 * 24,), generator=torch.Generator().manual_seed(0)).view(-1, 24)
+    p, q = (outputs(m.double(), {"input_ids": ids}).softmax(-1) for m in (source, model))
+    divergence = (p * (p / q).log()).sum(-1)
+    assert found.kl_mean == pytest.approx(float(divergence.mean()), rel=1e-3)
+    assert found.kl_max == pytest.approx(float(divergence.max()), rel=1e-3)
+    assert found.agreement == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()), abs=1e-2)
+    bare = from_transformers(cases["BertModel"].make())
+    _, report = swapped(bare, attention={"type": "band", "window_size": 1})
+    assert report.movement.kl_mean is None and report.movement.states > 0
+    assert "hidden states moved" in report.summary()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BertForQuestionAnswering",
+        "BertForMultipleChoice",
+        "BertForPreTraining",
+        "T5ForConditionalGeneration",
+        "T5Model",
+    ],
+)
+def test_movement_of_every_kind_of_head(name, cases):
+    _, report = swapped(cases[name].make(), attention={"type": "band_attention", "window_size": 600})
+    assert (report.movement.states if report.movement.kl_mean is None else report.movement.kl_mean) < 1e-5
+
+
+# ---------------------------------------------------------------------------------------------------- folders
+
+
+@pytest.fixture
+def bert(tmp_path, cases):
+    letters = [chr(ord("a") + index) for index in range(26)]
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
+    folder = tmp_path / "bert"
+    cases["BertForMaskedLM"].make().save_pretrained(folder)
+    transformers.BertTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}).save_pretrained(folder)
+    return folder
+
+
+def files(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_folders(tmp_path, bert):
+    before = files(bert)
+    changes = {"type": "longformer", "window": 80}  # a word that means one field only
+    report = swap_checkpoint(bert, tmp_path / "long", attention=changes, max_length=96)
+    assert report.movement.text == "Python's help texts" and report.movement.kl_max < 1e-5
+    assert report.conversion.source == "BertForMaskedLM" and not report.new
+    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "long")
+    assert type(model) is hf_xformers.XFormerForMaskedLM and model.config.attention.attention_window == 80
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "long")
+    assert tokenizer.model_max_length == 96
+    batch = tokenizer("abc " * 20, return_tensors="pt")
+    assert batch["input_ids"].shape[1] > 24 and outputs(model, batch).isfinite().all()
+    assert files(bert) == before
+    # and on from there, from a checkpoint of this package
+    again = swap_checkpoint(tmp_path / "long", tmp_path / "short", attention={"attention_window": 4})
+    assert again.conversion is None and again.movement.kl_mean > 0 and not again.new and not again.dropped
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bert", "long", "short"]  # no scratch left
+
+
+def test_another_head(tmp_path, bert):
+    changes = {"attention": {"type": "band_attention", "window_size": 4}}
+    swap_checkpoint(bert, tmp_path / "ours", **changes)
+    model, _ = swap_components(tmp_path / "ours", head="ForTokenClassification", max_length=30)
+    assert type(model) is hf_xformers.XFormerForTokenClassification
+    with pytest.raises(ValueError, match="no such class or head 'ForPoetry'; say which `head` it has: Model"):
+        swap_components(tmp_path / "ours", head="ForPoetry", max_length=30)
+
+
+@pytest.mark.parametrize("kind", ["theirs", "ours"])
+@pytest.mark.parametrize("damage", ["truncated", "missing", "unexpected", "resized", "no weights", "config"])
+def test_damaged_sources(tmp_path, bert, damage, kind):
+    source = bert
+    if kind == "ours":
+        source = tmp_path / "ours"
+        swap_checkpoint(bert, source, max_length=30)
+    weights = source / "model.safetensors"
+    tensors = load_file(weights)
+    first = next(name for name in tensors if "attention" in name)
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif damage == "missing":
+        tensors.pop(first)
+    elif damage == "unexpected":
+        tensors["model.trunk.surprise.weight"] = torch.ones(3)
+    elif damage == "resized":
+        tensors[first] = tensors[first][:-1].clone()
+    elif damage == "no weights":
+        weights.unlink()
+    else:
+        (source / "config.json").write_text((source / "config.json").read_text()[:-30])
+    if damage in ("missing", "unexpected", "resized"):
+        save_file(tensors, weights, metadata={"format": "pt"})
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "keep.txt").write_text("precious")
+    before = files(tmp_path)
+    with pytest.raises(ValueError) as refusal:
+        swap_checkpoint(source, target, max_length=40, overwrite=True)
+    message = str(refusal.value)
+    assert "again" in message or "copy" in message, message  # the remedy
+    if damage in ("missing", "unexpected"):
+        assert repr(first) in message or "surprise" in message
+    assert files(tmp_path) == before
+
+
+def test_a_failed_save_leaves_the_target(tmp_path, bert, monkeypatch):
+    target = tmp_path / "target"
+    swap_checkpoint(bert, target, max_length=30)
+    before = files(tmp_path)
+    monkeypatch.setattr(
+        hf_xformers.conversion.swap, "save", lambda model, folder: (_ for _ in ()).throw(OSError("disk full"))
+    )
+    with pytest.raises(OSError, match="disk full"):
+        swap_checkpoint(bert, target, max_length=40, overwrite=True)
+    assert files(tmp_path) == before
+
+
+# ---------------------------------------------------------------------------------------------------- refusals
+
+REFUSED = {
+    "nothing": ({}, "Nothing to swap; give a component"),
+    "unknown": ({"atention": "dense"}, "nothing called 'atention' to swap.*Did you mean 'attention'"),
+    "geometry": ({"hidden_size": 64}, "`hidden_size` cannot change in a swap.*What can: components"),
+    "by another name": ({"max_position_embeddings": 64}, "as `max_length`"),
+    "length": ({"max_length": 0}, "`max_length` must be at least 1 token, got 0"),
+    "component": ({"attention": "dens"}, "Unknown attention component 'dens'.*Did you mean 'dense'"),
+    "field": ({"attention": {"type": "longformer", "wind": 3}}, "Unknown field 'wind' of attention 'longformer'"),
+    "type": ({"attention": 3}, "must be a name, a dict or a spec, got int: 3"),
+    "heads": ({"num_key_value_heads": 3}, "`num_key_value_heads` 3 must divide `num_attention_heads` 4"),
+    "decoder": ({"decoder": {"attention": "dense"}}, "does not have; leave it out"),
+    "combination": ({"attention": "synthesizer", "position": "t5_relative_bias"}, "has no place for"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name, cases):
+    changes, message = REFUSED[name]
+    source = from_transformers(cases["BertForMaskedLM"].make())
+    with pytest.raises((ValueError, TypeError), match=f"(?s){message}"):
+        swap_components(source, **changes)
+
+
+def test_refused_sources(tmp_path, cases):
+    with pytest.raises(TypeError, match="a folder or a Hub id, got int: 3"):
+        swap_components(3, max_length=5)
+    with pytest.raises(ValueError, match="There is no folder"):
+        swap_components(tmp_path / "nothing", max_length=5)
+    with pytest.raises(ValueError, match="No conversion for model type 'distilbert'; these convert: bart"):
+        swap_components(transformers.DistilBertModel(transformers.DistilBertConfig(n_layers=1, dim=12, n_heads=2, hidden_dim=12)), max_length=5)  # fmt: skip
+    model = from_transformers(cases["BertForMaskedLM"].make())
+    with pytest.raises(ValueError, match="leave `head` out"):
+        swap_components(model, head="Model", max_length=5)
