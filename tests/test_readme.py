@@ -37,15 +37,32 @@ def commands() -> list[str]:
     return [line for block in blocks for line in block.splitlines() if line.startswith("hf-xformers")]
 
 
+def write_rows(folder: Path) -> None:
+    """A few rows in the files that the examples name."""
+    texts = [f"{word} day number {index}" for index, word in enumerate(["good", "bad"] * 8)]
+    rows = [f"{text},{index % 2}" for index, text in enumerate(texts)]
+    (folder / "reviews.csv").write_text("\n".join(["text,label", *rows]) + "\n")
+    for split in ("train", "dev"):
+        words = "".join(f"{word}\t{'B-N' if word.isdigit() else 'O'}\n" for word in texts[0].split())
+        (folder / f"{split}.conll").write_text(f"{words}\n{words}")
+        for language in ("en", "de"):
+            (folder / f"{split}.{language}").write_text("\n".join(texts[:4]) + "\n")
+
+
 @pytest.mark.slow
 def test_commands(tmp_path):
     lines = commands()
-    assert len(lines) == 3 and sum("pretrain" in line for line in lines) == 2
+    assert len(lines) == 8 and sum("pretrain" in line for line in lines) == 2
+    write_rows(tmp_path)
     for line in lines:
         arguments = shlex.split(line, comments=True)[1:]
-        if arguments[0] == "pretrain":  # as written, but for the length of the run
+        if arguments[0] in ("pretrain", "uptrain"):  # as written, but for the length of the run
             arguments[arguments.index("--max_steps") + 1] = "2"
-            arguments += ["--hidden_size", "32", "--num_hidden_layers", "1", "--use_cpu", "--eval_strategy", "no"]
+            arguments += ["--use_cpu", "--eval_strategy", "no"]
+        if arguments[0] == "finetune":
+            arguments += ["--num_train_epochs", "1", "--use_cpu"]
+        if arguments[0] == "pretrain":
+            arguments += ["--hidden_size", "32", "--num_hidden_layers", "1"]
         done = subprocess.run(
             [sys.executable, "-m", "hf_xformers.cli", *arguments],
             capture_output=True,

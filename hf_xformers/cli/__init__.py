@@ -12,8 +12,13 @@ from collections.abc import Sequence
 COMMANDS = {
     "list": ("listing", "variants and components: what they change, which shapes they fit"),
     "pretrain": ("pretrain", "train a variant, or a free mix of components, on text"),
+    "finetune": ("finetune", "train a saved model, or a variant, on a task: classify, tag, answer, translate, ..."),
     "evaluate": ("evaluate", "loss, perplexity and accuracy of a saved model"),
-    "convert": ("convert", "turn a checkpoint of transformers into a variant, or back"),
+    "convert": (
+        "convert",
+        "turn a checkpoint of transformers into a variant, or back; swap components of a trained one",
+    ),
+    "uptrain": ("uptrain", "continue the pretraining of a model, with a teacher or without"),
 }
 DEBUG_VARIABLE = "HF_XFORMERS_DEBUG"
 

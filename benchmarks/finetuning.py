@@ -1,0 +1,196 @@
+"""Does fine-tuning learn? Variants on SST-2, WNUT-17 and Multi30k against what needs no learning.
+
+python benchmarks/finetuning.py --data DIR [--tasks sst2,wnut17,multi30k] [--variants bert,longformer] [--size tiny]
+    [--epochs 4] [--pretrain_steps 0] [--max_train_rows N] [-- OPTION ...]
+
+DIR holds `sst2/{train,dev}.tsv` (sentence, label, no header), `wnut17/{train,dev}.conll` and
+`multi30k/{train,val,test_2016_flickr}.{en,de}`. Each variant starts from random weights, or from `--pretrain_steps` of masked LM
+(span corruption for translation) on the task's own training texts, through the command `hf-xformers finetune`, whose
+further options follow `--`. Baselines: the majority class; the tags that the training rows give a word most often
+(a word that they do not have is outside); the source text as its own translation. Rows replace those of the same task,
+variant and start in `results/finetuning.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+from measure import write_results
+
+from hf_xformers.cli import main
+from hf_xformers.finetuning.options import TaskData
+from hf_xformers.finetuning.sources import load_rows, read_conll
+from hf_xformers.metrics import corpus_bleu, entity_scores
+from hf_xformers.variants import config_class
+
+RESULTS = Path(__file__).parent / "results"
+COLUMNS = [
+    "task",
+    "variant",
+    "start",
+    "parameters",
+    "steps",
+    "seconds",
+    "metric",
+    "validation",
+    "test",
+    "baseline",
+    "of",
+]
+ENCODERS = ("bert", "longformer", "linear_transformer", "performer", "reformer", "synthesizer")
+ENCODER_DECODERS = ("t5", "bart", "linear_transformer", "synthesizer", "talking_heads", "xformer")
+
+
+def sst2(folder: Path) -> dict[str, Any]:
+    data = [str(folder / "sst2" / name) for name in ("train.tsv", "dev.tsv")]
+    columns = ["--column_names", "text", "label"]
+    splits = load_rows(TaskData(data=data, column_names=["text", "label"]))
+    train, held = list(splits["train"]["label"]), list(splits["validation"]["label"])
+    majority = Counter(train).most_common(1)[0][0]
+    return {
+        "head": "ForSequenceClassification",
+        "variants": ENCODERS,
+        "options": ["--task", "text-classification", "--data", *data, *columns, "--max_length", "64"],
+        "metric": "accuracy",
+        "baseline": ("majority class", sum(label == majority for label in held) / len(held)),
+        "texts": list(splits["train"]["text"]),
+    }
+
+
+def wnut17(folder: Path) -> dict[str, Any]:
+    files = {name: folder / "wnut17" / f"{name}.conll" for name in ("train", "dev")}
+    rows = {name: list(read_conll(path)) for name, path in files.items()}
+    counts: dict[str, Counter] = defaultdict(Counter)
+    for row in rows["train"]:
+        for word, tag in zip(row["tokens"], row["tags"]):
+            counts[word][tag] += 1
+    usual = {word: found.most_common(1)[0][0] for word, found in counts.items()}
+    guess = [[usual.get(word, "O") for word in row["tokens"]] for row in rows["dev"]]
+    score = entity_scores(guess, [row["tags"] for row in rows["dev"]])["overall_f1"]
+    return {
+        "head": "ForTokenClassification",
+        "variants": ENCODERS,
+        "options": ["--task", "token-classification", "--data", *map(str, files.values()), "--max_length", "128"],
+        "metric": "f1",
+        "baseline": ("most frequent tag of the word", score),
+        "texts": [" ".join(row["tokens"]) for row in rows["train"]],
+    }
+
+
+def multi30k(folder: Path) -> dict[str, Any]:
+    data = [
+        str(folder / "multi30k" / f"{split}.{language}") for split in ("train", "val") for language in ("en", "de")
+    ]
+    test = [str(folder / "multi30k" / f"test_2016_flickr.{language}") for language in ("en", "de")]
+    source, target = (Path(path).read_text(encoding="utf-8").splitlines() for path in data[2:])
+    languages = ["--source_lang", "en", "--target_lang", "de"]
+    return {
+        "head": "ForSeq2SeqLM",
+        "variants": ENCODER_DECODERS,
+        "options": [
+            *("--task", "translation", "--data", *data, "--test_data", *test, *languages),
+            *("--max_length", "64", "--max_target_length", "64", "--label_smoothing_factor", "0.1"),
+        ],
+        "metric": "bleu",
+        "baseline": ("source copied", corpus_bleu(source, target)["bleu"]),
+        "texts": [line for path in data[:2] for line in Path(path).read_text(encoding="utf-8").splitlines()],
+    }
+
+
+TASKS = {"sst2": sst2, "wnut17": wnut17, "multi30k": multi30k}
+
+
+def measure(task: dict[str, Any], variant: str, args: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        start = ["--variant", variant, "--size", args.size]
+        if args.pretrain_steps:
+            text, model = Path(folder) / "train.txt", Path(folder) / "pretrained"
+            text.write_text("\n".join(task["texts"]) + "\n", encoding="utf-8")
+            objective = "span" if task["head"] == "ForSeq2SeqLM" else "mlm"
+            run(
+                *("pretrain", *start, "--objective", objective, "--data", text, "--output_dir", model),
+                *("--max_steps", args.pretrain_steps, "--eval_strategy", "no", "--save_strategy", "no"),
+                *("--block_size", 128, "--disable_tqdm", "true"),
+            )
+            start = ["--model", str(model)]
+        options = ["--num_train_epochs", args.epochs, "--save_total_limit", 1, "--disable_tqdm", "true"]
+        if args.max_train_rows:
+            options += ["--max_train_rows", args.max_train_rows]
+        output = Path(folder) / "run"
+        run("finetune", *start, *task["options"], "--output_dir", output, *options, *extra)
+        return json.loads((output / "training_summary.json").read_text())
+
+
+def run(*argv: Any) -> None:
+    code = main([str(entry) for entry in argv])
+    if code:
+        raise SystemExit(code)
+
+
+def write(row: dict[str, Any], name: str) -> None:
+    """Replaces the row of the same task, variant and start, and the table made of all."""
+    path = RESULTS / f"{name}.json"
+    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = sorted([*(other for other in old if key(other) != key(row)), row], key=key)
+    note = (
+        "Best checkpoint by the metric on the validation rows, in percent; the baseline needs no model. Sizes and steps are "
+        "small: the table shows that training works, not how well a mechanism can do."
+    )
+    write_results(name, rows, COLUMNS, "Fine-tuning: do variants learn?", note)
+
+
+def key(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["task"], row["variant"], row["start"]
+
+
+def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder with sst2, wnut17 and multi30k")
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--variants", help="default: some that have the task's head")
+    parser.add_argument("--size", default="tiny")
+    parser.add_argument("--epochs", type=float, default=4)
+    parser.add_argument("--pretrain_steps", type=int, default=0)
+    parser.add_argument("--max_train_rows", type=int)
+    parser.add_argument("--results", default="finetuning", help="name of the files in results/")
+    parser.add_argument("extra", nargs="*", help="after --: further options of hf-xformers finetune")
+    args = parser.parse_args(argv)
+    return args, args.extra
+
+
+def benchmark(argv: list[str] | None = None) -> None:
+    args, extra = parse(argv)
+    for name in args.tasks.split(","):
+        task = TASKS[name](args.data)
+        variants = args.variants.split(",") if args.variants else task["variants"]
+        for variant in variants:
+            if task["head"] not in config_class(variant).heads:
+                continue
+            summary = measure(task, variant, args, extra)
+            percent = 1.0 if task["metric"] == "bleu" else 100.0
+            test = summary.get(f"test_{task['metric']}")
+            row = {
+                "task": name,
+                "variant": summary["variant"],
+                "start": f"{args.size}, " + (f"{args.pretrain_steps} steps" if args.pretrain_steps else "random"),
+                "parameters": summary["parameters"],
+                "epochs": args.epochs,
+                "steps": summary["steps"],
+                "seconds": summary["seconds"],
+                "metric": task["metric"],
+                "validation": percent * summary[f"eval_{task['metric']}"],
+                "test": "" if test is None else percent * test,
+                "baseline": percent * task["baseline"][1],
+                "of": task["baseline"][0],
+            }
+            write(row, args.results)
+            print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    benchmark()

@@ -1,0 +1,34 @@
+"""Bottleneck adapters (Houlsby et al. 2019, Pfeiffer et al. 2021), which `peft` does not have: several per model, by name.
+
+add_adapter(model, "reviews", "houlsby")      # frozen base; trains the adapter, the norms and the head
+... train ...
+save_adapter(model, "runs/reviews", "reviews")
+activate(model, None)                         # the base as it was
+load_adapter(model, "runs/other")             # another task on the same base
+"""
+
+from .bottleneck import (
+    KINDS,
+    AdapterConfig,
+    Bottleneck,
+    activate,
+    active_adapter,
+    adapter_names,
+    add_adapter,
+    load_adapter,
+    remove_adapter,
+    save_adapter,
+)
+
+__all__ = [
+    "KINDS",
+    "AdapterConfig",
+    "Bottleneck",
+    "activate",
+    "active_adapter",
+    "adapter_names",
+    "add_adapter",
+    "load_adapter",
+    "remove_adapter",
+    "save_adapter",
+]

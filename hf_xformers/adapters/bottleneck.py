@@ -1,0 +1,334 @@
+"""Bottleneck adapters inside the residual frames of layers, one of several active at a time.
+
+An adapter is a(h) = h + act(h W_d + b_d) W_u + b_u. It is hooked into a layer's residual frames, so that neither the
+model's code nor the names of its tensors change: a base checkpoint loads into an adapted model and the other way round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from ..blocks.base import SublayerPlan, XFormerLayer
+
+KINDS = ("houlsby", "pfeiffer")
+CONFIG_FILE, WEIGHTS_FILE = "bottleneck_config.json", "bottleneck.safetensors"
+_STATE = "_bottleneck_adapters"
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """Settings of an adapter.
+
+    kind: `houlsby`, one after every sublayer before the residual sum, with the norms trained along (Houlsby et al. 2019,
+    section 2.1: LN(x + a(f(x)))); `pfeiffer`, one per layer after the feed-forward: with the sum s = x + f(x), y =
+    LN(s + act(LN(s) W_d) W_u), the norm used twice as it is (Pfeiffer et al. 2021, appendix); in frames without a norm
+    after the sum it stands where Houlsby's does.
+    bottleneck: inner width; None: hidden width / reduction_factor. act: activation; None: gelu (houlsby), relu (pfeiffer).
+    init_scale: standard deviation of the fresh maps, so that a fresh adapter hardly changes anything. train_norms: train
+    the layers' norms along; None: as the paper of `kind`.
+
+    Raises ValueError for an unknown kind or activation, and for a width below 1.
+    """
+
+    kind: str = "houlsby"
+    bottleneck: int | None = None
+    reduction_factor: float | int = 16
+    act: str | None = None
+    init_scale: float | int = 1e-3
+    train_norms: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"unknown kind of adapter {self.kind!r}: choose one of {', '.join(KINDS)}")
+        if self.activation not in ACT2FN:
+            raise ValueError(
+                f"unknown activation act={self.act!r} of an adapter; take gelu, relu, silu or another one"
+            )
+        if (self.bottleneck is not None and self.bottleneck < 1) or self.reduction_factor <= 0:
+            raise ValueError(
+                f"an adapter's width must be at least 1; got bottleneck={self.bottleneck}, "
+                f"reduction_factor={self.reduction_factor}"
+            )
+
+    @property
+    def activation(self) -> str:
+        return self.act or {"houlsby": "gelu", "pfeiffer": "relu"}[self.kind]
+
+    @property
+    def trains_norms(self) -> bool:
+        return self.kind == "houlsby" if self.train_norms is None else self.train_norms
+
+    def width(self, hidden_size: int) -> int:
+        return self.bottleneck or max(1, int(hidden_size / self.reduction_factor))
+
+
+class Bottleneck(nn.Module):
+    """[..., D] -> [..., D]: act(h W_d + b_d) W_u + b_u, what an adapter adds."""
+
+    def __init__(self, hidden_size: int, config: AdapterConfig):
+        super().__init__()
+        width = config.width(hidden_size)
+        self.down, self.up = nn.Linear(hidden_size, width), nn.Linear(width, hidden_size)
+        self.activation = ACT2FN[config.activation]
+        for linear in (self.down, self.up):
+            nn.init.trunc_normal_(
+                linear.weight, std=config.init_scale, a=-2 * config.init_scale, b=2 * config.init_scale
+            )
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.up(self.activation(self.down(hidden_states)))
+
+
+class _Hook:
+    """Runs the active adapter of a residual frame. An object, not a function, so that copies of a model have their own."""
+
+    def __init__(self, frame: Any, after_norm: bool):
+        self.frame, self.after_norm = frame, after_norm
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        name = self.frame.active_adapter
+        if name is None or name not in self._adapters:
+            return output
+        adapter = self._adapters[name]
+        if not self.after_norm:  # the module is the frame's dropout
+            return output + adapter(output)
+        return module.forward(args[0] + adapter(output), *args[1:], **kwargs)
+
+    @property
+    def _adapters(self) -> nn.ModuleDict:
+        return self.frame.norm_adapters if self.after_norm else self.frame.sublayer_adapters
+
+
+@dataclass
+class _State:
+    """Of an adapted model: the adapters' settings, which one is active, and the tensors that belong to an adapter but
+    stand in the model (norms, head): those of the base and those of each adapter that is not active."""
+
+    configs: dict[str, AdapterConfig]
+    active: str | None
+    base: dict[str, Tensor]
+    parked: dict[str, dict[str, Tensor]]
+
+
+def add_adapter(model: Any, name: str, kind: str | AdapterConfig = "houlsby", **fields: Any) -> Any:
+    """Adds a fresh adapter under a name, activates it, and freezes everything but what it trains: itself, the norms (if
+    its configuration says so) and the head.
+
+    Raises:
+        ValueError: a name that is taken or is no identifier, a model without this package's layers, or settings that
+            `AdapterConfig` refuses.
+    """
+    config = kind if isinstance(kind, AdapterConfig) else AdapterConfig(kind, **fields)
+    state = _state(model)
+    if name in state.configs:
+        raise ValueError(f"the model has an adapter {name!r} already; remove it first, or take another name")
+    if not name.isidentifier():
+        raise ValueError(
+            f"an adapter's name is a part of tensor names, so {name!r} cannot be one; use letters and digits"
+        )
+    activate(model, None)
+    place = next(model.parameters())
+    for frame, entry in _frames(model):
+        after_norm = _is_after_norm(frame, config)
+        if config.kind == "pfeiffer" and entry.kind != "feedforward":
+            continue
+        adapter = Bottleneck(model.config.hidden_size, config).to(place.device, place.dtype)
+        (frame.norm_adapters if after_norm else frame.sublayer_adapters)[name] = adapter
+    state.configs[name] = config
+    state.parked[name] = {key: tensor.clone() for key, tensor in state.base.items() if _owns(key, config)}
+    activate(model, name)
+    return model
+
+
+def activate(model: Any, name: str | None) -> None:
+    """Makes the adapter `name` the active one, with its norms and head, or with None restores the base. Only what belongs
+    to the active adapter is trainable; without one, everything is.
+
+    Raises ValueError for an unknown name.
+    """
+    state = _state(model)
+    if name is not None and name not in state.configs:
+        raise ValueError(f"the model has no adapter {name!r}; its adapters are: {', '.join(state.configs) or 'none'}")
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        leaving = state.base if state.active is None else state.parked[state.active]
+        for key in leaving:
+            leaving[key] = parameters[key].detach().clone()
+        for key, tensor in {**state.base, **({} if name is None else state.parked[name])}.items():
+            if state.active is not None or name is not None:
+                parameters[key].copy_(tensor)
+    state.active = name
+    for frame, _ in _frames(model):
+        frame.active_adapter = name
+    for key, parameter in parameters.items():
+        parts = key.split(".")
+        of_adapter = "sublayer_adapters" in parts or "norm_adapters" in parts
+        own = name is not None and (name in parts if of_adapter else key in state.parked[name])
+        parameter.requires_grad_(own or (name is None and not of_adapter))
+
+
+def active_adapter(model: Any) -> str | None:
+    return _state(model).active
+
+
+def adapter_names(model: Any) -> list[str]:
+    return list(_state(model).configs)
+
+
+def remove_adapter(model: Any, name: str) -> None:
+    """Takes an adapter out of the model; the base is active if it was. Raises ValueError for an unknown name."""
+    state = _state(model)
+    if name not in state.configs or state.active == name:
+        activate(model, None if name in state.configs else name)
+    del state.configs[name], state.parked[name]
+    for frame, _ in _frames(model):
+        for adapters in (frame.sublayer_adapters, frame.norm_adapters):
+            if name in adapters:
+                del adapters[name]
+
+
+def save_adapter(model: Any, folder: str | Path, name: str | None = None) -> None:
+    """Writes one adapter (default: the active one), its norms and its head, and nothing of the base, into a folder.
+
+    Raises ValueError for an unknown name, or without a name if none is active.
+    """
+    state = _state(model)
+    name = state.active if name is None else name
+    if name not in state.configs:
+        raise ValueError(
+            f"there is no adapter {name!r} to save; the adapters are: {', '.join(state.configs) or 'none'}"
+        )
+    tensors = {key: value for key, value in model.state_dict().items() if _belongs(key, str(name))}
+    parameters = dict(model.named_parameters())
+    owned = {key: parameters[key] if state.active == name else tensor for key, tensor in state.parked[name].items()}
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    saved = {key: tensor.detach().cpu().contiguous() for key, tensor in {**tensors, **owned}.items()}
+    about = {
+        "name": name,
+        "adapter": dataclasses.asdict(state.configs[str(name)]),
+        "base_model": model.name_or_path or None,
+        "model_type": model.config.model_type,
+        "architecture": type(model).__name__,
+        "id2label": model.config.id2label,
+    }
+    temporary = folder / f"{WEIGHTS_FILE}.tmp"
+    save_file(saved, temporary, metadata={"format": "pt"})
+    os.replace(temporary, folder / WEIGHTS_FILE)
+    (folder / CONFIG_FILE).write_text(json.dumps(about, indent=2) + "\n")
+
+
+def load_adapter(model: Any, folder: str | Path, name: str | None = None) -> str:
+    """Adds the adapter of a folder under `name` (default: the one it was saved under), activates it, returns the name.
+
+    Raises ValueError for a folder without an adapter, a damaged file, a model of another class or shape than it was trained
+    on, and a name that is taken. The model is then as it was before.
+    """
+    from safetensors import SafetensorError
+
+    folder = Path(folder)
+    try:
+        about = json.loads((folder / CONFIG_FILE).read_text())
+        saved = load_file(folder / WEIGHTS_FILE)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(
+            f"{str(folder)!r} holds no bottleneck adapter that can be read ({error}); give a folder that save_adapter wrote"
+        ) from error
+    if about["architecture"] != type(model).__name__:
+        raise ValueError(
+            f"the adapter in {str(folder)!r} is for {about['architecture']}, not {type(model).__name__}; load that class"
+        )
+    before = active_adapter(model)
+    name = name or about["name"]
+    add_adapter(model, name, AdapterConfig(**about["adapter"]))
+    old = f".{about['name']}."
+    renamed = {
+        key.replace(old, f".{name}.", 1) if _belongs(key, about["name"]) else key: tensor
+        for key, tensor in saved.items()
+    }
+    parameters = dict(model.named_parameters())
+    expected = {key for key in parameters if _belongs(key, name) or key in _state(model).parked[name]}
+    wrong = sorted(expected ^ set(renamed)) or [
+        key for key in sorted(expected) if parameters[key].shape != renamed[key].shape
+    ]
+    if wrong:
+        remove_adapter(model, name)
+        activate(model, before)
+        raise ValueError(
+            f"the adapter in {str(folder)!r} does not fit the model at {wrong[0]!r}; load its base "
+            f"({about['base_model']}) with num_labels={len(about['id2label'])}"
+        )
+    with torch.no_grad():
+        for key, tensor in renamed.items():
+            parameters[key].copy_(tensor)
+    return name
+
+
+# ------------------------------------------------------------------------------------------------ inside
+
+
+def _frames(model: nn.Module) -> Iterator[tuple[Any, SublayerPlan]]:
+    """Every residual frame of every layer with its sublayer's plan; a frame that is shared comes once."""
+    seen: set[int] = set()
+    for layer in model.modules():
+        if isinstance(layer, XFormerLayer):
+            for entry in layer.plan:
+                frame = layer.frame(entry)
+                if id(frame) not in seen:
+                    seen.add(id(frame))
+                    yield frame, entry
+
+
+def _is_after_norm(frame: nn.Module, config: AdapterConfig) -> bool:
+    from ..normalization.residual import PostNorm
+
+    return config.kind == "pfeiffer" and isinstance(frame, PostNorm)
+
+
+def _state(model: Any) -> _State:
+    """The model's adapters; hooks are put in the first time. Raises ValueError for a model without layers of ours."""
+    found = getattr(model, _STATE, None)
+    if found is not None:
+        return found
+    frames = list(_frames(model))
+    if not frames:
+        raise ValueError(f"{type(model).__name__} has no layers of this package; bottleneck adapters go into those")
+    base = {key: tensor.detach().clone() for key, tensor in model.named_parameters() if _may_own(key, model)}
+    for frame, _ in frames:
+        frame.sublayer_adapters, frame.norm_adapters, frame.active_adapter = nn.ModuleDict(), nn.ModuleDict(), None
+        frame.dropout.register_forward_hook(_Hook(frame, after_norm=False), with_kwargs=True)
+        if isinstance(getattr(frame, "norm", None), nn.Module):
+            frame.norm.register_forward_hook(_Hook(frame, after_norm=True), with_kwargs=True)
+    state = _State({}, None, base, {})
+    setattr(model, _STATE, state)
+    return state
+
+
+def _may_own(key: str, model: Any) -> bool:
+    """Norms of the layers, a pooler, and the parameters of the head, which stand outside the base model."""
+    in_base = key.startswith(f"{model.base_model_prefix}.")
+    return not in_base or _is_norm(key) or ".pooler." in key
+
+
+def _owns(key: str, config: AdapterConfig) -> bool:
+    return config.trains_norms or not _is_norm(key)
+
+
+def _is_norm(key: str) -> bool:
+    return any("norm" in part for part in key.split(".")[:-1])
+
+
+def _belongs(key: str, name: str) -> bool:
+    return f".sublayer_adapters.{name}." in key or f".norm_adapters.{name}." in key

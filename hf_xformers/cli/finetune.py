@@ -1,0 +1,123 @@
+"""`hf-xformers finetune`: train a saved model, or a variant from random weights, on a task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..components import SLOTS
+from .arguments import Parser, add_model_options, parse_command, parse_component, parse_decoder, parse_fields
+from .console import print_facts, say
+from .pretrain import quiet_libraries
+from .values import annotation, parse
+
+_DESCRIPTION = """Fine-tune a saved model, or a variant from random weights, on a task, and save it with its tokenizer,
+the metrics and the predictions of all held-out rows.
+
+usage with a file: hf-xformers finetune config.yaml [OPTION ...]; the file has the options by name.
+Works unchanged under a launcher: accelerate launch -m hf_xformers.cli finetune ..."""
+GROUPS = (*SLOTS, "decoder", "peft")
+
+
+def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
+    """callbacks: further Trainer callbacks, for programs that call this."""
+    from ..finetuning import FineTuning
+
+    parsed = parse_command(argv, GROUPS, make_parser)
+    model, source, task, options, args = parsed.dataclasses
+    args.predict_with_generate = args.predict_with_generate and not args.prediction_loss_only
+    quiet_libraries(args)
+    made = FineTuning(model, source, task, options, args, **model_options(parsed, model, options))
+    prepared = made.prepare()
+    sizes = ", ".join(f"{len(split.rows):,} {name}" for name, split in prepared.splits.items())
+    say(f"{prepared.config.model_type}, {prepared.task.id}: {sizes} rows of up to {prepared.task.max_length} tokens")
+    if prepared.checkpoint is not None:
+        say(f"resuming from {prepared.checkpoint}")
+    summary = made.train(prepared, callbacks)
+    report(summary, str(args.output_dir))
+    return 0
+
+
+def make_parser(first_look: Mapping[str, Any]) -> Parser:
+    """The parser for a task, a model and a size, whose defaults and fields differ."""
+    from transformers import Seq2SeqTrainingArguments
+
+    from ..finetuning.options import ModelOptions, RunOptions, TaskData, TaskOptions
+    from ..finetuning.presets import finetuning_defaults
+
+    kinds = [ModelOptions, TaskData, TaskOptions, RunOptions, Seq2SeqTrainingArguments]
+    parser = Parser(kinds, prog="hf-xformers finetune", description=_DESCRIPTION)
+    look = first_look.get
+    parser.set_defaults(**finetuning_defaults(look("task"), look("model"), look("size"), look("peft")))
+    for action in parser._actions:
+        if action.dest == "output_dir":
+            action.required = True
+    add_model_options(parser, _config_class(look("variant"), look("model")))
+    methods = parser.add_argument_group("PEFT", "fields of the method's configuration in peft")
+    methods.add_argument("--peft.FIELD", metavar="VALUE", default=None, help="such as --peft.r 16")
+    return parser
+
+
+def _config_class(variant: str | None, model: str | None) -> Any:
+    from pathlib import Path
+
+    from ..training.run_folder import saved_config
+    from ..variants import config_class, model_types
+
+    if not variant and model and (Path(model).expanduser() / "config.json").is_file():
+        variant = saved_config(Path(model).expanduser()).get("model_type")
+        variant = variant if variant in model_types() else None
+    return config_class(variant or "xformer")
+
+
+def model_options(parsed: Any, model: Any, options: Any) -> dict[str, Any]:
+    """What `FineTuning` takes beside the dataclasses: components, fields and PEFT settings, typed."""
+    config_class = _config_class(model.variant, model.model)
+    groups = {name: dict(texts) for name, texts in parsed.groups.items()}
+    method, decoder = groups.pop("peft", {}), groups.pop("decoder", {})
+    options.peft = method.pop("type", options.peft)
+    fields = parse_fields(config_class, parsed.namespace)
+    if decoder:
+        fields["decoder"] = parse_decoder(config_class, decoder)
+    return {
+        "components": {slot: parse_component(config_class, slot, texts) for slot, texts in groups.items()},
+        "fields": fields,
+        "peft_fields": _peft_fields(options.peft, method),
+    }
+
+
+def _peft_fields(method: str | None, texts: Mapping[str, str]) -> dict[str, Any]:
+    from ..finetuning.peft_methods import PEFT_METHODS, config_type
+
+    if method not in PEFT_METHODS:  # refused by the run, which says what there is
+        return dict(texts)
+    cls = config_type(method)
+    known = getattr(cls, "__dataclass_fields__", {})
+    return {
+        name: parse(text, annotation(cls, name), f"--peft.{name}") if name in known else text
+        for name, text in texts.items()
+    }
+
+
+def report(summary: Mapping[str, Any], folder: str) -> None:
+    held_out = {
+        f"{key.removeprefix(f'{prefix}_')} ({split})": value
+        for split, prefix in (("validation", "eval"), ("test", "test"))
+        for key, value in summary.items()
+        if key.startswith(f"{prefix}_") and not key.endswith("_rows")
+    }
+    facts = {
+        "task": summary["task"],
+        "variant": summary["variant"],
+        "parameters": summary["parameters"],
+        "trained parameters": summary["trained_parameters"],
+        "steps": summary["steps"],
+        "seconds": summary["seconds"],
+        "best checkpoint": summary["best_checkpoint"],
+        **held_out,
+        "saved in": folder,
+    }
+    print_facts("fine-tuned", facts)
+
+
+__all__ = ["GROUPS", "make_parser", "model_options", "run"]

@@ -1,0 +1,32 @@
+"""Fine-tuning: tasks (what rows mean, what is measured), their data, models with a new head, PEFT, and the run itself.
+
+Names are imported when they are first used: `datasets`, `peft` and transformers' Trainer are slow to load.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_NAMES = {
+    "TASKS": "tasks",
+    "Task": "tasks",
+    "build_task": "tasks",
+    "ModelOptions": "options",
+    "RunOptions": "options",
+    "TaskData": "options",
+    "TaskOptions": "options",
+    "FineTuning": "run",
+    "finetune": "run",
+    "PEFT_METHODS": "peft_methods",
+    "add_adapter": "peft_methods",
+    "load_rows": "sources",
+}
+
+__all__ = list(_NAMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

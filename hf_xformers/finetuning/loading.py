@@ -1,0 +1,285 @@
+"""Models for a task: a saved one with its head or a new one, or a variant from random weights; and their tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..configuration_xformer import XFormerConfig
+from ..training.building import SHAPE_OF_HEAD, component, longest_input
+from ..training.presets import size_fields, size_named
+from .tasks import LanguageModeling, Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from .options import ModelOptions
+
+
+def open_config(name: str) -> PreTrainedConfig:
+    """The configuration of a saved model. Raises ValueError for a name that is neither a folder nor a Hub id that exists,
+    and for a config.json that no class reads."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    from ..training.scoring import load_config
+
+    if not Path(name).expanduser().is_dir():
+        try:
+            validate_repo_id(name)
+        except HFValidationError as error:
+            raise ValueError(
+                f"--model {name!r} is neither a folder nor a repository id of the Hub (owner/name); give one of these, or "
+                "--variant to start from random weights"
+            ) from error
+    elif (Path(name).expanduser() / "adapter_config.json").is_file():
+        raise ValueError(
+            f"--model {name!r} holds an adapter alone; give the model that it adapts, or merge the two and save the result"
+        )
+    return load_config(name)
+
+
+def model_class(config: PreTrainedConfig, head: str) -> Any:
+    """The class `For<head>` of a configuration's model type. Raises ValueError where there is none."""
+    import transformers
+
+    if isinstance(config, XFormerConfig):
+        from ..variants import family
+
+        check_head(type(config), head)
+        return family(config.model_type)[f"For{head}"]
+    auto = getattr(transformers, f"AutoModelFor{head}")
+    try:
+        return auto._model_mapping[type(config)]
+    except KeyError:
+        raise ValueError(
+            f"model type {config.model_type!r} has no class For{head}; choose another model or task"
+        ) from None
+
+
+def check_head(config_class: type[XFormerConfig], head: str) -> None:
+    """Refuses a variant that has no class `For<head>`; the message lists those that have one."""
+    if f"For{head}" in config_class.heads:
+        return
+    from ..variants import config_class as named
+    from ..variants import model_types
+
+    able = [name for name in model_types() if f"For{head}" in named(name).heads]
+    raise ValueError(
+        f"variant {config_class.model_type!r} has no For{head} class, which the task needs; choose one of {', '.join(able)}"
+    )
+
+
+def architecture_of(config: PreTrainedConfig) -> str | None:
+    return config.architectures[0] if config.architectures else None
+
+
+def has_head(config: PreTrainedConfig, head: str) -> bool:
+    """Whether a model was saved with this head."""
+    return (architecture_of(config) or "").endswith(f"For{head}")
+
+
+def fresh_config(
+    config_class: type[XFormerConfig],
+    size: str,
+    task: Task,
+    components: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    settled: Mapping[str, Any],
+) -> XFormerConfig:
+    """A variant's configuration at a size in the shape that the task's head needs, or its own.
+
+    settled: fields that task and tokenizer decide. Raises ValueError and TypeError as the configuration does.
+    """
+    check_head(config_class, task.head)
+    shape: dict[str, Any] = dict(SHAPE_OF_HEAD.get(task.head, {}))
+    if not shape:  # these read one sequence
+        shape = {"is_encoder_decoder": False} if task.head in ("TokenClassification", "MultipleChoice") else {}
+    two_towers = shape.get("is_encoder_decoder", config_class().is_encoder_decoder)
+    values: dict[str, Any] = {"vocab_size": size_named(size).vocab_size, "bos_token_id": None, "eos_token_id": None}
+    values |= size_fields(config_class, size, two_towers=two_towers)
+    values |= {slot: component(config_class, slot, entry) for slot, entry in components.items()}
+    return config_class(**{**values, **settled, **fields, **shape})
+
+
+def saved_config_with(
+    config: PreTrainedConfig, head: str, components: Mapping[str, Any], fields: Mapping[str, Any], settled: Mapping
+) -> PreTrainedConfig:
+    """A saved configuration with the options on top. Raises ValueError for components: weights belong to their own."""
+    if components:
+        slot = next(iter(components))
+        raise ValueError(
+            f"--{slot} would change the mechanism of a saved model, whose weights belong to its own; leave it out, or "
+            "start from random weights with --variant"
+        )
+    values = {**config.to_dict(), **settled, **fields, **SHAPE_OF_HEAD.get(head, {})}
+    if "id2label" in settled:
+        values.pop("num_labels", None)
+    elif "num_labels" in settled:
+        values.pop("id2label", None)
+        values.pop("label2id", None)
+    for key in ("model_type", "transformers_version", "architectures"):
+        values.pop(key, None)
+    if not isinstance(config, XFormerConfig):  # other families keep their shape
+        for key in SHAPE_OF_HEAD.get(head, {}):
+            values[key] = getattr(config, key)
+    return type(config)(**values)
+
+
+# ------------------------------------------------------------------------------------------------ weights
+
+
+def load_model(
+    name: str, config: PreTrainedConfig, head: str, *, has_head: bool, new_head: bool
+) -> tuple[PreTrainedModel, list[str]]:
+    """(model, names of its parameters without trained weights) of a folder or Hub id with the task's head: its own, or a
+    new one.
+
+    Raises:
+        ValueError: damaged or missing weights, weights of other sizes than the configuration says, tensors missing from
+            the checkpoint or left over beside the head.
+    """
+    from safetensors import SafetensorError
+
+    cls = model_class(config, head)
+    _refuse_damage(name)
+    try:
+        model, report = cls.from_pretrained(
+            name, config=config, output_loading_info=True, ignore_mismatched_sizes=new_head
+        )
+    except (OSError, RuntimeError, SafetensorError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"the weights of {name!r} do not load into {cls.__name__} ({reason}); leave out options that change the "
+            "shape of the model, and take --new_head for other labels than it was trained on"
+        ) from error
+    base = model.base_model_prefix + "."
+    keeps_head = has_head and not new_head
+    for kind, text in (
+        ("missing_keys", "has no weights for"),
+        ("unexpected_keys", "has weights that the model has no place for:"),
+        ("mismatched_keys", "has weights of another size for"),
+    ):
+        names = sorted(entry if isinstance(entry, str) else str(entry[0]) for entry in report[kind])
+        wrong = [key for key in names if keeps_head or (key.startswith(base) and not key.startswith(f"{base}pooler"))]
+        if wrong:
+            raise ValueError(
+                f"the checkpoint {name!r} {text} {wrong[0]!r} (and {len(wrong) - 1} more); it is incomplete or of another "
+                "configuration: save it again with its config.json, or take another checkpoint"
+            )
+    new = sorted(report["missing_keys"])
+    if has_head and new_head:
+        fresh = dict(cls(config).named_parameters())
+        for key, parameter in model.named_parameters():
+            if not key.startswith(base):
+                parameter.data.copy_(fresh[key].data)
+                new.append(key)
+    return model, new
+
+
+def _refuse_damage(name: str) -> None:
+    """A truncated file is named as such before anything reads it."""
+    from ..training.checkpoints import _weights_defect
+
+    folder = Path(name).expanduser()
+    if folder.is_dir() and any(folder.glob("*.safetensors")):
+        problem = _weights_defect(folder)
+        if problem is not None:
+            raise ValueError(f"the model {name!r} cannot be loaded: {problem}; copy or save it again")
+
+
+# ------------------------------------------------------------------------------------------------ tokenizers
+
+
+def choose_tokenizer(
+    options: ModelOptions, task: Task, texts: Any, vocab_size: int, config: PreTrainedConfig
+) -> PreTrainedTokenizerBase:
+    """The tokenizer asked for, the model's own, or one trained on `texts`.
+
+    Raises ValueError when the model has none, with the ways to come by one.
+    """
+    from ..data import load_tokenizer, train_tokenizer
+    from ..training.text import open_tokenizer, train_tokenizer_for
+
+    name = options.tokenizer or (None if options.train_tokenizer else options.model)
+    if name is not None and options.train_tokenizer:
+        raise ValueError(f"--tokenizer {name!r} and --train_tokenizer exclude each other; leave one out")
+    if name is not None:
+        try:
+            if isinstance(task, LanguageModeling):
+                return open_tokenizer(name, task.objective)
+            return load_tokenizer(name)
+        except ValueError as error:
+            if options.tokenizer is not None:
+                raise
+            raise ValueError(
+                f"the model {name!r} comes without a tokenizer that loads; name one with --tokenizer, or train one on "
+                f"the rows with --train_tokenizer ({error})"
+            ) from error
+    limit = longest_input(config) if isinstance(config, XFormerConfig) else None
+    if isinstance(task, LanguageModeling):
+        return train_tokenizer_for(
+            task.objective, texts, kind=options.tokenizer_kind, vocab_size=vocab_size, max_length=limit
+        )
+    return train_tokenizer(
+        list(texts),
+        kind=options.tokenizer_kind,  # type: ignore[arg-type]
+        vocab_size=vocab_size,
+        num_sentinels=0,
+        template="eos" if config.is_encoder_decoder else "cls_sep",
+        model_max_length=limit,
+    )
+
+
+def fit_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
+    """Makes the tokenizer pad, and leave out token types where the model has no table for them."""
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ValueError(
+                "the tokenizer has neither a padding nor an end token, so rows cannot be batched; add one with "
+                "load_tokenizer(..., add_missing=['pad']) and save it"
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    if isinstance(config, XFormerConfig) and config.type_vocab_size < 2:
+        tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
+
+
+def check_lengths(task: Task, config: PreTrainedConfig, given: int | None, reserved: int = 0) -> None:
+    """Sets `task.max_length` to what positions cover. Raises ValueError if the user asked for more.
+
+    reserved: positions that virtual tokens take.
+    """
+    limit = (
+        longest_input(config)
+        if isinstance(config, XFormerConfig)
+        else getattr(config, "max_position_embeddings", None)
+    )
+    if limit is None:
+        return
+    limit -= reserved
+    wanted = {"max_length": given, "max_target_length": task.options.max_target_length if task.generates else None}
+    for name, length in wanted.items():
+        if length is not None and length > limit:
+            raise ValueError(
+                f"--{name} {length} is more than the {limit} tokens that the model's positions cover; take at most "
+                f"{limit}, or a model with a larger max_position_embeddings"
+            )
+    task.max_length = min(task.max_length, limit)
+    if task.generates:
+        task.max_target_length = min(task.max_target_length, limit)  # type: ignore[attr-defined]
+
+
+__all__ = [
+    "architecture_of",
+    "check_head",
+    "check_lengths",
+    "choose_tokenizer",
+    "fit_tokenizer",
+    "fresh_config",
+    "has_head",
+    "load_model",
+    "model_class",
+    "open_config",
+    "saved_config_with",
+]

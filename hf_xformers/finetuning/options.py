@@ -1,0 +1,150 @@
+"""What a fine-tuning can be asked for: one dataclass each for the model, the data, the task and the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class ModelOptions:
+    """Where the weights and the tokenizer come from; component and configuration options come beside it."""
+
+    _argument_group_name = "model"
+
+    model: str | None = field(
+        default=None, metadata={"help": "Folder of a saved model, or a Hub id, whose weights to start from."}
+    )
+    variant: str | None = field(
+        default=None, metadata={"help": "Variant to start from random weights instead (see `hf-xformers list`)."}
+    )
+    size: str | None = field(
+        default=None, metadata={"help": "tiny, small, base or large, of a --variant; also chooses training defaults."}
+    )
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "Tokenizer, a folder or a Hub id. Default: the one saved with the model."}
+    )
+    train_tokenizer: bool = field(
+        default=False,
+        metadata={"help": "Train a tokenizer on the training rows. The default with --variant and no --tokenizer."},
+    )
+    tokenizer_kind: str = field(
+        default="bpe", metadata={"help": "Kind of a tokenizer that is trained: bpe, wordpiece or unigram."}
+    )
+    new_head: bool = field(
+        default=False,
+        metadata={"help": "Make the task's head anew although the model has one (for other labels, say)."},
+    )
+
+
+@dataclass
+class TaskData:
+    """Where the rows come from and what their columns are called."""
+
+    _argument_group_name = "data"
+
+    data: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Files (JSONL, JSON, CSV, TSV, Parquet, CoNLL, parallel text), a folder or a Hub dataset id. Several "
+            "files are divided by their names: train, dev or validation, test."
+        },
+    )
+    validation_data: list[str] = field(
+        default_factory=list, metadata={"help": "Files of the validation rows, if their names do not say so."}
+    )
+    test_data: list[str] = field(default_factory=list, metadata={"help": "Files of the test rows."})
+    data_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset."})
+    column_names: list[str] = field(
+        default_factory=list, metadata={"help": "Names of the columns of CSV or TSV files without a header line."}
+    )
+    validation_fraction: float = field(
+        default=0.1,
+        metadata={"help": "Share of the rows that is held out where the source has no validation split."},
+    )
+    max_train_rows: int | None = field(default=None, metadata={"help": "Use only the first rows of the training."})
+    max_eval_rows: int | None = field(default=None, metadata={"help": "Use only the first rows of the other splits."})
+    num_proc: int | None = field(default=None, metadata={"help": "Processes that prepare the data."})
+
+
+@dataclass
+class TaskOptions:
+    """The task, its columns and its lengths. Options that a task does not know are ignored by it."""
+
+    _argument_group_name = "task"
+
+    task: str = field(
+        metadata={
+            "help": "text-classification, regression, token-classification, question-answering, multiple-choice, "
+            "summarization, translation or language-modeling."
+        },
+    )
+    text_column: str | None = field(
+        default=None, metadata={"help": "Column of the text (or tokens, article, question). Default: by usual names."}
+    )
+    text_pair_column: str | None = field(default=None, metadata={"help": "Column of a second text."})
+    label_column: str | None = field(
+        default=None, metadata={"help": "Column of the label (or tags, answers). Default: by usual names."}
+    )
+    target_column: str | None = field(
+        default=None, metadata={"help": "Column of the text to generate. Default: by usual names."}
+    )
+    choice_columns: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Columns of the choices. Default: 'choices' or 'endings', 'ending0', ..."},
+    )
+    source_lang: str | None = field(
+        default=None, metadata={"help": "Translation: language, and suffix of parallel files, to translate from."}
+    )
+    target_lang: str | None = field(default=None, metadata={"help": "Translation: language to translate to."})
+    prefix: str = field(default="", metadata={"help": "Text to put before every source text, as T5 wants."})
+    max_length: int | None = field(
+        default=None, metadata={"help": "Tokens of a model input. Default: by task, at most what positions cover."}
+    )
+    max_target_length: int | None = field(
+        default=None, metadata={"help": "Tokens of a generated text. Default: 128, at most what positions cover."}
+    )
+    label_all_pieces: bool = field(
+        default=False, metadata={"help": "Tagging: label every piece of a word, not the first alone."}
+    )
+    doc_stride: int | None = field(
+        default=None,
+        metadata={
+            "help": "Question answering: tokens that windows of a long context share. Default: 128 if that fits."
+        },
+    )
+    max_answer_length: int = field(default=30, metadata={"help": "Question answering: longest answer in tokens."})
+    n_best: int = field(default=20, metadata={"help": "Question answering: starts and ends to combine per window."})
+    null_threshold: float = field(
+        default=0.0,
+        metadata={"help": "Question answering: no answer if its score exceeds the best span's by more than this."},
+    )
+    objective: str | None = field(
+        default=None, metadata={"help": "Language modelling: mlm, clm or span. Default: by the model."}
+    )
+    metric_backend: str = field(
+        default="auto",
+        metadata={"help": "evaluate, own (equal values, offline), or auto: evaluate where it can load its script."},
+    )
+
+
+@dataclass
+class RunOptions:
+    """What belongs to the run beside Trainer's flags."""
+
+    _argument_group_name = "run"
+
+    early_stopping_patience: int | None = field(
+        default=None, metadata={"help": "Stop after this many evaluations without a better --metric_for_best_model."}
+    )
+    early_stopping_threshold: float = field(
+        default=0.0, metadata={"help": "How much better an evaluation must be to count."}
+    )
+    peft: str | None = field(
+        default=None,
+        metadata={
+            "help": "Train few parameters: lora, ia3, prefix, prompt, houlsby or pfeiffer; fields as --peft.FIELD VALUE."
+        },
+    )
+    overwrite_output_dir: bool = field(
+        default=False, metadata={"help": "Remove the checkpoints of an earlier run in --output_dir."}
+    )

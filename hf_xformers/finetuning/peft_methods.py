@@ -1,0 +1,207 @@
+"""Parameter-efficient fine-tuning through `peft`, with target modules that fit this package's models, and bottleneck adapters."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_TASK_TYPES = {
+    "SequenceClassification": "SEQ_CLS",
+    "TokenClassification": "TOKEN_CLS",
+    "QuestionAnswering": "QUESTION_ANS",
+    "CausalLM": "CAUSAL_LM",
+    "Seq2SeqLM": "SEQ_2_SEQ_LM",
+}
+_EVERY_HEAD = (*_TASK_TYPES, "MultipleChoice", "MaskedLM")
+BOTTLENECKS = ("houlsby", "pfeiffer")  # this package's own
+# method -> (its configuration in peft or here, the heads that it works with)
+PEFT_METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "lora": ("LoraConfig", _EVERY_HEAD),
+    "ia3": ("IA3Config", _EVERY_HEAD),
+    # Prefixes are keys and values in a cache, which only decoders read; prompts are tokens before the text, for which
+    # per-token heads would give logits that no label belongs to.
+    "prefix": ("PrefixTuningConfig", ("CausalLM", "Seq2SeqLM")),
+    "prompt": ("PromptTuningConfig", ("SequenceClassification", "CausalLM", "Seq2SeqLM")),
+    **dict.fromkeys(BOTTLENECKS, ("AdapterConfig", _EVERY_HEAD)),
+}
+VIRTUAL_TOKENS = 20
+ADAPTER_NAME = "default"
+
+
+def check_method(method: str, head: str) -> None:
+    """Refuses an unknown method, and one that does not work with the head."""
+    if method not in PEFT_METHODS:
+        raise ValueError(f"unknown PEFT method {method!r}: choose one of {', '.join(PEFT_METHODS)}")
+    if head not in PEFT_METHODS[method][1]:
+        able = [name for name, (_, heads) in PEFT_METHODS.items() if head in heads]
+        raise ValueError(f"--peft {method} does not work with a For{head} class; choose one of {', '.join(able)}")
+
+
+def config_type(method: str) -> type[Any]:
+    """The configuration class of a method. Raises ValueError for an unknown one."""
+    import peft
+
+    from .. import adapters
+
+    if method not in PEFT_METHODS:
+        raise ValueError(f"unknown PEFT method {method!r}: choose one of {', '.join(PEFT_METHODS)}")
+    return getattr(adapters if method in BOTTLENECKS else peft, PEFT_METHODS[method][0])
+
+
+def virtual_tokens(method: str | None, fields: Mapping[str, Any]) -> int:
+    """Positions that the method takes from the text."""
+    return fields.get("num_virtual_tokens", VIRTUAL_TOKENS) if method in ("prefix", "prompt") else 0
+
+
+def add_adapter(model: PreTrainedModel, method: str, head: str, new: Iterable[str] = (), **fields: Any) -> Any:
+    """The model with its weights frozen and the method's few parameters to train: a `peft.PeftModel`, or for bottleneck
+    adapters (`hf_xformers.adapters`) the model itself.
+
+    head: as in For<head>. new: names of parameters without trained weights (a new head, a pooler), whose modules are
+    trained and saved in whole. fields: of the method's configuration in peft.
+
+    Raises:
+        ValueError: unknown method or field, a method that does not work with the head, or a target module that the
+            model does not have; the message lists those it has.
+    """
+    import dataclasses
+
+    import peft
+
+    check_method(method, head)
+    cls = config_type(method)
+    known = {field.name for field in dataclasses.fields(cls)} - {"kind"}
+    unknown = sorted(set(fields) - known)
+    if unknown:
+        raise ValueError(f"--peft {method} has no field {unknown[0]!r}; its fields are {', '.join(sorted(known))}")
+    if method in BOTTLENECKS:
+        from ..adapters import add_adapter as add_bottleneck
+
+        return add_bottleneck(model, ADAPTER_NAME, method, **fields)
+    if "target_modules" in known:
+        fields["target_modules"] = targets(model, method, fields.get("target_modules"))
+        fields.setdefault("modules_to_save", _modules_to_save(model, new))
+        if method == "ia3":
+            scaled_before = _matching(model, fields["target_modules"], ("down_proj", "fc2", "output.dense", "wo"))
+            fields.setdefault("feedforward_modules", scaled_before)
+    else:
+        fields.setdefault("num_virtual_tokens", VIRTUAL_TOKENS)
+        if method == "prefix":
+            fields = {**_cache_shape(model), **fields}
+    config = cls(task_type=_TASK_TYPES.get(head), **fields)
+    try:
+        with _explicit_heads(model.config):
+            return peft.get_peft_model(model, config)
+    except (TypeError, KeyError) as error:
+        raise ValueError(
+            f"--peft {method} cannot be put on {type(model).__name__} ({error}); choose another"
+        ) from error
+
+
+def targets(model: nn.Module, method: str, given: list[str] | str | None) -> list[str] | str:
+    """The modules to adapt: `given`, checked, or the method's usual ones of this package's layers.
+
+    LoRA adapts query and value projections, IA3 keys, values and the input of the second feed-forward layer; a
+    mechanism without these has all linear maps of its layers adapted.
+    """
+    leaves = linear_names(model)
+    names = sorted({name.rpartition(".")[2] for name in leaves})
+    if isinstance(given, list) and len(given) == 1 and (given[0] == "all-linear" or re.search(r"[*+()|\\]", given[0])):
+        given = given[0]
+    if given is not None:
+        if given == "all-linear":
+            return given
+        if isinstance(given, str):
+            found = [name for name in leaves if re.fullmatch(given, name)]
+            missing = [] if found else [given]
+        else:
+            missing = [t for t in given if not any(name == t or name.endswith(f".{t}") for name in leaves)]
+        if missing or not given:
+            raise ValueError(
+                f"--peft.target_modules names {(missing or [''])[0]!r}, which no linear map of the model is called; its "
+                f"linear maps are called {', '.join(names)}"
+            )
+        return given
+    usual = {"lora": ("q_proj", "v_proj"), "ia3": ("k_proj", "v_proj", "down_proj")}[method]
+    if {"q_proj", "v_proj"} <= set(names) or (method == "ia3" and {"k_proj", "v_proj"} <= set(names)):
+        return [name for name in usual if name in names]
+    from peft.utils import (
+        TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING,
+        TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
+    )
+
+    model_type = getattr(getattr(model, "config", None), "model_type", "")
+    mappings: dict[str, Any] = {
+        "lora": TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
+        "ia3": TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING,
+    }
+    mapping = mappings[method]
+    return list(mapping[model_type]) if model_type in mapping else names
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """Full names of the linear maps inside the layers: not those of heads and poolers."""
+    base = getattr(model, "base_model_prefix", "") + "."
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.startswith(base) and "pooler" not in name
+    ]
+
+
+def _matching(model: nn.Module, chosen: list[str] | str, ends: tuple[str, ...]) -> list[str]:
+    if isinstance(chosen, str):
+        return sorted({name.rpartition(".")[2] for name in linear_names(model) if name.endswith(ends)})
+    return [name for name in chosen if name.endswith(ends)]
+
+
+def _modules_to_save(model: PreTrainedModel, new: Iterable[str]) -> list[str] | None:
+    """Top modules of the parameters without trained weights, and a classifier always: it belongs to the task."""
+    base = model.base_model_prefix + "."
+    names = {name.removeprefix(base).partition(".")[0] for name in new}
+    names |= {name for name, _ in model.named_children() if name in ("classifier", "score", "qa_outputs")}
+    return sorted(names) or None
+
+
+def _cache_shape(model: Any) -> dict[str, int]:
+    """Number and shape of the keys and values that a prefix puts before those of the text.
+
+    Raises ValueError for a model that keeps another state than keys and values.
+    """
+    from ..configuration_xformer import XFormerConfig
+
+    config = model.config
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"--peft prefix puts keys and values before the text, and {type(model).__name__} keeps another state; choose "
+            "lora, ia3 or prompt"
+        )
+    if not isinstance(config, XFormerConfig):
+        return {}
+    tower = config.tower("decoder") if config.is_encoder_decoder else config
+    heads = tower.key_value_heads
+    return {
+        "num_layers": tower.stack.num_steps(tower),
+        "num_attention_heads": heads,
+        "token_dim": heads * tower.head_width,
+    }
+
+
+@contextlib.contextmanager
+def _explicit_heads(config: Any) -> Iterator[None]:
+    """peft reads the number of key and value heads, and takes no None for "as many as heads"."""
+    if getattr(config, "num_key_value_heads", 0) is not None:
+        yield
+        return
+    config.num_key_value_heads = config.num_attention_heads
+    try:
+        yield
+    finally:
+        config.num_key_value_heads = None

@@ -1,0 +1,358 @@
+"""A fine-tuning from start to finish: data, labels, tokenizer, model, Trainer, predictions, results."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..configuration_xformer import XFormerConfig
+from ..training.checkpoints import checkpoint_to_resume
+from ..training.run_folder import SUMMARY_FILE, check_same_run, read_summary, save_final, start_anew, write_json
+from . import loading
+from .options import ModelOptions, RunOptions, TaskData, TaskOptions
+from .peft_methods import BOTTLENECKS, add_adapter, check_method, virtual_tokens
+from .tasks import Encoded, LanguageModeling, Regression, Task, build_task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Seq2SeqTrainingArguments, TrainerCallback
+
+PREDICTIONS = "predictions_{split}.jsonl"
+
+
+@dataclass
+class Prepared:
+    """Everything of a run that is settled before a weight is made or read."""
+
+    task: Task
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    splits: dict[str, Encoded]
+    plan: dict[str, Any]
+    checkpoint: Path | None
+
+
+class FineTuning:
+    """Checks a request, then prepares its data. What can be refused without reading data is refused first, and nothing
+    is written before everything is checked.
+
+    components, fields: of the configuration; peft_fields: of the PEFT method.
+
+    Raises ValueError and TypeError that name the value and the remedy.
+    """
+
+    def __init__(
+        self,
+        model: ModelOptions,
+        source: TaskData,
+        task: TaskOptions,
+        run: RunOptions,
+        args: Seq2SeqTrainingArguments,
+        *,
+        components: Mapping[str, Any] | None = None,
+        fields: Mapping[str, Any] | None = None,
+        peft_fields: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.model, self.source, self.options, self.run_options, self.args = model, source, task, run, args
+        self.components, self.fields = dict(components or {}), dict(fields or {})
+        self.peft_fields = dict(peft_fields or {})
+        self.folder = Path(str(args.output_dir))
+        self.task = build_task(task)
+        self.start = self._open_start()
+        heads = self._heads()
+        self.task.choose(heads, None if self.start is None else loading.architecture_of(self.start))
+        self.keeps_head = (
+            self.start is not None and not model.new_head and loading.has_head(self.start, self.task.head)
+        )
+        self.size = model.size or "tiny"
+        self._check_run()
+        self.checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, self.folder, args.world_size)
+        first = self._config({})  # refuses parts that do not fit together
+        self._check_lengths(first)
+
+    # ------------------------------------------------------------------------------------------------ checks
+
+    def _open_start(self) -> PreTrainedConfig | None:
+        if (self.model.model is None) == (self.model.variant is None):
+            raise ValueError(
+                "give either --model, a saved model to start from, or --variant, to start from random weights"
+            )
+        if self.model.model is None:
+            from ..variants import resolve
+
+            self.variant = resolve(str(self.model.variant))
+            return None
+        return loading.open_config(self.model.model)
+
+    def _heads(self) -> Sequence[str]:
+        from ..variants import config_class
+
+        if self.start is None:
+            return config_class(self.variant).heads
+        if isinstance(self.start, XFormerConfig):
+            return type(self.start).heads
+        return tuple(f"For{name}" for name in ("MaskedLM", "CausalLM", "Seq2SeqLM") if self._has_class(name))
+
+    def _has_class(self, head: str) -> bool:
+        import transformers
+
+        return type(self.start) in getattr(transformers, f"AutoModelFor{head}")._model_mapping
+
+    def _check_run(self) -> None:
+        run, args = self.run_options, self.args
+        if run.peft is not None:
+            check_method(run.peft, self.task.head)
+            if self.start is None:
+                raise ValueError(
+                    f"--peft {run.peft} trains a small part of a trained model, and --variant starts from random weights; "
+                    "give a --model, or leave --peft out"
+                )
+        elif self.peft_fields:
+            raise ValueError("--peft.FIELD options are about a method; name it with --peft")
+        if run.early_stopping_patience is not None and run.early_stopping_patience < 1:
+            raise ValueError(f"--early_stopping_patience {run.early_stopping_patience} must be at least 1")
+        wanted = (args.metric_for_best_model or "loss").removeprefix("eval_")
+        known = ("loss", *self.task.metric_names)
+        generating = not self.task.generates or args.predict_with_generate
+        if wanted not in known or not (generating or wanted == "loss"):
+            raise ValueError(
+                f"--metric_for_best_model {wanted!r} is not measured; choose one of "
+                f"{', '.join(known if generating else ('loss',))}"
+            )
+        if isinstance(self.task, Regression) and args.label_smoothing_factor:
+            raise ValueError("--label_smoothing_factor spreads probability over classes; a regression has none")
+        if args.label_smoothing_factor and run.peft == "prompt":
+            raise ValueError(
+                "--label_smoothing_factor does not work with the virtual tokens of --peft prompt; drop one"
+            )
+        if args.label_smoothing_factor and self.task.head == "QuestionAnswering":
+            raise ValueError("--label_smoothing_factor reads `labels`, and question answering has two; leave it out")
+
+    def _check_lengths(self, config: PreTrainedConfig) -> None:
+        reserved = virtual_tokens(self.run_options.peft, self.peft_fields)
+        loading.check_lengths(self.task, config, self.options.max_length, reserved)
+        if isinstance(self.task, LanguageModeling) and isinstance(config, XFormerConfig):
+            from ..training.building import choose_block_size
+
+            before = read_summary(self.model.model).get("block_size") if self.model.model else None
+            given = self.options.max_length or before
+            self.task.max_length = choose_block_size(config, self.task.objective, self.size, given)
+
+    def _config(self, settled: Mapping[str, Any]) -> PreTrainedConfig:
+        if self.start is not None:
+            return loading.saved_config_with(self.start, self.task.head, self.components, self.fields, settled)
+        from ..variants import config_class
+
+        return loading.fresh_config(
+            config_class(self.variant), self.size, self.task, self.components, self.fields, settled
+        )
+
+    # ------------------------------------------------------------------------------------------------ data
+
+    def prepare(self) -> Prepared:
+        """Reads the data, settles labels and tokenizer, encodes. Processes take turns, the main one first."""
+        from ..data import check_tokenizer
+
+        with self.args.main_process_first(local=self.args.save_on_each_node, desc="preparing the data"):
+            splits = self.task.load(self.source)
+            self.task.settle(splits, self.start if self.keeps_head else None)
+            first = self._config({})
+            tokenizer = self._tokenizer(splits["train"], first)
+            loading.fit_tokenizer(tokenizer, first)
+            config = self._config({**self.task.config_fields(), **self._vocabulary(tokenizer)})
+            check_tokenizer(tokenizer, config)
+            encoded = {name: self.task.encode(rows, tokenizer, name) for name, rows in splits.items()}
+        if self.checkpoint is None and not self.run_options.overwrite_output_dir:
+            start_anew(self.folder, overwrite=False)  # refuses to lose what is there
+        self._check_splits(encoded)
+        plan = self._plan(config, tokenizer, encoded)
+        if self.checkpoint is not None:
+            check_same_run(plan, self.checkpoint)
+        return Prepared(self.task, config, tokenizer, encoded, plan, self.checkpoint)
+
+    def _tokenizer(self, rows: Any, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
+        options = self.model
+        if self.checkpoint is not None:  # the very same as before
+            options = dataclasses.replace(options, tokenizer=str(self.folder), train_tokenizer=False)
+        return loading.choose_tokenizer(options, self.task, self.task.texts(rows), config.vocab_size, config)
+
+    def _vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """The configuration's ids that follow from the tokenizer: all of them where it is new to the model."""
+        from ..data import vocabulary_fields
+
+        fields: dict[str, Any] = dict(vocabulary_fields(tokenizer))
+        if self.start is None:
+            fields["decoder_start_token_id"] = fields["pad_token_id"] if self.task.head == "Seq2SeqLM" else None
+            return fields
+        fields.pop("vocab_size")  # the saved embedding has its size
+        if self.model.train_tokenizer:
+            return fields
+        if self.start.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+            return {"pad_token_id": fields["pad_token_id"]}
+        return {}
+
+    def _plan(self, config: PreTrainedConfig, tokenizer: Any, encoded: Mapping[str, Encoded]) -> dict[str, Any]:
+        language = isinstance(self.task, LanguageModeling)
+        plan = {
+            "status": "running",
+            "task": self.task.id,
+            "variant": config.model_type,
+            "init_from": self.model.model,
+            "peft": self.run_options.peft,
+            "vocabulary": len(tokenizer),
+            "max_length": self.task.max_length,
+            **{f"{split}_rows": len(part.rows) for split, part in encoded.items()},
+            "seed": self.args.seed,
+            "dataset": dataclasses.asdict(self.source),
+        }
+        if self.start is None:
+            plan["size"] = self.size
+        labels = getattr(self.task, "labels", None)
+        if labels is not None:
+            plan["labels"] = labels.names
+        if language:  # what `hf-xformers evaluate` looks for
+            plan |= {"objective": self.task.objective.to_dict(), "block_size": self.task.max_length}  # type: ignore[attr-defined]
+            plan["data"] = {"data": self.source.data, "validation_fraction": self.source.validation_fraction}
+        return plan
+
+    def _check_splits(self, encoded: Mapping[str, Encoded]) -> None:
+        validation = encoded.get("validation")
+        if self.run_options.early_stopping_patience is not None and (validation is None or not validation.labelled):
+            raise ValueError(
+                "--early_stopping_patience needs validation rows; raise --validation_fraction above 0, or give "
+                "--validation_data"
+            )
+
+    # ------------------------------------------------------------------------------------------------ training
+
+    def train(self, prepared: Prepared, callbacks: Sequence[TrainerCallback] = ()) -> dict[str, Any]:
+        """Trains, takes the best checkpoint, evaluates and predicts all splits but the training rows, saves everything.
+
+        Returns the content of `training_summary.json`.
+        """
+        from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+        from .trainer import TaskTrainer
+
+        args, task, folder = self.args, prepared.task, self.folder
+        validation = prepared.splits.get("validation")
+        if validation is None or not validation.labelled:
+            args.eval_strategy, args.load_best_model_at_end = IntervalStrategy.NO, False
+            args.save_strategy = SaveStrategy.EPOCH if args.save_strategy == SaveStrategy.BEST else args.save_strategy
+        model = self._model(prepared)
+        self._begin(prepared)
+        collator = task.collator(prepared.tokenizer, model, args.seed)
+        static = collator.as_static() if hasattr(collator, "as_static") else collator
+        trainer = TaskTrainer(
+            model=model,
+            args=args,
+            task=task,
+            validation=validation,
+            data_collator=collator,
+            eval_collator=static,
+            train_dataset=prepared.splits["train"].features,
+            eval_dataset=None if validation is None else validation.features,
+            processing_class=prepared.tokenizer,
+            callbacks=[*self._callbacks(collator), *callbacks],
+        )
+        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        summary = {**prepared.plan, "parameters": model.num_parameters(), "trained_parameters": trainable}
+        if args.should_save:
+            write_json(folder / SUMMARY_FILE, summary)
+        started = time.perf_counter()
+        trainer.train(resume_from_checkpoint=None if prepared.checkpoint is None else str(prepared.checkpoint))
+        summary |= {"status": "finished", "steps": trainer.state.global_step, "epochs": trainer.state.epoch}
+        summary["seconds"] = round(time.perf_counter() - started, 2)
+        summary["best_checkpoint"] = trainer.state.best_model_checkpoint
+        for split in ("validation", "test"):
+            if split in prepared.splits:
+                summary |= self._evaluate(trainer, prepared.splits[split], split)
+        self._save(trainer, model)
+        if args.should_save:
+            write_json(folder / SUMMARY_FILE, summary)
+        if args.world_size > 1:
+            trainer.accelerator.end_training()
+        return summary
+
+    def _begin(self, prepared: Prepared) -> None:
+        """The first that is written, once nothing is left to refuse."""
+        if self.checkpoint is not None:
+            return
+        with self.args.main_process_first(local=self.args.save_on_each_node, desc="preparing the folder"):
+            if self.args.should_save:
+                start_anew(self.folder, overwrite=self.run_options.overwrite_output_dir)
+                prepared.tokenizer.save_pretrained(self.folder)
+
+    def _save(self, trainer: Any, model: Any) -> None:
+        """The model, or the adapter alone, into the run's folder."""
+        if self.run_options.peft not in BOTTLENECKS:
+            save_final(trainer)
+        elif self.args.should_save:
+            from ..adapters import save_adapter
+
+            save_adapter(model, self.folder)
+            trainer.save_state()
+
+    def _evaluate(self, trainer: Any, split: Encoded, name: str) -> dict[str, Any]:
+        prefix = "eval" if name == "validation" else name
+        rows, metrics = trainer.predict_rows(split, prefix)
+        if self.args.should_save and rows:
+            write_lines(self.folder / PREDICTIONS.format(split=name), rows)
+        known = ("loss", "tokens", *self.task.metric_names)
+        return {key: value for key, value in metrics.items() if key.removeprefix(f"{prefix}_") in known}
+
+    def _callbacks(self, collator: Any) -> list[TrainerCallback]:
+        from transformers import EarlyStoppingCallback
+
+        from ..training.callbacks import EpochCallback, ExactSaves
+
+        found: list[TrainerCallback] = [ExactSaves()]
+        if hasattr(collator, "as_static"):
+            found.append(EpochCallback(collator))
+        run = self.run_options
+        if run.early_stopping_patience is not None:
+            found.append(EarlyStoppingCallback(run.early_stopping_patience, run.early_stopping_threshold))
+        return found
+
+    def _model(self, prepared: Prepared) -> Any:
+        """Fresh weights under the run's seed, or the saved ones, with an adapter if one is asked for."""
+        from transformers import enable_full_determinism, set_seed
+
+        (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
+        task, config = prepared.task, prepared.config
+        if self.model.model is None:
+            return loading.model_class(config, task.head)(config)
+        kept = {"has_head": loading.has_head(self.start, task.head), "new_head": self.model.new_head}  # type: ignore[arg-type]
+        model, new = loading.load_model(self.model.model, config, task.head, **kept)
+        if self.run_options.peft is None:
+            return model
+        return add_adapter(model, self.run_options.peft, task.head, new, **self.peft_fields)
+
+
+def finetune(
+    model: ModelOptions,
+    source: TaskData,
+    task: TaskOptions,
+    run: RunOptions,
+    args: Seq2SeqTrainingArguments,
+    *,
+    callbacks: Sequence[TrainerCallback] = (),
+    **options: Any,
+) -> dict[str, Any]:
+    """[`FineTuning`], its `prepare` and its `train` in one call; what `hf-xformers finetune` does."""
+    made = FineTuning(model, source, task, run, args, **options)
+    return made.train(made.prepare(), callbacks)
+
+
+def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Replaces a JSONL file at once, so that no reader finds half of it."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    os.replace(temporary, path)

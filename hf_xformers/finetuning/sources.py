@@ -1,0 +1,265 @@
+"""Rows of a task from files or the Hub, as splits `train`, `validation`, `test` with the columns that the source has."""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..data.local_files import SPLIT_WORDS, find_files, format_of, listed
+from ..data.splitting import check_fraction, stable_fraction
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from .options import TaskData
+
+CONLL_SUFFIXES = (".conll", ".bio", ".iob", ".iob2")
+_TABLE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+_SPLITS = ("train", "validation", "test")
+
+
+def load_rows(source: TaskData, languages: tuple[str, str] | None = None) -> dict[str, Dataset]:
+    """The splits of a source. Where none is for validation, `validation_fraction` of the training rows is held out: by a
+    hash of a row's content, so that equal rows are on one side and the order does not matter.
+
+    CoNLL files give the columns `tokens` and `tags` (first and last of a line); parallel text, whose files end in
+    `.<language>` (languages: from, to), gives a column per language. TSV fields stand as they are, without quotes.
+
+    Raises:
+        ValueError: nothing named, a missing, empty or unreadable file, a Hub dataset that does not exist or cannot be
+            reached, parallel files of different lengths, or a split without rows.
+    """
+    check_fraction(source.validation_fraction)
+    if not source.data:
+        raise ValueError("no data is named; give files, a folder or a Hub dataset id with --data")
+    splits = _load(source.data, source, languages)
+    for split, names in (("validation", source.validation_data), ("test", source.test_data)):
+        if names:
+            parts = _load(names, source, languages, local=True)
+            splits[split] = _joined(list(parts.values()))
+    if "train" not in splits:
+        raise ValueError(
+            f"{listed(source.data)} has no split 'train' but {sorted(splits)}; name training rows in --data"
+        )
+    limits = {"train": source.max_train_rows, "validation": source.max_eval_rows, "test": source.max_eval_rows}
+    for split in _SPLITS:
+        if split in splits and not len(splits[split]):
+            raise ValueError(
+                f"the {split} split of {listed(source.data)} has no rows; give a file that holds some, or leave it out"
+            )
+    if "validation" not in splits and source.validation_fraction > 0:
+        splits["train"], splits["validation"] = _hold_out(splits["train"], source.validation_fraction)
+    return {
+        split: _first(splits[split], limits[split], f"--max_{'train' if split == 'train' else 'eval'}_rows")
+        for split in _SPLITS
+        if split in splits
+    }
+
+
+def _load(
+    names: Sequence[str], source: TaskData, languages: tuple[str, str] | None, local: bool = False
+) -> dict[str, Dataset]:
+    suffixes = (*_TABLE_SUFFIXES, *CONLL_SUFFIXES, *(f".{language}" for language in languages or ()))
+    expanded = _expand(names, suffixes)
+    blank = [
+        name for name in expanded if Path(name).expanduser().is_file() and not Path(name).expanduser().stat().st_size
+    ]
+    if blank:
+        raise ValueError(f"{blank[0]!r} is empty (0 bytes); give a file that holds rows, or leave it out")
+    files = find_files(expanded)
+    if files is None:
+        if local:
+            raise ValueError(f"there is no file {names[0]!r}; --validation_data and --test_data take files")
+        return _from_hub(names[0], source.data_config)
+    if source.data_config is not None:
+        raise ValueError(f"--data_config {source.data_config} is for Hub datasets; leave it out for {listed(names)}")
+    return {split: _read(paths, source, languages) for split, paths in files.items()}
+
+
+def _expand(names: Sequence[str], suffixes: Sequence[str]) -> list[str]:
+    """Folders as the files in them that a task can read; other names as they are."""
+    expanded: list[str] = []
+    for name in names:
+        folder = Path(name).expanduser()
+        if not folder.is_dir():
+            expanded.append(name)
+            continue
+        inside = sorted(
+            path
+            for path in folder.rglob("*")
+            if path.is_file()
+            and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+            and "".join(path.suffixes[-1:]).lower() in suffixes
+        )
+        if not inside:
+            raise ValueError(f"the folder {name!r} holds no file that ends in {', '.join(suffixes)}; name the files")
+        expanded += map(str, inside)
+    return expanded
+
+
+def _read(paths: Sequence[Path], source: TaskData, languages: tuple[str, str] | None) -> Dataset:
+    from datasets import Dataset
+
+    if languages is not None and all(path.suffix[1:] in languages for path in paths):
+        return _parallel(paths, languages)
+    parts = []
+    for path in paths:
+        if path.suffix.lower() in CONLL_SUFFIXES:
+            parts.append(Dataset.from_list(list(read_conll(path))))
+        else:
+            parts.append(_read_table(path, source.column_names))
+    return _joined(parts)
+
+
+def _joined(parts: Sequence[Dataset]) -> Dataset:
+    from datasets import concatenate_datasets
+
+    filled = [part for part in parts if len(part)] or list(parts[:1])
+    first = filled[0].column_names
+    for part in filled[1:]:
+        if set(part.column_names) != set(first):
+            raise ValueError(f"files of one split differ in their columns: {first} and {part.column_names}")
+    return filled[0] if len(filled) == 1 else concatenate_datasets([part.select_columns(first) for part in filled])
+
+
+def _read_table(path: Path, column_names: Sequence[str]) -> Dataset:
+    import datasets
+
+    kind = format_of(path)
+    if kind in (None, "text"):
+        known = ", ".join((*_TABLE_SUFFIXES, *CONLL_SUFFIXES))
+        raise ValueError(f"{str(path)!r} is no table of rows: give a file that ends in {known}")
+    if kind in ("csv", "tsv") and path.suffix.lower() in (".csv", ".tsv") and _rows_in(path) <= (not column_names):
+        raise ValueError(f"{str(path)!r} has a header line and no rows; give a file that holds rows, or leave it out")
+    options: dict[str, Any] = {"keep_default_na": False, "na_values": [""]} if kind in ("csv", "tsv") else {}
+    if kind == "tsv":
+        options |= {"sep": "\t", "quoting": 3}
+    if column_names and kind in ("csv", "tsv"):
+        options |= {"names": list(column_names), "header": None}
+    try:
+        return datasets.load_dataset(
+            "csv" if kind == "tsv" else kind, data_files={"train": glob.escape(str(path))}, split="train", **options
+        )
+    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
+        reason = (str(error.__cause__ or error).splitlines() or [""])[0]
+        raise ValueError(
+            f"{str(path)!r} could not be read as UTF-8 {kind} ({reason}); correct the file, or give it the suffix of "
+            "its format"
+        ) from error
+
+
+def _rows_in(path: Path) -> int:
+    """Lines with something in them, up to 2."""
+    with path.open("rb") as file:
+        return sum(1 for _ in itertools.islice((line for line in file if line.strip()), 2))
+
+
+def read_conll(path: Path) -> Iterator[dict[str, list[str]]]:
+    """Sentences of a CoNLL file: a token per line, its tag last, separated by tabs or else by spaces; a blank line ends a
+    sentence, and lines of `-DOCSTART-` are passed over.
+
+    Raises ValueError for a line without a tag, with its number.
+    """
+    tokens: list[str] = []
+    tags: list[str] = []
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(path)!r} is not UTF-8 ({error.reason}); convert the file") from error
+    for number, line in enumerate([*lines, ""], start=1):
+        if not line.strip():
+            if tokens:
+                yield {"tokens": tokens, "tags": tags}
+            tokens, tags = [], []
+            continue
+        fields = line.rstrip("\r").split("\t") if "\t" in line else line.split()
+        if fields[0].startswith("-DOCSTART-"):
+            continue
+        if len(fields) < 2 or not fields[0].strip() or not fields[-1].strip():
+            raise ValueError(
+                f"line {number} of {str(path)!r} is {line!r}, without a tag; give a token and its tag per line"
+            )
+        tokens.append(fields[0].strip())
+        tags.append(fields[-1].strip())
+
+
+def _parallel(paths: Sequence[Path], languages: tuple[str, str]) -> Dataset:
+    """Lines of the files of two languages side by side; the files of each language in the order of their names."""
+    from datasets import Dataset
+
+    columns: dict[str, list[str]] = {}
+    for language in languages:
+        files = sorted(path for path in paths if path.suffix == f".{language}")
+        if not files:
+            raise ValueError(f"there is no file that ends in .{language} beside {listed([str(p) for p in paths])}")
+        # Not splitlines: a text may hold the odd separators that it would cut at.
+        texts = [file.read_text(encoding="utf-8").removesuffix("\n") for file in files]
+        columns[language] = [line.rstrip("\r") for text in texts if text for line in text.split("\n")]
+    counts = {language: len(lines) for language, lines in columns.items()}
+    if len(set(counts.values())) > 1:
+        raise ValueError(
+            f"parallel files must have a line for each other's lines, and {listed([str(p) for p in paths])} have {counts}"
+        )
+    return Dataset.from_dict(columns)
+
+
+def _from_hub(name: str, config_name: str | None) -> dict[str, Dataset]:
+    import datasets
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
+
+    try:
+        loaded = datasets.load_dataset(name, config_name)
+    except datasets.exceptions.DatasetNotFoundError as error:
+        raise ValueError(
+            f"the Hub has no dataset {name!r} that you may read, and there is no such local file or folder; check the "
+            "id, log in with `hf auth login` if it is private or gated, or give a local path"
+        ) from error
+    except (ConnectionError, TimeoutError, HTTPError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"the Hub dataset {name!r} could not be reached ({reason}) and is not in the local cache; give local files, "
+            "or enable the network (unset HF_HUB_OFFLINE)"
+        ) from error
+    except ValueError as error:  # an unknown or missing configuration; `datasets` lists the valid ones
+        raise ValueError(f"the Hub dataset {name!r} could not be loaded: {error}") from error
+    splits: dict[str, Dataset] = {}
+    for split, rows in loaded.items():
+        # validation_matched and its like: the first one validates
+        word = next((SPLIT_WORDS[w] for w in re.split(r"[^a-z]+", split.lower()) if w in SPLIT_WORDS), None)
+        if word is not None:
+            splits.setdefault(word, rows)
+    return splits or {"train": next(iter(loaded.values()))}
+
+
+def _hold_out(rows: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
+    if len(rows) < 2:
+        raise ValueError("a single training row cannot be divided; give more rows, or --validation_fraction 0")
+    keys = [stable_fraction(json.dumps(row, sort_keys=True, default=str)) for row in _plain(rows)]
+    held = [key < fraction for key in keys]
+    if not any(held):
+        held[keys.index(min(keys))] = True
+    elif all(held):
+        held[keys.index(max(keys))] = False
+    return (
+        rows.select([index for index, out in enumerate(held) if not out]),
+        rows.select([index for index, out in enumerate(held) if out]),
+    )
+
+
+def _plain(rows: Dataset) -> Iterator[Mapping[str, Any]]:
+    for batch in rows.iter(1000):
+        names = list(batch)
+        yield from (dict(zip(names, values)) for values in zip(*batch.values()))
+
+
+def _first(rows: Dataset, limit: int | None, option: str) -> Dataset:
+    if limit is None:
+        return rows
+    if limit < 1:
+        raise ValueError(f"{option} {limit} must be at least 1")
+    return rows.select(range(min(limit, len(rows))))

@@ -1,0 +1,225 @@
+"""What every task shares: its contract, finding columns, and class labels that agree with a saved model's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from ...metrics import BACKENDS, compute
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import Tensor
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+    from ..options import TaskData, TaskOptions
+
+
+@dataclass
+class Encoded:
+    """A split ready for the model.
+
+    features: what the collator gets, row by row. rows: what is predicted, row by row (a long context has several
+    features). labelled: whether rows have a true answer. notes: what the task needs to come back from features to rows.
+    """
+
+    features: Dataset
+    rows: Sequence[Mapping[str, Any]]
+    labelled: bool = True
+    notes: Any = None
+
+
+class Task:
+    """Base of the tasks. In order: `load`, `settle`, `texts`, `config_fields`, `encode`, `collator`, and after the model
+    has run `reduce`, `predictions`, `score`."""
+
+    id: ClassVar[str]
+    head: ClassVar[str]  # as in For<head>
+    metric: ClassVar[str]  # which of `metric_names` chooses the best checkpoint
+    metric_names: ClassVar[tuple[str, ...]]
+    default_length: ClassVar[int] = 256
+    mean_loss: ClassVar[bool] = True  # the head's loss is a mean over rows, whatever the number of tokens in the step
+    generates: ClassVar[bool] = False
+
+    def __init__(self, options: TaskOptions) -> None:
+        self.options = options
+        if options.metric_backend not in BACKENDS:
+            raise ValueError(
+                f"--metric_backend {options.metric_backend!r} is unknown; take one of {', '.join(BACKENDS)}"
+            )
+        for name in ("max_length", "max_target_length", "max_answer_length", "n_best"):
+            value = getattr(options, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name} {value} must be at least 1")
+        self.max_length = self.default_length if options.max_length is None else options.max_length
+
+    # ------------------------------------------------------------------------------------------------ before the model
+
+    def choose(self, heads: Sequence[str], architecture: str | None) -> None:
+        """Decides what depends on the model's heads (`For...`) and on the class that it was saved as."""
+
+    def load(self, source: TaskData) -> dict[str, Dataset]:
+        """The splits of the source, with the source's columns."""
+        from ..sources import load_rows
+
+        return load_rows(source)
+
+    def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
+        """Finds columns and labels. config: the saved model's, if it has this task's head already."""
+        raise NotImplementedError
+
+    def texts(self, rows: Dataset) -> Iterable[str]:
+        """Texts to train a tokenizer on."""
+        raise NotImplementedError
+
+    def config_fields(self) -> dict[str, Any]:
+        """Configuration fields that the task decides."""
+        return {}
+
+    def encode(self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, split: str) -> Encoded:
+        raise NotImplementedError
+
+    def collator(self, tokenizer: PreTrainedTokenizerBase, model: Any, seed: int) -> Any:
+        from transformers import DataCollatorWithPadding
+
+        return DataCollatorWithPadding(tokenizer)
+
+    # ------------------------------------------------------------------------------------------------ after the model
+
+    def reduce(self, outputs: Any, inputs: Mapping[str, Any], next_token: bool) -> tuple[Tensor, ...]:
+        """What is kept of a batch's outputs, rows first: little enough to hold for a whole split."""
+        return (outputs["logits"],)
+
+    def token_sums(self, kept: Sequence[np.ndarray]) -> np.ndarray | None:
+        """Of what was kept, the rows of `token_statistics` [N, 3], for an exact loss; None where the loss is per row."""
+        return None
+
+    def predictions(self, kept: Sequence[np.ndarray], encoded: Encoded) -> list[dict[str, Any]]:
+        """For every row what the model says (`prediction`), with the true answer (`reference`) where there is one."""
+        raise NotImplementedError
+
+    def score(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """The metrics of predicted rows."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------------------ for the subclasses
+
+    def metric_of(self, name: str, predictions: Sequence[Any], references: Sequence[Any], **extra: Any) -> dict:
+        return compute(name, predictions, references, backend=self.options.metric_backend, **extra)
+
+    def column(self, rows: Dataset, wanted: str | None, usual: Sequence[str], what: str, option: str) -> str:
+        """The column that the user named, or the first of the usual names that is there.
+
+        Raises ValueError that lists the columns and names the option.
+        """
+        names = rows.column_names
+        if wanted is not None:
+            if wanted not in names:
+                raise ValueError(
+                    f"there is no column {wanted!r} for {what}; the columns are {names}; correct --{option}"
+                )
+            return wanted
+        found = next((name for name in usual if name in names), None)
+        if found is None:
+            raise ValueError(
+                f"no column is the {what} of task {self.id} by its name ({', '.join(usual)}); the columns are {names}: "
+                f"name one with --{option}, or the columns of a CSV file without a header line with --column_names"
+            )
+        return found
+
+
+def check_columns(splits: Mapping[str, Dataset], columns: Iterable[str], optional_in_test: Iterable[str] = ()) -> None:
+    """Refuses a split that lacks a column which the training rows have; the test split may lack the answers."""
+    spared = set(optional_in_test)
+    for split, rows in splits.items():
+        for name in columns:
+            if name not in rows.column_names and not (split == "test" and name in spared):
+                raise ValueError(
+                    f"the {split} split has no column {name!r}, which the training rows have; its columns are "
+                    f"{rows.column_names}"
+                )
+
+
+class Labels:
+    """Class labels: their names in the order of their ids, and a value of the data as an id."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = list(names)
+        self._ids = {name: index for index, name in enumerate(self.names)}
+
+    @classmethod
+    def of(cls, values: Iterable[Any], feature: Any, config: PreTrainedConfig | None, option: str) -> Labels:
+        """The labels of the training rows: those of the saved head where there is one, else those of a Hub feature, else
+        those that occur, sorted.
+
+        Raises ValueError for a label that the saved head does not know, and for fewer than two labels.
+        """
+        declared = getattr(feature, "names", None)
+        found = {label_name(value, declared, option) for value in values}
+        if config is None:
+            names = list(declared) if declared else sorted(found, key=lambda name: (*_number_first(name), name))
+            if len(names) < 2:
+                raise ValueError(f"the training rows have the one label {names[0]!r}; a classifier needs two or more")
+            return cls(names)
+        saved = [str(name) for _, name in sorted((config.id2label or {}).items())]
+        if all(re.fullmatch(r"LABEL_\d+", name) for name in saved):  # ids without names, as transformers fills them in
+            saved = [str(index) for index in range(len(saved))]
+        unknown = sorted(found - set(saved))
+        if unknown:
+            raise ValueError(
+                f"the data has the label {unknown[0]!r}, which the model's config does not know (it has "
+                f"{', '.join(saved)}); correct the data, or train a new head with --new_head"
+            )
+        return cls(saved)
+
+    def id(self, value: Any, feature: Any, split: str, row: int, option: str) -> int:
+        name = label_name(value, getattr(feature, "names", None), option)
+        if name not in self._ids:
+            raise ValueError(
+                f"row {row} of the {split} split has the label {name!r}, which the training rows do not have "
+                f"({', '.join(self.names)}); correct the label, or add training rows of it"
+            )
+        return self._ids[name]
+
+    def config_fields(self) -> dict[str, Any]:
+        """num_labels follows from id2label."""
+        return {
+            "id2label": dict(enumerate(self.names)),
+            "label2id": {name: index for index, name in enumerate(self.names)},
+        }
+
+
+def label_name(value: Any, declared: Sequence[str] | None, option: str) -> str:
+    """A label of the data as text: the name of a Hub label, 1 and 1.0 as '1'. Raises ValueError for what is no label."""
+    if value is None or value == "" or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError(
+            f"{value!r} is no class label; correct --{option}, or take --task regression if the labels are measurements"
+        )
+    if isinstance(value, (list, dict)):
+        raise ValueError(f"{value!r} is no single class label; correct --{option}")
+    if declared is not None and isinstance(value, int):
+        return declared[value] if 0 <= value < len(declared) else str(value)
+    return str(int(value)) if isinstance(value, (bool, float)) else str(value).strip()
+
+
+def is_hidden(values: Sequence[Any]) -> bool:
+    """Whether a test split keeps its answers back: all are missing, or -1 as in GLUE."""
+    return all(value is None or value == -1 or value == "" for value in values)
+
+
+def _number_first(name: str) -> tuple[int, float]:
+    try:
+        return (0, float(name))
+    except ValueError:
+        return (1, 0.0)
+
+
+def plain_rows(rows: Dataset, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows as dicts of the given columns that are there."""
+    kept = [name for name in columns if name in rows.column_names]
+    table = {name: list(rows[name]) for name in kept}
+    return [{name: table[name][index] for name in kept} for index in range(len(rows))]

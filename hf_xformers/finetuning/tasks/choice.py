@@ -1,0 +1,134 @@
+"""Multiple choice: which of several texts goes with a first one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .base import Encoded, Task, check_columns, is_hidden
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+_TEXTS = ("sent1", "startphrase", "context", "article", "question", "premise", "text")
+_LISTS = ("choices", "endings", "options", "answers")
+_LABELS = ("label", "answer", "answerKey", "labels")
+
+
+class MultipleChoice(Task):
+    """The label is the number of the right choice, its letter, or (with choices as a dict of label and text) its label.
+    A column `text_pair_column` (SWAG's `sent2`) begins every choice. Metric: accuracy."""
+
+    id = "multiple-choice"
+    head = "MultipleChoice"
+    metric = "accuracy"
+    metric_names = ("accuracy",)
+
+    def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
+        rows, options = splits["train"], self.options
+        self.text_column = self.column(rows, options.text_column, _TEXTS, "text", "text_column")
+        names = rows.column_names
+        numbered = sorted(name for name in names if re.fullmatch(r"(ending|choice|option|sol)_?\d+", name))
+        if options.choice_columns:
+            for name in options.choice_columns:
+                self.column(rows, name, (), "choice", "choice_columns")
+            self.choice_columns = list(options.choice_columns)
+        elif not numbered or any(name in names for name in _LISTS[:2]):
+            self.choice_columns = [self.column(rows, None, _LISTS, "choices", "choice_columns")]
+        else:
+            self.choice_columns = numbered
+        usual = [name for name in _LABELS if name not in self.choice_columns]
+        self.label_column = self.column(rows, options.label_column, usual, "label", "label_column")
+        pair = options.text_pair_column or ("sent2" if "sent2" in names else None)
+        self.pair_column = (
+            None if pair is None else self.column(rows, pair, (), "start of choices", "text_pair_column")
+        )
+        needed = [self.text_column, *self.choice_columns, self.label_column, *([pair] if pair else [])]
+        check_columns(splits, needed, optional_in_test=[self.label_column])
+        self.count = len(self._choices(rows[0], "train", 0)[0])
+
+    def _choices(self, row: Mapping[str, Any], split: str, number: int) -> tuple[list[str], list[str] | None]:
+        """(texts, their labels or None) of one row."""
+        labels = None
+        if len(self.choice_columns) > 1:
+            texts: Any = [row[name] for name in self.choice_columns]
+        else:
+            texts = row[self.choice_columns[0]]
+            if isinstance(texts, Mapping) and "text" in texts:
+                texts, labels = texts["text"], texts.get("label")
+        if not isinstance(texts, (list, tuple)) or len(texts) < 2 or not all(isinstance(t, str) for t in texts):
+            raise ValueError(
+                f"row {number} of the {split} split has the choices {texts!r}; give a list of two texts or more, or a "
+                "column for each with --choice_columns"
+            )
+        begin = f"{row[self.pair_column]} " if self.pair_column and row[self.pair_column] else ""
+        return [begin + text for text in texts], labels
+
+    def _label(self, value: Any, labels: Sequence[str] | None, split: str, number: int) -> int:
+        text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
+        if labels is not None and text in labels:
+            return list(labels).index(text)
+        index = int(text) if text.isdigit() else ord(text) - ord("A") if re.fullmatch("[A-Z]", text) else -1
+        if not 0 <= index < self.count:
+            raise ValueError(
+                f"row {number} of the {split} split has the label {value!r}; it must be the number of the right choice, "
+                f"0 to {self.count - 1}, or its letter"
+            )
+        return index
+
+    def texts(self, rows: Dataset) -> Iterable[str]:
+        for number, row in enumerate(rows):
+            yield str(row[self.text_column])
+            yield from self._choices(row, "train", number)[0]
+
+    def encode(self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, split: str) -> Encoded:
+        from datasets import Dataset
+
+        given = list(rows[self.label_column]) if self.label_column in rows.column_names else []
+        labelled = bool(given) and not (split == "test" and is_hidden(given))
+        firsts: list[str] = []
+        seconds: list[str] = []
+        kept: list[dict[str, Any]] = []
+        labels: list[int] = []
+        for number, row in enumerate(rows):
+            choices, names = self._choices(row, split, number)  # names: the choices' labels
+            if len(choices) != self.count:
+                raise ValueError(
+                    f"row {number} of the {split} split has {len(choices)} choices, and the first training row has "
+                    f"{self.count}; give every row the same number"
+                )
+            firsts += [str(row[self.text_column])] * self.count
+            seconds += choices
+            kept.append({"text": str(row[self.text_column]), "choices": choices})
+            if labelled:
+                labels.append(self._label(row[self.label_column], names, split, number))
+                kept[-1]["label"] = labels[-1]
+        encoded = tokenizer(firsts, seconds, truncation="longest_first", max_length=self.max_length)
+        columns: dict[str, Any] = {
+            name: [values[index : index + self.count] for index in range(0, len(values), self.count)]
+            for name, values in encoded.items()
+        }
+        if labelled:
+            columns["labels"] = labels
+        return Encoded(Dataset.from_dict(columns), kept, labelled)
+
+    def collator(self, tokenizer: PreTrainedTokenizerBase, model: Any, seed: int) -> Any:
+        from transformers import DataCollatorForMultipleChoice
+
+        return DataCollatorForMultipleChoice(tokenizer)
+
+    def predictions(self, kept: Sequence[np.ndarray], encoded: Encoded) -> list[dict[str, Any]]:
+        predicted = []
+        for row, scores in zip(encoded.rows, kept[0]):
+            texts = {"text": row["text"], "choices": row["choices"]}
+            entry = {**texts, "prediction": int(scores.argmax()), "scores": [float(score) for score in scores]}
+            predicted.append({**entry, "reference": row["label"]} if "label" in row else entry)
+        return predicted
+
+    def score(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        guess, gold = [row["prediction"] for row in rows], [row["reference"] for row in rows]
+        return self.metric_of("accuracy", guess, gold)

@@ -1,0 +1,159 @@
+"""Classification and regression of a text, or of a pair of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .base import Encoded, Labels, Task, check_columns, is_hidden, plain_rows
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+# First texts by usual name, each with the usual name of the second.
+_PAIRS = {
+    "sentence1": "sentence2",
+    "premise": "hypothesis",
+    "question1": "question2",
+    "question": "sentence",
+    "text": None,
+    "sentence": None,
+    "review": None,
+    "content": None,
+}
+_LABELS = ("label", "labels", "class", "target", "score")
+
+
+class _WholeText(Task):
+    head = "SequenceClassification"
+
+    def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
+        rows, options = splits["train"], self.options
+        self.label_column = self.column(rows, options.label_column, _LABELS, "label", "label_column")
+        others = [name for name in _PAIRS if name != self.label_column]
+        self.text_column = self.column(rows, options.text_column, others, "text", "text_column")
+        pair = options.text_pair_column
+        if pair is not None:
+            self.column(rows, pair, (), "second text", "text_pair_column")
+        elif options.text_column is None and _PAIRS[self.text_column] in rows.column_names:
+            pair = _PAIRS[self.text_column]
+        self.text_columns = [self.text_column, *([pair] if pair else [])]
+        check_columns(splits, [*self.text_columns, self.label_column], optional_in_test=[self.label_column])
+        self._settle_labels(splits, config)
+
+    def _settle_labels(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
+        raise NotImplementedError
+
+    def _label(self, value: Any, rows: Dataset, split: str, row: int) -> Any:
+        raise NotImplementedError
+
+    def texts(self, rows: Dataset) -> Iterable[str]:
+        return [str(text) for name in self.text_columns for text in rows[name] if text is not None]
+
+    def encode(self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, split: str) -> Encoded:
+        from datasets import Dataset
+
+        for name in self.text_columns:
+            if None in rows[name]:
+                row = list(rows[name]).index(None)
+                raise ValueError(
+                    f"row {row} of the {split} split has no text in column {name!r}; fill it or remove it"
+                )
+        texts = [[str(text) for text in rows[name]] for name in self.text_columns]
+        columns = dict(tokenizer(*texts, truncation=True, max_length=self.max_length))
+        given = list(rows[self.label_column]) if self.label_column in rows.column_names else []
+        labelled = bool(given) and not (split == "test" and is_hidden(given))
+        kept = plain_rows(rows, self.text_columns)
+        if labelled:
+            columns["labels"] = [self._label(value, rows, split, row) for row, value in enumerate(given)]
+            kept = [{**row, "label": label} for row, label in zip(kept, columns["labels"])]
+        return Encoded(Dataset.from_dict(columns), kept, labelled)
+
+
+class TextClassification(_WholeText):
+    """One of several classes. Metrics: accuracy, F1 (of class 1 of two; else the mean over classes), Matthews."""
+
+    id = "text-classification"
+    metric = "accuracy"
+    metric_names = ("accuracy", "f1", "matthews_correlation")
+
+    def _settle_labels(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
+        train = splits["train"]
+        feature = train.features[self.label_column]
+        self.labels = Labels.of(train[self.label_column], feature, config, "label_column")
+
+    def _label(self, value: Any, rows: Dataset, split: str, row: int) -> int:
+        return self.labels.id(value, rows.features[self.label_column], split, row, "label_column")
+
+    def config_fields(self) -> dict[str, Any]:
+        return {**self.labels.config_fields(), "problem_type": "single_label_classification"}
+
+    def predictions(self, kept: Sequence[np.ndarray], encoded: Encoded) -> list[dict[str, Any]]:
+        logits = kept[0].astype(np.float64)
+        shares = np.exp(logits - logits.max(-1, keepdims=True))
+        shares /= shares.sum(-1, keepdims=True)
+        predicted = []
+        for row, chances in zip(encoded.rows, shares):
+            best = int(chances.argmax())
+            texts = {name: value for name, value in row.items() if name != "label"}
+            entry = {**texts, "prediction": self.labels.names[best], "probability": round(float(chances[best]), 6)}
+            predicted.append({**entry, "reference": self.labels.names[row["label"]]} if "label" in row else entry)
+        return predicted
+
+    def score(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        ids = {name: index for index, name in enumerate(self.labels.names)}
+        guess, gold = ([ids[row[side]] for row in rows] for side in ("prediction", "reference"))
+        average = "binary" if len(ids) == 2 else "macro"
+        return {
+            **self.metric_of("accuracy", guess, gold),
+            **self.metric_of("f1", guess, gold, average=average),
+            **self.metric_of("matthews_correlation", guess, gold),
+        }
+
+
+class Regression(_WholeText):
+    """A number. Metrics: Pearson and Spearman correlation, mean squared error."""
+
+    id = "regression"
+    metric = "pearsonr"
+    metric_names = ("pearsonr", "spearmanr", "mse")
+
+    def _settle_labels(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
+        if config is not None and config.num_labels != 1:
+            raise ValueError(
+                f"the model has a head of {config.num_labels} labels, and a regression has one; train a new head with "
+                "--new_head"
+            )
+
+    def _label(self, value: Any, rows: Dataset, split: str, row: int) -> float:
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = float("nan")
+        if not np.isfinite(number):
+            raise ValueError(
+                f"row {row} of the {split} split has the label {value!r}, which is no number; correct it, or take --task "
+                "text-classification"
+            )
+        return number
+
+    def config_fields(self) -> dict[str, Any]:
+        return {"num_labels": 1, "problem_type": "regression"}
+
+    def predictions(self, kept: Sequence[np.ndarray], encoded: Encoded) -> list[dict[str, Any]]:
+        predicted = []
+        for row, value in zip(encoded.rows, kept[0].reshape(len(encoded.rows), -1)[:, 0]):
+            entry = {**{k: v for k, v in row.items() if k != "label"}, "prediction": float(value)}
+            predicted.append({**entry, "reference": row["label"]} if "label" in row else entry)
+        return predicted
+
+    def score(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        guess, gold = [row["prediction"] for row in rows], [row["reference"] for row in rows]
+        return {
+            key: value
+            for name in ("pearsonr", "spearmanr", "mse")
+            for key, value in self.metric_of(name, guess, gold).items()
+        }

@@ -1,0 +1,152 @@
+"""Tasks that generate a text from a text: summarisation and translation, with an encoder-decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .base import Encoded, Task, check_columns
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import Tensor
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+    from ..options import TaskOptions
+
+USUAL_TARGET_LENGTH = 128
+
+
+class _Generation(Task):
+    head = "Seq2SeqLM"
+    mean_loss = False
+    generates = True
+    text_column: str
+    target_column: str
+
+    def __init__(self, options: TaskOptions) -> None:
+        super().__init__(options)
+        self.max_target_length = options.max_target_length or USUAL_TARGET_LENGTH
+
+    def _texts_of(self, rows: Dataset, column: str, split: str) -> list[str]:
+        texts = list(rows[column])
+        for row, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise ValueError(f"row {row} of the {split} split has {text!r} in column {column!r}, which is no text")
+        return texts
+
+    def texts(self, rows: Dataset) -> Iterable[str]:
+        return [
+            text for name in (self.text_column, self.target_column) for text in self._texts_of(rows, name, "train")
+        ]
+
+    def encode(self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, split: str) -> Encoded:
+        from datasets import Dataset
+
+        self.tokenizer = tokenizer
+        sources = self._texts_of(rows, self.text_column, split)
+        labelled = self.target_column in rows.column_names
+        given = [self.options.prefix + text for text in sources]
+        columns = dict(tokenizer(given, truncation=True, max_length=self.max_length))
+        kept = [{"source": text} for text in sources]
+        if labelled:
+            targets = self._texts_of(rows, self.target_column, split)
+            labels = tokenizer(text_target=targets, truncation=True, max_length=self.max_target_length)["input_ids"]
+            columns["labels"] = [self._ended(ids, tokenizer.eos_token_id) for ids in labels]
+            kept = [{**row, "target": target} for row, target in zip(kept, targets)]
+        return Encoded(Dataset.from_dict(columns), kept, labelled)
+
+    def _ended(self, ids: list[int], end: int | None) -> list[int]:
+        """A text that was not cut ends with the token at which generation stops."""
+        whole = len(ids) < self.max_target_length
+        return [*ids, end] if whole and end is not None and ids[-1:] != [end] else ids
+
+    def collator(self, tokenizer: PreTrainedTokenizerBase, model: Any, seed: int) -> Any:
+        from transformers import DataCollatorForSeq2Seq
+
+        return DataCollatorForSeq2Seq(tokenizer, model=model)
+
+    def reduce(self, outputs: Any, inputs: Mapping[str, Any], next_token: bool) -> tuple[Tensor, ...]:
+        from ...training.evaluation import token_statistics
+
+        kept = [outputs["generated"]] if "generated" in outputs else []
+        if "labels" in inputs:
+            kept.append(token_statistics(outputs["logits"], inputs["labels"], next_token=False))
+        return tuple(kept)
+
+    def token_sums(self, kept: Sequence[np.ndarray]) -> np.ndarray | None:
+        return kept[-1] if np.issubdtype(kept[-1].dtype, np.floating) else None
+
+    def predictions(self, kept: Sequence[np.ndarray], encoded: Encoded) -> list[dict[str, Any]]:
+        if np.issubdtype(kept[0].dtype, np.floating):
+            return []  # nothing was generated: --predict_with_generate false
+        ids = np.where(kept[0] < 0, self.tokenizer.pad_token_id, kept[0])
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        predicted = []
+        for row, text in zip(encoded.rows, texts):
+            entry = {"source": row["source"], "prediction": text.strip()}
+            predicted.append({**entry, "reference": row["target"]} if "target" in row else entry)
+        return predicted
+
+
+class Summarization(_Generation):
+    """Metric: ROUGE-1, -2, -L, -Lsum."""
+
+    id = "summarization"
+    metric = "rougeL"
+    metric_names = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+    default_length = 512
+
+    def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
+        rows, options = splits["train"], self.options
+        texts = ("article", "document", "dialogue", "source", "text")
+        targets = ("highlights", "summary", "abstract", "target", "title")
+        self.text_column = self.column(rows, options.text_column, texts, "text", "text_column")
+        self.target_column = self.column(rows, options.target_column, targets, "summary", "target_column")
+        check_columns(splits, [self.text_column, self.target_column], optional_in_test=[self.target_column])
+
+    def score(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        return self.metric_of("rouge", [row["prediction"] for row in rows], [row["reference"] for row in rows])
+
+
+class Translation(_Generation):
+    """Rows are pairs of parallel files, of columns named after the languages, or of a column `translation`. Metric:
+    sacreBLEU."""
+
+    id = "translation"
+    metric = "bleu"
+    metric_names = ("bleu",)
+    default_length = 128
+
+    def load(self, source: Any) -> dict[str, Dataset]:
+        from ..sources import load_rows
+
+        languages = (self.options.source_lang, self.options.target_lang)
+        if (languages[0] is None) != (languages[1] is None):
+            raise ValueError("--source_lang and --target_lang go together; give both")
+        splits = load_rows(source, None if None in languages else languages)  # type: ignore[arg-type]
+        return {
+            split: rows.flatten().rename_columns(
+                {name: name[12:] for name in rows.flatten().column_names if name.startswith("translation.")}
+            )
+            for split, rows in splits.items()
+        }
+
+    def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
+        rows, options = splits["train"], self.options
+        sources = (options.source_lang, "source") if options.source_lang else ("source", "text")
+        targets = (options.target_lang, "target") if options.target_lang else ("target", "translation")
+        text, target = options.text_column, options.target_column
+        if options.source_lang is None and text is None and "source" not in rows.column_names:
+            raise ValueError(
+                f"say what to translate with --source_lang and --target_lang, or --text_column and --target_column; the "
+                f"columns are {rows.column_names}"
+            )
+        self.text_column = self.column(rows, text, sources, "source text", "text_column")
+        self.target_column = self.column(rows, target, targets, "translation", "target_column")
+        check_columns(splits, [self.text_column, self.target_column], optional_in_test=[self.target_column])
+
+    def score(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        return self.metric_of("sacrebleu", [row["prediction"] for row in rows], [row["reference"] for row in rows])

@@ -1,0 +1,110 @@
+"""Language modelling on new text: masked, causal or span corruption, continued from a saved model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...objectives import Objective, build_objective
+from .base import Encoded, Task
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import Tensor
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+    from ..options import TaskData
+
+
+class LanguageModeling(Task):
+    """Packed rows under an objective of pretraining. Metrics: loss (nats), perplexity and accuracy over all targets."""
+
+    id = "language-modeling"
+    head = "MaskedLM"  # until `choose` knows better
+    metric = "loss"
+    metric_names = ("loss", "perplexity", "accuracy")
+    mean_loss = False
+    objective: Objective
+
+    def choose(self, heads: Sequence[str], architecture: str | None) -> None:
+        """Takes the objective asked for, else the one of the saved model's class, else the first that `heads` allow.
+
+        Raises ValueError for an unknown objective, and for one that no head fits.
+        """
+        from ...training.building import language_objectives
+
+        known = language_objectives()
+        fitting = [name for name, cls in known.items() if f"For{cls.head}" in heads]
+        name = self.options.objective
+        if name is None:
+            own = [key for key in fitting if architecture and architecture.endswith(f"For{known[key].head}")]
+            preferred = [key for key in ("mlm", "clm", "span") if key in (own or fitting)]
+            name = (preferred or own or fitting or [None])[0]
+        if name not in known:
+            raise ValueError(f"unknown objective {name!r}: choose one of {', '.join(known)}")
+        if name not in fitting:
+            raise ValueError(
+                f"objective {name!r} needs a For{known[name].head} class, which the model has not; take --objective "
+                f"{' or '.join(fitting)}"
+            )
+        self.objective = build_objective(name)
+        self.head = self.objective.head  # type: ignore[misc]
+
+    def load(self, source: TaskData) -> dict[str, Dataset]:
+        from ...data import load_text_dataset
+
+        if source.validation_data or source.test_data:
+            raise ValueError(
+                "language-modeling divides files by their names; give all of them, or a folder, with --data"
+            )
+        if not source.data:
+            raise ValueError("no data is named; give files, a folder or a Hub dataset id with --data")
+        found = load_text_dataset(
+            source.data[0] if len(source.data) == 1 else source.data,
+            text_column=self.options.text_column,
+            config_name=source.data_config,
+            validation_fraction=source.validation_fraction,
+            num_proc=source.num_proc,
+        )
+        limits = {"train": source.max_train_rows}
+        cut = {}
+        for split, rows in found.items():
+            limit = limits.get(split, source.max_eval_rows)
+            cut[split] = rows if limit is None else rows.select(range(min(limit, len(rows))))
+        return cut
+
+    def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
+        """Nothing to find: `load` made the one column."""
+
+    def texts(self, rows: Dataset) -> Iterable[str]:
+        return rows["text"]
+
+    def encode(self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, split: str) -> Encoded:
+        from ...training.text import make_rows
+
+        made = make_rows(rows, tokenizer, self.objective, self.max_length, whole=split != "train")
+        return Encoded(made, made)
+
+    def collator(self, tokenizer: PreTrainedTokenizerBase, model: Any, seed: int) -> Any:
+        return self.objective.collator(tokenizer, seed=seed)
+
+    def reduce(self, outputs: Any, inputs: Mapping[str, Any], next_token: bool) -> tuple[Tensor, ...]:
+        from ...training.evaluation import token_statistics
+
+        labels = inputs["labels"]
+        logits = outputs["logits"][:, -labels.shape[1] :]  # prompt tuning puts virtual tokens before the text
+        return (token_statistics(logits, labels, next_token=next_token),)
+
+    def predictions(self, kept: Sequence[np.ndarray], encoded: Encoded) -> list[dict[str, Any]]:
+        """A language model predicts tokens; of each row of them the sums are kept."""
+        return [
+            {"row": row, "nats": float(nats), "targets": int(count), "right": int(right)}
+            for row, (nats, count, right) in enumerate(kept[0])
+        ]
+
+    def score(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        from ...training.evaluation import summarise
+
+        return summarise(np.array([[row["nats"], row["targets"], row["right"]] for row in rows]))

@@ -1,0 +1,162 @@
+"""Token classification: a tag for every word, such as entities or parts of speech."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...metrics import is_entity_tag
+from .base import Encoded, Labels, Task, check_columns, is_hidden
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import Tensor
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+IGNORE_INDEX = -100
+_TOKENS = ("tokens", "words", "text")
+_TAGS = ("ner_tags", "tags", "labels", "pos_tags", "chunk_tags", "label")
+
+
+class TokenClassification(Task):
+    """A word's tag is read at its first piece. Metrics: entity precision, recall and F1 over all entities where tags are
+    of the form `B-PER`, and the accuracy over words. Words beyond `max_length` count as predicted outside (`O`, or the
+    first tag where there is none)."""
+
+    id = "token-classification"
+    head = "TokenClassification"
+    metric = "f1"
+    metric_names = ("f1", "precision", "recall", "accuracy")
+    mean_loss = False
+
+    def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
+        rows, options = splits["train"], self.options
+        self.text_column = self.column(rows, options.text_column, _TOKENS, "words", "text_column")
+        usual = [name for name in _TAGS if name != self.text_column]
+        self.label_column = self.column(rows, options.label_column, usual, "tags", "label_column")
+        check_columns(splits, [self.text_column, self.label_column], optional_in_test=[self.label_column])
+        self.feature = _inner(rows.features[self.label_column])
+        tags = (
+            tag for entry in rows[self.label_column] for tag in self._list(entry, self.label_column, "label_column")
+        )
+        declared = getattr(self.feature, "names", None)
+        self.labels = Labels.of(tags, self.feature, config, "label_column")
+        if config is None:  # an entity may go on although no training row has such a one
+            known = set(self.labels.names)
+            goes_on = {f"I-{name[2:]}" for name in known if name.startswith("B-")} - known
+            self.labels = Labels(sorted(known | goes_on)) if goes_on and declared is None else self.labels
+        self.entities = all(is_entity_tag(name) for name in self.labels.names)
+        self.outside = "O" if "O" in self.labels.names else self.labels.names[0]
+
+    @staticmethod
+    def _list(entry: Any, column: str, option: str) -> list[Any]:
+        if not isinstance(entry, list):
+            raise ValueError(
+                f"column {column!r} holds {entry!r}, and a row of token-classification has lists of words and tags; "
+                f"correct --{option}, or give CoNLL files (.conll) or JSONL with lists"
+            )
+        return entry
+
+    def texts(self, rows: Dataset) -> Iterable[str]:
+        return [" ".join(self._list(words, self.text_column, "text_column")) for words in rows[self.text_column]]
+
+    def config_fields(self) -> dict[str, Any]:
+        return self.labels.config_fields()
+
+    def encode(self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, split: str) -> Encoded:
+        from datasets import Dataset
+
+        if not tokenizer.is_fast:
+            raise ValueError(
+                f"{type(tokenizer).__name__} is a slow tokenizer, which does not say what word a piece is of"
+            )
+        words = [
+            list(map(str, self._list(entry, self.text_column, "text_column"))) for entry in rows[self.text_column]
+        ]
+        given = list(rows[self.label_column]) if self.label_column in rows.column_names else []
+        labelled = bool(given) and not (
+            split == "test" and is_hidden([tag for tags in given for tag in tags or [None]])
+        )
+        # A byte-level piece of a first word has no space before it, and so another id, unless one is put there.
+        texts = [[f" {word}" for word in row] for row in words] if _wants_space(tokenizer) else words
+        encoded = tokenizer(texts, is_split_into_words=True, truncation=True, max_length=self.max_length)
+        columns = {name: list(values) for name, values in encoded.items()}
+        kept: list[dict[str, Any]] = []
+        places, all_labels = [], []
+        for row in range(len(words)):
+            ids = encoded.word_ids(row)
+            first = [place > 0 and ids[place - 1] == word for place, word in enumerate(ids)]
+            first = [word is not None and not again for word, again in zip(ids, first)]
+            places.append([(place, word) for place, (word, start) in enumerate(zip(ids, first)) if start])
+            entry: dict[str, Any] = {"tokens": words[row]}
+            if labelled:
+                tags = self._list(given[row], self.label_column, "label_column")
+                if len(tags) != len(words[row]):
+                    raise ValueError(
+                        f"row {row} of the {split} split has {len(words[row])} words and {len(tags)} tags; every word "
+                        "needs one"
+                    )
+                known = [self.labels.id(tag, self.feature, split, row, "label_column") for tag in tags]
+                entry["tags"] = [self.labels.names[tag] for tag in known]
+                labels = [
+                    known[word] if word is not None and (start or self.options.label_all_pieces) else IGNORE_INDEX
+                    for word, start in zip(ids, first)
+                ]
+                all_labels.append(labels)
+            kept.append(entry)
+        if labelled:
+            columns["labels"] = all_labels
+        return Encoded(Dataset.from_dict(columns), kept, labelled, notes=places)
+
+    def collator(self, tokenizer: PreTrainedTokenizerBase, model: Any, seed: int) -> Any:
+        from transformers import DataCollatorForTokenClassification
+
+        return DataCollatorForTokenClassification(tokenizer)
+
+    def reduce(self, outputs: Any, inputs: Mapping[str, Any], next_token: bool) -> tuple[Tensor, ...]:
+        from ...training.evaluation import token_statistics
+
+        logits = outputs["logits"]
+        if "labels" not in inputs:
+            return (logits.argmax(-1),)
+        return logits.argmax(-1), token_statistics(logits, inputs["labels"], next_token=False)
+
+    def token_sums(self, kept: Sequence[np.ndarray]) -> np.ndarray | None:
+        return kept[1] if len(kept) > 1 else None
+
+    def predictions(self, kept: Sequence[np.ndarray], encoded: Encoded) -> list[dict[str, Any]]:
+        predicted = []
+        for index, (row, places) in enumerate(zip(encoded.rows, encoded.notes)):
+            tags = [self.outside] * len(row["tokens"])
+            for place, word in places:
+                tags[word] = self.labels.names[int(kept[0][index, place])]
+            entry = {"tokens": row["tokens"], "prediction": tags}
+            predicted.append({**entry, "reference": row["tags"]} if "tags" in row else entry)
+        return predicted
+
+    def score(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        guess, gold = [row["prediction"] for row in rows], [row["reference"] for row in rows]
+        if self.entities:
+            found = self.metric_of("seqeval", guess, gold)
+            return {name: found[f"overall_{name}"] for name in ("precision", "recall", "f1", "accuracy")}
+        ids = {name: index for index, name in enumerate(self.labels.names)}
+        flat = [[ids[tag] for row in side for tag in row] for side in (guess, gold)]
+        return {**self.metric_of("accuracy", *flat), **self.metric_of("f1", *flat, average="macro")}
+
+
+def _inner(feature: Any) -> Any:
+    """The feature of the entries of a list column."""
+    return getattr(feature, "feature", feature)
+
+
+def _wants_space(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether pieces inside a text carry the space before them, while pre-split words come without one."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    before = getattr(backend, "pre_tokenizer", None)
+    if before is None:
+        return False
+    cut = [piece for piece, _ in before.pre_tokenize_str("a b")]
+    alone = [piece for piece, _ in before.pre_tokenize_str("b")]
+    return len(cut) == 2 and cut[1] != alone[0] and cut[1].endswith(alone[0])

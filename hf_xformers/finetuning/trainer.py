@@ -1,0 +1,84 @@
+"""The trainer of tasks: evaluates in rows of the task, with generation where the task generates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.trainer_utils import EvalPrediction
+
+from ..training.evaluation import summarise
+from ..training.trainer import XFormerTrainer
+from .tasks import Encoded, Task
+
+
+class TaskTrainer(XFormerTrainer):
+    """`XFormerTrainer` whose predictions are rows of a task.
+
+    task: what to measure. validation: the split that `evaluate` is about; `predict_rows` takes any.
+
+    A head whose loss is a mean over rows gets it divided by the accumulation steps: what transformers does for models
+    whose `forward` takes further arguments is right only for losses that are divided by the tokens of the whole step.
+    """
+
+    def __init__(self, *args: Any, task: Task, validation: Encoded | None, **kwargs: Any) -> None:
+        self.task, self._split = task, validation
+        self.rows: list[dict[str, Any]] = []
+        super().__init__(*args, compute_metrics=self._score, **kwargs)
+        if task.mean_loss:
+            self.model_accepts_loss_kwargs = False
+
+    def predict_rows(self, split: Encoded, prefix: str) -> tuple[list[dict[str, Any]], dict[str, float]]:
+        """(predicted rows, metrics named `<prefix>_...`) of a split."""
+        before, self._split = self._split, split
+        try:
+            metrics = self.predict(split.features, metric_key_prefix=prefix).metrics or {}
+        finally:
+            self._split = before
+        return self.rows, metrics
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            outputs: dict[str, Any] = dict(model(**inputs))
+            if self.task.generates and self.args.predict_with_generate and not prediction_loss_only:  # type: ignore[attr-defined]
+                outputs["generated"] = self._generate(model, inputs)
+        loss = outputs.get("loss")
+        loss = None if loss is None else loss.detach().mean()
+        if prediction_loss_only:
+            return loss, None, None
+        kept = self.task.reduce(outputs, inputs, self._predicts_next_token)
+        rows = kept[0].shape[0]
+        return loss, kept, torch.zeros(rows, device=kept[0].device)  # Trainer wants labels beside predictions
+
+    def _generate(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """[B, longest target]: generated ids without the start, -100 after the end."""
+        unwrapped: Any = self.accelerator.unwrap_model(model)
+        # Seq2SeqTrainingArguments' names; --generation_max_length counts the start token, as in transformers.
+        limit, beams = self.args.generation_max_length, self.args.generation_num_beams  # type: ignore[attr-defined]
+        longest = self.task.max_target_length if limit is None else limit - 1  # type: ignore[attr-defined]
+        given = {key: value for key, value in inputs.items() if key != "labels" and not key.startswith("decoder_")}
+        options = {} if beams is None else {"num_beams": beams}
+        made = unwrapped.generate(**given, max_new_tokens=longest, do_sample=False, **options)[:, 1:]
+        return torch.nn.functional.pad(made, (0, max(0, longest - made.shape[1])), value=-100)
+
+    def _score(self, evaluated: EvalPrediction) -> dict[str, float]:
+        if self._split is None:  # a dataset that is not of the task's splits
+            return {}
+        found = evaluated.predictions
+        kept: Sequence[np.ndarray] = found if isinstance(found, (tuple, list)) else (found,)
+        self.rows = self.task.predictions(kept, self._split)
+        if not self._split.labelled:
+            return {}
+        metrics = self.task.score(self.rows) if self.rows else {}
+        sums = self.task.token_sums(kept)
+        return metrics if sums is None else {**metrics, "loss": summarise(sums)["loss"]}

@@ -1,0 +1,313 @@
+"""Malformed requests to `hf-xformers finetune`: refused in one paragraph with the remedy, before anything is written."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hf_xformers.cli import main
+from hf_xformers.data import train_tokenizer
+from hf_xformers.variants import config_class, family
+from tests.finetuning.task_data import classification, command, finetune, sentences, tagging, translation, write_lines
+from tests.training.runs import SHAPE
+
+
+def refused(capsys, *argv):
+    """The message of a command that must be refused."""
+    assert main(["finetune", *map(str, argv)]) == 2
+    error = capsys.readouterr().err
+    lines = [line for line in error.splitlines() if "hf-xformers: error:" in line]
+    assert len(lines) == 1, error
+    message = lines[0].partition("error: ")[2]
+    assert error.rstrip().endswith(message)
+    return message
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return classification(tmp_path_factory.mktemp("classification"))
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    """A pretrained encoder with its tokenizer."""
+    folder = tmp_path_factory.mktemp("models") / "bert"
+    torch.manual_seed(0)
+    tokenizer = train_tokenizer([text for text, _ in sentences(64, 0)], vocab_size=300, num_sentinels=0)
+    config = config_class("bert")(**{**SHAPE, "vocab_size": 300, "max_position_embeddings": 32})
+    family("bert")["ForMaskedLM"](config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def classifier(bert, data, tmp_path_factory):
+    """The encoder fine-tuned on two classes."""
+    folder = tmp_path_factory.mktemp("models") / "classifier"
+    finetune("text-classification", data, folder, model=bert, max_steps=1, eval_strategy="no", save_strategy="no",
+             load_best_model_at_end="false")  # fmt: skip
+    return folder
+
+
+REQUESTS = {
+    "no start": ({"variant": None}, ["give either --model", "or --variant"]),
+    "both starts": ({"model": "m", "variant": "bert"}, ["give either --model"]),
+    "unknown variant": ({"variant": "brt"}, ["Unknown variant 'brt'", "Did you mean 'bert'"]),
+    "unknown size": ({"size": "huge"}, ["unknown size 'huge'"]),
+    "unknown task": ({"task": "text-clasification"}, ["unknown task", "did you mean 'text-classification'?"]),
+    "variant without the head": (
+        {"task": "translation", "variant": "bert", "source_lang": "en", "target_lang": "de"},
+        ["'xf_bert' has no ForSeq2SeqLM class", "xf_t5"],
+    ),
+    "metric that is not measured": (
+        {"metric_for_best_model": "bleu"},
+        ["'bleu' is not measured; choose one of loss, accuracy, f1"],
+    ),
+    "metric backend": ({"metric_backend": "mine"}, ["--metric_backend 'mine' is unknown; take one of auto"]),
+    "too long rows": (
+        {"max_length": 600, "max_position_embeddings": 100},
+        ["--max_length 600 is more than the 100 tokens", "take at most 100"],
+    ),
+    "no length": ({"max_length": 0}, ["--max_length 0 must be at least 1"]),
+    "patience": ({"early_stopping_patience": 0}, ["--early_stopping_patience 0 must be at least 1"]),
+    "patience without validation": (
+        {"early_stopping_patience": 1, "validation_fraction": 0, "one_file": True},
+        ["needs validation rows; raise --validation_fraction above 0"],
+    ),
+    "column": ({"label_column": "lable"}, ["there is no column 'lable'", "['text', 'label']", "--label_column"]),
+    "two tokenizers": ({"tokenizer": "t", "train_tokenizer": True}, ["exclude each other"]),
+    "tokenizer": ({"tokenizer": "./nowhere"}, ["no tokenizer could be loaded from './nowhere'"]),
+    "adapter without a model": ({"peft": "lora"}, ["--variant starts from random weights; give a --model"]),
+    "fields without a method": ({"peft.r": 4}, ["--peft.FIELD options are about a method; name it with --peft"]),
+    "unknown option": ({"lerning_rate": 1}, ["did you mean --learning_rate?"]),
+    "missing file": ({"validation_data": "nowhere.csv"}, ["there is no file or folder 'nowhere.csv'"]),
+    "smoothed regression": (
+        {"task": "regression", "label_smoothing_factor": 0.1},
+        ["--label_smoothing_factor spreads probability over classes"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(REQUESTS))
+def test_requests(case, data, tmp_path, capsys):
+    options, words = REQUESTS[case]
+    files = data[:1] if options.pop("one_file", False) else data
+    message = refused(capsys, *command("text-classification", files, tmp_path / "run", **options))
+    for word in words:
+        assert word in message
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_no_output_folder_and_no_task(data, capsys):
+    assert "--output_dir" in refused(capsys, "--task", "regression", "--variant", "bert", "--data", *data)
+    assert "--task" in refused(capsys, "--variant", "bert", "--data", *data, "--output_dir", "x")
+
+
+# ------------------------------------------------------------------------------------------------ data
+
+
+def test_a_csv_without_the_label_column(tmp_path, capsys):
+    path = tmp_path / "train.csv"
+    path.write_text("text,other\na day,1\nthe film,0\n")
+    message = refused(capsys, *command("text-classification", [str(path)], tmp_path / "run"))
+    assert "no column is the label" in message and "['text', 'other']" in message
+    assert "--label_column" in message and "--column_names" in message
+    path = tmp_path / "train.tsv"  # no header: the first row would be taken for one
+    path.write_text("a day\t1\nthe film\t0\nit was\t0\n")
+    message = refused(capsys, *command("text-classification", [str(path)], tmp_path / "run"))
+    assert "['a day', '1']" in message and "--column_names" in message
+
+
+@pytest.mark.parametrize("empty", ["", "text,label\n"])
+def test_an_empty_split(empty, data, tmp_path, capsys):
+    path = tmp_path / "dev.csv"
+    path.write_text(empty)
+    message = refused(capsys, *command("text-classification", [data[0], str(path)], tmp_path / "run"))
+    assert "dev.csv" in message and ("header line and no rows" if empty else "empty (0 bytes)") in message
+    assert "leave it out" in message
+
+
+@pytest.mark.parametrize(
+    "rows, words",
+    [
+        ([{"text": "a", "label": "x"}, {"text": "b", "label": "x"}], "the one label 'x'; a classifier needs two"),
+        ([{"text": "a", "label": 0.5}, {"text": "b", "label": 1.0}], "0.5 is no class label"),
+        ([{"text": "a", "label": None}, {"text": "b", "label": 1}], "None is no class label"),
+        ([{"text": None, "label": 0}, {"text": "b", "label": 1}], "row 0 of the train split has no text"),
+    ],
+)
+def test_rows_of_classification(rows, words, tmp_path, capsys):
+    path = write_lines(tmp_path / "train.jsonl", rows)
+    options = {"validation_fraction": 0}
+    assert words in refused(capsys, *command("text-classification", [str(path)], tmp_path / "run", **options))
+
+
+def test_a_label_that_only_the_validation_rows_have(data, tmp_path, capsys):
+    path = tmp_path / "dev.csv"
+    path.write_text("text,label\na day,7\n")
+    message = refused(capsys, *command("text-classification", [data[0], str(path)], tmp_path / "run"))
+    assert "row 0 of the validation split has the label '7', which the training rows do not have (0, 1)" in message
+
+
+def test_damaged_conll_and_unequal_parallel_files(tmp_path, capsys):
+    (tmp_path / "a").mkdir()
+    tagging(tmp_path / "a")
+    with (tmp_path / "a" / "train.conll").open("a") as file:
+        file.write("word\n")
+    message = refused(capsys, *command("token-classification", [str(tmp_path / "a")], tmp_path / "run"))
+    assert "is 'word', without a tag" in message and "line " in message
+    (tmp_path / "b").mkdir()
+    translation(tmp_path / "b")
+    with (tmp_path / "b" / "val.en").open("a") as file:
+        file.write("one more\n")
+    message = refused(capsys, *command("translation", [str(tmp_path / "b")], tmp_path / "run"))
+    assert "must have a line for each other's lines" in message and "'en': 17, 'xx': 16" in message
+
+
+def test_answers_that_are_not_in_their_context(tmp_path, capsys):
+    answers = {"text": ["day"], "answer_start": [3]}
+    path = write_lines(tmp_path / "t.jsonl", [{"question": "q", "context": "a day", "answers": answers}] * 3)
+    message = refused(capsys, *command("question-answering", [str(path)], tmp_path / "run", validation_fraction=0))
+    assert "row 0 of the train split has the answer 'day', which does not stand in its context" in message
+
+
+def test_a_stride_that_leaves_no_room(tmp_path, capsys):
+    answers = {"text": ["day"], "answer_start": [2]}
+    path = write_lines(tmp_path / "t.jsonl", [{"question": "q", "context": "a day", "answers": answers}] * 3)
+    options = {"validation_fraction": 0, "max_length": 16, "doc_stride": 16}
+    message = refused(capsys, *command("question-answering", [str(path)], tmp_path / "run", **options))
+    assert "--doc_stride 16 of them are shared; take a smaller stride or longer windows" in message
+
+
+# ------------------------------------------------------------------------------------------------ models
+
+
+@pytest.mark.parametrize("name", ["not a repository", "a/b/c", "./nowhere", "owner/"])
+def test_a_repository_id_that_is_not_one(name, data, tmp_path, capsys):
+    message = refused(capsys, *command("text-classification", data, tmp_path / "run", model=name))
+    assert repr(name) in message and ("repository id" in message or "there is no folder" in message)
+    message = refused(capsys, *command("text-classification", [name], tmp_path / "run"))
+    assert repr(name) in message
+
+
+def copied(model, tmp_path):
+    return shutil.copytree(model, tmp_path / "copy")
+
+
+def test_a_truncated_file(bert, data, tmp_path, capsys):
+    model = copied(bert, tmp_path)
+    whole = (model / "model.safetensors").read_bytes()
+    for length in (len(whole) - 1, len(whole) // 2, 20, 4):
+        (model / "model.safetensors").write_bytes(whole[:length])
+        message = refused(capsys, *command("text-classification", data, tmp_path / "run", model=model))
+        assert "model.safetensors is cut off; copy or save it again" in message
+    (model / "model.safetensors").unlink()
+    message = refused(capsys, *command("text-classification", data, tmp_path / "run", model=model))
+    assert "do not load into XFBertForSequenceClassification" in message
+
+
+@pytest.mark.parametrize("change", ["missing", "unexpected", "size"])
+def test_tensors_that_do_not_fit(change, bert, data, tmp_path, capsys):
+    model = copied(bert, tmp_path)
+    tensors = load_file(model / "model.safetensors")
+    name = "model.trunk.layers.1." + next(k for k in tensors if ".layers.1." in k).partition(".layers.1.")[2]
+    if change == "missing":
+        del tensors[name]
+        words = f"has no weights for {name!r} (and 0 more); it is incomplete"
+    elif change == "unexpected":
+        tensors["model.trunk.layers.7.extra"] = torch.zeros(2)
+        words = "has weights that the model has no place for: 'model.trunk.layers.7.extra'"
+    else:
+        tensors[name] = torch.zeros(3)
+        words = "do not load into XFBertForSequenceClassification"
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    assert words in refused(capsys, *command("text-classification", data, tmp_path / "run", model=model))
+
+
+def test_a_saved_head_must_be_whole(classifier, data, tmp_path, capsys):
+    model = copied(classifier, tmp_path)
+    tensors = load_file(model / "model.safetensors")
+    del tensors["classifier.bias"]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    message = refused(capsys, *command("text-classification", data, tmp_path / "run", model=model))
+    assert "has no weights for 'classifier.bias'" in message
+
+
+def test_labels_unknown_to_the_config(classifier, tmp_path, capsys):
+    rows = [{"text": text, "label": label + 1} for text, label in sentences(20, 0)]
+    path = str(write_lines(tmp_path / "train.jsonl", rows))
+    message = refused(capsys, *command("text-classification", [path], tmp_path / "run", model=classifier))
+    assert "the label '2', which the model's config does not know (it has 0, 1)" in message and "--new_head" in message
+    options = {"model": classifier, "max_steps": 1}
+    summary = finetune("text-classification", [path], tmp_path / "run", "--new_head", **options)
+    assert summary["status"] == "finished"
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["label2id"] == {"1": 0, "2": 1}
+
+
+def test_a_model_without_a_tokenizer(bert, data, tmp_path, capsys):
+    model = copied(bert, tmp_path)
+    for path in model.glob("tokenizer*"):
+        path.unlink()
+    message = refused(capsys, *command("text-classification", data, tmp_path / "run", model=model))
+    assert "comes without a tokenizer" in message and "--tokenizer" in message and "--train_tokenizer" in message
+    assert finetune("text-classification", data, tmp_path / "run", "--train-tokenizer", model=model, max_steps=1)
+
+
+def test_a_component_of_a_saved_model(bert, data, tmp_path, capsys):
+    message = refused(
+        capsys,
+        *command("text-classification", data, tmp_path / "run", model=bert),
+        "--attention",
+        "linear_transformer",
+    )
+    assert "--attention would change the mechanism of a saved model" in message
+    message = refused(capsys, *command("text-classification", data, tmp_path / "run", model=bert, hidden_size=32))
+    assert "leave out options that change the shape" in message
+
+
+@pytest.mark.parametrize(
+    "extra, words",
+    [
+        (["--peft", "lorra"], ["unknown PEFT method 'lorra': choose one of lora, ia3"]),
+        (["--peft", "prefix"], ["--peft prefix does not work with a ForSequenceClassification class", "lora"]),
+        (
+            ["--peft", "lora", "--peft.target_modules", "q_proj,query"],
+            ["names 'query', which no linear map of the model is called", "q_proj, up_proj, v_proj"],
+        ),
+        (["--peft", "lora", "--peft.rank", "4"], ["--peft lora has no field 'rank'"]),
+        (["--peft", "lora", "--peft.r", "many"], ["--peft.r: 'many' is no valid value; it takes a whole number"]),
+    ],
+)
+def test_adapters(extra, words, bert, data, tmp_path, capsys):
+    message = refused(capsys, *command("text-classification", data, tmp_path / "run", model=bert), *extra)
+    for word in words:
+        assert word in message
+
+
+def test_nothing_already_written_is_damaged(bert, classifier, data, tmp_path, capsys):
+    """A refused command leaves the output folder, the model and the data as they were, whatever it is refused for."""
+    output = copied(classifier, tmp_path)
+    (output / "checkpoint-7").mkdir()
+    (output / "checkpoint-7" / "trainer_state.json").write_text("{}")
+    before = contents(output), contents(bert)
+    broken = shutil.copytree(bert, tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes((bert / "model.safetensors").read_bytes()[:-1])
+    bad = tmp_path / "train.csv"
+    bad.write_text("text,label\na,1\nb,\n")
+    for files, options, words in (
+        (data, {"model": bert}, "already holds checkpoint-7"),
+        ([str(bad)], {"model": bert, "overwrite_output_dir": True, "validation_fraction": 0}, "no class label"),
+        (data, {"model": bert, "max_length": 99, "overwrite_output_dir": True}, "--max_length 99"),
+        (data, {"model": tmp_path / "nowhere", "overwrite_output_dir": True}, "nowhere"),
+        (data, {"model": broken, "overwrite_output_dir": True}, "is cut off"),
+        (data, {"model": bert, "peft": "lora", "peft.target_modules": "x", "overwrite_output_dir": True}, "names 'x'"),
+    ):
+        assert words in refused(capsys, *command("text-classification", files, output, **options))
+        assert (contents(output), contents(bert)) == before

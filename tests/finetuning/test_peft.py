@@ -1,0 +1,152 @@
+"""PEFT: which methods work with which task, what is trained, what is saved, and that it loads again."""
+
+import pytest
+import torch
+from peft import AutoPeftModelForSequenceClassification
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+from hf_xformers.adapters import load_adapter
+from hf_xformers.data import load_tokenizer, train_tokenizer
+from hf_xformers.finetuning import PEFT_METHODS, add_adapter
+from hf_xformers.finetuning.peft_methods import BOTTLENECKS, config_type, targets
+from hf_xformers.variants import config_class, family
+from tests.finetuning.task_data import DATA, finetune, predictions, sentences
+from tests.training.runs import SHAPE
+
+HEADS = {
+    "text-classification": ("bert", "MaskedLM"),
+    "token-classification": ("bert", "MaskedLM"),
+    "question-answering": ("bert", "MaskedLM"),
+    "multiple-choice": ("bert", "MaskedLM"),
+    "translation": ("t5", "Seq2SeqLM"),
+    "language-modeling": ("gpt2", "CausalLM"),
+}
+WORKS = {
+    "lora": list(HEADS),
+    "ia3": list(HEADS),
+    "prefix": ["translation", "language-modeling"],
+    "prompt": ["text-classification", "translation", "language-modeling"],
+    "houlsby": ["text-classification", "translation"],
+    "pfeiffer": ["token-classification", "language-modeling"],
+}
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """Folders of tiny models with their tokenizers, by variant."""
+    root = tmp_path_factory.mktemp("pretrained")
+    texts = [text for text, _ in sentences(64, 0)] + [text.upper() for text, _ in sentences(64, 0)]
+    for variant, head in set(HEADS.values()):
+        torch.manual_seed(0)
+        seq2seq = head == "Seq2SeqLM"
+        tokenizer = train_tokenizer(texts, vocab_size=300, num_sentinels=0, template="eos" if seq2seq else "cls_sep")
+        if head == "CausalLM":
+            tokenizer.bos_token = tokenizer.eos_token
+        config = config_class(variant)(
+            **{**SHAPE, "vocab_size": 300, "num_hidden_layers": 1, "max_position_embeddings": 64},
+            pad_token_id=0,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        family(variant)[f"For{head}"](config).save_pretrained(root / variant)
+        tokenizer.save_pretrained(root / variant)
+    return root
+
+
+@pytest.mark.parametrize("method, task", [(method, task) for method, tasks in WORKS.items() for task in tasks])
+def test_methods_with_tasks(method, task, pretrained, tmp_path):
+    (tmp_path / "data").mkdir()
+    variant, _ = HEADS[task]
+    base = load_file(pretrained / variant / "model.safetensors")
+    extra = ["--peft.num_virtual_tokens", "4"] if method in ("prefix", "prompt") else []
+    summary = finetune(
+        task,
+        DATA[task](tmp_path / "data"),
+        tmp_path / "run",
+        *extra,
+        model=pretrained / variant,
+        peft=method,
+        max_steps=2,
+        eval_strategy="no",
+        load_best_model_at_end="false",
+    )
+    assert 0 < summary["trained_parameters"] < summary["parameters"] / 2
+    name = "bottleneck" if method in BOTTLENECKS else "adapter_model"
+    assert (tmp_path / "run" / f"{name}.safetensors").is_file()
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    after = load_file(pretrained / variant / "model.safetensors")
+    assert all(torch.equal(after[name], tensor) for name, tensor in base.items())
+
+
+def test_an_adapter_loads_onto_its_base_again(pretrained, tmp_path):
+    (tmp_path / "data").mkdir()
+    data = DATA["text-classification"](tmp_path / "data")
+    options = {"model": pretrained / "bert", "learning_rate": 0.01, "max_steps": 6}
+    finetune("text-classification", data, tmp_path / "run", "--peft", "lora", "--peft.r", "4", **options)
+    model = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "run").eval()
+    tokenizer = load_tokenizer(tmp_path / "run")
+    for row in predictions(tmp_path / "run")[:6]:
+        with torch.no_grad():
+            chances = model(**tokenizer(row["text"], return_tensors="pt")).logits.softmax(-1)[0]
+        assert str(int(chances.argmax())) == row["prediction"]
+        assert chances.max().item() == pytest.approx(row["probability"], abs=1e-5)
+
+
+def test_a_fresh_lora_changes_nothing_and_trains_what_it_says():
+    torch.manual_seed(0)
+    model = family("bert")["ForSequenceClassification"](config_class("bert")(**SHAPE)).eval()
+    ids = torch.randint(5, 300, (2, 9))
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        adapted = add_adapter(model, "lora", "SequenceClassification", r=4).eval()
+        torch.testing.assert_close(adapted(input_ids=ids).logits, before, rtol=0, atol=0)
+    trained = {name: p.numel() for name, p in adapted.named_parameters() if p.requires_grad}
+    width, layers = SHAPE["hidden_size"], SHAPE["num_hidden_layers"]
+    assert sum(size for name, size in trained.items() if "lora_" in name) == 2 * layers * 4 * (width + width)
+    assert {name.rpartition("modules_to_save")[0].split(".")[-2] for name in trained if "lora_" not in name} == {
+        "classifier"
+    }
+
+
+def test_mechanisms_without_queries_have_all_their_maps_adapted():
+    config = config_class("synthesizer")(**SHAPE, max_position_embeddings=32)
+    model = family("synthesizer")["ForSequenceClassification"](config)
+    found = targets(model, "lora", None)
+    assert found and "classifier" not in found
+    adapted = add_adapter(model, "lora", "SequenceClassification")
+    adapted(input_ids=torch.randint(5, 300, (2, 9)), labels=torch.tensor([0, 1])).loss.backward()
+
+
+@pytest.mark.parametrize("given", [["q_proj"], ["all-linear"], [r".*layers\.0.*q_proj"]])
+def test_targets_may_be_named_in_three_ways(given):
+    model = family("bert")["ForSequenceClassification"](config_class("bert")(**SHAPE))
+    adapted = add_adapter(model, "lora", "SequenceClassification", target_modules=given)
+    assert any("lora_" in name and "layers.0" in name for name, _ in adapted.named_parameters())
+
+
+def test_a_recurrent_state_has_no_prefix():
+    config = config_class("linear_transformer")(**SHAPE, is_decoder=True)
+    model = family("linear_transformer")["ForCausalLM"](config)
+    with pytest.raises(ValueError, match="keeps another state; choose lora, ia3 or prompt"):
+        add_adapter(model, "prefix", "CausalLM")
+
+
+def test_every_method_has_a_configuration():
+    for method in PEFT_METHODS:
+        assert config_type(method)
+
+
+def test_a_bottleneck_adapter_loads_onto_its_base_again(pretrained, tmp_path):
+    (tmp_path / "data").mkdir()
+    data = DATA["text-classification"](tmp_path / "data")
+    options = {"model": pretrained / "bert", "learning_rate": 0.01, "max_steps": 6}
+    finetune("text-classification", data, tmp_path / "run", "--peft", "houlsby", "--peft.bottleneck", "4", **options)
+    model = AutoModelForSequenceClassification.from_pretrained(pretrained / "bert", num_labels=2).eval()
+    load_adapter(model, tmp_path / "run")
+    tokenizer = load_tokenizer(tmp_path / "run")
+    for row in predictions(tmp_path / "run")[:6]:
+        with torch.no_grad():
+            chances = model(**tokenizer(row["text"], return_tensors="pt")).logits.softmax(-1)[0]
+        assert str(int(chances.argmax())) == row["prediction"]
+        assert chances.max().item() == pytest.approx(row["probability"], abs=1e-5)

@@ -1,0 +1,163 @@
+"""What rows become: tags on pieces, labels, choices, splits, files of every kind."""
+
+import numpy as np
+import pytest
+from datasets import ClassLabel, Dataset, Features, Value
+
+from hf_xformers.configuration_xformer import XFormerConfig
+from hf_xformers.data import train_tokenizer
+from hf_xformers.finetuning.options import TaskData, TaskOptions
+from hf_xformers.finetuning.sources import load_rows, read_conll
+from hf_xformers.finetuning.tasks import build_task
+from tests.finetuning.task_data import classification, regression, sentences, tagging, translation
+
+TEXTS = [text for text, _ in sentences(80, 0)]
+
+
+@pytest.fixture(scope="module", params=["bpe", "wordpiece", "unigram"])
+def tokenizer(request):
+    size = {"bpe": 290, "wordpiece": 60, "unigram": 60}[request.param]
+    return train_tokenizer(TEXTS, kind=request.param, vocab_size=size, num_sentinels=0)
+
+
+def settled(task, rows, config=None, **options):
+    made = build_task(TaskOptions(task, **options))
+    made.settle({"train": rows}, config)
+    return made
+
+
+# ------------------------------------------------------------------------------------------------ tags
+
+ROWS = Dataset.from_list(
+    [
+        {"tokens": ["sunny", "day", "rainy"], "tags": ["B-X", "O", "B-Y"]},
+        {"tokens": ["the", "film"], "tags": ["O", "I-X"]},
+    ]
+)
+
+
+def test_a_word_is_labelled_at_its_first_piece(tokenizer):
+    task = settled("token-classification", ROWS)
+    split = task.encode(ROWS, tokenizer, "train")
+    assert task.labels.names == ["B-X", "B-Y", "I-X", "I-Y", "O"]  # B-Y may go on
+    for row, places, ids in zip(split.rows, split.notes, split.features["input_ids"]):
+        assert [word for _, word in places] == list(range(len(row["tokens"])))
+        ends = [place for place, _ in places][1:] + [len(ids) - 1]
+        pieces = [tokenizer.decode(ids[place:end]).strip() for (place, _), end in zip(places, ends)]
+        assert pieces == row["tokens"]  # from its first piece to the next word's there is the word
+    for tags, labels, places in zip(ROWS["tags"], split.features["labels"], split.notes):
+        assert {p: task.labels.names[label] for p, label in enumerate(labels) if label != -100} == dict(
+            zip([place for place, _ in places], tags)
+        )
+
+
+def test_pieces_are_those_of_running_text(tokenizer):
+    """Words given one by one get the ids that they have in a sentence, where the model learnt them."""
+    split = settled("token-classification", ROWS).encode(ROWS, tokenizer, "train")
+    for row, ids in zip(ROWS, split.features["input_ids"]):
+        running = tokenizer("x " + " ".join(row["tokens"]))["input_ids"]
+        assert ids[1:-1] == running[-len(ids) + 1 : -1]
+
+
+def test_every_piece_may_be_labelled(tokenizer):
+    split = settled("token-classification", ROWS, label_all_pieces=True).encode(ROWS, tokenizer, "train")
+    assert all(-100 not in labels[1:-1] and labels[0] == -100 for labels in split.features["labels"])
+
+
+def test_words_that_were_cut_off_are_outside(tokenizer):
+    task = settled("token-classification", ROWS, max_length=4)
+    split = task.encode(ROWS, tokenizer, "train")
+    kept = np.zeros((2, 4), dtype=int)  # everything is B-X
+    rows = task.predictions((kept,), split)
+    assert len(rows[0]["prediction"]) == 3 and rows[0]["prediction"][0] == "B-X"
+    assert rows[0]["prediction"][-1] == "O"
+    task.score(rows)
+
+
+# ------------------------------------------------------------------------------------------------ labels
+
+
+def rows_of(labels, feature=None):
+    features = None if feature is None else Features({"text": Value("string"), "label": feature})
+    return Dataset.from_dict({"text": ["x"] * len(labels), "label": labels}, features=features)
+
+
+def test_labels_are_named_and_numbered():
+    assert settled("text-classification", rows_of([10, 2, 1])).labels.names == ["1", "2", "10"]
+    assert settled("text-classification", rows_of(["pos", "neg"])).labels.names == ["neg", "pos"]
+    assert settled("text-classification", rows_of([1.0, 0.0])).labels.names == ["0", "1"]
+    assert settled("text-classification", rows_of([0, 1], ClassLabel(names=["no", "yes"]))).labels.names == [
+        "no",
+        "yes",
+    ]
+
+
+def test_a_saved_head_keeps_its_numbers():
+    config = XFormerConfig(id2label={0: "yes", 1: "no", 2: "maybe"}, label2id={"yes": 0, "no": 1, "maybe": 2})
+    task = settled("text-classification", rows_of(["no", "yes"]), config)
+    assert task.labels.names == ["yes", "no", "maybe"]
+    feature = ClassLabel(names=["no", "yes"])  # numbered the other way round in the data
+    task = settled("text-classification", rows_of([0, 1], feature), config)
+    assert task.labels.id(0, feature, "train", 0, "label_column") == 1
+    unnamed = XFormerConfig(num_labels=3)
+    assert settled("text-classification", rows_of([0, 1]), unnamed).labels.names == ["0", "1", "2"]
+    with pytest.raises(ValueError, match="the label 'other', which the model's config does not know"):
+        settled("text-classification", rows_of(["other", "yes"]), config)
+
+
+def test_choices_and_their_labels():
+    rows = Dataset.from_list(
+        [
+            {"question": "q", "choices": {"label": ["A", "B"], "text": ["x", "y"]}, "answerKey": "B"},
+            {"question": "q", "choices": {"label": ["1", "2"], "text": ["x", "y"]}, "answerKey": "1"},
+        ]
+    )
+    task = settled("multiple-choice", rows)
+    tokenizer = train_tokenizer(TEXTS, vocab_size=290, num_sentinels=0)
+    split = task.encode(rows, tokenizer, "train")
+    assert split.features["labels"] == [1, 0] and len(split.features["input_ids"][0]) == 2
+    collated = task.collator(tokenizer, None, 0)(list(split.features))
+    assert collated["input_ids"].shape[:2] == (2, 2) and collated["labels"].tolist() == [1, 0]
+    with pytest.raises(ValueError, match="it must be the number of the right choice, 0 to 1, or its letter"):
+        task._label("C", None, "train", 0)
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def test_files_of_every_kind(tmp_path):
+    for name in ("csv", "conll", "pairs"):
+        (tmp_path / name).mkdir()
+    splits = load_rows(TaskData(data=classification(tmp_path / "csv")))
+    assert {split: len(rows) for split, rows in splits.items()} == {"train": 64, "validation": 24}
+    assert splits["train"][0] == {"text": sentences(1, 0)[0][0], "label": sentences(1, 0)[0][1]}
+    splits = load_rows(TaskData(data=tagging(tmp_path / "conll")))
+    assert len(splits["train"]) == 48 and " ".join(splits["train"][0]["tokens"]) == sentences(1, 0)[0][0]
+    splits = load_rows(TaskData(data=translation(tmp_path / "pairs")), ("xx", "en"))
+    assert splits["validation"].column_names == ["xx", "en"]
+    assert all(row["xx"] == row["en"].upper() for row in splits["train"])
+    path = tmp_path / "rows.tsv"  # no header, and quotes that are none
+    path.write_text('he said "no\t0\n"yes" she said\t1\n')
+    rows = load_rows(TaskData(data=[str(path)], column_names=["text", "label"], validation_fraction=0))["train"]
+    assert rows["text"] == ['he said "no', '"yes" she said'] and rows["label"] == [0, 1]
+
+
+def test_conll_with_spaces_and_more_columns(tmp_path):
+    path = tmp_path / "x.conll"
+    path.write_text("-DOCSTART- -X- O\n\nEU NNP B-ORG\nrejects VBZ O\n\n\n\nOK UH O")
+    assert list(read_conll(path)) == [
+        {"tokens": ["EU", "rejects"], "tags": ["B-ORG", "O"]},
+        {"tokens": ["OK"], "tags": ["O"]},
+    ]
+
+
+def test_rows_are_held_out_by_their_content(tmp_path):
+    source = TaskData(data=regression(tmp_path), validation_fraction=0.3)
+    splits = load_rows(source)
+    held = {row["text"] for row in splits["validation"]}
+    assert 0 < len(splits["validation"]) < 32 and not held & {row["text"] for row in splits["train"]}
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
+    assert {row["text"] for row in load_rows(source)["validation"]} == held
+    few = load_rows(TaskData(data=source.data, max_train_rows=5, max_eval_rows=2))
+    assert (len(few["train"]), len(few["validation"])) == (5, 2)

@@ -1,0 +1,104 @@
+"""Whole runs: learning, the best checkpoint, early stopping, resuming, loading again, the gradient of a step."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+
+from tests.finetuning.task_data import classification, finetune, predictions, tagging, write_lines
+
+LEARN = {"learning_rate": 0.01, "num_train_epochs": 6, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("classifier")
+    rows = [{"text": "it was the fine film a"}, {"text": "it was the dull film a"}]
+    test = write_lines(folder / "test.jsonl", rows)
+    summary = finetune("text-classification", classification(folder), folder / "run", test_data=test, **LEARN)
+    return folder / "run", summary
+
+
+def test_a_classifier_learns(trained):
+    output, summary = trained
+    assert summary["eval_accuracy"] >= 0.9
+    rows = predictions(output)
+    right = np.mean([row["prediction"] == row["reference"] for row in rows])
+    assert right == pytest.approx(summary["eval_accuracy"])
+    assert [row["prediction"] for row in predictions(output, "test")] == ["1", "0"]
+    assert "reference" not in predictions(output, "test")[0] and "test_accuracy" not in summary
+
+
+def test_the_best_checkpoint_is_what_is_saved(trained):
+    output, summary = trained
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    scores = {entry["step"]: entry["eval_accuracy"] for entry in history if "eval_accuracy" in entry}
+    best = int(summary["best_checkpoint"].rpartition("-")[2])
+    assert scores[best] == max(scores.values()) == pytest.approx(summary["eval_accuracy"])
+    saved, checkpoint = (load_file(f"{place}/model.safetensors") for place in (output, summary["best_checkpoint"]))
+    assert all(torch.equal(saved[name], tensor) for name, tensor in checkpoint.items())
+
+
+def test_it_loads_again_and_says_the_same(trained):
+    output, _ = trained
+    config = json.loads((output / "config.json").read_text())
+    assert config["id2label"] == {"0": "0", "1": "1"} and config["problem_type"] == "single_label_classification"
+    model = AutoModelForSequenceClassification.from_pretrained(output)
+    classify = pipeline("text-classification", model=model, tokenizer=AutoTokenizer.from_pretrained(output))
+    for row in predictions(output)[:4]:
+        found = classify(row["text"])[0]
+        assert found["label"] == row["prediction"] and found["score"] == pytest.approx(row["probability"], abs=1e-5)
+
+
+def test_a_tagger_learns(tmp_path):
+    summary = finetune("token-classification", tagging(tmp_path, count=160), tmp_path / "run", **LEARN)
+    assert summary["eval_f1"] >= 0.9 and summary["eval_accuracy"] >= 0.9
+
+
+def test_early_stopping(tmp_path):
+    options = {"early_stopping_patience": 2, "learning_rate": 0, "num_train_epochs": 9}
+    summary = finetune("text-classification", classification(tmp_path), tmp_path / "run", **options)
+    assert summary["epochs"] == 3.0  # the first is the best, and two more are not better
+
+
+def test_a_resumed_run_ends_the_same(tmp_path):
+    data = classification(tmp_path, count=32)
+    options = {"num_train_epochs": 3, "load_best_model_at_end": "false", "save_total_limit": 5}
+    finetune("text-classification", data, tmp_path / "whole", **options)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    for step in (8, 12):
+        shutil.rmtree(tmp_path / "cut" / f"checkpoint-{step}")
+    (tmp_path / "cut" / "model.safetensors").unlink()
+    finetune("text-classification", data, tmp_path / "cut", "--resume_from_checkpoint", **options)
+    whole, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
+    assert all(torch.equal(cut[name], tensor) for name, tensor in whole.items())
+
+
+@pytest.mark.parametrize("task, write", [("text-classification", classification), ("token-classification", tagging)])
+def test_accumulated_steps_are_one_step(task, write, tmp_path):
+    """Two halves of a batch train as the whole: for losses that are means over rows, and for those over tokens."""
+    (tmp_path / "data").mkdir()
+    data = write(tmp_path / "data")
+    options = {
+        "max_steps": 1,
+        "optim": "sgd",
+        "learning_rate": 1.0,
+        "max_grad_norm": 0,
+        "weight_decay": 0,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "hidden_dropout_prob": 0,
+        "attention_probs_dropout_prob": 0,
+        "eval_strategy": "no",
+        "save_strategy": "no",
+        "load_best_model_at_end": "false",
+    }
+    finetune(task, data, tmp_path / "whole", **options, per_device_train_batch_size=8)
+    finetune(task, data, tmp_path / "halves", **options, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    whole, halves = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "halves"))
+    for name, tensor in whole.items():
+        torch.testing.assert_close(halves[name], tensor, rtol=1e-4, atol=1e-5, msg=lambda text: f"{name}: {text}")
