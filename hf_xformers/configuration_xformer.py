@@ -105,7 +105,12 @@ class XFormerConfig(PreTrainedConfig):
 
     model_type: ClassVar[str] = "xformer"
     modality: ClassVar[str] = "text"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "aux_losses", "exit_layers", "segment_memory"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [
+        "past_key_values",
+        "aux_losses",
+        "exit_layers",
+        "segment_memory",
+    ]
     attribute_map: ClassVar[dict[str, str]] = {}
     info: ClassVar[Any] = None
     heads: ClassVar[tuple[str, ...]] = ()

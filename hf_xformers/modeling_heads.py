@@ -253,6 +253,8 @@ class _Classifier(XFormerPreTrainedModel):
     states, as BART does."""
 
     reads_pooler = True
+    # Losses that are means over rows, whatever else `forward` takes: Trainer has to divide them by accumulation steps.
+    accepts_loss_kwargs = False
 
     def __init__(self, config, num_outputs: int):
         super().__init__(config)
@@ -372,6 +374,7 @@ class XFormerForTokenClassification(_Classifier):
     """Classification of every token."""
 
     reads_pooler = False
+    accepts_loss_kwargs = True  # `num_items_in_batch`
 
     def __init__(self, config):
         self.refuse_two_towers(config)

@@ -111,7 +111,8 @@ class SegmentCarrier(TrainerCallback):
             return
         state = torch.load(path, map_location=device, weights_only=True)
         name = state.pop("kind")
-        kinds = {kind.__name__: kind for kind in (SegmentMemory, *SegmentMemory.__subclasses__())}
+        classes: list[type[SegmentMemory]] = [SegmentMemory, *SegmentMemory.__subclasses__()]
+        kinds = {kind.__name__: kind for kind in classes}
         if name not in kinds:
             raise ValueError(f"{str(path)!r} holds a {name}, which is no segment memory of this package.")
         self.training = kinds[name].from_state_dict(state)

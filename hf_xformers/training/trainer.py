@@ -170,8 +170,9 @@ class XFormerTrainer(Trainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        if self.segments is not None and SEGMENT_START not in self._signature_columns:
-            self._signature_columns.append(SEGMENT_START)
+        columns: list[str] = self._signature_columns or []
+        if self.segments is not None and SEGMENT_START not in columns:
+            columns.append(SEGMENT_START)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         if self.segments is not None:
