@@ -288,7 +288,7 @@ def test_copies(name):
         assert type(again) is type(config) and again.to_dict() == config.to_dict()
         assert again.layer(0).feedforward.type == "relu"
         for slot in set(SLOTS) - {"feedforward"}:
-            assert getattr(again, slot) is not getattr(config, slot), slot
+            assert getattr(again.layer(0), slot) is not getattr(config.layer(0), slot), slot
         assert again.layer(0).feedforward is not config.layer(0).feedforward
 
 
