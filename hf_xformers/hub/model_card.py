@@ -162,11 +162,17 @@ def _component_table(config) -> str:
     from ..configuration_xformer import XFormerConfig
 
     default, rows = XFormerConfig(), []
+    layers = [config.layer(index) for index in range(config.num_hidden_layers)] if config.is_heterogeneous else [config]
     for slot in SLOTS:
-        spec = getattr(config, slot)
-        fields = ", ".join(f"{f.name}={getattr(spec, f.name)!r}" for f in dataclasses.fields(spec))
-        name = f"**{spec.type}**" if spec != getattr(default, slot) else spec.type
-        rows.append({"slot": f"`{slot}`", "component": name, "fields": f"`{fields}`" if fields else ""})
+        specs: list[Any] = []
+        for layer in layers:  # each kind once, where layers differ
+            if getattr(layer, slot) not in specs:
+                specs.append(getattr(layer, slot))
+        for spec in specs:
+            fields = ", ".join(f"{f.name}={getattr(spec, f.name)!r}" for f in dataclasses.fields(spec))
+            name = f"**{spec.type}**" if spec != getattr(default, slot) else spec.type
+            name += " (some layers)" if len(specs) > 1 else ""
+            rows.append({"slot": f"`{slot}`", "component": name, "fields": f"`{fields}`" if fields else ""})
     return _table(rows)
 
 
