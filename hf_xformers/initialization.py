@@ -9,12 +9,16 @@ import torch
 from torch import Tensor, nn
 
 
-def seeded_normal(shape: Sequence[int], *key: int | str) -> Tensor:
-    """N(0, 1) numbers that depend on `key` alone (component, seed, layer, ...), for random buffers that must be equal in every
-    process and after a reload. They are drawn on the CPU and put on the device that is being built on."""
+def seeded_generator(*key: int | str) -> torch.Generator:
+    """A CPU generator whose numbers depend on `key` alone (component, seed, layer, ...), for random buffers that must be
+    equal in every process and after a reload."""
     # A checksum, as the generator reads no more than 32 bits of its seed.
-    generator = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
-    return torch.randn(*shape, generator=generator, device="cpu").to(torch.empty(0).device)
+    return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
+
+
+def seeded_normal(shape: Sequence[int], *key: int | str) -> Tensor:
+    """N(0, 1) numbers of [`seeded_generator`], on the device that is being built on."""
+    return torch.randn(*shape, generator=seeded_generator(*key), device="cpu").to(torch.empty(0).device)
 
 
 def start_linear(config, init, linear: nn.Linear) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Literal
 
 import torch
@@ -11,6 +10,7 @@ from transformers.cache_utils import Cache
 
 from ..components import register
 from ..context import LayerContext
+from ..initialization import seeded_generator
 from ..ops.feature_maps import hyperbolic_features, positive_features, random_matrix
 from .linear import LinearAttention, LinearSpec
 
@@ -55,9 +55,8 @@ class PerformerAttention(LinearAttention):
     def draw(self, number: int) -> Tensor:
         """Draw `number` of this layer's rows, [m, d] in float32."""
         spec = self.spec
-        # A checksum, as only 32 bits of a seed count.
-        name = f"{spec.seed} {number} {self.layer_idx} {self.cross} {self.is_causal}"
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        kind = "cross" if self.cross else "causal" if self.is_causal else "self"
+        generator = seeded_generator("performer", spec.seed, number, self.layer_idx, kind)
         with torch.device("cpu"):
             return random_matrix(
                 spec.num_features,
