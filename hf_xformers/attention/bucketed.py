@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..context import LayerContext
 from ..ops.bucketed import Recent, bucketed_attention, bucketed_reference
+from .base import AttentionSpec
 
 # Up to this many queries against a cache meet all keys at once; more of them run the whole sequence again.
 FEW_QUERIES = 16
@@ -100,3 +103,29 @@ def recent_attention(
         query = torch.zeros_like(key).index_copy(2, context.query_index, query)
     output = bucketed_attention(query, key, value, labels, sets, num_labels=num_labels, valid=valid, **options)
     return output if context.fresh else output.index_select(2, context.query_index), None
+
+
+@dataclass(kw_only=True)
+class BucketedSpec(AttentionSpec):
+    """Base of the specs. causal_form: what a decoder reads, `strict` or the `paper`'s form, in which later tokens change the
+    buckets; that one cannot generate."""
+
+    later_tokens: ClassVar[str]  # what they change in the paper's form
+
+    causal_form: Literal["strict", "paper"] = "strict"
+
+    def check_causal_form(self, config) -> None:
+        """Refuses a decoder in the paper's form that is set to generate."""
+        if self.causal_form == "paper" and config.use_cache:
+            raise ValueError(f"{self.why_not_generate()} To train it all the same, set `use_cache=False`.")
+
+    def why_not_generate(self) -> str:
+        if self.causal_form == "strict":
+            return ""
+        return (
+            f"{self.type} with causal_form='paper' cannot generate: later tokens change {self.later_tokens}. Use "
+            "causal_form='strict'."
+        )
+
+    def cache_layer(self, config) -> BucketLayer:
+        return BucketLayer()

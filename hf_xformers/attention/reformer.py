@@ -13,8 +13,8 @@ from ..components import register
 from ..context import LayerContext, SublayerOutput, self_attention_cache
 from ..initialization import seeded_normal, start_projections
 from ..ops.bucketed import Chunks, bucketed_attention, bucketed_reference
-from .base import Attention, AttentionSpec
-from .bucketed import BucketLayer, labels_of_all, recent_attention
+from .base import Attention
+from .bucketed import BucketedSpec, labels_of_all, recent_attention
 
 _EPSILON = 1e-6  # added to the mean square of a key before it is brought to length 1, as in the released code
 
@@ -138,7 +138,7 @@ class ReformerAttention(Attention):
 
 
 @register("attention", "reformer", aliases=("lsh",))
-class ReformerSpec(AttentionSpec):
+class ReformerSpec(BucketedSpec):
     """num_hashes: rounds of hashing. num_buckets: buckets per round, an even number or a list of even factors (`None`:
     2 * max_position_embeddings / chunk_length as in the paper, as powers of two). chunk_length: tokens per chunk.
     chunks_before, chunks_after: chunks read around the own one; a strict decoder reads the chunk_length * chunks_before most
@@ -150,6 +150,7 @@ class ReformerSpec(AttentionSpec):
 
     summary = "attention inside buckets of a locality-sensitive hash"
     rotation = False
+    later_tokens = "which keys an earlier one reads"
     contract_exceptions: ClassVar[dict[str, str]] = {
         "half_precision": "a key near a border falls into another bucket after rounding; tests/attention/test_reformer.py "
         "compares precisions with equal buckets",
@@ -161,7 +162,6 @@ class ReformerSpec(AttentionSpec):
     chunk_length: int = 64
     chunks_before: int = 1
     chunks_after: int = 0
-    causal_form: Literal["strict", "paper"] = "strict"
     sets: Literal["bucket", "chunk"] = "bucket"
     deduplicate: bool = True
     hash_seed: int = 0
@@ -198,16 +198,7 @@ class ReformerSpec(AttentionSpec):
                 f"`chunks_before` {self.chunks_before} have no meaning in it; use sets 'bucket' and at least 1, or "
                 "causal_form='paper'."
             )
-        if self.causal_form == "paper" and config.use_cache:
-            raise ValueError(f"{self.why_not_generate()} To train it all the same, set `use_cache=False`.")
-
-    def why_not_generate(self) -> str:
-        if self.causal_form == "strict":
-            return ""
-        return (
-            "reformer with causal_form='paper' cannot generate: later tokens change which keys an earlier one reads. Use "
-            "causal_form='strict'."
-        )
+        self.check_causal_form(config)
 
     def bucket_factors(self, config) -> tuple[int, ...]:
         """The factors of the number of buckets."""
@@ -218,9 +209,6 @@ class ReformerSpec(AttentionSpec):
             return (2**power,)
         # One hash into more buckets would cost as much as the attention itself.
         return 2 ** (power // 2), 2 ** (power - power // 2)
-
-    def cache_layer(self, config) -> BucketLayer:
-        return BucketLayer()
 
     def build(self, config, **where) -> ReformerAttention:
         return ReformerAttention(config, self, **where)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,8 @@ from ..initialization import seeded_normal, start_projections
 from ..ops.block_sparse import block_sparse_attention
 from ..ops.bucketed import clustered_attention, clustered_reference
 from ..ops.patterns import block_local
-from .base import Attention, AttentionSpec, literal_softmax_attention
-from .bucketed import BucketLayer, labels_of_all, recent_attention
+from .base import Attention, literal_softmax_attention
+from .bucketed import BucketedSpec, labels_of_all, recent_attention
 
 _LEAST_COUNT = 1e-6  # of a centroid that lost all its vectors; keeps its place
 
@@ -306,7 +306,7 @@ def _normalized(vectors: Tensor) -> Tensor:
 
 
 @register("attention", "routing_transformer", aliases=("routing",))
-class RoutingSpec(AttentionSpec):
+class RoutingSpec(BucketedSpec):
     """num_clusters: centroids per routed head. window_size: tokens per cluster. num_routing_heads: routed heads of a layer
     (`None`: half of them). first_routing_layer: layers before it are local only. block_size: tokens per block of the
     local heads. ema_decay: of the centroids' averages. commitment_weight: factor on the auxiliary loss. share_qk: keys
@@ -315,6 +315,7 @@ class RoutingSpec(AttentionSpec):
     """
 
     summary = "local heads, and heads that attend inside k-means clusters"
+    later_tokens = "which tokens a cluster holds"
     contract_exceptions: ClassVar[dict[str, str]] = {
         "gradient_checkpointing": "each training pass moves the centroids, so a second one has another commitment loss; "
         "tests/attention/test_routing.py compares passes from equal centroids",
@@ -330,7 +331,6 @@ class RoutingSpec(AttentionSpec):
     ema_decay: float | int = 0.999
     commitment_weight: float | int = 1e-4
     share_qk: bool | None = None
-    causal_form: Literal["strict", "paper"] = "strict"
 
     def check_fields(self) -> None:
         leasts = {"num_clusters": 1, "window_size": 1, "first_routing_layer": 0, "block_size": 1}
@@ -360,16 +360,7 @@ class RoutingSpec(AttentionSpec):
                 "routing_transformer in a decoder needs shared queries and keys, or a token would ask in one cluster and "
                 "answer in another; leave `share_qk` unset."
             )
-        if self.causal_form == "paper" and config.use_cache:
-            raise ValueError(f"{self.why_not_generate()} To train it all the same, set `use_cache=False`.")
-
-    def why_not_generate(self) -> str:
-        if self.causal_form == "strict":
-            return ""
-        return (
-            "routing_transformer with causal_form='paper' cannot generate: later tokens change which tokens a cluster "
-            "holds. Use causal_form='strict'."
-        )
+        self.check_causal_form(config)
 
     def shares(self, config) -> bool:
         """Whether routed heads share queries and keys."""
@@ -380,9 +371,6 @@ class RoutingSpec(AttentionSpec):
         if layer_idx < self.first_routing_layer:
             return 0
         return config.num_attention_heads // 2 if self.num_routing_heads is None else self.num_routing_heads
-
-    def cache_layer(self, config) -> BucketLayer:
-        return BucketLayer()
 
     def build(self, config, **where) -> RoutingAttention:
         return RoutingAttention(config, self, **where)
