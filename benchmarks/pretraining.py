@@ -1,32 +1,50 @@
 """Validation loss of variants against the dense baseline, at equal steps and at equal time.
 
-python benchmarks/pretraining.py [--corpora stdlib,shakespeare,wikitext2] [--only xf_performer,...] [--steps 200]
+HF_HUB_OFFLINE=1 python benchmarks/pretraining.py [--corpora stdlib,shakespeare,wikitext2] [--only xf_performer,...] [--steps 200]
 
 Every variant is pretrained from nothing at size tiny (hidden 128, four layers) by `hf-xformers pretrain`, on the
 same rows in the same order, one thread. Masked language models are compared with `bert`, causal ones with `gpt2`, span
 corruption with `t5`. `loss` is the held-out loss (nats per target) after all steps; `at equal time` is the loss that the
 baseline had reached in the processor time that the variant's run took (at most after all its steps), by linear
-interpolation between its evaluations.
+interpolation between its evaluations. Rows that `results/pretraining.json` has already (same steps) are not run again.
 `stdlib` is the corpus that comes with Python; the others are read from $HF_XFORMERS_DATA.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from measure import write_results
 
-ROOT = Path(__file__).resolve().parent.parent
 BASELINES = {"mlm": "xf_bert", "clm": "xf_gpt2", "span": "xf_t5"}
-FILES = {"shakespeare": "tinyshakespeare/input.txt", "wikitext2": "wikitext2/train.txt"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """file: below $HF_XFORMERS_DATA, or empty for the corpus of the package; vocabulary: ids of the tokenizer."""
+
+    file: str
+    vocabulary: int
+
+    def data(self) -> str:
+        return str(Path(os.environ["HF_XFORMERS_DATA"]) / self.file) if self.file else "stdlib"
+
+
+CORPORA = {
+    "stdlib": Corpus("", 2048),
+    "shakespeare": Corpus("tinyshakespeare/input.txt", 272),  # bytes and special tokens: character level
+    "wikitext2": Corpus("wikitext2/train.txt", 2048),
+}
 # Mechanism parameters for rows of 128 tokens, where the papers' would read everything.
 OPTIONS = {
     "xf_longformer": ["--attention.attention_window", "32"],
@@ -41,35 +59,57 @@ OPTIONS = {
 }
 
 
-def objectives(variant: str) -> list[str]:
-    """What a variant is compared on: the first objective that it fits."""
+def objective_for(variant: str, corpus: str) -> str | None:
+    """What a variant is compared on: causal models first on characters, masked ones first on words."""
     from hf_xformers.variants import config_class
 
     heads = config_class(variant).heads
-    wanted = (("mlm", "ForMaskedLM"), ("clm", "ForCausalLM"), ("span", "ForSeq2SeqLM"))
-    return [name for name, head in wanted if head in heads][:1]
+    wanted = [("mlm", "ForMaskedLM"), ("clm", "ForCausalLM"), ("span", "ForSeq2SeqLM")]
+    if corpus == "shakespeare":
+        wanted.insert(0, wanted.pop(1))
+    return next((name for name, head in wanted if head in heads), None)
 
 
-def train(variant: str, objective: str, corpus: str, steps: int, folder: str) -> dict[str, Any] | str:
-    """Evaluations (step, loss) of one run and its processor seconds, or the last line of its error."""
-    if corpus == "stdlib":
-        data = ["--data", "stdlib"]
-    else:
-        data = ["--data", str(Path(os.environ["HF_XFORMERS_DATA"]) / FILES[corpus])]
-    command = [sys.executable, "-m", "hf_xformers.cli", "pretrain", "--variant", variant, "--objective", objective]
-    command += [*data, "--size", "tiny", "--output_dir", folder, "--max_steps", str(steps), "--use_cpu", "true"]
+def train(variant: str, objective: str, corpus: str, steps: int, folder: str, tokenizer: str | None) -> dict[str, Any]:
+    """Evaluations (step, loss) of one run and its processor seconds, in a fork of this process; or `error`, a line."""
+    command = ["pretrain", "--variant", variant, "--objective", objective, "--data", CORPORA[corpus].data()]
+    command += ["--vocab_size", str(CORPORA[corpus].vocabulary), *(["--tokenizer", tokenizer] if tokenizer else [])]
+    command += ["--size", "tiny", "--output_dir", folder, "--max_steps", str(steps), "--use_cpu", "true"]
     command += ["--block_size", "128", "--eval_strategy", "steps", "--eval_steps", str(max(steps // 4, 1))]
-    command += ["--eval_on_start", "true", "--save_strategy", "no", "--report_to", "none", "--seed", "0"]
-    command += ["--disable_tqdm", "true", *OPTIONS.get(variant, [])]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    before = os.times()
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    after = os.times()
-    if done.returncode:
-        return done.stderr.strip().splitlines()[-1][-300:]
-    history = json.loads((Path(folder) / "trainer_state.json").read_text())["log_history"]
-    seconds = after.children_user + after.children_system - before.children_user - before.children_system
-    return {"evaluations": [(e["step"], e["eval_loss"]) for e in history if "eval_loss" in e], "seconds": seconds}
+    command += ["--per_device_train_batch_size", "8", "--eval_on_start", "true", "--save_strategy", "no"]
+    command += ["--report_to", "none", "--seed", "0", "--disable_tqdm", "true", *OPTIONS.get(variant, [])]
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_train, args=(command, folder, queue))
+    child.start()
+    made = queue.get()
+    child.join()
+    return made
+
+
+def _train(command: list[str], folder: str, queue: Any) -> None:
+    from transformers import TrainerCallback
+
+    from hf_xformers.cli import pretrain
+
+    class Clock(TrainerCallback):
+        seconds = 0.0
+
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.seconds = -time.process_time()
+
+        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+            self.seconds += time.process_time()
+
+    clock = Clock()
+    try:
+        with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+            pretrain.run(command[1:], callbacks=[clock])
+        history = json.loads((Path(folder) / "trainer_state.json").read_text())["log_history"]
+        evaluations = [(entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry]
+        queue.put({"evaluations": evaluations, "seconds": clock.seconds})
+    except BaseException as error:  # the parent goes on with the other variants and reports this one
+        queue.put({"error": f"{type(error).__name__}: {error}"[-300:]})
 
 
 def at_seconds(run: dict[str, Any], seconds: float) -> float:
@@ -96,41 +136,48 @@ def main() -> None:
     stored = Path(__file__).parent / "results" / "pretraining.json"
     rows = json.loads(stored.read_text())["rows"] if stored.exists() else []
     baselines: dict[tuple[str, str], dict[str, Any]] = {}
-    for corpus in arguments.corpora.split(","):
-        for variant in variants:
-            for objective in objectives(variant):
-                with tempfile.TemporaryDirectory() as folder:
-                    key = (corpus, objective)
-                    if key not in baselines:
-                        made = train(BASELINES[objective], objective, corpus, arguments.steps, f"{folder}/baseline")
-                        if isinstance(made, str):
-                            raise RuntimeError(made)
-                        baselines[key] = made
-                    dense = baselines[key]
-                    run = train(variant, objective, corpus, arguments.steps, f"{folder}/run")
-                if isinstance(run, str):
-                    print(f"{variant} on {corpus}: {run}", flush=True)
-                    continue
-                row = {
-                    "variant": variant,
-                    "corpus": corpus,
-                    "objective": objective,
-                    "steps": arguments.steps,
-                    "loss at start": run["evaluations"][0][1],
-                    "loss": run["evaluations"][-1][1],
-                    "dense loss": dense["evaluations"][-1][1],
-                    "dense, at equal time": at_seconds(dense, run["seconds"]),
-                    "time ratio": run["seconds"] / dense["seconds"],
-                }
-                print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-                rows = [r for r in rows if (r["variant"], r["corpus"]) != (variant, corpus)] + [row]
-                rows.sort(key=lambda r: (r["corpus"], r["objective"], r["variant"]))
-                note = (
-                    "Held-out loss after a few hundred steps from nothing at size tiny (hidden 128, 4 layers, rows of 128 tokens, "
-                    "16 rows a step), beside dense attention's: bert for masked, gpt2 for causal language models, t5 for span "
-                    "corruption. At this length nothing sub-quadratic is expected to be faster."
-                )
-                write_results("pretraining", rows, list(row), "Pretraining against the dense baseline", note)
+    import hf_xformers.training.trainer  # noqa: F401  (imported once, before the forks)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        for corpus, variant in itertools.product(arguments.corpora.split(","), variants):
+            objective = objective_for(variant, corpus)
+            steps = arguments.steps
+            if objective is None or any(
+                (row["variant"], row["corpus"], row["steps"]) == (variant, corpus, steps) for row in rows
+            ):
+                continue
+            start = f"{scratch}/{corpus}-{objective}"
+            if (corpus, objective) not in baselines:
+                dense = train(BASELINES[objective], objective, corpus, steps, start, None)
+                if "error" in dense:
+                    raise RuntimeError(dense["error"])
+                baselines[corpus, objective] = dense
+            dense = baselines[corpus, objective]
+            with tempfile.TemporaryDirectory() as folder:
+                run = train(variant, objective, corpus, steps, f"{folder}/run", start)
+            if "error" in run:
+                print(f"{variant} on {corpus}: {run['error']}", flush=True)
+                continue
+            row = {
+                "variant": variant,
+                "corpus": corpus,
+                "objective": objective,
+                "steps": arguments.steps,
+                "loss at start": run["evaluations"][0][1],
+                "loss": run["evaluations"][-1][1],
+                "dense loss": dense["evaluations"][-1][1],
+                "dense, at equal time": at_seconds(dense, run["seconds"]),
+                "time ratio": run["seconds"] / dense["seconds"],
+            }
+            print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+            rows = [r for r in rows if (r["variant"], r["corpus"]) != (variant, corpus)] + [row]
+            rows.sort(key=lambda r: (r["corpus"], r["objective"], r["variant"]))
+            note = (
+                "Held-out loss after a few hundred steps from nothing at size tiny (hidden 128, 4 layers, rows of 128 tokens, "
+                "8 rows a step), beside dense attention's: bert for masked, gpt2 for causal language models, t5 for span "
+                "corruption. At this length nothing sub-quadratic is expected to be faster."
+            )
+            write_results("pretraining", rows, list(row), "Pretraining against the dense baseline", note)
 
 
 if __name__ == "__main__":
