@@ -42,7 +42,7 @@ class Corpus:
 
 CORPORA = {
     "stdlib": Corpus("", 2048),
-    "shakespeare": Corpus("tinyshakespeare/input.txt", 272),  # bytes and special tokens: character level
+    "shakespeare": Corpus("tinyshakespeare/input.txt", 368),  # bytes, special tokens and sentinels: character level
     "wikitext2": Corpus("wikitext2/train.txt", 2048),
 }
 # Mechanism parameters for rows of 128 tokens, where the papers' would read everything.

@@ -12,7 +12,8 @@ from ..cache import RecurrentStateLayer
 from ..components import register
 from ..context import LayerContext, SublayerOutput
 from ..ops.delta_rule import delta_rule
-from ..ops.feature_maps import dpfp, elu_plus_one, sum_normalize
+from ..ops.feature_maps import normalized_elu
+from ..ops.feature_pullbacks import NormalizedDPFP
 from ..ops.segments import accumulation_dtype
 from .base import Attention, AttentionSpec
 from .linear import state_layer
@@ -36,12 +37,8 @@ class DeltaNetAttention(Attention):
     def __init__(self, config, spec: DeltaNetSpec, **where):
         super().__init__(config, spec, **where)
         self.beta_proj = nn.Linear(config.hidden_size, self.num_heads, bias=False)
-
-    def phi(self, x: Tensor) -> Tensor:
-        """[B, H, t, d] -> normalised features [B, H, t, F]."""
-        if self.spec.feature_map == "dpfp":
-            return dpfp(x, self.spec.nu, normalize=True)
-        return sum_normalize(elu_plus_one(x))
+        # [B, H, t, d] -> normalised features [B, H, t, F].
+        self.phi = NormalizedDPFP(spec.nu) if spec.feature_map == "dpfp" else normalized_elu
 
     def forward(
         self,

@@ -14,7 +14,8 @@ from ..components import register
 from ..context import LayerContext, SublayerOutput
 from ..initialization import start_projections
 from ..ops.feature_maps import elu_plus_one
-from ..ops.linear_attention import linear_attention
+from ..ops.head_groups import over_head_groups
+from ..ops.linear_attention import LinearState, linear_attention
 from ..ops.segments import accumulation_dtype
 from .base import Attention, AttentionSpec, literal_softmax_attention
 from .linear import state_layer
@@ -200,7 +201,6 @@ class LunaAttention(Attention):
         key = self._split(self.k_proj(hidden_states), heads)
         value = key if self.v_proj is None else self._split(self.v_proj(hidden_states), heads)
         slots = self._split(self.pack_q_proj(handed), heads) * self.scaling
-        opened = elu_plus_one(key @ slots.mT)  # a, [B, H, T, l]
         layer = state_layer(past, step)
         state = layer.state if layer is not None else {}
         # Tokens read so far, at least one, so that padding before a text divides by something.
@@ -211,22 +211,43 @@ class LunaAttention(Attention):
         share = (1.0 / count.clamp(min=1).to(accumulation_dtype(value.dtype)))[:, None, :, None]
         weights = None
         if self.wants_weights(context) and not state:
-            output, weights = self._decode_literal(query, key, value, opened, share, real)
-        if weights is None or layer is not None:
-            options = {"causal": True, "key_padding_mask": mask, "normalize": False, "return_state": True}
-            options["chunk_size"] = self.spec.chunk_size
-            keys = (state["keys"], _sums(state["keys"])) if state else None
-            scores, keys = linear_attention(query, key, opened, state=keys, **options)
-            chosen = torch.softmax(scores * share.to(scores.dtype), dim=-1)
-            # When tied, what the values were written to is what the keys were written to, turned over.
-            values = state.get("values", state["keys"].mT.contiguous()) if state else None
-            values = (values, _sums(values)) if values is not None else None
-            found, values = linear_attention(chosen, opened, value, state=values, **options)
-            output = output if weights is not None else found * share.to(found.dtype)
-            if layer is not None:
-                more = {} if self.v_proj is None else {"values": values.kv}
-                layer.advance(query.shape[2], keys=keys.kv, count=count[:, -1:], **more)
+            output, weights = self._decode_literal(query, key, value, elu_plus_one(key @ slots.mT), share, real)
+        if layer is not None:
+            found, keys, values = self._scan(query, key, value, slots, share, mask, state)
+            output = output if weights is not None else found
+            more = {} if self.v_proj is None else {"values": values.kv}
+            layer.advance(query.shape[2], keys=keys.kv, count=count[:, -1:], **more)
+        elif weights is None:
+
+            def scan(query: Tensor, key: Tensor, value: Tensor | None, slots: Tensor) -> Tensor:
+                return self._scan(query, key, key if value is None else value, slots, share, mask, {})[0]
+
+            slots = slots.expand(query.shape[0], -1, -1, -1)
+            output = over_head_groups(scan, query, key, None if self.v_proj is None else value, slots)
         return output, weights
+
+    def _scan(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        slots: Tensor,
+        share: Tensor,
+        mask: Tensor | None,
+        state: dict[str, Tensor],
+    ) -> tuple[Tensor, LinearState, LinearState]:
+        """Both sums as causal scans, and the states after them."""
+        opened = elu_plus_one(key @ slots.mT)  # a, [B, H, T, l]
+        options = {"causal": True, "key_padding_mask": mask, "normalize": False, "return_state": True}
+        options["chunk_size"] = self.spec.chunk_size
+        keys = (state["keys"], _sums(state["keys"])) if state else None
+        scores, keys = linear_attention(query, key, opened, state=keys, **options)
+        chosen = torch.softmax(scores * share.to(scores.dtype), dim=-1)
+        # When tied, what the values were written to is what the keys were written to, turned over.
+        values = state.get("values", state["keys"].mT.contiguous()) if state else None
+        values = (values, _sums(values)) if values is not None else None
+        found, values = linear_attention(chosen, opened, value, state=values, **options)
+        return found * share.to(found.dtype), keys, values
 
     def _decode_literal(
         self, query: Tensor, key: Tensor, value: Tensor, opened: Tensor, share: Tensor, real: Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import torch
@@ -11,10 +12,13 @@ from transformers.cache_utils import Cache
 from ..components import register
 from ..context import LayerContext
 from ..initialization import seeded_generator
-from ..ops.feature_maps import hyperbolic_features, positive_features, random_matrix
+from ..ops.feature_maps import hyperbolic_features, random_matrix
+from ..ops.feature_pullbacks import PositiveFeatures
 from .linear import LinearAttention, LinearSpec
 
-_MAPS = {"positive": positive_features, "hyperbolic": hyperbolic_features}
+
+def _hyperbolic(scale: float, x: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
+    return hyperbolic_features(x * scale, directions)
 
 
 class PerformerAttention(LinearAttention):
@@ -40,7 +44,8 @@ class PerformerAttention(LinearAttention):
 
     def __init__(self, config, spec: PerformerSpec, **where):
         super().__init__(config, spec, **where)
-        self.root_scale = self.scaling**0.5
+        root = self.scaling**0.5
+        self.phi = PositiveFeatures(root) if spec.feature_kind == "positive" else partial(_hyperbolic, root)
         self.register_buffer("directions", self.draw(0).to(torch.empty(0).device))
         self.register_buffer("passes", torch.zeros((), dtype=torch.long))
         self.register_buffer("draws", torch.zeros((), dtype=torch.long))
@@ -97,9 +102,6 @@ class PerformerAttention(LinearAttention):
     def phi_params(self, context: LayerContext) -> tuple[Tensor, ...]:
         return (context.shared.get(self._key(), self.directions),)
 
-    def phi(self, x: Tensor, *params: Tensor) -> tuple[Tensor, Tensor]:
-        return _MAPS[self.spec.feature_kind](x * self.root_scale, params[0])
-
 
 def redraw_features(model: nn.Module) -> int:
     """Gives every FAVOR+ layer of `model` its next random features; returns how many layers there were.
@@ -120,6 +122,7 @@ class PerformerSpec(LinearSpec):
     softmax (the paper's SMREG). redraw_interval: training passes between draws (0: never). seed: of the draws.
     chunk_size: tokens per quadratic block of the causal scan."""
 
+    splits_heads = True
     summary = "softmax attention estimated by positive orthogonal random features: linear time"
 
     num_features: int = 256

@@ -11,12 +11,14 @@ its rounds (Kitaev et al. 2020, arXiv 2001.04451, appendix A), or over the multi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ._bucketed_op import Layout, default_chunk, forward_op, sorted_codes
+from .head_groups import over_head_groups
 
 _OWN_KEY = -1e5  # score of the own key as the last resort (appendix A)
 
@@ -222,10 +224,32 @@ def clustered_attention(
     Returns:
         [B, H, T, d_v].
     """
+    options = {"causal": causal, "scale": scale, "dropout_p": dropout_p}
+    keys = (None, None) if query_index is key_index else (key_index, key_valid)
+    return over_head_groups(partial(_clusters, **options), q, k, v, query_index, query_valid, *keys)
+
+
+def _clusters(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_index: Tensor,
+    query_valid: Tensor | None,
+    key_index: Tensor | None,
+    key_valid: Tensor | None,
+    *,
+    causal: bool,
+    scale: float | None,
+    dropout_p: float,
+) -> Tensor:
+    """[`clustered_attention`] on some heads; without `key_index` the keys are where the queries are."""
+    shared = key_index is None
+    if shared:
+        key_index, key_valid = query_index, query_valid
     batch, heads, length, _ = q.shape
     clusters, width = query_index.shape[2:]
     rows_q, rows_k, rows_v = (_take(x, i) for x, i in ((q, query_index), (k, key_index), (v, key_index)))
-    plain = causal and query_index is key_index and key_valid is None
+    plain = causal and shared and key_valid is None
     readable = None if key_valid is None else key_valid[..., None, :]
     if causal and not plain:
         order = key_index[..., None, :] <= query_index[..., :, None]

@@ -242,6 +242,7 @@ def _segment_backward(part: _Chunks, state: Tensor, grad: Tensor, grad_state: Te
         grad_state = grad_state + through_read[:, n]
         grad_state = grad_state.baddbmm_(part.k[:, n].mT, part.beta[:, n] * systems[-1], alpha=-1)
     by_system, grads_after = torch.stack(systems[::-1], dim=1), torch.stack(afters[::-1], dim=1)
+    del systems, afters, through_scores, through_read  # as large as what is made next
     to_v = part.beta * by_system
     to_system = -(by_system @ written.mT).tril_(-1)
     to_scores = (grad @ written.mT).tril_()

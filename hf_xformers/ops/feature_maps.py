@@ -120,6 +120,11 @@ def sum_normalize(phi: Tensor, eps: float = 1e-6) -> Tensor:
     return phi / phi.sum(-1, keepdim=True).clamp(min=eps)
 
 
+def normalized_elu(x: Tensor) -> Tensor:
+    """[`elu_plus_one`] divided by its sum."""
+    return sum_normalize(elu_plus_one(x))
+
+
 def random_matrix(
     num_features: int,
     dim: int,

@@ -87,6 +87,15 @@ def features_of(feature_map, params, x: Tensor, lead: torch.Size, active: list[i
     """
     if feature_map is None:
         return x, None, lambda to_phi, to_log: (to_phi,)
+    if hasattr(feature_map, "with_pullback") and not torch.is_grad_enabled():
+        phi, logs, own = feature_map.with_pullback(x.view(*lead, -1, x.shape[-1]), params, active or ())
+
+        def pull_own(to_phi, to_log):
+            to_x, *to_params = own(to_phi.reshape(phi.shape), None if to_log is None else to_log.reshape(logs.shape))
+            return to_x.view_as(x), *to_params
+
+        logs_of_chunks = None if logs is None else logs.reshape(*x.shape[:2], 1)
+        return phi.reshape(*x.shape[:2], -1), logs_of_chunks, pull_own
 
     def evaluate(x, *chosen):
         values = list(params)

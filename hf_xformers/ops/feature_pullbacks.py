@@ -1,0 +1,94 @@
+"""Feature maps that know their own pullback, for scans that evaluate a map again in their backward pass.
+
+A scan asks a map that has `with_pullback` for features and pullback at once; any other map is differentiated by
+`torch.func.vjp`, which keeps every intermediate result and pads every slice with zeros. `with_pullback(x, params, active)`
+returns `(features, log factors or None, pull)`, and `pull(to_features, to_log)` the gradients of `x` and of those params
+whose index is in `active`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .feature_maps import ScaledFeatures, dpfp, positive_features
+
+
+class NormalizedDPFP:
+    """`dpfp(x, nu, normalize=True)`: with `r = relu([x, -x]) / sqrt(s)` the products `r_i r_{i+j}`, which sum to one."""
+
+    def __init__(self, nu: int = 3, eps: float = 1e-6) -> None:
+        self.nu, self.eps = nu, eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return dpfp(x, self.nu, normalize=True, eps=self.eps)
+
+    def with_pullback(self, x: Tensor, params: tuple[Tensor, ...] = (), active: Sequence[int] = ()):
+        nu, width = self.nu, 2 * x.shape[-1]
+        rectified = F.relu(torch.cat([x, -x], dim=-1))
+        wrapped = torch.cat([rectified[..., -nu:], rectified, rectified[..., :nu]], dim=-1)
+        near = _total(wrapped, range(nu + 1, 2 * nu + 1), width)
+        total = (rectified * near).sum(-1, keepdim=True)
+        root = total.clamp(min=self.eps).rsqrt()
+        r = wrapped * root
+        own, neighbours = r[..., nu : nu + width], [r[..., nu + j : nu + j + width] for j in range(1, nu + 1)]
+        features = x.new_empty(*x.shape[:-1], nu, width)
+        for target, neighbour in zip(features.unbind(-2), neighbours):
+            torch.mul(own, neighbour, out=target)
+
+        def pull(to_features: Tensor, _) -> tuple[Tensor]:
+            # Piece by piece of the width of r, so that nothing as wide as the features is made.
+            to_products = to_features.unflatten(-1, (nu, width)).unbind(-2)
+            to_r = torch.zeros_like(r)
+            to_own = to_r[..., nu : nu + width]
+            for j, (to_product, neighbour) in enumerate(zip(to_products, neighbours), start=1):
+                to_own.addcmul_(to_product, neighbour)
+                to_r[..., nu + j : nu + j + width].addcmul_(to_product, own)
+            to_own[..., :nu] += to_r[..., nu + width :]  # what lies beyond the end belongs to the beginning
+            # r = rectified * s^-1/2, s = sum_i rectified_i sum_j rectified_{i+j}; constant where the sum was too small.
+            by_root = (to_own * rectified).sum(-1, keepdim=True)
+            by_root *= torch.where(total > self.eps, -0.5 * root**3, 0.0)
+            around = near + _total(wrapped, range(nu), width)
+            to_rectified = (to_own * root).addcmul_(by_root, around)
+            to_rectified *= rectified > 0
+            half = width // 2
+            return (to_rectified[..., :half] - to_rectified[..., half:],)
+
+        return features.flatten(-2), None, pull
+
+
+def _total(wrapped: Tensor, starts: range, width: int) -> Tensor:
+    """The sum of the windows of that width."""
+    result = wrapped[..., starts[0] : starts[0] + width].clone()
+    for start in starts[1:]:
+        result += wrapped[..., start : start + width]
+    return result
+
+
+class PositiveFeatures:
+    """`positive_features(scale * x, W)`: `exp(scale W x)` relative to its largest entry, which is in the log factor."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+
+    def __call__(self, x: Tensor, projection: Tensor) -> ScaledFeatures:
+        return positive_features(x * self.scale, projection)
+
+    def with_pullback(self, x: Tensor, params: tuple[Tensor, ...], active: Sequence[int] = ()):
+        projection, x = params[0], x * self.scale
+        features, logs = positive_features(x, projection)
+
+        def pull(to_features: Tensor, to_log: Tensor | None) -> tuple[Tensor, ...]:
+            to_logits = to_features * features
+            to_x = to_logits @ projection.to(to_logits.dtype)
+            if to_log is not None:
+                to_x.addcmul_(x, to_log[..., None], value=-1.0)
+            if not active:
+                return (to_x.mul_(self.scale),)
+            to_projection = (to_logits.mT @ x).sum_to_size(projection.shape)
+            return to_x.mul_(self.scale), to_projection
+
+        return features, logs, pull
