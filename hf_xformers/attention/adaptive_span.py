@@ -15,8 +15,9 @@ from ..context import LayerContext, SublayerOutput, self_attention_cache
 from ..losses import ONE_MORE_OUTPUT
 from ..ops.block_sparse import block_sparse_attention
 from ..ops.patterns import band
+from ..ops.shifted_rows import shift_rows
 from .base import Attention, AttentionSpec
-from .query_blocks import over_query_blocks, rows_at_once, visible_block, visible_pairs
+from .query_blocks import over_query_blocks, plus_products, rows_at_once, shared_rows, visible_block, visible_pairs
 
 TRIM = 64  # spans are rounded up to this many tokens, so that plans for them can be used again
 
@@ -239,20 +240,22 @@ class AdaptiveSpanAttention(Attention):
         reach = min(reach, keys)
         total, side = context.key_index.shape[0], reach - 1 + self.gap
         bias, dropout = context.shared.get("score_bias"), self.dropout if self.training else 0.0
+        at_once = min(max(min(reach, 256), TRIM), rows_at_once(2 * batch * heads * reach))
+        whole = [shared_rows(x, length, at_once) for x in (key, value)]
 
         def block(begin: int, end: int, q: Tensor, chosen: Tensor | None) -> Tensor:
             count = end - begin
             place = keys - length + begin  # of the first query among the keys
             low, high = max(place - side, 0), place + count if self.is_causal else min(place + count + side, keys)
             rows, seen = slice(begin, end), slice(total - keys + low, total - keys + high)
-            k, v = self._grouped(key[:, :, low:high]), self._grouped(value[:, :, low:high])
+            k, v = (self._grouped(x.take(low, high)) for x in whole)
             # Column c of `along` holds the offset that stands in column c - (count - 1 - row) of the block.
             offset = place - low + count - 1 - torch.arange(count + high - low, device=q.device)
             own = spans[:, None, None] if chosen is None else chosen[..., None]
             along = _log(self._mask(offset, own)).expand(*own.shape[:-2], count, -1)
             if relative is not None:
                 along = along + torch.matmul(q, relative[self._relative_rows(offset)].t())
-            scores = torch.matmul(q, k.transpose(-1, -2)) + _along_diagonals(along, high - low)
+            scores = plus_products(shift_rows(along, high - low), q, k)
             if bias is not None:
                 scores = scores + bias.block(context.query_index[rows], context.key_index[seen])
             mask = visible_block(context, False, rows, seen, order=False)  # the order is in the offsets
@@ -264,8 +267,7 @@ class AdaptiveSpanAttention(Attention):
             powers = F.dropout(powers, dropout) if dropout else powers
             return (torch.matmul(powers.to(v.dtype), v) / sums.to(v.dtype)).transpose(1, 2)
 
-        rows = min(max(min(reach, 256), TRIM), rows_at_once(2 * batch * heads * reach))
-        return over_query_blocks(block, length, rows, (query, 2), (spans if self.spec.dynamic else None, 2))
+        return over_query_blocks(block, length, at_once, (query, 2), (spans if self.spec.dynamic else None, 2))
 
     def _engine_applies(self, query: Tensor, relative: Tensor | None, context: LayerContext) -> bool:
         """Scores that depend on the offset alone, beside the products."""
@@ -311,14 +313,6 @@ def _log(mask: Tensor) -> Tensor:
 def _not_zero(sums: Tensor) -> Tensor:
     """Sums of rows to divide by: 1 for rows of zeros, which stay zeros, in the gradient as well."""
     return sums.masked_fill(sums == 0, 1.0)
-
-
-def _along_diagonals(along: Tensor, width: int) -> Tensor:
-    """[..., t, t + width] -> [..., t, width]: row r is shifted to the left by t - 1 - r; views only."""
-    count = along.shape[-2]
-    shorter = along.shape[-1] - 1
-    flat = along.flatten(-2)[..., count - 1 : count - 1 + count * shorter]
-    return flat.unflatten(-1, (count, shorter))[..., :width]
 
 
 @register("attention", "adaptive_span")

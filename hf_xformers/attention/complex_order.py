@@ -13,11 +13,11 @@ from ..components import register
 from ..context import LayerContext, SublayerOutput, self_attention_cache
 from .base import Attention, AttentionSpec
 from .query_blocks import (
-    first_keys,
     last_key,
     over_query_blocks,
     rows_at_once,
     rows_can_be_empty,
+    shared_rows,
     visible_block,
     visible_softmax,
 )
@@ -91,13 +91,14 @@ class ComplexAttention(Attention):
         if self.wants_weights(context):
             return self._block(first, second, key, value, context, slice(0, query.shape[2]))
 
+        rows = rows_at_once(query.shape[0] * self.num_heads * key.shape[2])
+        whole = [shared_rows(x, query.shape[2], rows) for x in (key, value)]
+
         def block(begin: int, end: int, *parts: Tensor) -> Tensor:
             stop = last_key(context, self.cross, key.shape[2], end)
-            first, second = parts
-            near_key, near_value = first_keys(key, stop), first_keys(value, stop)
-            return self._block(first, second, near_key, near_value, context, slice(begin, end))[0]
+            near = (x.take(0, stop) for x in whole)
+            return self._block(*parts, *near, context, slice(begin, end))[0]
 
-        rows = rows_at_once(query.shape[0] * self.num_heads * key.shape[2])
         return over_query_blocks(block, query.shape[2], rows, (first, 2), (second, 2)), None
 
     def _block(
@@ -109,7 +110,7 @@ class ComplexAttention(Attention):
         # The root has no slope at 0; a constant far below rounding gives it one.
         scores = (real.square() + imaginary.square() + 1e-12).sqrt() * self.scaling
         mask = visible_block(context, self.cross, rows, slice(0, key.shape[2]))
-        weights = visible_softmax(scores, mask, rows_can_be_empty(context, self.cross)).to(value.dtype)
+        weights = visible_softmax(scores, mask, rows_can_be_empty(context, self.cross), overwrite=True).to(value.dtype)
         dropped = F.dropout(weights, self.dropout) if self.training and self.dropout else weights
         return torch.matmul(dropped, value).transpose(1, 2), weights
 

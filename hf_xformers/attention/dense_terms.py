@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -12,11 +10,12 @@ from transformers.cache_utils import Cache
 from ..context import LayerContext, self_attention_cache
 from .dense import DenseAttention
 from .query_blocks import (
-    first_keys,
     last_key,
     over_query_blocks,
+    plus_products,
     rows_at_once,
     rows_can_be_empty,
+    shared_rows,
     visible_block,
     visible_softmax,
 )
@@ -67,30 +66,30 @@ class DenseWithTerms(DenseAttention):
         if self.wants_weights(context):
             return self._block(query, key, value, tables, by_key, context, slice(0, query.shape[2]))
 
+        rows = rows_at_once(query.shape[0] * self.num_heads * key.shape[2])
+        whole = [shared_rows(x, query.shape[2], rows) for x in (key, value, *by_key)]
+
         def block(begin: int, end: int, part: Tensor) -> Tensor:
             stop = last_key(context, False, key.shape[2], end)
-            near_key, near_value = first_keys(key, stop), first_keys(value, stop)
-            near_products: Any = tuple(first_keys(x, stop) for x in by_key)
-            return self._block(part, near_key, near_value, tables, near_products, context, slice(begin, end))[0]
+            near_key, near_value, *products = (x.take(0, stop) for x in whole)
+            return self._block(part, near_key, near_value, tables, tuple(products), context, slice(begin, end))[0]
 
-        rows = rows_at_once(query.shape[0] * self.num_heads * key.shape[2])
         return over_query_blocks(block, query.shape[2], rows, (query, 2)), None
 
     def _block(
         self,
         query: Tensor,
-        key: Any,
-        value: Any,
+        key: Tensor,
+        value: Tensor,
         tables: tuple[Tensor, ...],
         by_key: tuple[Tensor, ...],
         context: LayerContext,
         rows: slice,
     ) -> tuple[Tensor, Tensor]:
         """The equation for the queries `rows` and the first s keys -> output [B, t, H, d], weights [B, H, t, s]."""
-        scores = torch.matmul(query, key.transpose(-1, -2))
-        scores = scores + self.position_terms.scores(query, key, tables, by_key, rows, context)
+        scores = plus_products(self.position_terms.scores(query, key, tables, by_key, rows, context), query, key)
         mask = visible_block(context, False, rows, slice(0, key.shape[2]))
-        weights = visible_softmax(scores, mask, rows_can_be_empty(context)).to(query.dtype)
+        weights = visible_softmax(scores, mask, rows_can_be_empty(context), overwrite=True).to(query.dtype)
         dropped = F.dropout(weights, self.dropout) if self.training and self.dropout else weights
         output = torch.matmul(dropped, value)
         added = self.position_terms.values(dropped, rows, context)

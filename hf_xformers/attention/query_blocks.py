@@ -13,12 +13,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..context import LayerContext
+from ..ops.shifted_rows import SharedRows
 from .dense import boolean_mask
 
 # Scores (over batch and heads) in one block: 8 MiB in float32, large enough to hide the cost of a Python step.
 SCORES_AT_ONCE = 1 << 21
 # However large the batch is, a block has this many queries, so that the loop stays short.
 LEAST_ROWS = 64
+# What a block costs beside its scores (reading all keys, adding to all their gradients) is shared by its queries.
+FAVOURED_ROWS = 256
 
 
 def visible_pairs(context: LayerContext, cross: bool = False) -> Tensor | None:
@@ -69,18 +72,31 @@ def last_key(context: LayerContext, cross: bool, num_keys: int, stop: int) -> in
     return num_keys - context.query_index.shape[0] + stop
 
 
-def visible_softmax(scores: Tensor, mask: Tensor | None, can_be_empty: bool = True) -> Tensor:
+def visible_softmax(scores: Tensor, mask: Tensor | None, can_be_empty: bool = True, overwrite: bool = False) -> Tensor:
     """Softmax over the last axis, where `mask` is True; computed in float32 for half precision.
 
     scores [B, H, T, S], mask broadcastable to it. A row that sees nothing gives zeros, in the gradient as well;
-    `can_be_empty=False` says that there is none.
+    `can_be_empty=False` says that there is none. `overwrite=True`: the scores are nobody else's, and what made them does not
+    need them for its gradient.
     """
     if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        lowest = torch.finfo(scores.dtype).min
+        if overwrite and not torch.compiler.is_compiling():
+            with torch.no_grad():  # what gets no weight has no gradient, so the step need not be differentiated
+                scores.masked_fill_(~mask, lowest)
+        else:
+            scores = scores.masked_fill(~mask, lowest)
     weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
     if mask is not None and can_be_empty:
         weights = weights.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)
     return weights
+
+
+def plus_products(scores: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """scores [B or 1, H, t, s] + query [B, H, t, d] key [B, H, s, d]^T, without the products as a tensor of their own."""
+    shape = (*query.shape[:3], key.shape[2])
+    flat = scores.to(query.dtype).expand(shape).reshape(-1, *shape[2:])
+    return torch.baddbmm(flat, query.flatten(0, 1), key.flatten(0, 1).mT).view(shape)
 
 
 def rows_at_once(scores_per_row: int) -> int:
@@ -88,9 +104,14 @@ def rows_at_once(scores_per_row: int) -> int:
     return max(SCORES_AT_ONCE // max(scores_per_row, 1), LEAST_ROWS)
 
 
-def first_keys(x: Tensor | None, count: int) -> Tensor | None:
-    """The first `count` keys of [B, H, S, d]; `x` itself if that is all (a slice would cost its backward pass a copy)."""
-    return x if x is None or count == x.shape[2] else x[:, :, :count]
+def heads_at_once(batch: int, heads: int, keys: int) -> int:
+    """How many of `heads` independent heads to take together, so that a block has `FAVOURED_ROWS` queries."""
+    return max(1, min(heads, SCORES_AT_ONCE // (batch * keys * FAVOURED_ROWS)))
+
+
+def shared_rows(x: Tensor, length: int, rows: int) -> SharedRows:
+    """Keys (or values, or what belongs to keys) [B, H, S, n] of which each block of `rows` of `length` queries takes some."""
+    return SharedRows(x, -(-length // rows))
 
 
 def over_query_blocks(

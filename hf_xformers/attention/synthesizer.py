@@ -15,7 +15,7 @@ from ..context import LayerContext, SublayerOutput, self_attention_cache
 from ..initialization import start_projections
 from .base import Attention, AttentionSpec
 from .dense import boolean_mask
-from .query_blocks import first_keys, over_query_blocks, rows_at_once, visible_pairs, visible_softmax
+from .query_blocks import over_query_blocks, rows_at_once, shared_rows, visible_pairs, visible_softmax
 
 KINDS = ("dot", "dense", "random", "fixed_random", "factorized_dense", "factorized_random")
 # Kinds that are products of a vector of the query and one of the key, so that fused attention computes them.
@@ -281,12 +281,16 @@ class SynthesizerAttention(Attention):
         together = own is None and factors[0] is None and not dropout and real is None and (fresh or order is None)
         folded = value.permute(1, 2, 0, 3).flatten(2) if together else None
 
+        rows_of_block = rows_at_once(heads * keys * (1 if together else batch))
+        others = None if other is None else shared_rows(other, length, rows_of_block)
+        values = shared_rows(value if folded is None else folded[None], length, rows_of_block)
+
         def block(begin: int, end: int, q: Tensor | None, u: Tensor | None, w: Tensor | None, *slices: Tensor | None):
             stop = min(end, keys) if context.causal and fresh else keys
             rows = torch.arange(begin, end, device=value.device)[None] if fresh else at[:, begin:end]
             scores = 0.0
             if q is not None:
-                scores = torch.matmul(q, first_keys(other, stop).transpose(-1, -2))
+                scores = torch.matmul(q, others.take(0, stop).transpose(-1, -2))
             if u is not None:
                 outer = (u[..., :, None] * w[..., None, :]).flatten(-2)[..., :stop]
                 scores = scores + shares["factorized_dense"] * outer
@@ -300,17 +304,16 @@ class SynthesizerAttention(Attention):
                 scores = scores.expand(-1, heads, -1, -1)
             weights = visible_softmax(scores, mask, can_be_empty=real is not None).to(value.dtype)
             if together:
-                mixed = torch.matmul(weights[0], folded[:, :stop])
+                mixed = torch.matmul(weights, values.take(0, stop))[0]
                 return mixed.unflatten(-1, (batch, -1)).permute(2, 1, 0, 3)
             if dropout:
                 weights = F.dropout(weights.expand(batch, -1, -1, -1), dropout)
-            return torch.matmul(weights, first_keys(value, stop)).transpose(1, 2)
+            return torch.matmul(weights, values.take(0, stop)).transpose(1, 2)
 
-        rows = rows_at_once(heads * keys * (1 if together else batch))
         # Rows of a table are a slice of it where queries are sorted by place and none lies behind its end.
         sliced = fresh and length <= self.length
         slices = ((table[:, :length] if sliced else None, 1) for table in tables.values())
-        output = over_query_blocks(block, length, rows, (own, 2), *((x, 2) for x in factors), *slices)
+        output = over_query_blocks(block, length, rows_of_block, (own, 2), *((x, 2) for x in factors), *slices)
         if order is not None:
             if fresh:
                 output = output.gather(1, places[:, :, None, None].expand(-1, -1, *output.shape[2:]))

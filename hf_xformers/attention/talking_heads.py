@@ -13,11 +13,11 @@ from ..components import register
 from ..context import LayerContext, SublayerOutput, self_attention_cache
 from .base import Attention, AttentionSpec
 from .query_blocks import (
-    first_keys,
     last_key,
     over_query_blocks,
     rows_at_once,
     rows_can_be_empty,
+    shared_rows,
     visible_block,
     visible_softmax,
 )
@@ -95,13 +95,15 @@ class TalkingHeadsAttention(Attention):
             mixed, weights = self._block(*tensors, key, value, added, context, slice(0, query.shape[2]))
             return SublayerOutput(self.o_proj(mixed.flatten(2)), weights)
 
-        def block(begin: int, end: int, *parts: Tensor | None) -> Tensor:
-            stop = last_key(context, self.cross, key.shape[2], end)
-            near = first_keys(key, stop), first_keys(value, stop)
-            return self._block(*parts, *near, added, context, slice(begin, end))[0]
-
         heads = max(self.num_heads, self.key_heads, self.value_heads)
         rows = rows_at_once(query.shape[0] * heads * key.shape[2])
+        whole = [shared_rows(x, query.shape[2], rows) for x in (key, value)]
+
+        def block(begin: int, end: int, *parts: Tensor | None) -> Tensor:
+            stop = last_key(context, self.cross, key.shape[2], end)
+            near = (x.take(0, stop) for x in whole)
+            return self._block(*parts, *near, added, context, slice(begin, end))[0]
+
         mixed = over_query_blocks(block, query.shape[2], rows, *by_rows)
         return SublayerOutput(self.o_proj(mixed.flatten(2)))
 
@@ -124,7 +126,7 @@ class TalkingHeadsAttention(Attention):
         if bias is not None:
             scores = scores + bias.block(context.query_index[rows], context.key_index[keys])
         mask = visible_block(context, self.cross, rows, keys)
-        weights = visible_softmax(scores, mask, rows_can_be_empty(context, self.cross)).to(query.dtype)
+        weights = visible_softmax(scores, mask, rows_can_be_empty(context, self.cross), overwrite=True).to(query.dtype)
         mixed = _mix(weights, self.weight_mixing, x2w, added.get("m2w"))
         if self.training and self.dropout:
             mixed = F.dropout(mixed, self.dropout)

@@ -13,8 +13,9 @@ from transformers.cache_utils import Cache
 from ..components import register
 from ..context import LayerContext, SublayerOutput, self_attention_cache
 from ..memory import SegmentCacheLayer, take_slots
+from ..ops.shifted_rows import shift_rows
 from .base import Attention, AttentionSpec
-from .query_blocks import first_keys, over_query_blocks, rows_at_once, visible_softmax
+from .query_blocks import heads_at_once, over_query_blocks, plus_products, rows_at_once, shared_rows, visible_softmax
 
 # What a stack with segment memory hands to attention: a stream with the memory that this step reads, [B, M, D], entered as
 # the layer's own input is; and in `context.shared` its length M, which of the slots [memory ; segment] are real
@@ -66,20 +67,6 @@ class Grid:
             return scores
         later = torch.arange(rows.start, rows.stop, device=scores.device)[:, None] > 0
         return scores * (later & (torch.arange(scores.shape[-1], device=scores.device) > 0)[None])
-
-
-def relative_shift(by_distance: Tensor, keys: int, step: int = 1) -> Tensor:
-    """Scores by distance -> scores by key.
-
-    by_distance [..., t, keys + step * (t - 1)]: in row i, column c belongs to the distance (largest of all) - c, and the
-    last row begins with the distance to the first key. -> [..., t, keys]. Row i begins step * (t - 1 - i) columns later;
-    read as one line, that is a fixed stride.
-    """
-    rows, columns = by_distance.shape[-2:]
-    if rows == 1:
-        return by_distance
-    begin, width = step * (rows - 1), columns - step
-    return by_distance.flatten(-2)[..., begin : begin + rows * width].unflatten(-1, (rows, width))[..., :keys]
 
 
 def count_usage(context: LayerContext, step: int, weights: Tensor, rows: slice, keys: int) -> None:
@@ -198,23 +185,48 @@ class TransformerXLAttention(Attention):
             count_usage(context, step, weights, rows, keys)
             return SublayerOutput(self.o_proj(self._attend(weights, value).flatten(2)), weights)
 
-        at_once = rows_at_once(query.shape[0] * self.num_heads * keys)
+        # Few heads with many rows each: every block of rows reads all keys, and adds to all their gradients.
+        several = heads_at_once(query.shape[0], self.num_heads, keys)
+        at_once = rows_at_once(query.shape[0] * several * keys)
         if self.is_causal:  # a block's first query meets keys as much later than itself as the block is long; not seen
             relative = F.pad(relative, (0, min(at_once, length) - 1))
+        parts = (content, position, key, value, relative.transpose(-1, -2)[None])
+        mixed = [
+            self._some_heads(*some, at_once, grid, context, real, step)
+            for some in zip(*(x.split(several, dim=1) for x in parts), strict=True)
+        ]
+        mixed = mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=2)
+        return SublayerOutput(self.o_proj(mixed.flatten(2)))
+
+    def _some_heads(
+        self,
+        content: Tensor,
+        position: Tensor,
+        key: Tensor,
+        value: Tensor,
+        relative: Tensor,
+        at_once: int,
+        grid: Grid,
+        context: LayerContext,
+        real: Tensor | None,
+        step: int,
+    ) -> Tensor:
+        """Heads of everything [B, h, T or S, d], and of W_R R [1, h, distances, d] -> [B, T, h, d]."""
+        length, keys = content.shape[2], key.shape[2]
+        key_rows, value_rows, table_rows = (shared_rows(x, length, at_once) for x in (key, value, relative))
 
         def block(begin: int, end: int, content: Tensor, position: Tensor) -> Tensor:
             stop, rows = keys - length + end if self.is_causal else keys, slice(begin, end)
-            near_key, near_value = first_keys(key, stop), first_keys(value, stop)
+            near_key, near_value = key_rows.take(0, stop), value_rows.take(0, stop)
             first = grid.step * (length - end)
-            near = relative[..., first : first + stop + grid.step * (end - begin - 1)]
-            scores = relative_shift(torch.matmul(position, near), stop, grid.step)
-            scores = grid.without_first(scores, rows) + torch.matmul(content, near_key.transpose(-1, -2))
+            near = table_rows.take(first, first + stop + grid.step * (end - begin - 1))
+            scores = shift_rows(torch.matmul(position, near.transpose(-1, -2)), stop, grid.step)
+            scores = plus_products(grid.without_first(scores, rows), content, near_key)
             weights = self._normalise(scores, rows, grid, context, real)
             count_usage(context, step, weights, rows, keys)
             return self._attend(weights, near_value)
 
-        mixed = over_query_blocks(block, length, at_once, (content, 2), (position, 2))
-        return SublayerOutput(self.o_proj(mixed.flatten(2)))
+        return over_query_blocks(block, length, at_once, (content, 2), (position, 2))
 
     def _keys_and_values(
         self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache | None, step: int
@@ -279,7 +291,7 @@ class TransformerXLAttention(Attention):
         if segments is not None:
             same = segments[:, None, rows, None] == segments[:, None, None, :seen]
             mask = same if mask is None else mask & same
-        return visible_softmax(scores, mask, real is not None).to(scores.dtype)
+        return visible_softmax(scores, mask, real is not None, overwrite=True).to(scores.dtype)
 
     def _attend(self, weights: Tensor, value: Tensor) -> Tensor:
         """[B, H, t, S] and [B, H, S, d] -> [B, t, H, d]."""
@@ -295,6 +307,7 @@ class TransformerXLSpec(AttentionSpec):
     to either side) a query sees, in tokens; with a memory at least as long, every query sees as many keys."""
 
     summary = "content and relative-position scores with two global biases"
+    layers_apart = False  # layer 0 owns the biases of all
     rotation = False
     packed = True
     reads_segment_memory: ClassVar[bool] = True

@@ -7,21 +7,8 @@ from torch import Tensor, nn
 
 from ..components import register
 from ..context import LayerContext
+from ..ops.shifted_rows import shift_rows
 from .base import LayerTerms, Position, PositionSpec
-
-
-def skew(by_distance: Tensor, keys: int) -> Tensor:
-    """Products by distance -> products by key (section 3.4.1), for blocks of any shape.
-
-    by_distance [..., t, keys + t - 1]: in row r, column c belongs to the distance (that of the last row to the first key)
-    - c. -> [..., t, keys]. Each row begins one column before the row above it; in one line that is a fixed stride, so no
-    number is looked up.
-    """
-    rows, columns = by_distance.shape[-2:]
-    if rows == 1:
-        return by_distance
-    line = by_distance.flatten(-2)[..., rows - 1 : rows - 1 + rows * (columns - 1)]
-    return line.unflatten(-1, (rows, columns - 1))[..., :keys]
 
 
 class MusicTerms(LayerTerms):
@@ -43,7 +30,7 @@ class MusicTerms(LayerTerms):
         known = (distance >= 0) & (distance < self.table.shape[1])
         table = self.table.index_select(1, distance.clamp(0, self.table.shape[1] - 1))
         table = table.masked_fill(~known[None, :, None], 0.0).to(query.dtype)
-        return skew(torch.matmul(query, table.transpose(-1, -2)), keys)
+        return shift_rows(torch.matmul(query, table.transpose(-1, -2)), keys)  # the skewing of section 3.4.1
 
 
 @register("position", "music_transformer")

@@ -11,10 +11,10 @@ from hf_xformers.attention.transformer_xl import (
     MEMORY_ORDER,
     MEMORY_REAL,
     SEGMENT_MEMORY,
-    relative_shift,
     relative_sinusoids,
 )
 from hf_xformers.memory import join_masks, slot_order
+from hf_xformers.ops.shifted_rows import shift_rows
 from tests.attention.score_helpers import (
     HEADS,
     PADDING,
@@ -165,7 +165,7 @@ def test_shift_equals_gather():
             [torch.stack([by_distance[:, i, top - (keys - 1 + i - j)] for j in range(keys)], -1) for i in range(rows)],
             1,
         )
-        assert torch.equal(relative_shift(by_distance, keys), expected)
+        assert torch.equal(shift_rows(by_distance, keys), expected)
 
 
 def test_sinusoids_of_large_distances():
