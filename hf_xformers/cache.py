@@ -82,6 +82,16 @@ def self_attention_layers(config) -> list:
     return layers
 
 
+def stateful_part(config) -> str:
+    """The component whose state is not plain keys and values (its slot and name), or nothing. config: one tower's."""
+    for step, layer in enumerate(self_attention_layers(config)):
+        if not layer.is_croppable:
+            holder = config.layer(step % max(config.stack.num_layers(config), 1))
+            plain = getattr(holder.block, "cache_layer", None) is None
+            return f"attention {holder.attention.type!r}" if plain else f"block {holder.block.type!r}"
+    return ""
+
+
 class XFormerCache(DynamicCache):
     """A growing cache whose layers are of the kinds that the model's mechanisms declare."""
 

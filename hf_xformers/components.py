@@ -9,18 +9,22 @@ This file imports none of the rooms: a room is imported the first time one of it
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
-import importlib
 import inspect
-import pkgutil
 import sys
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, dataclass_transform
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
+
+from .rooms import import_room
+
+_lookups: ContextVar[set[type[Spec]] | None] = ContextVar("lookups", default=None)
 
 
 @dataclass(kw_only=True)
@@ -31,12 +35,16 @@ class Spec:
     `build(config, **where)`, which returns the component's module.
 
     inputs: further model inputs that the component reads, by keyword name; they reach it in `context.inputs`.
+    tensor_parallel: whether the component gives the same in every process of a tensor-parallel group. layers_apart: whether
+    parameters of a layer are read inside that layer's call alone, so that they may be sharded layer by layer (FSDP).
     """
 
     slot: ClassVar[str] = ""
     type: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     inputs: ClassVar[tuple[str, ...]] = ()
+    tensor_parallel: ClassVar[bool] = True
+    layers_apart: ClassVar[bool] = True
 
     def to_dict(self) -> dict[str, Any]:
         """`{"type": name, **fields}`: what `config.json` stores and what [`build_spec`] accepts."""
@@ -84,12 +92,7 @@ class Slot:
             self._aliases[alias] = name
 
     def _import_room(self, module: str | None = None) -> None:
-        package = importlib.import_module(f"hf_xformers.{self.room}")
-        names = [info.name for info in pkgutil.iter_modules(package.__path__)]
-        if module is not None:
-            names = [name for name in names if name == module]
-        for name in names:
-            importlib.import_module(f"hf_xformers.{self.room}.{name}")
+        import_room(self.room, module)
         if module is None:
             self._complete = True
 
@@ -102,6 +105,9 @@ class Slot:
                 self._import_room()
             found = self._specs.get(self._aliases.get(name, name))
             if found is not None:
+                seen = _lookups.get()
+                if seen is not None:
+                    seen.add(found)
                 return found
         close = difflib.get_close_matches(name, list(self), n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
@@ -111,6 +117,17 @@ class Slot:
         if not self._complete:
             self._import_room()
         return iter(sorted(self._specs))
+
+
+@contextlib.contextmanager
+def record_lookups() -> Iterator[set[type[Spec]]]:
+    """Collects the spec classes that are looked up while the block runs, e.g. while a config is built."""
+    found: set[type[Spec]] = set()
+    token = _lookups.set(found)
+    try:
+        yield found
+    finally:
+        _lookups.reset(token)
 
 
 SLOTS: dict[str, Slot] = {
@@ -238,5 +255,22 @@ def check_components(config) -> None:
             f"position {position.type!r} only works in a causal decoder; give the encoder another position such as "
             f"'learned_absolute'."
         )
+    if config.unpad_inputs:
+        refuse_unpadding(config)
     for slot in SLOTS:
         getattr(config, slot).check(config)
+
+
+def refuse_unpadding(config) -> None:
+    """Refuses `unpad_inputs` for components that mix tokens outside attention.
+
+    Raises:
+        ValueError: names the component and says why.
+    """
+    for slot in ("stack", "block"):
+        spec = getattr(config, slot)
+        if not spec.unpads:
+            raise ValueError(
+                f"`unpad_inputs=True` joins the real tokens of a batch into one row between attentions, which {slot} "
+                f"{spec.type!r} does not allow: {spec.why_not_unpad}; leave `unpad_inputs` out."
+            )

@@ -10,8 +10,10 @@ from typing import Any, ClassVar, Literal, cast
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 from .components import SLOTS, Spec, SpecLike, build_spec, check_components, resolve_field_types
+from .parallel_plans import fully_sharded_plan, tensor_parallel_plan
 
 Initializer = Literal["normal", "scaled_residual", "xavier", "small", "t5"]
 
@@ -92,8 +94,12 @@ class XFormerConfig(PreTrainedConfig):
     Initialisation: initializer (`normal`: N(0, initializer_range); `scaled_residual`: the same with output
         projections divided by sqrt(2 * layers), GPT-2; `xavier`: Glorot uniform, Vaswani et al.; `small`: Nguyen & Salazar
         2019; `t5`: Raffel et al.), initializer_range (standard deviation), initializer_factor (multiplies the last three).
+    Pooling: add_pooler (a layer on the first token, for classifiers), pooler_activation (its name in transformers' table;
+        BERT: tanh), classifier_pooling (what a classifier without a pooler reads).
     Shape: is_decoder (causal self-attention), is_encoder_decoder (two towers and cross-attention). The head classes set
         both, so a saved config says what was built.
+    unpad_inputs: whether layers are given the real tokens of a batch alone, as one row, wherever they do not look at other
+        tokens (faster the more padding there is; the same results). Not while decoding, recording or tracing.
     Slots: embedding, position, attention, cross_attention, normalization, residual, feedforward, block, stack, head.
     decoder: fields of an encoder-decoder's decoder that differ from its encoder's, e.g. `{"attention": "dense"}`.
     per_layer_config: fields of single layers that differ, e.g. `{0: {"attention": "dense"}}` (transformers' own field).
@@ -114,11 +120,6 @@ class XFormerConfig(PreTrainedConfig):
     attribute_map: ClassVar[dict[str, str]] = {}
     info: ClassVar[Any] = None
     heads: ClassVar[tuple[str, ...]] = ()
-    base_model_fsdp_plan: ClassVar[dict[Any, str]] = {
-        "trunk.embedding.tokens": "free_full_weight",
-        "trunk.layers.*": "free_full_weight",
-        "decoder.layers.*": "free_full_weight",
-    }
 
     vocab_size: int = 32000
     hidden_size: int = 768
@@ -139,6 +140,7 @@ class XFormerConfig(PreTrainedConfig):
     initializer_range: float = 0.02
     initializer_factor: float | int = 1.0
     add_pooler: bool = False
+    pooler_activation: str = "tanh"
     classifier_pooling: Literal["auto", "first", "mean", "last"] = "auto"
     pad_token_id: int | None = 0
     bos_token_id: int | None = None
@@ -146,6 +148,7 @@ class XFormerConfig(PreTrainedConfig):
     decoder_start_token_id: int | None = None
     is_decoder: bool = False
     use_cache: bool = True
+    unpad_inputs: bool = False
     tie_word_embeddings: bool = True
 
     embedding: SpecLike = "token"
@@ -228,6 +231,10 @@ class XFormerConfig(PreTrainedConfig):
             value = self._getattr_without_heterogeneous_validation(name)
             if value is not None and value < 0:
                 raise ValueError(f"`{name}` must not be negative, got {value}.")
+        if self.pooler_activation not in ACT2FN:
+            raise ValueError(
+                f"`pooler_activation`: unknown activation {self.pooler_activation!r}; known: {', '.join(sorted(ACT2FN))}."
+            )
         rates = (
             "hidden_dropout_prob",
             "attention_probs_dropout_prob",
@@ -299,13 +306,40 @@ class XFormerConfig(PreTrainedConfig):
         """Number of key/value heads: `num_key_value_heads`, or one per head."""
         return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
 
+    @property
+    def base_model_tp_plan(self) -> dict[str, str] | None:  # type: ignore[override]
+        """How transformers' tensor parallelism splits a base model of this config; see [`tensor_parallel_plan`]."""
+        return tensor_parallel_plan(self)
+
+    @property
+    def base_model_fsdp_plan(self) -> dict[Any, str]:  # type: ignore[override]
+        """How transformers' FSDP2 groups a base model of this config; see [`fully_sharded_plan`]."""
+        return fully_sharded_plan(self)
+
     # ------------------------------------------------------------------------------------------------ serialisation
 
+    @property
+    def auto_map(self) -> dict[str, str]:
+        """Where the code of a self-contained checkpoint stands, by Auto class; empty where there is none (trl reads it of
+        every config whose class is not transformers' own)."""
+        return self.__dict__.setdefault("auto_map", {})
+
+    @auto_map.setter
+    def auto_map(self, value: dict[str, str] | None) -> None:
+        self.__dict__["auto_map"] = dict(value or {})
+
     def to_dict(self) -> dict[str, Any]:
-        return {key: _plain(value) for key, value in super().to_dict().items()}
+        return self._plain_fields(super().to_dict())
 
     def to_diff_dict(self) -> dict[str, Any]:
-        return {key: _plain(value) for key, value in super().to_diff_dict().items()}
+        return self._plain_fields(super().to_diff_dict())
+
+    def _plain_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
+        fields = {key: _plain(value) for key, value in fields.items()}
+        auto_map = fields.pop("auto_map", None)
+        if auto_map and self._auto_class is not None:  # this is a checkpoint's own code, and is saved with the config
+            fields["auto_map"] = {key: reference.rpartition("--")[2] for key, reference in auto_map.items()}
+        return fields
 
 
 _strict_config(XFormerConfig)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
+from .unpadding import Unpadding
+
 
 @dataclass
 class LayerContext:
@@ -36,6 +38,8 @@ class LayerContext:
         output_attentions: whether attention weights are wanted (selects the literal path).
         output_hidden_states: whether every layer's output is wanted; a stack that would run fewer layers, or run them in
             pieces, then runs them all, each over the whole sequence.
+        unpadding: where the real tokens are, if layers are given them alone as one row [1, N, D] (`unpad_inputs`); masks and
+            indices above are still those of the padded batch.
         inputs_embeds, position_ids: what the caller gave, for back-ends that build masks of their own.
         inputs: further model inputs that a component asked for by name (`Spec.inputs`) and the caller gave.
         shared: results computed once per call and read by every layer (masks, rotary tables).
@@ -56,6 +60,7 @@ class LayerContext:
     implementation: str = "sdpa"
     output_attentions: bool = False
     output_hidden_states: bool = False
+    unpadding: Unpadding | None = None
     inputs_embeds: Tensor | None = None
     position_ids: Tensor | None = None
     inputs: dict[str, Any] = field(default_factory=dict)
@@ -68,6 +73,26 @@ class LayerContext:
         if self.padding_mask is None or self.fresh:
             return self.padding_mask
         return self.padding_mask[:, self.query_index]
+
+    def padded(self, tokens: Tensor) -> Tensor:
+        """[1, N, ...] of the real tokens -> [B, T, ...]; what is not packed stays."""
+        return tokens if self.unpadding is None else self.unpadding.pad(tokens)
+
+    def packed(self, tokens: Tensor) -> Tensor:
+        """[B, T, ...] -> [1, N, ...] of the real tokens, where layers are given them alone."""
+        return tokens if self.unpadding is None else self.unpadding.pack(tokens)
+
+    def of_padded(self) -> LayerContext:
+        """This call for a function that reads the padded batch."""
+        seen = copy.copy(self)
+        seen.unpadding = None
+        return seen
+
+    def of_tokens(self) -> LayerContext:
+        """This call for a function of single tokens: all that it is given are real."""
+        seen = copy.copy(self)
+        seen.padding_mask = None
+        return seen
 
     def with_streams(self, streams: dict[str, Tensor]) -> LayerContext:
         """The same call seen from inside one layer, with that layer's streams."""

@@ -14,9 +14,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-import transformers
-
 from . import modeling_heads, modeling_image, modeling_xformer
+from .auto_classes import register_config, register_model
 
 # head name -> (the class it derives from, the Auto class that resolves it)
 HEADS: dict[str, tuple[Any, str]] = {
@@ -84,7 +83,7 @@ def make_family(config_class: Any, prefix: str, heads: tuple[str, ...], info: Va
     if unknown:
         raise ValueError(f"Unknown head {unknown[0]!r}; heads are: {', '.join(HEADS)}.")
     module = sys._getframe(1).f_globals["__name__"]
-    transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+    register_config(config_class)
     family = {}
     for head in heads:
         base, auto = HEADS[head]
@@ -92,12 +91,12 @@ def make_family(config_class: Any, prefix: str, heads: tuple[str, ...], info: Va
             base = modeling_image.XFormerImageModel
         name = prefix + head
         if base.config_class is config_class and base.__name__ == name:  # the free mix is the base classes themselves
-            getattr(transformers, auto).register(config_class, base, exist_ok=True)
+            register_model(auto, config_class, base)
             family[head] = base
             continue
         doc = f"{(base.__doc__ or '').splitlines()[0]} {info.summary[0].upper()}{info.summary[1:]} ({info.paper})."
         made = type(name, (base,), {"config_class": config_class, "__module__": module, "__doc__": doc})
-        getattr(transformers, auto).register(config_class, made, exist_ok=True)
+        register_model(auto, config_class, made)
         family[head] = made
     config_class.info = info
     config_class.heads = tuple(heads)

@@ -104,6 +104,10 @@ class SegmentMemory:
         """Row r becomes row `index[r]`: beams that change places, or a part of the batch."""
         return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
 
+    def __getitem__(self, row: int) -> SegmentMemory:
+        """The memory of one row, as a batch of one (pipelines cut an output into rows)."""
+        return self._map(lambda tensor: tensor[row : row + 1])
+
     def repeat_interleave(self, repeats: int) -> SegmentMemory:
         """Every row `repeats` times: one for each beam."""
         return self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.modeling_utils import slice_logits_to_keep
-from transformers.utils import can_return_tuple
+from transformers.utils import can_return_tuple, logging
 
 from . import modeling_outputs as outputs
-from .cache import make_cache
+from .cache import make_cache, stateful_part
 from .losses import next_token_cross_entropy, token_cross_entropy, with_aux_losses
 from .modeling_xformer import XFormerModel, XFormerPreTrainedModel, layer_configs
+
+logger = logging.get_logger(__name__)
 
 
 class _LanguageModel(XFormerPreTrainedModel):
@@ -26,6 +28,7 @@ class _LanguageModel(XFormerPreTrainedModel):
     def __init__(self, config):
         super().__init__(config)
         self.model = XFormerModel(config, add_pooler=self.reads_pooler)
+        self.model.under_a_head = True
         self.lm_head = config.head.build(config)
         self._tied_weights_keys = {"lm_head.decoder.weight": "model.trunk.embedding.tokens.weight"}
         self.post_init()
@@ -61,8 +64,17 @@ class _Generative(_LanguageModel, GenerationMixin):
         ours = generation_config.cache_implementation in (None, "dynamic") or self._is_stateful
         if not given and generation_config.use_cache is not False and ours:
             model_kwargs["past_key_values"] = make_cache(self.config)
+            if generation_config.cache_implementation not in (None, "dynamic"):
+                logger.warning_once(
+                    f"`cache_implementation={generation_config.cache_implementation!r}` holds keys and values, but "
+                    f"{stateful_part(tower)} keeps another state; generating with its own cache."
+                )
             return
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return True  # transformers goes by the class's name, and its own Reformer keeps another kind of cache
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         # Inputs that a component asks for are in no signature, where transformers looks for typos.
@@ -112,7 +124,7 @@ class XFormerForMaskedLM(_LanguageModel):
             logits=logits,
             hidden_states=base.hidden_states,
             attentions=base.attentions,
-            aux_losses=base.aux_losses,
+            aux_losses=self.reported(base.aux_losses, loss),
             segment_memory=base.segment_memory,
         )
 
@@ -162,7 +174,7 @@ class XFormerForCausalLM(_Generative):
             past_key_values=base.past_key_values,
             hidden_states=base.hidden_states,
             attentions=base.attentions,
-            aux_losses=base.aux_losses,
+            aux_losses=self.reported(base.aux_losses, loss),
             segment_memory=base.segment_memory,
         )
 
@@ -225,7 +237,7 @@ class XFormerForSeq2SeqLM(_Generative):
             encoder_last_hidden_state=base.encoder_last_hidden_state,
             encoder_hidden_states=base.encoder_hidden_states,
             encoder_attentions=base.encoder_attentions,
-            aux_losses=base.aux_losses,
+            aux_losses=self.reported(base.aux_losses, loss),
         )
 
 
@@ -260,6 +272,7 @@ class _Classifier(XFormerPreTrainedModel):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.model = XFormerModel(config, add_pooler=self.reads_pooler)
+        self.model.under_a_head = True
         rate = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
         self.dropout = nn.Dropout(rate)
         self.classifier = nn.Linear(config.hidden_size, num_outputs)
@@ -305,8 +318,7 @@ class _Classifier(XFormerPreTrainedModel):
                 "of a checkpoint loads into it)."
             )
 
-    @staticmethod
-    def recorded(base) -> dict[str, Any]:
+    def recorded(self, base, loss: Tensor | None) -> dict[str, Any]:
         """What a head's output repeats of the base model's, under the base model's names."""
         single = ("hidden_states", "attentions", "segment_memory")
         double = (
@@ -319,7 +331,7 @@ class _Classifier(XFormerPreTrainedModel):
             "encoder_attentions",
         )
         names = double if hasattr(base, "encoder_last_hidden_state") else single
-        return {name: getattr(base, name) for name in (*names, "aux_losses")}
+        return {**{name: getattr(base, name) for name in names}, "aux_losses": self.reported(base.aux_losses, loss)}
 
 
 class XFormerForSequenceClassification(_Classifier):
@@ -363,7 +375,7 @@ class XFormerForSequenceClassification(_Classifier):
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
-        recorded = self.recorded(base)
+        recorded = self.recorded(base, loss)
         kind = outputs.XFormerSequenceClassifierOutput
         if self.config.is_encoder_decoder:
             kind = outputs.XFormerSeq2SeqSequenceClassifierOutput
@@ -403,7 +415,7 @@ class XFormerForTokenClassification(_Classifier):
         )
         logits = self.classifier(self.dropout(base.last_hidden_state))
         loss = None if labels is None else token_cross_entropy(logits, labels, count)
-        recorded = self.recorded(base)
+        recorded = self.recorded(base, loss)
         return outputs.XFormerTokenClassifierOutput(
             loss=with_aux_losses(loss, base.aux_losses), logits=logits, **recorded
         )
@@ -444,7 +456,7 @@ class XFormerForQuestionAnswering(_Classifier):
         loss = None
         if start_positions is not None and end_positions is not None:
             loss = self.loss_function(start_logits, end_logits, start_positions, end_positions)
-        recorded = self.recorded(base)
+        recorded = self.recorded(base, loss)
         kind = outputs.XFormerQuestionAnsweringOutput
         if self.config.is_encoder_decoder:
             kind = outputs.XFormerSeq2SeqQuestionAnsweringOutput
@@ -499,7 +511,7 @@ class XFormerForMultipleChoice(_Classifier):
         )
         logits = self.classifier(self.dropout(self.pooled(base, mask))).view(-1, choices)
         loss = None if labels is None else F.cross_entropy(logits.float(), labels)
-        recorded = self.recorded(base)
+        recorded = self.recorded(base, loss)
         return outputs.XFormerMultipleChoiceOutput(
             loss=with_aux_losses(loss, base.aux_losses), logits=logits, **recorded
         )
@@ -533,7 +545,7 @@ class XFormerForNextSentencePrediction(_Classifier):
         )
         logits = self.classifier(self.pooled(base, attention_mask))
         loss = None if labels is None else F.cross_entropy(logits.float(), labels.view(-1))
-        recorded = self.recorded(base)
+        recorded = self.recorded(base, loss)
         return outputs.XFormerSentencePairOutput(
             loss=with_aux_losses(loss, base.aux_losses), logits=logits, **recorded
         )
@@ -587,7 +599,7 @@ class XFormerForPreTraining(_LanguageModel):
             seq_relationship_logits=pair_logits,
             hidden_states=base.hidden_states,
             attentions=base.attentions,
-            aux_losses=base.aux_losses,
+            aux_losses=self.reported(base.aux_losses, loss),
         )
 
 

@@ -44,6 +44,7 @@ class XFormerForImageClassification(XFormerPreTrainedModel):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.model = XFormerImageModel(config, add_pooler=False)
+        self.model.under_a_head = True
         self.dropout = nn.Dropout(config.classifier_dropout or 0.0)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
@@ -77,5 +78,5 @@ class XFormerForImageClassification(XFormerPreTrainedModel):
             logits=logits,
             hidden_states=base.hidden_states,
             attentions=base.attentions,
-            aux_losses=base.aux_losses,
+            aux_losses=self.reported(base.aux_losses, loss),
         )

@@ -1,4 +1,5 @@
-"""Outputs of transformers with one more field: the auxiliary losses collected inside the model, by name."""
+"""Outputs of transformers with one more field: the auxiliary losses collected inside the model, by name. They stand beside
+a loss, and wherever gradients are recorded."""
 
 from __future__ import annotations
 

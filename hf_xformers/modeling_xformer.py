@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.utils import can_return_tuple
+from transformers.utils import can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention.base import Attention
 from .blocks.base import XFormerLayer
 from .cache import make_cache
+from .components import refuse_unpadding
 from .configuration_xformer import XFormerConfig
 from .context import LayerContext, segments_from_positions, self_attention_cache
 from .initialization import start_linear
+from .inputs import refuse_unread
 from .modeling_outputs import TowerOutput, XFormerModelOutput, XFormerSeq2SeqModelOutput
 from .normalization.residual import norm_inputs
+from .parallel_plans import check_tensor_parallel, layers_apart
+from .unpadding import Unpadding
+
+logger = logging.get_logger(__name__)
 
 
 class XFormerPreTrainedModel(PreTrainedModel):
@@ -37,11 +45,16 @@ class XFormerPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
+    under_a_head = False
     _can_record_outputs = {
         "hidden_states": OutputRecorder(XFormerLayer, index=0),
         "attentions": OutputRecorder(Attention, index=1, layer_name="attention"),
         "cross_attentions": OutputRecorder(Attention, index=1, layer_name="cross_attention"),
     }
+
+    def __init__(self, config: XFormerConfig, *inputs: Any, **kwargs: Any):
+        super().__init__(config, *inputs, **kwargs)
+        self.model_tags = ["hf_xformers", config.model_type]  # what `push_to_hub` writes into the model card
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -57,6 +70,25 @@ class XFormerPreTrainedModel(PreTrainedModel):
         # transformers leaves out every module without parameters of its own where a model's code is not its own, to spare
         # what was loaded. Those are the components here, and their starts spare it themselves: they go through `init`.
         super()._initialize_weights(module)
+
+    def post_init(self) -> None:
+        super().post_init()
+        # What Accelerate's FSDP wraps by name, which it must find.
+        own = {type(module).__name__ for module in self.modules()} if layers_apart(self.config) else set()
+        self._no_split_modules = set(self._no_split_modules or ()) & own
+
+    def _resolve_parallel_plans(self, distributed_config: Any) -> Any:
+        check_tensor_parallel(self.config, distributed_config.tp_size)
+        return super()._resolve_parallel_plans(distributed_config)
+
+    def reported(
+        self, aux_losses: dict[str, Tensor] | None, loss: Tensor | None = None
+    ) -> dict[str, Tensor] | None:
+        """The auxiliary losses that an output gives: beside a loss, in training, and wherever gradients are recorded. An
+        output for use alone has none: pipelines cut outputs into rows, which these losses are not made of. The base model
+        under a head leaves that to the head."""
+        needed = loss is not None or self.under_a_head or self.training or torch.is_grad_enabled()
+        return aux_losses if needed else None
 
     @staticmethod
     def shaped(config: XFormerConfig, *, is_decoder: bool, is_encoder_decoder: bool) -> XFormerConfig:
@@ -94,6 +126,7 @@ class XFormerTower(XFormerPreTrainedModel):
         self.max_length = config.position.max_length(config)
         self.extra_inputs = self.names_of_inputs(config)
         self.takes_pairs = all(layer.attention.explicit_mask for layer in layer_configs(config))
+        self.types_were_read = False
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -107,6 +140,10 @@ class XFormerTower(XFormerPreTrainedModel):
             *(spec for entry in layers for spec in (entry.attention, entry.feedforward)),
         ]
         return tuple(dict.fromkeys(name for spec in specs for name in spec.inputs))
+
+    def init_parallel_plans(self) -> None:
+        super().init_parallel_plans()
+        self._tp_plan, self._fsdp_plan = {}, {}  # the model around it names a tower's parts
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embedding.tokens
@@ -153,7 +190,13 @@ class XFormerTower(XFormerPreTrainedModel):
         )
         given = {**kwargs, "input_ids": input_ids}
         context.inputs = {name: given[name] for name in self.extra_inputs if given.get(name) is not None}
+        if token_type_ids is not None and not self.config.type_vocab_size:
+            token_type_ids = self.leave_out(token_type_ids)
         hidden_states = self.embedding(inputs_embeds, token_type_ids, context.positions, self.position)
+        if self.config.unpad_inputs and context.padding_mask is not None and past_key_values is None:
+            refuse_unpadding(self.config)  # it may have been switched on after the config was checked
+            if self._can_inspect() and not (context.output_attentions or context.output_hidden_states):
+                context.unpadding = Unpadding(context.padding_mask)
         rotation = self.position.rotation(context.positions, hidden_states)
         if rotation is not None:
             context.shared["rotation"] = rotation
@@ -264,6 +307,18 @@ class XFormerTower(XFormerPreTrainedModel):
             position_ids=position_ids if attention_mask is None else None,
         )
 
+    def leave_out(self, token_type_ids: Tensor) -> None:
+        """What a model without a type table makes of types: nothing, as most tokenizers give them whether a model reads them
+        or not. Types that differ are reported once, with the first call (later ones are not worth waiting for the device)."""
+        if self.types_were_read or not self._can_inspect():
+            return
+        self.types_were_read = True
+        if bool(token_type_ids.any()):
+            logger.warning(
+                "`token_type_ids` are left out: this model has `type_vocab_size=0` and cannot tell a second text from the "
+                "first by them; build it with `type_vocab_size=2` if it shall."
+            )
+
     @staticmethod
     def _can_inspect() -> bool:
         """Whether values may steer the program: not while a graph of it is being recorded."""
@@ -294,13 +349,14 @@ def layer_configs(config: XFormerConfig) -> list[XFormerConfig]:
 
 
 class Pooler(nn.Module):
-    """tanh(W h_0 + b) of the first real token (Devlin et al. 2019)."""
+    """tanh(W h_0 + b) of the first real token (Devlin et al. 2019); the config may choose another activation."""
 
     inputs: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: XFormerConfig):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = ACT2FN[config.pooler_activation]
 
     def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """[B, T, D], padding_mask [B, T] boolean or None (nothing is padded) -> [B, D]."""
@@ -308,7 +364,7 @@ class Pooler(nn.Module):
         if padding_mask is not None:
             index = padding_mask.long().argmax(-1)  # the first of the largest, which is 0 in a row of padding alone
             first = hidden_states[torch.arange(hidden_states.shape[0], device=index.device), index]
-        return torch.tanh(self.dense(first))
+        return self.activation(self.dense(first))
 
 
 class XFormerModel(XFormerPreTrainedModel):
@@ -346,6 +402,12 @@ class XFormerModel(XFormerPreTrainedModel):
         if self.decoder is not None:
             self.decoder.set_input_embeddings(value)
 
+    def further_inputs(self) -> tuple[str, ...]:
+        """Names of inputs beside those that `forward` names, which components of this model read."""
+        decoder = () if self.decoder is None else self.decoder.extra_inputs
+        pooler = () if self.pooler is None else tuple(self.pooler.inputs)
+        return (*self.trunk.extra_inputs, *decoder, *pooler)
+
     def get_encoder(self, modality: str | None = None) -> nn.Module:
         return self.trunk
 
@@ -378,7 +440,11 @@ class XFormerModel(XFormerPreTrainedModel):
                 (default: `input_ids` shifted right, padded alike).
             encoder_outputs: an earlier call's encoder outputs, to skip the encoder.
             past_key_values, use_cache: generation cache.
+
+        Raises:
+            TypeError: a keyword argument that no component of this model reads.
         """
+        refuse_unread(self.config.model_type, kwargs, self.further_inputs(), _NAMED_INPUTS)
         if self.decoder is None:
             for name, value in (
                 ("decoder_input_ids", decoder_input_ids),
@@ -407,7 +473,7 @@ class XFormerModel(XFormerPreTrainedModel):
                 past_key_values=output.past_key_values,
                 hidden_states=output.hidden_states,
                 attentions=output.attentions,
-                aux_losses=output.aux_losses,
+                aux_losses=self.reported(output.aux_losses),
                 segment_memory=output.segment_memory,
                 padding_mask=None if length == output.last_hidden_state.shape[1] else output.padding_mask,
             )
@@ -466,7 +532,7 @@ class XFormerModel(XFormerPreTrainedModel):
             encoder_last_hidden_state=memory,
             encoder_hidden_states=encoder_outputs.hidden_states,
             encoder_attentions=encoder_outputs.attentions,
-            aux_losses=losses or None,
+            aux_losses=self.reported(losses or None),
         )
 
     def shift_right(self, ids: Tensor) -> Tensor:
@@ -476,3 +542,6 @@ class XFormerModel(XFormerPreTrainedModel):
             raise ValueError("Set `decoder_start_token_id` (or `pad_token_id`) in the config to make decoder inputs.")
         shifted = torch.cat([ids.new_full((ids.shape[0], 1), start), ids[:, :-1]], dim=1)
         return shifted.masked_fill(shifted == -100, start if pad is None else pad)
+
+
+_NAMED_INPUTS = tuple(inspect.signature(XFormerModel.forward).parameters)

@@ -42,6 +42,12 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, width, bias=spec.bias)
 
+    @property
+    def takes_unpadded(self) -> bool:
+        """Whether it reads real tokens alone (`context.unpadding`): projections do, and lay them out in rows for the rest."""
+        kind = type(self)
+        return not self.cross and kind.forward is Attention.forward and kind.project_self is Attention.project_self
+
     # ------------------------------------------------------------------------------------------- for mechanisms
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
@@ -74,11 +80,13 @@ class Attention(nn.Module):
         self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache | None, step: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, and the keys and values of all tokens seen so far."""
-        query = self.heads(self.q_proj(hidden_states))
-        key, value = self.heads(self.k_proj(hidden_states)), self.heads(self.v_proj(hidden_states))
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (self.heads(context.padded(project(hidden_states))) for project in projections)
         rotation = context.shared.get("rotation")
         if rotation is not None:
             query, key = rotation(query), rotation(key)
+            if getattr(rotation, "values", False):
+                value = rotation(value)
         cache = self_attention_cache(past_key_values)
         if cache is not None:
             key, value = cache.update(key, value, step)
@@ -118,13 +126,16 @@ class Attention(nn.Module):
         else:
             query, key, value = self.project_self(hidden_states, context, past_key_values, step)
         output, weights = self.attend(query, key, value, context)
-        output = self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
+        output = self.o_proj(context.packed(output.flatten(2)))
         return SublayerOutput(output, weights)
 
 
 @dataclass(kw_only=True)
 class AttentionSpec(Spec):
     """Base of attention specs: fields every mechanism has, and what it can do.
+
+    splits_heads: whether tensor parallelism may give each process some of the heads: no parameter, buffer or pattern of a
+    single head beside the projections, and no exchange between heads.
 
     bias: biases on the projections. scale: factor on scores (`None`: 1 / sqrt(head width); T5: 1.0).
     """
@@ -138,6 +149,7 @@ class AttentionSpec(Spec):
     rotation: ClassVar[bool] = True
     explicit_mask: ClassVar[bool] = False
     packed: ClassVar[bool] = False
+    splits_heads: ClassVar[bool] = False
     why_not_causal: ClassVar[str] = ""
 
     bias: bool = True

@@ -112,6 +112,7 @@ class DenseSpec(AttentionSpec):
     head_terms = True
     explicit_mask = True
     packed = True
+    splits_heads = True
 
     def cache_layer(self, config) -> CacheLayerMixin:
         make = getattr(config.block, "cache_layer", None)  # a block with a state of its own keeps it beside ours

@@ -30,6 +30,7 @@ class LinearTransformerSpec(LinearSpec):
     """chunk_size: tokens per quadratic block of the causal scan. eps: added to the denominator; the features are positive,
     so it needs none, but the released code has 1e-6."""
 
+    splits_heads = True
     summary = "weights are products of features elu(x) + 1: linear time, a state of constant size"
     rotation = True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -31,7 +31,11 @@ class SublayerPlan:
 
 
 class BlockSpec(Spec):
-    """Base of block specs."""
+    """Base of block specs. unpads: nothing of it but its attentions looks at other tokens, or at where padding is; if not,
+    why_not_unpad says what does."""
+
+    unpads: ClassVar[bool] = True
+    why_not_unpad: ClassVar[str] = ""
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:
         """The sublayers of layer `layer_idx`, in order; `cross`: the tower reads a memory."""
@@ -100,6 +104,7 @@ class XFormerLayer(GradientCheckpointingLayer):
         streams = dict(zip(stream_names, stream_tensors, strict=True))
         partner = streams.pop(PARTNER, None)
         context = context.with_streams(streams)
+        around = context if context.unpadding is None else context.of_tokens()
         losses: dict[str, Tensor] = {}
         for entry in self.sublayers(memory):
             if before_sublayer is not None:
@@ -107,7 +112,7 @@ class XFormerLayer(GradientCheckpointingLayer):
             read = hidden_states if partner is None else partner
             result = self.run_sublayer(entry, read, context, memory, past_key_values, step)
             frame = self.frame(entry)
-            written = frame.leave(hidden_states, result.output, result.gate, **frame.inputs(context))
+            written = frame.leave(hidden_states, result.output, result.gate, **frame.inputs(around))
             hidden_states, partner = (written, None) if partner is None else (partner, written)
             add_losses(losses, result.aux_losses)
             streams.update(result.streams or {})
@@ -134,11 +139,21 @@ class XFormerLayer(GradientCheckpointingLayer):
     ) -> SublayerOutput:
         """f(enter(x)) of one sublayer, before its residual sum."""
         function, frame = getattr(self, entry.name), self.frame(entry)
-        entered = frame.enter(hidden_states, **frame.inputs(context))
+        unpadding = context.unpadding
+        around = context if unpadding is None else context.of_tokens()
+        entered = frame.enter(hidden_states, **frame.inputs(around))
+        rows = unpadding is not None and not getattr(function, "takes_unpadded", False)
+        if rows:
+            entered, context = context.padded(entered), context.of_padded()
         if entry.kind == "feedforward":
-            return function(entered, context)
-        read = memory if entry.kind == "cross_attention" else None
-        return function(entered, context, memory=read, past_key_values=past_key_values, step=step)
+            result = function(entered, context if rows else around)
+        else:
+            read = memory if entry.kind == "cross_attention" else None
+            result = function(entered, context, memory=read, past_key_values=past_key_values, step=step)
+        if not rows:
+            return result
+        gate = None if result.gate is None else unpadding.pack(result.gate)
+        return result._replace(output=unpadding.pack(result.output), gate=gate)
 
 
 def unpack_layer(output: tuple) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,9 @@ class CPEBlockSpec(BlockSpec):
     kernel: odd width k >= 3. grid_size: rows and columns of an image's tokens (`None`: text). border: `zeros`, or
     `circular`, which tells no position (for images that wrap around).
     """
+
+    unpads: ClassVar[bool] = False
+    why_not_unpad: ClassVar[str] = "its convolution reads a token's neighbours"
 
     summary = "a depthwise convolution over neighbours after the first layer gives positions"
 

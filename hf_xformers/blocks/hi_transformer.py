@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
@@ -97,6 +99,9 @@ class HiLayer(XFormerLayer):
 @register("block", "hi_transformer")
 class HiTransformerBlockSpec(BlockSpec):
     """share_sentence_layers: in the first layer, the words' first Transformer is the second one."""
+
+    unpads: ClassVar[bool] = False
+    why_not_unpad: ClassVar[str] = "its sentences are rows"
 
     summary = "sentence Transformer, document Transformer, sentence Transformer that reads the document"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +85,9 @@ class RTransformerBlockSpec(BlockSpec):
 
     window: M, tokens. cell: `gru`, `lstm` or `rnn` (tanh). rnn_per_layer: recurrent sublayers before each attention.
     """
+
+    unpads: ClassVar[bool] = False
+    why_not_unpad: ClassVar[str] = "its recurrence reads a token's neighbours"
 
     summary = "a recurrent network over each token's window before attention"
 

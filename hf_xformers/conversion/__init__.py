@@ -40,7 +40,7 @@ def _told(converted: tuple[PreTrainedModel, Report]) -> PreTrainedModel:
 
 
 def from_transformers(model_or_path: PreTrainedModel | str | Path, head: str | None = None) -> PreTrainedModel:
-    """Our model with the weights of one of transformers' BERT, RoBERTa, GPT, GPT-2, BART or T5 models.
+    """Our model with the weights of one of transformers' BERT, RoBERTa, RoFormer, DeBERTa-v2, GPT, GPT-2, BART or T5 models.
 
     model_or_path: a loaded model (which stays as it is and shares no memory with the result), a folder, or a Hub id.
     head: our head's name (`Model`, `ForMaskedLM`, `ForSequenceClassification`, ...); by default the one that fits. The

@@ -60,22 +60,56 @@ def _tower(theirs: str, ours: str, layer: str, cross: bool) -> tuple[Rule, ...]:
     )
 
 
+def _backbone(config: XFormerConfig) -> tuple[Rule, ...]:
+    if not config.is_encoder_decoder:
+        table = copied("@decoder.embed_tokens.weight", "@trunk.embedding.tokens.weight")
+        return (table, *_tower("decoder", "trunk", "{i}", cross=False))
+    return (
+        shared(
+            ("@shared.weight", "@encoder.embed_tokens.weight", "@decoder.embed_tokens.weight"),
+            ("@trunk.embedding.tokens.weight", "@decoder.embedding.tokens.weight"),
+        ),
+        *_tower("encoder", "trunk", "{i}", cross=False),
+        *_tower("decoder", "decoder", "{j}", cross=True),
+    )
+
+
+def _cross(config: XFormerConfig) -> tuple[Rule, ...]:
+    """What a decoder by itself keeps for encoder states that it may be given; ours has no such layers."""
+    layer = "@decoder.layers.{i}.encoder_attn"
+    names = (f"{layer}.{name}_proj.*" for name in ("q", "k", "v", "out"))
+    return () if config.is_encoder_decoder else (only_theirs(*names, f"{layer}_layer_norm.*"),)
+
+
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
+    if not config.is_encoder_decoder:
+        return {
+            "num_hidden_layers": config.decoder_layers,
+            "num_decoder_layers": None,
+            **{ours: getattr(config, theirs) for theirs, ours in DECODER_FIELDS.items()},
+            **_common(config),
+            "is_encoder_decoder": False,
+            "is_decoder": config.is_decoder,
+            "head": "linear",  # without the bias
+        }
     decoder = {
         ours: getattr(config, theirs)
         for theirs, ours in DECODER_FIELDS.items()
         if getattr(config, theirs) != getattr(config, str(FIELDS[ours]))
     }
+    return {**_common(config), "decoder": decoder or None}
+
+
+def _common(config: PreTrainedConfig) -> dict[str, Any]:
     return {
         "layer_norm_eps": 1e-5,
         "embedding": {"type": "token", "normalize": True, "scale": bool(config.scale_embedding)},
         "feedforward": feedforward(config.activation_function),
-        "decoder": decoder or None,
     }
 
 
 def to_theirs(config: XFormerConfig) -> dict[str, Any]:
-    decoder = config.tower("decoder")
+    decoder = config.tower("decoder") if config.is_encoder_decoder else config
     dropout = config.classifier_dropout
     return {
         "decoder_layers": decoder.num_hidden_layers,
@@ -83,6 +117,8 @@ def to_theirs(config: XFormerConfig) -> dict[str, Any]:
         "classifier_dropout": config.hidden_dropout_prob if dropout is None else dropout,
         "scale_embedding": getattr(config.embedding, "scale", False),
         "activation_function": activation(config.feedforward)[0],
+        "is_encoder_decoder": config.is_encoder_decoder,
+        "is_decoder": config.is_decoder and not config.is_encoder_decoder,
     }
 
 
@@ -94,14 +130,8 @@ CONVERTER = register(
         to_ours=to_ours,
         to_theirs=to_theirs,
         groups={
-            "backbone": (
-                shared(
-                    ("@shared.weight", "@encoder.embed_tokens.weight", "@decoder.embed_tokens.weight"),
-                    ("@trunk.embedding.tokens.weight", "@decoder.embedding.tokens.weight"),
-                ),
-                *_tower("encoder", "trunk", "{i}", cross=False),
-                *_tower("decoder", "decoder", "{j}", cross=True),
-            ),
+            "backbone": _backbone,
+            "cross": _cross,
             # the token table again, as a rule: present where the rest of the head is not
             "projection": (copied("lm_head.weight", "lm_head.decoder.weight"),),
             "lm": (row("final_logits_bias", "lm_head.decoder.bias"),),
@@ -114,10 +144,31 @@ CONVERTER = register(
         },
         heads=(
             Head("BartModel", "Model", "", ("backbone",), two_towers=True),
-            Head("BartForConditionalGeneration", "ForSeq2SeqLM", "model.", ("backbone", "projection", "lm")),
-            Head("BartForSequenceClassification", "ForSequenceClassification", "model.", ("backbone", "sequence")),
-            Head("BartForQuestionAnswering", "ForQuestionAnswering", "model.", ("backbone", "spans")),
+            Head(
+                "BartForConditionalGeneration",
+                "ForSeq2SeqLM",
+                "model.",
+                ("backbone", "projection", "lm"),
+                two_towers=True,
+            ),
+            Head(
+                "BartForSequenceClassification",
+                "ForSequenceClassification",
+                "model.",
+                ("backbone", "sequence"),
+                two_towers=True,
+            ),
+            Head("BartForQuestionAnswering", "ForQuestionAnswering", "model.", ("backbone", "spans"), two_towers=True),
+            Head(
+                "BartForCausalLM",
+                "ForCausalLM",
+                "model.",
+                ("backbone", "cross", "projection"),
+                two_towers=False,
+                causal=True,
+            ),
         ),
+        unread_alone=("encoder_layers", "encoder_attention_heads", "encoder_ffn_dim"),
         # a generation setting, which travels with the generation config
         unread=("forced_eos_token_id", "activation_function"),
         training_only=("encoder_layerdrop", "decoder_layerdrop"),

@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -56,7 +56,8 @@ class Head:
 
     theirs: class name. ours: head name. prefix: of the base model's tensors in their class. groups: the rule groups that
     make up the model. pooling: what `classifier_pooling` has to come to for the two to agree. two_towers: whether
-    this pair is an encoder-decoder, where a family has both kinds.
+    this pair is an encoder-decoder, where a family has both kinds. causal: what their `is_decoder` has to be, where that
+    is not free. settings: fields of our config that this class of theirs comes to, and needs on the way back.
     """
 
     theirs: str
@@ -65,6 +66,8 @@ class Head:
     groups: tuple[str, ...]
     pooling: str | None = None
     two_towers: bool | None = None
+    causal: bool | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def our_prefix(self) -> str:
@@ -80,7 +83,9 @@ class Converter:
     required: the parts that a checkpoint cannot lack. heads: class pairs, the best first where several share a side. training_only: their fields that act in
     training alone, so that a loss there is a note. unread: their fields that nothing listed here reads, or that
     `to_ours` checks by itself. unread_ours: the same for ours. ties_by_weights: their config cannot untie the output
-    projection; a checkpoint with two tables does.
+    projection; a checkpoint with two tables does. unread_alone: their fields that a model of one tower does not read,
+    where the family has both kinds. renamed: other names that a layout of theirs has for tensors, and those of the rules; layout: the fields of their
+    config with which their class has a place for these names.
     """
 
     model_type: str
@@ -95,6 +100,9 @@ class Converter:
     unread: tuple[str, ...] = ()
     unread_ours: tuple[str, ...] = ()
     ties_by_weights: bool = False
+    unread_alone: tuple[str, ...] = ()
+    renamed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    layout: Mapping[str, Any] = field(default_factory=dict)
 
     # ------------------------------------------------------------------------------------------------ configs
 
@@ -107,9 +115,10 @@ class Converter:
         ours = self._our_config(config)
         back = self._their_config(ours)
         base = {entry.name for entry in dataclasses.fields(PreTrainedConfig)}
+        unread = self.unread if config.is_encoder_decoder else (*self.unread, *self.unread_alone)
         for entry in dataclasses.fields(type(config)):
             name = entry.name
-            if name in base or name in self.unread:
+            if name in base or name in unread:
                 continue
             value, carried = getattr(config, name), getattr(back, name)
             if value == carried:
@@ -133,7 +142,8 @@ class Converter:
             raise ValueError(
                 f"`per_layer_config` cannot be converted: all layers of a {self.model_type!r} model are alike."
             )
-        self.base_head(config)
+        if not any(head.two_towers in (None, config.is_encoder_decoder) for head in self.heads):
+            self.base_head(config)
         theirs = self._their_config(config)
         back = self._our_config(theirs)
         if config.is_encoder_decoder != back.is_encoder_decoder:
@@ -152,6 +162,11 @@ class Converter:
                         f"{name}={_shown(value)} has no counterpart in transformers: every {self.model_type!r} model of "
                         f"this size has {_shown(kept)}; only what {self.variant} presets can be converted."
                     )
+            pooler, kept = mine.pooler_activation, carried.pooler_activation
+            if mine.add_pooler and pooler != kept:
+                raise ValueError(
+                    f"pooler_activation={pooler!r} has no counterpart: the pooler of this {self.model_type!r} model has {kept!r}."
+                )
             for name in _DROPOUTS:
                 value, kept = _dropout(mine, name), _dropout(carried, name)
                 if value != kept and notes is not None:

@@ -24,14 +24,11 @@ FIELDS = {
         "classifier_dropout",
         "initializer_range",
         "layer_norm_eps",
+        "is_decoder",
     )
 }
 
-BACKBONE = (
-    copied("@embeddings.word_embeddings.weight", "@trunk.embedding.tokens.weight"),
-    copied("@embeddings.token_type_embeddings.weight", "@trunk.embedding.types.weight"),
-    copied("@embeddings.position_embeddings.weight", "@trunk.position.table.weight"),
-    copied("@embeddings.LayerNorm.*", "@trunk.embedding.norm.*"),
+LAYERS = (
     copied("@encoder.layer.{i}.attention.self.query.*", "@trunk.layers.{i}.attention.q_proj.*"),
     copied("@encoder.layer.{i}.attention.self.key.*", "@trunk.layers.{i}.attention.k_proj.*"),
     copied("@encoder.layer.{i}.attention.self.value.*", "@trunk.layers.{i}.attention.v_proj.*"),
@@ -40,6 +37,13 @@ BACKBONE = (
     copied("@encoder.layer.{i}.intermediate.dense.*", "@trunk.layers.{i}.feedforward.up_proj.*"),
     copied("@encoder.layer.{i}.output.dense.*", "@trunk.layers.{i}.feedforward.down_proj.*"),
     copied("@encoder.layer.{i}.output.LayerNorm.*", "@trunk.layers.{i}.feedforward_residual.norm.*"),
+)
+BACKBONE = (
+    copied("@embeddings.word_embeddings.weight", "@trunk.embedding.tokens.weight"),
+    copied("@embeddings.token_type_embeddings.weight", "@trunk.embedding.types.weight"),
+    copied("@embeddings.position_embeddings.weight", "@trunk.position.table.weight"),
+    copied("@embeddings.LayerNorm.*", "@trunk.embedding.norm.*"),
+    *LAYERS,
 )
 POOLER = (copied("@pooler.dense.*", "@pooler.dense.*"),)
 CLASSIFIER = (copied("classifier.*", "classifier.*"),)
@@ -92,10 +96,21 @@ CONVERTER = register(
         },
         heads=(
             Head("BertModel", "Model", "", ("backbone", "pooler")),
-            Head("BertForPreTraining", "ForPreTraining", "bert.", ("backbone", "pooler", "projection", "mlm", "pair")),
-            Head("BertForMaskedLM", "ForMaskedLM", "bert.", ("backbone", "projection", "mlm")),
             Head(
-                "BertForNextSentencePrediction", "ForNextSentencePrediction", "bert.", ("backbone", "pooler", "pair")
+                "BertForPreTraining",
+                "ForPreTraining",
+                "bert.",
+                ("backbone", "pooler", "projection", "mlm", "pair"),
+                causal=False,
+            ),
+            Head("BertForMaskedLM", "ForMaskedLM", "bert.", ("backbone", "projection", "mlm"), causal=False),
+            Head("BertLMHeadModel", "ForCausalLM", "bert.", ("backbone", "projection", "mlm"), causal=True),
+            Head(
+                "BertForNextSentencePrediction",
+                "ForNextSentencePrediction",
+                "bert.",
+                ("backbone", "pooler", "pair"),
+                causal=False,
             ),
             Head(
                 "BertForSequenceClassification",

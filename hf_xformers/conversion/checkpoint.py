@@ -78,7 +78,12 @@ def load(source: str | Path, converter: Converter, ours: bool, head: str | None)
     config = AutoConfig.from_pretrained(name)
     if head is not None:
         check_head(converter, head)
-    return _loaded(_class_of(config, converter, ours, head), name, config)
+    found = _loaded(_class_of(config, converter, ours, head), name, config)
+    if not ours and any(key in converter.renamed for key in found.extra):
+        for key, value in converter.layout.items():
+            setattr(config, key, value)
+        found = _loaded(_class_of(config, converter, ours, head), name, config)
+    return found
 
 
 def _loaded(model_class: Any, name: str, config: PreTrainedConfig) -> Source:

@@ -68,7 +68,8 @@ CONVERTER = register(
         },
         heads=(
             Head("RobertaModel", "Model", "", ("backbone", "pooler")),
-            Head("RobertaForMaskedLM", "ForMaskedLM", "roberta.", ("backbone", "projection", "mlm")),
+            Head("RobertaForMaskedLM", "ForMaskedLM", "roberta.", ("backbone", "projection", "mlm"), causal=False),
+            Head("RobertaForCausalLM", "ForCausalLM", "roberta.", ("backbone", "projection", "mlm"), causal=True),
             Head(
                 "RobertaForSequenceClassification",
                 "ForSequenceClassification",

@@ -19,7 +19,7 @@ from ..configuration_xformer import XFormerConfig
 from ..variants import config_class, family
 from .base import Converter, Head
 from .report import Report
-from .rules import FIRST, NONE, Entry
+from .rules import FIRST, NONE, ZERO, Entry
 
 # Buffers of older releases that hold no weights.
 _NO_WEIGHTS = re.compile(r"(^|\.)(position_ids|token_type_ids|attn\.bias|attn\.masked_bias)$")
@@ -90,6 +90,16 @@ def to_ours(source: Source, converter: Converter, head: str | None = None) -> tu
     config = converter.config_to_ours(model.config, notes)
     config.tie_word_embeddings = _tied(model)
     wanted = pair if name == pair.ours else converter.head_of_ours(name, model.config)
+    if wanted is None:
+        _check_towers(converter, model, name)
+    if wanted is not None:
+        for key, value in wanted.settings.items():
+            setattr(config, key, value)
+    if wanted is pair and pair.causal is not None and bool(config.is_decoder) != pair.causal:
+        raise ValueError(
+            f"{pair.theirs} with is_decoder={config.is_decoder!r} does not convert: {converter.variant}'s {pair.ours} attends "
+            f"{'to earlier tokens alone' if pair.causal else 'to both sides'}; set `is_decoder={pair.causal}` in its config."
+        )
     left = _Side(type(model), pair, pair.groups, pair.prefix, pair.ours)
     groups = converter.required if wanted is None else wanted.groups
     right = _Side(family(converter.variant)[name], wanted, groups, "" if name == "Model" else "model.", name)
@@ -136,12 +146,26 @@ def to_theirs(source: Source, converter: Converter, head: str | None = None) -> 
     return _transfer(source, converter, left, right, config, theirs, notes, False)
 
 
+def _check_towers(converter: Converter, model: PreTrainedModel, name: str) -> None:
+    """Refuses a head of one tower for a model of two, and the reverse, where transformers has both kinds."""
+    other = next((head for head in converter.heads if head.ours == name and head.two_towers is not None), None)
+    if other is not None and other.two_towers != model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} does not convert to the head {name!r}, which has {'two towers' if other.two_towers else 'one tower'}; "
+            f"load the checkpoint as {other.theirs} and convert that."
+        )
+
+
 def _tied(model: PreTrainedModel) -> bool:
     """Whether the output projection is the token table; what the config says where there is no output."""
     output = model.get_output_embeddings()
-    if not model.config.tie_word_embeddings or output is None:
+    if output is None:
         return model.config.tie_word_embeddings
     projection, table = cast(Tensor, output.weight), cast(Tensor, model.get_input_embeddings().weight)
+    if projection.shape != table.shape:  # what transformers names as output only leads to a product with the table
+        return True
+    if not model.config.tie_word_embeddings:
+        return False
     return projection is table or torch.equal(projection, table)
 
 
@@ -159,6 +183,12 @@ def _check_pooling(converter: Converter, config: XFormerConfig, left: _Side, wan
             f"classifier_pooling={config.classifier_pooling!r} has no counterpart: {wanted.theirs} reads the "
             f"{wanted.pooling} token. Convert the bare model with `head='Model'`."
         )
+    for name, value in wanted.settings.items():
+        if getattr(config, name) != value:
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} has no counterpart: {wanted.theirs} does what {name}={value!r} says. Convert "
+                "the bare model with `head='Model'`."
+            )
     entries = converter.entries(wanted.groups, ("", ""), config)
     pooled = any("pooler." in name for entry in entries for name in entry.ours)
     if pooled and wanted.ours != "Model" and not config.add_pooler:
@@ -184,6 +214,8 @@ def _transfer(
     model = source.model
     report = Report(type(model).__name__, right.model_class.__name__, notes=notes)
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in source.absent}
+    if to_ours:
+        state = {new: state[name] for name in state for new in converter.renamed.get(name, (name,))}
     with torch.device("meta"):
         skeleton = right.model_class(copy.deepcopy(target_config), **right.arguments)
     shapes = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
@@ -252,12 +284,14 @@ def _apply(
         strangers = [name for name in writes if name not in shapes]
         if strangers:
             raise ValueError(f"{report.target} has no tensor {_listed(strangers)} for {_listed(list(reads))}.")
-        if reads:
+        if reads or entry.operation is not ZERO:
             change = entry.operation.to_ours if to_ours else entry.operation.to_theirs
             try:
                 tensors = change([state[name] for name in reads])
             except ValueError as error:
                 raise ValueError(f"{_listed(list(reads))} cannot be converted: {error}.") from None
+            dtype = next(iter(state.values())).dtype
+            tensors = tensors if reads else [tensor.to(dtype) for tensor in tensors]
         else:
             tensors = [torch.zeros(shapes[name], dtype=next(iter(state.values())).dtype) for name in writes]
         if len(tensors) == 1:

@@ -22,6 +22,8 @@ class DenseFeedForward(nn.Module):
     Vaswani et al. 2017, eq. 2; Shazeer 2020 (arXiv 2002.05202), eqs. 5-6 for the gated forms.
     """
 
+    takes_unpadded = True
+
     def __init__(self, config, spec: DenseFeedForwardSpec):
         super().__init__()
         width, inner = config.hidden_size, config.intermediate_size
@@ -64,10 +66,12 @@ class DenseFeedForward(nn.Module):
 @dataclass(kw_only=True)
 class DenseFeedForwardSpec(Spec):
     """Base of the dense forms. activation: its name in transformers' table. gated: whether a second projection gates
-    the first. bias: biases on the projections."""
+    the first. splits_inner: whether tensor parallelism may give each process some of the inner channels. bias: biases on
+    the projections."""
 
     activation: ClassVar[str]
     gated: ClassVar[bool] = False
+    splits_inner: ClassVar[bool] = True
 
     bias: bool = True
 

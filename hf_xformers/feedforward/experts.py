@@ -7,11 +7,12 @@ nothing and gives zeros.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers.activations import ACT2FN
 from transformers.integrations import moe as transformers_moe
 
@@ -36,11 +37,89 @@ def grouped_matmul(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return transformers_moe._grouped_mm(rows, weight, ends)
 
 
+class SlicedExperts(torch.autograd.Function):
+    """W_down[e] act(W_up[e] x + b_up[e]) + b_down[e] for rows [n, D] sorted by expert; ends: where each expert's rows end.
+
+    One expert after the other, so that what is as wide as the inner width stays small beside its first half, which is kept.
+    Every product is written where it belongs, gradients of weights too: nothing is stacked or masked afterwards.
+    kept: [n, F] boolean, what dropout leaves, scaled by `boost`; or None.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows, up, up_bias, down, down_bias, activation, ends, kept, boost) -> Tensor:
+        inner = rows.new_empty(rows.shape[0], up.shape[1])
+        output = rows.new_empty(rows.shape[0], down.shape[1])
+        for expert, (begin, end) in enumerate(zip([0, *ends], ends)):
+            if begin == end:
+                continue
+            part = slice(begin, end)
+            torch.mm(rows[part], up[expert].t(), out=inner[part])
+            if up_bias is not None:
+                inner[part] += up_bias[expert].to(inner.dtype)
+            active = activation(inner[part])
+            if kept is not None:
+                active = active * kept[part] * boost
+            torch.mm(active, down[expert].t(), out=output[part])
+            if down_bias is not None:
+                output[part] += down_bias[expert].to(output.dtype)
+        ctx.save_for_backward(rows, inner, up, down, kept)
+        ctx.activation, ctx.ends, ctx.boost = activation, ends, boost
+        ctx.bias_dtype = None if up_bias is None else up_bias.dtype
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, inner, up, down, kept = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        grad_rows = torch.empty_like(rows) if needs[0] else None
+        grad_up = torch.empty_like(up) if needs[1] else None
+        grad_up_bias = up.new_zeros(up.shape[:2], dtype=ctx.bias_dtype) if needs[2] else None
+        grad_down = torch.empty_like(down) if needs[3] else None
+        grad_down_bias = down.new_zeros(down.shape[:2], dtype=ctx.bias_dtype) if needs[4] else None
+        for expert, (begin, end) in enumerate(zip([0, *ctx.ends], ctx.ends)):
+            part, given = slice(begin, end), grad[begin:end]
+            if begin == end:
+                for idle in (grad_up, grad_down):
+                    if idle is not None:
+                        idle[expert].zero_()
+                continue
+            with torch.enable_grad():
+                before = inner[part].detach().requires_grad_()
+                after = ctx.activation(before)
+            active = after.detach()
+            if kept is not None:
+                active = active * kept[part] * ctx.boost
+            if grad_down is not None:
+                torch.mm(given.t(), active, out=grad_down[expert])
+            if grad_down_bias is not None:
+                grad_down_bias[expert] = given.sum(0)
+            if not any(needs[:3]):
+                continue
+            back = given @ down[expert]
+            if kept is not None:
+                back = back * kept[part] * ctx.boost
+            (back,) = torch.autograd.grad(after, before, back)
+            if grad_rows is not None:
+                torch.mm(back, up[expert], out=grad_rows[part])
+            if grad_up is not None:
+                torch.mm(back.t(), rows[part], out=grad_up[expert])
+            if grad_up_bias is not None:
+                grad_up_bias[expert] = back.sum(0)
+        return grad_rows, grad_up, grad_up_bias, grad_down, grad_down_bias, None, None, None, None
+
+
+def counts_are_at_hand(tokens: Tensor, weight: Tensor) -> bool:
+    """Whether a program may read how many rows each expert has: plain tensors on the CPU, no graph being recorded."""
+    plain = type(tokens) in (Tensor, nn.Parameter) and type(weight.data) is Tensor
+    return plain and tokens.device.type == "cpu" and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+
+
 class Experts(nn.Module):
     """E feed-forward networks of one shape: FFN_e(x) = W_down[e] act(W_up[e] x + b_up[e]) + b_down[e].
 
-    up_proj [E, F, D], down_proj [E, D, F]. Tokens are sorted by expert and each projection is one grouped product, so
-    time is that of the assignments made. Every parameter takes part in every backward pass, chosen or not.
+    up_proj [E, F, D], down_proj [E, D, F]. Tokens are sorted by expert and each projection is a product per slice of rows (one
+    grouped product on accelerators), so time is that of the assignments made. Every parameter takes part in every backward pass, chosen or not.
     """
 
     def __init__(self, num_experts: int, width: int, inner: int, *, activation: str, bias: bool, dropout: float):
@@ -79,15 +158,46 @@ class Experts(nn.Module):
 
         tokens [N, D]; chosen [N, k], 0 <= chosen <= num_experts (the last: nowhere); gates [N, k] or None (all 1) -> [N, D].
         """
+        if counts_are_at_hand(tokens, self.up_proj) and not any(True for _ in self.activation.parameters()):
+            return self._by_slices(tokens, chosen, gates)
+        return self._by_groups(tokens, chosen, gates)
+
+    def weights(self, device: str) -> tuple[Tensor, Tensor]:
+        """Both projections; in autocast's precision, which does not reach grouped products by itself."""
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            return self.up_proj.to(dtype), self.down_proj.to(dtype)
+        return self.up_proj, self.down_proj
+
+    def _by_slices(self, tokens: Tensor, chosen: Tensor, gates: Tensor | None) -> Tensor:
+        """The assignments made and no others, one slice of rows after the other: the fastest where reading how many there are
+        does not wait for a device."""
+        up, down = self.weights("cpu")
+        flat = chosen.reshape(-1)
+        order = torch.sort(flat, stable=True).indices
+        ends = torch.bincount(flat, minlength=self.num_experts)[: self.num_experts].cumsum(0).tolist()
+        order = order[: ends[-1]]
+        rows = order if chosen.shape[1] == 1 else order // chosen.shape[1]
+        inputs, kept, rate = tokens.to(up.dtype).index_select(0, rows), None, self.dropout if self.training else 0.0
+        if rate:
+            kept = torch.empty(len(rows), up.shape[1], dtype=torch.bool).bernoulli_(1 - rate)
+        output = SlicedExperts.apply(
+            inputs, up, self.up_bias, down, self.down_bias, self.activation, ends, kept, 1 / (1 - rate)
+        )
+        if gates is not None:
+            output = output * gates.to(output.dtype).reshape(-1, 1).index_select(0, order)
+        total = output.new_zeros(tokens.shape[0], output.shape[1])
+        return total.index_add(0, rows, output).to(tokens.dtype)
+
+    def _by_groups(self, tokens: Tensor, chosen: Tensor, gates: Tensor | None) -> Tensor:
+        """Grouped products over all rows, those of nobody included, so that no number has to leave the device."""
         count, choices = chosen.shape
         flat = chosen.reshape(-1)
         sorted_experts, order = torch.sort(flat, stable=True)
         ends = torch.searchsorted(sorted_experts, torch.arange(self.num_experts, device=flat.device), right=True)
         nowhere = (sorted_experts == self.num_experts).unsqueeze(-1)
         sorted_experts = sorted_experts.clamp(max=self.num_experts - 1)
-        up, down, device = self.up_proj, self.down_proj, tokens.device.type
-        if torch.is_autocast_enabled(device):  # which does not reach grouped products by itself
-            up, down = (weight.to(torch.get_autocast_dtype(device)) for weight in (up, down))
+        up, down = self.weights(tokens.device.type)
         ends = ends.to(torch.int32)
         # Rows of nobody are masked at every step: forward and backward leave arbitrary numbers in them.
         inner = tokens.to(up.dtype)[order // choices].masked_fill(nowhere, 0.0)
@@ -150,6 +260,15 @@ def documents(hidden_states: Tensor, context: LayerContext | None) -> Tensor:
     return (rows.expand(batch, length) if segments is None else rows + segments).reshape(-1)
 
 
+def groups(texts: Tensor, real: Tensor, size: int) -> Tensor:
+    """[N] number of each real token's group, 0 <= number < N: every `size` real tokens of a text, from its first, are one.
+
+    A text's tokens follow each other, as [`documents`] numbers them; what stands at padding means nothing.
+    """
+    rank = places(torch.where(real, texts, texts.shape[0]))
+    return ((real & (rank % size == 0)).cumsum(0) - 1).clamp(min=0)
+
+
 def places(keys: Tensor) -> Tensor:
     """keys [n] integers -> how many earlier entries have the same key: a place in its queue, counted from 0."""
     ordered, order = torch.sort(keys, stable=True)
@@ -164,15 +283,21 @@ def capacities(texts: Tensor, real: Tensor, num_experts: int, factor: float) -> 
     return -(-counts * parts // (num_experts * 10_000))
 
 
-def within_capacity(chosen: Tensor, texts: Tensor, real: Tensor, num_experts: int, factor: float | None) -> Tensor:
+def within_capacity(
+    chosen: Tensor, texts: Tensor, real: Tensor, num_experts: int, factor: float | None, priority: Tensor | None = None
+) -> Tensor:
     """Which assignments are kept: chosen [N, k] -> boolean [N, k].
 
-    Every text has its own queue at every expert, in token order; all first choices stand before all second ones. None:
-    no capacity. Padding and assignments to nowhere are never kept and take no place.
+    Every text (or group of [`groups`]) has its own queue at every expert, in token order or by falling `priority` [N]; all
+    first choices stand before all second ones. None: no capacity. Padding and assignments to nowhere are never kept and take no place.
     """
     kept = real[:, None] & (chosen < num_experts)
     if factor is None:
         return kept
+    if priority is not None:
+        order = torch.sort(priority, descending=True, stable=True).indices
+        first = within_capacity(chosen[order], texts[order], real[order], num_experts, factor)
+        return torch.empty_like(first).index_copy_(0, order, first)
     keys = torch.where(kept, texts[:, None] * num_experts + chosen, texts.shape[0] * num_experts)
     place = places(keys.T.reshape(-1)).view(chosen.shape[1], -1).T
     return kept & (place < capacities(texts, real, num_experts, factor)[:, None])

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from ..components import register
 from ..context import LayerContext, SublayerOutput
-from .experts import ExpertsSpec, Router, balance_loss, documents, real_tokens, within_capacity
+from .experts import ExpertsSpec, Router, balance_loss, documents, groups, real_tokens, within_capacity
 
 
 class GShardExperts(nn.Module):
     """y = g_1 FFN_{e1}(x) + g_2 FFN_{e2}(x), e1 and e2 the two largest of softmax(W x), g_1 + g_2 = 1.
 
-    Lepikhin et al. 2020 (arXiv 2006.16668), Algorithm 1; a text is a group. In training the second expert is asked with
-    probability min(1, 2 g_2), and an expert takes ceil(factor * tokens / E) tokens of a text: those whose first choice it is,
+    Lepikhin et al. 2020 (arXiv 2006.16668), Algorithm 1; a text is a group, or every `group_size` tokens of one. In training the second expert is asked with
+    probability min(1, 2 g_2), and an expert takes ceil(factor * tokens / E) tokens of a group: those whose first choice it is,
     in token order, then those whose second. Gates are not scaled up for choices that were dropped.
     """
 
@@ -48,8 +48,15 @@ class GShardExperts(nn.Module):
         if self.training and spec.second_expert == "random":
             skipped = torch.rand_like(gates[:, 1]) >= 2 * gates[:, 1]
             asked = torch.stack([chosen[:, 0], chosen[:, 1].masked_fill(skipped, spec.num_experts)], -1)
-        texts = documents(hidden_states, context)
-        kept = within_capacity(asked, texts, real, spec.num_experts, self.capacity_factor())
+        factor = self.capacity_factor()
+        if factor is None:
+            kept = real[:, None] & (asked < spec.num_experts)
+        else:
+            queues = documents(hidden_states, context)
+            if spec.group_size is not None:
+                queues = groups(queues, real, spec.group_size)
+            priority = best[:, 0] if spec.queue == "probability" else None
+            kept = within_capacity(asked, queues, real, spec.num_experts, factor, priority)
         output = self.experts(tokens, asked.masked_fill(~kept, spec.num_experts), gates)
         losses = {}
         if spec.balance_loss_weight:
@@ -64,8 +71,11 @@ class GShardSpec(ExpertsSpec):
     second_expert: `random` asks the second with probability min(1, 2 g_2) in training; `all` always does. capacity_factor: in
     training an expert takes ceil(factor * tokens / E) tokens of a text (None: takes all). eval_capacity_factor: the same in
     evaluation. decoder_capacity: capacities in a causal tower too, as in the paper. There a second choice waits for the
-    first choices of later tokens, so that the future decides what a token reads: off by default. balance_loss_weight:
-    weight of E * sum_e f_e m_e, which is 1 at balance.
+    first choices of later tokens, so that the future decides what a token reads: off by default. group_size: tokens of a
+    text that share queues, S = N / G of section 2.2, the last group being what is left (None: the whole text); a group takes
+    ceil(factor * its tokens / E) per expert. queue: who comes first, by `position` (the paper), or by the `probability` of
+    the best expert (batch prioritised routing: Zoph et al. 2022, arXiv 2202.08906, appendix D). balance_loss_weight: weight of
+    E * sum_e f_e m_e over the batch, which is 1 at balance.
     """
 
     summary = "the best expert, and at random the second"
@@ -75,12 +85,18 @@ class GShardSpec(ExpertsSpec):
     capacity_factor: float | int | None = 2.0
     eval_capacity_factor: float | int | None = None
     decoder_capacity: bool = False
+    group_size: int | None = None
+    queue: Literal["position", "probability"] = "position"
     balance_loss_weight: float | int = 0.01
 
     def check_fields(self) -> None:
         super().check_fields()
         if self.num_experts < 2:
             raise ValueError(f"{self.type} sends tokens to two experts; `num_experts` must be at least 2.")
+        if self.group_size is not None and self.group_size < 1:
+            raise ValueError(
+                f"{self.type}: `group_size` must be at least 1, or None for whole texts, got {self.group_size}."
+            )
         if self.balance_loss_weight < 0:
             raise ValueError(
                 f"{self.type}: `balance_loss_weight` must not be negative, got {self.balance_loss_weight}."

@@ -22,6 +22,7 @@ class HashExperts(nn.Module):
     """y_t = FFN_{h(w_t)}(x_t), h a fixed map from token ids to experts (Roller et al. 2021, arXiv 2106.04426, section 3).
 
     No router, no loss, no capacity. `random`: h(w) = ((a w + b) mod p) mod E with a and b drawn from the seed and the layer.
+    `position`: the same map of a token's position instead of its id.
     `balanced`: a table that [`balance`] fills from token frequencies and that is saved with the model; until then it is the
     random one.
     """
@@ -44,19 +45,25 @@ class HashExperts(nn.Module):
         """The random map."""
         return (ids * self.factor + self.offset).remainder(_PRIME).remainder(self.spec.num_experts)
 
+    def choose(self, context: LayerContext | None) -> Tensor:
+        """Experts [B or 1, T]."""
+        if context is not None and self.spec.hash == "position":
+            return self.spread(context.positions)
+        ids = None if context is None else context.inputs.get("input_ids")
+        if ids is None:
+            raise ValueError(
+                "feedforward 'hash_layers' chooses experts by token id; give `input_ids`, not embeddings."
+            )
+        return self.table[ids] if self.spec.hash == "balanced" else self.spread(ids)
+
     def forward(self, hidden_states: Tensor, context: LayerContext | None) -> SublayerOutput:
         """hidden_states [B, T, D] -> [B, T, D].
 
         Raises:
             ValueError: the model was given `inputs_embeds`, which have no ids.
         """
-        ids = None if context is None else context.inputs.get("input_ids")
-        if ids is None:
-            raise ValueError(
-                "feedforward 'hash_layers' chooses experts by token id; give `input_ids`, not embeddings."
-            )
-        chosen = self.table[ids] if self.spec.hash == "balanced" else self.spread(ids)
-        chosen = chosen.reshape(-1).masked_fill(~real_tokens(hidden_states, context), self.spec.num_experts)
+        chosen = self.choose(context).expand(hidden_states.shape[:2]).reshape(-1)
+        chosen = chosen.masked_fill(~real_tokens(hidden_states, context), self.spec.num_experts)
         output = self.experts(hidden_states.flatten(0, 1), chosen[:, None], None)
         return SublayerOutput(output.view_as(hidden_states))
 
@@ -97,8 +104,9 @@ def balance(model: nn.Module, counts: Sequence[int] | Tensor) -> None:
 class HashLayersSpec(ExpertsSpec):
     """One expert per token, by its id.
 
-    layers: which layers have experts (`None`: the eighth, or the last of fewer; `every` is not read). hash: `random`, or
-    `balanced` with the help of [`balance`]. seed: of the random map.
+    layers: which layers have experts (`None`: the eighth, or the last of fewer; `every` is not read). hash: `random`,
+    `balanced` with the help of [`balance`], or `position` (the token's place, section 3.1, says which). seed: of the
+    random map.
     """
 
     summary = "the token's id chooses the expert"
@@ -117,7 +125,7 @@ class HashLayersSpec(ExpertsSpec):
 
     num_experts: int = 32
     layers: tuple[int, ...] | None = None
-    hash: Literal["random", "balanced"] = "random"
+    hash: Literal["random", "balanced", "position"] = "random"
     seed: int = 42
 
     def is_sparse(self, config, layer_idx: int) -> bool:

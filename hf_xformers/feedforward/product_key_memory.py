@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers.activations import ACT2FN
 
 from ..components import Spec, register
 from ..context import LayerContext, SublayerOutput
+from ..distributed import sum_over_processes
 from .dense import DenseFeedForward
 from .experts import real_tokens, wide
+
+CACHED_NUMBERS = 1 << 20  # of values read at once for the gradient of weights: 4 MiB in float32
 
 
 class TokenBatchNorm(nn.Module):
     """Batch normalisation over real tokens alone: y = g (x - mean) / sqrt(var + eps) + b per channel.
 
-    In training mean and (biased) variance are those of the batch's real tokens, and running ones follow them; in evaluation
+    In training mean and (biased) variance are those of the real tokens of all processes, and running ones follow; in evaluation
     the running ones are used, and a token's output depends on nothing else. A frozen norm (its weight needs no gradient, as
     beside adapters) keeps its statistics and uses them in training too: what is saved then stays what was used.
     """
@@ -41,9 +45,12 @@ class TokenBatchNorm(nn.Module):
         values = wide(tokens)
         mean, var = self.running_mean, self.running_var
         if self.training and self.weight.requires_grad:
-            masked, count = values.masked_fill(~real[:, None], 0.0), real.sum()
-            mean = masked.sum(0) / count.clamp(min=1)
-            var = (masked - mean).masked_fill(~real[:, None], 0.0).square().sum(0) / count.clamp(min=1)
+            masked = values.masked_fill(~real[:, None], 0.0)
+            sums = sum_over_processes(torch.cat([masked.sum(0), real.sum()[None].to(masked.dtype)]))
+            count = sums[-1]
+            mean = sums[:-1] / count.clamp(min=1)
+            spread = (masked - mean).masked_fill(~real[:, None], 0.0).square().sum(0)
+            var = sum_over_processes(spread) / count.clamp(min=1)
             with torch.no_grad():
                 unbiased = var * count / (count - 1).clamp(min=1)
                 for running, current in ((self.running_mean, mean), (self.running_var, unbiased)):
@@ -51,6 +58,34 @@ class TokenBatchNorm(nn.Module):
                     running.lerp_(current, self.momentum)
         scale = torch.rsqrt(var.to(values.dtype) + self.eps) * self.weight.to(values.dtype)
         return ((values - mean.to(values.dtype)) * scale + self.bias).to(tokens.dtype)
+
+
+def candidates(topk: int) -> tuple[tuple[int, int], ...]:
+    """Ranks (a, b), from 0, of the pairs that can be among the `topk` best sums of two descending lists: (a + 1)(b + 1) pairs
+    are at least as good as (a, b), itself included. About k ln k of k^2."""
+    return tuple((a, b) for a in range(topk) for b in range(topk // (a + 1)))
+
+
+class WeightGradient(torch.autograd.Function):
+    """Hands on output [N, D] = sum_j weights[:, j] * values[slots[:, j]] and gives `weights` its gradient <values, grad>: some
+    tokens at a time, whose values stay in the processor's cache."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, weights: Tensor, slots: Tensor, values: Tensor) -> Tensor:
+        ctx.save_for_backward(slots, values)
+        return output.view_as(output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        slots, values = ctx.saved_tensors
+        found = grad.new_empty(slots.shape)
+        step = max(1, CACHED_NUMBERS // max(1, slots.shape[1] * values.shape[1]))
+        for begin in range(0, slots.shape[0], step):
+            part = slice(begin, begin + step)
+            read = values.index_select(0, slots[part].flatten()).view(*slots[part].shape, -1)
+            torch.bmm(read, grad[part, :, None].to(read.dtype), out=found[part, :, None])
+        return grad, found, None, None
 
 
 class ProductKeyMemory(nn.Module):
@@ -70,6 +105,7 @@ class ProductKeyMemory(nn.Module):
             spec.resolved_num_keys(config),
             spec.resolved_topk(config),
         )
+        self.ranks = tuple(zip(*candidates(self.topk)))
         self.query_proj = nn.Linear(width, self.num_heads * 2 * half)
         self.query_norm: nn.Module | None = None
         if spec.query_norm == "batch":
@@ -98,23 +134,29 @@ class ProductKeyMemory(nn.Module):
         """[N, H, 2, d / 2] -> scores [N, H, k], highest first, and their slots."""
         scores = torch.einsum("nhpd,hpad->nhpa", query, self.keys.to(query.dtype))
         best, index = scores.topk(self.topk, dim=-1)
-        sums = (best[:, :, 0, :, None] + best[:, :, 1, None, :]).flatten(2)
-        slots = (index[:, :, 0, :, None] * self.num_keys + index[:, :, 1, None, :]).flatten(2)
+        first, second = (torch.tensor(ranks, device=query.device) for ranks in self.ranks)
+        sums = best[:, :, 0].index_select(-1, first) + best[:, :, 1].index_select(-1, second)
         scores, chosen = sums.topk(self.topk, dim=-1)
-        return scores, slots.gather(-1, chosen)
+        slots = index[:, :, 0].gather(-1, first[chosen]) * self.num_keys + index[:, :, 1].gather(-1, second[chosen])
+        return scores, slots
 
     def forward(self, hidden_states: Tensor, context: LayerContext | None) -> SublayerOutput:
         """hidden_states [B, T, D] -> [B, T, D]."""
         tokens = hidden_states.flatten(0, 1)
         scores, slots = self.best_slots(self.queries(tokens, real_tokens(hidden_states, context)))
         weights = torch.softmax(wide(scores), -1).to(self.values.dtype)
+        slots, weights = slots.flatten(1), weights.flatten(1)
+        # The kernel's gradient of weights is slow on the CPU; there it comes from `WeightGradient`.
+        apart = weights.device.type == "cpu" and weights.requires_grad and not torch.compiler.is_compiling()
         output = F.embedding_bag(
-            slots.flatten(1),
+            slots,
             self.values,
-            per_sample_weights=weights.flatten(1),
+            per_sample_weights=weights.detach() if apart else weights,
             mode="sum",
             sparse=self.spec.sparse_gradients,
         )
+        if apart:
+            output = WeightGradient.apply(output, weights, slots, self.values)
         output = output.to(hidden_states.dtype).view_as(hidden_states)
         if self.ffn is not None:
             output = output + self.ffn(hidden_states, context).output
@@ -134,6 +176,7 @@ class ProductKeyMemorySpec(Spec):
     """
 
     summary = "a memory of many slots found by products of keys"
+    tensor_parallel = False  # its batch norm's sums over processes are those of data parallelism
     gated: ClassVar[bool] = False
 
     layers: tuple[int, ...] | None = None

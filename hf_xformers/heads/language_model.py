@@ -17,10 +17,11 @@ class LanguageModelHead(nn.Module):
     def __init__(self, config, *, transform: str | None, bias: bool, scale: bool):
         super().__init__()
         width = config.hidden_size
-        self.dense = nn.Linear(width, width) if transform else None
+        table = getattr(config.embedding, "width", None) or width  # of a factorised token table
+        self.dense = nn.Linear(width, table) if transform else None
         self.activation = ACT2FN[transform] if transform else None
-        self.norm = config.normalization.build(config) if transform else None
-        self.decoder = nn.Linear(width, config.vocab_size, bias=bias)
+        self.norm = config.normalization.build(config, width=table) if transform else None
+        self.decoder = nn.Linear(table, config.vocab_size, bias=bias)
         self.scale = width**-0.5 if scale else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:

@@ -9,43 +9,47 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..components import Spec, register
+from ..distributed import num_processes, sum_over_processes
 
 
 class _RunningPower(torch.autograd.Function):
     """The forward and the approximate backward pass of a training step (Shen et al. 2020, Algorithm 2).
 
     The running statistics move in the backward pass: once for each training step that happens, also where activation
-    checkpointing runs the forward pass twice, and both runs then read the same statistics.
+    checkpointing runs the forward pass twice, and both runs then read the same statistics. They are those of the tokens
+    of all processes; nu is that of the mean of the processes' losses, whose gradients data parallelism averages.
     """
 
     @staticmethod
     def forward(ctx, vectors, real, weight, bias, psi2, nu, steps, settings):
         _, _, warmup, eps = settings
-        count = real.sum().clamp(min=1)
-        square = vectors.square().masked_fill(~real[:, None], 0.0).sum(0) / count
+        sums = vectors.square().masked_fill(~real[:, None], 0.0).sum(0)
+        totals = sum_over_processes(torch.cat([sums, real.sum()[None].to(sums.dtype)]))
+        count = totals[-1]
+        square = totals[:-1] / count.clamp(min=1)
         warming = steps < warmup
         root = torch.rsqrt(torch.where(warming, square, psi2.to(square.dtype)) + eps)
         normal = vectors * root
-        ctx.save_for_backward(normal, root, weight, real, square)
+        ctx.save_for_backward(normal, root, weight, real, square, count)
         ctx.state, ctx.settings = (psi2, nu, steps), settings  # not saved tensors: they change before the next step
         return normal * weight.to(normal.dtype) + bias.to(normal.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        normal, root, weight, real, square = ctx.saved_tensors
+        normal, root, weight, real, square, count = ctx.saved_tensors
         psi2, nu, steps = ctx.state
         alpha_fwd, alpha_bwd, warmup, _ = ctx.settings
         inner = gradient * weight.to(gradient.dtype)
         # A padded token has no part in the loss, and the running term must not give it one.
-        to_vectors = ((inner - nu.to(inner.dtype) * normal) * root).masked_fill(~real[:, None], 0.0)
+        world = num_processes()
+        to_vectors = ((inner - world * nu.to(inner.dtype) * normal) * root).masked_fill(~real[:, None], 0.0)
         to_weight = (gradient * normal).sum(0).to(weight.dtype)
         to_bias = gradient.sum(0).to(weight.dtype)
 
-        count = real.sum()
         shown = normal.masked_fill(~real[:, None], 0.0)
-        spread = shown.square().sum(0) / count.clamp(min=1)
-        slope = (inner * shown).sum(0) / count.clamp(min=1)
+        sums = torch.stack([shown.square().sum(0), (inner * shown).sum(0) / world])
+        spread, slope = sum_over_processes(sums) / count.clamp(min=1)
         new_nu = nu * (1 - (1 - alpha_bwd) * spread) + (1 - alpha_bwd) * slope
         mean = psi2 + (square - psi2) / (steps + 1)
         new_psi2 = torch.where(steps < warmup, mean, alpha_fwd * psi2 + (1 - alpha_fwd) * square)
@@ -126,6 +130,7 @@ class PowerNormSpec(Spec):
     code: 1; None: not at all, as in the paper's equations). eps: the config's `layer_norm_eps`."""
 
     summary = "a running quadratic mean over tokens, no mean"
+    tensor_parallel = False  # its sums over processes are those of data parallelism
     contract_exceptions: ClassVar[dict[str, str]] = {
         "gradient_checkpointing": "each backward pass moves the running statistics, so a second pass differs by design",
     }

@@ -16,7 +16,7 @@ class ScaleNorm(nn.Module):
 
     def __init__(self, width: int, eps: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.full((), width**0.5))
+        self.weight = nn.Parameter(torch.full((1,), width**0.5))
         self.start, self.eps = width**0.5, eps
 
     def initialize(self, config, init) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .block_sparse_kernel import Dropout
+from .names import operator_name
 
 _HIDDEN = 2.0**30  # subtracted from the score of a pair that does not count; a power of two keeps codes exact
 # Scores are kept in units of log 2: on a CPU exp2 takes any argument at full speed, exp only those near zero.
@@ -268,7 +269,7 @@ def _forward(
                     scores = _scores(_cut(queries, group, chunks), window, group, chunks)
                     top = scores.amax(-1, keepdim=True)
                     mass = scores.sub_(top).exp2_().sum(-1, keepdim=True)
-                    if dropout.generator is not None:
+                    if dropout.active:
                         scores.mul_(dropout.mask(scratch.get("keep", sums, *scores.shape)))
                     window = _flat(group.windows(values, chunks))
                     result = _product("result", scores.to(inner), window, group)
@@ -339,7 +340,7 @@ def _backward(
                     weights = _scores(own, window, group, chunks).sub_(log_mass[..., :1]).exp2_()
                     slopes = _product("slopes", above, _flat(group.windows(values, chunks)).mT, group)
                     kept = weights
-                    if dropout.generator is not None:
+                    if dropout.active:
                         kept = dropout.mask(scratch.get("keep", sums, *weights.shape))
                         slopes.mul_(kept)
                         kept.mul_(weights)
@@ -377,8 +378,8 @@ def _empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, torch.empty(q.shape[:3], device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-forward_op = torch.library.custom_op("hf_xformers::bucketed", _forward, mutates_args=())
-backward_op = torch.library.custom_op("hf_xformers::bucketed_backward", _backward, mutates_args=())
+forward_op = torch.library.custom_op(operator_name(__name__, "bucketed"), _forward, mutates_args=())
+backward_op = torch.library.custom_op(operator_name(__name__, "bucketed_backward"), _backward, mutates_args=())
 
 
 @forward_op.register_fake

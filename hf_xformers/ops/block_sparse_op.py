@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .block_sparse_kernel import Dropout, Hidden, Source, backward_tiles, forward_tiles
 from .block_sparse_plan import Part, make_plan
+from .names import operator_name
 from .pattern_atoms import Band
 from .pattern_base import Everything, Pattern, pattern_from_key
 
@@ -271,8 +272,8 @@ def _row_products(grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     return delta
 
 
-forward_op = torch.library.custom_op("hf_xformers::block_sparse", _forward, mutates_args=())
-backward_op = torch.library.custom_op("hf_xformers::block_sparse_backward", _backward, mutates_args=())
+forward_op = torch.library.custom_op(operator_name(__name__, "block_sparse"), _forward, mutates_args=())
+backward_op = torch.library.custom_op(operator_name(__name__, "block_sparse_backward"), _backward, mutates_args=())
 
 
 @forward_op.register_fake

@@ -14,8 +14,8 @@ from .base import Position, PositionSpec, Rotation
 class RotaryTables:
     """Cosines and sines [B or 1, 1, T, r] for one set of positions; calling it rotates [B, H, T, d] (r <= d)."""
 
-    def __init__(self, cos: Tensor, sin: Tensor, interleaved: bool):
-        self.cos, self.sin, self.interleaved = cos, sin, interleaved
+    def __init__(self, cos: Tensor, sin: Tensor, interleaved: bool, values: bool = False):
+        self.cos, self.sin, self.interleaved, self.values = cos, sin, interleaved, values
 
     def __call__(self, heads: Tensor) -> Tensor:
         width = self.cos.shape[-1]
@@ -46,12 +46,13 @@ class RotaryPosition(Position):
         interleaved = self.spec.layout == "interleaved"
         angles = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
         angles = angles.unsqueeze(1)
-        return RotaryTables(angles.cos().to(like.dtype), angles.sin().to(like.dtype), interleaved)
+        return RotaryTables(angles.cos().to(like.dtype), angles.sin().to(like.dtype), interleaved, self.spec.values)
 
 
 @register("position", "rotary", aliases=("roformer", "rope"))
 class RotarySpec(PositionSpec):
-    """theta: base of the frequencies. fraction: part of each head's width that is rotated. layout: which channels pair."""
+    """theta: base of the frequencies. fraction: part of each head's width that is rotated. layout: which channels pair. values:
+    rotate the values as well (the released RoFormer's `rotary_value`), with dense attention."""
 
     summary = "queries and keys rotated by their position"
     acts = frozenset({"rotation"})
@@ -59,6 +60,7 @@ class RotarySpec(PositionSpec):
     theta: float | int = 10000.0
     fraction: float | int = 1.0
     layout: Literal["interleaved", "half"] = "half"
+    values: bool = False
 
     def check_fields(self) -> None:
         if self.theta <= 1:
@@ -74,6 +76,12 @@ class RotarySpec(PositionSpec):
             raise ValueError(
                 f"rotary turns pairs of channels, but {self.fraction} of head width {config.head_width} is "
                 f"{self._width(config)}; choose an even rotated width."
+            )
+
+        if self.values and config.attention.type != "dense":
+            raise ValueError(
+                f"rotary with `values` rotates what dense attention sums, which attention {config.attention.type!r} does not; "
+                "leave `values` at False."
             )
 
     def build(self, config, **where) -> RotaryPosition:

@@ -61,9 +61,12 @@ class Stack(nn.Module):
 
 
 class StackSpec(Spec):
-    """Base of stack specs. gives_memories: as an encoder, it makes a memory for each decoder layer."""
+    """Base of stack specs. gives_memories: as an encoder, it makes a memory for each decoder layer. unpads: it takes the real
+    tokens of a batch as one row (`unpad_inputs`); if not, why_not_unpad says what keeps it from that."""
 
     gives_memories: ClassVar[bool] = False
+    unpads: ClassVar[bool] = False
+    why_not_unpad: ClassVar[str] = "it reads states by row between its layers"
 
     def num_layers(self, config) -> int:
         """Modules to build (fewer than steps when weights are shared over depth)."""

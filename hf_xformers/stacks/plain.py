@@ -32,9 +32,10 @@ class PlainStack(Stack):
         for layer in layers:
             layer.prepare(context, past_key_values)
         streams = context.streams
+        hidden_states, positions = context.packed(hidden_states), context.packed(context.positions)
         memories = memory_by_step(memory, len(layers))
         for step, layer in enumerate(layers):
-            hidden_states = position.embed_layer(hidden_states, context.positions, step)
+            hidden_states = position.embed_layer(hidden_states, positions, step)
             output = layer(
                 hidden_states,
                 memories[step],
@@ -48,7 +49,7 @@ class PlainStack(Stack):
             add_losses(aux_losses, losses)
             if collect is not None:
                 collect(hidden_states)
-        return StackOutput(hidden_states, context, aux_losses)
+        return StackOutput(context.padded(hidden_states), context, aux_losses)
 
 
 @register("stack", "plain")
@@ -56,6 +57,7 @@ class PlainStackSpec(StackSpec):
     """Layers one after the other (Vaswani et al. 2017)."""
 
     summary = "layers one after the other"
+    unpads = True
 
     def build(self, config, **where) -> PlainStack:
         return PlainStack()

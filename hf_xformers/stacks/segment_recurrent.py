@@ -136,6 +136,7 @@ class SegmentRecurrentSpec(StackSpec):
     length of a segment). Needs an attention that reads a segment memory, such as 'transformer_xl'."""
 
     summary = "every layer reads its own input of earlier segments"
+    layers_apart = False  # the memory passes through a layer's norm before the layer runs
     inputs = (SEGMENT_MEMORY,)
 
     memory_length: int | None = None

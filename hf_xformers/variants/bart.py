@@ -41,8 +41,9 @@ INFO = VariantInfo(
 }""",
 )
 
-_family = make_family(XFBartConfig, "XFBart", SEQ2SEQ_HEADS, INFO)
+_family = make_family(XFBartConfig, "XFBart", (*SEQ2SEQ_HEADS, "ForCausalLM"), INFO)
 XFBartModel = _family["Model"]
 XFBartForSeq2SeqLM = _family["ForSeq2SeqLM"]
 XFBartForSequenceClassification = _family["ForSequenceClassification"]
 XFBartForQuestionAnswering = _family["ForQuestionAnswering"]
+XFBartForCausalLM = _family["ForCausalLM"]

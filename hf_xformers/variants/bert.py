@@ -36,7 +36,7 @@ INFO = VariantInfo(
 }""",
 )
 
-_family = make_family(XFBertConfig, "XFBert", (*ENCODER_HEADS, *SENTENCE_PAIR_HEADS), INFO)
+_family = make_family(XFBertConfig, "XFBert", (*ENCODER_HEADS, *SENTENCE_PAIR_HEADS, "ForCausalLM"), INFO)
 XFBertModel = _family["Model"]
 XFBertForMaskedLM = _family["ForMaskedLM"]
 XFBertForSequenceClassification = _family["ForSequenceClassification"]
@@ -45,3 +45,4 @@ XFBertForQuestionAnswering = _family["ForQuestionAnswering"]
 XFBertForMultipleChoice = _family["ForMultipleChoice"]
 XFBertForNextSentencePrediction = _family["ForNextSentencePrediction"]
 XFBertForPreTraining = _family["ForPreTraining"]
+XFBertForCausalLM = _family["ForCausalLM"]

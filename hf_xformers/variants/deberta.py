@@ -7,8 +7,8 @@ from dataclasses import field
 from typing import Any
 
 from torch import nn
-from transformers import AutoModelForMaskedLM
 
+from ..auto_classes import register_model
 from ..components import SpecLike
 from ..configuration_xformer import XFormerConfig
 from ..families import ENCODER_HEADS, VariantInfo, make_family
@@ -71,4 +71,4 @@ class XFDebertaForMaskedLM(_MaskedLM):
         return super().forward(*args, **kwargs)
 
 
-AutoModelForMaskedLM.register(XFDebertaConfig, XFDebertaForMaskedLM, exist_ok=True)
+register_model("AutoModelForMaskedLM", XFDebertaConfig, XFDebertaForMaskedLM)

@@ -32,8 +32,9 @@ INFO = VariantInfo(
   year={2021}
 }""",
     notes=(
-        "A text is a group: its tokens share queues with no other text. In an encoder's training an expert takes "
-        "the first 2 T / E tokens of a text, first choices before second ones. In a decoder that would let later "
+        "A text is a group: its tokens share queues with no other text; `group_size` cuts it into the paper's local "
+        "groups, which never reach over a text's end. In an encoder's training an expert takes "
+        "the first 2 T / E tokens of a group, first choices before second ones. In a decoder that would let later "
         "tokens decide what an earlier one reads, so decoders are without a capacity unless `decoder_capacity` asks "
         "for the paper's; evaluation is without one everywhere."
     ),

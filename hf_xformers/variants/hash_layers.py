@@ -30,7 +30,7 @@ INFO = VariantInfo(
     notes=(
         "Needs `input_ids`; `inputs_embeds` are refused. The random map is a hash function; with `hash: balanced` "
         "it is a table, filled by `hf_xformers.feedforward.hash_layers.balance(model, counts)` from token "
-        "frequencies and saved with the model. In masked language modelling all masked positions share one expert."
+        "frequencies and saved with the model; with `hash: position` the token's place chooses. In masked language modelling all masked positions share one expert."
     ),
 )
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
 
+from ..auto_classes import register_model
 from ..cache import make_cache
 from ..components import SpecLike
 from ..configuration_xformer import Initializer, XFormerConfig
@@ -180,4 +180,4 @@ class XFIndigoForCausalLM(_CausalLM):
         return texts
 
 
-AutoModelForCausalLM.register(XFIndigoConfig, XFIndigoForCausalLM, exist_ok=True)
+register_model("AutoModelForCausalLM", XFIndigoConfig, XFIndigoForCausalLM)

@@ -42,6 +42,19 @@ BART = (
         max_position_embeddings=24,
     ),
 )
+ROFORMER = ("RoFormerConfig", {**SIZES, "layer_norm_eps": 1e-5})
+DEBERTA_SIZES = dict(
+    **SIZES, relative_attention=True, position_biased_input=False, pos_att_type=["p2c", "c2p"], cls_dropout=0.2
+)
+# as the published second and third versions have it, smaller
+DEBERTA = (
+    "DebertaV2Config",
+    {**DEBERTA_SIZES, "position_buckets": 4, "share_att_key": True, "norm_rel_ebd": "layer_norm"},
+)
+DEBERTA_OWN = (
+    "DebertaV2Config",
+    {**DEBERTA_SIZES, "position_buckets": -1, "share_att_key": False, "norm_rel_ebd": "none", "type_vocab_size": 2},
+)
 T5_SIZES = dict(
     vocab_size=VOCAB,
     d_model=32,
@@ -84,8 +97,12 @@ class Case:
         if untied:  # a checkpoint of v1.1 brings its own projection; a fresh model has none
             model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
         with torch.no_grad():
+            frozen = {
+                id(t) for t in model.parameters() if not t.requires_grad
+            }  # computed: RoFormer's sines and cosines
+            idle = {id(t) for name, t in model.named_parameters() if "pos_key_proj.bias" in name}  # changes no output
             for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values():
-                if tensor.is_floating_point() and tensor.ndim < 4:
+                if id(tensor) not in frozen | idle and tensor.is_floating_point() and tensor.ndim < 4:
                     tensor.add_(0.2 * torch.randn_like(tensor))
         return model.eval()
 
@@ -93,8 +110,8 @@ class Case:
 
     @property
     def two_towers(self) -> bool:
-        return (
-            self.base[0] in ("BartConfig", "T5Config") and "Encoder" not in self.theirs and "Token" not in self.theirs
+        return self.base[0] in ("BartConfig", "T5Config") and not any(
+            name in self.theirs for name in ("Encoder", "Token", "CausalLM")
         )
 
     @property
@@ -105,16 +122,22 @@ class Case:
     def reads_first_token(self) -> bool:
         """Whether the head reads the first token, which is padding in a left-padded row."""
         pooled = ("SequenceClassification", "MultipleChoice", "NextSentence", "PreTraining")
-        return self.base in (BERT, ROBERTA) and any(name in self.theirs for name in pooled)
+        return self.base in (BERT, ROBERTA, ROFORMER, DEBERTA, DEBERTA_OWN) and any(
+            name in self.theirs for name in pooled
+        )
 
     def pads_left(self) -> bool:
         """Whether the source numbers left-padded rows rightly, by itself or by given position ids."""
-        return self.base is not BART
+        return self.base is not BART and "rotary_value" not in self.changes
+
+    def pads_right(self) -> bool:
+        """Whether the head reads real tokens alone then: RoFormer's reads the last place for multiple choice."""
+        return self.theirs != "RoFormerForMultipleChoice"
 
     def labelled(self, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """`given` with labels. The loss of a question-answering head also reads the logits of padding, which mean nothing
         and differ: its rows are whole."""
-        if "QuestionAnswering" in self.theirs:
+        if "QuestionAnswering" in self.theirs or not self.pads_right():
             given = self.inputs(lengths=(LENGTH,) * len(LENGTHS))
         return {**given, **self.labels(given)}
 
@@ -128,7 +151,7 @@ class Case:
         given = {"input_ids": ids, "attention_mask": mask.long()}
         if left and (self.causal or self.base is BERT):
             given["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
-        if self.base is BERT:
+        if self.base in (BERT, ROFORMER, DEBERTA_OWN):
             given["token_type_ids"] = torch.randint(0, 2, ids.shape, generator=generator)
         if "MultipleChoice" in self.theirs:
             given = {name: torch.stack([tensor, tensor.flip(0)], dim=1) for name, tensor in given.items()}
@@ -178,6 +201,7 @@ CASES = [
     Case("BertForPreTraining", "XFBertForPreTraining", BERT),
     Case("BertForMaskedLM", "XFBertForMaskedLM", BERT),
     Case("BertForMaskedLM", "XFBertForMaskedLM", BERT, {"hidden_act": "gelu_new", "tie_word_embeddings": False}),
+    Case("BertLMHeadModel", "XFBertForCausalLM", BERT, {"is_decoder": True}),
     Case("BertForNextSentencePrediction", "XFBertForNextSentencePrediction", BERT),
     Case("BertForSequenceClassification", "XFBertForSequenceClassification", BERT, {"num_labels": 3}),
     Case("BertForTokenClassification", "XFBertForTokenClassification", BERT),
@@ -186,10 +210,30 @@ CASES = [
     Case("RobertaModel", "XFRobertaModel", ROBERTA),
     Case("RobertaForMaskedLM", "XFRobertaForMaskedLM", ROBERTA),
     Case("RobertaForMaskedLM", "XFRobertaForMaskedLM", ROBERTA, {"hidden_act": "relu", "pad_token_id": 3}),
+    Case("RobertaForCausalLM", "XFRobertaForCausalLM", ROBERTA, {"is_decoder": True}),
     Case("RobertaForSequenceClassification", "XFRobertaForSequenceClassification", ROBERTA, {"num_labels": 3}),
     Case("RobertaForTokenClassification", "XFRobertaForTokenClassification", ROBERTA),
     Case("RobertaForQuestionAnswering", "XFRobertaForQuestionAnswering", ROBERTA),
     Case("RobertaForMultipleChoice", "XFRobertaForMultipleChoice", ROBERTA),
+    Case("RoFormerModel", "XFRoformerModel", ROFORMER),
+    Case("RoFormerModel", "XFRoformerModel", ROFORMER, {"rotary_value": True, "hidden_act": "relu"}),
+    Case("RoFormerForMaskedLM", "XFRoformerForMaskedLM", ROFORMER),
+    Case("RoFormerForMaskedLM", "XFRoformerForMaskedLM", ROFORMER, {"embedding_size": 12}),
+    Case("RoFormerForCausalLM", "XFRoformerForCausalLM", ROFORMER, {"is_decoder": True}),
+    Case("RoFormerForCausalLM", "XFRoformerForCausalLM", ROFORMER, {"is_decoder": True, "rotary_value": True}),
+    Case("RoFormerForSequenceClassification", "XFRoformerForSequenceClassification", ROFORMER, {"num_labels": 3}),
+    Case("RoFormerForTokenClassification", "XFRoformerForTokenClassification", ROFORMER, {"embedding_size": 40}),
+    Case("RoFormerForQuestionAnswering", "XFRoformerForQuestionAnswering", ROFORMER),
+    Case("RoFormerForMultipleChoice", "XFRoformerForMultipleChoice", ROFORMER),
+    Case("DebertaV2Model", "XFDebertaModel", DEBERTA),
+    Case("DebertaV2Model", "XFDebertaModel", DEBERTA_OWN, {"pos_att_type": ["c2p"]}),
+    Case("DebertaV2Model", "XFDebertaModel", DEBERTA, {"max_relative_positions": 6, "pos_att_type": ["p2c"]}),
+    Case("DebertaV2ForMaskedLM", "XFDebertaForMaskedLM", DEBERTA),
+    Case("DebertaV2ForMaskedLM", "XFDebertaForMaskedLM", DEBERTA_OWN, {"tie_word_embeddings": False}),
+    Case("DebertaV2ForSequenceClassification", "XFDebertaForSequenceClassification", DEBERTA, {"num_labels": 3}),
+    Case("DebertaV2ForTokenClassification", "XFDebertaForTokenClassification", DEBERTA_OWN),
+    Case("DebertaV2ForQuestionAnswering", "XFDebertaForQuestionAnswering", DEBERTA),
+    Case("DebertaV2ForMultipleChoice", "XFDebertaForMultipleChoice", DEBERTA, {"pooler_hidden_act": "tanh"}),
     Case("GPT2Model", "XFGPT2Model", GPT2),
     Case("GPT2LMHeadModel", "XFGPT2ForCausalLM", GPT2),
     Case("GPT2LMHeadModel", "XFGPT2ForCausalLM", GPT2, {"scale_attn_weights": False, "tie_word_embeddings": False}),
@@ -203,6 +247,7 @@ CASES = [
     Case("BartModel", "XFBartModel", BART),
     Case("BartModel", "XFBartModel", BART, {"scale_embedding": True, "activation_function": "gelu_new"}),
     Case("BartForConditionalGeneration", "XFBartForSeq2SeqLM", BART),
+    Case("BartForCausalLM", "XFBartForCausalLM", BART, {"decoder_attention_heads": 4}, complete=False),
     Case("BartForQuestionAnswering", "XFBartForQuestionAnswering", BART),
     Case("BartForSequenceClassification", "XFBartForSequenceClassification", BART, complete=False),
     Case("T5Model", "XFT5Model", T5),
@@ -225,7 +270,12 @@ def complete_case(request) -> Case:
 
 
 @pytest.fixture(
-    params=[(case, side) for case in CASES for side in ("right", "left") if side == "right" or case.pads_left()],
+    params=[
+        (case, side)
+        for case in CASES
+        for side in ("right", "left")
+        if (case.pads_left() if side == "left" else case.pads_right())
+    ],
     ids=lambda pair: f"{pair[0]}-{pair[1]}",
 )
 def padded_case(request) -> tuple[Case, str]:

@@ -168,8 +168,8 @@ def test_heads_without_counterpart(cases):
     assert torch.equal(theirs.tokens_embed.weight, ours.model.trunk.embedding.tokens.weight)
     with pytest.raises(ValueError, match="no 'openai-gpt' class for the head 'ForTokenClassification'"):
         to_transformers(ours, head="ForTokenClassification")
-    with pytest.raises(ValueError, match="BertLMHeadModel has no counterpart; these do: BertModel"):
-        from_transformers(transformers.BertLMHeadModel(cases["BertModel"].config()))
+    with pytest.raises(ValueError, match="GPT2PreTrainedModel has no counterpart; these do: GPT2Model"):
+        from_transformers(transformers.GPT2PreTrainedModel(cases["GPT2Model"].config()))
 
 
 def test_old_checkpoints_without_prefix_and_with_buffers(tmp_path, cases):

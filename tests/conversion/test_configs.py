@@ -13,10 +13,19 @@ import hf_xformers
 from hf_xformers import XFormerConfig
 from hf_xformers.conversion import base, to_transformers
 
-FAMILIES = ("bert", "roberta", "openai-gpt", "gpt2", "bart", "t5")
+FAMILIES = ("bert", "roberta", "roformer", "deberta-v2", "openai-gpt", "gpt2", "bart", "t5")
 SMALL = {
     "bert": dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
     "roberta": dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+    "roformer": dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+    "deberta-v2": dict(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        relative_attention=True,
+        position_biased_input=False,
+        pos_att_type=["c2p", "p2c"],
+    ),
     "openai-gpt": dict(n_embd=32, n_layer=2, n_head=4),
     "gpt2": dict(n_embd=32, n_layer=2, n_head=4),
     "bart": dict(d_model=32, encoder_layers=2, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4),
@@ -24,6 +33,9 @@ SMALL = {
 }
 OTHER_NAMES = {
     "hidden_act": "relu",
+    "pooler_hidden_act": "tanh",
+    "pooler_activation": "relu",
+    "pos_att_type": ["p2c"],
     "activation_function": "relu",
     "afn": "silu",
     "feed_forward_proj": "gated-gelu",
@@ -32,14 +44,21 @@ OTHER_NAMES = {
 }
 
 REFUSED = {
-    "bert": {"is_decoder", "add_cross_attention"},
-    "roberta": {"is_decoder", "add_cross_attention"},
+    "bert": {"add_cross_attention"},
+    "roberta": {"add_cross_attention"},
+    "roformer": {"add_cross_attention"},
+    "deberta-v2": {"relative_attention", "position_biased_input"},
     "openai-gpt": set(),
     "gpt2": {"scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"},
     "bart": {"is_decoder"},
     "t5": {"is_decoder"},
 }
-NOTED = {"openai-gpt": {"embd_pdrop"}, "gpt2": {"embd_pdrop"}, "bart": {"encoder_layerdrop", "decoder_layerdrop"}}
+NOTED = {
+    "deberta-v2": {"pooler_dropout"},
+    "openai-gpt": {"embd_pdrop"},
+    "gpt2": {"embd_pdrop"},
+    "bart": {"encoder_layerdrop", "decoder_layerdrop"},
+}
 SUMMARY = {
     "summary_type",
     "summary_use_proj",
@@ -48,7 +67,7 @@ SUMMARY = {
     "summary_first_dropout",
 }
 # the head for several choices has no counterpart; the forced end token travels with the generation settings
-UNREAD = {"openai-gpt": SUMMARY, "gpt2": SUMMARY, "bart": {"forced_eos_token_id"}}
+UNREAD = {"openai-gpt": SUMMARY, "gpt2": SUMMARY, "bart": {"forced_eos_token_id"}, "deberta-v2": {"legacy"}}
 
 
 def another(name, value, hint):
@@ -101,14 +120,16 @@ def test_no_field_of_theirs_is_lost(model_type):
     assert by_fate["unread"] == UNREAD.get(model_type, set())
 
 
-# Fields of ours that change no output of a converted model: how a fresh one starts, what a classifier (where one is
+# Fields of ours that change no output of a converted model: how a fresh one starts, how padding is skipped, what a classifier (where one is
 # converted, they are checked) or generation reads, and the parts that only two towers have.
-START = {"initializer", "initializer_range", "initializer_factor"}
-CHECKED_LATER = {"add_pooler", "classifier_pooling"}
+START = {"initializer", "initializer_range", "initializer_factor", "unpad_inputs"}
+CHECKED_LATER = {"add_pooler", "classifier_pooling", "pooler_activation"}
 SECOND_TOWER = {"cross_attention", "decoder", "num_decoder_layers", "decoder_start_token_id"}
 HARMLESS = {
     "bert": START | CHECKED_LATER | SECOND_TOWER,
     "roberta": START | CHECKED_LATER | SECOND_TOWER,
+    "roformer": START | CHECKED_LATER | SECOND_TOWER | {"classifier_dropout"},
+    "deberta-v2": START | CHECKED_LATER | SECOND_TOWER | {"use_cache"},
     "openai-gpt": START | CHECKED_LATER | SECOND_TOWER | {"use_cache"},
     "gpt2": START | CHECKED_LATER | SECOND_TOWER,
     "bart": START | CHECKED_LATER,
@@ -188,7 +209,12 @@ def test_no_field_of_ours_is_lost(model_type):
         ("bert", {"feedforward": "swiglu"}, "feedforward='swiglu'"),
         ("bert", {"is_encoder_decoder": True}, "is_encoder_decoder=True has no counterpart"),
         ("bert", {"per_layer_config": {0: {"intermediate_size": 8}}}, "`per_layer_config` cannot be converted"),
-        ("bert", {"layer_norm_eps": 1e-12, "type_vocab_size": 2, "is_decoder": True}, "is_decoder=True"),
+        ("bert", {"add_pooler": True, "pooler_activation": "gelu"}, "pooler_activation='gelu'.* has 'tanh'"),
+        ("roformer", {"position": "rotary"}, "position='rotary' {'theta': 10000.0, .*'layout': 'half'"),
+        ("roformer", {"add_pooler": True}, "pooler_activation='tanh'.* has 'gelu'"),
+        ("deberta", {}, "stack='enhanced_mask_decoder'.* has 'plain'"),
+        ("deberta", {"stack": "plain", "is_decoder": True}, "is_decoder=True"),
+        ("deberta", {"stack": "plain", "position": "rotary"}, "position='rotary'.* has 'deberta'"),
         ("roberta", {"position": {"type": "learned_absolute", "offset": 0}}, "position='learned_absolute'"),
         ("gpt2", {"normalization": "rms_norm"}, "normalization='rms_norm'"),
         ("gpt", {"intermediate_size": 100}, "intermediate_size=100"),
@@ -215,7 +241,19 @@ def test_sources_that_do_not_convert():
             base.converter_for(config.model_type).config_to_ours(config)
 
     refuse(transformers.GPT2Config(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True")
-    refuse(transformers.BertConfig(is_decoder=True), "is_decoder=True")
+    refuse(transformers.BertConfig(is_decoder=True, add_cross_attention=True), "add_cross_attention=True")
+    deberta = {"relative_attention": True, "position_biased_input": False, "pos_att_type": ["c2p"]}
+    for changes, message in (
+        ({"position_biased_input": True}, "position_biased_input=True"),
+        ({"relative_attention": False}, "relative_attention=False"),
+        ({"pos_att_type": None}, "pos_att_type=None"),
+        ({"conv_kernel_size": 3}, "conv_kernel_size=3 .* convolution"),
+        ({"embedding_size": 8}, "embedding_size=8"),
+        ({"attention_head_size": 8}, "attention_head_size=8"),
+    ):
+        refuse(transformers.DebertaV2Config(**{**deberta, **changes}), message)
+    refuse(transformers.RoFormerConfig(summary_type="mean"), "summary_type='mean'")
+    refuse(transformers.RoFormerConfig(is_decoder=True, add_cross_attention=True), "add_cross_attention=True")
     refuse(transformers.BertConfig(hidden_act="mish"), "activation 'mish'")
     refuse(transformers.BertConfig(position_embedding_type="relative_key"), "position_embedding_type='relative_key'")
     refuse(transformers.RobertaConfig(pad_token_id=None), "pad_token_id")

@@ -276,7 +276,7 @@ def test_model_of_differing_layers():
 def test_specs_in_json():
     config = XFormerConfig(**SMALL, position={"type": "rotary", "theta": 500})
     stored = json.loads(config.to_json_string())["position"]
-    assert stored == {"type": "rotary", "theta": 500, "fraction": 1.0, "layout": "half"}
+    assert stored == {"type": "rotary", "theta": 500, "fraction": 1.0, "layout": "half", "values": False}
     assert XFormerConfig.from_dict(json.loads(config.to_json_string())).position == config.position
 
 

@@ -140,7 +140,7 @@ def test_names_of_the_package():
     for name in model_types():
         for model_class in (config_class(name), *family(name).values()):
             assert getattr(hf_xformers, model_class.__name__) is model_class
-    for missing in ("XFBertForCausalLM", "XFNothing", "nothing", "XF", "_private"):
+    for missing in ("XFBertForSeq2SeqLM", "XFNothing", "nothing", "XF", "_private"):
         with pytest.raises(AttributeError, match=missing):
             getattr(hf_xformers, missing)
     assert "XFormerConfig" in dir(hf_xformers)

@@ -17,7 +17,7 @@ def ids_of(*shape, seed=0, high=30):
     return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("kind", ["random", "balanced"])
+@pytest.mark.parametrize("kind", ["random", "balanced", "position"])
 def test_formula(kind):
     module, states, ids = build({**SPEC, "hash": kind, "bias": True}), vectors(2, 5), ids_of(2, 5)
     if kind == "balanced":
@@ -25,7 +25,7 @@ def test_formula(kind):
     output = module(states, context(2, 5, input_ids=ids)).output
     for b in range(2):
         for t in range(5):
-            w = int(ids[b, t])
+            w = t if kind == "position" else int(ids[b, t])
             number = w % 3 if kind == "balanced" else (module.factor * w + module.offset) % (2**31 - 1) % 4
             close(output[b, t], expert(module.experts, number, states[b, t]))
 
@@ -111,3 +111,19 @@ def test_needs_ids():
     assert net(ids).logits.isfinite().all()
     with pytest.raises(ValueError, match="input_ids"):
         net(inputs_embeds=net.get_input_embeddings()(ids))
+
+
+@torch.no_grad()
+def test_positions_choose_while_decoding():
+    """The map of places goes on with a cache, and does not count padding."""
+    spec = {"type": "hash_layers", "num_experts": 3, "hash": "position"}
+    torch.manual_seed(0)
+    model = make_strong(XFormerForCausalLM(XFormerConfig(**SIZES, is_decoder=True, feedforward=spec)).eval())
+    ids = ids_of(1, 7)
+    whole = model(input_ids=ids).logits
+    first = model(input_ids=ids[:, :4], use_cache=True)
+    rest = model(input_ids=ids[:, 4:], past_key_values=first.past_key_values).logits
+    close(torch.cat([first.logits, rest], 1), whole, 1e-5)
+    longer = torch.cat([ids_of(1, 2, seed=3), ids], 1)
+    mask = torch.tensor([[0, 0] + [1] * 7])
+    close(model(input_ids=longer, attention_mask=mask).logits[:, 2:], whole, 1e-5)

@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
+from transformers import NllbMoeConfig
+from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeSparseMLP
 
 from hf_xformers import build_spec
-from tests.feedforward.expert_helpers import build, capacity, context, expert, padded, vectors
+from tests.feedforward.expert_helpers import INNER, WIDTH, build, capacity, context, expert, padded, vectors
 from tests.helpers import close
 
 NOISY = {"type": "sparsely_gated_moe", "num_experts": 4, "topk": 2}
@@ -127,6 +129,74 @@ def test_pairs(factor):
         output, balance = pairs_loop(module, states, factor, given)
         close(result.output, output)
         close(result.aux_losses["router_balance"], torch.tensor(0.01 * balance, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 8, 50])
+def test_local_groups(size):
+    """Each run of `size` real tokens of a text is routed as if it were alone (section 2.2: S = N / G tokens per group, C = 2 S /
+    E); padding takes no place in any, and packed documents begin new ones."""
+    module = build({**PAIRS, "capacity_factor": 1.0, "group_size": size}).train()
+    states = vectors(2, 11)
+    expected = torch.cat([pairs_loop(module, part, 1.0)[0] for part in states.split(size, dim=1)], 1)
+    close(module(states, None).output, expected)
+    for side in ("left", "right"):
+        longer, mask, where = padded(states, side)
+        close(module(longer, context(2, 14, mask)).output[:, where], expected)
+    packed = module(states.reshape(1, 22, -1), context(1, 22, segments=torch.arange(22)[None] // 11)).output
+    close(packed.view_as(expected), expected)
+    whole = pairs_loop(module, states, 1.0)[0]
+    assert size >= 11 or (whole - expected).abs().max() > 1e-3
+
+
+def test_groups_do_not_meet():
+    """In a causal tower, with capacities, the future beyond a token's group decides nothing; inside it may."""
+    module = build(
+        {**PAIRS, "capacity_factor": 1.0, "group_size": 4, "decoder_capacity": True}, is_decoder=True
+    ).train()
+    states = vectors(1, 12)
+    before = module(states, None).output
+    for group in (1, 2):
+        changed = states.clone()
+        changed[:, 4 * group :] = 2 * vectors(1, 12 - 4 * group, seed=group + 9)
+        close(module(changed, None).output[:, : 4 * group], before[:, : 4 * group])
+
+
+@pytest.mark.parametrize("queue", ["position", "probability"])
+@pytest.mark.parametrize("fraction", [0.125, 0.25, 1.0])
+def test_same_as_transformers(queue, fraction):
+    """NLLB-MoE's router and networks, weights copied: second expert always asked, gates normalised before tokens are dropped.
+
+    Its capacity in evaluation is a share of the tokens of the whole batch, so the batch is one text. The sum over experts is
+    written out here: in transformers 5.23 its own loop reads the router's 0/1 table as expert numbers and runs experts 0 and
+    1 alone.
+    """
+    config = NllbMoeConfig(
+        d_model=WIDTH,
+        num_experts=4,
+        encoder_ffn_dim=INNER,
+        activation_function="relu",
+        second_expert_policy="all",
+        normalize_router_prob_before_dropping=True,
+        batch_prioritized_routing=queue == "probability",
+        moe_eval_capacity_token_fraction=fraction,
+        moe_token_dropout=0.0,
+    )
+    torch.manual_seed(0)
+    theirs = NllbMoeSparseMLP(config, INNER).double().eval()
+    theirs.router.dtype = torch.float64
+    module = build({**PAIRS, "bias": True, "eval_capacity_factor": 4 * fraction, "queue": queue})
+    states = vectors(1, 16)
+    with torch.no_grad():
+        module.router.weight.copy_(theirs.router.classifier.weight.normal_())
+        for number in range(4):
+            network = theirs.experts[f"expert_{number}"]
+            for mine, other in (("up", network.fc1), ("down", network.fc2)):
+                getattr(module.experts, f"{mine}_proj")[number] = other.weight
+                getattr(module.experts, f"{mine}_bias")[number] = other.bias
+        _, gates, _ = theirs.router(states[0])
+        parts = [gates[:, e, None] * theirs.experts[f"expert_{e}"](states[0]) for e in range(4)]
+        close(module(states, None).output[0], sum(parts))
+    assert fraction == 1.0 or (gates != 0).sum() < 2 * 16  # some were dropped: the queue was tested
 
 
 def test_second_expert_by_chance():

@@ -10,6 +10,7 @@ from transformers import SwitchTransformersConfig
 from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
 
 from hf_xformers import build_spec
+from hf_xformers.feedforward import experts as experts_module
 from hf_xformers.feedforward.dense import DenseFeedForward
 from hf_xformers.feedforward.experts import Experts, capacities, grouped_matmul, places
 from hf_xformers.feedforward.switch_transformer import SwitchFeedForward
@@ -212,6 +213,49 @@ def test_kernels_agree(dtype, width):
     for one, other in zip(*found):
         assert (other.double() - one).abs().max() <= tolerance * one.abs().max()
     assert (found[1][0][[1, 4]] == 0).all() and (found[1][1][[1, 4]] == 0).all()
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("frozen", ["", "up", "down", "rows"])
+def test_slices_and_groups_agree(monkeypatch, activation, frozen):
+    """The CPU's way and the accelerators', with two choices, gates, dropped assignments, and parts that need no gradient."""
+    torch.manual_seed(0)
+    experts = Experts(3, 8, 16, activation=activation, bias=True, dropout=0.0).double()
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    for name, parameter in experts.named_parameters():
+        parameter.requires_grad_(not frozen or not name.startswith(frozen))
+    chosen = torch.tensor([[0, 2], [3, 0], [2, 3], [0, 3], [3, 3]])
+    gates = vectors(5, width=2, seed=3).requires_grad_()
+    rows = vectors(5, width=8).requires_grad_(frozen != "rows")
+    found = []
+    for sliced in (True, False):
+        monkeypatch.setattr(experts_module, "counts_are_at_hand", lambda *_: sliced)
+        output = experts(rows, chosen, gates)
+        learned = [tensor for tensor in (rows, gates, *experts.parameters()) if tensor.requires_grad]
+        found.append([output, *torch.autograd.grad((output * vectors(5, width=8, seed=4)).sum(), learned)])
+    for one, other in zip(*found, strict=True):
+        close(one, other)
+
+
+def test_dropout_inside_experts():
+    """The share that is left, scaled, forward and backward: with the mask that was drawn, the literal network."""
+    experts = Experts(2, 8, 16, activation="relu", bias=False, dropout=0.5).double().train()
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    chosen, rows = torch.tensor([[0], [0], [1]]), vectors(3, width=8).requires_grad_()
+    torch.manual_seed(4)
+    output = experts(rows, chosen, None)
+    torch.manual_seed(4)
+    kept = torch.empty(3, 16, dtype=torch.bool).bernoulli_(0.5).double() * 2
+    inner = torch.stack([experts.up_proj[e] @ rows[n] for n, e in enumerate((0, 0, 1))]).relu() * kept
+    expected = torch.stack([experts.down_proj[e] @ inner[n] for n, e in enumerate((0, 0, 1))])
+    close(output, expected)
+    learned = [rows, *experts.parameters()]
+    for one, other in zip(torch.autograd.grad(output.sum(), learned), torch.autograd.grad(expected.sum(), learned)):
+        close(one, other)
 
 
 def test_idle_experts_have_gradients():

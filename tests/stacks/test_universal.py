@@ -43,7 +43,7 @@ def model(cls=XFormerModel, *, spread=1.0, bias=-0.5, **stack):
 
 def calls(net, ids, **more):
     """The inputs [B, T, D] of every run of a layer in one forward pass, and the output."""
-    seen = []
+    seen, net.under_a_head = [], True  # a head is told the losses also where no gradient is recorded
     hook = net.trunk.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     with torch.no_grad():
         output = net(input_ids=ids, **more)

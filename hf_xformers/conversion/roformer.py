@@ -1,0 +1,131 @@
+"""RoFormer: `roformer` <-> `xf_roformer`.
+
+transformers keeps the sines and cosines as a frozen table; ours computes them, for any length. Its classifier for several
+choices reads the last place of a row, ours the last token that the attention mask keeps: they agree where rows are not
+padded on the right. With `rotary_value` it counts padding on the left as positions and ours does not.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ..configuration_xformer import XFormerConfig
+from .base import Converter, Head, activation, activation_name, feedforward, register
+from .bert import CLASSIFIER, FIELDS, LAYERS, SPANS
+from .rules import Operation, Rule, copied, first
+
+
+def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
+    summary = {
+        "summary_type": ("last",),
+        "summary_use_proj": (False, None),
+        "summary_activation": (None,),
+    }
+    for name, plain in summary.items():
+        value = getattr(config, name, plain[0])
+        if value not in plain:
+            raise ValueError(f"A 'roformer' model with {name}={value!r} does not convert; only {plain[0]!r} does.")
+    narrow = config.embedding_size != config.hidden_size
+    return {
+        "embedding": {"type": "factorized", "width": config.embedding_size}
+        if narrow
+        else {"type": "token", "normalize": True},
+        "position": {"type": "rotary", "layout": "interleaved", "values": config.rotary_value},
+        "feedforward": feedforward(config.hidden_act),
+        "head": {"type": "transform", "activation": activation_name(config.hidden_act)},
+        "pooler_activation": activation_name(config.hidden_act),  # of the classifier's hidden layer
+    }
+
+
+def to_theirs(config: XFormerConfig) -> dict[str, Any]:
+    return {
+        "hidden_act": activation(config.feedforward)[0],
+        "embedding_size": getattr(config.embedding, "width", config.hidden_size),
+        "rotary_value": getattr(config.position, "values", False),
+    }
+
+
+def table(config: XFormerConfig) -> Tensor:
+    """transformers' frozen table [max_position_embeddings, head width]: all sines, then all cosines."""
+    places = torch.arange(config.max_position_embeddings, dtype=torch.float64)[:, None]
+    width = config.head_width
+    angles = places * torch.exp(torch.arange(0, width, 2, dtype=torch.float64) * (-math.log(10000.0) / width))
+    return torch.cat([angles.sin(), angles.cos()], dim=-1).float()
+
+
+def _positions(config: XFormerConfig) -> tuple[Rule, ...]:
+    def check(tensors: list[Tensor]) -> list[Tensor]:
+        if not torch.allclose(tensors[0].float(), table(config).to(tensors[0].device), atol=1e-2):
+            raise ValueError("it is not the table of sines and cosines, and the other side computes those")
+        return []
+
+    computed = Operation("sines and cosines, computed", check, lambda _: [table(config)])
+    return (Rule(("@encoder.embed_positions.weight",), (), computed),)
+
+
+def _backbone(config: XFormerConfig) -> tuple[Rule, ...]:
+    projected = (copied("@embeddings_project.*", "@trunk.embedding.proj.*"),)
+    return (
+        copied("@embeddings.word_embeddings.weight", "@trunk.embedding.tokens.weight"),
+        copied("@embeddings.token_type_embeddings.weight", "@trunk.embedding.types.weight"),
+        copied("@embeddings.LayerNorm.*", "@trunk.embedding.norm.*"),
+        *(projected if config.embedding.type == "factorized" else ()),
+        *LAYERS,
+    )
+
+
+BASE = ("backbone", "positions")
+
+CONVERTER = register(
+    Converter(
+        model_type="roformer",
+        variant="xf_roformer",
+        fields={mine: theirs for mine, theirs in FIELDS.items() if mine != "classifier_dropout"},
+        to_ours=to_ours,
+        to_theirs=to_theirs,
+        groups={
+            "backbone": _backbone,
+            "positions": _positions,
+            # the token table again, as a rule: present where the rest of the head is not
+            "projection": (copied("cls.predictions.decoder.weight", "lm_head.decoder.weight"),),
+            "mlm": (
+                copied("cls.predictions.transform.dense.*", "lm_head.dense.*"),
+                copied("cls.predictions.transform.LayerNorm.*", "lm_head.norm.*"),
+                first(("cls.predictions.decoder.bias", "cls.predictions.bias"), "lm_head.decoder.bias"),
+            ),
+            # act(W h_0 + b) before the classifier is our pooler
+            "sequence_pooler": (copied("classifier.dense.*", "@pooler.dense.*"),),
+            "sequence": (copied("classifier.out_proj.*", "classifier.*"),),
+            "token": CLASSIFIER,
+            "choice": CLASSIFIER,
+            "spans": SPANS,
+        },
+        heads=(
+            Head("RoFormerModel", "Model", "", BASE),
+            Head("RoFormerForMaskedLM", "ForMaskedLM", "roformer.", (*BASE, "projection", "mlm"), causal=False),
+            Head("RoFormerForCausalLM", "ForCausalLM", "roformer.", (*BASE, "projection", "mlm"), causal=True),
+            Head(
+                "RoFormerForSequenceClassification",
+                "ForSequenceClassification",
+                "roformer.",
+                (*BASE, "sequence_pooler", "sequence"),
+                settings={"add_pooler": True},
+            ),
+            Head("RoFormerForTokenClassification", "ForTokenClassification", "roformer.", (*BASE, "token")),
+            Head("RoFormerForQuestionAnswering", "ForQuestionAnswering", "roformer.", (*BASE, "spans")),
+            Head(
+                "RoFormerForMultipleChoice",
+                "ForMultipleChoice",
+                "roformer.",
+                (*BASE, "choice"),
+                settings={"add_pooler": False, "classifier_pooling": "last"},
+            ),
+        ),
+        unread=("hidden_act",),
+    )
+)

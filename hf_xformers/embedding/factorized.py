@@ -1,0 +1,72 @@
+"""Factorised token embedding: a narrow table and a projection onto the model's width."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ..components import Spec, register
+
+
+class FactorizedEmbedding(nn.Module):
+    """x_t = W norm(E[w_t] + type[s_t]) + b + position(t), then dropout; E [V, e], W [D, e].
+
+    Lan et al. 2020 (arXiv 1909.11942), section 3.1: V e + e D parameters instead of V D. The head `transform` leads back
+    to width e, where the table is tied. `inputs_embeds` have width e.
+    """
+
+    def __init__(self, config, spec: FactorizedEmbeddingSpec):
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab_size, spec.width)
+        self.types = nn.Embedding(config.type_vocab_size, spec.width) if config.type_vocab_size else None
+        self.norm = config.normalization.build(config, width=spec.width)
+        self.proj = nn.Linear(spec.width, config.hidden_size)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def initialize(self, config, init) -> None:
+        if config.initializer == "xavier":
+            init.normal_(self.tokens.weight, mean=0.0, std=config.initializer_factor * self.tokens.embedding_dim**-0.5)
+        elif config.initializer == "t5":
+            init.normal_(self.tokens.weight, mean=0.0, std=config.initializer_factor)
+
+    def lookup(self, input_ids: Tensor) -> Tensor:
+        """Token vectors [B, T, e]: what `inputs_embeds` replaces."""
+        return self.tokens(input_ids)
+
+    def forward(
+        self, inputs_embeds: Tensor, token_type_ids: Tensor | None, positions: Tensor, position: nn.Module
+    ) -> Tensor:
+        """inputs_embeds [B, T, e], token_type_ids [B, T] or None, positions [B or 1, T] -> [B, T, D]."""
+        narrow = inputs_embeds
+        if self.types is not None:
+            narrow = narrow + (self.types.weight[0] if token_type_ids is None else self.types(token_type_ids))
+        elif token_type_ids is not None:
+            raise ValueError("`token_type_ids` were given to a model with `type_vocab_size=0`; leave them out.")
+        return self.dropout(position.embed(self.proj(self.norm(narrow)), positions))
+
+
+@register("embedding", "factorized")
+class FactorizedEmbeddingSpec(Spec):
+    """width: e, of the token table."""
+
+    summary = "a narrow token table and a projection onto the model's width (ALBERT, RoFormer)"
+
+    width: int = 128
+
+    def check_fields(self) -> None:
+        if self.width < 1:
+            raise ValueError(f"factorized embedding needs `width` >= 1, got {self.width}.")
+
+    def check(self, config) -> None:
+        if config.head.type != "transform" and self.width != config.hidden_size:
+            raise ValueError(
+                f"embedding 'factorized' of width {self.width} needs the head 'transform', which leads from "
+                f"`hidden_size` {config.hidden_size} back to it, got {config.head.type!r}."
+            )
+        if config.normalization.type not in ("layer_norm", "rms_norm", "scale_norm", "adanorm"):
+            raise ValueError(
+                f"embedding 'factorized' normalises the width {self.width}, for 'layer_norm' or 'rms_norm', got "
+                f"{config.normalization.type!r}."
+            )
+
+    def build(self, config, **where) -> FactorizedEmbedding:
+        return FactorizedEmbedding(config, self)

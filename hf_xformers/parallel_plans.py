@@ -1,0 +1,118 @@
+"""What may be split over processes in an X-former: transformers' `tp_plan` and `fsdp_plan`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .components import SLOTS
+
+_HEADS = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+_INNER = {"up_proj": "colwise", "gate_proj": "colwise", "down_proj": "rowwise"}
+# What a position adds to scores or projections is made for all heads at once.
+_ALL_HEADS = {"score_bias", "score_terms", "head_terms"}
+
+
+def _layers(view: Any) -> list[Any]:
+    return [view.layer(index) for index in range(view.num_hidden_layers)] if view.is_heterogeneous else [view]
+
+
+def _splits_heads(layer: Any, kind: str) -> bool:
+    own = kind == "attention"
+    spec = layer.attention if own else layer.cross_attention
+    return spec.splits_heads and not (own and layer.position.acts & _ALL_HEADS)
+
+
+def _undivided(config: Any) -> Any:
+    """The first component that no process of a tensor-parallel group may run by itself; None if all may."""
+    for view in config.tower_configs():
+        for layer in _layers(view):
+            for slot in SLOTS:
+                if not getattr(layer, slot).tensor_parallel:
+                    return getattr(layer, slot)
+    return None
+
+
+def tensor_parallel_plan(config: Any) -> dict[str, str] | None:
+    """Names of a base model's modules -> how they are split over processes; None where nothing is.
+
+    Attention is split by heads where heads know nothing of each other (`AttentionSpec.splits_heads`, and no position
+    that acts inside the attention of single heads), dense feed-forward networks by inner channels. All else is whole in
+    every process.
+    """
+    if _undivided(config) is not None:
+        return None
+    plan: dict[str, str] = {}
+    for tower, view in zip(("trunk", "decoder"), config.tower_configs()):
+        layers = _layers(view)
+        for index in range(view.num_hidden_layers):
+            for entry in view.layer(index).block.plan(view.layer(index), index, tower == "decoder"):
+                if entry.kind == "feedforward":
+                    rules = (
+                        _INNER if all(getattr(layer.feedforward, "splits_inner", False) for layer in layers) else {}
+                    )
+                    gated = any(getattr(layer.feedforward, "gated", False) for layer in layers)
+                    rules = {name: rule for name, rule in rules.items() if gated or name != "gate_proj"}
+                elif entry.name != entry.kind:  # what a block adds of its own, which gets the cache as attention does
+                    continue
+                else:
+                    rules = _HEADS if all(_splits_heads(layer, entry.kind) for layer in layers) else {}
+                plan.update({f"{tower}.layers.*.{entry.name}.{name}": rule for name, rule in rules.items()})
+    return plan or None
+
+
+def layers_apart(config: Any) -> bool:
+    """Whether every layer's parameters are read inside that layer's call alone."""
+    return all(
+        getattr(layer, slot).layers_apart
+        for view in config.tower_configs()
+        for layer in _layers(view)
+        for slot in SLOTS
+    )
+
+
+def fully_sharded_plan(config: Any) -> dict[Any, str]:
+    """Names of a base model's modules that FSDP2 gathers one at a time; all else is gathered with the whole model.
+
+    That is all layers of a model whose layers share parameters or are run in pieces (`Spec.layers_apart`): parameters,
+    gradients and optimizer states are sharded there, too, but a pass holds the whole parameters.
+    """
+    towers = ("trunk", "decoder") if config.is_encoder_decoder else ("trunk",)
+    plan: dict[Any, str] = {"trunk.embedding.tokens": "free_full_weight"} if config.modality == "text" else {}
+    if layers_apart(config):
+        plan.update({f"{tower}.layers.*": "free_full_weight" for tower in towers})
+    return plan
+
+
+def check_tensor_parallel(config: Any, size: int) -> None:
+    """Refuses `size` processes for a config that they cannot share.
+
+    Raises:
+        ValueError: a component must see its own batch in every process, nothing can be split, or the heads do not divide.
+    """
+    if size <= 1:
+        return
+    instead = "use data parallelism (DDP or FSDP2) instead"
+    whole = _undivided(config)
+    if whole is not None:
+        raise ValueError(
+            f"{whole.slot} {whole.type!r} keeps statistics of the batches of all processes, which under tensor parallelism "
+            f"are one and the same batch; {instead}."
+        )
+    plan = tensor_parallel_plan(config)
+    if plan is None:
+        raise ValueError(
+            f"attention {config.attention.type!r} with position {config.position.type!r} and feedforward "
+            f"{config.feedforward.type!r} has nothing that tensor parallelism could split over {size} processes; {instead}."
+        )
+    if not any(name.endswith("q_proj") for name in plan):
+        return
+    for view in config.tower_configs():
+        for layer in _layers(view):
+            for name, heads in (("heads", layer.num_attention_heads), ("key/value heads", layer.key_value_heads)):
+                if heads % size:
+                    raise ValueError(
+                        f"{heads} {name} cannot be split over {size} processes; take a `tp_size` that divides them."
+                    )
+
+
+__all__ = ["check_tensor_parallel", "fully_sharded_plan", "layers_apart", "tensor_parallel_plan"]

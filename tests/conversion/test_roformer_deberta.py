@@ -1,0 +1,212 @@
+"""RoFormer, DeBERTa and decoders by themselves: what the general parity tests do not reach."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+import hf_xformers
+from hf_xformers.cli import main
+from hf_xformers.conversion import convert_checkpoint, from_transformers, swap_components, to_transformers
+from tests.conversion.test_checkpoints import WORD_PIECES
+from tests.conversion.test_parity import TOLERANCE, assert_parity, outputs
+
+LEGACY = "DebertaV2ForMaskedLM"
+
+
+def logits(model, given):
+    with torch.no_grad():
+        return model(**given).logits
+
+
+def gap(one, other, given):
+    mask = given["attention_mask"].bool()
+    return float((logits(one, given)[mask] - logits(other, given)[mask]).abs().max())
+
+
+# ---------------------------------------------------------------------------------------------------- deberta
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_masked_lm_of_the_third_version(cases, tie):
+    """`legacy=False` multiplies by the token table itself, whatever the config says of tying; it comes back in the other
+    layout, with the same outputs."""
+    case = cases[LEGACY]
+    model = case.make(legacy=False, tie_word_embeddings=tie)
+    ours = from_transformers(model)
+    assert ours.get_output_embeddings().weight is ours.get_input_embeddings().weight
+    given = case.inputs(left=True)
+    assert_parity(model, ours, case.labelled(given))
+    back = to_transformers(ours)
+    assert back.legacy and gap(back, model, given) < TOLERANCE
+    head = model.lm_predictions.lm_head
+    assert torch.equal(back.cls.predictions.decoder.bias, head.bias) and bool(head.bias.any())
+
+
+def test_absolute_positions_have_no_counterpart(cases):
+    """The enhanced mask decoder is a part of ours alone."""
+    config = from_transformers(cases["DebertaV2Model"].make()).config
+    fields = {**config.to_dict(), "stack": "enhanced_mask_decoder"}
+    fields.pop("model_type")
+    model = hf_xformers.XFDebertaForMaskedLM(hf_xformers.XFDebertaConfig(**fields))
+    with pytest.raises(ValueError, match="stack='enhanced_mask_decoder'"):
+        to_transformers(model)
+
+
+def test_long_texts(cases):
+    """Buckets beyond the exact distances, and distances beyond the last bucket."""
+    case = cases[LEGACY]
+    model = case.make()
+    ours = from_transformers(model)
+    ids = torch.randint(5, 60, (1, 24), generator=torch.Generator().manual_seed(3))
+    assert gap(model, ours, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}) < TOLERANCE
+
+
+# ---------------------------------------------------------------------------------------------------- roformer
+
+
+def test_a_trained_position_table_is_refused(cases):
+    model = cases["RoFormerModel"].make()
+    with torch.no_grad():
+        model.encoder.embed_positions.weight[3] += 1.0
+    with pytest.raises(
+        ValueError, match=r"'encoder\.embed_positions\.weight' cannot be converted: it is not the table"
+    ):
+        from_transformers(model)
+
+
+def test_multiple_choice_reads_the_last_token(cases):
+    ours = from_transformers(cases["RoFormerForMultipleChoice"].make())
+    assert ours.config.classifier_pooling == "last" and ours.model.pooler is None
+    ours.config.classifier_pooling = "first"
+    with pytest.raises(ValueError, match="classifier_pooling='first' has no counterpart: RoFormerForMultipleChoice"):
+        to_transformers(ours)
+    other = from_transformers(cases["RoFormerForSequenceClassification-num_labels=3"].make())
+    assert other.config.add_pooler and other.config.pooler_activation == "gelu"
+
+
+def test_rotated_values_need_dense_attention(cases):
+    model = cases["RoFormerModel-rotary_value=True-hidden_act=relu"].make()
+    with pytest.raises(ValueError, match="rotary with `values`"):
+        swap_components(model, attention="longformer")
+
+
+# ---------------------------------------------------------------------------------------------------- decoders
+
+DECODERS = [
+    "BertLMHeadModel-is_decoder=True",
+    "RobertaForCausalLM-is_decoder=True",
+    "RoFormerForCausalLM-is_decoder=True",
+]
+DECODERS += ["RoFormerForCausalLM-is_decoder=True-rotary_value=True", "BartForCausalLM-decoder_attention_heads=4"]
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_generation_agrees(cases, name):
+    case = cases[name]
+    model = case.make(seed=5, bos_token_id=1, eos_token_id=2)
+    ours = from_transformers(model)
+    prompt = {"input_ids": case.inputs()["input_ids"][:1, :5], "attention_mask": torch.ones(1, 5, dtype=torch.long)}
+    expected = model.generate(**prompt, max_new_tokens=8, do_sample=False)
+    assert torch.equal(ours.generate(**prompt, max_new_tokens=8, do_sample=False), expected)
+    assert len(expected.unique()) > 2
+
+
+@pytest.mark.parametrize("name", [name for name in DECODERS if "Bart" not in name])
+def test_both_sides_or_earlier_tokens(cases, name):
+    """A class for causal modelling whose config is bidirectional, and the reverse, compute what ours does not."""
+    case = cases[name]
+    with pytest.raises(ValueError, match=f"{case.theirs} with is_decoder=False does not convert"):
+        from_transformers(case.make(is_decoder=False))
+    masked = case.theirs.replace("LMHeadModel", "ForMaskedLM").replace("CausalLM", "MaskedLM")
+    with pytest.raises(ValueError, match=f"{masked} with is_decoder=True does not convert"):
+        from_transformers(getattr(transformers, masked)(case.config()))
+
+
+def test_a_decoder_of_two_towers_by_itself(cases):
+    """Cross-attention that nothing can use is dropped, and starts anew on the way back; the rest comes back exactly.
+    transformers does not shift the labels of this class."""
+    case = cases["BartForCausalLM-decoder_attention_heads=4"]
+    model = case.make(encoder_layers=3)
+    ours = from_transformers(model)
+    assert ours.config.num_hidden_layers == 1 and ours.config.is_decoder and ours.model.decoder is None
+    given = case.inputs()
+    labels = case.labels(given)["labels"]
+    with torch.no_grad():
+        expected, loss = model(**given, labels=labels).loss, ours(**given, shift_labels=labels).loss
+    torch.testing.assert_close(loss, expected)
+    back = to_transformers(ours)
+    assert type(back) is transformers.BartForCausalLM
+    before, after = model.state_dict(), back.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before if "encoder_attn" not in key)
+    whole = cases["BartForConditionalGeneration"].make()
+    with pytest.raises(ValueError, match="'ForCausalLM', which has one tower; load the checkpoint as BartForCausalLM"):
+        from_transformers(whole, head="ForCausalLM")
+    with pytest.raises(ValueError, match="'ForSeq2SeqLM', which has two towers"):
+        from_transformers(model, head="ForSeq2SeqLM")
+
+
+# ---------------------------------------------------------------------------------------------------- swaps
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("RoFormerForMaskedLM", {"attention": {"type": "longformer", "attention_window": 64}}),
+        (LEGACY, {"attention": {"type": "band_attention", "window_size": 64}}),
+    ],
+)
+def test_wide_windows_equal_the_source(cases, name, changes):
+    case = cases[name]
+    source, given = case.make(), case.inputs(left=True)
+    try:
+        model, report = swap_components(source, **changes, measure=False)
+    except ValueError as error:  # attention without a place for terms inside scores says so
+        assert name == LEGACY and "has no place for" in str(error)
+        return
+    assert model.config.position.type == from_transformers(source).config.position.type
+    assert gap(model, source, given) < TOLERANCE and not report.new and not report.dropped
+
+
+def test_linear_attention_keeps_the_rotation(cases):
+    case = cases["RoFormerForMaskedLM"]
+    source, given = case.make(), case.inputs()
+    model, report = swap_components(source, attention="linear_transformer", measure=False)
+    assert model.config.position.to_dict()["layout"] == "interleaved" and not report.new
+    rotated = logits(model, given)
+    model.model.trunk.position.rotation = lambda positions, like: None
+    assert float((logits(model, given) - rotated).abs().max()) > 1e-3
+    assert rotated.isfinite().all() and gap(model, source, given) > 1e-3
+
+
+# ---------------------------------------------------------------------------------------------------- folders
+
+
+@pytest.mark.parametrize("name", ["RoFormerForMaskedLM-embedding_size=12", LEGACY])
+def test_command_there_and_back(tmp_path, cases, name):
+    model = cases[name].make()
+    model.save_pretrained(tmp_path / "theirs")
+    tokenizer = transformers.BertTokenizer(vocab={piece: index for index, piece in enumerate(WORD_PIECES)})
+    tokenizer.save_pretrained(tmp_path / "theirs")
+    for source, target in (("theirs", "ours"), ("ours", "back")):
+        assert main(["convert", "--from", str(tmp_path / source), "--to", str(tmp_path / target)]) == 0
+    back, original = (load_file(tmp_path / side / "model.safetensors") for side in ("back", "theirs"))
+    assert back.keys() == original.keys() and all(torch.equal(back[key], original[key]) for key in original)
+    assert AutoTokenizer.from_pretrained(tmp_path / "back")("abc d").input_ids == tokenizer("abc d").input_ids
+
+
+def test_head_of_a_published_checkpoint(tmp_path, cases):
+    """The published third version holds its masked LM head in the new layout, and its config does not say so."""
+    model = cases[LEGACY].make(legacy=False)
+    model.config.legacy = True
+    model.save_pretrained(tmp_path / "theirs")
+    report = convert_checkpoint(tmp_path / "theirs", tmp_path / "ours", head="ForMaskedLM")
+    assert not report.new and not report.dropped
+    model.config.legacy = False
+    ours = hf_xformers.XFDebertaForMaskedLM.from_pretrained(tmp_path / "ours")
+    assert gap(ours, model, cases[LEGACY].inputs()) < TOLERANCE
+    assert outputs(ours, cases[LEGACY].inputs())

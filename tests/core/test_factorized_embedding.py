@@ -1,0 +1,57 @@
+"""The factorised token table: its formula, sizes, tying through the head, resizing, saving, and refusals."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hf_xformers import XFormerConfig, XFormerForMaskedLM, XFormerModel
+from tests.helpers import close, make_strong, tokens
+
+SIZES = dict(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+FIELDS = {"embedding": {"type": "factorized", "width": 6}, "head": "transform", "type_vocab_size": 2}
+
+
+def model(kind=XFormerForMaskedLM, **fields):
+    torch.manual_seed(0)
+    return make_strong(kind(XFormerConfig(**{**SIZES, **FIELDS, **fields})).eval())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("position", ["sinusoidal_absolute", "rotary"])
+def test_formula(position):
+    net, ids, types = (
+        model(XFormerModel, position=position).double(),
+        tokens(2, 5, high=40),
+        tokens(2, 5, low=0, high=2),
+    )
+    part, seen = net.trunk.embedding, []
+    part.register_forward_hook(lambda _, __, output: seen.append(output))
+    net(input_ids=ids, token_type_ids=types)
+    narrow = part.tokens.weight[ids] + part.types.weight[types]
+    narrow = F.layer_norm(narrow, (6,), part.norm.weight, part.norm.bias, net.config.layer_norm_eps)
+    expected = narrow @ part.proj.weight.T + part.proj.bias
+    close(seen[0], net.trunk.position.embed(expected, torch.arange(5)[None]))
+    close(net(inputs_embeds=part.tokens.weight[ids], token_type_ids=types).last_hidden_state,
+          net(input_ids=ids, token_type_ids=types).last_hidden_state)  # fmt: skip
+
+
+@torch.no_grad()
+def test_head_leads_back(tmp_path):
+    net, ids = model(), tokens(1, 4, high=40)
+    assert net.get_output_embeddings().weight is net.get_input_embeddings().weight
+    assert net.get_input_embeddings().weight.shape == (40, 6) and net.lm_head.dense.weight.shape == (6, 16)
+    net.save_pretrained(tmp_path)
+    again = XFormerForMaskedLM.from_pretrained(tmp_path).eval()
+    close(again(input_ids=ids).logits, net(input_ids=ids).logits)
+    before = net(input_ids=ids).logits
+    net.resize_token_embeddings(45)
+    after = net(input_ids=ids).logits
+    assert after.shape[-1] == 45
+    close(after[..., :40], before)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="`width` >= 1, got 0"):
+        model(embedding={"type": "factorized", "width": 0})
+    with pytest.raises(ValueError, match="of width 6 needs the head 'transform'.* got 'linear'"):
+        model(head="linear")

@@ -1,0 +1,66 @@
+"""Keyword arguments that nothing reads are refused by name; what transformers and its neighbours pass is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_xformers.variants import config_class, family, model_types
+from tests.helpers import tiny_fields
+
+IDS = torch.tensor([[5, 6, 7, 8]])
+
+
+def tiny(model_type, head="Model", **fields):
+    torch.manual_seed(0)
+    config = config_class(model_type)(**tiny_fields(config_class(model_type), **fields))
+    return family(model_type)[head](config).eval()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "head", "name", "nearest"),
+    [
+        ("xf_bert", "ForMaskedLM", "global_attention_mask", "attention_mask"),
+        ("xf_bert", "Model", "atention_mask", "attention_mask"),
+        ("xf_bert", "ForSequenceClassification", "token_types_ids", "token_type_ids"),
+        ("xf_gpt2", "ForCausalLM", "output_atentions", "output_attentions"),
+        ("xf_t5", "ForSeq2SeqLM", "decoder_inputs_ids", "decoder_input_ids"),
+        ("xf_longformer", "ForMaskedLM", "global_atention_mask", "global_attention_mask"),
+    ],
+)
+def test_typos_and_inputs_of_other_models(model_type, head, name, nearest):
+    model = tiny(model_type, head)
+    with pytest.raises(TypeError, match=f"No component of this '{model_type}' model reads the argument `{name}`; did you mean `{nearest}`"):  # fmt: skip
+        model(input_ids=IDS, **{name: torch.ones_like(IDS)})
+    model(input_ids=IDS, **{name: None})  # None is what an argument is that was not given
+
+
+def test_far_names_list_what_there_is():
+    with pytest.raises(TypeError, match=r"`xyz`; it takes attention_mask, .*, use_cache\."):
+        tiny("xf_bert")(input_ids=IDS, xyz=1)
+
+
+def test_what_a_component_reads():
+    mask = torch.tensor([[1, 0, 0, 0]])
+    model = tiny("xf_longformer", "ForMaskedLM")
+    with torch.no_grad():
+        assert model(input_ids=IDS, global_attention_mask=mask).logits.isfinite().all()
+
+
+TEXT = [name for name in model_types() if config_class(name).modality == "text"]
+
+
+@pytest.mark.parametrize("model_type", TEXT)
+def test_common_arguments_pass(model_type):
+    """Flags, Trainer's count and a collator's packed lengths, in every family."""
+    classes = family(model_type)
+    config = config_class(model_type)(**tiny_fields(config_class(model_type)))
+    model = classes["Model"](config).eval()
+    lengths = torch.tensor([0, 4], dtype=torch.int32)
+    extra = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": 4, "max_length_k": 4}
+    with torch.no_grad():
+        model(
+            input_ids=IDS, return_dict=True, output_hidden_states=True, num_items_in_batch=4, use_cache=False, **extra
+        )
+    with pytest.raises(TypeError, match="`attention_maskk`; did you mean `attention_mask`"):
+        model(input_ids=IDS, attention_maskk=IDS)
