@@ -19,6 +19,10 @@ COMMANDS = {
         "turn a checkpoint of transformers into a variant, or back; swap components of a trained one",
     ),
     "uptrain": ("uptrain", "continue the pretraining of a model, with a teacher or without"),
+    "benchmark": ("benchmark", "compare variants: time, memory, and what they learn, beside dense attention"),
+    "card": ("card", "the model card of a variant or of a checkpoint, with measured figures"),
+    "bundle": ("bundle", "a checkpoint with the code that it needs, for users without this package"),
+    "push": ("push", "upload a checkpoint or an adapter to the Hub, with a card"),
 }
 DEBUG_VARIABLE = "HF_XFORMERS_DEBUG"
 

@@ -15,8 +15,8 @@ from .console import print_facts, say
 from .parser import CommandParser
 from .values import parse
 
-_DESCRIPTION = """Convert a saved model of transformers (BERT, RoBERTa, GPT, GPT-2, BART, T5) into this package's variant,
-with its tokenizer, or one of this package's variants back. The direction follows from the model.
+_DESCRIPTION = """Convert a saved model of transformers (BERT, RoBERTa, RoFormer, DeBERTa-v2, GPT, GPT-2, BART, T5) into this
+package's variant, with its tokenizer, or one of this package's variants back. The direction follows from the model.
 
 With components (--SLOT NAME, --SLOT.FIELD VALUE), --max-length or --num-key-value-heads the model, of transformers or of
 this package, gets these in place of its own: weights that still have a meaning are kept, the others start anew, and a report

@@ -11,7 +11,7 @@ from .batching import LengthGroupedBatchSampler, token_budget_batches
 from .packing import pack
 from .sources import load_text_dataset
 from .stdlib_corpus import STDLIB_CORPUS_ID, StdlibDocument, stdlib_corpus, stdlib_documents
-from .synthetic import associative_recall, byte_dataset, copy_task
+from .synthetic import associative_recall, byte_dataset, copy_task, disjoint, list_operations, needle_retrieval
 from .tokenizer import check_tokenizer, load_tokenizer, sentinel_ids, train_tokenizer, vocabulary_fields
 from .tokenizing import document_lengths, tokenize_dataset
 
@@ -23,9 +23,12 @@ __all__ = [
     "byte_dataset",
     "check_tokenizer",
     "copy_task",
+    "disjoint",
     "document_lengths",
+    "list_operations",
     "load_text_dataset",
     "load_tokenizer",
+    "needle_retrieval",
     "pack",
     "sentinel_ids",
     "stdlib_corpus",

@@ -1,15 +1,19 @@
 """Small generated tasks with known answers, for tests, benchmarks and first experiments.
 
 Every function is deterministic in its arguments and returns a `datasets.Dataset` with the columns `input_ids` and
-`labels` of equal length. Labels follow the convention of causal models in transformers: the label at position t is the
-token to be predicted *at* t, from the positions before it (the loss shifts); -100 is not scored.
+`labels`. In tasks about tokens the two have equal length, and labels follow the convention of causal models in
+transformers: the label at position t is the token to be predicted *at* t, from the positions before it (the loss shifts);
+-100 is not scored. In tasks about whole rows ([`list_operations`], [`needle_retrieval`]) the label is one class.
+[`disjoint`] makes a training and a held-out part of any of them.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from random import Random
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +25,11 @@ BLANK_ID = 0  # fills places that carry nothing
 SEPARATOR_ID = 1  # divides what is given from what is asked
 FIRST_SYMBOL_ID = 2
 BYTE_VOCAB_SIZE = 256
+DIGITS = 10
+LIST_OPERATORS = ("MAX", "MIN", "MED", "SM")
+FIRST_OPERATOR_ID = FIRST_SYMBOL_ID + DIGITS
+CLOSE_ID = FIRST_OPERATOR_ID + len(LIST_OPERATORS)
+LIST_VOCAB_SIZE = CLOSE_ID + 1
 
 
 def copy_task(num_examples: int, length: int, vocab_size: int, seed: int = 0) -> Dataset:
@@ -100,6 +109,118 @@ def associative_recall(
     return _dataset(input_ids, labels)
 
 
+def list_operations(
+    num_examples: int, length: int, seed: int = 0, *, max_depth: int = 4, max_arguments: int = 5
+) -> Dataset:
+    """ListOps (Nangia and Bowman 2018; as in the Long Range Arena, Tay et al. 2021, section 3.2.1): the value of nested
+    operations on digits, one of ten classes.
+
+    `[MAX 4 [MIN 2 9 ] 0 ]` is 4. Operators are the largest, the smallest, the median (rounded down) and the sum modulo 10
+    of at least two arguments. Ids: digit d is `2 + d`, the operators 12 to 15 (with their bracket), 16 closes, 0 fills
+    the row up to `length` behind the expression. The expression takes between half and all of the row.
+
+    Columns: `input_ids` [length], `attention_mask` [length] (0 where filled up), `labels` (0 to 9).
+
+    Raises:
+        ValueError: `length` below 4 (an operator, two digits, the end), or a setting out of range.
+    """
+    _at_least("num_examples", num_examples, 1)
+    _at_least("length", length, 4)
+    _at_least("max_depth", max_depth, 1)
+    _at_least("max_arguments", max_arguments, 2)
+    random = Random(seed)
+    input_ids = np.full((num_examples, length), BLANK_ID, dtype=np.int32)
+    mask = np.zeros((num_examples, length), dtype=np.int32)
+    labels = np.zeros(num_examples, dtype=np.int32)
+    for row in range(num_examples):
+        found: list[int] = []
+        while len(found) < length / 2:  # a small tree; another one
+            found, value = _expression(random, length, max_depth, max_arguments)
+        input_ids[row, : len(found)], mask[row, : len(found)], labels[row] = found, 1, value
+    return _dataset(input_ids, labels, attention_mask=mask)
+
+
+def _expression(random: Random, room: int, depth: int, max_arguments: int) -> tuple[list[int], int]:
+    """Tokens (at most `room`) and value of a random operation."""
+    operator = random.randrange(len(LIST_OPERATORS))
+    tokens, values = [FIRST_OPERATOR_ID + operator], []
+    for index in range(random.randint(2, max_arguments)):
+        left = room - len(tokens) - 1  # the end needs one
+        needed = max(1 - index, 0)  # digits that must follow
+        if left < 1 + needed:
+            break
+        if depth > 1 and left - needed >= 4 and random.random() < 0.5:
+            part, value = _expression(random, left - needed, depth - 1, max_arguments)
+        else:
+            value = random.randrange(DIGITS)
+            part = [FIRST_SYMBOL_ID + value]
+        tokens += part
+        values.append(value)
+    ordered, half = sorted(values), len(values) // 2
+    median = (ordered[half] + ordered[-half - 1]) // 2
+    return [*tokens, CLOSE_ID], (ordered[-1], ordered[0], median, sum(values) % DIGITS)[operator]
+
+
+def needle_retrieval(num_examples: int, length: int, num_values: int = 10, seed: int = 0) -> Dataset:
+    """Long-range retrieval: a row of random symbols, and among them one marker; the class is the symbol behind the marker.
+
+    (A needle in a haystack in its smallest form, like the single-needle task of RULER, Hsieh et al. 2024.) The marker,
+    id 1, stands in the middle half of the row, so that it is at least a quarter of the row away from either end,
+    wherever a model reads its answer. The other tokens are values, too, so that nothing but the marker tells.
+
+    Columns: `input_ids` [length], symbols from 2 on; `labels` (0 to `num_values - 1`).
+
+    Raises:
+        ValueError: `length` below 4, or fewer than two values.
+    """
+    _at_least("num_examples", num_examples, 1)
+    _at_least("length", length, 4)
+    _at_least("num_values", num_values, 2)
+    random = np.random.default_rng(seed)
+    symbols = (num_examples, length)
+    input_ids = random.integers(FIRST_SYMBOL_ID, FIRST_SYMBOL_ID + num_values, size=symbols, dtype=np.int32)
+    first, behind = length // 4, max(length - length // 4 - 1, length // 4 + 1)
+    rows, places = np.arange(num_examples), random.integers(first, behind, size=num_examples)
+    labels = input_ids[rows, places + 1] - FIRST_SYMBOL_ID
+    input_ids[rows, places] = SEPARATOR_ID
+    return _dataset(input_ids, labels)
+
+
+def disjoint(
+    make: Callable[[int, int], Dataset], train: int, held_out: int, seed: int = 0, attempts: int = 20
+) -> tuple[Dataset, Dataset]:
+    """Two datasets of `make(num_examples, seed)`: `train` rows, and `held_out` other rows none of which is in training.
+
+    Raises:
+        ValueError: the task has too few different rows for that.
+    """
+    from datasets import Dataset, concatenate_datasets
+
+    training = make(train, seed)
+    seen = set(_rows(training))
+    parts: list[Any] = []
+    missing = held_out
+    for attempt in range(1, attempts + 1):
+        more = make(held_out, seed + attempt * 1_000_003)
+        kept: list[int] = []
+        for index, row in enumerate(_rows(more)):
+            if row not in seen and len(kept) < missing:
+                seen.add(row)
+                kept.append(index)
+        parts.append(Dataset.from_dict(more[kept], features=more.features))
+        missing -= len(kept)
+        if missing == 0:
+            return training, concatenate_datasets(parts)
+    raise ValueError(
+        f"the task has no {held_out} rows beside the {train} of training; take fewer rows, or longer ones"
+    )
+
+
+def _rows(dataset: Dataset) -> list[bytes]:
+    """What tells the rows apart."""
+    return [row.tobytes() for row in np.asarray(dataset["input_ids"][:], dtype=np.int32)]
+
+
 def byte_dataset(path: str | os.PathLike[str], block_size: int, *, start: float = 0.0, stop: float = 1.0) -> Dataset:
     """Language modelling by characters on a file: ids are its bytes (0 to 255), cut in blocks of `block_size`.
 
@@ -128,11 +249,12 @@ def byte_dataset(path: str | os.PathLike[str], block_size: int, *, start: float 
     return _dataset(input_ids, input_ids)
 
 
-def _dataset(input_ids: np.ndarray, labels: np.ndarray) -> Dataset:
+def _dataset(input_ids: np.ndarray, labels: np.ndarray, **more: np.ndarray) -> Dataset:
     from datasets import Dataset, Features, List, Value
 
-    features = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
-    return Dataset.from_dict({"input_ids": input_ids, "labels": labels}, features=features)
+    columns = {"input_ids": input_ids, **more, "labels": labels}
+    kinds = {name: List(Value("int32")) if rows.ndim == 2 else Value("int32") for name, rows in columns.items()}
+    return Dataset.from_dict(columns, features=Features(kinds))
 
 
 def _at_least(name: str, value: int, smallest: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,11 @@ def shapes(config_class: Any) -> list[str]:
     return [shape for head, shape in SHAPES.items() if head in config_class.heads]
 
 
-def variant_card(model_type: str, measured: list[dict[str, Any]] | None = None) -> str:
+def variant_card(model_type: str, measured: list[dict[str, Any]] | None = None, sections: Sequence[str] = ()) -> str:
     """The Markdown card of a variant (metadata block included).
 
-    measured: rows of a benchmark result for this variant, shown as a table.
+    measured: rows of benchmark results for this variant, shown as a table per kind of row. sections: further Markdown
+    behind them.
 
     Raises:
         ValueError: unknown variant.
@@ -65,14 +67,15 @@ def variant_card(model_type: str, measured: list[dict[str, Any]] | None = None) 
         f"$$\n{info.equation}\n$$",
         f"Cost in the number of tokens T and the width D: {info.cost}.",
         f"![attention map](maps/{name}.svg)",
-        "*Attention weights of layer 0 of an untrained model, averaged over heads.*",
+        caption(cls),
         "## Components",
         _component_table(config),
     ]
     if info.notes:
         parts.append(info.notes)
     if measured:
-        parts += ["## Measured", _table(measured)]
+        parts += ["## Measured", *_tables(measured)]
+    parts += sections
     parts += [
         "## Use",
         f"```python\n{example(cls, main)}\n```",
@@ -149,6 +152,18 @@ def measured_rows(model_type: str, results: str | Path | None) -> list[dict[str,
     return rows
 
 
+def caption(config_class: Any) -> str:
+    """What the picture of a variant's attention shows."""
+    from .attention_map import LENGTH, small_parameters
+
+    small = ", ".join(f"`{name}={value}`" for name, value in small_parameters(config_class).items())
+    tokens = "an image" if config_class.modality == "image" else f"{LENGTH} tokens"
+    how = f", with {small} to fit so few" if small else ""
+    return (
+        f"*Attention weights of an untrained model on {tokens}{how}; averaged over heads, white where there is none.*"
+    )
+
+
 def _prefix(cls: Any) -> str:
     return cls.__name__.removesuffix("Config")
 
@@ -176,6 +191,14 @@ def _component_table(config) -> str:
             name += " (some layers)" if len(specs) > 1 else ""
             rows.append({"slot": f"`{slot}`", "component": name, "fields": f"`{fields}`" if fields else ""})
     return _table(rows)
+
+
+def _tables(rows: list[dict[str, Any]]) -> list[str]:
+    """Rows of a kind, which is those with the same first columns, in a table of their own."""
+    kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        kinds.setdefault(tuple(row)[:3], []).append(row)
+    return [_table(group) for group in kinds.values()]
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

@@ -1,6 +1,9 @@
 import pytest
+from transformers.utils import logging
 
 from tests.training.runs import write_text
+
+logging.get_logger("transformers")  # now, so that its handler does not keep the captured stream of the first test
 
 
 @pytest.fixture(scope="session", autouse=True)

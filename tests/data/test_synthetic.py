@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from hf_xformers.data import associative_recall, byte_dataset, copy_task
+from hf_xformers.data import (
+    associative_recall,
+    byte_dataset,
+    copy_task,
+    disjoint,
+    list_operations,
+    needle_retrieval,
+)
 
 
 def columns(dataset):
@@ -77,8 +84,13 @@ def test_byte_dataset(tmp_path):
 
 
 def test_a_seed_means_the_same_rows():
-    for make in (lambda seed: copy_task(20, 5, 9, seed), lambda seed: associative_recall(20, 33, 4, 20, seed)):
-        first, again, other = (columns(make(seed))[0] for seed in (0, 0, 1))
+    for make in (
+        lambda seed: copy_task(20, 5, 9, seed),
+        lambda seed: associative_recall(20, 33, 4, 20, seed),
+        lambda seed: list_operations(20, 33, seed),
+        lambda seed: needle_retrieval(20, 33, seed=seed),
+    ):
+        first, again, other = (np.array(make(seed)["input_ids"][:]) for seed in (0, 0, 1))
         assert (first == again).all() and (first != other).any()
     # Frozen: benchmarks compare runs of different versions.
     assert copy_task(1, 6, 10, seed=0)["input_ids"][0] == [8, 7, 6, 4, 4, 2, 1, 8, 7, 6, 4, 4, 2]
@@ -95,6 +107,10 @@ def test_refusals(tmp_path):
         (lambda: associative_recall(1, 8, 2, 20), "length=8 is too small; take at least 9"),
         (lambda: associative_recall(1, 9, 2, 5), "vocab_size=5 gives 1 keys for num_pairs=2 .*at least 6"),
         (lambda: associative_recall(1, 9, 2, 20, skew=0), "skew=0 must be greater than 0"),
+        (lambda: list_operations(1, 3), "length=3 is too small; take at least 4"),
+        (lambda: list_operations(1, 9, max_arguments=1), "max_arguments=1"),
+        (lambda: needle_retrieval(1, 3), "length=3"),
+        (lambda: needle_retrieval(1, 9, num_values=1), "num_values=1 is too small; take at least 2"),
         (lambda: byte_dataset(tmp_path / "a.txt", 0), "block_size=0"),
         (lambda: byte_dataset(tmp_path / "a.txt", 9), "has 8 bytes .* less than one block of block_size=9"),
         (lambda: byte_dataset(tmp_path / "a.txt", 4, start=0.5, stop=0.5), "start=0.5, stop=0.5"),
@@ -103,3 +119,61 @@ def test_refusals(tmp_path):
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def value_of(tokens):
+    """Reads an expression of list operations by the letter, with a stack."""
+    stack = []
+    for token in tokens:
+        if token == 16:
+            arguments = []
+            while not isinstance(stack[-1], str):
+                arguments.append(stack.pop())
+            assert len(arguments) >= 2
+            name = stack.pop()
+            result = {"MAX": max, "MIN": min, "MED": lambda a: int(np.median(a)), "SM": lambda a: sum(a) % 10}[name]
+            stack.append(result(arguments))
+        else:
+            stack.append(("MAX", "MIN", "MED", "SM")[token - 12] if token >= 12 else token - 2)
+    (value,) = stack
+    return value
+
+
+@pytest.mark.parametrize("length, depth", [(4, 1), (24, 2), (61, 5)])
+def test_list_operations(length, depth):
+    dataset = list_operations(150, length, seed=1, max_depth=depth)
+    assert dataset.column_names == ["input_ids", "attention_mask", "labels"]
+    for row in dataset:
+        size = sum(row["attention_mask"])
+        assert len(row["input_ids"]) == length and length / 2 <= size <= length
+        assert row["attention_mask"] == [1] * size + [0] * (length - size) and not any(row["input_ids"][size:])
+        assert value_of(row["input_ids"][:size]) == row["labels"]
+        deepest = nested = 0
+        for token in row["input_ids"][:size]:
+            nested += (12 <= token <= 15) - (token == 16)
+            deepest = max(deepest, nested)
+        assert deepest <= depth
+    if length > 4:
+        assert set(dataset["labels"]) == set(range(10))
+
+
+@pytest.mark.parametrize("length", [4, 5, 30])
+def test_needle_retrieval(length):
+    ids, labels = columns(needle_retrieval(200, length, num_values=6, seed=2))
+    for row, label in zip(ids.tolist(), labels.tolist(), strict=True):
+        (place,) = [position for position, token in enumerate(row) if token == 1]
+        assert length // 4 <= place < length - 1 and row[place + 1] == 2 + label
+        assert length < 8 or place + 1 < length - length // 4 + 1
+        assert set(row) <= {1, *range(2, 8)}
+    assert set(labels.tolist()) == set(range(6))
+
+
+def test_disjoint_parts():
+    train, held_out = disjoint(lambda n, seed: copy_task(n, 4, 5, seed), 40, 30, seed=3)  # 81 rows in all
+    rows = [tuple(row) for row in held_out["input_ids"]]
+    assert len(train) == 40 and len(rows) == len(set(rows)) == 30
+    assert not set(rows) & {tuple(row) for row in train["input_ids"]}
+    again = disjoint(lambda n, seed: copy_task(n, 4, 5, seed), 40, 30, seed=3)[1]
+    assert again["input_ids"][:] == held_out["input_ids"][:]
+    with pytest.raises(ValueError, match="no 30 rows beside the 40 of training"):
+        disjoint(lambda n, seed: copy_task(n, 2, 5, seed), 40, 30)

@@ -1,0 +1,109 @@
+"""What is compared: variants with changed components or fields, their shapes, and dense attention to compare with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..training.building import build_config, longest_input
+
+if TYPE_CHECKING:
+    from ..configuration_xformer import XFormerConfig
+
+
+@dataclass(frozen=True)
+class Shape:
+    """head: the class that a model of this shape is. objective: what such a model is trained on. baseline: the variant
+    with dense attention that it is compared with."""
+
+    head: str
+    objective: str
+    baseline: str
+
+
+SHAPES = {
+    "encoder": Shape("ForMaskedLM", "mlm", "xf_bert"),
+    "decoder": Shape("ForCausalLM", "clm", "xf_gpt2"),
+    "seq2seq": Shape("ForSeq2SeqLM", "span", "xf_t5"),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing to compare: a variant (model type) under a label, with components and configuration fields of its own."""
+
+    label: str
+    variant: str
+    components: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def config_class(self) -> Any:
+        from ..variants import config_class
+
+        return config_class(self.variant)
+
+    def shapes(self) -> list[str]:
+        """The shapes that the variant's family covers."""
+        return [name for name, shape in SHAPES.items() if shape.head in self.config_class.heads]
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def baseline(shape: str) -> Entry:
+    """Dense attention in a shape."""
+    return Entry("dense", SHAPES[shape].baseline)
+
+
+def choose_shapes(
+    entries: Sequence[Entry], wanted: str | None = None, order: Sequence[str] = tuple(SHAPES)
+) -> dict[str, str]:
+    """Label -> shape: `wanted`, or the first in `order` that all entries have, or each entry's own first.
+
+    Raises:
+        ValueError: an entry that reads images, or has no class of the wanted shape.
+    """
+    able = {entry.label: entry.shapes() for entry in entries}
+    for entry in entries:
+        if entry.config_class.modality != "text":
+            raise ValueError(
+                f"variant {entry.variant!r} reads images; `hf-xformers benchmark` compares variants that read text"
+            )
+        if wanted is not None and wanted not in able[entry.label]:
+            raise ValueError(
+                f"variant {entry.variant!r} has no {wanted} class ({SHAPES[wanted].head}); it is made for "
+                f"{' and '.join(able[entry.label])}: leave it out, or choose another shape"
+            )
+    common = [shape for shape in order if all(shape in shapes for shapes in able.values())]
+    chosen = wanted or (common[0] if common else None)
+    return {label: chosen or min(shapes, key=list(order).index) for label, shapes in able.items()}
+
+
+def make_config(entry: Entry, shape: str, length: int, size: str = "tiny", **fields: Any) -> XFormerConfig:
+    """The configuration of an entry for rows of `length` tokens, without dropout: its variant at a size, then `fields`, then
+    its own components and fields.
+
+    Raises:
+        ValueError: parts that do not fit together.
+    """
+    from ..objectives import OBJECTIVES
+
+    cls = entry.config_class
+    known = {field.name for field in dataclasses.fields(cls)}
+    rates = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
+    given = {name: 0.0 for name in rates if name in known} | {"max_position_embeddings": length} | fields
+    given = {**given, **entry.fields}
+    objective = OBJECTIVES[SHAPES[shape].objective]()
+
+    def built() -> XFormerConfig:
+        return build_config(cls, size, objective, components=entry.components, fields=given)
+
+    config = built()
+    limit = longest_input(config)
+    if limit is not None and limit < length and "max_position_embeddings" not in entry.fields:
+        given["max_position_embeddings"] = 2 * length - limit  # positions that the variant keeps for itself
+        config = built()
+    return config

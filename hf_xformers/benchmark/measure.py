@@ -1,0 +1,172 @@
+"""Time and peak memory of callables, side by side in one run, as ratios to a baseline.
+
+Times are interleaved (A B C, A B C, ...) so that a machine whose speed drifts treats all alike; the figure is the median of
+pairwise ratios. On a CPU they are processor seconds, which other programs on the machine disturb least; on CUDA, seconds
+between two events on the device. Memory is the growth of the process's peak resident size over one call, measured in a
+fresh process (Linux: the peak counter is reset first); on CUDA, the allocator's peak.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+# glibc moves the size from which a block gets pages of its own (and gives them back when freed) upwards as a program runs;
+# then what a call freed stays with the heap and hides in the next call's growth.
+_M_MMAP_THRESHOLD, _OWN_PAGES_FROM = -3, 1 << 20
+
+
+def machine(device: str | None = None) -> dict[str, Any]:
+    """What a stored result must say about where it was measured. device: cpu or cuda; None: CUDA where there is one."""
+    import transformers
+
+    processor = platform.processor() or platform.machine()
+    return {
+        "device": torch.cuda.get_device_name() if on_cuda(device) else processor,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def on_cuda(device: str | None) -> bool:
+    """Whether figures are CUDA's: on request, or because there is such a device."""
+    return torch.cuda.is_available() if device is None else device == "cuda"
+
+
+# ------------------------------------------------------------------------------------------------ time
+
+
+def interleaved_seconds(
+    calls: Mapping[str, Callable[[], Any]],
+    rounds: int = 5,
+    warmup: int = 1,
+    *,
+    device: str | None = None,
+    clock: Callable[[], float] = time.process_time,
+) -> dict[str, list[float]]:
+    """Seconds of each call, `rounds` times in turn after `warmup` uncounted rounds. clock: the one on a CPU."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    once = _cuda_seconds if on_cuda(device) else lambda call: _cpu_seconds(call, clock)
+    for index in range(warmup + rounds):
+        for name, call in calls.items():
+            spent = once(call)
+            if index >= warmup:
+                seconds[name].append(spent)
+    return seconds
+
+
+def _cpu_seconds(call: Callable[[], Any], clock: Callable[[], float]) -> float:
+    start = clock()
+    call()
+    return clock() - start
+
+
+def _cuda_seconds(call: Callable[[], Any]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def ratios(seconds: Mapping[str, list[float]], baseline: str) -> dict[str, float]:
+    """Median over rounds of each call's time divided by the baseline's in the same round."""
+    base = seconds[baseline]
+    return {name: statistics.median(a / b for a, b in zip(runs, base, strict=True)) for name, runs in seconds.items()}
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+def process_status(field: str) -> int:
+    """Bytes of a field of /proc/self/status: VmRSS, VmHWM, VmData. Raises OSError where there is none."""
+    with open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith(field):
+                return int(line.split()[1]) * 1024
+    raise OSError(f"{field} is not in /proc/self/status; memory is measured on Linux only")
+
+
+def measures_memory(device: str | None = None) -> bool:
+    """Whether [`peak_growth`] works here: with CUDA anywhere, on a CPU under Linux."""
+    return on_cuda(device) or sys.platform == "linux"
+
+
+def steady_heap() -> None:
+    """Gives blocks of a MiB and more pages of their own, as long as the process lives (glibc; elsewhere nothing)."""
+    mallopt = getattr(_c_library(), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _OWN_PAGES_FROM)
+
+
+def _c_library() -> Any:
+    try:
+        return ctypes.CDLL("libc.so.6")
+    except OSError:
+        return None
+
+
+def peak_growth(call: Callable[[], Any], device: str | None = None) -> int:
+    """Bytes by which the peak memory of one call exceeds what was in use before it (after one warm-up call)."""
+    call()
+    if on_cuda(device):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        return torch.cuda.max_memory_allocated() - before
+    gc.collect()
+    trim = getattr(_c_library(), "malloc_trim", None)
+    if trim is not None:
+        trim(0)  # else freed pages of the warm-up hide the growth
+    with open("/proc/self/clear_refs", "w") as reset:
+        reset.write("5")
+    before = process_status("VmRSS")
+    call()
+    return process_status("VmHWM") - before
+
+
+def _memory_child(make: Callable[..., Callable[[], Any]], arguments: tuple, threads: int, queue: Any) -> None:
+    torch.set_num_threads(threads)
+    steady_heap()
+    try:
+        queue.put(peak_growth(make(*arguments)))
+    except Exception as error:
+        queue.put(f"{type(error).__name__}: {error}")
+
+
+def _in_child(kind: str, make: Callable[..., Callable[[], Any]], arguments: tuple, timeout: float) -> int:
+    context: Any = multiprocessing.get_context(kind)
+    queue = context.Queue()
+    child = context.Process(target=_memory_child, args=(make, arguments, torch.get_num_threads(), queue))
+    child.start()
+    result = queue.get(timeout=timeout)
+    child.join()
+    if isinstance(result, str):
+        raise RuntimeError(result)
+    return result
+
+
+def memory_in_fresh_process(
+    make: Callable[..., Callable[[], Any]], *arguments: Any, timeout: float = 300.0, repeats: int = 3
+) -> int:
+    """Peak growth in bytes of `make(*arguments)()` in a process of its own (median of `repeats`)."""
+    return int(statistics.median(_in_child("spawn", make, arguments, timeout) for _ in range(repeats)))
+
+
+def forked_memory(make: Callable[..., Callable[[], Any]], *arguments: Any, timeout: float = 600.0) -> int:
+    """As [`memory_in_fresh_process`], once, in a fork of this process: quick, but only before any backward pass here."""
+    return _in_child("fork", make, arguments, timeout)

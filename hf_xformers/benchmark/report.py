@@ -1,0 +1,115 @@
+"""What a comparison writes for people: `results.md`, the attention maps as SVG, and the plots."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..hub.attention_map import draw
+from .plots import HINT, can_plot, plot_all
+from .runner import Comparison
+from .steps import HEADS, WIDTH
+from .tables import about, table
+from .tasks import TASKS
+
+SPEED = ("label", "variant", "shape", "tokens", "ms", "time ratio", "peak MiB", "memory ratio", "status")
+QUALITY = (
+    "task",
+    "label",
+    "variant",
+    "shape",
+    "head",
+    "accuracy",
+    "chance accuracy",
+    "loss",
+    "chance loss",
+    "steps",
+    "seconds",
+    "parameters",
+    "status",
+)
+
+
+def write_report(comparison: Comparison) -> list[str]:
+    """Writes everything beside `results.json`; returns the names of the files."""
+    folder, settings = comparison.folder, comparison.settings
+    speed, quality, maps = (comparison.rows(kind) for kind in ("speed", "quality", "map"))
+    written = write_maps(folder, maps)
+    pictures = plot_all(folder, speed, quality, maps) if can_plot() else []
+    parts = ["# Comparison", about(comparison.machine, settings.dtype)]
+    if speed:
+        parts += [f"## Time and memory: {_what(settings)}", _speed_note(settings), table(map(_told, speed), SPEED)]
+    if quality:
+        training = settings.training
+        tasks = [f"- `{name}`: {TASKS[name].about}." for name in settings.tasks]
+        parts += [
+            "## Quality",
+            f"Models of {training.layers} layers, {training.hidden_size} wide, {training.heads} heads, trained from the same "
+            f"seed on the same rows of {training.length} tokens, {training.batch_size} a step, and scored on "
+            f"{training.held_out} held-out rows. `accuracy` and `loss` (nats) are per answer; chance is the most frequent "
+            "answer of the training rows. `seconds` are those of training alone.",
+            "\n".join(tasks),
+            table(map(_told, quality), QUALITY),
+        ]
+    failed = [row for row in (*speed, *quality, *maps) if row["status"] != "ok"]
+    if failed:
+        lines = [
+            f"- {row['label']} ({row['shape']}), {row['kind']} {row['at'] or ''}: {row['status']}. {row['error']}"
+            for row in failed
+        ]
+        parts += ["## Not measured", "\n".join(lines)]
+    shown = [f"![{Path(name).stem}]({name})" for name in pictures or written]
+    if shown:
+        parts += ["## Pictures", "\n\n".join(shown)]
+        if maps:
+            parts.append(
+                "Attention maps: weights of untrained models on 16 tokens, averaged over heads (query down, key right), with "
+                "windows and blocks small enough for that; white: no weight."
+            )
+    if not can_plot():
+        parts.append(f"No plots: {HINT}.")
+    (folder / "results.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    pictures += [name.replace(".png", ".svg") for name in pictures]
+    return ["results.json", "results.md", *pictures, *written]
+
+
+def write_maps(folder: Path, rows: Iterable[dict[str, Any]]) -> list[str]:
+    """`maps/<label>.svg` for every drawn mechanism; the shape is in the name where a label has several."""
+    rows = [row for row in rows if row["status"] == "ok"]
+    written = []
+    for row in rows:
+        (folder / "maps").mkdir(exist_ok=True)
+        several = len({other["shape"] for other in rows if other["label"] == row["label"]}) > 1
+        name = re.sub(r"[^\w.-]", "_", row["label"]) + (f"_{row['shape']}" if several else "")
+        maps = {title: torch.tensor(weights) for title, weights in row["maps"].items()}
+        (folder / "maps" / f"{name}.svg").write_text(draw(maps), encoding="utf-8")
+        written.append(f"maps/{name}.svg")
+    return written
+
+
+def _told(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with the names of the table."""
+    return {**row, "tokens": row["at"], "task": row["at"]}
+
+
+def _what(settings: Any) -> str:
+    if settings.level == "layer":
+        return f"one attention layer ({WIDTH} wide, {HEADS} heads)"
+    return f"whole models of size {settings.size}"
+
+
+def _speed_note(settings: Any) -> str:
+    clock = "wall seconds"
+    if settings.device == "cuda":
+        clock = "seconds between events on the device"
+    elif settings.threads == 1:
+        clock = "processor seconds"
+    return (
+        f"Forward and backward, batch {settings.batch_size}. `ms`: median of {settings.rounds} rounds ({clock}), each entry in turn "
+        "with dense attention (scaled_dot_product_attention) of the same shape in the same process; `time ratio`: median of the ratios in each "
+        "round, below 1 is faster than dense. `peak MiB`: growth of the peak memory over one step in a process of its own."
+    )

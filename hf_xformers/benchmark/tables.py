@@ -1,0 +1,55 @@
+"""Results as files: JSON for programs, a Markdown table for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def table(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """A Markdown table; numbers with two decimals, absent cells empty."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for row in rows:
+        cells = (row.get(column) for column in columns)
+        lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f}" if isinstance(value, float) else str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def about(machine: Mapping[str, Any], dtype: str = "float32 unless said") -> str:
+    """A sentence about where something was measured."""
+    return (
+        f"Measured on {machine['device']}, {machine['threads']} thread(s), {dtype}, torch {machine['torch']}, "
+        f"transformers {machine['transformers']}."
+    )
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Written beside and renamed, so that a killed run leaves the old file or the new one."""
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    beside.replace(path)
+
+
+def write_results(
+    folder: Path,
+    name: str,
+    machine: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    columns: Sequence[str],
+    title: str,
+    note: str,
+) -> Path:
+    """Writes `<name>.json` and `<name>.md` to `folder`; returns the path of the latter."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / f"{name}.json", {"machine": machine, "rows": rows})
+    text = f"# {title}\n\n{note}\n\n{about(machine)}\n\n{table(rows, columns)}\n"
+    (folder / f"{name}.md").write_text(text, encoding="utf-8")
+    return folder / f"{name}.md"

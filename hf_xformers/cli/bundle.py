@@ -1,0 +1,37 @@
+"""`hf-xformers bundle`: a checkpoint with the code that it needs, for users without this package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from .console import print_facts
+from .parser import CommandParser
+
+_DESCRIPTION = """Write a checkpoint with the code that it needs, so that transformers and torch are enough to load it:
+AutoModel....from_pretrained(FOLDER, trust_remote_code=True)."""
+
+
+def run(argv: Sequence[str]) -> int:
+    arguments = make_parser().parse_args(list(argv))
+    from ..hub import bundle
+
+    target = bundle(arguments.checkpoint, arguments.to)
+    code = sorted(target.glob("*.py"))
+    print_facts(
+        "self-contained",
+        {
+            "folder": str(target),
+            "code files": len(code),
+            "bytes of code": sum(path.stat().st_size for path in code),
+            "load with": f'AutoModel....from_pretrained("{target}", trust_remote_code=True)',
+        },
+    )
+    return 0
+
+
+def make_parser() -> CommandParser:
+    parser = CommandParser(prog="hf-xformers bundle", description=_DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("checkpoint", type=Path, help="folder of a saved model of this package")
+    parser.add_argument("--to", type=Path, required=True, help="where to write it; may be the checkpoint's own folder")
+    return parser

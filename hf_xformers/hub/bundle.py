@@ -1,0 +1,191 @@
+"""Self-contained checkpoints: the code of the model goes with its weights, and nothing but transformers is needed to use it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ..components import record_lookups
+from ..families import HEADS
+from .checkpoint_files import CONFIG, checkpoint_files
+from .flattening import PACKAGE, Flattener, flat_name, unseen
+
+_MARK = "# Part of hf_xformers"
+_HEADER = (
+    _MARK + " {version} (Apache-2.0), written with this checkpoint by `hf_xformers.hub.bundle`; source: {module}\n"
+)
+
+_AUTO_CLASSES = '''"""Stands for the registration with transformers' Auto classes: these find the classes of a checkpoint by its `auto_map`."""
+
+from typing import Any
+
+
+def register_config(config_class: Any) -> None:
+    """Nothing to do: see above."""
+
+
+def register_model(auto: str, config_class: Any, model_class: Any) -> None:
+    """Nothing to do: see above."""
+'''
+
+_ROOMS = '''"""The components that this checkpoint's config names, or could have named by default."""
+
+
+def import_room(room: str, module: str | None = None) -> None:
+    """Imports all of them; they register themselves."""
+{components}
+
+
+def _others() -> None:
+    """Never called: transformers copies the files that it finds in import statements."""
+{others}
+'''
+
+
+def bundle(checkpoint: Any, directory: str | Path) -> Path:
+    """Writes a checkpoint with the code that it needs, so that
+    `AutoModel....from_pretrained(directory, trust_remote_code=True)` works with transformers and torch alone.
+
+    checkpoint: a model of this package, or the folder of one (weights as safetensors). directory: where the result goes;
+    the checkpoint's own folder is allowed. The code is this package's, as it is installed: only the files that the
+    config's components need, flat in the folder, and `auto_map` in `config.json`. Where this package is installed and
+    imported, the checkpoint loads with the installed code as before.
+
+    Returns the directory. Raises `ValueError` for what is no checkpoint of this package, and for components whose code
+    stands in no importable file.
+    """
+    from transformers import PreTrainedModel
+
+    target = Path(directory).expanduser()
+    if isinstance(checkpoint, (str, Path)):
+        source = Path(checkpoint).expanduser()
+        files = checkpoint_files(source)
+        config = load_config(source)
+        code = code_files(config)
+        target.mkdir(parents=True, exist_ok=True)
+        for name, path in files.items():
+            if path.resolve() != (target / name).resolve():
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target / name)
+    else:
+        if not isinstance(checkpoint, PreTrainedModel):
+            raise ValueError(
+                f"a bundle is made of a model or of the folder of a checkpoint, got {type(checkpoint).__name__}; give "
+                "a model of this package (of a PEFT model, what `merge_and_unload` returns)"
+            )
+        code = code_files(checkpoint.config)
+        checkpoint.save_pretrained(target)
+        config = load_config(target)
+    for old in target.glob("*.py"):  # of an earlier bundle in this place
+        if old.name not in code and old.read_text(encoding="utf-8", errors="replace").startswith(_MARK):
+            old.unlink()
+    for name, text in code.items():
+        (target / name).write_text(text, encoding="utf-8")
+    (target / CONFIG).write_text(
+        with_auto_map((target / CONFIG).read_text(encoding="utf-8"), config), encoding="utf-8"
+    )
+    return target
+
+
+def load_config(folder: Path) -> Any:
+    """The config of a checkpoint folder. Raises `ValueError` if it is none of this package's."""
+    from transformers import CONFIG_MAPPING
+
+    from ..configuration_xformer import XFormerConfig
+    from ..training.run_folder import saved_config
+
+    model_type = str(saved_config(folder).get("model_type"))
+    if model_type not in CONFIG_MAPPING or not issubclass(CONFIG_MAPPING[model_type], XFormerConfig):
+        raise ValueError(
+            f"{str(folder)!r} holds a model of type {model_type!r}, which is none of this package's; transformers' own "
+            "models need no code, and `hf-xformers convert` makes variants of some"
+        )
+    return CONFIG_MAPPING[model_type].from_pretrained(folder)
+
+
+def with_auto_map(config_json: str, config: Any) -> str:
+    """The text of `config.json` with the entries by which the Auto classes find the code."""
+    return json.dumps({**json.loads(config_json), "auto_map": auto_map(type(config))}, indent=2, sort_keys=True) + "\n"
+
+
+def auto_map(config_class: Any) -> dict[str, str]:
+    """Auto class -> `file.Class`, for the config and every head of its family."""
+    classes = {"AutoConfig": config_class, **model_classes(config_class)}
+    return {auto: f"{flat_name(cls.__module__)}.{cls.__name__}" for auto, cls in classes.items()}
+
+
+def model_classes(config_class: Any) -> dict[str, Any]:
+    """Auto class -> model class of every head of a family."""
+    import transformers
+
+    found = {}
+    for head in config_class.heads:
+        auto = HEADS[head][1]
+        found[auto] = getattr(transformers, auto)._model_mapping[config_class]
+    return found
+
+
+def code_files(config: Any) -> dict[str, str]:
+    """File name -> source of the code that a config's model needs, whichever head of the family it gets."""
+    from .. import _NAMES, __version__
+
+    config_class = _installed(type(config))
+    parts = sorted(_component_modules(config_class, config.to_dict()))
+    rooms, auto = f"{PACKAGE}.rooms", f"{PACKAGE}.auto_classes"
+    names = {name: f"{PACKAGE}.{module}" for name, module in _NAMES.items()}
+    flattener = Flattener({rooms: "", auto: _AUTO_CLASSES}, names)
+    entries = {cls.__module__ for cls in (config_class, *model_classes(config_class).values())}
+    flattener.add([*entries, rooms, *parts])
+    files = flattener.files()
+    imported = [f"from .{flat_name(module)} import __name__" for module in parts]
+    rooms_file = f"{flat_name(rooms)}.py"
+    files[rooms_file] = _ROOMS.format(components=_body(imported), others="    pass")
+    hidden = unseen(files, flat_name(rooms))
+    files[rooms_file] = _ROOMS.format(
+        components=_body(imported), others=_body(f"from .{name} import __name__" for name in hidden)
+    )
+    sources = {f"{flat_name(module)}.py": module.replace(".", "/") + ".py" for module in flattener.sources}
+    return {name: _HEADER.format(version=__version__, module=sources[name]) + text for name, text in files.items()}
+
+
+def _body(lines: Iterable[str]) -> str:
+    return "\n".join(f"    {line}" for line in lines) or "    pass"
+
+
+def _installed(config_class: Any) -> Any:
+    """The config class itself; for one that came with a self-contained checkpoint, the installed one of its model type."""
+    from transformers import CONFIG_MAPPING
+
+    if config_class.__module__.startswith("transformers_modules.") and config_class.model_type in CONFIG_MAPPING:
+        return CONFIG_MAPPING[config_class.model_type]
+    if not getattr(config_class, "heads", ()):
+        raise ValueError(
+            f"{config_class.__name__} belongs to no family of this package; a self-contained checkpoint is made of a model "
+            "whose classes `make_family` made"
+        )
+    return config_class
+
+
+def _component_modules(config_class: Any, fields: dict[str, Any]) -> set[str]:
+    """The modules of every component that is looked up when this config, its variant's default, or either in the shape of
+    one of the family's heads is built."""
+    given = {key: value for key, value in fields.items() if key not in ("model_type", "transformers_version")}
+    shapes: list[dict[str, Any]] = [{}]
+    if "ForCausalLM" in config_class.heads:
+        shapes.append({"is_decoder": True, "is_encoder_decoder": False})
+    if "ForSeq2SeqLM" in config_class.heads:
+        shapes.append({"is_decoder": False, "is_encoder_decoder": True})
+    if len(shapes) > 1:
+        shapes.append({"is_decoder": False, "is_encoder_decoder": False})
+    with record_lookups() as found:
+        for base in ({}, given):
+            for shape in shapes:
+                try:
+                    config_class(**{**base, **shape})
+                except ValueError:  # a shape that these components cannot have
+                    if not shape:
+                        raise
+    return {spec.__module__ for spec in found}

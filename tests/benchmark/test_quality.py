@@ -1,0 +1,76 @@
+"""Training on tasks: equal starts, held-out figures, and dense attention solves what a mechanism is to be compared on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_xformers.benchmark.entries import Entry, baseline
+from hf_xformers.benchmark.quality import Training, build, evaluate, train_on
+from hf_xformers.benchmark.tasks import TASKS, inputs_for, read_task, write_task
+
+TINY = Training(steps=4, batch_size=4, length=12, hidden_size=16, layers=1, held_out=6, evaluations=2)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+
+    def made(name, training=TINY):
+        path = folder / f"{name}-{training.length}-{training.steps}.npz"
+        if not path.exists():
+            write_task(name, training.length, training.steps * training.batch_size, training.held_out, 0, path)
+        return path
+
+    return made
+
+
+@pytest.mark.parametrize("task", [name for name in TASKS if name != "text"])
+@pytest.mark.parametrize(
+    "variant, shape",
+    [
+        ("xf_performer", "decoder"),
+        ("xf_bigbird", "encoder"),
+        ("xf_t5", "seq2seq"),
+        ("xf_switch_transformer", "encoder"),
+    ],
+)
+def test_training(data, variant, shape, task):
+    found = train_on(Entry("x", variant), shape, task, TINY, data(task))
+    assert [point[0] for point in found["curve"]] == [0, 2, 4]
+    assert all(first[1] <= second[1] for first, second in zip(found["curve"], found["curve"][1:]))
+    assert found["curve"][-1][2:] == [found["loss"], found["accuracy"]]
+    assert found["loss"] > 0 and 0 <= found["accuracy"] <= 1 and found["seconds"] > 0
+    assert found["head"] == (
+        "ForSequenceClassification"
+        if TASKS[task].classes
+        else {"decoder": "ForCausalLM", "encoder": "ForMaskedLM", "seq2seq": "ForSeq2SeqLM"}[shape]
+    )
+    again = train_on(Entry("x", variant), shape, task, TINY, data(task))
+    assert [point[2] for point in again["curve"]] == [point[2] for point in found["curve"]]
+
+
+def test_figures_do_not_depend_on_the_batches(data):
+    model, head = build(baseline("decoder"), "decoder", "mqar", TINY)
+    rows = read_task(data("mqar"))["held_out"]
+    inputs = {name: torch.from_numpy(column) for name, column in inputs_for(TASKS["mqar"], rows, head).items()}
+    whole, pieces = evaluate(model, inputs, head, 6), evaluate(model, inputs, head, 4)
+    assert whole["loss"] == pytest.approx(pieces["loss"], rel=1e-5) and whole["accuracy"] == pieces["accuracy"]
+    loss = model(**inputs).loss.item()
+    assert whole["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_seed_decides_the_start():
+    first, again, other = (
+        build(Entry("x", "xf_bert"), "encoder", "copy", Training(hidden_size=16, layers=1, seed=seed))[0].state_dict()
+        for seed in (0, 0, 1)
+    )
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["copy", "mqar"])
+def test_dense_attention_solves_it_at_the_defaults(data, task):
+    found = train_on(baseline("decoder"), "decoder", task, Training(), data(task, Training()))
+    assert found["accuracy"] > 0.97 > 0.2 > found["chance accuracy"]

@@ -1,0 +1,134 @@
+"""`hf-xformers benchmark` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from hf_xformers.cli import main
+from hf_xformers.cli.benchmark import make_parser, read_entries, read_settings
+
+
+@pytest.mark.slow
+def test_a_comparison(tmp_path, capsys):
+    folder = tmp_path / "out"
+    command = ["benchmark", "--variants", "narrow=longformer", "--set", "narrow.attention.attention_window=4"]
+    command += ["--lengths", "16", "--rounds", "1", "--encoder", "--output_dir", str(folder)]
+    assert main([*command, "--no_maps"]) == 0
+    results = json.loads((folder / "results.json").read_text())
+    assert {"device", "threads", "torch", "transformers", "python"} <= set(results["machine"])
+    assert [(row["label"], row["variant"], row["at"], row["status"]) for row in results["rows"]] == [
+        ("dense", "xf_bert", 16, "ok"),
+        ("narrow", "xf_longformer", 16, "ok"),
+    ]
+    assert all(row["ms"] > 0 and row["time ratio"] > 0 and row["peak MiB"] > 0 for row in results["rows"])
+    assert results["entries"]["narrow"]["components"] == {"attention": {"attention_window": 4}}
+    shown = capsys.readouterr()
+    assert "narrow" in shown.out and "results.md" in shown.err
+    # more, in the same folder
+    assert main([*command, "--resume"]) == 0
+    assert "2 of 4 cells are there already" in " ".join(capsys.readouterr().err.split())
+    rows = json.loads((folder / "results.json").read_text())["rows"]
+    maps = {row["label"]: row["maps"]["encoder"] for row in rows if row["kind"] == "map"}
+    assert [len(weights) for weights in maps.values()] == [16, 16]
+    assert maps["dense"][0][15] > 0 and maps["narrow"][0][15] == maps["narrow"][0][3] == 0 < maps["narrow"][0][2]
+    assert (folder / "maps" / "narrow.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.slow
+def test_training_only(tmp_path):
+    command = ["benchmark", "--variants", "performer", "--train_only", "--tasks", "mqar", "--steps", "3", "--no_maps"]
+    command += [
+        "--train_batch_size",
+        "4",
+        "--train_hidden_size",
+        "16",
+        "--train_layers",
+        "1",
+        "--output_dir",
+        str(tmp_path),
+    ]
+    assert main(command) == 0
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [(row["label"], row["shape"], row["head"], row["status"]) for row in rows] == [
+        ("dense", "decoder", "ForCausalLM", "ok"),
+        ("performer", "decoder", "ForCausalLM", "ok"),
+    ]
+    assert all(0 <= row["accuracy"] <= 1 and row["curve"][-1][0] == 3 for row in rows)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--variants", "longfromer"], r"there is no variant 'longfromer' \(did you mean 'longformer'"),
+        (["--variants", ","], "argument --variants: ',' names nothing"),
+        (["--variants", "bert,bert"], None),
+        (["--variants", "a=bert,a=longformer"], "the label 'a' stands for two entries"),
+        (["--variants", "dense=bert"], "the label 'dense' stands for two entries"),
+        (["--variants", "vision_transformer"], "reads images"),
+        (["--variants", "t5", "--causal"], "'xf_t5' has no decoder class"),
+        (["--variants", "bert", "--lengths", "512,1k"], "argument --lengths: '1k' is no number of tokens"),
+        (["--variants", "bert", "--lengths", "0"], "'0' is no number of tokens"),
+        (["--variants", "bert", "--rounds", "0"], "argument --rounds: 0 is too small"),
+        (["--variants", "bert", "--timeout", "0"], "argument --timeout: 0 must be greater than 0"),
+        (["--variants", "bert", "--train", "--tasks", "mqra"], r"unknown task 'mqra' \(did you mean 'mqar'\?\)"),
+        (["--variants", "bert", "--train", "--train_length", "4"], "task 'mqar' needs at least 5 tokens, not 4"),
+        (
+            ["--variants", "bert", "--train_heads", "3"],
+            "--train_hidden_size 64 cannot be divided among --train_heads 3",
+        ),
+        (["--variants", "bert", "--set", "bert.attention"], "is not of the form LABEL.OPTION=VALUE"),
+        (["--variants", "bert", "--set", "gpt.attention=x"], "is about 'gpt', which is none of bert"),
+        (
+            ["--variants", "bert", "--set", "bert.attentoin=x"],
+            r"no component or field 'attentoin' \(did you mean 'attention",
+        ),
+        (["--variants", "bert", "--set", "bert.attention.window=4"], "Unknown field 'window' of attention 'dense'"),
+        (
+            ["--variants", "bert", "--set", "bert.num_key_value_heads=x"],
+            "--set bert.num_key_value_heads: 'x' is no valid",
+        ),
+        (["--variants", "bert", "--level", "block"], "argument --level: invalid choice: 'block'"),
+        (["--lengths", "16"], "the following arguments are required: --variants"),
+    ],
+)
+def test_refusals(tmp_path, capsys, arguments, message):
+    import re
+
+    if message is None:  # named twice is once
+        assert [entry.label for entry in read_entries("bert,bert", [])] == ["bert"]
+        return
+    assert main(["benchmark", *arguments, "--output_dir", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error) and error.count("\n") == 1, error
+    assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_options_reach_the_settings(tmp_path):
+    options = make_parser().parse_args(
+        "--variants bert --output_dir x --lengths 8,4 --level model --size small --batch-size 3 --dtype bfloat16 --seq2seq "
+        "--max-memory 100 --train --tasks all --steps 7 --learning_rate 0.5 --seed 5".split()
+    )
+    settings = read_settings(options)
+    assert (settings.lengths, settings.level, settings.size, settings.batch_size) == ((8, 4), "model", "small", 3)
+    assert (settings.dtype, settings.shape, settings.max_memory) == ("bfloat16", "seq2seq", 100.0)
+    assert settings.tasks == ("copy", "mqar", "listops", "retrieval", "text")
+    assert (settings.training.steps, settings.training.learning_rate, settings.training.seed) == (7, 0.5, 5)
+    entry = read_entries(
+        "mix=xformer", ["mix.attention=performer", "mix.attention.num_features=32", "mix.hidden_size=64"]
+    )[0]
+    assert entry.components == {"attention": {"type": "performer", "num_features": 32}} and entry.fields == {
+        "hidden_size": 64
+    }
+
+
+def test_example_of_the_readme():
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    (line,) = [line for line in text.splitlines() if line.startswith("hf-xformers benchmark")]
+    options = make_parser().parse_args(shlex.split(line)[2:])
+    assert read_settings(options).tasks == ("copy", "mqar")
+    narrow = read_entries(options.variants, options.set)[-1]
+    assert narrow.components == {"attention": {"attention_window": 128}}

@@ -1,0 +1,354 @@
+"""`hf-xformers push` through the real Hub client, against a small Hub on loopback."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+
+from hf_xformers.adapters import add_adapter, save_adapter
+from hf_xformers.cli import main
+from hf_xformers.hub import bundle
+from hf_xformers.hub.push import _plain_errors, prepare_upload
+from hf_xformers.variants import config_class, family
+from tests.helpers import make_strong, tiny_fields
+from tests.hub.hub_server import Hub, Repo
+from tests.hub.isolated import ROOT, run, run_without_package
+
+SUMMARY = {
+    "status": "finished",
+    "variant": "xf_bert",
+    "objective": {"type": "mlm"},
+    "data": {"data": ["stdlib", "somebody/corpus", "/secret/place/notes.txt"]},
+    "block_size": 16,
+    "train_rows": 87,
+    "seed": 42,
+    "init_from": "somebody/start",
+    "steps": 26,
+    "train_loss": 5.5,
+    "eval_loss": 5.25,
+    "eval_perplexity": 190.5,
+    "eval_runtime": 0.5,
+    "eval_tokens": 20,
+}
+
+COMMANDS = """
+import contextlib, io, json, os, sys
+
+os.environ["COLUMNS"] = "200"
+from hf_xformers.cli import main
+
+results = []
+for token, arguments in json.loads(sys.argv[1]):
+    os.environ.pop("HF_TOKEN", None)
+    if token:
+        os.environ["HF_TOKEN"] = token
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(arguments)
+    results.append([code, out.getvalue() + err.getvalue()])
+print(json.dumps(results))
+"""
+
+LOAD = """
+import sys, torch
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+import_package = sys.argv[1] == "installed"
+if import_package:
+    import hf_xformers
+known = torch.load(sys.argv[2])
+name = "user/tiny" if import_package else "user/whole"
+model = AutoModelForMaskedLM.from_pretrained(name, trust_remote_code=not import_package).eval()
+with torch.no_grad():
+    assert torch.equal(model(known["ids"]).logits, known["logits"])
+if import_package:
+    model.push_to_hub("user/plain")
+    again = AutoModelForMaskedLM.from_pretrained("user/plain").eval()
+    with torch.no_grad():
+        assert torch.equal(again(known["ids"]).logits, known["logits"])
+else:
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)
+    assert tokenizer(["a b"]).input_ids == [[2, 1]]
+    model.save_pretrained("again")
+    again = AutoModelForMaskedLM.from_pretrained("again", trust_remote_code=True).eval()
+    with torch.no_grad():
+        assert torch.equal(again(known["ids"]).logits, known["logits"])
+print("loaded", type(model).__module__)
+"""
+
+
+def make_model(seed=0):
+    cls = config_class("bert")
+    torch.manual_seed(seed)
+    return make_strong(family("bert")["ForMaskedLM"](cls(**tiny_fields(cls, "encoder"))), seed=seed).eval()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A finished run with what does not belong on the Hub, a later version of it, and two adapters."""
+    from peft import LoraConfig, get_peft_model
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    root = tmp_path_factory.mktemp("push")
+    model = make_model()
+    ids = torch.randint(5, 60, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.save({"ids": ids, "logits": model(ids).logits}, root / "known.pt")
+    model.save_pretrained(root / "run")
+    tokenizer = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "a": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]").save_pretrained(root / "run")
+    (root / "run" / "training_summary.json").write_text(json.dumps(SUMMARY))
+    for name in (
+        "optimizer.pt",
+        "scheduler.pt",
+        "rng_state.pth",
+        "training_args.bin",
+        "predictions_test.jsonl",
+        "x.py",
+    ):
+        (root / "run" / name).write_text("stays here")
+    (root / "run" / "checkpoint-5").mkdir()
+    (root / "run" / "checkpoint-5" / "config.json").write_text("{}")
+    later = make_model(seed=1)
+    later.save_pretrained(root / "later")
+    base = make_model()
+    add_adapter(base, "reviews", "houlsby")
+    save_adapter(base, root / "bottleneck", "reviews")
+    lora = get_peft_model(make_model(), LoraConfig(target_modules=["q_proj"], r=2))
+    lora.save_pretrained(root / "lora")
+    return root
+
+
+def sha(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def pushed(folders, tmp_path_factory):
+    """Everything that talks to the Hub, in one process of the client."""
+    run_folder, later = str(folders / "run"), folders / "later"
+    with Hub() as hub:
+        hub.part_size["user/whole"] = 2000
+        broken = f"/lfs/{sha(later / 'model.safetensors')}"
+        hub.fail = lambda method, path: 400 if method == "PUT" and path == broken else None
+        writer, stranger = "hf_writer", "hf_stranger"
+        hub.repos["user/hand"] = Repo()
+        hub.repos["user/hand"].commit("main", {"README.md": b"# By hand\n"}, "mine")
+        steps = {
+            "dry": (None, ["push", run_folder, "--repo", "user/tiny", "--dry-run"]),
+            "first": (writer, ["push", run_folder, "--repo", "user/tiny", "--license", "apache-2.0"]),
+            "whole": (writer, ["push", run_folder, "--repo", "user/whole", "--private", "--self-contained"]),
+            "branch": (writer, ["push", run_folder, "--repo", "user/tiny", "--revision", "trial", "--tag", "mine"]),
+            "request": (
+                stranger,
+                ["push", run_folder, "--repo", "user/tiny", "--create-pr", "--commit-message", "Hi"],
+            ),
+            "stranger": (stranger, ["push", run_folder, "--repo", "user/tiny"]),
+            "private": (stranger, ["push", run_folder, "--repo", "user/whole"]),
+            "wrong": ("hf_wrong", ["push", run_folder, "--repo", "user/tiny"]),
+            "none": (None, ["push", run_folder, "--repo", "user/tiny"]),
+            "broken": (writer, ["push", str(later), "--repo", "user/tiny", "--license", "mit"]),
+            "by hand": (writer, ["push", run_folder, "--repo", "user/hand"]),
+            "lora": (writer, ["push", str(folders / "lora"), "--repo", "user/lora", "--base-model", "user/tiny"]),
+            "bottleneck": (writer, ["push", str(folders / "bottleneck"), "--repo", "user/bottleneck"]),
+        }
+        home = tmp_path_factory.mktemp("client")
+        for loaded in ("models--somebody--start", "datasets--somebody--corpus"):  # what training took from the Hub
+            (home / "hf" / "hub" / loaded).mkdir(parents=True)
+        printed = run(
+            [sys.executable, "-c", COMMANDS, json.dumps(list(steps.values()))],
+            home=home,
+            timeout=240,
+            HF_ENDPOINT=hub.url,
+            HF_HUB_OFFLINE="0",
+            PYTHONPATH=str(ROOT),
+        )
+        results = dict(zip(steps, json.loads(printed.splitlines()[-1])))
+        yield SimpleNamespace(hub=hub, results=results, folders=folders)
+
+
+def front(text):
+    return yaml.safe_load(text.split("---")[1])
+
+
+def test_push(pushed, folders):
+    code, printed = pushed.results["first"]
+    assert code == 0 and "/user/tiny/commit/" in printed, printed
+    files = pushed.hub.repos["user/tiny"].commits
+    first = next(entry for entry in list(files.values())[1:])
+    assert sorted(first) == [
+        ".gitattributes",
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        assert first[name] == (folders / "run" / name).read_bytes()
+    assert not pushed.hub.repos["user/tiny"].private
+    card = first["README.md"].decode()
+    data = front(card)
+    assert data["license"] == "apache-2.0" and data["library_name"] == "transformers"
+    assert data["pipeline_tag"] == "fill-mask" and {"hf_xformers", "xf_bert"} <= set(data["tags"])
+    assert data["base_model"] == "somebody/start" and data["datasets"] == ["somebody/corpus"]
+    result = data["model-index"][0]["results"][0]
+    assert result["dataset"]["type"] == "custom" and result["dataset"]["split"] == "validation"
+    assert {"type": "perplexity", "value": 190.5} == {
+        key: next(m for m in result["metrics"] if m["type"] == "perplexity")[key] for key in ("type", "value")
+    }
+    assert "/secret" not in card and "notes.txt" in card and "| steps | 26 |" in card
+    parsed = ModelCard(card).data.eval_results
+    assert {entry.metric_type for entry in parsed} == {"loss", "perplexity"}
+
+
+def test_dry_run(pushed):
+    code, printed = pushed.results["dry"]
+    assert code == 0 and "model.safetensors" in printed and "library_name: transformers" in printed
+    assert "optimizer" not in printed and "x.py" not in printed
+    assert pushed.hub.log[0] != "" and pushed.hub.repos["user/tiny"].messages[1] == "Upload with hf-xformers"
+
+
+def test_branch_and_pull_request(pushed):
+    repo = pushed.hub.repos["user/tiny"]
+    assert pushed.results["branch"][0] == pushed.results["request"][0] == 0, pushed.results["request"][1]
+    assert "mine" in front(pushed.hub.files("user/tiny", "trial")["README.md"].decode())["tags"]
+    assert "mine" not in pushed.hub.files("user/tiny")["README.md"].decode()
+    assert any(branch.startswith("refs/pr/") for branch in repo.branches) and "Hi" in repo.messages
+    assert "/discussions/" in pushed.results["request"][1]
+
+
+@pytest.mark.parametrize(
+    ("step", "match"),
+    [
+        ("stranger", "this token may not write to 'user/tiny'"),
+        ("private", "this token may not write to 'user/whole'"),
+        ("wrong", "hf auth login"),
+        ("none", "there is no token of the Hub on this machine"),
+    ],
+)
+def test_refused(pushed, step, match):
+    code, printed = pushed.results[step]
+    assert code == 2 and match in printed and "Traceback" not in printed, printed
+
+
+def test_broken_upload(pushed, folders):
+    code, printed = pushed.results["broken"]
+    assert code == 2 and "the Hub answered 400" in printed and "no commit was made" in printed, printed
+    files = pushed.hub.files("user/tiny")
+    assert files["model.safetensors"] == (folders / "run" / "model.safetensors").read_bytes()
+    assert "license: mit" not in files["README.md"].decode()
+
+
+def test_adapters(pushed, folders):
+    for name, weights in (("lora", "adapter_model.safetensors"), ("bottleneck", "bottleneck.safetensors")):
+        assert pushed.results[name][0] == 0, pushed.results[name][1]
+        files = pushed.hub.files(f"user/{name}")
+        assert [path for path in files if path.endswith(".safetensors")] == [weights] and "config.json" not in files
+    data = front(pushed.hub.files("user/lora")["README.md"].decode())
+    assert data["library_name"] == "peft" and data["base_model"] == "user/tiny"
+    assert data["base_model_relation"] == "adapter"
+    assert "bottleneck-adapter" in front(pushed.hub.files("user/bottleneck")["README.md"].decode())["tags"]
+
+
+@pytest.mark.slow
+def test_loads_from_the_hub(pushed, folders, tmp_path):
+    """With the package the plain repository and `push_to_hub`; without it the self-contained one. Equal bit for bit."""
+    online = {"HF_ENDPOINT": pushed.hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_writer"}
+    known = str(folders / "known.pt")
+    run([sys.executable, "-c", LOAD, "installed", known], home=tmp_path / "with", PYTHONPATH=str(ROOT), **online)
+    data = front(pushed.hub.files("user/plain")["README.md"].decode())
+    assert {"hf_xformers", "xf_bert"} <= set(data["tags"])
+    assert pushed.hub.repos["user/whole"].private
+    printed = run_without_package(LOAD, "alone", known, home=tmp_path / "without", **online)
+    assert "loaded transformers_modules.user.whole." in printed
+
+
+def test_cards_by_hand_stay(pushed, folders, tmp_path):
+    """A card in the folder is taken; a generated one and a library's template are made anew. One in the repository stays."""
+    files = pushed.hub.files("user/hand")
+    assert files["README.md"] == b"# By hand\n" and "model.safetensors" in files
+    target = bundle(folders / "run", tmp_path / "out")
+    generated = prepare_upload(target, "user/x")
+    assert generated.card_is_generated and "trust_remote_code=True" in generated.card
+    assert any(name == "modeling_xformer.py" for name in generated.files)
+    (target / "README.md").write_text(generated.card)
+    assert prepare_upload(target, "user/x").card_is_generated
+    (target / "README.md").write_text("# By hand\n")
+    assert prepare_upload(target, "user/x").card == "# By hand\n"
+
+
+@pytest.mark.parametrize("head", ["Model", "ForCausalLM", "ForSequenceClassification", "ForQuestionAnswering"])
+def test_pipeline_of_heads(head, tmp_path):
+    cls = config_class("gpt2")
+    family("gpt2")[head](cls(**tiny_fields(cls, "decoder"))).save_pretrained(tmp_path / "m")
+    card = prepare_upload(tmp_path / "m", "user/m").card
+    tags = {
+        "Model": "feature-extraction",
+        "ForCausalLM": "text-generation",
+        "ForSequenceClassification": "text-classification",
+        "ForQuestionAnswering": "question-answering",
+    }
+    assert front(card)["pipeline_tag"] == tags[head] and "model-index" not in front(card)
+    assert "AutoModelF" + head[1:] in card or head == "Model"
+
+
+def test_shards(tmp_path):
+    make_model().save_pretrained(tmp_path / "m", max_shard_size="30KB")
+    upload = prepare_upload(tmp_path / "m", "user/m")
+    shards = [name for name in upload.files if name.endswith(".safetensors")]
+    assert len(shards) > 1 and "model.safetensors.index.json" in upload.files
+    parameters = make_model().num_parameters()
+    assert f"| parameters | {parameters:,} |" in upload.card
+
+
+def test_models_of_transformers(tmp_path):
+    """They are pushed as they are; their card says what is known, and they have no code to go with."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 8,
+        "vocab_size": 9,
+    }
+    BertForMaskedLM(BertConfig(**sizes)).save_pretrained(tmp_path / "m")
+    card = prepare_upload(tmp_path / "m", "user/m").card
+    assert front(card)["pipeline_tag"] == "fill-mask" and "import hf_xformers" not in card
+    with pytest.raises(ValueError, match="none of this package's"):
+        prepare_upload(tmp_path / "m", "user/m", self_contained=True)
+
+
+def test_wrong_input(folders, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for arguments, match in (
+        ([str(tmp_path / "empty"), "--repo", "user/x"], "is no checkpoint"),
+        ([str(tmp_path / "nowhere"), "--repo", "user/x"], "there is no folder"),
+        ([str(folders / "run"), "--repo", "no spaces/x"], "is no repository of the Hub"),
+        ([str(folders / "run"), "--repo", "x"], "give USER/NAME"),
+        ([str(folders / "lora"), "--repo", "user/x", "--self-contained"], "is an adapter"),
+        ([str(folders / "run")], "--repo"),
+    ):
+        assert main(["push", *arguments]) == 2
+        assert match in capsys.readouterr().err
+    assert main(["bundle", str(folders / "run"), "--to", str(tmp_path / "b")]) == 0
+    assert "code files" in capsys.readouterr().out and (tmp_path / "b" / "modeling_xformer.py").exists()
+
+
+def test_no_connection():
+    from huggingface_hub.errors import HTTPError
+
+    with pytest.raises(ValueError, match="cannot be reached or broke off .no route"), _plain_errors("user/x"):
+        raise HTTPError("no route to host")
+    with pytest.raises(KeyError), _plain_errors("user/x"):  # a bug stays one
+        raise KeyError("x")

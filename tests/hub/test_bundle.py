@@ -1,0 +1,272 @@
+"""A self-contained checkpoint works where this package is not installed, and gives the same numbers bit for bit."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import sys
+
+import pytest
+import torch
+
+from hf_xformers import XFormerConfig
+from hf_xformers.hub import bundle
+from hf_xformers.hub.bundle import auto_map, code_files
+from hf_xformers.hub.flattening import Flattener, unseen
+from hf_xformers.variants import config_class, family, model_types
+from tests.helpers import make_strong, tiny_fields
+from tests.hub.isolated import ROOT, run, run_without_package
+
+# One family for every engine: (variant, head, shape).
+ENGINES = (
+    ("bert", "ForMaskedLM", "encoder"),
+    ("longformer", "ForMaskedLM", "encoder"),
+    ("bigbird", "ForSequenceClassification", "encoder"),
+    ("reformer", "ForCausalLM", "decoder"),
+    ("performer", "ForMaskedLM", "encoder"),
+    ("linformer", "ForMaskedLM", "encoder"),
+    ("transformer_xl", "ForCausalLM", "decoder"),
+    ("t5", "ForSeq2SeqLM", "seq2seq"),
+    ("switch_transformer", "ForSeq2SeqLM", "seq2seq"),
+    ("gpt2", "ForCausalLM", "decoder"),
+    ("deberta", "ForMaskedLM", "encoder"),
+    ("vision_transformer", "ForImageClassification", "encoder"),
+    ("xformer", "ForMaskedLM", "encoder"),
+)
+
+LOAD = """
+import json, sys, torch, transformers
+from pathlib import Path
+
+for folder in sorted(Path(sys.argv[1]).iterdir()):
+    known = torch.load(folder / "known.pt")
+    auto = getattr(transformers, known["auto"])
+    places = [folder]
+    for again in (False, True):
+        model = auto.from_pretrained(places[-1], trust_remote_code=True).eval()
+        assert type(model).__module__.startswith("transformers_modules."), type(model)
+        with torch.no_grad():
+            logits = model(**known["inputs"]).logits
+        assert torch.equal(logits, known["logits"]), (folder.name, again, (logits - known["logits"]).abs().max())
+        if "generated" in known:
+            ids = model.generate(known["inputs"]["input_ids"], max_new_tokens=4, do_sample=False, pad_token_id=0)
+            assert torch.equal(ids, known["generated"]), (folder.name, ids)
+        places.append(Path(sys.argv[2]) / folder.name)
+        model.save_pretrained(places[-1])
+        saved = json.loads((places[-1] / "config.json").read_text())["auto_map"]
+        assert saved == known["auto_map"], (folder.name, saved)
+    headless = transformers.AutoModel.from_pretrained(places[-1], trust_remote_code=True)
+    assert type(headless.config) is type(model.config)
+    print("loaded", folder.name)
+"""
+
+
+def inputs_of(cls, shape):
+    generator = torch.Generator().manual_seed(1)
+    if cls.modality == "image":
+        return {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator)}
+    given = {"input_ids": torch.randint(5, 60, (2, 12), generator=generator)}
+    if shape == "encoder":
+        given["attention_mask"] = torch.tensor([[1] * 12, [1] * 9 + [0] * 3])
+    if shape == "seq2seq":
+        given["decoder_input_ids"] = torch.randint(5, 60, (2, 5), generator=generator)
+    return given
+
+
+@pytest.mark.slow
+def test_engines_without_the_package(tmp_path):
+    source, again = tmp_path / "bundles", tmp_path / "again"
+    for name, head, shape in ENGINES:
+        cls = config_class(name)
+        torch.manual_seed(0)
+        model = make_strong(family(name)[head](cls(**tiny_fields(cls, shape)))).eval()
+        bundle(model, source / name)
+        known = {"inputs": inputs_of(cls, shape), "auto": f"AutoModelF{head[1:]}", "auto_map": auto_map(cls)}
+        with torch.no_grad():
+            known["logits"] = model(**known["inputs"]).logits
+            if name in ("gpt2", "t5"):
+                ids = known["inputs"]["input_ids"]
+                known["generated"] = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        torch.save(known, source / name / "known.pt")
+    printed = run_without_package(LOAD, str(source), str(again), home=tmp_path / "home", timeout=280)
+    assert printed.count("loaded") == len(ENGINES)
+
+
+# What the code of a checkpoint may import beside the standard library: what transformers itself needs.
+ALLOWED = {"torch", "transformers", "huggingface_hub", "numpy", *sys.stdlib_module_names}
+
+
+@functools.cache
+def siblings(name, text):
+    """The files that a file imports, as `from .x import ...` or `from . import x`; nothing else may be imported but what is
+    always there."""
+    found = set()
+    for node in ast.walk(ast.parse(text, name)):
+        if isinstance(node, ast.Import):
+            assert {alias.name.partition(".")[0] for alias in node.names} <= ALLOWED, name
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            assert node.module.partition(".")[0] in ALLOWED, name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 1, name
+            found |= {node.module} if node.module else {alias.name for alias in node.names}
+    return {f"{target}.py" for target in found}
+
+
+@pytest.mark.parametrize("model_type", model_types())
+def test_code_is_closed(model_type):
+    """All files compile and import each other or what is always there; the loader finds all of them from every class."""
+    cls = config_class(model_type)
+    files = code_files(cls(**tiny_fields(cls, "decoder" if cls().is_decoder else "encoder")))
+    for name, text in files.items():
+        assert "/" not in name and siblings(name, text) <= set(files), name
+    references = auto_map(cls)
+    assert len(references) == 1 + len(cls.heads)
+    for reference in references.values():
+        module, name = reference.split(".")
+        assert name in files[f"{module}.py"] or "make_family" in files[f"{module}.py"]
+        assert unseen(files, module) == []
+
+
+def test_only_what_is_used():
+    files = code_files(XFormerConfig())
+    assert "attention_dense.py" in files and "attention_performer.py" not in files
+    mixed = XFormerConfig(num_hidden_layers=2, per_layer_config={1: {"attention": "performer"}}, decoder=None)
+    assert "attention_performer.py" in code_files(mixed)
+    decoder = XFormerConfig(is_encoder_decoder=True, decoder={"position": "rotary"})
+    assert "position_rotary.py" in code_files(decoder)
+
+
+TOGETHER = """
+import sys, torch
+from pathlib import Path
+from transformers import AutoModelForMaskedLM
+
+root = Path(sys.argv[1])
+ids = torch.load(root / "ids.pt")
+
+def check(folder, start, **more):
+    model = AutoModelForMaskedLM.from_pretrained(root / folder, **more).eval()
+    assert type(model).__module__.startswith(start), type(model)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, torch.load(root / f"{folder}.pt"))
+    model(ids).logits.sum().backward()
+    return model
+
+first = check("one", "transformers_modules.one.", trust_remote_code=True)
+second = check("two", "transformers_modules.two.", trust_remote_code=True)
+import hf_xformers
+installed = check("two", "hf_xformers.", trust_remote_code=True)
+check("one", "hf_xformers.", trust_remote_code=False)
+for model, folder in ((first, "one"), (second, "two")):
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, torch.load(root / f"{folder}.pt"))
+installed.save_pretrained(root / "plain")
+assert "auto_map" not in (root / "plain" / "config.json").read_text() and not list((root / "plain").glob("*.py"))
+check("one", "hf_xformers.")
+"""
+
+
+@pytest.mark.slow
+def test_beside_the_package(tmp_path):
+    """Two copies of the code, then the package: each its own, operators of the engines included."""
+    cls = config_class("longformer")
+    ids = torch.randint(5, 60, (2, 12), generator=torch.Generator().manual_seed(1))
+    torch.save(ids, tmp_path / "ids.pt")
+    for seed, name in enumerate(("one", "two")):
+        torch.manual_seed(seed)
+        model = make_strong(family("longformer")["ForMaskedLM"](cls(**tiny_fields(cls, "encoder")))).eval()
+        bundle(model, tmp_path / name)
+        with torch.no_grad():
+            torch.save(model(ids).logits, tmp_path / f"{name}.pt")
+    run([sys.executable, "-c", TOGETHER, str(tmp_path)], home=tmp_path / "home", PYTHONPATH=str(ROOT))
+
+
+def test_of_a_folder(tmp_path):
+    cls = config_class("bert")
+    model = family("bert")["Model"](cls(**tiny_fields(cls, "encoder")))
+    model.save_pretrained(tmp_path / "run")
+    (tmp_path / "run" / "optimizer.pt").write_text("no part of the model")
+    (tmp_path / "run" / "README.md").write_text("# Mine\n")
+    out = bundle(tmp_path / "run", tmp_path / "out")
+    assert (out / "model.safetensors").read_bytes() == (tmp_path / "run" / "model.safetensors").read_bytes()
+    assert (out / "README.md").read_text() == "# Mine\n" and not (out / "optimizer.pt").exists()
+    assert json.loads((out / "config.json").read_text())["auto_map"] == auto_map(cls)
+    assert "auto_map" not in (tmp_path / "run" / "config.json").read_text()
+    (out / "attention_old.py").write_text((out / "rooms.py").read_text())
+    (out / "mine.py").write_text("x = 1\n")
+    before = (out / "config.json").read_bytes()
+    assert bundle(out, out) == out  # in place, and again
+    assert (out / "config.json").read_bytes() == before
+    assert not (out / "attention_old.py").exists() and (out / "mine.py").exists()
+
+
+def test_component_of_ones_own(tmp_path, monkeypatch):
+    (tmp_path / "my_bundle_part.py").write_text(
+        "from torch import nn\n\n"
+        "from hf_xformers import Spec, register\n"
+        "from hf_xformers.feedforward.dense import (\n    DenseFeedForward,  # what it stands on\n)\n\n\n"
+        '@register("feedforward", "my_bundle_part")\n'
+        "class MySpec(Spec):\n    def build(self, config, **where):\n        return nn.Identity()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import my_bundle_part  # noqa: F401
+
+    files = code_files(XFormerConfig(feedforward="my_bundle_part"))
+    text = files["my_bundle_part.py"]
+    assert "from .components import Spec\nfrom .components import register\n" in text
+    assert "from .feedforward_dense import (\n    DenseFeedForward,  # what it stands on\n)" in text
+
+
+def test_import_statements():
+    source = (
+        "from __future__ import annotations\n"
+        "from .. import modeling_outputs as outputs\n"
+        "from ..ops import patterns\n\n\n"
+        "def late():\n"
+        "    é = 1; from ..ops.patterns import band as b  # why\n"
+        "    from ..ops import nystrom, segments\n"
+    )
+    flattener = Flattener({"hf_xformers.attention.mine": source}, {})
+    flattener.add(["hf_xformers.attention.mine"])
+    assert flattener.files()["attention_mine.py"] == (
+        "from __future__ import annotations\n"
+        "from . import modeling_outputs as outputs\n"
+        "from . import ops_patterns as patterns\n\n\n"
+        "def late():\n"
+        "    é = 1; from .ops_patterns import band as b  # why\n"
+        "    from . import ops_nystrom as nystrom\n"
+        "    from . import ops_segments as segments\n"
+    )
+    for bad, match in (("import hf_xformers.cache\n", "cannot"), (None, "no Python file")):
+        flattener = Flattener({} if bad is None else {"mine": bad}, {})
+        with pytest.raises(ValueError, match=match):
+            flattener.add(["mine"])
+
+
+def test_refusals(tmp_path):
+    from transformers import BertConfig, BertModel
+
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 8,
+        "vocab_size": 9,
+    }
+    theirs = BertModel(BertConfig(**sizes))
+    theirs.save_pretrained(tmp_path / "theirs")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text("{}")
+    for what, match in (
+        (tmp_path / "theirs", "type 'bert', which is none of this package's"),
+        (tmp_path / "empty", "is no checkpoint"),
+        (tmp_path / "config", "no weights"),
+        (tmp_path / "nowhere", "there is no folder"),
+        (theirs, "belongs to no family"),
+        (theirs.pooler, "got BertPooler"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            bundle(what, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
