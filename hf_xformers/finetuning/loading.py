@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..configuration_xformer import XFormerConfig
 from ..training.building import SHAPE_OF_HEAD, component, longest_input
+from ..training.checkpoints import misfit, refuse_damaged_weights
 from ..training.presets import size_fields, size_named
 from .tasks import LanguageModeling, Task
 
@@ -143,7 +144,7 @@ def load_model(
     from safetensors import SafetensorError
 
     cls = model_class(config, head)
-    _refuse_damage(name)
+    refuse_damaged_weights(name)
     try:
         model, report = cls.from_pretrained(
             name, config=config, output_loading_info=True, ignore_mismatched_sizes=new_head
@@ -156,18 +157,12 @@ def load_model(
         ) from error
     base = model.base_model_prefix + "."
     keeps_head = has_head and not new_head
-    for kind, text in (
-        ("missing_keys", "has no weights for"),
-        ("unexpected_keys", "has weights that the model has no place for:"),
-        ("mismatched_keys", "has weights of another size for"),
-    ):
-        names = sorted(entry if isinstance(entry, str) else str(entry[0]) for entry in report[kind])
-        wrong = [key for key in names if keeps_head or (key.startswith(base) and not key.startswith(f"{base}pooler"))]
-        if wrong:
-            raise ValueError(
-                f"the checkpoint {name!r} {text} {wrong[0]!r} (and {len(wrong) - 1} more); it is incomplete or of another "
-                "configuration: save it again with its config.json, or take another checkpoint"
-            )
+    wrong = misfit(report, lambda key: keeps_head or (key.startswith(base) and not key.startswith(f"{base}pooler")))
+    if wrong:
+        raise ValueError(
+            f"the checkpoint {name!r} {wrong}; it is incomplete or of another configuration: save it again with its "
+            "config.json, or take another checkpoint"
+        )
     new = sorted(report["missing_keys"])
     if has_head and new_head:
         fresh = dict(cls(config).named_parameters())
@@ -176,17 +171,6 @@ def load_model(
                 parameter.data.copy_(fresh[key].data)
                 new.append(key)
     return model, new
-
-
-def _refuse_damage(name: str) -> None:
-    """A truncated file is named as such before anything reads it."""
-    from ..training.checkpoints import _weights_defect
-
-    folder = Path(name).expanduser()
-    if folder.is_dir() and any(folder.glob("*.safetensors")):
-        problem = _weights_defect(folder)
-        if problem is not None:
-            raise ValueError(f"the model {name!r} cannot be loaded: {problem}; copy or save it again")
 
 
 # ------------------------------------------------------------------------------------------------ tokenizers

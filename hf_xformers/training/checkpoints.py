@@ -6,7 +6,9 @@ import json
 import re
 import warnings
 import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 # Trainer writes this file last, so it marks a save that came to its end.
 STATE_FILE = "trainer_state.json"
@@ -63,6 +65,30 @@ def _weights_defect(folder: Path) -> str | None:
             return f"it has no {name}"
         if not _whole_safetensors(path):
             return f"its {name} is cut off"
+    return None
+
+
+def refuse_damaged_weights(name: str | Path) -> None:
+    """Names a truncated or missing safetensors file of a model's folder before anything reads it; raises ValueError."""
+    folder = Path(name).expanduser()
+    if folder.is_dir() and any(folder.glob("*.safetensors")):
+        problem = _weights_defect(folder)
+        if problem is not None:
+            raise ValueError(f"the model {str(name)!r} cannot be loaded: {problem}; copy or save it again")
+
+
+def misfit(report: Mapping[str, Any], keep: Callable[[str], bool] = lambda key: True) -> str | None:
+    """What does not fit between a checkpoint and the model that was loaded from it (`output_loading_info=True`), in a few
+    words; None when all does. keep: which tensors matter."""
+    for kind, text in (
+        ("missing_keys", "has no weights for"),
+        ("unexpected_keys", "has weights that the model has no place for:"),
+        ("mismatched_keys", "has weights of another size for"),
+    ):
+        names = sorted(entry if isinstance(entry, str) else str(entry[0]) for entry in report[kind])
+        wrong = [name for name in names if keep(name)]
+        if wrong:
+            return f"{text} {wrong[0]!r} (and {len(wrong) - 1} more)"
     return None
 
 

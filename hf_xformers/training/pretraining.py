@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..objectives import Objective, build_objective
 from .building import build_config, build_model, check_objective, choose_block_size, default_objective, longest_input
-from .checkpoints import STATE_FILE, checkpoint_to_resume
+from .checkpoints import STATE_FILE, checkpoint_to_resume, misfit, refuse_damaged_weights
 from .presets import nearest_size
 from .run_folder import (
     SUMMARY_FILE,
@@ -116,6 +116,7 @@ class Preparation:
         variant = choice.variant
         if choice.init_from is not None:
             variant = self._variant_of_start(choice.init_from, variant)
+            refuse_damaged_weights(choice.init_from)
         self.config_class = config_class(resolve(variant or "xformer"))
         objective = choice.objective or default_objective(self.config_class)
         check_objective(self.config_class, objective)
@@ -316,6 +317,7 @@ def start_model(prepared: Prepared, args: TrainingArguments) -> PreTrainedModel:
     from transformers import enable_full_determinism, set_seed
 
     (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
+    from ..conversion.transfer import quiet
     from ..variants import family
 
     cls: Any = family(prepared.config.model_type)[f"For{prepared.objective.head}"]
@@ -325,17 +327,21 @@ def start_model(prepared: Prepared, args: TrainingArguments) -> PreTrainedModel:
     if start is None or prepared.checkpoint is not None:  # Trainer loads the weights of a checkpoint
         return build_model(prepared.config, prepared.objective)
     try:
-        model, report = cls.from_pretrained(start, config=prepared.config, output_loading_info=True)
+        with quiet():  # what does not fit is refused below
+            model, report = cls.from_pretrained(
+                start, config=prepared.config, output_loading_info=True, ignore_mismatched_sizes=True
+            )
     except (RuntimeError, OSError) as error:
         raise ValueError(
             f"--init_from {start!r} does not load into the model asked for ({str(error).splitlines()[0]}); leave out the "
             "options that change its shape"
         ) from error
-    missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
-    if missing:
+    wrong = misfit(
+        report, lambda key: key not in report["unexpected_keys"] or key.startswith(f"{cls.base_model_prefix}.")
+    )
+    if wrong:
         raise ValueError(
-            f"--init_from {start!r} has no weights for {missing[0]!r} (and {len(missing) - 1} more); leave out the options "
-            "that change the model"
+            f"the checkpoint {start!r} {wrong}; leave out options that change the model, or save the whole model again"
         )
     return model
 

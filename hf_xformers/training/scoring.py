@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..objectives import Objective, build_objective
 from .building import choose_block_size, language_objectives
+from .checkpoints import misfit, refuse_damaged_weights
 from .run_folder import read_summary, saved_config
 from .text import TextData, load_splits, make_rows
 
@@ -174,21 +175,24 @@ def _texts(source: TextData, split: str) -> Any:
 
 
 def load_model(name: str, objective: Objective) -> PreTrainedModel:
-    """A saved model with the head that the objective needs. Raises ValueError if the folder lacks weights for it."""
+    """A saved model with the head that the objective needs. Raises ValueError for weights that are damaged or not its own."""
     import transformers
 
+    from ..configuration_xformer import XFormerConfig
+    from ..conversion.transfer import quiet
+
     auto = getattr(transformers, f"AutoModelFor{objective.head}")
+    refuse_damaged_weights(name)
     try:
-        model, report = auto.from_pretrained(name, output_loading_info=True)
+        with quiet():  # what does not fit is refused below
+            model, report = auto.from_pretrained(name, output_loading_info=True, ignore_mismatched_sizes=True)
     except OSError as error:
         raise ValueError(f"{name!r} holds no weights ({str(error).splitlines()[0]}); give a saved model") from error
-    except RuntimeError as error:  # tensors of other shapes than the configuration says
+    unread: Any = () if isinstance(model.config, XFormerConfig) else report["unexpected_keys"]  # others drop old parts
+    wrong = misfit(report, lambda key: key not in unread)
+    if wrong:
         raise ValueError(
-            f"the weights in {name!r} do not fit its config.json ({str(error).splitlines()[0]}); save both together"
-        ) from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ValueError(
-            f"{name!r} has no weights for {missing[0]!r} ({len(missing)} missing): it was not saved with this head"
+            f"the checkpoint {name!r} {wrong}: it is incomplete, of another config.json or of another head; save the whole "
+            "model again, or take another"
         )
     return model

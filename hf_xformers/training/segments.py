@@ -109,7 +109,8 @@ class SegmentCarrier(TrainerCallback):
         path = self.file(folder, rank)
         if not path.is_file():
             return
-        state = torch.load(path, map_location=device, weights_only=True)
+        place = "cpu" if device.type == "cpu" else device  # not "cpu:0", which a process of several is given
+        state = torch.load(path, map_location=place, weights_only=True)
         name = state.pop("kind")
         classes: list[type[SegmentMemory]] = [SegmentMemory, *SegmentMemory.__subclasses__()]
         kinds = {kind.__name__: kind for kind in classes}

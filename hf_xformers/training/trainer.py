@@ -20,11 +20,13 @@ from .segments import SEGMENT_START, SegmentCarrier, StreamSampler
 
 
 class XFormerTrainer(Trainer):
-    """Trainer with five differences.
+    """Trainer with six differences.
 
     - Auxiliary losses (`outputs.aux_losses`) are logged as `aux_<name>`, means since the last log, and have the same
       weight in the gradient for every number of accumulation steps and devices. (A model adds them to a loss that is
       divided by the tokens of the whole step, once per micro-batch; without care they would count as many times.)
+    - With several processes, the rows that fill up the last batch of an epoch, which were in the first, count for nothing
+      in a loss over the tokens of the whole step: what is learned does not depend on the number of processes.
     - Evaluation reports loss, perplexity and accuracy over all labelled tokens, auxiliary losses apart, with the collator
       `eval_collator`, and does not move the random generators: training is the same however often it is evaluated.
     - Label smoothing shifts the labels of causal models of any family.
@@ -98,6 +100,32 @@ class XFormerTrainer(Trainer):
         elif self.args.average_tokens_across_devices:  # multiplied by what averaging the gradients divides by
             included = float(max(self.accelerator.num_processes, self.args.n_gpu))
         return 1.0 / self.current_gradient_accumulation_steps - included
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | int | None:
+        if self.model_accepts_loss_kwargs or self.compute_loss_func is not None:
+            self._leave_out_repeats(batch_samples)
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    def _leave_out_repeats(self, batches: list) -> None:
+        """Takes the labels off rows that the last batch of an epoch has only so that every process has equally many."""
+        labels = batches[-1].get("labels") if batches else None
+        known = (
+            self.segments is None
+            and not self.args.dataloader_drop_last
+            and hasattr(self.train_dataset, "__len__")
+            and isinstance(labels, Tensor)
+        )
+        if self.args.world_size == 1 or not known or not self.accelerator.gradient_state.end_of_dataloader:
+            return
+        rows = self._train_batch_size
+        left_over = len(self.train_dataset) % (rows * self.args.world_size)
+        if not left_over or len(labels) != rows or labels.ndim < 2:
+            return
+        real = min(max(left_over - rows * self.args.process_index, 0), rows)
+        if real < rows:
+            labels = labels.clone()
+            labels[real:] = -100
+            batches[-1] = {**batches[-1], "labels": labels}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self._aux_batches:

@@ -1,0 +1,232 @@
+"""Encoders as ONNX graphs, for runtimes without Python.
+
+```python
+from hf_xformers.export import export_onnx
+
+report = export_onnx(model, "model.onnx")
+```
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .modeling_xformer import XFormerPreTrainedModel, layer_configs
+
+# What a graph gives, where the model's output has it.
+_RESULTS = ("logits", "last_hidden_state", "pooler_output", "start_logits", "end_logits")
+# Attention whose usual path is made of ONNX operators alone; of the others the literal equation is exported.
+_USUAL_PATH = ("dense", "linear_transformer")
+
+
+@dataclass(frozen=True)
+class OnnxReport:
+    """path: the file. outputs: names of what the graph gives. dynamic: whether batch and length may differ from call to call
+    (else they are `shape`). literal: whether attention is exported as its literal equation, whose memory grows with the square
+    of the length. difference: largest absolute difference to the model under onnxruntime; None where that is not installed."""
+
+    path: str
+    outputs: tuple[str, ...]
+    dynamic: bool
+    shape: tuple[int, int]
+    literal: bool
+    difference: float | None
+
+
+class _Plain(nn.Module):
+    """A model whose output is a tuple of tensors."""
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...]):
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
+        output = self.model(input_ids=input_ids, attention_mask=attention_mask)
+        return tuple(output[name] for name in self.names)
+
+
+def export_onnx(
+    model: XFormerPreTrainedModel,
+    path: str | Path,
+    *,
+    batch: int = 2,
+    length: int = 16,
+    dynamic: bool = True,
+    tolerance: float = 1e-4,
+) -> OnnxReport:
+    """Writes `model`, an encoder with or without a head, as an ONNX graph of `input_ids` and `attention_mask`, both int64
+    `[batch, length]`.
+
+    Args:
+        batch, length: the sample that is traced; with `dynamic=False` also the only shape that the graph takes.
+        tolerance: how far onnxruntime, if it is installed, may be from the model on real tokens, relative to the largest
+            output. Another shape than the sample's is compared as well where shapes are dynamic.
+
+    Raises:
+        ImportError: onnx and onnxscript are not installed.
+        ValueError: the model decodes, or has no such graph (the message says what stands in the way), or the graph differs.
+    """
+    if model.config.is_decoder or model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} decodes, and what it keeps between steps has no place in one graph; export an encoder "
+            "(a model built with `is_decoder=False` and `is_encoder_decoder=False`)."
+        )
+    if model.config.modality != "text":
+        raise ValueError(
+            f"{type(model).__name__} reads {model.config.modality}s; export_onnx takes models that read text."
+        )
+    if batch < 2 or length < 2:
+        raise ValueError(
+            f"the sample must be at least 2 x 2, as sizes of 1 are traced as fixed; got {batch} x {length}."
+        )
+    try:
+        import onnxscript  # noqa: F401
+    except ImportError:
+        raise ImportError("ONNX graphs are made with onnx and onnxscript: pip install onnx onnxscript") from None
+    path = Path(path)
+    literal = any(layer.attention.type not in _USUAL_PATH for layer in layer_configs(model.config))
+    with _as_exported(model, literal), torch.no_grad():
+        sample = _sample(model, batch, length)
+        output = model(*sample)
+        names = tuple(name for name in _RESULTS if isinstance(getattr(output, name, None), Tensor))
+        program = _trace(_Plain(model, names), sample, names, dynamic, type(model).__name__)
+        program.save(str(path))
+        difference = _compare(model, path, names, _shapes(model, batch, length, dynamic), tolerance)
+    return OnnxReport(str(path), names, dynamic, (batch, length), literal, difference)
+
+
+@contextlib.contextmanager
+def _as_exported(model: XFormerPreTrainedModel, literal: bool) -> Iterator[None]:
+    """The model in evaluation mode, on the path that is exported, and afterwards as it was."""
+    training, implementation = model.training, model.config._attn_implementation
+    unpads = [
+        tower.config for tower in model.modules() if getattr(getattr(tower, "config", None), "unpad_inputs", False)
+    ]
+    try:
+        model.eval()
+        model.set_attn_implementation("eager" if literal else "sdpa")
+        for config in unpads:
+            config.unpad_inputs = False
+        yield
+    finally:
+        model.train(training)
+        model.set_attn_implementation(implementation)
+        for config in unpads:
+            config.unpad_inputs = True
+
+
+def _sample(model: XFormerPreTrainedModel, batch: int, length: int) -> tuple[Tensor, Tensor]:
+    """Ids and a mask [batch, length] in which every row but the first is padded."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.config.vocab_size, (batch, length), generator=generator)
+    lengths = torch.arange(batch).neg() + length
+    mask = (torch.arange(length) < lengths.clamp(min=1)[:, None]).long()
+    return ids.to(model.device), mask.to(model.device)
+
+
+def _trace(module: nn.Module, sample: tuple[Tensor, Tensor], names: tuple[str, ...], dynamic: bool, model: str) -> Any:
+    free = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    shapes = {"input_ids": free, "attention_mask": free} if dynamic else None
+    said = io.StringIO()
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(said):
+            warnings.simplefilter("ignore")
+            return torch.onnx.export(
+                module.eval(),
+                sample,
+                dynamo=True,
+                dynamic_shapes=shapes,
+                input_names=["input_ids", "attention_mask"],
+                output_names=list(names),
+                custom_translation_table=_translations(),
+                verbose=False,
+            )
+    except Exception as error:
+        cause = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__  # type: ignore[assignment]
+        first = str(cause).strip().splitlines()[0][:200] if str(cause).strip() else type(cause).__name__
+        remedy = "; dynamic=False may give a graph for one shape" if dynamic else ""
+        raise ValueError(f"{model} has no ONNX graph of its computation ({first}){remedy}.") from error
+
+
+def _translations() -> dict[Any, Any]:
+    """Operators that torch does not translate by itself."""
+    from onnxscript import opset18 as op
+
+    def sort_stable(self: Any, stable: Any = None, dim: int = -1, descending: bool = False) -> Any:
+        # ONNX says of TopK that equal values stand in the order of their places: it is stable.
+        size = op.Shape(self, start=dim, end=None if dim == -1 else dim + 1)
+        return op.TopK(self, size, axis=dim, largest=int(descending), sorted=1)
+
+    def searchsorted(
+        sorted_sequence: Any, self: Any, out_int32: bool = False, right: bool = False, **kwargs: Any
+    ) -> Any:
+        # How many entries stand before each value, counted.
+        entries, values = op.Unsqueeze(sorted_sequence, [-2]), op.Unsqueeze(self, [-1])
+        before = op.LessOrEqual(entries, values) if right else op.Less(entries, values)
+        return op.ReduceSum(op.Cast(before, to=6 if out_int32 else 7), [-1], keepdims=0)
+
+    def grouped_matmul(rows: Any, weight: Any, ends: Any) -> Any:
+        # Every expert reads its rows and zeros in place of the others': rows stay where they are, at E times the products.
+        last = op.Unsqueeze(op.Cast(ends, to=7), [0])
+        places = op.Unsqueeze(op.Range(0, op.Squeeze(op.Shape(rows, start=0, end=1)), 1), [1])
+        expert = op.ReduceSum(op.Cast(op.LessOrEqual(last, places), to=7), [1], keepdims=1)
+        total = None
+        for index in range(int(weight.shape[0])):
+            own = op.Mul(rows, op.CastLike(op.Equal(expert, index), rows))
+            part = op.MatMul(own, op.Gather(weight, index, axis=0))
+            total = part if total is None else op.Add(total, part)
+        return total
+
+    table = {torch.ops.aten.sort.stable: sort_stable, torch.ops.aten.searchsorted.Tensor: searchsorted}
+    with contextlib.suppress(ImportError, AttributeError):  # transformers registers it with its experts
+        from transformers.integrations import moe  # noqa: F401
+
+        table[torch.ops.transformers.grouped_mm_fallback.default] = grouped_matmul
+    return table
+
+
+def _shapes(model: XFormerPreTrainedModel, batch: int, length: int, dynamic: bool) -> list[tuple[int, int]]:
+    if not dynamic:
+        return [(batch, length)]
+    most = model.base_model.trunk.max_length or 2 * length
+    return [(batch, length), (batch + 1, min(length + 5, most)), (1, max(length - 3, 1))]
+
+
+def _compare(
+    model: XFormerPreTrainedModel, path: Path, names: tuple[str, ...], shapes: list[tuple[int, int]], tolerance: float
+) -> float | None:
+    try:
+        import onnxruntime
+    except ImportError:
+        return None
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    largest = 0.0
+    for shape in shapes:
+        ids, mask = _sample(model, *shape)
+        output = model(ids, mask)
+        given = {"input_ids": ids.cpu().numpy(), "attention_mask": mask.cpu().numpy()}
+        for name, found in zip(names, session.run(list(names), given)):
+            expected = output[name].float().cpu()
+            apart = (torch.from_numpy(found).float() - expected).abs()
+            if expected.shape[:2] == mask.shape and expected.ndim > 1 and name not in ("pooler_output",):
+                keep = mask.cpu().bool()
+                apart, expected = apart[keep], expected[keep]
+            largest = max(largest, apart.max().item())
+            limit = tolerance * max(1.0, expected.abs().max().item())
+            if apart.max().item() > limit:
+                raise ValueError(
+                    f"under onnxruntime `{name}` differs by {apart.max().item():.1e} on a batch {list(shape)}, more than "
+                    f"{limit:.1e}; the graph at {path} does not compute this model."
+                )
+    return largest

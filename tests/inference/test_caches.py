@@ -1,0 +1,102 @@
+"""Generation with transformers' static cache, compiled decoding, and bfloat16."""
+
+import logging
+
+import pytest
+import torch
+from transformers import StaticCache
+
+from hf_xformers.cache import stateful_part
+from tests.common.cases import CASES
+from tests.helpers import close, pad, tokens
+
+CAUSAL = [case for case in CASES if case.causal]
+DECODERS = {case.name for case in CAUSAL if case.shape == "decoder"}
+# What decodes alone is not tried again under a memory.
+ONCE = [case for case in CAUSAL if case.shape == "decoder" or case.name not in DECODERS]
+each_once = pytest.mark.parametrize("case", ONCE, ids=str)
+
+
+def decoder_config(model):
+    return model.config.tower("decoder") if model.config.is_encoder_decoder else model.config
+
+
+@each_once
+def test_static_cache(case, caplog, monkeypatch):
+    """The same text as with a growing cache; a mechanism with another state takes its own and says so by name."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("hf_xformers"), "propagate", True)
+    model = case.shared()
+    batch, mask = pad([tokens(5), tokens(3, seed=1)], 5, "left")
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
+    growing = model.generate(input_ids=batch, attention_mask=mask, **settings)
+    fixed = model.generate(input_ids=batch, attention_mask=mask, cache_implementation="static", **settings)
+    assert torch.equal(growing.sequences, fixed.sequences)
+    cache = getattr(fixed.past_key_values, "self_attention_cache", fixed.past_key_values)
+    part = stateful_part(decoder_config(model))
+    assert isinstance(cache, StaticCache) == (not part)
+    if not part:
+        size = case.run(model, batch, mask).shape[1] + 6 if case.shape == "decoder" else 7
+        assert all(layer.keys.shape[2] == size - 1 for layer in cache.layers)
+    else:
+        kind = part.split("'")[1]
+        assert kind in (decoder_config(model).attention.type, decoder_config(model).block.type)
+
+
+def test_own_state_is_named(caplog, monkeypatch):
+    from hf_xformers import modeling_heads
+
+    said = []
+    monkeypatch.setattr(modeling_heads.logger, "warning_once", said.append)
+    for name, part in (("xf_performer", "attention 'performer'"), ("xf_cpe", "block 'cpe'"), ("xf_gpt2", None)):
+        model = next(case for case in ONCE if case.name == name).shared()
+        model.generate(tokens(1, 3), max_new_tokens=2, cache_implementation="static")
+        assert not said if part is None else part in said.pop()
+
+
+COMPILED = [case for case in ONCE if case.name in ("xf_gpt2", "xf_t5", "xf_longformer", "xf_realformer", "modern")]
+
+
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+def test_one_graph_for_every_step(case):
+    """Decoding with a static cache is traced once: no step of it is traced again, and the scores are those of the whole."""
+    torch._dynamo.reset()
+    model, ids = case.shared(), tokens(2, 9)
+    cache = StaticCache(config=decoder_config(model), max_cache_len=12)
+    given = {}
+    if case.shape == "seq2seq":
+        from transformers import EncoderDecoderCache
+
+        given = {"encoder_outputs": model.get_encoder()(ids)}
+        cache = EncoderDecoderCache(cache, StaticCache(config=decoder_config(model), max_cache_len=9))
+    name = "decoder_input_ids" if given else "input_ids"
+    compiled, found = torch.compile(model, backend="eager", fullgraph=True, dynamic=False), []
+    with torch.no_grad():
+        found.append(model(**{name: ids[:, :3]}, **given, past_key_values=cache, use_cache=True).logits)
+        for step in range(3, 9):
+            with torch._dynamo.config.patch(error_on_recompile=step > 4):
+                part = {name: ids[:, step : step + 1]}
+                found.append(compiled(**part, **given, past_key_values=cache, use_cache=True).logits)
+        expected = model(input_ids=ids, **({name: ids} if given else {})).logits
+    close(torch.cat(found, dim=1), expected)
+
+
+@each_once
+def test_bfloat16_generation(case):
+    """Steps in bfloat16 score as the whole text does in bfloat16, up to its rounding."""
+    reason = case.exception("half_precision")
+    if reason is not None:
+        pytest.skip(reason)
+    model = case.shared(torch.bfloat16)
+    ids = tokens(2, 4)
+    output = model.generate(
+        ids, max_new_tokens=3, min_new_tokens=3, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+    with torch.no_grad():
+        if case.shape == "decoder":
+            whole = model(output.sequences[:, :-1], use_cache=False).logits[:, 3:]
+        else:
+            whole = model(input_ids=ids, decoder_input_ids=output.sequences[:, :-1], use_cache=False).logits
+    steps = torch.stack(output.logits, dim=1)
+    assert steps.shape == whole.shape and steps.isfinite().all()
+    close(steps.float(), whole.float(), 0.1)

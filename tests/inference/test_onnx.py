@@ -1,0 +1,81 @@
+"""ONNX graphs of encoders, run by onnxruntime on shapes that were not traced."""
+
+import pytest
+import torch
+
+from hf_xformers.export import export_onnx
+from hf_xformers.variants import config_class, family
+from tests.common.cases import CASES
+from tests.helpers import make_strong, pad, tiny_fields, tokens
+
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+ENCODERS = {case.name: case for case in CASES if case.shape == "encoder"}
+QUICK = ("xf_bert",)
+OTHERS = (
+    "xf_longformer",
+    "xf_performer",
+    "xf_switch_transformer",
+    "xf_luna",
+    "xf_reformer",
+    "xf_cpe",
+    "xf_universal_transformer",
+    "xf_deberta",
+)
+
+
+def run(path, ids, mask):
+    return onnxruntime.InferenceSession(str(path)).run(
+        None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()}
+    )
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_parity(name, tmp_path):
+    """1e-4 is asked for; padded rows, a single token and longer texts than the sample are among the batches."""
+    case = ENCODERS[name]
+    model = case.build(dtype=torch.float32)
+    before = model.config._attn_implementation
+    report = export_onnx(model, tmp_path / "model.onnx")
+    assert report.outputs == ("logits",) and report.dynamic and report.difference < 1e-4
+    assert model.config._attn_implementation == before
+    for lengths in ((9, 5), (3, 7, 25), (1,)):
+        ids, mask = pad([tokens(n, seed=n) for n in lengths], max(lengths), "right", seed=9)
+        (found,) = run(tmp_path / "model.onnx", ids, mask)
+        with torch.no_grad():
+            expected = model(ids, mask).logits
+        real = mask.bool()
+        torch.testing.assert_close(torch.from_numpy(found)[real], expected[real], atol=1e-4, rtol=1e-4)
+
+
+def test_classifier(tmp_path):
+    """A head with one answer per text, at one fixed shape."""
+    config = config_class("xf_bert")(**tiny_fields(config_class("xf_bert"), num_labels=3))
+    torch.manual_seed(0)
+    model = make_strong(family("xf_bert")["ForSequenceClassification"](config)).train()
+    report = export_onnx(model, tmp_path / "model.onnx", batch=2, length=8, dynamic=False)
+    assert model.training and report.shape == (2, 8) and not report.dynamic
+    ids, mask = pad([tokens(8), tokens(4, seed=1)], 8, "right")
+    with torch.no_grad():
+        expected = model.eval()(ids, mask).logits
+    torch.testing.assert_close(
+        torch.from_numpy(run(tmp_path / "model.onnx", ids, mask)[0]), expected, atol=1e-4, rtol=0
+    )
+
+
+def test_refusals(tmp_path, monkeypatch):
+    decoder = next(case for case in CASES if str(case) == "xf_gpt2-decoder").shared(torch.float32)
+    with pytest.raises(ValueError, match="decodes, and what it keeps between steps has no place in one graph"):
+        export_onnx(decoder, tmp_path / "model.onnx")
+    model = ENCODERS["xf_bert"].shared(torch.float32)
+    with pytest.raises(ValueError, match="at least 2 x 2"):
+        export_onnx(model, tmp_path / "model.onnx", batch=1)
+
+    def fails(*args, **kwargs):
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(torch.onnx, "export", fails)
+    with pytest.raises(ValueError, match=r"has no ONNX graph of its computation \(no such operator\); dynamic=False"):
+        export_onnx(model, tmp_path / "model.onnx")
+    assert not (tmp_path / "model.onnx").exists()

@@ -1,0 +1,119 @@
+"""Padding removal: with `unpad_inputs` a padded batch gives what it gives without, in values and gradients."""
+
+import pytest
+import torch
+
+from hf_xformers import XFormerConfig
+from hf_xformers.unpadding import Unpadding
+from tests.common.cases import CASES, FLAGS
+from tests.helpers import close, close_gradients, gradients, pad, tokens
+
+READERS = [case for case in CASES if case.shape != "decoder"]
+
+
+def allows(case):
+    return all(getattr(tower, slot).unpads for tower in case.config().tower_configs() for slot in ("stack", "block"))
+
+
+def batch(side="right"):
+    """A full row, half rows, a single token and a row of padding alone."""
+    rows = [tokens(9), tokens(5, seed=1), tokens(1, seed=2), tokens(0)]
+    if side == "both":
+        ids, mask = pad(rows, 9, "right", seed=4)
+        return ids.roll(2, 1), mask.roll(2, 1)
+    return pad(rows, 9, side, seed=4)
+
+
+def test_indices():
+    """Lengths 3, 1 and 4: which of 12 places are real, and back again."""
+    mask = torch.arange(4) < torch.tensor([[3], [1], [4]])
+    unpadding = Unpadding(mask)
+    assert unpadding.index.tolist() == [0, 1, 2, 4, 8, 9, 10, 11]
+    states = torch.randn(3, 4, 2)
+    packed = unpadding.pack(states)
+    assert packed.shape == (1, 8, 2)
+    assert torch.equal(unpadding.pad(packed), states * mask[..., None])
+    positions = unpadding.pack(torch.arange(4)[None])
+    assert positions.tolist() == [[0, 1, 2, 0, 0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("case", [case for case in READERS if allows(case)], ids=str)
+@pytest.mark.parametrize("side", ["right", "left", "both"])
+def test_equals_padded(case, side):
+    """Every mechanism on the usual stack, whatever padding holds, a row of padding alone included."""
+    model = case.shared()
+    ids, mask = batch(side)
+    real = mask.bool()[..., None]
+    expected = case.run(model, ids, mask, use_cache=False)
+    slopes = gradients(model, expected * real)
+    towers = [module for module in model.modules() if hasattr(module, "takes_pairs")]
+    seen = []
+    hooks = [tower.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].shape)) for tower in towers]
+    for tower in towers:
+        tower.config.unpad_inputs = True
+    try:
+        output = case.run(model, ids, mask, use_cache=False)
+        assert seen == [(1, 15, model.config.hidden_size)] * len(towers), "tokens of padding reached the layers"
+        close(output * real, expected * real)
+        close_gradients(gradients(model, output * real), slopes)
+    finally:
+        for tower in towers:
+            tower.config.unpad_inputs = False
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("case", [case for case in READERS if not allows(case)], ids=str)
+def test_refusals(case):
+    """One sentence that names the component; also when it is switched on later."""
+    with pytest.raises(ValueError, match=r"`unpad_inputs=True` joins .* does not allow: .*; leave `unpad_inputs` out"):
+        case.config(unpad_inputs=True)
+    model = case.build()
+    for tower in (module for module in model.modules() if hasattr(module, "takes_pairs")):
+        tower.config.unpad_inputs = True
+    with pytest.raises(ValueError, match="leave `unpad_inputs` out"):
+        case.run(model, *batch(), use_cache=False)
+
+
+def test_saving_and_recording(tmp_path):
+    """The switch is a field of the config; recorded states and attention weights come from the padded path."""
+    case = next(case for case in READERS if case.name == "xf_bert")
+    model = case.build(unpad_inputs=True)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert again.config.unpad_inputs
+    assert not type(model).from_pretrained(tmp_path, unpad_inputs=False).config.unpad_inputs
+    ids, mask = batch()
+    recorded = model(ids, mask, output_hidden_states=True, output_attentions=True)
+    assert all(state.shape[:2] == ids.shape for state in recorded.hidden_states)
+    real = mask.bool()
+    close(model(ids, mask).logits[real], recorded.logits[real])
+    close(model(ids).logits, case.shared()(ids).logits)
+
+
+def test_generation_is_as_before():
+    """Decoding keeps its rows, its prompt is padded as it was."""
+    case = next(case for case in CASES if str(case) == "xf_gpt2-decoder")
+    ids, mask = pad([tokens(5), tokens(3, seed=1)], 5, "left")
+    settings = {"max_new_tokens": 4, "do_sample": False}
+    expected = case.shared().generate(ids, attention_mask=mask, **settings)
+    model = case.build(unpad_inputs=True)
+    assert torch.equal(model.generate(ids, attention_mask=mask, **settings), expected)
+    assert torch.equal(model.generate(ids, attention_mask=mask, use_cache=False, **settings), expected)
+
+
+@pytest.mark.parametrize("feedforward", ["switch", "product_key", "swiglu"])
+def test_other_feed_forwards(feedforward):
+    """Those that do not read single tokens alone are given rows."""
+    names = {"switch": "switch_transformer", "product_key": "product_key_memory"}
+    torch.manual_seed(0)
+    fields = {"vocab_size": 99, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    fields |= {"intermediate_size": 32, "feedforward": names.get(feedforward, feedforward), **FLAGS["encoder"]}
+    from hf_xformers import XFormerModel
+
+    model = XFormerModel(XFormerConfig(**fields)).double().eval()
+    ids, mask = batch()
+    real = mask.bool()
+    expected = model(ids, mask).last_hidden_state[real]
+    model.trunk.config.unpad_inputs = True
+    close(model(ids, mask).last_hidden_state[real], expected)
