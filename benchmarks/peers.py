@@ -93,6 +93,36 @@ def xlnet(length: int):
     return model, embedded(model)
 
 
+def roformer(length: int):
+    model = of_transformers("RoFormer", length, embedding_size=WIDTH)
+    return model, embedded(model)
+
+
+def t5(length: int):
+    from transformers import T5Config, T5EncoderModel
+
+    config = T5Config(
+        vocab_size=16, d_model=WIDTH, d_kv=HEAD_WIDTH, d_ff=8, num_layers=1, num_heads=HEADS, dropout_rate=0.0
+    )
+    model = T5EncoderModel(config)
+    return model, embedded(model)
+
+
+def deberta_v2(length: int):
+    model = of_transformers(
+        "DebertaV2",
+        length,
+        relative_attention=True,
+        position_buckets=256,
+        max_relative_positions=512,
+        pos_att_type=["p2c", "c2p"],
+        share_att_key=True,
+        norm_rel_ebd="layer_norm",
+        position_biased_input=False,
+    )
+    return model, embedded(model)
+
+
 def funnel(length: int):
     from transformers import FunnelBaseModel, FunnelConfig
 
