@@ -92,6 +92,13 @@ def export_onnx(
         import onnxscript  # noqa: F401
     except ImportError:
         raise ImportError("ONNX graphs are made with onnx and onnxscript: pip install onnx onnxscript") from None
+    if dynamic:
+        for layer in layer_configs(model.config):
+            if reason := getattr(layer.attention, "contract_exceptions", {}).get("onnx"):
+                raise ValueError(
+                    f"attention {layer.attention.type!r} has no graph for every length: {reason}; give `length` and "
+                    "`dynamic=False`."
+                )
     path = Path(path)
     literal = any(layer.attention.type not in _USUAL_PATH for layer in layer_configs(model.config))
     with _as_exported(model, literal), torch.no_grad():

@@ -60,6 +60,7 @@ def checkpoint_card(
     base = facts.base_model or about.base_model or record.base_model
     datasets = facts.datasets or record.datasets
     results = _results(record, about, datasets)
+    relation: dict[str, Any] = {"base_model_relation": "adapter"} if base and kind != MODEL else {}
     data = ModelCardData(
         language=facts.language or record.languages or None,
         license=facts.license,
@@ -70,7 +71,7 @@ def checkpoint_card(
         datasets=datasets or None,
         model_name=name if results else None,
         eval_results=results or None,
-        **({"base_model_relation": "adapter"} if base and kind != MODEL else {}),
+        **relation,
     )
     parts = [f"---\n{data.to_yaml()}\n---", f"# {name}", about.summary, *about.sections]
     if record.facts:

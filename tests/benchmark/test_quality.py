@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_xformers.benchmark.entries import Entry, baseline
+from hf_xformers.benchmark.entries import Entry, baseline, choose_shapes
 from hf_xformers.benchmark.quality import Training, build, evaluate, train_on
 from hf_xformers.benchmark.tasks import TASKS, inputs_for, read_task, write_task
+from hf_xformers.variants import config_class, model_types
 
 TINY = Training(steps=4, batch_size=4, length=12, hidden_size=16, layers=1, held_out=6, evaluations=2)
 
@@ -74,3 +75,15 @@ def test_seed_decides_the_start():
 def test_dense_attention_solves_it_at_the_defaults(data, task):
     found = train_on(baseline("decoder"), "decoder", task, Training(), data(task, Training()))
     assert found["accuracy"] > 0.97 > 0.2 > found["chance accuracy"]
+
+
+ONE = Training(steps=1, batch_size=2, length=12, hidden_size=16, layers=2, held_out=2, evaluations=1)
+
+
+@pytest.mark.parametrize("variant", [name for name in model_types() if config_class(name).modality == "text"])
+def test_every_variant_can_be_trained(data, variant):
+    entry = Entry("x", variant)
+    for task in ("mqar", "listops"):
+        shape = choose_shapes([entry], None, TASKS[task].order)["x"]
+        found = train_on(entry, shape, task, ONE, data(task, ONE))
+        assert found["loss"] > 0 and [point[0] for point in found["curve"]] == [0, 1]

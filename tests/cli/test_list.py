@@ -21,7 +21,8 @@ def test_every_variant_is_listed(capsys):
 
 def test_shapes_are_those_of_the_classes(capsys):
     shapes = {entry["id"]: entry["shapes"] for entry in listed(capsys)}
-    assert shapes["xf_bert"] == ["encoder"]
+    assert shapes["xf_bert"] == ["encoder", "decoder"]
+    assert shapes["xf_deberta"] == ["encoder"]
     assert shapes["xf_gpt2"] == ["decoder"]
     assert shapes["xf_t5"] == ["seq2seq"]
     assert shapes["xformer"] == ["encoder", "decoder", "seq2seq"]

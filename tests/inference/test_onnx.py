@@ -69,6 +69,8 @@ def test_refusals(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="decodes, and what it keeps between steps has no place in one graph"):
         export_onnx(decoder, tmp_path / "model.onnx")
     model = ENCODERS["xf_bert"].shared(torch.float32)
+    with pytest.raises(ValueError, match="attention 'bigbird' has no graph for every length: .*; give `length`"):
+        export_onnx(ENCODERS["xf_bigbird"].shared(torch.float32), tmp_path / "model.onnx")
     with pytest.raises(ValueError, match="at least 2 x 2"):
         export_onnx(model, tmp_path / "model.onnx", batch=1)
 
@@ -79,3 +81,12 @@ def test_refusals(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"has no ONNX graph of its computation \(no such operator\); dynamic=False"):
         export_onnx(model, tmp_path / "model.onnx")
     assert not (tmp_path / "model.onnx").exists()
+
+
+@pytest.mark.slow
+def test_one_length(tmp_path):
+    """BigBird at the length that was traced."""
+    report = export_onnx(
+        ENCODERS["xf_bigbird"].build(dtype=torch.float32), tmp_path / "model.onnx", length=16, dynamic=False
+    )
+    assert report.difference < 1e-4

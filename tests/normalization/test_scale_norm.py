@@ -91,7 +91,7 @@ def test_small_start():
         assert abs(linear.weight.var() / variance - 1) < 0.1
         assert torch.count_nonzero(linear.bias) == 0
     assert net.model.trunk.embedding.tokens.weight.abs().max() <= 0.01
-    close(net.model.trunk.final_norm.weight, torch.tensor(8.0))
+    close(net.model.trunk.final_norm.weight, torch.tensor([8.0]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -1,0 +1,184 @@
+"""Two processes on the CPU (gloo) learn what one learns: DDP, Trainer, FSDP2 and tensor parallelism.
+
+Everything is in float64, so that a difference is a mistake and no rounding; each job runs once, in all processes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_xformers.parallel_plans import check_tensor_parallel, layers_apart, tensor_parallel_plan
+from hf_xformers.variants import config_class
+from tests.training.distributed_jobs import BALANCED, RUNS, SHARDED_RUNS, SPLIT, breadth_cases, case_of
+from tests.training.processes import result, run_jobs
+
+JOBS = ["data_parallel", "trainer_runs", "fully_sharded", "sharded_trainer", "tensor_parallel"]
+NAMES = [case.name for case in breadth_cases()]
+TOLERANCE = 1e-9
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("jobs")
+    run_jobs("tests.training.distributed_jobs", JOBS, place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    """The results of a job: of the process that was alone, and of the two."""
+    read: dict = {}
+
+    def of(job):
+        if job not in read:
+            read[job] = result(folder, job, 1), result(folder, job, 2, 0), result(folder, job, 2, 1)
+        return read[job]
+
+    return of
+
+
+def close(actual, expected, tolerance=TOLERANCE):
+    """Equal states; tolerance 0: bit for bit."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            actual[name], tensor, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_every_family_learns_the_same(name, results):
+    """DDP without a broadcast of buffers: parameters, running statistics, centroids, counters, random features. Rows are
+    of unequal lengths, so the processes hold unequal numbers of tokens."""
+    alone, first, second = (job[name] for job in results("data_parallel"))
+    close(first, second, 0)
+    close(first, alone)
+
+
+def test_states_do_move():
+    """The comparison would be empty for buffers that stay as they start."""
+    watched = {
+        "xf_power_norm": "running_gradient",
+        "xf_product_key_memory": "running_var",
+        "xf_routing_transformer": "centroids",
+        "xf_performer": "directions",
+    }
+    from tests.training import distributed_jobs as jobs
+
+    for name, buffer in watched.items():
+        case = next(case for case in breadth_cases() if case.name == name)
+        start = case.build(strong=True, **jobs.NO_DROPOUT, **jobs.CHANGES.get(name, {})).state_dict()
+        end = jobs._train(case, slice(None), 1)
+        moved = [key for key in start if key.endswith(buffer) and not torch.equal(start[key], end[key])]
+        assert moved, (name, buffer)
+
+
+# ------------------------------------------------------------------------------------------------ Trainer
+
+NOT_LINEAR = ("experts with losses",)  # a process balances its own rows, as the released implementations do
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(RUNS))
+def test_trainer(name, results):
+    alone, first, second = (job[name] for job in results("trainer_runs"))
+    close(first["state"], second["state"], 0)
+    for job in (alone, first):
+        close(job["resumed"], job["state"], 0)
+    assert len(first["losses"]) == len(alone["losses"]) > 5
+    if name in NOT_LINEAR:
+        return
+    assert first["losses"] == pytest.approx(alone["losses"], rel=1e-6)  # Trainer adds them up in float32
+    close(first["state"], alone["state"])
+    if not name.startswith("plain"):  # which averages over batches, however many tokens they have
+        assert first["metrics"] == pytest.approx(alone["metrics"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARDED_RUNS)
+def test_trainer_with_fsdp(name, results):
+    """What FSDP2 saves is a plain model, and the steps are those of one process without it."""
+    alone, first, second = (job[name] for job in results("sharded_trainer"))
+    assert first["losses"] == second["losses"] == pytest.approx(alone["losses"], rel=1e-6)
+    assert first["eval_loss"] == pytest.approx(alone["eval_loss"])
+    close(first["state"], alone["state"])
+    close(first["resumed"], first["state"], 0)
+
+
+# ------------------------------------------------------------------------------------------------ plans
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_every_family_under_its_fsdp_plan(name, results):
+    alone, first, second = (job[name] for job in results("fully_sharded"))
+    sharded, every = first["split"]
+    assert sharded == every > 0
+    torch.testing.assert_close(first["logits"], alone["logits"], rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(first["loss"] + second["loss"], 2 * alone["loss"])
+    close(first["state"], alone["state"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(SPLIT))
+def test_tensor_parallel(name, results):
+    """A step of two processes that hold half of the heads and inner channels each, and the model that they save."""
+    alone, first, second = (job[name] for job in results("tensor_parallel"))
+    for job in (first, second):
+        for key in ("loss", "logits"):
+            torch.testing.assert_close(job[key], alone[key], rtol=TOLERANCE, atol=TOLERANCE)
+    close(first["state"], alone["state"])
+    parts = {key.rsplit(".", 2)[-2] for key in first["split"]}
+    assert {"q_proj", "up_proj"} & parts
+
+
+def tensor_parallel_rules(model):
+    return set(tensor_parallel_plan(model.config) or ())
+
+
+@pytest.mark.parametrize("case", breadth_cases(), ids=lambda case: case.name)
+def test_plans_name_what_is_there(case):
+    model = case.build()
+    names = {
+        ".".join("*" if part.isdigit() else part for part in name.split(".")) for name, _ in model.named_modules()
+    }
+    rules = tensor_parallel_rules(model) | set(model.config.base_model_fsdp_plan)
+    assert {f"model.{rule}" for rule in rules} <= names
+    assert {f"model.{rule}" for rule in rules} == set(model.tp_plan) | set(model.fsdp_plan)
+    # Accelerate looks the layers up by name.
+    assert model._no_split_modules <= {type(module).__name__ for module in model.modules()}
+    assert bool(model._no_split_modules) == layers_apart(model.config)
+
+
+REFUSED = {
+    "statistics of batches": ("xf_power_norm", {}, 2, "keeps statistics of the batches of all processes"),
+    "centroids": ("xf_routing_transformer", {}, 2, "routing_transformer' keeps statistics"),
+    "batch norm of queries": ("xf_product_key_memory", {}, 2, "product_key_memory' keeps statistics"),
+    "nothing to split": ("xf_talking_heads", BALANCED, 2, "has nothing that tensor parallelism could split"),
+    "heads": ("xf_bert", {}, 3, "4 heads cannot be split over 3 processes; take a `tp_size` that divides them"),
+    "multi-query": ("xf_bert", {"num_key_value_heads": 1}, 2, "1 key/value heads cannot be split over 2 processes"),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_refused_splits(name):
+    model_type, changes, size, words = REFUSED[name]
+    config = case_of(model_type, "encoder").config(**changes)
+    with pytest.raises(ValueError) as error:
+        check_tensor_parallel(config, size)
+    assert words in str(error.value)
+    if size == 2 and "key/value" not in words:
+        assert "use data parallelism" in str(error.value) and config.base_model_tp_plan is None
+    check_tensor_parallel(config, 1)
+
+
+def test_layers_that_differ():
+    """A rule is for all layers of a tower, so one that cannot be split keeps the others whole."""
+    cls = config_class("xformer")
+    common = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+    mixed = cls(**common, per_layer_config={1: {"attention": "talking_heads"}}, position="none")
+    assert set(mixed.base_model_tp_plan) == {f"trunk.layers.*.feedforward.{x}_proj" for x in ("up", "down")}
+    gated = cls(**common, per_layer_config={1: {"feedforward": "swiglu"}}, position="none")
+    assert gated.base_model_tp_plan["trunk.layers.*.feedforward.gate_proj"] == "colwise"
