@@ -109,17 +109,14 @@ class XFormerTrainer(Trainer):
     def _leave_out_repeats(self, batches: list) -> None:
         """Takes the labels off rows that the last batch of an epoch has only so that every process has equally many."""
         labels = batches[-1].get("labels") if batches else None
-        known = (
-            self.segments is None
-            and not self.args.dataloader_drop_last
-            and hasattr(self.train_dataset, "__len__")
-            and isinstance(labels, Tensor)
-        )
-        if self.args.world_size == 1 or not known or not self.accelerator.gradient_state.end_of_dataloader:
+        if not isinstance(labels, Tensor) or labels.ndim < 2 or not hasattr(self.train_dataset, "__len__"):
+            return
+        whole = self.args.dataloader_drop_last or not self.accelerator.gradient_state.end_of_dataloader
+        if self.args.world_size == 1 or self.segments is not None or whole:
             return
         rows = self._train_batch_size
         left_over = len(self.train_dataset) % (rows * self.args.world_size)
-        if not left_over or len(labels) != rows or labels.ndim < 2:
+        if not left_over or len(labels) != rows:
             return
         real = min(max(left_over - rows * self.args.process_index, 0), rows)
         if real < rows:
