@@ -120,6 +120,10 @@ class XFormerConfig(PreTrainedConfig):
     attribute_map: ClassVar[dict[str, str]] = {}
     info: ClassVar[Any] = None
     heads: ClassVar[tuple[str, ...]] = ()
+    conformance_exceptions: ClassVar[dict[str, str]] = {
+        "test_tied_head_has_a_tp_plan_entry": "the plan leaves the token table whole in every process, and with it the head "
+        "that is tied to it; both are read as plain weights"
+    }
 
     vocab_size: int = 32000
     hidden_size: int = 768

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ class XFormerTrainer(Trainer):
     def _leave_out_repeats(self, batches: list) -> None:
         """Takes the labels off rows that the last batch of an epoch has only so that every process has equally many."""
         labels = batches[-1].get("labels") if batches else None
-        if not isinstance(labels, Tensor) or labels.ndim < 2 or not hasattr(self.train_dataset, "__len__"):
+        if not isinstance(labels, Tensor) or labels.ndim < 2 or not isinstance(self.train_dataset, Sized):
             return
         whole = self.args.dataloader_drop_last or not self.accelerator.gradient_state.end_of_dataloader
         if self.args.world_size == 1 or self.segments is not None or whole:
