@@ -81,9 +81,7 @@ class XFormerPreTrainedModel(PreTrainedModel):
         check_tensor_parallel(self.config, distributed_config.tp_size)
         return super()._resolve_parallel_plans(distributed_config)
 
-    def reported(
-        self, aux_losses: dict[str, Tensor] | None, loss: Tensor | None = None
-    ) -> dict[str, Tensor] | None:
+    def reported(self, aux_losses: dict[str, Tensor] | None, loss: Tensor | None = None) -> dict[str, Tensor] | None:
         """The auxiliary losses that an output gives: beside a loss, in training, and wherever gradients are recorded. An
         output for use alone has none: pipelines cut outputs into rows, which these losses are not made of. The base model
         under a head leaves that to the head."""

@@ -73,7 +73,10 @@ class EarlyExits(nn.Module):
             else:
                 loss = loss_of(logits)
         return XFormerEarlyExitClassifierOutput(
-            loss=with_aux_losses(loss, base.aux_losses), logits=logits, exit_layers=exit_layers, **model.recorded(base, loss)
+            loss=with_aux_losses(loss, base.aux_losses),
+            logits=logits,
+            exit_layers=exit_layers,
+            **model.recorded(base, loss),
         )
 
 
