@@ -94,7 +94,7 @@ def export_onnx(
         raise ImportError("ONNX graphs are made with onnx and onnxscript: pip install onnx onnxscript") from None
     if dynamic:
         for layer in layer_configs(model.config):
-            if reason := getattr(layer.attention, "contract_exceptions", {}).get("onnx"):
+            if reason := layer.attention.why_one_length:
                 raise ValueError(
                     f"attention {layer.attention.type!r} has no graph for every length: {reason}; give `length` and "
                     "`dynamic=False`."

@@ -135,7 +135,8 @@ class AttentionSpec(Spec):
     """Base of attention specs: fields every mechanism has, and what it can do.
 
     splits_heads: whether tensor parallelism may give each process some of the heads: no parameter, buffer or pattern of a
-    single head beside the projections, and no exchange between heads.
+    single head beside the projections, and no exchange between heads. why_one_length: why a graph of it that is exported
+    takes the length of its sample alone, if so.
 
     bias: biases on the projections. scale: factor on scores (`None`: 1 / sqrt(head width); T5: 1.0).
     """
@@ -150,6 +151,7 @@ class AttentionSpec(Spec):
     explicit_mask: ClassVar[bool] = False
     packed: ClassVar[bool] = False
     splits_heads: ClassVar[bool] = False
+    why_one_length: ClassVar[str] = ""
     why_not_causal: ClassVar[str] = ""
 
     bias: bool = True

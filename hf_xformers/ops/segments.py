@@ -87,7 +87,8 @@ def features_of(feature_map, params, x: Tensor, lead: torch.Size, active: list[i
     """
     if feature_map is None:
         return x, None, lambda to_phi, to_log: (to_phi,)
-    if hasattr(feature_map, "with_pullback") and not torch.is_grad_enabled():
+    compiling = torch.compiler.is_compiling()  # the compiler differentiates a map as well as it can itself be written
+    if hasattr(feature_map, "with_pullback") and not torch.is_grad_enabled() and not compiling:
         phi, logs, own = feature_map.with_pullback(x.view(*lead, -1, x.shape[-1]), params, active or ())
 
         def pull_own(to_phi, to_log):
