@@ -50,7 +50,12 @@ class DenseAttention(Attention):
                 context.shared["dense_mask"] = boolean_mask(context)
             else:
                 context.shared["dense_mask"] = self._backend_mask(context, past_key_values)
-        bias = context.shared.get("score_bias") if "score_bias" in self.config.position.acts else None
+        if "score_bias" in self.config.position.acts:
+            self.prepare_bias(context)
+
+    def prepare_bias(self, context: LayerContext) -> None:
+        """The bias of all pairs, for all layers."""
+        bias = context.shared.get("score_bias")
         if bias is not None and "dense_bias" not in context.streams:
             matrix = bias.block(context.query_index, context.key_index)
             context.streams["dense_bias"] = matrix if matrix.ndim == 4 else matrix[None]
@@ -123,4 +128,8 @@ class DenseSpec(AttentionSpec):
             from .dense_terms import DenseWithTerms  # it stands on the loop over queries, which stands on this file
 
             return DenseWithTerms(config, self, **where)
+        if "score_bias" in config.position.acts and not where.get("cross"):
+            from .dense_bias import DenseWithBias
+
+            return DenseWithBias(config, self, **where)
         return DenseAttention(config, self, **where)

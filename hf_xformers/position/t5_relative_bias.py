@@ -44,14 +44,17 @@ class T5RelativeBias(Position):
 
     def block(self, query_index: Tensor, key_index: Tensor) -> Tensor:
         """query_index [..., Tq], key_index [..., Tk] -> [..., H, Tq, Tk]."""
-        distance = key_index.unsqueeze(-2) - query_index.unsqueeze(-1)
+        return self.by_distance(key_index.unsqueeze(-2) - query_index.unsqueeze(-1)).movedim(0, -3)
+
+    def by_distance(self, distance: Tensor) -> Tensor:
+        """distance (key - query) [...] -> [H, ...]."""
         buckets = relative_buckets(
             distance,
             bidirectional=self.bidirectional,
             num_buckets=self.spec.num_buckets,
             max_distance=self.spec.max_distance,
         )
-        return self.table(buckets).movedim(-1, -3)
+        return self.table(buckets).movedim(-1, 0)
 
     def initialize(self, config, init) -> None:
         std = config.initializer_range

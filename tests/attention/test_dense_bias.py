@@ -1,0 +1,58 @@
+"""A bias made block by block against the whole matrix."""
+
+import pytest
+import torch
+
+from hf_xformers import XFormerConfig, XFormerModel
+from hf_xformers.attention import dense_bias, query_blocks
+
+LENGTH = 23
+
+
+def model_of(causal: bool, key_value_heads: int | None = None) -> XFormerModel:
+    torch.manual_seed(0)
+    config = XFormerConfig(
+        vocab_size=30,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=key_value_heads,
+        intermediate_size=32,
+        position={"type": "t5_relative_bias", "num_buckets": 8, "max_distance": 16},
+        initializer_range=0.5,
+        is_decoder=causal,
+    )
+    return XFormerModel(config).double().eval()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("key_value_heads", [None, 2])
+@pytest.mark.parametrize("padded", [False, True])
+def test_blocks_equal_the_whole(monkeypatch, causal, key_value_heads, padded):
+    model = model_of(causal, key_value_heads)
+    ids = torch.randint(1, 30, (2, LENGTH))
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    if padded:
+        mask[0, :5], mask[1, 17:] = 0, 0
+    weights = torch.randn(2, LENGTH, 16, dtype=torch.float64) * mask[..., None]
+
+    def run() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        output = model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        (output * weights).sum().backward()
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        return output.detach() * mask[..., None], gradients
+
+    expected, whole = run()
+    blocks = []
+    attend = dense_bias.DenseWithBias._some_heads
+    monkeypatch.setattr(dense_bias.DenseWithBias, "_some_heads", lambda *a: blocks.append(1) or attend(*a))
+    monkeypatch.setattr(dense_bias, "BIAS_AT_ONCE", 1)
+    monkeypatch.setattr(query_blocks, "SCORES_AT_ONCE", 2 * LENGTH * 8)
+    monkeypatch.setattr(query_blocks, "LEAST_ROWS", 4)
+    monkeypatch.setattr(query_blocks, "FAVOURED_ROWS", 4)
+    found, parts = run()
+    assert len(blocks) > 2  # more than one group of heads in each layer
+    torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-9)
+    for ours, theirs in zip(parts, whole, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-8)
