@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.cache_utils import Cache
 
 from ..context import LayerContext
 from ..ops.shifted_rows import shift_rows

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..components import register
 from ..context import LayerContext
+from ..ops.shifted_rows import shift_rows
 from .base import LayerTerms, Position, PositionSpec, key_positions
 from .t5_relative_bias import relative_buckets
 
@@ -101,7 +102,7 @@ class TupeTerms(LayerTerms):
             num_buckets=self.spec.num_buckets,
             max_distance=self.spec.max_distance,
         )
-        return bias(buckets).t().unfold(-1, keys, 1).flip(1)
+        return shift_rows(bias(buckets).t()[:, None].expand(-1, length, -1), keys)
 
 
 @register("position", "tupe")
