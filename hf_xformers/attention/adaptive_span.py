@@ -240,7 +240,7 @@ class AdaptiveSpanAttention(Attention):
         reach = min(reach, keys)
         total, side = context.key_index.shape[0], reach - 1 + self.gap
         bias, dropout = context.shared.get("score_bias"), self.dropout if self.training else 0.0
-        at_once = min(max(min(reach, 256), TRIM), rows_at_once(2 * batch * heads * reach))
+        at_once = min(max(min(reach, 128), TRIM), rows_at_once(2 * batch * heads * reach))
         whole = [shared_rows(x, length, at_once) for x in (key, value)]
 
         def block(begin: int, end: int, q: Tensor, chosen: Tensor | None) -> Tensor:

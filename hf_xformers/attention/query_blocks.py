@@ -16,12 +16,12 @@ from ..context import LayerContext
 from ..ops.shifted_rows import SharedRows
 from .dense import boolean_mask
 
-# Scores (over batch and heads) in one block: 8 MiB in float32, large enough to hide the cost of a Python step.
-SCORES_AT_ONCE = 1 << 21
+# Scores (over batch and heads) in one block: 4 MiB in float32, large enough to hide the cost of a Python step.
+SCORES_AT_ONCE = 1 << 20
 # However large the batch is, a block has this many queries, so that the loop stays short.
 LEAST_ROWS = 64
 # What a block costs beside its scores (reading all keys, adding to all their gradients) is shared by its queries.
-FAVOURED_ROWS = 256
+FAVOURED_ROWS = 128
 
 
 def visible_pairs(context: LayerContext, cross: bool = False) -> Tensor | None:
