@@ -241,19 +241,24 @@ def flops(step: Callable[[], None]) -> int:
     return counter.get_total_flops()
 
 
-def measure(names: list[str], length: int, rounds: int, with_peers: bool) -> list[dict[str, Any]]:
+def measure_memory(names: list[str], length: int, with_peers: bool) -> dict[str, int]:
+    """Bytes of every step that runs: of the cases, their baselines and peers."""
     everything = list(dict.fromkeys(baseline(CASES[name]) for name in names)) + names
     if with_peers:
         everything += [f"{name} | {peer}" for name in names for peer in CASES[name].peers]
-    # Memory first: a process that has run a backward pass cannot be forked safely.
-    memory, failed = {}, {}
+    memory = {}
     for name in everything:
         try:
             memory[name] = forked_memory(make, name, length)
         except RuntimeError as error:
-            failed[name] = str(error)
             print(f"{name} at {length}: {error}", flush=True)
-    steps = {name: make(name, length) for name in everything if name not in failed}
+    return memory
+
+
+def measure(
+    names: list[str], length: int, rounds: int, with_peers: bool, memory: dict[str, int]
+) -> list[dict[str, Any]]:
+    steps = {name: make(name, length) for name in memory}
     seconds = interleaved_seconds(steps, rounds)
     rows = []
     for name in names:
@@ -312,8 +317,11 @@ def main() -> None:
     names = [name for name in CASES if not wanted or any(part in name for part in wanted)]
     stored = Path(__file__).parent / "results" / "mechanisms.json"
     rows = json.loads(stored.read_text())["rows"] if stored.exists() else []
-    for length in map(int, arguments.lengths.split(",")):
-        new = measure(names, length, arguments.rounds, not arguments.no_peers)
+    lengths, with_peers = [int(length) for length in arguments.lengths.split(",")], not arguments.no_peers
+    # Memory first: a process that has run a backward pass cannot be forked safely, and its heap is no longer its own.
+    memory = {length: measure_memory(names, length, with_peers) for length in lengths}
+    for length in lengths:
+        new = measure(names, length, arguments.rounds, with_peers, memory[length])
         replaced = {(row["case"], row["T"]) for row in new}
         rows = [row for row in rows if (row["case"], row["T"]) not in replaced] + new
         order = list(CASES)

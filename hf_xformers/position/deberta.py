@@ -14,7 +14,7 @@ from ..context import LayerContext
 from .base import LayerTerms, Position, PositionSpec, pair_distances, pick
 
 TABLE = "deberta_table"  # the stream of vectors by distance, [2k, D]
-PRODUCTS_AT_ONCE = 1 << 23  # of keys with vectors by distance (over batch and heads): 32 MiB in float32
+PRODUCTS_AT_ONCE = 1 << 25  # of keys with vectors by distance (over batch and heads): 128 MiB in float32
 
 
 def log_buckets(distance: Tensor, buckets: int, far: int) -> Tensor:
