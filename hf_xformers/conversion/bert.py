@@ -46,8 +46,17 @@ BACKBONE = (
     *LAYERS,
 )
 POOLER = (copied("@pooler.dense.*", "@pooler.dense.*"),)
-CLASSIFIER = (copied("classifier.*", "classifier.*"),)
-SPANS = (copied("qa_outputs.*", "classifier.*"),)
+_CLASSIFIER = (copied("classifier.*", "classifier.*"),)
+CLASSIFIERS = {
+    **dict.fromkeys(("sequence", "token", "choice"), _CLASSIFIER),
+    "spans": (copied("qa_outputs.*", "classifier.*"),),
+}
+# Where a dense layer with an activation stands before the classifier of texts, it is our pooler.
+DENSE_CLASSIFIERS = {
+    **CLASSIFIERS,
+    "sequence_pooler": (copied("classifier.dense.*", "@pooler.dense.*"),),
+    "sequence": (copied("classifier.out_proj.*", "classifier.*"),),
+}
 
 
 def refuse_relative_positions(config: PreTrainedConfig) -> None:
@@ -89,10 +98,7 @@ CONVERTER = register(
                 first(("cls.predictions.decoder.bias", "cls.predictions.bias"), "lm_head.decoder.bias"),
             ),
             "pair": (copied("cls.seq_relationship.*", "classifier.*"),),
-            "sequence": CLASSIFIER,
-            "token": CLASSIFIER,
-            "choice": CLASSIFIER,
-            "spans": SPANS,
+            **CLASSIFIERS,
         },
         heads=(
             Head("BertModel", "Model", "", ("backbone", "pooler")),

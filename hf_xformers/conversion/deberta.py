@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from ..configuration_xformer import XFormerConfig
 from .base import Converter, Head, activation, activation_name, feedforward, register
-from .bert import CLASSIFIER, FIELDS, SPANS
+from .bert import CLASSIFIERS, FIELDS
 from .rules import Operation, Rule, copied, first
 
 
@@ -129,10 +129,7 @@ CONVERTER = register(
                 copied("cls.predictions.transform.LayerNorm.*", "lm_head.norm.*"),
                 first(("cls.predictions.decoder.bias", "cls.predictions.bias"), "lm_head.decoder.bias"),
             ),
-            "sequence": CLASSIFIER,
-            "token": CLASSIFIER,
-            "choice": CLASSIFIER,
-            "spans": SPANS,
+            **CLASSIFIERS,
         },
         heads=(
             Head("DebertaV2Model", "Model", "", ("backbone",)),

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from ..configuration_xformer import XFormerConfig
 from .base import Converter, Head, activation, feedforward, register
-from .bert import BACKBONE, CLASSIFIER, FIELDS, POOLER, SPANS, refuse_relative_positions
+from .bert import BACKBONE, DENSE_CLASSIFIERS, FIELDS, POOLER, refuse_relative_positions
 from .rules import copied, first
 
 
@@ -59,12 +59,7 @@ CONVERTER = register(
                 copied("lm_head.layer_norm.*", "lm_head.norm.*"),
                 first(("lm_head.decoder.bias", "lm_head.bias"), "lm_head.decoder.bias"),
             ),
-            # tanh(W h_0 + b) before the classifier is our pooler
-            "sequence_pooler": (copied("classifier.dense.*", "@pooler.dense.*"),),
-            "sequence": (copied("classifier.out_proj.*", "classifier.*"),),
-            "token": CLASSIFIER,
-            "choice": CLASSIFIER,
-            "spans": SPANS,
+            **DENSE_CLASSIFIERS,
         },
         heads=(
             Head("RobertaModel", "Model", "", ("backbone", "pooler")),

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from ..configuration_xformer import XFormerConfig
 from .base import Converter, Head, activation, activation_name, feedforward, register
-from .bert import CLASSIFIER, FIELDS, LAYERS, SPANS
+from .bert import DENSE_CLASSIFIERS, FIELDS, LAYERS
 from .rules import Operation, Rule, copied, first
 
 
@@ -98,12 +98,7 @@ CONVERTER = register(
                 copied("cls.predictions.transform.LayerNorm.*", "lm_head.norm.*"),
                 first(("cls.predictions.decoder.bias", "cls.predictions.bias"), "lm_head.decoder.bias"),
             ),
-            # act(W h_0 + b) before the classifier is our pooler
-            "sequence_pooler": (copied("classifier.dense.*", "@pooler.dense.*"),),
-            "sequence": (copied("classifier.out_proj.*", "classifier.*"),),
-            "token": CLASSIFIER,
-            "choice": CLASSIFIER,
-            "spans": SPANS,
+            **DENSE_CLASSIFIERS,
         },
         heads=(
             Head("RoFormerModel", "Model", "", BASE),
