@@ -90,8 +90,11 @@ def _loaded(model_class: Any, name: str, config: PreTrainedConfig) -> Source:
     try:
         model, info = model_class.from_pretrained(name, config=config, output_loading_info=True, use_safetensors=True)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        reason = _first_line(error)
+        if "ignore_mismatched_sizes" in reason:  # transformers has logged which, and speaks of an option of its own
+            reason = "weights have other sizes than its config says (the report above names them)"
         raise ValueError(
-            f"Cannot load {model_class.__name__} from {name!r} (safetensors): {_first_line(error)}; copy or download the "
+            f"Cannot load {model_class.__name__} from {name!r} (safetensors): {reason}; copy or download the "
             "checkpoint again, or save it with `save_pretrained`."
         ) from error
     return Source(model, frozenset(info["missing_keys"]), tuple(sorted(info["unexpected_keys"])))

@@ -268,7 +268,7 @@ def test_tensors_that_do_not_fit(tmp_path, bert):
     rewrite({key: tensor for key, tensor in tensors.items() if key != name})
     fails(f"checkpoint lacks '{name}'", folder, tmp_path / "out")
     rewrite({**tensors, name: torch.ones(3, 3)})
-    fails("Cannot load BertForMaskedLM", folder, tmp_path / "out")
+    fails("Cannot load BertForMaskedLM .* other sizes than its config says", folder, tmp_path / "out")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["bert"]
 
 
