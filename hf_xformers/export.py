@@ -5,12 +5,17 @@ from hf_xformers.export import export_onnx
 
 report = export_onnx(model, "model.onnx")
 ```
+
+`hf-xformers export --model FOLDER --output model.onnx` does the same for a saved model.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import logging
+import os
+import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -62,18 +67,21 @@ def export_onnx(
     length: int = 16,
     dynamic: bool = True,
     tolerance: float = 1e-4,
+    opset: int | None = None,
 ) -> OnnxReport:
     """Writes `model`, an encoder with or without a head, as an ONNX graph of `input_ids` and `attention_mask`, both int64
-    `[batch, length]`.
+    `[batch, length]`. The file, and one beside it for weights of more than 2 GB, are written whole or not at all.
 
     Args:
         batch, length: the sample that is traced; with `dynamic=False` also the only shape that the graph takes.
         tolerance: how far onnxruntime, if it is installed, may be from the model on real tokens, relative to the largest
             output. Another shape than the sample's is compared as well where shapes are dynamic.
+        opset: version of ONNX's operators; None: that of torch's exporter.
 
     Raises:
         ImportError: onnx and onnxscript are not installed.
-        ValueError: the model decodes, or has no such graph (the message says what stands in the way), or the graph differs.
+        ValueError: the model decodes, or has no such graph (the message says what stands in the way), also of that opset, or
+            the graph differs.
     """
     if model.config.is_decoder or model.config.is_encoder_decoder:
         raise ValueError(
@@ -100,14 +108,20 @@ def export_onnx(
                     "`dynamic=False`."
                 )
     path = Path(path)
+    if not path.absolute().parent.is_dir() or path.is_dir():
+        raise ValueError(f"the graph cannot be written to {str(path)!r}; give a file in a folder that exists.")
     literal = any(layer.attention.type not in _USUAL_PATH for layer in layer_configs(model.config))
     with _as_exported(model, literal), torch.no_grad():
         sample = _sample(model, batch, length)
         output = model(*sample)
         names = tuple(name for name in _RESULTS if isinstance(getattr(output, name, None), Tensor))
-        program = _trace(_Plain(model, names), sample, names, dynamic, type(model).__name__)
-        program.save(str(path))
-        difference = _compare(model, path, names, _shapes(model, batch, length, dynamic), tolerance)
+        program = _trace(_Plain(model, names), sample, names, dynamic, opset, type(model).__name__)
+        with tempfile.TemporaryDirectory(dir=path.absolute().parent, prefix=".exporting-") as folder:
+            program.save(str(Path(folder) / path.name))
+            shapes = _shapes(model, batch, length, dynamic)
+            difference = _compare(model, Path(folder) / path.name, names, shapes, tolerance)
+            for file in sorted(Path(folder).iterdir(), reverse=True):  # weights, then the graph that refers to them
+                os.replace(file, path.absolute().parent / file.name)
     return OnnxReport(str(path), names, dynamic, (batch, length), literal, difference)
 
 
@@ -140,20 +154,28 @@ def _sample(model: XFormerPreTrainedModel, batch: int, length: int) -> tuple[Ten
     return ids.to(model.device), mask.to(model.device)
 
 
-def _trace(module: nn.Module, sample: tuple[Tensor, Tensor], names: tuple[str, ...], dynamic: bool, model: str) -> Any:
+def _trace(
+    module: nn.Module,
+    sample: tuple[Tensor, Tensor],
+    names: tuple[str, ...],
+    dynamic: bool,
+    opset: int | None,
+    model: str,
+) -> Any:
     free = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     shapes = {"input_ids": free, "attention_mask": free} if dynamic else None
     said = io.StringIO()
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(said):
+        with warnings.catch_warnings(), contextlib.redirect_stdout(said), _silent("torch.onnx", "onnxscript"):
             warnings.simplefilter("ignore")
-            return torch.onnx.export(
+            program = torch.onnx.export(
                 module.eval(),
                 sample,
                 dynamo=True,
                 dynamic_shapes=shapes,
                 input_names=["input_ids", "attention_mask"],
                 output_names=list(names),
+                opset_version=opset,
                 custom_translation_table=_translations(),
                 verbose=False,
             )
@@ -164,6 +186,26 @@ def _trace(module: nn.Module, sample: tuple[Tensor, Tensor], names: tuple[str, .
         first = str(cause).strip().splitlines()[0][:200] if str(cause).strip() else type(cause).__name__
         remedy = "; dynamic=False may give a graph for one shape" if dynamic else ""
         raise ValueError(f"{model} has no ONNX graph of its computation ({first}){remedy}.") from error
+    made = None if program is None else program.model.opset_imports.get("")
+    if opset is not None and made != opset:  # where a conversion fails, the exporter keeps its own version
+        raise ValueError(
+            f"{model} has no ONNX graph of opset {opset}, but one of opset {made}; leave `opset` out, or take another."
+        )
+    return program
+
+
+@contextlib.contextmanager
+def _silent(*names: str) -> Iterator[None]:
+    """Loggers that speak of errors alone."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
 
 
 def _translations() -> dict[Any, Any]:
@@ -217,7 +259,13 @@ def _compare(
         import onnxruntime
     except ImportError:
         return None
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    try:
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    except Exception as error:  # its classes have no base of their own
+        raise ValueError(
+            f"onnxruntime {onnxruntime.__version__} does not run the graph ({str(error).splitlines()[0][:200]}); give another "
+            "`opset`."
+        ) from error
     largest = 0.0
     for shape in shapes:
         ids, mask = _sample(model, *shape)
@@ -234,6 +282,6 @@ def _compare(
             if apart.max().item() > limit:
                 raise ValueError(
                     f"under onnxruntime `{name}` differs by {apart.max().item():.1e} on a batch {list(shape)}, more than "
-                    f"{limit:.1e}; the graph at {path} does not compute this model."
+                    f"{limit:.1e}; the graph does not compute this model and is not written."
                 )
     return largest

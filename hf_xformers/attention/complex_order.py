@@ -22,12 +22,15 @@ from .query_blocks import (
     visible_softmax,
 )
 
+_NAMES = ("q", "k", "v", "o")
+
 
 class ComplexAttention(Attention):
     """score_ij = |sum_c q_ic k_jc| / sqrt(d), softmax over real scores, complex values (Wang et al. 2020, arXiv 1912.12333,
     released code). d: complex channels of a head, half its width.
 
-    States are [real | imaginary]; one real projection serves both parts. Each head keeps its two parts side by side.
+    States are [real | imaginary]. A projection is real and serves both parts, or with `weights="full"` is the complex product
+    z W of W = W_r + i W_i, whose W_i (`q_imaginary`, ...) starts at 0. Each head keeps its two parts side by side.
 
     Time: twice the products of vanilla attention. Memory: the scores of one block of queries, O(S), also in training; O(H
     T S) on the literal path. State: keys and values of all tokens seen.
@@ -43,10 +46,29 @@ class ComplexAttention(Attention):
         self.k_proj = nn.Linear(half, self.num_key_value_heads * self.channels, bias=spec.bias)
         self.v_proj = nn.Linear(half, self.num_key_value_heads * self.channels, bias=spec.bias)
         self.o_proj = nn.Linear(self.num_heads * self.channels, half, bias=spec.bias)
+        if spec.weights == "full":
+            for name in _NAMES:
+                real: nn.Linear = getattr(self, f"{name}_proj")
+                setattr(self, f"{name}_imaginary", nn.Linear(real.in_features, real.out_features, bias=spec.bias))
 
-    def _project(self, projection: nn.Linear, states: Tensor) -> Tensor:
+    def initialize(self, config, init) -> None:
+        super().initialize(config, init)
+        for name in _NAMES if self.spec.weights == "full" else ():
+            module: nn.Linear = getattr(self, f"{name}_imaginary")
+            for parameter in module.parameters():
+                init.zeros_(parameter)
+
+    def _linear(self, name: str, parts: Tensor) -> Tensor:
+        """[..., 2, n] -> [..., 2, m]; the second axis from the right holds real and imaginary parts."""
+        output = getattr(self, f"{name}_proj")(parts)
+        if self.spec.weights == "full":  # i (a + i b) = -b + i a
+            a, b = getattr(self, f"{name}_imaginary")(parts).unbind(-2)
+            output = output + torch.stack((-b, a), dim=-2)
+        return output
+
+    def _project(self, name: str, states: Tensor) -> Tensor:
         """[B, T, D] -> [B, heads, T, 2 d]."""
-        parts = projection(states.unflatten(-1, (2, -1)))
+        parts = self._linear(name, states.unflatten(-1, (2, -1)))
         return parts.unflatten(-1, (-1, self.channels)).permute(0, 3, 1, 2, 4).flatten(-2)
 
     def _keys_and_values(
@@ -57,7 +79,7 @@ class ComplexAttention(Attention):
             layer: Any = past.cross_attention_cache.layers[step]
             return layer.keys, layer.values
         source = memory if self.cross and memory is not None else hidden_states
-        key, value = self._project(self.k_proj, source), self._project(self.v_proj, source)
+        key, value = self._project("k", source), self._project("v", source)
         if past is not None:
             past.is_updated[step] = True
             return past.cross_attention_cache.update(key, value, step)
@@ -74,12 +96,12 @@ class ComplexAttention(Attention):
         step: int | None = None,
     ) -> SublayerOutput:
         step = self.layer_idx if step is None else step
-        query = self._project(self.q_proj, hidden_states)
+        query = self._project("q", hidden_states)
         key, value = self._keys_and_values(hidden_states, memory, past_key_values, step)
         if self.num_key_value_groups > 1:
             key, value = (x.repeat_interleave(self.num_key_value_groups, dim=1) for x in (key, value))
         output, weights = self.attend(query, key, value, context)
-        output = self.o_proj(output.unflatten(-1, (2, -1)).transpose(2, 3).flatten(-2))
+        output = self._linear("o", output.unflatten(-1, (2, -1)).transpose(2, 3).flatten(-2))
         return SublayerOutput(output.flatten(-2), weights)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
@@ -118,7 +140,8 @@ class ComplexAttention(Attention):
 @register("attention", "complex_order")
 class ComplexOrderSpec(AttentionSpec):
     """product: of a query and a key, `bilinear` (released code) or `hermitian` (the key conjugated, so that states that
-    turn at one common frequency give scores that depend on the distance alone)."""
+    turn at one common frequency give scores that depend on the distance alone). weights: of the projections, `shared_real`
+    (released code: real, the same for both parts) or `full` (complex)."""
 
     summary = "scores are moduli of complex products"
     cross = True
@@ -127,6 +150,7 @@ class ComplexOrderSpec(AttentionSpec):
     packed = True
 
     product: Literal["bilinear", "hermitian"] = "bilinear"
+    weights: Literal["shared_real", "full"] = "shared_real"
 
     def check(self, config) -> None:
         if config.hidden_size % 2 or config.head_width % 2:

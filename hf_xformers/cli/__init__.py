@@ -21,6 +21,7 @@ COMMANDS = {
     "uptrain": ("uptrain", "continue the pretraining of a model, with a teacher or without"),
     "benchmark": ("benchmark", "compare variants: time, memory, and what they learn, beside dense attention"),
     "card": ("card", "the model card of a variant or of a checkpoint, with measured figures"),
+    "export": ("export", "an encoder as an ONNX graph, compared with the model under onnxruntime"),
     "bundle": ("bundle", "a checkpoint with the code that it needs, for users without this package"),
     "push": ("push", "upload a checkpoint or an adapter to the Hub, with a card"),
 }

@@ -55,5 +55,7 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
         "seed": trained.get("seed", 42),
         **trained.get("data", {}),
     }
+    if trained.get("eval_streams"):  # how many texts are read side by side decides where each begins
+        defaults["per_device_eval_batch_size"] = trained["eval_streams"]
     parser.set_defaults(**defaults)
     return parser

@@ -41,6 +41,10 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
         f"{config.model_type}, objective {plan['objective']['type']}: {amount(plan['train_rows'])} rows of {plan['block_size']} "
         f"tokens to train on, {amount(plan['validation_rows'])} held out, {plan['vocabulary']:,} tokens in the vocabulary"
     )
+    if plan["train_streams"] is not None:
+        say(
+            f"in {plan['train_streams']} streams of text, each row with the memory of the one before (--segment_streams)"
+        )
     if prepared.checkpoint is not None:
         say(f"resuming from {prepared.checkpoint}")
     summary = train(prepared, args, callbacks)

@@ -9,20 +9,69 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
+from ..cache import RecurrentStateLayer
 from ..components import register
-from ..context import LayerContext, SublayerOutput
+from ..context import LayerContext, SublayerOutput, self_attention_cache
 from .dense import DenseFeedForward
 from .experts import ExpertsSpec, real_tokens
 
 _PRIME = 2**31 - 1
+# Stacks that let layers prepare once per call, with the cache, and keep the text's length.
+_STACKS = ("plain", "reversible")
+# What a call found out about earlier tokens, [B, T] in `context.shared`.
+_PREVIOUS = "previous_ids"
+
+
+class LastIdLayer(RecurrentStateLayer):
+    """A part of a generation cache: the id of each row's last real token, [B]. It stands behind the layers of keys and values,
+    so that it follows beams as they do, in a cache of any kind."""
+
+    is_compileable = True  # its size is fixed, so a static cache stays one
+
+
+def previous_ids(ids: Tensor, context: LayerContext, cache: Cache | None, nothing: int) -> Tensor:
+    """The ids [B, T] of the real tokens before those of `ids`; `nothing` where a text, or a document of a packed row, begins.
+
+    cache: where the last id of earlier calls is held, and that of this one is put; None: the text begins with this call.
+    """
+    held = None if cache is None else _last_id_layer(cache, context)
+    first = torch.full_like(ids[:, 0], nothing) if held is None or not held.state else held.state["ids"]
+    joined = torch.cat((first[:, None], ids), dim=1)
+    mask = context.query_padding_mask
+    if mask is not None:  # the last real one up to each place
+        place = torch.arange(1, joined.shape[1], device=ids.device)
+        joined = joined.gather(1, nn.functional.pad(torch.where(mask, place, 0).cummax(1).values, (1, 0)))
+    if held is not None:
+        held.advance(ids.shape[1], ids=joined[:, -1].clone())
+    found = joined[:, :-1]
+    if context.segment_ids is not None:
+        begins = context.segment_ids[:, 1:] != context.segment_ids[:, :-1]
+        found = found.masked_fill(nn.functional.pad(begins, (1, 0)), nothing)
+    return found
+
+
+def _last_id_layer(cache: Cache, context: LayerContext) -> LastIdLayer:
+    layer = cache.layers[-1] if cache.layers else None
+    if isinstance(layer, LastIdLayer):
+        return layer
+    if cache.get_seq_length() or not cache.layers:
+        raise ValueError(
+            f"feedforward 'hash_layers' hashes pairs of tokens, and the given {type(cache).__name__} does not hold the last one; "
+            "leave `past_key_values` out, or make it with `hf_xformers.cache.make_cache(config)`."
+        )
+    cache.layers.append(LastIdLayer())
+    return cache.layers[-1]
 
 
 class HashExperts(nn.Module):
     """y_t = FFN_{h(w_t)}(x_t), h a fixed map from token ids to experts (Roller et al. 2021, arXiv 2106.04426, section 3).
 
     No router, no loss, no capacity. `random`: h(w) = ((a w + b) mod p) mod E with a and b drawn from the seed and the layer.
-    `position`: the same map of a token's position instead of its id.
+    `position`: the same map of a token's position instead of its id; `previous`: of the id before it, h(w_{t-1}); `bigram`: of
+    both, h(w_{t-1}, w_t) = ((a w_t + c w_{t-1} + b) mod p) mod E. The first token of a text follows an id of its own, V. The
+    last id is the state for decoding.
     `balanced`: a table that [`balance`] fills from token frequencies and that is saved with the model; until then it is the
     random one.
     """
@@ -32,6 +81,8 @@ class HashExperts(nn.Module):
         self.spec = spec
         drawn = random.Random(f"{spec.seed}/{layer_idx}")  # text seeds are the same in every process
         self.factor, self.offset = drawn.randrange(1, _PRIME), drawn.randrange(_PRIME)
+        self.factor_before = drawn.randrange(1, _PRIME)
+        self.nothing = config.vocab_size
         self.experts = spec.make_experts(config)
         if spec.hash == "balanced":
             self.register_buffer("table", torch.zeros(config.vocab_size, dtype=torch.long))
@@ -41,9 +92,17 @@ class HashExperts(nn.Module):
         if self.spec.hash == "balanced":
             init.copy_(self.table, self.spread(torch.arange(self.table.shape[0])))
 
-    def spread(self, ids: Tensor) -> Tensor:
+    def spread(self, ids: Tensor, before: Tensor | int = 0) -> Tensor:
         """The random map."""
-        return (ids * self.factor + self.offset).remainder(_PRIME).remainder(self.spec.num_experts)
+        mixed = ids * self.factor + before * self.factor_before + self.offset
+        return mixed.remainder(_PRIME).remainder(self.spec.num_experts)
+
+    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+        """Finds the ids before those of the call, once for all layers, and keeps the last one in the cache."""
+        ids = context.inputs.get("input_ids")
+        if self.spec.reads_previous and ids is not None and _PREVIOUS not in context.shared:
+            cache = self_attention_cache(past_key_values)
+            context.shared[_PREVIOUS] = previous_ids(ids, context, cache, self.nothing)
 
     def choose(self, context: LayerContext | None) -> Tensor:
         """Experts [B or 1, T]."""
@@ -54,7 +113,12 @@ class HashExperts(nn.Module):
             raise ValueError(
                 "feedforward 'hash_layers' chooses experts by token id; give `input_ids`, not embeddings."
             )
-        return self.table[ids] if self.spec.hash == "balanced" else self.spread(ids)
+        if self.spec.hash == "balanced":
+            return self.table[ids]
+        if not self.spec.reads_previous:
+            return self.spread(ids)
+        before = context.shared[_PREVIOUS]  # type: ignore[union-attr]
+        return self.spread(before) if self.spec.hash == "previous" else self.spread(ids, before)
 
     def forward(self, hidden_states: Tensor, context: LayerContext | None) -> SublayerOutput:
         """hidden_states [B, T, D] -> [B, T, D].
@@ -105,8 +169,8 @@ class HashLayersSpec(ExpertsSpec):
     """One expert per token, by its id.
 
     layers: which layers have experts (`None`: the eighth, or the last of fewer; `every` is not read). hash: `random`,
-    `balanced` with the help of [`balance`], or `position` (the token's place, section 3.1, says which). seed: of the
-    random map.
+    `balanced` with the help of [`balance`], `bigram` (with the token before), `previous` (the token before alone), or
+    `position` (the token's place, section 3.1, says which). seed: of the random map.
     """
 
     summary = "the token's id chooses the expert"
@@ -125,8 +189,21 @@ class HashLayersSpec(ExpertsSpec):
 
     num_experts: int = 32
     layers: tuple[int, ...] | None = None
-    hash: Literal["random", "balanced", "position"] = "random"
+    hash: Literal["random", "balanced", "bigram", "previous", "position"] = "random"
     seed: int = 42
+
+    @property
+    def reads_previous(self) -> bool:
+        """Whether the token before another has a say in its expert."""
+        return self.hash in ("bigram", "previous")
+
+    def check(self, config) -> None:
+        super().check(config)
+        if self.reads_previous and config.stack.type not in _STACKS:
+            raise ValueError(
+                f"feedforward 'hash_layers' with `hash={self.hash!r}` looks at the token before in the text, which stack "
+                f"{config.stack.type!r} does not show it; use `hash='random'`, or stack {' or '.join(map(repr, _STACKS))}."
+            )
 
     def is_sparse(self, config, layer_idx: int) -> bool:
         layers = (min(7, config.num_hidden_layers - 1),) if self.layers is None else self.layers

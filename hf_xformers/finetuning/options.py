@@ -74,7 +74,7 @@ class TaskOptions:
 
     task: str = field(
         metadata={
-            "help": "text-classification, regression, token-classification, question-answering, multiple-choice, "
+            "help": "text-classification, multi-label-classification, regression, token-classification, question-answering, multiple-choice, "
             "summarization, translation or language-modeling."
         },
     )
@@ -84,6 +84,13 @@ class TaskOptions:
     text_pair_column: str | None = field(default=None, metadata={"help": "Column of a second text."})
     label_column: str | None = field(
         default=None, metadata={"help": "Column of the label (or tags, answers). Default: by usual names."}
+    )
+    label_separator: str | None = field(
+        default=None,
+        metadata={"help": "Multi-label: what stands between the labels of a row, in files that hold no lists (CSV)."},
+    )
+    label_threshold: float = field(
+        default=0.5, metadata={"help": "Multi-label: a label is predicted if its probability is above this."}
     )
     target_column: str | None = field(
         default=None, metadata={"help": "Column of the text to generate. Default: by usual names."}

@@ -17,7 +17,7 @@ from ..training.run_folder import SUMMARY_FILE, check_same_run, read_summary, sa
 from . import loading
 from .options import ModelOptions, RunOptions, TaskData, TaskOptions
 from .peft_methods import BOTTLENECKS, add_adapter, check_method, virtual_tokens
-from .tasks import Encoded, LanguageModeling, Regression, Task, build_task
+from .tasks import Encoded, LanguageModeling, MultiLabelClassification, Regression, Task, build_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Seq2SeqTrainingArguments, TrainerCallback
@@ -124,8 +124,10 @@ class FineTuning:
                 f"--metric_for_best_model {wanted!r} is not measured; choose one of "
                 f"{', '.join(known if generating else ('loss',))}"
             )
-        if isinstance(self.task, Regression) and args.label_smoothing_factor:
-            raise ValueError("--label_smoothing_factor spreads probability over classes; a regression has none")
+        if isinstance(self.task, (Regression, MultiLabelClassification)) and args.label_smoothing_factor:
+            raise ValueError(
+                f"--label_smoothing_factor spreads probability over classes, of which one is right; a {self.task.id} has none"
+            )
         if args.label_smoothing_factor and run.peft == "prompt":
             raise ValueError(
                 "--label_smoothing_factor does not work with the virtual tokens of --peft prompt; drop one"

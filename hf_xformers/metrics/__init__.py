@@ -9,6 +9,7 @@ from .bleu import corpus_bleu, tokenize_13a
 from .classification import accuracy, f1, matthews_correlation
 from .correlation import mean_squared_error, pearson, spearman
 from .entities import entities_of, entity_scores, is_entity_tag
+from .multilabel import multilabel_accuracy, multilabel_f1
 from .rouge import rouge
 from .squad import normalize_answer, squad
 
@@ -24,6 +25,8 @@ __all__ = [
     "is_entity_tag",
     "matthews_correlation",
     "mean_squared_error",
+    "multilabel_accuracy",
+    "multilabel_f1",
     "normalize_answer",
     "pearson",
     "rouge",

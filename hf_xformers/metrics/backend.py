@@ -11,10 +11,13 @@ from .bleu import corpus_bleu
 from .classification import accuracy, f1, matthews_correlation
 from .correlation import mean_squared_error, pearson, spearman
 from .entities import entity_scores
+from .multilabel import multilabel_accuracy, multilabel_f1
 from .rouge import rouge
 from .squad import squad
 
 BACKENDS = ("auto", "evaluate", "own")
+# Metrics that are a configuration of one of evaluate's: its name and the configuration.
+_CONFIGURED = {"multilabel_accuracy": ("accuracy", "multilabel"), "multilabel_f1": ("f1", "multilabel")}
 Scores = dict[str, float]
 
 
@@ -65,7 +68,8 @@ def _script(name: str) -> Any | None:
     try:
         import evaluate
 
-        return evaluate.load(f"evaluate-metric/{name}", module_type="metric")
+        script, config = _CONFIGURED.get(name, (name, None))
+        return evaluate.load(f"evaluate-metric/{script}", config, module_type="metric")
     except Exception:  # no network, no script, a missing package: each has an error class of its own
         return None
 
@@ -116,6 +120,8 @@ METRICS: dict[str, tuple[Callable[..., Scores], Callable[..., Scores]]] = {
     "accuracy": (accuracy, _same),
     "f1": (f1, _same),
     "matthews_correlation": (matthews_correlation, _same),
+    "multilabel_accuracy": (multilabel_accuracy, _same),
+    "multilabel_f1": (multilabel_f1, _same),
     "mse": (mean_squared_error, _same),
     "pearsonr": (pearson, _same),
     "spearmanr": (spearman, _same),

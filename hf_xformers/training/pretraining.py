@@ -25,6 +25,7 @@ from .run_folder import (
     start_anew,
     write_json,
 )
+from .segments import choose_streams
 from .text import STREAM_SHUFFLE_ROWS, TextData, load_splits, make_rows, open_tokenizer, train_tokenizer_for
 
 if TYPE_CHECKING:
@@ -61,6 +62,16 @@ class ModelChoice:
     )
     init_from: str | None = field(
         default=None, metadata={"help": "Folder of a saved model of the same variant to take the weights from."}
+    )
+    segment_streams: bool | None = field(
+        default=None,
+        metadata={
+            "nargs": "?",
+            "const": True,
+            "help": "Train and evaluate on contiguous streams of text, with the segment memory carried from row to row. "
+            "Default: true for a causal model that has such a memory (transformer_xl, compressive_transformer), unless "
+            "--streaming.",
+        },
     )
     overwrite_output_dir: bool = field(
         default=False, metadata={"help": "Remove the checkpoints of an earlier run in --output_dir."}
@@ -126,6 +137,9 @@ class Preparation:
         self.checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, self.folder, args.world_size)
         self.config = self._config(None)
         self.block_size = choose_block_size(self.config, self.objective, self.size, choice.block_size)
+        self.segment_streams = choose_streams(
+            choice.segment_streams, self.config, self.objective.head, streaming=source.streaming
+        )
 
     def _variant_of_start(self, folder: str, variant: str | None) -> str:
         from ..variants import model_types, resolve
@@ -190,6 +204,12 @@ class Preparation:
         if self.source.streaming:
             train = train.shuffle(seed=self.args.data_seed or self.args.seed, buffer_size=STREAM_SHUFFLE_ROWS)
         plan = self._plan(config, tokenizer, train, validation)
+        if plan["train_streams"] is not None and len(train) < plan["train_streams"]:
+            raise ValueError(
+                f"{len(train)} rows cannot be laid out in {plan['train_streams']} streams, one for each row of a batch; "
+                "take a smaller --per_device_train_batch_size, a shorter --block_size, more text, or --segment_streams "
+                "false"
+            )
         if self.checkpoint is not None:
             check_same_model(config, self.checkpoint)
             check_same_run(plan, self.checkpoint)
@@ -224,6 +244,8 @@ class Preparation:
             "vocabulary": len(tokenizer),
             "train_rows": _rows(train),
             "validation_rows": _rows(validation),
+            "train_streams": self.args.train_batch_size * self.args.world_size if self.segment_streams else None,
+            "eval_streams": self.args.eval_batch_size * self.args.world_size if self.segment_streams else None,
             "seed": self.args.seed,
             "init_from": self.choice.init_from,
         }
@@ -254,6 +276,7 @@ def train(
     if prepared.checkpoint is not None:
         args.eval_on_start = False  # the start was evaluated when it was the start
     collator = prepared.objective.collator(prepared.tokenizer, seed=args.seed)
+    streams = prepared.plan["train_streams"] is not None
     trainer = (make_trainer or XFormerTrainer)(
         model=model,
         args=args,
@@ -263,6 +286,7 @@ def train(
         eval_dataset=prepared.validation,
         processing_class=prepared.tokenizer,
         callbacks=[EpochCallback(collator), ExactSaves(), *callbacks],
+        segment_streams=streams,
     )
     summary = {**prepared.plan, "parameters": model.num_parameters(), "processes": args.world_size}
     folder = Path(str(args.output_dir))
@@ -292,7 +316,7 @@ def is_finished(prepared: Prepared, args: TrainingArguments) -> bool:
     if prepared.checkpoint is None:
         return False
     return json.loads((prepared.checkpoint / STATE_FILE).read_text())["global_step"] >= planned_steps(
-        args, _rows(prepared.train) or 0
+        args, _rows(prepared.train) or 0, whole_batches=prepared.plan["train_streams"] is not None
     )
 
 
@@ -303,12 +327,12 @@ def _rows(dataset: Any) -> int | None:
     return len(dataset) if hasattr(dataset, "__len__") else None
 
 
-def planned_steps(args: TrainingArguments, rows: int) -> int:
-    """Optimizer steps of a whole run over that many rows."""
+def planned_steps(args: TrainingArguments, rows: int, *, whole_batches: bool = False) -> int:
+    """Optimizer steps of a whole run over that many rows; whole_batches: rows that do not fill a batch are left out."""
     if args.max_steps > 0:
         return args.max_steps
     batch = args.train_batch_size * args.world_size
-    batches = rows // batch if args.dataloader_drop_last else math.ceil(rows / batch)
+    batches = rows // batch if whole_batches or args.dataloader_drop_last else math.ceil(rows / batch)
     return math.ceil(args.num_train_epochs * max(1, math.ceil(batches / args.gradient_accumulation_steps)))
 
 

@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 SUMMARY_FILE = "training_summary.json"
 _STAGING = ".saving"
 # A resumed run must agree in these with the run it continues, or its rows are others.
-_SAME = {"objective": "--objective", "block_size": "--block_size", "train_rows": "--data"}
+_SAME = {
+    "objective": "--objective",
+    "block_size": "--block_size",
+    "train_rows": "--data",
+    "train_streams": "--segment_streams, batch size and number of processes",
+}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -62,9 +67,9 @@ def check_same_run(plan: dict[str, Any], checkpoint: Path) -> None:
     """Refuses to continue `checkpoint` with other rows than it was trained on."""
     before = read_summary(checkpoint.parent)
     for key, option in _SAME.items():
-        if key in before and before[key] != plan[key]:
+        if key in before and before[key] != plan.get(key):
             raise ValueError(
-                f"the run of {str(checkpoint)!r} had {key} {before[key]!r}, and this command gives {plan[key]!r}; resume "
+                f"the run of {str(checkpoint)!r} had {key} {before[key]!r}, and this command gives {plan.get(key)!r}; resume "
                 f"with the same {option} (and the same data and tokenizer), or start a new run in another --output_dir"
             )
 

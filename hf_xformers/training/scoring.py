@@ -11,6 +11,7 @@ from ..objectives import Objective, build_objective
 from .building import choose_block_size, language_objectives
 from .checkpoints import misfit, refuse_damaged_weights
 from .run_folder import read_summary, saved_config
+from .segments import choose_streams
 from .text import TextData, load_splits, make_rows
 
 if TYPE_CHECKING:
@@ -50,6 +51,15 @@ class Score:
         default=None, metadata={"help": "Tokens of a model input. Default: that of the training."}
     )
     tokenizer: str | None = field(default=None, metadata={"help": "Default: the tokenizer saved with the model."})
+    segment_streams: bool | None = field(
+        default=None,
+        metadata={
+            "nargs": "?",
+            "const": True,
+            "help": "Read the text in streams, as many as rows in a batch, and carry the segment memory. Default: as in "
+            "the training, or true for a causal model with such a memory.",
+        },
+    )
     json: bool = field(default=False, metadata={"help": "Print JSON instead of a table."})
 
 
@@ -129,11 +139,17 @@ def evaluate(
         block_size = choose_block_size(config, objective, "base", block_size)
     elif block_size is None:
         block_size = min(_LONGEST_DEFAULT, getattr(config, "max_position_embeddings", None) or _LONGEST_DEFAULT)
+    streams = score.segment_streams
+    if streams is None and "eval_streams" in trained:
+        streams = trained["eval_streams"] is not None
+    streams = choose_streams(streams, config, objective.head)
     with args.main_process_first(local=True, desc="preparing the data"):
         rows = make_rows(_texts(source, score.split), tokenizer, objective, block_size, whole=True)
     model = load_model(score.model, objective)
     collator = objective.collator(tokenizer, seed=args.seed, static=True)
-    trainer = XFormerTrainer(model=model, args=args, data_collator=collator, eval_dataset=rows)
+    trainer = XFormerTrainer(
+        model=model, args=args, data_collator=collator, eval_dataset=rows, segment_streams=streams
+    )
     from transformers.trainer_callback import PrinterCallback
 
     trainer.remove_callback(PrinterCallback)  # the caller prints, perhaps JSON

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,8 +13,50 @@ from transformers.trainer_callback import TrainerCallback
 
 from ..memory import SegmentMemory
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# The input and output of models that have one.
+SEGMENT_MEMORY = "segment_memory"
 # A boolean column, True where a row begins a text that does not continue the row before it in its stream.
 SEGMENT_START = "segment_start"
+
+
+def has_segment_memory(config: PreTrainedConfig) -> bool:
+    """Whether models of a configuration read and return a segment memory."""
+    return SEGMENT_MEMORY in getattr(getattr(config, "stack", None), "inputs", ())
+
+
+def choose_streams(wanted: bool | None, config: PreTrainedConfig, head: str, *, streaming: bool = False) -> bool:
+    """Whether a run reads its rows in streams: as `wanted`; None: where the model has a segment memory, the head is causal
+    and the data is not streamed.
+
+    head: of the objective, as in `For<head>`. Raises ValueError where the wanted streams cannot be.
+    """
+    able = has_segment_memory(config)
+    if wanted is None:
+        return able and head == "CausalLM" and not streaming
+    if wanted and not able:
+        raise ValueError(
+            f"--segment_streams carries a segment memory from row to row, and {config.model_type!r} with stack "
+            f"{getattr(getattr(config, 'stack', None), 'type', 'plain')!r} has none; leave it out, or take a variant that "
+            f"has one: {', '.join(_variants_with_memory())}"
+        )
+    if wanted and streaming:
+        raise ValueError(
+            "--segment_streams cuts the rows into contiguous streams, and --streaming does not know how many there are; "
+            "leave one of them out"
+        )
+    return wanted
+
+
+def _variants_with_memory() -> list[str]:
+    from ..components import SLOTS
+    from ..variants import config_class, model_types
+    from .building import component
+
+    stacks = {name: component(config_class(name), "stack", {})["type"] for name in model_types()}
+    return [name for name, stack in stacks.items() if SEGMENT_MEMORY in SLOTS["stack"].get(stack).inputs]
 
 
 class StreamSampler(Sampler[int]):
@@ -79,11 +121,11 @@ class SegmentCarrier(TrainerCallback):
             memory = memory.reorder(torch.arange(rows))
         if starts is not None:
             memory = memory.reset(starts.bool())
-        return {**inputs, "segment_memory": memory}
+        return {**inputs, SEGMENT_MEMORY: memory}
 
     def leave(self, outputs: Any, training: bool) -> None:
         """Keeps what a batch leaves to the next one. Raises `ValueError` for a model without segment memory."""
-        memory = outputs.get("segment_memory") if isinstance(outputs, dict) else None
+        memory = outputs.get(SEGMENT_MEMORY) if isinstance(outputs, dict) else None
         if memory is None:
             raise ValueError(
                 "`segment_streams=True` carries a segment memory, which this model's outputs do not have; train a model with "

@@ -38,6 +38,15 @@ class Uptraining:
         default=None, metadata={"help": "Tokens of a model input. Default: by size, at most what positions cover."}
     )
     tokenizer: str | None = field(default=None, metadata={"help": "Default: the tokenizer saved with the model."})
+    segment_streams: bool | None = field(
+        default=None,
+        metadata={
+            "nargs": "?",
+            "const": True,
+            "help": "Carry the segment memory along streams of text. Default: true for a causal model that has one, "
+            "unless there is a --teacher, which reads every row by itself.",
+        },
+    )
     overwrite_output_dir: bool = field(
         default=False, metadata={"help": "Remove the checkpoints of an earlier run in --output_dir."}
     )
@@ -72,6 +81,7 @@ def prepare(
         objective=choice.objective or own,
         block_size=choice.block_size,
         tokenizer=choice.tokenizer,
+        segment_streams=choice.segment_streams,
         overwrite_output_dir=choice.overwrite_output_dir,
     )
     return Preparation(start, source, args, objective_fields=objective_fields)
@@ -94,6 +104,12 @@ def uptrain(
     distillation.check()
     trainer: Any = None
     if distillation.teacher is not None:
+        if preparation.choice.segment_streams:
+            raise ValueError(
+                "--segment_streams lets the model read earlier rows, and a --teacher reads every row by itself; leave one "
+                "of them out"
+            )
+        preparation.segment_streams = False
         head = f"For{preparation.objective.head}"
         teacher = open_teacher(distillation, preparation.config, head, preparation.block_size)
         trainer = functools.partial(DistillationTrainer, teacher=teacher, distillation=distillation)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, build_spec
 from hf_xformers.feedforward.dense import DenseFeedForward
@@ -15,6 +16,97 @@ SIZES = dict(vocab_size=30, hidden_size=12, num_hidden_layers=2, num_attention_h
 
 def ids_of(*shape, seed=0, high=30):
     return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def before_by_hand(ids, mask=None, segments=None, nothing=1000):
+    """A loop over tokens: the id of the real token before, in the same document."""
+    found = torch.full_like(ids, nothing)
+    for b in range(ids.shape[0]):
+        for t in range(ids.shape[1]):
+            earlier = [u for u in range(t) if mask is None or mask[b, u]]
+            if earlier and (segments is None or segments[b, earlier[-1]] == segments[b, t]):
+                found[b, t] = ids[b, earlier[-1]]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["bigram", "previous"])
+@pytest.mark.parametrize("case", ["whole", "left", "right", "holes", "packed"])
+def test_the_token_before(kind, case):
+    """h(w_{t-1}, w_t) against a loop, in padded and packed rows."""
+    module, states, ids = build({**SPEC, "hash": kind}, vocab_size=1000), vectors(2, 6), ids_of(2, 6)
+    rows = {
+        "left": [[0, 0, 1, 1, 1, 1], [1] * 6],
+        "right": [[1, 1, 1, 0, 0, 0], [1] * 6],
+        "holes": [[0, 1, 0, 0, 1, 1]] * 2,
+    }
+    mask = torch.tensor(rows[case]).bool() if case in rows else None
+    segments = torch.tensor([[0, 0, 1, 1, 1, 2], [0] * 6]) if case == "packed" else None
+    call = context(2, 6, mask, segments, input_ids=ids)
+    module.prepare(call, None)
+    output = module(states, call).output
+    before = before_by_hand(ids, mask, segments)
+    for b in range(2):
+        for t in range(6):
+            if mask is not None and not mask[b, t]:
+                continue
+            w, u = int(ids[b, t]), int(before[b, t])
+            mixed = module.factor * u if kind == "previous" else module.factor * w + module.factor_before * u
+            close(output[b, t], expert(module.experts, (mixed + module.offset) % (2**31 - 1) % 4, states[b, t]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["bigram", "previous"])
+def test_the_token_before_while_decoding(kind):
+    """A token moves itself and the next one at most; the state is the last id, also of padded rows and of beams."""
+    spec = {"type": "hash_layers", "num_experts": 5, "hash": kind, "layers": (0, 1)}
+    torch.manual_seed(0)
+    model = make_strong(XFormerForCausalLM(XFormerConfig(**SIZES, is_decoder=True, feedforward=spec)).eval())
+    experts = model.model.trunk.layers[0].feedforward
+    ids = ids_of(2, 9)
+    other = ids.clone()
+    other[:, 4] = next(
+        w for w in range(30) if all(experts.spread(torch.tensor(w)) != experts.spread(v) for v in ids[:, 4])
+    )
+    chosen = []
+    experts.register_forward_pre_hook(lambda module, given: chosen.append(module.choose(given[1])))
+    whole, moved = model(ids).logits, model(other).logits
+    close(moved[:, :4], whole[:, :4], 1e-6)
+    places = (chosen[0] != chosen[1]).any(0).nonzero()[:, 0].tolist()
+    assert 5 in places and set(places) <= {4, 5}
+
+    mask = torch.tensor([[0, 0, 0] + [1] * 6, [1] * 9])
+    whole, cache, pieces = model(ids, attention_mask=mask).logits, None, []
+    for begin, end in ((0, 5), (5, 6), (6, 9)):
+        result = model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+        cache = result.past_key_values
+        pieces.append(result.logits)
+    real = mask.bool()
+    close(torch.cat(pieces, 1)[real], whole[real], 1e-5)
+    alone = model(ids[:1, 3:]).logits
+    close(whole[:1, 3:], alone, 1e-5)
+    for settings in ({"num_beams": 3}, {"num_beams": 1}, {"num_beams": 1, "cache_implementation": "static"}):
+        cached, plain = (
+            model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=6,
+                do_sample=False,
+                use_cache=use,
+                **(settings if use else {**settings, "cache_implementation": None}),
+            )
+            for use in (True, False)
+        )
+        assert torch.equal(cached, plain)
+
+
+def test_the_token_before_has_conditions():
+    with pytest.raises(ValueError, match="hash='bigram'.*stack 'funnel' does not show it; use `hash='random'`"):
+        XFormerConfig(**SIZES, feedforward={**SPEC, "hash": "bigram"}, stack="funnel")
+    net, ids = model(hash="bigram"), ids_of(1, 4)
+    with pytest.raises(
+        ValueError, match="hashes pairs of tokens, and the given DynamicCache does not hold the last one"
+    ):
+        net(ids, past_key_values=DynamicCache(), use_cache=True)
 
 
 @pytest.mark.parametrize("kind", ["random", "balanced", "position"])

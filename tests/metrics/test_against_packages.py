@@ -13,6 +13,8 @@ from hf_xformers.metrics import (
     f1,
     matthews_correlation,
     mean_squared_error,
+    multilabel_accuracy,
+    multilabel_f1,
     pearson,
     rouge,
     spearman,
@@ -175,3 +177,22 @@ def test_figures_without_the_packages():
     found = rouge(["the cat sat"], ["the dog sat down"])
     assert found["rouge1"] == found["rougeL"] == pytest.approx(100 * 4 / 7)
     assert found["rouge2"] == 0.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_multilabel(seed):
+    """Rows without a label and labels that never occur are among them."""
+    metrics = pytest.importorskip("sklearn.metrics")
+    draw = np.random.default_rng(seed)
+    gold = (draw.random((40, 5)) < 0.3).astype(int)
+    guess = np.where(draw.random((40, 5)) < 0.8, gold, 1 - gold)
+    gold[:, 4] = guess[:, 4] = 0
+    assert multilabel_accuracy(guess, gold)["accuracy"] == pytest.approx(
+        metrics.accuracy_score(gold, guess), abs=1e-12
+    )
+    for average in ("macro", "micro"):
+        expected = metrics.f1_score(gold, guess, average=average, zero_division=0)
+        assert multilabel_f1(guess, gold, average)["f1"] == pytest.approx(expected, abs=1e-12)
+    assert multilabel_f1(gold[:, 4:], gold[:, 4:], "micro") == {"f1": 0.0}
+    with pytest.raises(ValueError, match="take macro or micro"):
+        multilabel_f1(guess, gold, "binary")

@@ -62,23 +62,32 @@ def by_hand(layer, states, memory, product, allowed):
     """In complex128, head by head."""
     d = WIDTH // HEADS // 2
 
-    def heads(projection, x):
-        z = as_complex(x)
-        bias = torch.complex(projection.bias, projection.bias)
-        return (z @ projection.weight.t().to(z.dtype) + bias).view(*x.shape[:2], HEADS, d).transpose(1, 2)
+    def linear(name, z):
+        """z W + c in complex numbers; the modules' biases a and b make c = (a + i a) + i (b + i b)."""
+        real, imaginary = getattr(layer, f"{name}_proj"), getattr(layer, f"{name}_imaginary", None)
+        weight, bias = real.weight.to(z.dtype), real.bias * (1 + 1j)
+        if imaginary is not None:
+            weight, bias = weight + 1j * imaginary.weight, bias + 1j * (1 + 1j) * imaginary.bias
+        return z @ weight.t() + bias
 
-    query, key, value = heads(layer.q_proj, states), heads(layer.k_proj, memory), heads(layer.v_proj, memory)
+    def heads(name, x):
+        return linear(name, as_complex(x)).view(*x.shape[:2], HEADS, d).transpose(1, 2)
+
+    query, key, value = heads("q", states), heads("k", memory), heads("v", memory)
     scores = (query @ (key if product == "bilinear" else key.conj()).transpose(-1, -2)).abs() / d**0.5
     mixed = (softmax_by_rows(scores, allowed).to(value.dtype) @ value).transpose(1, 2).flatten(2)
-    output = mixed @ layer.o_proj.weight.t().to(mixed.dtype) + torch.complex(layer.o_proj.bias, layer.o_proj.bias)
+    output = linear("o", mixed)
     return torch.cat([output.real, output.imag], dim=-1)
 
 
+@pytest.mark.parametrize("weights", ["shared_real", "full"])
 @pytest.mark.parametrize("product", ["bilinear", "hermitian"])
 @pytest.mark.parametrize("kind", ["encoder", "decoder", "cross"])
-def test_attention(product, kind):
+def test_attention(product, kind, weights):
     cross, causal = kind == "cross", kind == "decoder"
-    (layer,) = build_layers({"type": "complex_order", "product": product}, causal=causal, cross=cross)
+    spec = {"type": "complex_order", "product": product, "weights": weights}
+    (layer,) = build_layers(spec, causal=causal, cross=cross)
+    assert weights == "shared_real" or layer.q_imaginary.weight.abs().max() > 0.01
     states = vectors(2, 7)
     memory = vectors(2, 5, seed=4) if cross else states
     allowed = torch.ones(1, 1, 7, 5).bool() if cross else allowed_pairs(7, causal)
@@ -93,6 +102,28 @@ def test_attention(product, kind):
             found = torch.autograd.grad((result.output * probe).sum(), list(layer.parameters()))
         for one, other in zip(found, slopes, strict=True):
             close(one, other, 1e-7)
+
+
+def test_complex_weights_start_as_real_ones(tmp_path):
+    """The imaginary ones at 0; they learn, and are saved."""
+    torch.manual_seed(0)
+    spec = {"type": "complex_order", "weights": "full"}
+    made = XFormerForCausalLM(XFormerConfig(**{**FIELDS, "attention": spec}, is_decoder=True)).double().eval()
+    simple = XFormerForCausalLM(XFormerConfig(**FIELDS, is_decoder=True)).double().eval()
+    missing = simple.load_state_dict(made.state_dict(), strict=False)
+    assert not missing.missing_keys and len(missing.unexpected_keys) == 16  # weight and bias of 4 maps in 2 layers
+    ids = tokens(2, 7, high=50)
+    close(made(ids).logits, simple(ids).logits, 1e-12)
+    made(ids, labels=ids).loss.backward()
+    slopes = {name: p.grad for name, p in made.named_parameters() if "_imaginary.weight" in name}
+    assert len(slopes) == 8 and all(slope.abs().max() > 0 for slope in slopes.values())
+    make_strong(made, amount=0.3)
+    made.save_pretrained(tmp_path)
+    again = XFormerForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    close(again(ids).logits, made(ids).logits, 1e-12)
+    past = made(ids[:, :4], use_cache=True)
+    rest = made(ids[:, 4:], past_key_values=past.past_key_values).logits
+    close(torch.cat([past.logits, rest], 1), made(ids).logits, 1e-10)
 
 
 def test_common_frequency_hermitian_depends_on_distance():

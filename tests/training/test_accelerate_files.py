@@ -12,7 +12,13 @@ from tests.training.processes import environment
 from tests.training.runs import pretrain_flags, summary
 
 FOLDER = Path(__file__).parents[2] / "scripts" / "accelerate"
-KINDS = {"cpu_2_processes": "MULTI_GPU", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "deepspeed_zero2": "DEEPSPEED"}
+KINDS = {
+    "cpu_2_processes": "MULTI_GPU",
+    "ddp": "MULTI_GPU",
+    "fsdp2": "FSDP",
+    "deepspeed_zero2": "DEEPSPEED",
+    "deepspeed_zero3": "DEEPSPEED",
+}
 
 
 def test_every_file_is_listed():

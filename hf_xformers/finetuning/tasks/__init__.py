@@ -11,12 +11,14 @@ from .choice import MultipleChoice
 from .classification import Regression, TextClassification
 from .generation import Summarization, Translation
 from .language import LanguageModeling
+from .multilabel import MultiLabelClassification
 from .tagging import TokenClassification
 
 TASKS: dict[str, type[Task]] = {
     task.id: task
     for task in (
         TextClassification,
+        MultiLabelClassification,
         Regression,
         TokenClassification,
         QuestionAnswering,
@@ -45,6 +47,7 @@ __all__ = [
     "TASKS",
     "Encoded",
     "LanguageModeling",
+    "MultiLabelClassification",
     "MultipleChoice",
     "QuestionAnswering",
     "Regression",

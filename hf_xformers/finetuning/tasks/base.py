@@ -200,7 +200,10 @@ def label_name(value: Any, declared: Sequence[str] | None, option: str) -> str:
             f"{value!r} is no class label; correct --{option}, or take --task regression if the labels are measurements"
         )
     if isinstance(value, (list, dict)):
-        raise ValueError(f"{value!r} is no single class label; correct --{option}")
+        raise ValueError(
+            f"{value!r} is no single class label; correct --{option}, or take --task multi-label-classification for rows with "
+            "lists of labels"
+        )
     if declared is not None and isinstance(value, int):
         return declared[value] if 0 <= value < len(declared) else str(value)
     return str(int(value)) if isinstance(value, (bool, float)) else str(value).strip()

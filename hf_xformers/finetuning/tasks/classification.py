@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -27,12 +27,15 @@ _PAIRS = {
 _LABELS = ("label", "labels", "class", "target", "score")
 
 
-class _WholeText(Task):
+class WholeText(Task):
+    """Base of the tasks that say one thing of a whole text, or of a pair of texts."""
+
     head = "SequenceClassification"
+    usual_labels: ClassVar[tuple[str, ...]] = _LABELS
 
     def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
         rows, options = splits["train"], self.options
-        self.label_column = self.column(rows, options.label_column, _LABELS, "label", "label_column")
+        self.label_column = self.column(rows, options.label_column, self.usual_labels, "label", "label_column")
         others = [name for name in _PAIRS if name != self.label_column]
         self.text_column = self.column(rows, options.text_column, others, "text", "text_column")
         pair = options.text_pair_column
@@ -73,7 +76,7 @@ class _WholeText(Task):
         return Encoded(Dataset.from_dict(columns), kept, labelled)
 
 
-class TextClassification(_WholeText):
+class TextClassification(WholeText):
     """One of several classes. Metrics: accuracy, F1 (of class 1 of two; else the mean over classes), Matthews."""
 
     id = "text-classification"
@@ -81,6 +84,11 @@ class TextClassification(_WholeText):
     metric_names = ("accuracy", "f1", "matthews_correlation")
 
     def _settle_labels(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
+        if config is not None and config.problem_type == "multi_label_classification":
+            raise ValueError(
+                "the model has a head for any number of labels per row, and text-classification gives each row one; take "
+                "--task multi-label-classification, or train a new head with --new_head"
+            )
         train = splits["train"]
         feature = train.features[self.label_column]
         self.labels = Labels.of(train[self.label_column], feature, config, "label_column")
@@ -114,7 +122,7 @@ class TextClassification(_WholeText):
         }
 
 
-class Regression(_WholeText):
+class Regression(WholeText):
     """A number. Metrics: Pearson and Spearman correlation, mean squared error."""
 
     id = "regression"

@@ -1,0 +1,80 @@
+"""`hf-xformers export`: a saved encoder as an ONNX graph."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from .console import print_facts
+from .parser import CommandParser
+
+_DESCRIPTION = """Write a saved encoder, with its head, as an ONNX graph of input_ids and attention_mask, for any batch and
+length, and compare it with the model under onnxruntime where that is installed (pip install onnx onnxscript onnxruntime)."""
+
+
+def run(argv: Sequence[str]) -> int:
+    arguments = make_parser().parse_args(list(argv))
+    if arguments.check and importlib.util.find_spec("onnxruntime") is None:
+        raise ValueError("--check compares under onnxruntime, which is not installed: pip install onnxruntime")
+    from ..conversion.checkpoint import load_ours, model_type_of
+    from ..export import export_onnx
+    from ..training.checkpoints import refuse_damaged_weights
+    from ..variants import model_types
+
+    source, output = arguments.model, Path(arguments.output).expanduser()
+    if (Path(source).expanduser() / "adapter_config.json").is_file():
+        raise ValueError(f"{source!r} holds an adapter alone; merge it into its model, and export the result")
+    model_type = model_type_of(source)
+    if model_type not in model_types():
+        raise ValueError(
+            f"{source!r} holds a model of type {model_type!r}, which is none of this package's variants; convert it first with "
+            "`hf-xformers convert --from ... --to ...`, or take optimum's exporter"
+        )
+    refuse_damaged_weights(source)
+    model = load_ours(source, model_type, arguments.head)
+    try:
+        report = export_onnx(
+            model,  # type: ignore[arg-type]
+            output,
+            batch=arguments.batch,
+            length=arguments.length,
+            dynamic=not arguments.fixed,
+            tolerance=arguments.tolerance,
+            opset=arguments.opset,
+        )
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+    shape = f"{report.shape[0]} x {report.shape[1]}"
+    difference = report.difference
+    print_facts(
+        "exported",
+        {
+            "file": report.path,
+            "bytes": output.stat().st_size,
+            "model": type(model).__name__,
+            "outputs": ", ".join(report.outputs),
+            "shapes": "any batch and length" if report.dynamic else shape,
+            "attention": "literal equation, memory O(length^2)" if report.literal else "usual path",
+            "largest difference": "not compared: pip install onnxruntime" if difference is None else difference,
+        },
+    )
+    return 0
+
+
+def make_parser() -> CommandParser:
+    parser = CommandParser(prog="hf-xformers export", description=_DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("--model", required=True, metavar="DIR", help="folder of a saved model of this package")
+    parser.add_argument("--output", required=True, metavar="FILE.onnx", help="file to write, or replace")
+    parser.add_argument("--head", help="class to export, such as Model or ForMaskedLM; default: what was saved")
+    parser.add_argument("--opset", type=int, metavar="N", help="version of ONNX's operators; default: the exporter's")
+    parser.add_argument(
+        "--check", action="store_true", help="fail where onnxruntime is missing, and nothing is compared"
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-4, help="largest difference, relative to the outputs (default: 1e-4)"
+    )
+    parser.add_argument("--fixed", action="store_true", help="a graph for --batch and --length alone")
+    parser.add_argument("--batch", type=int, default=2, metavar="N", help="rows of the sample (default: 2)")
+    parser.add_argument("--length", type=int, default=16, metavar="N", help="tokens of the sample (default: 16)")
+    return parser

@@ -1,0 +1,95 @@
+"""`hf-xformers export`: the graph computes the saved model; what cannot be exported is refused, and nothing is lost."""
+
+import importlib.util
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_xformers import export
+from hf_xformers.cli import main
+from hf_xformers.variants import config_class, family
+from tests.helpers import make_strong, pad, tiny_fields, tokens
+
+
+def save(folder, variant="xf_bert", head="ForSequenceClassification", **fields):
+    torch.manual_seed(0)
+    cls = config_class(variant)
+    model = make_strong(family(variant)[head](cls(**tiny_fields(cls, **fields)))).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def refused(capsys, *argv):
+    capsys.readouterr()
+    assert main(["export", *map(str, argv)]) == 2
+    return capsys.readouterr().err
+
+
+def test_parity(tmp_path, capsys):
+    onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model = save(tmp_path / "model", num_labels=3)
+    file = tmp_path / "model.onnx"
+    assert main(["export", "--model", str(tmp_path / "model"), "--output", str(file), "--opset", "18", "--check"]) == 0
+    assert "XFBertForSequenceClassification" in capsys.readouterr().out
+    assert [entry.version for entry in onnx.load(file).opset_import if not entry.domain] == [18]
+    ids, mask = pad([tokens(3), tokens(7, seed=1), tokens(25, seed=2)], 25, "right", seed=3)
+    given = {"input_ids": ids.numpy(), "attention_mask": mask.numpy()}
+    (found,) = onnxruntime.InferenceSession(str(file)).run(None, given)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(found), model(ids, mask).logits, atol=1e-4, rtol=1e-4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.onnx"]
+
+    before = file.read_bytes()
+    message = refused(capsys, "--model", tmp_path / "model", "--output", file, "--tolerance", "1e-30")
+    assert "the graph does not compute this model and is not written" in message
+    assert file.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.onnx"]
+
+
+def test_an_opset_that_the_exporter_does_not_reach(tmp_path, capsys, monkeypatch):
+    """It then keeps its own, and says so in a log."""
+    pytest.importorskip("onnxscript")
+    save(tmp_path / "model")
+    program = SimpleNamespace(model=SimpleNamespace(opset_imports={"": 18}))
+    monkeypatch.setattr(torch.onnx, "export", lambda *args, **options: program)
+    message = refused(capsys, "--model", tmp_path / "model", "--output", tmp_path / "model.onnx", "--opset", "9")
+    assert "no ONNX graph of opset 9, but one of opset 18" in message
+    assert not (tmp_path / "model.onnx").exists()
+
+
+def test_refusals(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("onnxscript")
+    encoder, decoder, other = tmp_path / "encoder", tmp_path / "decoder", tmp_path / "other"
+    save(encoder)
+    save(decoder, "xf_gpt2", "ForCausalLM")
+    file = tmp_path / "model.onnx"
+    message = refused(capsys, "--model", decoder, "--output", file)
+    assert "XFGPT2ForCausalLM decodes" in message and "export an encoder" in message
+    message = refused(capsys, "--model", encoder, "--output", tmp_path / "nowhere" / "model.onnx")
+    assert "give a file in a folder that exists" in message
+    assert "There is no folder" in refused(capsys, "--model", tmp_path / "nothing", "--output", file)
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    assert "model of type 'bert'" in refused(capsys, "--model", other, "--output", file)
+    (other / "adapter_config.json").write_text("{}")
+    assert "holds an adapter alone" in refused(capsys, "--model", other, "--output", file)
+    weights = encoder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert "model.safetensors is cut off" in refused(capsys, "--model", encoder, "--output", file)
+    assert not file.exists()
+
+
+def test_missing_packages(tmp_path, capsys, monkeypatch):
+    save(tmp_path / "model")
+    argv = ("--model", tmp_path / "model", "--output", tmp_path / "model.onnx")
+
+    def absent(*args, **kwargs):
+        raise ImportError("ONNX graphs are made with onnx and onnxscript: pip install onnx onnxscript")
+
+    monkeypatch.setattr(export, "export_onnx", absent)
+    assert "pip install onnx onnxscript" in refused(capsys, *argv)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install onnxruntime" in refused(capsys, *argv, "--check")
