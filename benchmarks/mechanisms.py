@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,7 +61,11 @@ CASES: dict[str, Case] = {
     "reformer, 1 hash": Case(
         "xf_reformer",
         {"type": "reformer", "num_hashes": 1},
-        peers={"transformers": peers.reformer, "reformer-pytorch": peers.reformer_pytorch},
+        peers={
+            "transformers": peers.reformer,
+            "reformer-pytorch": peers.reformer_pytorch,
+            "pytorch-fast-transformers": peers.fast_reformer,
+        },
     ),
     "reformer, 4 hashes": Case(
         "xf_reformer",
@@ -68,6 +73,7 @@ CASES: dict[str, Case] = {
         peers={
             "transformers": partial(peers.reformer, hashes=4),
             "reformer-pytorch": partial(peers.reformer_pytorch, hashes=4),
+            "pytorch-fast-transformers": partial(peers.fast_reformer, hashes=4),
         },
     ),
     "reformer causal, 1 hash": Case(
@@ -77,6 +83,7 @@ CASES: dict[str, Case] = {
         peers={
             "transformers": partial(peers.reformer, causal=True),
             "reformer-pytorch": partial(peers.reformer_pytorch, causal=True),
+            "pytorch-fast-transformers": partial(peers.fast_reformer, causal=True),
         },
     ),
     "routing, window 128": Case(
@@ -93,13 +100,26 @@ CASES: dict[str, Case] = {
     "linear": Case(
         "xf_linear_transformer",
         "linear_transformer",
-        peers={"linear-attention-transformer": peers.linear_attention_transformer},
+        peers={
+            "linear-attention-transformer": peers.linear_attention_transformer,
+            "pytorch-fast-transformers": partial(
+                peers.fast_transformers, attention="LinearAttention", query_dimensions=peers.HEAD_WIDTH
+            ),
+        },
     ),
     "linear causal": Case(
         "xf_linear_transformer",
         "linear_transformer",
         causal=True,
-        peers={"linear-attention-transformer": partial(peers.linear_attention_transformer, causal=True)},
+        peers={
+            "linear-attention-transformer": partial(peers.linear_attention_transformer, causal=True),
+            "pytorch-fast-transformers": partial(
+                peers.fast_transformers,
+                attention="CausalLinearAttention",
+                causal=True,
+                query_dimensions=peers.HEAD_WIDTH,
+            ),
+        },
     ),
     "performer, 256 features": Case(
         "xf_performer",
@@ -110,7 +130,10 @@ CASES: dict[str, Case] = {
         "xf_performer",
         {"type": "performer", "num_features": 256},
         causal=True,
-        peers={"performer-pytorch": partial(peers.performer_pytorch, causal=True)},
+        peers={
+            "performer-pytorch": partial(peers.performer_pytorch, causal=True),
+            "performer-pytorch, C++": partial(peers.performer_pytorch, causal=True, product="c++"),
+        },
     ),
     "delta net": Case("xf_delta_net", "delta_net", causal=True),
     "linformer, k 256": Case(
@@ -207,6 +230,11 @@ def sdpa_flops(query, key, value, *args, out_shape=None, backward: bool = False,
     return total // 2 if causal else total
 
 
+def added_product_flops(target, one, other, *args, out_shape=None, **kwargs) -> int:
+    """Of one @ other, added to the target in place."""
+    return 2 * math.prod(one) * other[-1]
+
+
 def counted_inside(implementation: Callable) -> Callable[..., int]:
     """A formula for one of our operators: what its own code multiplies, by running it once more."""
 
@@ -223,6 +251,8 @@ def formulas() -> dict[Any, Callable[..., int]]:
     """Operators that torch's counter does not know."""
     aten, own = torch.ops.aten, torch.ops.hf_xformers
     return {
+        aten.addmm_: added_product_flops,
+        aten.baddbmm_: added_product_flops,
         aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flops,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, query, key, value, *args, **kwargs: (
             sdpa_flops(query, key, value, *args, backward=True, **kwargs)

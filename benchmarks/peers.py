@@ -123,29 +123,56 @@ def deberta_v2(length: int):
     return model, embedded(model)
 
 
-def funnel(length: int):
-    from transformers import FunnelBaseModel, FunnelConfig
+def funnel(length: int, blocks: tuple[int, ...] = (2, 2, 2), readers: int = 0, inner: int = 4 * WIDTH):
+    """A whole stack: blocks of layers and, where there are `readers`, as many layers after up-sampling."""
+    from transformers import FunnelBaseModel, FunnelConfig, FunnelModel
 
     config = FunnelConfig(
         vocab_size=16,
-        block_sizes=[2, 2],
+        block_sizes=list(blocks),
+        num_decoder_layers=max(readers, 1),
         d_model=WIDTH,
         n_head=HEADS,
         d_head=HEAD_WIDTH,
-        d_inner=8,
+        d_inner=inner,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         activation_dropout=0.0,
     )
-    model = FunnelBaseModel(config)
+    model = FunnelModel(config) if readers else FunnelBaseModel(config)
     return model, embedded(model)
 
 
-def performer_pytorch(length: int, features: int = 256, causal: bool = False):
+def performer_pytorch(length: int, features: int = 256, causal: bool = False, product: str = "torch"):
+    """product: how causal sums are made, "torch" or "c++" (the extension of pytorch-fast-transformers, which the package
+    itself takes up on CUDA only)."""
     from performer_pytorch import SelfAttention
+    from performer_pytorch.performer_pytorch import causal_linear_attention
 
     module = SelfAttention(dim=WIDTH, heads=HEADS, dim_head=HEAD_WIDTH, nb_features=features, causal=causal)
+    if product == "c++":
+        from fast_transformers.causal_product import causal_product_cpu  # noqa: F401  (missing: say so here)
+
+        module.fast_attention.causal_linear_fn = causal_linear_attention
     return module, module
+
+
+def fast_transformers(length: int, attention: str, causal: bool = False, **fields):
+    """A layer of pytorch-fast-transformers. Its extensions are compiled when it is installed, with torch there already:
+    pip install --no-build-isolation pytorch-fast-transformers (where an `nvcc` is on the path but no CUDA, take it off)."""
+    from fast_transformers import attention as kinds
+    from fast_transformers.masking import FullMask, LengthMask, TriangularCausalMask
+
+    layer = kinds.AttentionLayer(getattr(kinds, attention)(**fields), WIDTH, HEADS)
+    mask = TriangularCausalMask(length) if causal else FullMask(length)
+    lengths = LengthMask(torch.tensor([length]))
+    return layer, lambda states: layer(states, states, states, mask, lengths, lengths)
+
+
+def fast_reformer(length: int, hashes: int = 1, causal: bool = False):
+    """As many buckets as [`reformer`], and chunks of as many tokens."""
+    fields = {"chunk_size": 64, "bits": max(length // 64, 1), "rounds": hashes, "attention_dropout": 0.0}
+    return fast_transformers(length, "ReformerAttention", causal, **fields)
 
 
 def linformer(length: int, rank: int = 256):

@@ -16,8 +16,9 @@ from ..losses import ONE_MORE_OUTPUT
 from ..ops.block_sparse import block_sparse_attention
 from ..ops.patterns import band
 from ..ops.shifted_rows import shift_rows
+from ..ops.window_attention import window_attention
 from .base import Attention, AttentionSpec
-from .query_blocks import over_query_blocks, plus_products, rows_at_once, shared_rows, visible_block, visible_pairs
+from .query_blocks import over_query_blocks, rows_at_once, shared_rows, visible_block, visible_pairs
 
 TRIM = 64  # spans are rounded up to this many tokens, so that plans for them can be used again
 
@@ -59,7 +60,8 @@ class AdaptiveSpanAttention(Attention):
     A number u outside [0, 1] counts as the border, and its gradient only leads inwards, so no step of an optimiser needs
     a clamp afterwards. (Exclude `span` from weight decay, which shortens spans too.)
 
-    Keys farther than ceil(max z) + R are never computed: time O(T (max z + R) D), memory alike for one block of queries.
+    Keys farther than ceil(max z) + R are never computed: time O(T (max z + R) D), memory O(T D). With a score bias
+    or dynamic spans, scores are made block by block of queries, else in tiles that stay in a processor's cache.
     State: that many keys and values, at most S. A compiled model takes S for the span, with the same results.
     A token that reads nothing (without `include_self`: the first) gets zeros.
 
@@ -154,6 +156,8 @@ class AdaptiveSpanAttention(Attention):
             output, _ = self._literal(*inputs)
         elif self._engine_applies(query, relative, context):
             output = self._engine(*inputs[:4], reach, context)
+        elif self._tiles_apply(query, context):
+            output = self._tiles(*inputs[:5], max(reach), context)
         else:
             output = self._windows(*inputs[:5], max(reach), context)
         output = self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
@@ -222,6 +226,39 @@ class AdaptiveSpanAttention(Attention):
         output = torch.matmul(thinned, value).transpose(1, 2)
         return output, F.pad(weights, (dropped, 0)) if dropped else weights  # a padded copy would carry no gradient
 
+    def _tiles_apply(self, query: Tensor, context: LayerContext) -> bool:
+        """Whether all that is added to the products depends on the distance alone, and nobody looks inside."""
+        plain = not self.spec.dynamic and "score_bias" not in context.shared
+        return plain and query.shape[2] > 1 and not torch.compiler.is_compiling()
+
+    def _tiles(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        spans: Tensor,
+        relative: Tensor | None,
+        reach: int,
+        context: LayerContext,
+    ) -> Tensor:
+        """The window that all heads share, in small tiles -> [B, T, H, d]."""
+        reach = min(reach, key.shape[2])
+        side = reach - 1 + self.gap
+        offset = side - torch.arange(reach if self.is_causal else 2 * side + 1, device=query.device)
+        bias = _log(self._mask(offset, spans[:, None]))
+        table = None if relative is None else relative[self._relative_rows(offset)]
+        dropped = context.key_index.shape[0] - key.shape[2]
+
+        def visible(queries: slice, keys: slice) -> Tensor:
+            keys = slice(dropped + keys.start, dropped + keys.stop)
+            return visible_block(context, False, queries, keys, order=False)  # the order is in the offsets
+
+        masks = (context.padding_mask, context.explicit_mask, context.segment_ids)
+        masked = any(mask is not None for mask in masks)
+        key, value = self._grouped(key), self._grouped(value)
+        dropout = self.dropout if self.training else 0.0
+        return window_attention(query, key, value, bias, table, side, visible if masked else None, dropout)
+
     def _windows(
         self,
         query: Tensor,
@@ -255,7 +292,7 @@ class AdaptiveSpanAttention(Attention):
             along = _log(self._mask(offset, own)).expand(*own.shape[:-2], count, -1)
             if relative is not None:
                 along = along + torch.matmul(q, relative[self._relative_rows(offset)].t())
-            scores = plus_products(shift_rows(along, high - low), q, k)
+            scores = shift_rows(along, high - low) + torch.matmul(q, k.transpose(-1, -2))
             if bias is not None:
                 scores = scores + bias.block(context.query_index[rows], context.key_index[seen])
             mask = visible_block(context, False, rows, seen, order=False)  # the order is in the offsets

@@ -31,7 +31,6 @@ from .segments import (
     check_padding_mask,
     features_of,
     keep_chunks,
-    like_or_none,
     masked,
     put_chunks,
     segments,
@@ -139,7 +138,6 @@ class _Chunks(NamedTuple):
 
     q: Tensor  # [R, N, C, F]
     k: Tensor
-    v: Tensor  # [R, N, C, dv]
     beta: Tensor  # [R, N, C, 1], 0 at padding
     keep: Tensor | None  # [R N, C, 1]
     gram: Tensor  # [R, N, C, C], K K^T
@@ -147,10 +145,18 @@ class _Chunks(NamedTuple):
     scores: Tensor  # [R, N, C, C], lower(Q K^T)
 
 
-def _prepare(q, k, v, beta, mask, start, stop, chunk, rows) -> _Chunks:
-    """A segment from the chunks of its features `q, k [R N, C, F]` and its tokens of `v` and `beta`."""
+def _segments(length: int, chunk: int, width: int) -> list[tuple[int, int]]:
+    """`(start, stop)` of what is computed at once: a chunk, since chunks wait for one another anyhow and small tensors stay
+    in the cache. A compiler, which unrolls the loop, gets fewer and larger segments."""
+    if torch.compiler.is_compiling():
+        return segments(length, chunk, width)
+    return [(start, min(start + chunk, length)) for start in range(0, length, chunk)]
+
+
+def _prepare(q, k, like, beta, mask, start, stop, chunk, rows) -> _Chunks:
+    """A segment from the chunks of its features `q, k [R N, C, F]` and its tokens of `beta`; like: `[B, H, T, *]`."""
     dtype = q.dtype
-    keep = keep_chunks(mask, v, start, stop, chunk)
+    keep = keep_chunks(mask, like, start, stop, chunk)
     k = masked(k, keep)
     beta = masked(to_chunks(beta[..., None], start, stop, chunk, dtype), keep)
     gram = torch.bmm(k, k.mT)
@@ -158,100 +164,122 @@ def _prepare(q, k, v, beta, mask, start, stop, chunk, rows) -> _Chunks:
     system = (beta * gram).tril_(-1)
     inverse = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
     scores = torch.bmm(q, k.mT).tril_()
-    tensors = q, k, to_chunks(v, start, stop, chunk, dtype), beta, gram, inverse, scores
-    q, k, v, beta, gram, inverse, scores = (x.view(rows, -1, *x.shape[1:]) for x in tensors)
-    return _Chunks(q, k, v, beta, keep, gram, inverse, scores)
-
-
-def _run(part: _Chunks, state: Tensor, record: bool = False):
-    """Chunk after chunk: the state after the segment, the written differences U `[R, N, C, dv]`, the states before
-    each chunk `[R, N, F, dv]` and, if `record`, the errors `V - K S`."""
-    written, states, errors = [], [], []
-    for n in range(part.k.shape[1]):
-        error = torch.baddbmm(part.v[:, n], part.k[:, n], state, alpha=-1)
-        written.append(torch.bmm(part.inverse[:, n], part.beta[:, n] * error))
-        states.append(state)
-        if record:
-            errors.append(error)
-        state = torch.baddbmm(state, part.k[:, n].mT, written[-1])
-    return state, torch.stack(written, dim=1), torch.stack(states, dim=1), torch.stack(errors, 1) if record else None
+    tensors = q, k, beta, gram, inverse, scores
+    q, k, beta, gram, inverse, scores = (x.view(rows, -1, *x.shape[1:]) for x in tensors)
+    return _Chunks(q, k, beta, keep, gram, inverse, scores)
 
 
 class _DeltaScan(torch.autograd.Function):
-    """Keeps the inputs and one state per segment; the rest is recomputed for a segment at a time."""
+    """Keeps queries, keys and, in place of the values, the errors `V - K S` of every token, from which the written
+    differences and the changes of the state follow; a state now and then. The rest is computed again."""
 
     @staticmethod
     def forward(ctx, q, k, v, beta, mask, state, chunk, feature_map, *params):
         length, lead = q.shape[2], q.shape[:2]
         chunk = min(chunk, length)
-        bounds, saved = segments(length, chunk, state.shape[2]), []
+        bounds, kept = _segments(length, chunk, state.shape[2]), []
         out = torch.empty_like(v)
+        errors = torch.empty_like(v, dtype=state.dtype)
         current = state.reshape(-1, *state.shape[2:])
         with torch.autocast(q.device.type, enabled=False):
-            for start, stop in bounds:
-                saved.append(current)
+            for index, (start, stop) in enumerate(bounds):
                 pieces = [to_chunks(x, start, stop, chunk, current.dtype) for x in (q, k)]
                 qq, kk = (features_of(feature_map, params, piece, lead)[0] for piece in pieces)
                 part = _prepare(qq, kk, v, beta, mask, start, stop, chunk, current.shape[0])
-                current, written, states, _ = _run(part, current)
-                put_chunks(out, start, stop, part.q @ states + part.scores @ written)
-        ctx.save_for_backward(q, k, v, beta, mask, torch.stack(saved), *params)
-        ctx.options = bounds, chunk, feature_map
+                current, found, error = _run(part, to_chunks(v, start, stop, chunk, current.dtype), current)
+                put_chunks(out, start, stop, found)
+                put_chunks(errors, start, stop, error)
+                if _keeps_state(index, len(bounds)):
+                    kept.append(current)
+        ctx.save_for_backward(q, k, errors, beta, mask, torch.stack(kept), *params)
+        ctx.options = bounds, chunk, feature_map, v.dtype
         return out, current.view_as(state)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out, grad_state):
-        q, k, v, beta, mask, saved, *params = ctx.saved_tensors
-        bounds, chunk, feature_map = ctx.options
-        lead, dtype, shape = q.shape[:2], saved.dtype, grad_state.shape
-        grad_q, grad_k, grad_v, grad_beta = (like_or_none(x) for x in (q, k, v, beta))
+        q, k, errors, beta, mask, kept, *params = ctx.saved_tensors
+        bounds, chunk, feature_map, value_dtype = ctx.options
+        lead, dtype, shape = q.shape[:2], kept.dtype, grad_state.shape
+        grad_q, grad_k, grad_v, grad_beta = (torch.empty_like(x) for x in (q, k, errors, beta))
         active, grad_params = active_params(params, ctx.needs_input_grad)
-        grad_state = grad_state.reshape(saved.shape[1:])
+        grad_state, kept = grad_state.reshape(kept.shape[1:]), list(kept)
         with torch.autocast(q.device.type, enabled=False):
             for index, (start, stop) in reversed(list(enumerate(bounds))):
+                if _keeps_state(index, len(bounds)):
+                    state = kept.pop()
                 pieces = [to_chunks(x, start, stop, chunk, dtype) for x in (q, k)]
                 (qq, _, pull_q), (kk, _, pull_k) = (
                     features_of(feature_map, params, piece, lead, active) for piece in pieces
                 )
-                part = _prepare(qq, kk, v, beta, mask, start, stop, chunk, saved.shape[1])
-                grad = to_chunks(grad_out, start, stop, chunk, dtype).view_as(part.v)
-                to_q, to_k, to_v, to_beta, grad_state = _segment_backward(part, saved[index], grad, grad_state)
-                to_q, *to_params = pull_q(to_q.view(qq.shape), None)
+                part = _prepare(qq, kk, q, beta, mask, start, stop, chunk, state.shape[0])
+                grad, error = (to_chunks(x, start, stop, chunk, dtype) for x in (grad_out, errors))
+                to_q, to_k, to_v, to_beta, state, grad_state = _segment_backward(part, error, state, grad, grad_state)
+                to_q, *to_params = pull_q(to_q, None)
                 accumulate(grad_params, to_params)
-                to_k, *to_params = pull_k(masked(to_k.view(kk.shape), part.keep), None)
+                to_k, *to_params = pull_k(masked(to_k, part.keep), None)
                 accumulate(grad_params, to_params)
                 to_beta = masked(to_beta.view(-1, chunk, 1), part.keep)
                 for target, gradient in ((grad_q, to_q), (grad_k, to_k), (grad_v, to_v), (grad_beta, to_beta)):
                     put_chunks(target, start, stop, gradient)
                 # Or they would live on while the next segment is computed.
                 del part, qq, kk, pull_q, pull_k, pieces, to_q, to_k, to_v, to_beta, target, gradient
+        grad_v = grad_v.to(value_dtype)
         return grad_q, grad_k, grad_v, grad_beta, None, grad_state.reshape(shape), None, None, *grad_params
 
 
-def _segment_backward(part: _Chunks, state: Tensor, grad: Tensor, grad_state: Tensor):
-    """Gradients (q, k, v, beta, state before) of a segment from those of its outputs and of the state after it."""
-    _, written, states, errors = _run(part, state, record=True)
+def _keeps_state(index: int, count: int) -> bool:
+    """Whether the state after a segment is kept: after the last, and after every sixteenth, so that what rounding leaves
+    when changes are taken back does not add up."""
+    return index == count - 1 or index % 16 == 15
+
+
+def _run(part: _Chunks, values: Tensor, state: Tensor):
+    """Chunk after chunk: the state after the segment `[R, F, dv]`, the outputs and the errors `V - K S` `[R, N, C, dv]`."""
+    outputs, errors = [], []
+    values = values.view(*part.k.shape[:3], -1)
+    for n in range(part.k.shape[1]):
+        error = torch.baddbmm(values[:, n], part.k[:, n], state, alpha=-1)
+        written = torch.bmm(part.inverse[:, n], part.beta[:, n] * error)
+        found = torch.bmm(part.q[:, n], state)
+        outputs.append(found.baddbmm_(part.scores[:, n], written))
+        errors.append(error)
+        state = torch.baddbmm(state, part.k[:, n].mT, written)
+    return state, _in_order(outputs), _in_order(errors)
+
+
+def _in_order(chunks: list[Tensor]) -> Tensor:
+    """`[R, *]` of each chunk -> `[R, N, *]`; a single one is not copied."""
+    return chunks[0].unsqueeze(1) if len(chunks) == 1 else torch.stack(chunks, dim=1)
+
+
+def _segment_backward(part: _Chunks, errors: Tensor, state: Tensor, grad: Tensor, grad_state: Tensor):
+    """Gradients (q, k, v, beta), the state before, and its gradient, from the errors of a segment, the state after it, and
+    the gradients of its outputs and of that state."""
+    errors, grad = (x.view(*part.k.shape[:3], -1) for x in (errors, grad))
+    written = part.inverse @ (part.beta * errors)
     through_scores, through_read = part.scores.mT @ grad, part.q.mT @ grad
-    systems, afters = [], []
+    befores, systems, afters = [], [], []
     for n in reversed(range(part.k.shape[1])):
+        state = torch.baddbmm(state, part.k[:, n].mT, written[:, n], alpha=-1)  # what was written is taken back
+        befores.append(state)
         afters.append(grad_state)
         # U = inverse * (beta * error): the gradient of beta * error, then that of the state the error was taken from.
         to_written = torch.baddbmm(through_scores[:, n], part.k[:, n], grad_state)
         systems.append(torch.bmm(part.inverse[:, n].mT, to_written))
         grad_state = grad_state + through_read[:, n]
         grad_state = grad_state.baddbmm_(part.k[:, n].mT, part.beta[:, n] * systems[-1], alpha=-1)
-    by_system, grads_after = torch.stack(systems[::-1], dim=1), torch.stack(afters[::-1], dim=1)
-    del systems, afters, through_scores, through_read  # as large as what is made next
+    states, by_system, grads_after = (_in_order(x[::-1]) for x in (befores, systems, afters))
+    del befores, systems, afters, through_scores, through_read  # as large as what is made next
     to_v = part.beta * by_system
     to_system = -(by_system @ written.mT).tril_(-1)
     to_scores = (grad @ written.mT).tril_()
     to_beta = (by_system * errors).sum(-1, keepdim=True) + (to_system * part.gram).sum(-1, keepdim=True)
     to_gram = part.beta * to_system
-    # In place, since everything of the width of the features is large.
+    # In place, since everything of the width of the features is large; tokens last, as maps of features like it.
     flat = [x.flatten(0, 1) for x in (part.q, part.k, states, grads_after, written, grad, to_v)]
     q, k, states, grads_after, written, grad, to_v = flat
-    to_q = torch.bmm(grad, states.mT).baddbmm_(to_scores.flatten(0, 1), k)
-    to_k = torch.bmm(written, grads_after.mT).baddbmm_(to_v, states.mT, alpha=-1)
-    to_k.baddbmm_(to_scores.flatten(0, 1).mT, q).baddbmm_((to_gram + to_gram.mT).flatten(0, 1), k)
-    return to_q, to_k, to_v, to_beta, grad_state
+    to_q = torch.bmm(states, grad.mT).baddbmm_(k.mT, to_scores.flatten(0, 1).mT)
+    to_k = torch.bmm(grads_after, written.mT).baddbmm_(states, to_v.mT, alpha=-1)
+    to_k.baddbmm_(q.mT, to_scores.flatten(0, 1)).baddbmm_(k.mT, (to_gram + to_gram.mT).flatten(0, 1))
+    return to_q.mT, to_k.mT, to_v, to_beta, state, grad_state

@@ -10,6 +10,7 @@ from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM
 from hf_xformers.attention import adaptive_span
 from hf_xformers.attention.adaptive_span import AdaptiveSpanAttention, SpanCacheLayer
 from hf_xformers.cache import make_cache
+from hf_xformers.ops import window_attention
 from hf_xformers.position.t5_relative_bias import T5RelativeBias, T5RelativeBiasSpec
 from tests.attention.score_helpers import (
     GEOMETRY,
@@ -29,16 +30,21 @@ from tests.attention.score_helpers import (
 )
 from tests.helpers import NO_DROPOUT, close, make_strong, tokens
 
-PATHS = ("literal", "fast")
+PATHS = ("literal", "blocks", "tiles")
 
 
 @pytest.fixture
 def path(request, monkeypatch):
-    """The literal equation, or small blocks of queries and spans rounded up to few tokens."""
+    """The literal equation, small blocks of queries (differentiated by torch) or small tiles (with a backward pass of their
+    own); spans rounded up to few tokens."""
     if request.param == "literal":
         yield {"implementation": "eager"}
     else:
         monkeypatch.setattr(adaptive_span, "TRIM", 2)
+        monkeypatch.setattr(window_attention, "_ROWS", 2)
+        monkeypatch.setattr(window_attention, "_SCORES", 20)
+        if request.param == "blocks":
+            monkeypatch.setattr(AdaptiveSpanAttention, "_tiles_apply", lambda *_: False)
         with small_blocks(2):
             yield {"implementation": "sdpa"}
 

@@ -192,6 +192,21 @@ def test_sum_normalized_keys_stay_bounded_over_a_long_sequence():
     torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4)
 
 
+def test_gradients_of_a_long_text_in_float32():
+    """States are taken back from the last one: rounding does not add up, also after values of very different size."""
+    q, k = (normalize(torch.randn(1, 1, 2500, 8), dim=-1) for _ in range(2))
+    v, beta, grad = torch.randn(1, 1, 2500, 8), torch.rand(1, 1, 2500), torch.randn(1, 1, 2500, 8)
+    v[:, :, 1400:1450] *= 100.0
+    single = [x.requires_grad_() for x in (q, k, v, beta)]
+    double = [x.detach().double().requires_grad_() for x in single]
+    found = torch.autograd.grad(delta_rule(*single, chunk_size=16), single, grad)
+    expected = torch.autograd.grad(delta_rule_reference(*double)[0], double, grad.double())
+    for ours, theirs in zip(found, expected):
+        early = (ours - theirs)[:, :, :1200].norm() / theirs[:, :, :1200].norm()
+        assert early < 1e-6
+        assert (ours - theirs).norm() / theirs.norm() < 1e-6
+
+
 def test_bfloat16_accumulates_in_float32():
     q, k, v, beta = (x.detach().bfloat16().requires_grad_() for x in case(200))
     out, state = delta_rule(q, k, v, beta, return_state=True)
