@@ -2,34 +2,58 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..context import LayerContext, self_attention_cache
+from ..ops.shifted_rows import SharedRows
+from ..position.base import LayerTerms
 from .dense import DenseAttention
-from .query_blocks import (
-    last_key,
-    over_query_blocks,
-    plus_products,
-    rows_at_once,
-    rows_can_be_empty,
-    shared_rows,
-    visible_block,
-    visible_softmax,
-)
+from .term_blocks import VisibleTerms, attend_with_terms, weights_with_terms
 
 # A stream with the states [B, T, D] that keys and values are made of where they are not the queries' own.
 KEY_STATES = "key_states"
 
 
+class PositionTerms(VisibleTerms):
+    """What [`LayerTerms`] of a position add in one call."""
+
+    def __init__(self, terms: LayerTerms, context: LayerContext, num_keys: int) -> None:
+        super().__init__(context, num_keys)
+        self.terms, self.has_values, self.separable = terms, terms.has_values, terms.separable
+
+    def by_query(self, query: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self.terms.by_query(query, tables, self.context)
+
+    def by_key(self, key: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self.terms.by_key(key, tables, self.context)
+
+    def scores(
+        self,
+        query: Tensor,
+        tables: tuple[Tensor, ...],
+        by_query: tuple[Tensor, ...],
+        by_key: tuple[SharedRows, ...],
+        rows: slice,
+        keys: int,
+    ) -> Tensor:
+        if self.separable:
+            return super().scores(query, tables, by_query, by_key, rows, keys)
+        return self.terms.scores(query, tables, by_query, by_key, rows, keys, self.context)
+
+    def line(self, tables: tuple[Tensor, ...]) -> Tensor | None:
+        return self.terms.line(tables, self.context)
+
+    def values(self, weights: Tensor, tables: tuple[Tensor, ...], rows: slice) -> Tensor:
+        return self.terms.values(weights, tables, rows, self.context)
+
+
 class DenseWithTerms(DenseAttention):
     """softmax_j(scale * q_i k_j + term_ij) v_j [+ term of the values], the terms as the config's position says.
 
-    No fused kernel knows such terms: scores are made in blocks of queries and made again in the backward pass. Memory: the
-    scores of one block, O(S), also in training; O(H T S) on the literal path. Positions that only add to queries, keys and
-    values leave the kernels of [`DenseAttention`] in place.
+    No fused kernel knows the derivative of such terms: they are made in blocks of queries and made again in the backward
+    pass. Memory: the scores of a few blocks, O(S), also in training; O(H T S) on the literal path. Positions that only add
+    to queries, keys and values leave the kernels of [`DenseAttention`] in place.
     """
 
     def __init__(self, config, spec, **where):
@@ -54,45 +78,14 @@ class DenseWithTerms(DenseAttention):
         return query, key, value
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
-        terms = self.position_terms
-        if not terms.changes_scores:
+        if not self.position_terms.changes_scores:
             return super().attend(query, key, value, context)
         if self.num_key_value_groups > 1:
             key, value = (x.repeat_interleave(self.num_key_value_groups, dim=1) for x in (key, value))
-        scale = self.scaling * terms.content_scale
-        query = query * scale
-        tables = terms.tables(self, scale, context)
-        by_key = terms.by_key(key, tables, context)
+        scale = self.scaling * self.position_terms.content_scale
+        tables = self.position_terms.tables(self, scale, context)
+        terms = PositionTerms(self.position_terms, context, key.shape[2])
+        inputs = (query * scale, key, value, tables, terms, self.dropout if self.training else 0.0)
         if self.wants_weights(context):
-            return self._block(query, key, value, tables, by_key, context, slice(0, query.shape[2]))
-
-        rows = rows_at_once(query.shape[0] * self.num_heads * key.shape[2])
-        whole = [shared_rows(x, query.shape[2], rows) for x in (key, value, *by_key)]
-
-        def block(begin: int, end: int, part: Tensor) -> Tensor:
-            stop = last_key(context, False, key.shape[2], end)
-            near_key, near_value, *products = (x.take(0, stop) for x in whole)
-            return self._block(part, near_key, near_value, tables, tuple(products), context, slice(begin, end))[0]
-
-        return over_query_blocks(block, query.shape[2], rows, (query, 2)), None
-
-    def _block(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        tables: tuple[Tensor, ...],
-        by_key: tuple[Tensor, ...],
-        context: LayerContext,
-        rows: slice,
-    ) -> tuple[Tensor, Tensor]:
-        """The equation for the queries `rows` and the first s keys -> output [B, t, H, d], weights [B, H, t, s]."""
-        scores = plus_products(self.position_terms.scores(query, key, tables, by_key, rows, context), query, key)
-        mask = visible_block(context, False, rows, slice(0, key.shape[2]))
-        weights = visible_softmax(scores, mask, rows_can_be_empty(context), overwrite=True).to(query.dtype)
-        dropped = F.dropout(weights, self.dropout) if self.training and self.dropout else weights
-        output = torch.matmul(dropped, value)
-        added = self.position_terms.values(dropped, rows, context)
-        if added is not None:
-            output = output + added
-        return output.transpose(1, 2), weights
+            return weights_with_terms(*inputs)
+        return attend_with_terms(*inputs), None

@@ -21,7 +21,7 @@ SCORES_AT_ONCE = 1 << 20
 # However large the batch is, a block has this many queries, so that the loop stays short.
 LEAST_ROWS = 64
 # What a block costs beside its scores (reading all keys, adding to all their gradients) is shared by its queries.
-FAVOURED_ROWS = 128
+FAVOURED_ROWS = 256
 
 
 def visible_pairs(context: LayerContext, cross: bool = False) -> Tensor | None:
@@ -90,13 +90,6 @@ def visible_softmax(scores: Tensor, mask: Tensor | None, can_be_empty: bool = Tr
     if mask is not None and can_be_empty:
         weights = weights.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)
     return weights
-
-
-def plus_products(scores: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """scores [B or 1, H, t, s] + query [B, H, t, d] key [B, H, s, d]^T, without the products as a tensor of their own."""
-    shape = (*query.shape[:3], key.shape[2])
-    flat = scores.to(query.dtype).expand(shape).reshape(-1, *shape[2:])
-    return torch.baddbmm(flat, query.flatten(0, 1), key.flatten(0, 1).mT).view(shape)
 
 
 def rows_at_once(scores_per_row: int) -> int:

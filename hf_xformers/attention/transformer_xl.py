@@ -13,9 +13,10 @@ from transformers.cache_utils import Cache
 from ..components import register
 from ..context import LayerContext, SublayerOutput, self_attention_cache
 from ..memory import SegmentCacheLayer, take_slots
-from ..ops.shifted_rows import shift_rows
+from ..ops.shifted_rows import SharedRows, shift_rows
 from .base import Attention, AttentionSpec
-from .query_blocks import heads_at_once, over_query_blocks, plus_products, rows_at_once, shared_rows, visible_softmax
+from .query_blocks import visible_softmax
+from .term_blocks import VisibleTerms, attend_with_terms, blocks_of
 
 # What a stack with segment memory hands to attention: a stream with the memory that this step reads, [B, M, D], entered as
 # the layer's own input is; and in `context.shared` its length M, which of the slots [memory ; segment] are real
@@ -56,10 +57,10 @@ class Grid:
     stride: int = 1
     apart: bool = False
 
-    def distances(self, rows: slice, keys: int, device: torch.device) -> Tensor:
-        """[t, keys] for the queries `rows` and the first `keys` keys, in strides."""
+    def distances(self, rows: slice, keys: slice, device: torch.device) -> Tensor:
+        """[t, s] for the queries `rows` and `keys`, in strides."""
         queries = torch.arange(rows.start, rows.stop, device=device) * self.step + self.offset
-        return queries[:, None] - torch.arange(keys, device=device)[None]
+        return queries[:, None] - torch.arange(keys.start, keys.stop, device=device)[None]
 
     def without_first(self, scores: Tensor, rows: slice) -> Tensor:
         """Position scores [..., t, s] of the queries `rows`."""
@@ -170,63 +171,31 @@ class TransformerXLAttention(Attention):
         key, value, real = self._keys_and_values(hidden_states, context, past_key_values, step)
         if self.num_key_value_groups > 1:
             key, value = (x.repeat_interleave(self.num_key_value_groups, dim=1) for x in (key, value))
-        content, position = ((query + bias[:, None].to(query.dtype)) * self.scaling for bias in self._biases(context))
+        content_bias, position_bias = self._biases(context)
+        content = (query + content_bias[:, None].to(query.dtype)) * self.scaling
         length, keys = query.shape[2], key.shape[2]
         relative = self._relative(context.shared[TABLE], keys, past_key_values, step)
         grid = self._grid(context, length, keys)
         if self.wants_weights(context):
             rows = slice(0, length)
-            by_distance = torch.matmul(position, relative)
-            column = grid.step * (length - 1) + grid.offset - grid.distances(rows, keys, query.device)
+            by_distance = torch.matmul((query + position_bias[:, None].to(query.dtype)) * self.scaling, relative)
+            column = grid.step * (length - 1) + grid.offset - grid.distances(rows, slice(0, keys), query.device)
             column = column.clamp(0, by_distance.shape[-1] - 1).expand(*by_distance.shape[:2], -1, -1)
             scores = grid.without_first(by_distance.gather(-1, column), rows)
             scores = scores + torch.matmul(content, key.transpose(-1, -2))
-            weights = self._normalise(scores, rows, grid, context, real)
+            mask = self.visible(rows, slice(0, keys), grid, context, real)
+            weights = visible_softmax(scores, mask, real is not None, overwrite=True).to(scores.dtype)
             count_usage(context, step, weights, rows, keys)
-            return SublayerOutput(self.o_proj(self._attend(weights, value).flatten(2)), weights)
+            dropped = F.dropout(weights, self.dropout) if self.training and self.dropout else weights
+            return SublayerOutput(self.o_proj(torch.matmul(dropped, value).transpose(1, 2).flatten(2)), weights)
 
-        # Few heads with many rows each: every block of rows reads all keys, and adds to all their gradients.
-        several = heads_at_once(query.shape[0], self.num_heads, keys)
-        at_once = rows_at_once(query.shape[0] * several * keys)
+        blocks = blocks_of(query, keys)
         if self.is_causal:  # a block's first query meets keys as much later than itself as the block is long; not seen
-            relative = F.pad(relative, (0, min(at_once, length) - 1))
-        parts = (content, position, key, value, relative.transpose(-1, -2)[None])
-        mixed = [
-            self._some_heads(*some, at_once, grid, context, real, step)
-            for some in zip(*(x.split(several, dim=1) for x in parts), strict=True)
-        ]
-        mixed = mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=2)
+            relative = F.pad(relative, (0, min(blocks.rows, length) - 1))
+        tables = (relative.transpose(-1, -2), (position_bias - content_bias)[:, None].to(query.dtype) * self.scaling)
+        terms = RelativeTerms(self, context, keys, grid, real, step)
+        mixed = attend_with_terms(content, key, value, tables, terms, self.dropout if self.training else 0.0, blocks)
         return SublayerOutput(self.o_proj(mixed.flatten(2)))
-
-    def _some_heads(
-        self,
-        content: Tensor,
-        position: Tensor,
-        key: Tensor,
-        value: Tensor,
-        relative: Tensor,
-        at_once: int,
-        grid: Grid,
-        context: LayerContext,
-        real: Tensor | None,
-        step: int,
-    ) -> Tensor:
-        """Heads of everything [B, h, T or S, d], and of W_R R [1, h, distances, d] -> [B, T, h, d]."""
-        length, keys = content.shape[2], key.shape[2]
-        key_rows, value_rows, table_rows = (shared_rows(x, length, at_once) for x in (key, value, relative))
-
-        def block(begin: int, end: int, content: Tensor, position: Tensor) -> Tensor:
-            stop, rows = keys - length + end if self.is_causal else keys, slice(begin, end)
-            near_key, near_value = key_rows.take(0, stop), value_rows.take(0, stop)
-            first = grid.step * (length - end)
-            near = table_rows.take(first, first + stop + grid.step * (end - begin - 1))
-            scores = shift_rows(torch.matmul(position, near.transpose(-1, -2)), stop, grid.step)
-            scores = plus_products(grid.without_first(scores, rows), content, near_key)
-            weights = self._normalise(scores, rows, grid, context, real)
-            count_usage(context, step, weights, rows, keys)
-            return self._attend(weights, near_value)
-
-        return over_query_blocks(block, length, at_once, (content, 2), (position, 2))
 
     def _keys_and_values(
         self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache | None, step: int
@@ -273,31 +242,83 @@ class TransformerXLAttention(Attention):
             layer.relative = new if layer.relative is None else torch.cat([new, layer.relative], dim=-1)
         return layer.relative[..., layer.relative.shape[-1] - keys :]
 
-    def _normalise(
-        self, scores: Tensor, rows: slice, grid: Grid, context: LayerContext, real: Tensor | None
-    ) -> Tensor:
-        """Softmax of scores [B, H, t, s], of the queries `rows` and the first s keys, over the keys that they may see."""
-        reach, mask, seen = self.spec.reach, None, scores.shape[-1]
-        if self.is_causal or reach is not None:
-            distance = grid.distances(rows, seen, scores.device) * grid.stride
-            if not self.is_causal:
-                mask = distance.abs() <= reach
-            else:
-                mask = distance >= 0 if reach is None else (distance >= 0) & (distance <= reach)
+    def visible(
+        self, rows: slice, keys: slice, grid: Grid, context: LayerContext, real: Tensor | None, order: bool = True
+    ) -> Tensor | None:
+        """Which of `keys` the queries `rows` may see, [B or 1, 1, t or 1, s] (None: all); `order=False`: not minding that they
+        may be later."""
+        mask, reach, order = None, self.spec.reach, order and self.is_causal
+        if order or reach is not None:
+            distance = grid.distances(rows, keys, context.query_index.device) * grid.stride
+            if reach is not None:
+                mask = (distance <= reach) if self.is_causal else (distance.abs() <= reach)
+            if order:
+                mask = distance >= 0 if mask is None else mask & (distance >= 0)
+            mask = mask[None, None]
         if real is not None:
-            padding = real[:, None, None, :seen]
+            padding = real[:, None, None, keys]
             mask = padding if mask is None else mask & padding
         segments = context.segment_ids
         if segments is not None:
-            same = segments[:, None, rows, None] == segments[:, None, None, :seen]
+            same = segments[:, None, rows, None] == segments[:, None, None, keys]
             mask = same if mask is None else mask & same
-        return visible_softmax(scores, mask, real is not None, overwrite=True).to(scores.dtype)
+        return mask
 
-    def _attend(self, weights: Tensor, value: Tensor) -> Tensor:
-        """[B, H, t, S] and [B, H, S, d] -> [B, t, H, d]."""
-        if self.training and self.dropout:
-            weights = F.dropout(weights, self.dropout)
-        return torch.matmul(weights, value).transpose(1, 2)
+
+class RelativeTerms(VisibleTerms):
+    """(q_i + v) W_R R by distance in one call. Tables: W_R R [H, distances, d], the largest first, and v - u [H, 1, d]."""
+
+    def __init__(
+        self,
+        layer: TransformerXLAttention,
+        context: LayerContext,
+        num_keys: int,
+        grid: Grid,
+        real: Tensor | None,
+        step: int,
+    ) -> None:
+        super().__init__(context, num_keys)
+        self.layer, self.grid, self.real, self.step = layer, grid, real, step
+        self.needs_weights = KEY_USAGE in context.shared
+
+    @property
+    def rows_can_be_empty(self) -> bool:
+        return self.real is not None
+
+    @property
+    def ordered(self) -> bool:
+        return self.layer.is_causal
+
+    def last_key(self, stop: int) -> int:
+        return self.first_query + stop if self.layer.is_causal else self.num_keys
+
+    def visible(self, rows: slice, keys: int) -> Tensor | None:
+        return self.layer.visible(rows, slice(0, keys), self.grid, self.context, self.real)
+
+    def hidden(self, rows: slice, keys: slice) -> Tensor | None:
+        mask = self.layer.visible(rows, keys, self.grid, self.context, self.real, order=False)
+        return None if mask is None else ~mask
+
+    def by_query(self, query: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (query + tables[1],)
+
+    def scores(
+        self,
+        query: Tensor,
+        tables: tuple[Tensor, ...],
+        by_query: tuple[Tensor, ...],
+        by_key: tuple[SharedRows, ...],
+        rows: slice,
+        keys: int,
+    ) -> Tensor:
+        length, step = rows.stop - rows.start, self.grid.step
+        first = step * (self.context.query_index.shape[0] - rows.stop)
+        near = tables[0][:, first : first + keys + step * (length - 1)]
+        scores = shift_rows(torch.matmul(by_query[0], near.transpose(-1, -2)), keys, step)
+        return self.grid.without_first(scores, rows)
+
+    def weighed(self, weights: Tensor, rows: slice) -> None:
+        count_usage(self.context, self.step, weights, rows, self.num_keys)
 
 
 @register("attention", "transformer_xl", aliases=("transformer_xl_relative",))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..components import Spec
 from ..context import LayerContext
+from ..ops.shifted_rows import SharedRows
 
 
 class Rotation(Protocol):
@@ -62,11 +63,17 @@ class LayerTerms(nn.Module):
     o_i = sum_j w_ij v_j + values_i. It stands on the attention module, so each layer has parameters of its own.
 
     content_scale: factor on the attention's own scale. changes_scores: whether scores and values get terms (act
-    `score_terms`) or queries, keys and values alone (`head_terms`).
+    `score_terms`) or queries, keys and values alone (`head_terms`). has_values: whether values get terms. separable: scores are
+    products of [`LayerTerms.by_query`] and [`LayerTerms.by_key`], one tensor each, and a number for each distance.
+
+    Scores are made for some heads and some queries at a time, and again in the backward pass, so the methods for them are
+    pure functions: whatever has a gradient comes in as an argument. `h` stands for the heads that are asked for.
     """
 
     content_scale: float = 1.0
     changes_scores: bool = True
+    has_values: bool = False
+    separable: bool = False
 
     def prepare(self, context: LayerContext) -> None:
         """Called once per call and layer before the first layer runs: put into `context.streams` what layers share and
@@ -78,30 +85,42 @@ class LayerTerms(nn.Module):
         return query, key, value
 
     def tables(self, attention: Any, scale: float, context: LayerContext) -> tuple[Tensor, ...]:
-        """What is made once per layer and call and has no axis of pairs, e.g. projected tables. attention: the module that
-        this stands on, whose projections may be shared; scale: the factor on content scores."""
+        """What is made once per layer and call and has no axis of pairs, [H or 1, ...] each: all parameters that the methods
+        below read, or what is made of them. attention: the module that this stands on, whose projections may be shared;
+        scale: the factor on content scores."""
+        return ()
+
+    def by_query(self, query: Tensor, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
+        """query [B, h, T, d] (scaled) -> what belongs to queries, [B or 1, h, T, n] each."""
         return ()
 
     def by_key(self, key: Tensor, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
-        """key [B, H, S, d] -> products that all blocks of queries read, [B or 1, H, S, n] each."""
+        """key [B, h, S, d] -> what belongs to keys and all blocks of queries read, [B or 1, h, S, n] each."""
         return ()
+
+    def line(self, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor | None:
+        """A number for each distance (key - query) from the last query and the first key on, [h, T + S - 1], if scores get
+        one (only where `separable`)."""
+        return None
 
     def scores(
         self,
         query: Tensor,
-        key: Tensor,
         tables: tuple[Tensor, ...],
-        by_key: tuple[Tensor, ...],
+        by_query: tuple[Tensor, ...],
+        by_key: tuple[SharedRows, ...],
         rows: slice,
+        keys: int,
         context: LayerContext,
     ) -> Tensor:
-        """The terms of the queries `rows` and the first s keys: query [B, H, t, d] (scaled), key [B, H, s, d] and the
-        first s rows of what [`LayerTerms.by_key`] gave -> [B or 1, H, t, s]."""
+        """The terms of the queries `rows` and the first `keys` keys, [B or 1, h, t, s], a tensor of its own that the caller
+        may overwrite (not where `separable`). query [B, h, t, d] and by_query: of these rows alone; each of by_key is taken
+        from once."""
         raise NotImplementedError
 
-    def values(self, weights: Tensor, rows: slice, context: LayerContext) -> Tensor | None:
-        """weights [B, H, t, s] of the same pairs -> what is added to the output [B, H, t, d], or None."""
-        return None
+    def values(self, weights: Tensor, tables: tuple[Tensor, ...], rows: slice, context: LayerContext) -> Tensor:
+        """weights [B, h, t, s] of the queries `rows` and the first s keys -> what is added to the output, [B, h, t, d]."""
+        raise NotImplementedError
 
 
 class PositionSpec(Spec):
@@ -122,17 +141,6 @@ class PositionSpec(Spec):
     def build_terms(self, config, layer_idx: int) -> LayerTerms:
         """What stands on the attention of layer `layer_idx` (acts `score_terms` and `head_terms`)."""
         raise NotImplementedError(f"position {self.type!r} adds nothing inside attention.")
-
-
-def pair_distances(context: LayerContext, rows: slice, keys: int) -> Tensor:
-    """Distance key - query in slots, [t, s] integer, of the queries `rows` and the first `keys` keys."""
-    return context.key_index[None, :keys] - context.query_index[rows, None]
-
-
-def pick(products: Tensor, index: Tensor) -> Tensor:
-    """products [B, H, t, n] of each query with n table rows, index [t, s] -> [B, H, t, s]: the product with the row that
-    belongs to the pair. The factor d smaller way to have q_i a_ij without the vectors a_ij."""
-    return products.gather(-1, index.expand(*products.shape[:2], -1, -1))
 
 
 def key_positions(context: LayerContext) -> Tensor:

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from ..components import register
 from ..context import LayerContext
-from .base import LayerTerms, Position, PositionSpec, pair_distances, pick
+from .base import LayerTerms, Position, PositionSpec
+from .distances import Near, distances_of_block, products_by_distance, products_of_keys_by_distance
 
 TABLE = "deberta_table"  # the stream of vectors by distance, [2k, D]
-PRODUCTS_AT_ONCE = 1 << 25  # of keys with vectors by distance (over batch and heads): 128 MiB in float32
 
 
 def log_buckets(distance: Tensor, buckets: int, far: int) -> Tensor:
@@ -47,13 +47,15 @@ class DebertaTerms(LayerTerms):
     """score_ij = (q_i k_j + q_i K^r_ij + k_j Q^r_ij) / sqrt(3 d) with K^r_ij = P_{delta(i,j)} W^{K,r} and Q^r_ij =
     P_{delta(i,j)} W^{Q,r} (eq. 4; both terms read delta(i, j), as the released code does).
 
-    delta(i, j) = clip(i - j, -k, k - 1) + k. Each term is a product with 2k vectors, of which each pair picks one.
+    delta(i, j) = clip(i - j, -k, k - 1) + k. Each term is a product with one vector for each distance in a block of pairs, laid
+    out along the diagonals: the vectors are 2k, but no number is looked up for a pair.
     """
 
     def __init__(self, config, spec: DebertaSpec):
         super().__init__()
         self.spec, self.span = spec, spec.reach(config)
         self.far = spec.max_distance or config.max_position_embeddings
+        self.reach = self.span if spec.buckets is None else self.far
         self.heads_count, self.dropout = config.num_attention_heads, config.hidden_dropout_prob
         self.content_scale = (1 + len(spec.terms)) ** -0.5
         width, heads = config.hidden_size, config.num_attention_heads * config.head_width
@@ -66,7 +68,7 @@ class DebertaTerms(LayerTerms):
             context.streams[TABLE] = context.shared["score_bias"].vectors()
 
     def tables(self, attention: Any, scale: float, context: LayerContext) -> tuple[Tensor, ...]:
-        """K^r and scaled Q^r [H, d, 2k], those that there are."""
+        """K^r and scaled Q^r [H, 2k, d], those that there are."""
         vectors = context.streams[TABLE]
         if self.training and self.dropout:
             vectors = F.dropout(vectors, self.dropout)
@@ -75,7 +77,7 @@ class DebertaTerms(LayerTerms):
             found.append((self.key_proj or attention.k_proj)(vectors))
         if "p2c" in self.spec.terms:
             found.append((self.query_proj or attention.q_proj)(vectors) * scale)
-        return tuple(x.unflatten(-1, (self.heads_count, -1)).permute(1, 2, 0) for x in found)
+        return tuple(x.unflatten(-1, (self.heads_count, -1)).transpose(0, 1) for x in found)
 
     def _row(self, distance: Tensor) -> Tensor:
         """distance i - j -> its row of P."""
@@ -84,35 +86,30 @@ class DebertaTerms(LayerTerms):
         return distance.clamp(-self.span, self.span - 1) + self.span
 
     def by_key(self, key: Tensor, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
-        small = key.shape[0] * key.shape[1] * key.shape[2] * 2 * self.span <= PRODUCTS_AT_ONCE
-        return (torch.matmul(key, tables[-1]),) if small and "p2c" in self.spec.terms else ()
+        return (key,) if "p2c" in self.spec.terms else ()
 
-    def scores(self, query, key, tables, by_key, rows: slice, context: LayerContext) -> Tensor:
-        distance = -pair_distances(context, rows, key.shape[2])
-        index = self._row(distance)
-        parts = []
+    def scores(self, query, tables, by_query, by_key, rows: slice, keys: int, context: LayerContext) -> Tensor:
+        # Beyond reach a term is one number for a query or for a key; in between, products are laid out by distance.
+        near = Near.of(context, rows, keys, self.reach)
+        distances = distances_of_block(context, rows, keys)[near.first : near.stop + query.shape[2] - 1]
+        lines = [table.index_select(1, self._row(-distances)) for table in tables]
+        far = [table.index_select(1, self._row(distances.new_tensor([self.reach, -self.reach]))) for table in tables]
+        early, middle, late = [], [], []
         if "c2p" in self.spec.terms:
-            parts.append(pick(torch.matmul(query, tables[0]), index))
-        if by_key:
-            parts.append(pick(by_key[0], index.t()).transpose(-1, -2))
-        elif "p2c" in self.spec.terms:
-            parts.append(self._by_tiles(key, tables[-1], distance))
-        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
-
-    def _by_tiles(self, key: Tensor, table: Tensor, distance: Tensor) -> Tensor:
-        """k_j Q^r_ij tile by tile: the distances of t queries and t keys are few, however many vectors there are, so that
-        no product of all keys with all vectors is kept. key [B, H, s, d], table [H, d, 2k], distance [t, s] of slots that
-        follow each other -> [B, H, t, s]."""
-        size, tiles = distance.shape[0], []
-        for begin in range(0, key.shape[2], size):
-            keys = key[:, :, begin : begin + size]
-            width = keys.shape[2]
-            # From the first query and the tile's last key, the smallest distance, upwards.
-            steps = torch.arange(size + width - 1, device=key.device) + distance[0, begin + width - 1]
-            products = torch.matmul(keys, table.index_select(-1, self._row(steps)))
-            place = torch.arange(size, device=key.device) + torch.arange(width - 1, -1, -1, device=key.device)[:, None]
-            tiles.append(pick(products, place).transpose(-1, -2))
-        return torch.cat(tiles, dim=-1)
+            before, after = torch.matmul(query, far[0].transpose(-1, -2)).split(1, dim=-1)
+            early.append(before.expand(-1, -1, -1, near.first))
+            middle.append(products_by_distance(query, lines[0], near.stop - near.first))
+            late.append(after.expand(-1, -1, -1, keys - near.stop))
+        if "p2c" in self.spec.terms:
+            first, second, third = (
+                by_key[0].take(0, keys).split([near.first, near.stop - near.first, keys - near.stop], dim=2)
+            )
+            left, right = (rows_of.transpose(-1, -2) for rows_of in far[-1].split(1, dim=1))
+            early.append(torch.matmul(first, left).transpose(-1, -2).expand(-1, -1, query.shape[2], -1))
+            middle.append(products_of_keys_by_distance(second, lines[-1], query.shape[2]))
+            late.append(torch.matmul(third, right).transpose(-1, -2).expand(-1, -1, query.shape[2], -1))
+        parts = [found[0] if len(found) == 1 else found[0] + found[1] for found in (early, middle, late)]
+        return torch.cat(parts, dim=-1)
 
 
 @register("position", "deberta", aliases=("disentangled",))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from ..components import register
 from ..context import LayerContext
 from .base import LayerTerms, Position, PositionSpec
+from .distances import spread_queries
 
 PLACES = "insertion_positions"
 
@@ -42,21 +45,21 @@ class IndigoTerms(LayerTerms):
     def initialize(self, config, init) -> None:
         init.normal_(self.table, mean=0.0, std=config.initializer_range)
 
-    def scores(self, query, key, tables, by_key, rows: slice, context: LayerContext) -> Tensor:
-        keys = key.shape[2]
+    def tables(self, attention: Any, scale: float, context: LayerContext) -> tuple[Tensor, ...]:
+        return (self.table[None],)
+
+    def scores(self, query, tables, by_query, by_key, rows: slice, keys: int, context: LayerContext) -> Tensor:
+        products = torch.matmul(query, tables[0][0].t().to(query.dtype))
         places = context.inputs.get(PLACES)
         if places is None:  # left to right: a slot is a place
-            relation = torch.sign(context.query_index[rows, None] - context.key_index[None, :keys])[None]
-        else:
-            if places.shape[-1] < context.key_index.shape[0] and not context.static:
-                raise ValueError(
-                    f"`{PLACES}` covers {places.shape[-1]} tokens, but cached and new tokens make "
-                    f"{context.key_index.shape[0]}; give the places of all of them."
-                )
-            relation = torch.sign(places[:, context.query_index[rows], None] - places[:, None, :keys])
-        products = torch.matmul(query, self.table.t().to(query.dtype))
+            return spread_queries(products, lambda distance: 1 - torch.sign(distance), 1, rows, keys, context)
+        if places.shape[-1] < context.key_index.shape[0] and not context.static:
+            raise ValueError(
+                f"`{PLACES}` covers {places.shape[-1]} tokens, but cached and new tokens make "
+                f"{context.key_index.shape[0]}; give the places of all of them."
+            )
+        sign = torch.sign(places[:, context.query_index[rows], None] - places[:, None, :keys])[:, None]
         left, same, right = products.unbind(-1)
-        sign = relation[:, None]
         return torch.where(
             sign > 0, right.unsqueeze(-1), torch.where(sign < 0, left.unsqueeze(-1), same.unsqueeze(-1))
         )

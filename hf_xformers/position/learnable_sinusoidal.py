@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -84,17 +84,23 @@ class RelativeSinusoidTerms(LayerTerms):
     alone, so it costs one matrix product and picks nothing.
     """
 
-    def by_key(self, key: Tensor, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
-        angles = context.shared["score_bias"].angles(context.key_index)
-        return (torch.cat((angles.sin(), angles.cos()), dim=-1).to(key.dtype)[None, None],)
+    separable = True
 
-    def scores(self, query, key, tables, by_key, rows: slice, context: LayerContext) -> Tensor:
-        angles = context.shared["score_bias"].angles(context.query_index[rows])
-        sin, cos = angles.sin().to(query.dtype), angles.cos().to(query.dtype)
+    def tables(self, attention: Any, scale: float, context: LayerContext) -> tuple[Tensor, ...]:
+        """Sines and cosines [1, T or S, d / 2] of the angles of queries and keys."""
+        angles = context.shared["score_bias"].angles
+        made = (angles(context.query_index)[None], angles(context.key_index)[None])
+        return tuple(table for angle in made for table in (angle.sin(), angle.cos()))
+
+    def by_query(self, query: Tensor, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
+        sin, cos = tables[0].to(query.dtype), tables[1].to(query.dtype)
         first, second = query.chunk(2, dim=-1)
         # sin(a - b) = sin a cos b - cos a sin b, cos(a - b) = cos a cos b + sin a sin b
-        turned = torch.cat((second * sin - first * cos, first * sin + second * cos), dim=-1)
-        return torch.matmul(turned, by_key[0].transpose(-1, -2))
+        return (torch.cat((second * sin - first * cos, first * sin + second * cos), dim=-1),)
+
+    def by_key(self, key: Tensor, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
+        table = torch.cat(tables[2:], dim=-1).to(key.dtype)
+        return (table[None].expand(1, key.shape[1], -1, -1),)
 
 
 @register("position", "learnable_sinusoidal_relative")

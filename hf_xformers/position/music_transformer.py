@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from ..components import register
 from ..context import LayerContext
-from ..ops.shifted_rows import shift_rows
 from .base import LayerTerms, Position, PositionSpec
+from .distances import distances_of_block, products_by_distance
 
 
 class MusicTerms(LayerTerms):
@@ -23,14 +25,15 @@ class MusicTerms(LayerTerms):
     def initialize(self, config, init) -> None:
         init.normal_(self.table, mean=0.0, std=self.table.shape[-1] ** -0.5)
 
-    def scores(self, query, key, tables, by_key, rows: slice, context: LayerContext) -> Tensor:
-        length, keys = query.shape[2], key.shape[2]
-        last = context.query_index[rows][-1:] - context.key_index[:1]
-        distance = last - torch.arange(keys + length - 1, device=last.device)
-        known = (distance >= 0) & (distance < self.table.shape[1])
-        table = self.table.index_select(1, distance.clamp(0, self.table.shape[1] - 1))
+    def tables(self, attention: Any, scale: float, context: LayerContext) -> tuple[Tensor, ...]:
+        return (self.table,)
+
+    def scores(self, query, tables, by_query, by_key, rows: slice, keys: int, context: LayerContext) -> Tensor:
+        distance, reach = -distances_of_block(context, rows, keys), tables[0].shape[1]
+        known = (distance >= 0) & (distance < reach)
+        table = tables[0].index_select(1, distance.clamp(0, reach - 1))
         table = table.masked_fill(~known[None, :, None], 0.0).to(query.dtype)
-        return shift_rows(torch.matmul(query, table.transpose(-1, -2)), keys)  # the skewing of section 3.4.1
+        return products_by_distance(query, table, keys)  # the skewing of section 3.4.1
 
 
 @register("position", "music_transformer")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from ..components import register
 from ..context import LayerContext
-from .base import LayerTerms, Position, PositionSpec, pair_distances, pick
+from .base import LayerTerms, Position, PositionSpec
+from .distances import spread_queries, sum_by_distance
 
 
 class ShawTerms(LayerTerms):
@@ -24,25 +27,26 @@ class ShawTerms(LayerTerms):
         size = (*heads, 2 * spec.max_distance + 1, config.head_width)
         self.key_table = nn.Parameter(torch.empty(size))
         self.value_table = nn.Parameter(torch.empty(size)) if spec.values else None
+        self.has_values = spec.values
 
     def initialize(self, config, init) -> None:
         for table in (self.key_table, self.value_table):
             if table is not None:  # as the projections of keys and values, which they stand beside
                 init.xavier_uniform_(table)
 
-    def _rows(self, context: LayerContext, rows: slice, keys: int) -> Tensor:
-        return pair_distances(context, rows, keys).clamp(-self.reach, self.reach) + self.reach
+    def tables(self, attention: Any, scale: float, context: LayerContext) -> tuple[Tensor, ...]:
+        return (self.key_table,) if self.value_table is None else (self.key_table, self.value_table)
 
-    def scores(self, query, key, tables, by_key, rows: slice, context: LayerContext) -> Tensor:
-        products = torch.matmul(query, self.key_table.transpose(-1, -2).to(query.dtype))
-        return pick(products, self._rows(context, rows, key.shape[2]))
+    def _row(self, distance: Tensor) -> Tensor:
+        return distance.clamp(-self.reach, self.reach) + self.reach
 
-    def values(self, weights: Tensor, rows: slice, context: LayerContext) -> Tensor | None:
-        if self.value_table is None:
-            return None
-        index = self._rows(context, rows, weights.shape[-1]).expand_as(weights)
-        by_distance = weights.new_zeros(*weights.shape[:-1], self.value_table.shape[-2])
-        return torch.matmul(by_distance.scatter_add(-1, index, weights), self.value_table.to(weights.dtype))
+    def scores(self, query, tables, by_query, by_key, rows: slice, keys: int, context: LayerContext) -> Tensor:
+        products = torch.matmul(query, tables[0].transpose(-1, -2).to(query.dtype))
+        return spread_queries(products, self._row, self.reach, rows, keys, context)
+
+    def values(self, weights: Tensor, tables: tuple[Tensor, ...], rows: slice, context: LayerContext) -> Tensor:
+        sums = sum_by_distance(weights, self._row, 2 * self.reach + 1, self.reach, rows, context)
+        return torch.matmul(sums, tables[1].to(weights.dtype))
 
 
 @register("position", "shaw_relative", aliases=("shaw",))

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ..components import register
 from ..context import LayerContext
-from ..ops.shifted_rows import shift_rows
 from .base import LayerTerms, Position, PositionSpec, key_positions
+from .distances import distances_of_block
 from .t5_relative_bias import relative_buckets
 
 QUERIES, KEYS = "tupe_queries", "tupe_keys"  # streams: p U^Q and p U^K of all positions, [rows, H, d]
@@ -49,6 +49,7 @@ class TupeTerms(LayerTerms):
     """
 
     content_scale = 2**-0.5
+    separable = True
 
     def __init__(self, config, spec: TupeSpec):
         super().__init__()
@@ -59,50 +60,65 @@ class TupeTerms(LayerTerms):
             context.streams[QUERIES], context.streams[KEYS] = context.shared["score_bias"].projected()
 
     def tables(self, attention: Any, scale: float, context: LayerContext) -> tuple[Tensor, ...]:
-        """Scaled p U^Q and p U^K by position [rows, H, d]; the numbers of [CLS] to others and of others to [CLS], [H]."""
+        """Scaled p U^Q and p U^K by position [H, rows, d]; the numbers of [CLS] to others and of others to [CLS] [H, 2]; the
+        bias by distance from the last query to the first key, and on, [H, T + S - 1]."""
         queries, keys = context.streams[QUERIES] * scale, context.streams[KEYS]
+        bias, made = context.shared["score_bias"].bias, []
+        if self.resets:
+            numbers = (queries[:2] * keys[:2]).sum(-1)
+            if bias is not None:  # a bucket that no distance falls into, and one more
+                numbers = numbers + bias.weight[[self.spec.num_buckets // 2, self.spec.num_buckets]]
+            queries, keys = queries[1:], keys[1:]
+            made.append(numbers.t())
+        if bias is not None:
+            buckets = relative_buckets(
+                distances_of_block(context, slice(None), context.key_index.shape[0]),
+                bidirectional=self.bidirectional,
+                num_buckets=self.spec.num_buckets,
+                max_distance=self.spec.max_distance,
+            )
+            made.append(bias(buckets).t())
+        return queries.transpose(0, 1), keys.transpose(0, 1), *made
+
+    def line(self, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor | None:
+        return tables[-1] if self.spec.relative else None
+
+    def by_query(self, query: Tensor, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
+        """p U^Q of the tokens. Where [CLS] is apart its row is zero, and two columns meet those of the keys: the first brings
+        others what they pay to [CLS] less the bias that the pair gets as well, the second says that this is [CLS]."""
+        placed = tables[0][:, context.positions].transpose(0, 1).to(query.dtype)
         if not self.resets:
-            return queries, keys
-        cls_to_others, others_to_cls = (queries[:2] * keys[:2]).sum(-1).unbind(0)
-        return queries[1:], keys[1:], cls_to_others, others_to_cls
+            return (placed,)
+        cls, cls_slot, slots = self._cls(context.positions)
+        from_others = self._less_bias(1, tables, cls_slot - slots).masked_fill(cls, 0.0)
+        is_cls = cls.to(placed.dtype).expand(from_others.shape)
+        return (torch.cat((placed.masked_fill(cls, 0.0), from_others.to(placed.dtype), is_cls), dim=-1),)
 
     def by_key(self, key: Tensor, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
-        places = key_positions(context).clamp(
-            max=tables[1].shape[0] - 1
-        )  # a cache may have more slots than there are places
-        return (tables[1][places].transpose(1, 2),)
+        """p U^K of the tokens; the two columns say that this is [CLS], and bring what [CLS] pays to a key less the bias."""
+        # A cache may have more slots than there are places.
+        positions = key_positions(context).clamp(max=tables[1].shape[1] - 1)
+        placed = tables[1][:, positions].transpose(0, 1).to(key.dtype)
+        if not self.resets:
+            return (placed,)
+        cls, cls_slot, slots = self._cls(positions)
+        to_others = self._less_bias(0, tables, slots - cls_slot)
+        is_cls = cls.to(placed.dtype).expand(to_others.shape)
+        return (torch.cat((placed.masked_fill(cls, 0.0), is_cls, to_others.to(placed.dtype)), dim=-1),)
 
-    def scores(self, query, key, tables, by_key, rows: slice, context: LayerContext) -> Tensor:
-        positions = context.positions[:, rows]
-        placed = tables[0][positions].transpose(1, 2)  # [B or 1, H, t, d]
-        scores = torch.matmul(placed, by_key[0].transpose(-1, -2))
-        bias = context.shared["score_bias"].bias
-        keys = key.shape[2]
-        if bias is not None:
-            scores = scores + self._bias(bias, rows, keys, context)
-        if self.resets:
-            cls_to_others, others_to_cls = tables[2:]
-            if bias is not None:  # a bucket that no distance falls into, and one more
-                cls_to_others = cls_to_others + bias.weight[self.spec.num_buckets // 2]
-                others_to_cls = others_to_cls + bias.weight[self.spec.num_buckets]
-            first_key = key_positions(context)[:, None, None, :keys] == 0
-            first_query = positions[:, None, :, None] == 0
-            scores = torch.where(first_key, others_to_cls[:, None, None], scores)
-            scores = torch.where(first_query, cls_to_others[:, None, None], scores)
-        return scores
+    @staticmethod
+    def _cls(positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Whether a token is [CLS] [B or 1, 1, T, 1], the slot of its own text's [CLS] [B or 1, T], its slot [T]."""
+        cls, slots = positions == 0, torch.arange(positions.shape[-1], device=positions.device)
+        return cls[:, None, :, None], torch.where(cls, slots, 0).cummax(-1).values, slots
 
-    def _bias(self, bias: nn.Embedding, rows: slice, keys: int, context: LayerContext) -> Tensor:
-        """b_{j-i} of slots that follow each other, [H, t, s]: one number for each distance, laid out along the diagonals."""
-        queries = context.query_index[rows]
-        length = queries.shape[0]
-        first = context.key_index[:1] - queries[-1:]  # from the last query to the first key
-        buckets = relative_buckets(
-            first + torch.arange(length + keys - 1, device=queries.device),
-            bidirectional=self.bidirectional,
-            num_buckets=self.spec.num_buckets,
-            max_distance=self.spec.max_distance,
-        )
-        return shift_rows(bias(buckets).t()[:, None].expand(-1, length, -1), keys)
+    def _less_bias(self, which: int, tables: tuple[Tensor, ...], distance: Tensor) -> Tensor:
+        """[CLS]'s number less the bias at distance (key - query) [B or 1, T] -> [B or 1, h, T, 1]"""
+        number = tables[2][None, :, which, None, None]
+        if not self.spec.relative:
+            return number.expand(distance.shape[0], -1, distance.shape[-1], -1)
+        zero = tables[-1].shape[-1] // 2  # an encoder's keys are its queries
+        return number - tables[-1][:, distance + zero].transpose(0, 1).unsqueeze(-1)
 
 
 @register("position", "tupe")

@@ -49,7 +49,8 @@ def projected(layer, states):
 
 def check_scores(position, expected, causal=False, length=9, values=None, mask=None, **fields):
     """Literal path and fast path (in several blocks and in one), outputs and gradients, against
-    `expected(layer, module, q, k) -> scores [B, H, T, T]`, and `values(layer, weights) -> [B, H, T, d]`."""
+    `expected(layer, module, q, k) -> scores [B, H, T, T]`, and `values(layer, weights) -> [B, H, T, d]`. What padding as a
+    query gets is nobody's."""
     layer, module, _ = build(position, causal, **fields)
     states = vectors(2, length)
     given = {"padding_mask": mask} if mask is not None else {}
@@ -62,14 +63,15 @@ def check_scores(position, expected, causal=False, length=9, values=None, mask=N
         mixed = mixed + values(layer, weights)
     want = layer.o_proj(mixed.transpose(1, 2).flatten(2))
     parameters = [p for p in (*layer.parameters(), *module.parameters()) if p.requires_grad]
-    probe = vectors(2, length, seed=5)
+    real = torch.ones(2, length, 1) if mask is None else mask[..., None]
+    probe = vectors(2, length, seed=5) * real
     slopes = torch.autograd.grad((want * probe).sum(), parameters, allow_unused=True)
 
     def compare(**how):
         output, found = run(layer, module, states, causal, **how, **given)
-        close(output, want)
+        close(output * real, want * real)
         if found is not None:
-            close(found, weights)
+            close(found * real[:, None], weights * real[:, None])
         for one, other in zip(torch.autograd.grad((output * probe).sum(), parameters, allow_unused=True), slopes):
             assert (one is None) == (other is None)
             if one is not None:

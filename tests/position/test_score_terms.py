@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM
-from hf_xformers.position import deberta
 from hf_xformers.position.deberta import log_buckets
 from hf_xformers.position.t5_relative_bias import relative_buckets
 from tests.attention.score_helpers import (
@@ -153,22 +152,16 @@ def deberta_term(spec, terms, span, far):
     return term
 
 
-@pytest.fixture(params=["all at once", "tiles"])
-def products(request, monkeypatch):
-    """Products of keys with vectors by distance: all at once, or by tiles of pairs."""
-    monkeypatch.setattr(deberta, "PRODUCTS_AT_ONCE", 1 << 23 if request.param == "all at once" else 0)
-
-
 @BOTH
 @pytest.mark.parametrize("terms", [("c2p", "p2c"), ("c2p",), ("p2c",)])
-def test_deberta_first_version(causal, terms, products):
+def test_deberta_first_version(causal, terms):
     spec = {"type": "deberta", "max_distance": 4, "terms": terms}
     scale = (D_HEAD * (1 + len(terms))) ** -0.5
     check_scores(spec, by_pairs(deberta_term(spec, terms, 4, None), scale=scale), causal)
 
 
 @BOTH
-def test_deberta_second_version(causal, products):
+def test_deberta_second_version(causal):
     spec = {"type": "deberta", "max_distance": 9, "buckets": 4, "share_projections": True, "normalize": True}
     both = ("c2p", "p2c")
     check_scores(spec, by_pairs(deberta_term(spec, both, 4, 9), scale=(3 * D_HEAD) ** -0.5), causal)
@@ -303,9 +296,8 @@ def test_compile(case):
 
 
 @pytest.mark.parametrize("name", [*TERMS, "music"])
-def test_memory(name, monkeypatch):
+def test_memory(name):
     """Nothing with an axis of pairs is kept for the backward pass once texts have several blocks."""
-    monkeypatch.setattr(deberta, "PRODUCTS_AT_ONCE", 0)
     spec = "deberta" if name == "deberta" else TERMS.get(name, "music_transformer")
     layer, module, _ = build(spec, causal=True, max_position_embeddings=64)
     length, rows = 40, 4

@@ -1,0 +1,221 @@
+"""Attention whose scores have terms of their own: who sees whom, and the loop over heads and queries on every device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..context import LayerContext
+from ..ops.diagonal_attention import diagonal_attention
+from ..ops.shifted_rows import SharedRows
+from ..ops.term_attention import Blocks, Terms, applies, plus_products, term_attention
+from ..position.distances import along_diagonals
+from .query_blocks import (
+    heads_at_once,
+    last_key,
+    over_query_blocks,
+    rows_at_once,
+    rows_can_be_empty,
+    shared_rows,
+    visible_block,
+    visible_softmax,
+)
+
+
+class VisibleTerms:
+    """Base of [`Terms`] in self-attention: queries are the last of all slots, and the context says who sees whom.
+
+    separable: the terms are the products of what belongs to queries and what belongs to keys, one tensor each or none, and
+    a number for each distance. needs_weights: [`VisibleTerms.weighed`] wants to see the weights of all blocks.
+    """
+
+    has_values = False
+    separable = False
+    needs_weights = False
+
+    def __init__(self, context: LayerContext, num_keys: int) -> None:
+        self.context, self.num_keys = context, num_keys
+
+    @property
+    def first_query(self) -> int:
+        """The slot of the first query among those of the keys."""
+        return self.num_keys - self.context.query_index.shape[0]
+
+    def by_query(self, query: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return ()
+
+    def by_key(self, key: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return ()
+
+    def scores(
+        self,
+        query: Tensor,
+        tables: tuple[Tensor, ...],
+        by_query: tuple[Tensor, ...],
+        by_key: tuple[SharedRows, ...],
+        rows: slice,
+        keys: int,
+    ) -> Tensor:
+        """As [`Terms.scores`]; here for separable terms."""
+        length, line = query.shape[2], self.line(tables)
+        bias = None
+        if line is not None:
+            first = self.context.query_index.shape[0] - rows.stop
+            bias = along_diagonals(line[:, first : first + length + keys - 1].to(query.dtype), length, keys)
+        if not by_query:
+            return query.new_zeros(1, 1, length, keys) if bias is None else bias
+        own, near = by_query[0], by_key[0].take(0, keys)
+        if bias is None:
+            return torch.matmul(own, near.transpose(-1, -2))
+        batch = max(own.shape[0], near.shape[0])
+        return plus_products(bias, *(x.expand(batch, -1, -1, -1) for x in (own, near)))
+
+    def line(self, tables: tuple[Tensor, ...]) -> Tensor | None:
+        """A number for each distance from that of the last query and the first key on, [h, T + S - 1], if there is one."""
+        return None
+
+    def values(self, weights: Tensor, tables: tuple[Tensor, ...], rows: slice) -> Tensor:
+        raise NotImplementedError
+
+    def weighed(self, weights: Tensor, rows: slice) -> None:
+        """Told of the weights [B, h, t, s] of the queries `rows`, before dropout."""
+
+    @property
+    def rows_can_be_empty(self) -> bool:
+        """Whether some query may see nothing at all."""
+        return rows_can_be_empty(self.context)
+
+    def last_key(self, stop: int) -> int:
+        return last_key(self.context, False, self.num_keys, stop)
+
+    def visible(self, rows: slice, keys: int) -> Tensor | None:
+        """Which of the first `keys` keys the queries `rows` see, [B or 1, 1 or H, t or 1, s]; None: all."""
+        return visible_block(self.context, False, rows, slice(0, keys))
+
+    @property
+    def ordered(self) -> bool:
+        return self.context.causal and self.context.explicit_mask is None
+
+    def hidden(self, rows: slice, keys: slice) -> Tensor | None:
+        mask = visible_block(self.context, False, rows, keys, order=False)
+        return None if mask is None else ~mask
+
+    def hide(self, scores: Tensor, rows: slice) -> Tensor:
+        keys = scores.shape[-1]
+        with torch.no_grad():
+            first = self.first_query + rows.start + 1  # earlier keys are seen by all of these queries
+            if self.ordered and first < keys:
+                slots = torch.arange(first - 1, keys, device=scores.device)
+                later = slots[1:] > slots[: scores.shape[-2], None]
+                scores[..., first:].masked_fill_(later, -torch.inf)
+            hidden = self.hidden(rows, slice(0, keys))
+            if hidden is None:
+                return scores
+            if hidden.shape[0] > scores.shape[0]:
+                return scores.masked_fill(hidden, -torch.inf)
+            return scores.masked_fill_(hidden, -torch.inf)
+
+
+def attend_with_terms(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tables: tuple[Tensor, ...],
+    terms: VisibleTerms,
+    dropout: float = 0.0,
+    blocks: Blocks | None = None,
+) -> Tensor:
+    """softmax_j(q_i k_j + term_ij) v_j [+ term of the values], for a few heads and a block of queries at a time.
+
+    query [B, H, T, d] (scaled), key and value [B, H, S, d], tables [H or 1, ...] -> [B, T, H, d]. Memory: the scores of a
+    few blocks, O(S), also in training, where they are made again in the backward pass.
+    """
+    blocks = blocks or blocks_of(query, key.shape[2])
+    if applies(query, dropout) and not terms.context.static and not terms.needs_weights:
+        if terms.separable:
+            further = (*terms.by_query(query, tables), *terms.by_key(key, tables))
+            pair = (further[0], further[1]) if further else None
+            return diagonal_attention(query, key, value, pair, terms.line(tables), terms, blocks)
+        return term_attention(query, key, value, tables, terms, blocks)
+    outputs = []
+    for first in range(0, query.shape[1], blocks.heads):
+        group = slice(first, first + blocks.heads)
+        some = tuple(x if x.shape[0] == 1 else x[group] for x in tables)
+        outputs.append(_in_blocks(query[:, group], key[:, group], value[:, group], some, terms, dropout, blocks.rows))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def blocks_of(query: Tensor, num_keys: int) -> Blocks:
+    """How many heads and queries of [B, H, T, d] to take together: few heads with many rows each, since every block of rows
+    reads all keys, and adds to all their gradients."""
+    batch, heads = query.shape[:2]
+    several = heads if torch.compiler.is_compiling() else heads_at_once(batch, heads, num_keys)
+    return Blocks(several, rows_at_once(batch * several * num_keys))
+
+
+def weights_with_terms(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tables: tuple[Tensor, ...],
+    terms: VisibleTerms,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """The same with all pairs at once -> output [B, T, H, d], weights [B, H, T, S]."""
+    of_queries = terms.by_query(query, tables)
+    of_keys = tuple(SharedRows(x, 1) for x in terms.by_key(key, tables))
+    return _block(
+        query, key, value, tables, of_queries, of_keys, terms, dropout, slice(0, query.shape[2]), key.shape[2]
+    )
+
+
+def _in_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tables: tuple[Tensor, ...],
+    terms: VisibleTerms,
+    dropout: float,
+    at_once: int,
+) -> Tensor:
+    length = query.shape[2]
+    of_queries = terms.by_query(query, tables)
+    key_rows, value_rows, *of_keys = (
+        shared_rows(x, length, at_once) for x in (key, value, *terms.by_key(key, tables))
+    )
+
+    def block(begin: int, end: int, part: Tensor, *own: Tensor) -> Tensor:
+        seen = terms.last_key(end)
+        near_key, near_value = key_rows.take(0, seen), value_rows.take(0, seen)
+        rows = slice(begin, end)
+        return _block(part, near_key, near_value, tables, own, tuple(of_keys), terms, dropout, rows, seen)[0]
+
+    return over_query_blocks(block, length, at_once, (query, 2), *((x, 2) for x in of_queries))
+
+
+def _block(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tables: tuple[Tensor, ...],
+    by_query: tuple[Tensor, ...],
+    by_key: tuple[SharedRows, ...],
+    terms: VisibleTerms,
+    dropout: float,
+    rows: slice,
+    keys: int,
+) -> tuple[Tensor, Tensor]:
+    """The equation for the queries `rows` and the first `keys` keys -> output [B, t, H, d], weights [B, H, t, s]."""
+    scores = plus_products(terms.scores(query, tables, by_query, by_key, rows, keys), query, key)
+    mask = terms.visible(rows, keys)
+    weights = visible_softmax(scores, mask, terms.rows_can_be_empty, overwrite=True).to(query.dtype)
+    terms.weighed(weights, rows)
+    dropped = F.dropout(weights, dropout) if dropout else weights
+    output = torch.matmul(dropped, value)
+    if terms.has_values:
+        output = output + terms.values(dropped, tables, rows)
+    return output.transpose(1, 2), weights
+
+
+__all__ = ["Terms", "VisibleTerms", "attend_with_terms", "weights_with_terms"]

@@ -1,0 +1,119 @@
+"""Score terms that depend on the distance of a pair alone, beside what one of its tokens brings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..context import LayerContext
+from ..ops.shifted_rows import shift_rows
+
+
+class Near(NamedTuple):
+    """Keys `[first, stop)` that lie within reach of some query of a block. Of all the others the earlier ones share one row of
+    a table, and so do the later ones."""
+
+    first: int
+    stop: int
+
+    @classmethod
+    def of(cls, context: LayerContext, rows: slice, keys: int, reach: int) -> Near:
+        """rows: queries of the block; keys: how many keys it reads; reach: distance (slots) from which all distances to a
+        side count as one."""
+        if context.static or torch.compiler.is_compiling():
+            return cls(0, keys)  # slots are known to the device alone
+        begin = context.key_index.shape[0] - context.query_index.shape[0] + rows.start
+        first = min(max(begin - reach + 1, 0), keys)
+        return cls(first, max(min(begin + rows.stop - rows.start - 1 + reach, keys), first))
+
+
+def pick(products: Tensor, index: Tensor) -> Tensor:
+    """products [B, h, t, n] of each query with n table rows, index [t, s] -> [B, h, t, s]: the product with the row that
+    belongs to the pair. The factor d smaller way to have q_i a_ij without the vectors a_ij."""
+    return products.gather(-1, index.expand(*products.shape[:2], -1, -1))
+
+
+def pair_distances(context: LayerContext, rows: slice, keys: slice) -> Tensor:
+    """Distance key - query in slots, [t, s] integer."""
+    return context.key_index[None, keys] - context.query_index[rows, None]
+
+
+def far_rows(row_of: Callable[[Tensor], Tensor], reach: int, device: torch.device) -> Tensor:
+    """The rows of keys that lie `reach` before and after, [2]."""
+    return row_of(torch.tensor([-reach, reach], device=device))
+
+
+def spread_queries(
+    products: Tensor,
+    row_of: Callable[[Tensor], Tensor],
+    reach: int,
+    rows: slice,
+    keys: int,
+    context: LayerContext,
+) -> Tensor:
+    """products [B, h, t, n] of the queries `rows` with n rows of a table -> [B, h, t, keys], for each pair the product with
+    row `row_of(key - query)`."""
+    near = Near.of(context, rows, keys, reach)
+    found = pick(products, row_of(pair_distances(context, rows, slice(*near))))
+    if near == (0, keys):
+        return found
+    before, after = products.index_select(-1, far_rows(row_of, reach, products.device)).split(1, dim=-1)
+    size = (-1, -1, -1)
+    return torch.cat((before.expand(*size, near.first), found, after.expand(*size, keys - near.stop)), dim=-1)
+
+
+def sum_by_distance(
+    weights: Tensor, row_of: Callable[[Tensor], Tensor], count: int, reach: int, rows: slice, context: LayerContext
+) -> Tensor:
+    """weights [B, h, t, s] -> [B, h, t, count]: the sums over the keys of each row `row_of(key - query)`."""
+    keys = weights.shape[-1]
+    near = Near.of(context, rows, keys, reach)
+    index = row_of(pair_distances(context, rows, slice(*near)))
+    sums = weights.new_zeros(*weights.shape[:-1], count)
+    # Split once: the gradients of slices would each be as large as the whole.
+    before, middle, after = weights.split([near.first, near.stop - near.first, keys - near.stop], dim=-1)
+    sums = sums.scatter_add(-1, index.expand(*weights.shape[:2], -1, -1), middle)
+    if near == (0, keys):
+        return sums
+    outer = (before.sum(-1), after.sum(-1))
+    return sums.index_add(-1, far_rows(row_of, reach, weights.device), torch.stack(outer, dim=-1))
+
+
+def distances_of_block(context: LayerContext, rows: slice, keys: int) -> Tensor:
+    """Distances key - query from the block's last query and the first key on, [t + keys - 1]: what [`shift_rows`] turns
+    into [t, keys]. Slots follow each other."""
+    queries = context.query_index[rows]
+    steps = torch.arange(queries.shape[0] + keys - 1, device=queries.device)
+    return steps + (context.key_index[:1] - queries[-1:])
+
+
+def products_by_distance(query: Tensor, table: Tensor, keys: int) -> Tensor:
+    """query [B, h, t, d], table [h or 1, t + keys - 1, d] with a row for each of [`distances_of_block`] -> [B, h, t, keys],
+    each query with the row of the pair's distance."""
+    return shift_rows(torch.matmul(query, table.transpose(-1, -2)), keys)
+
+
+def products_of_keys_by_distance(key: Tensor, table: Tensor, length: int) -> Tensor:
+    """key [B, h, s, d], table as above -> [B, h, t = length, s], each key with the row of the pair's distance.
+
+    Tile by tile: t queries and as many keys have few distances, so the products are twice as many as the pairs, whatever
+    the number of keys.
+    """
+    tiles = []
+    for begin in range(0, key.shape[2], length):
+        near = key[:, :, begin : begin + length]
+        width = near.shape[2]
+        # Backwards: from the largest distance on, a row of keys meets the queries in their order.
+        distances = table[:, begin : begin + length + width - 1].flip(1)
+        tiles.append(shift_rows(torch.matmul(near, distances.transpose(-1, -2)), length).transpose(-1, -2))
+    if not tiles:
+        return key.new_zeros(*key.shape[:2], length, 0)
+    return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=-1)
+
+
+def along_diagonals(line: Tensor, length: int, keys: int) -> Tensor:
+    """line [h, t + keys - 1], a number for each of [`distances_of_block`] -> [1, h, t, keys]"""
+    return shift_rows(line[None, :, None].expand(1, -1, length, -1), keys)

@@ -1,0 +1,163 @@
+"""Attention with terms of its own, block by block and tile by tile, against the scores laid out in one matrix."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_xformers.ops import diagonal_attention, term_attention
+from hf_xformers.ops.term_attention import Blocks
+
+BATCH, HEADS, WIDTH, FURTHER = 2, 4, 6, 3
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+@dataclass
+class Pairs:
+    """Who sees whom among `length` queries, the last of `keys` slots; real: [B, keys]."""
+
+    length: int
+    keys: int
+    ordered: bool
+    real: Tensor | None = None
+    has_values = False
+
+    def last_key(self, stop: int) -> int:
+        return self.keys - self.length + stop if self.ordered else self.keys
+
+    def hidden(self, rows: slice, keys: slice) -> Tensor | None:
+        return None if self.real is None else ~self.real[:, None, None, keys]
+
+    def seen(self) -> Tensor:
+        """[B, 1, T, S], pair by pair."""
+        result = torch.ones(BATCH, 1, self.length, self.keys, dtype=torch.bool)
+        for b in range(BATCH):
+            for i in range(self.length):
+                for j in range(self.keys):
+                    late = self.ordered and j > self.keys - self.length + i
+                    result[b, 0, i, j] = not late and (self.real is None or bool(self.real[b, j]))
+        return result
+
+
+class Products(Pairs):
+    """term_ij = |tanh(q_i W)| . tanh(k_j U) + a table [H, T, S], with values from another table if `has_values`."""
+
+    def by_query(self, query, tables):
+        return (torch.tanh(query @ tables[0]),)
+
+    def by_key(self, key, tables):
+        return (torch.tanh(key @ tables[1]),)
+
+    def scores(self, query, tables, by_query, by_key, rows, keys):
+        products = by_query[0].abs() @ by_key[0].take(0, keys).mT
+        return products + tables[2][None, :, rows, :keys] + query.sum(-1, keepdim=True)
+
+    def values(self, weights, tables, rows):
+        return weights @ tables[3][:, : weights.shape[-1]]
+
+    def hide(self, scores, rows):
+        seen = self.seen()[:, :, rows, : scores.shape[-1]]
+        return scores.masked_fill(~seen, -torch.inf)
+
+
+def literal(query, key, value, scores, seen, added=None):
+    scores = (query @ key.mT + scores).masked_fill(~seen, -1e300)
+    weights = torch.softmax(scores, -1) * seen.any(-1, keepdim=True)
+    output = weights @ value
+    return (output if added is None else output + weights @ added).transpose(1, 2)
+
+
+def check(found: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:
+    torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-9)
+    probe = numbers(*expected.shape, seed=9).detach()
+    ours, theirs = (torch.autograd.grad((x * probe).sum(), leaves) for x in (found, expected))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-8)
+
+
+def padding(keys: int) -> Tensor:
+    """The second row is padding in front, and the queries there see nothing in order."""
+    real = torch.ones(BATCH, keys, dtype=torch.bool)
+    real[0, -2:], real[1, : keys - 3] = False, False
+    return real
+
+
+CASES = [
+    (length, keys, ordered, padded)
+    for length, keys in ((7, 7), (5, 9))
+    for ordered in (False, True)
+    for padded in (False, True)
+]
+
+
+@pytest.fixture(params=[Blocks(HEADS, 16), Blocks(1, 3), Blocks(3, 2)], ids=str)
+def blocks(request, monkeypatch):
+    monkeypatch.setattr(term_attention, "TILE_SCORES", 4)
+    monkeypatch.setattr(term_attention, "LEAST_COLUMNS", 2)
+    monkeypatch.setattr(diagonal_attention, "TILE_SCORES", 4)
+    monkeypatch.setattr(diagonal_attention, "LEAST_COLUMNS", 2)
+    return request.param
+
+
+@pytest.mark.parametrize(("length", "keys", "ordered", "padded"), CASES)
+@pytest.mark.parametrize("with_values", [False, True])
+@pytest.mark.parametrize("fused", [True, False])
+def test_terms_equal_the_matrix(length, keys, ordered, padded, with_values, fused, blocks, monkeypatch):
+    if not fused:
+        monkeypatch.setattr(term_attention, "_fused_forward", None)
+    query = numbers(BATCH, HEADS, length, WIDTH)
+    key, value = numbers(BATCH, HEADS, keys, WIDTH, seed=1), numbers(BATCH, HEADS, keys, WIDTH, seed=2)
+    tables = (
+        numbers(1, WIDTH, FURTHER, seed=3),
+        numbers(HEADS, WIDTH, FURTHER, seed=4),
+        numbers(HEADS, length, keys, seed=5),
+        numbers(HEADS, keys, WIDTH, seed=6),
+    )[: 4 if with_values else 3]
+    terms = Products(length, keys, ordered, padding(keys) if padded else None)
+    terms.has_values = with_values
+    found = term_attention.term_attention(query, key, value, tables, terms, blocks)
+    scores = torch.tanh(query @ tables[0]).abs() @ torch.tanh(key @ tables[1]).mT
+    scores = scores + tables[2] + query.sum(-1, keepdim=True)
+    expected = literal(query, key, value, scores, terms.seen(), tables[3] if with_values else None)
+    check(found, expected, [query, key, value, *tables])
+
+
+@pytest.mark.parametrize(("length", "keys", "ordered", "padded"), CASES)
+@pytest.mark.parametrize("shared", [False, True], ids=["of each row", "of all rows"])
+@pytest.mark.parametrize("parts", ["line", "products", "both", "neither"])
+def test_diagonals_equal_the_matrix(length, keys, ordered, padded, shared, parts, blocks):
+    query = numbers(BATCH, HEADS, length, WIDTH)
+    key, value = numbers(BATCH, HEADS, keys, WIDTH, seed=1), numbers(BATCH, HEADS, keys, WIDTH, seed=2)
+    size = 1 if shared else BATCH
+    further = (numbers(size, HEADS, length, FURTHER, seed=3), numbers(size, HEADS, keys, FURTHER, seed=4))
+    line = numbers(HEADS, length + keys - 1, seed=5)
+    pairs = Pairs(length, keys, ordered, padding(keys) if padded else None)
+    leaves, scores = [query, key, value], torch.zeros(1, 1, length, keys, dtype=torch.float64)
+    if parts in ("products", "both"):
+        leaves += further
+        scores = scores + further[0] @ further[1].mT
+    if parts in ("line", "both"):
+        leaves.append(line)
+        distance = torch.arange(keys)[None] - torch.arange(length)[:, None]
+        scores = scores + line[:, distance + length - 1]
+    found = diagonal_attention.diagonal_attention(
+        query,
+        key,
+        value,
+        further if parts in ("products", "both") else None,
+        line if parts in ("line", "both") else None,
+        pairs,
+        blocks,
+    )
+    check(found, literal(query, key, value, scores, pairs.seen()), leaves)
+
+
+def test_no_second_derivative():
+    inputs = [numbers(1, 1, 3, WIDTH, seed=seed) for seed in range(3)]
+    output = diagonal_attention.diagonal_attention(*inputs, None, None, Pairs(3, 3, False), Blocks(1, 2))
+    with pytest.raises(RuntimeError, match="no second derivative .*attn_implementation='eager'"):
+        torch.autograd.grad(output.sum(), inputs[0], create_graph=True)
