@@ -1,7 +1,7 @@
 """Does fine-tuning learn? Variants on SST-2, WNUT-17 and Multi30k against what needs no learning.
 
 python benchmarks/finetuning.py --data DIR [--tasks sst2,wnut17,multi30k] [--variants bert,longformer] [--size tiny]
-    [--epochs 4] [--pretrain_steps 0] [--max_train_rows N] [-- OPTION ...]
+    [--hidden_size N] [--layers N] [--vocab_size N] [--epochs 4] [--pretrain_steps 0] [--max_train_rows N] [-- OPTION ...]
 
 DIR holds `sst2/{train,dev}.tsv` (sentence, label, no header), `wnut17/{train,dev}.conll` and
 `multi30k/{train,val,test_2016_flickr}.{en,de}`. Each variant starts from random weights, or from `--pretrain_steps` of masked LM
@@ -107,7 +107,13 @@ TASKS = {"sst2": sst2, "wnut17": wnut17, "multi30k": multi30k}
 
 def measure(task: dict[str, Any], variant: str, args: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        start = ["--variant", variant, "--size", args.size]
+        start = [
+            "--variant",
+            variant,
+            "--size",
+            args.size,
+            *(f"--{name}={value}" for name, value in geometry(args).items()),
+        ]
         if args.pretrain_steps:
             text, model = Path(folder) / "train.txt", Path(folder) / "pretrained"
             text.write_text("\n".join(task["texts"]) + "\n", encoding="utf-8")
@@ -124,6 +130,18 @@ def measure(task: dict[str, Any], variant: str, args: argparse.Namespace, extra:
         output = Path(folder) / "run"
         run("finetune", *start, *task["options"], "--output_dir", output, *options, *extra)
         return json.loads((output / "training_summary.json").read_text())
+
+
+def geometry(args: argparse.Namespace) -> dict[str, int]:
+    """Configuration fields that differ from the size's."""
+    given = {"hidden_size": args.hidden_size, "num_hidden_layers": args.layers, "vocab_size": args.vocab_size}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def described(args: argparse.Namespace) -> str:
+    """What a run starts from, for the table."""
+    changes = [f"{name.replace('_', ' ')} {value}" for name, value in geometry(args).items()]
+    return ", ".join([args.size, *changes, f"{args.pretrain_steps} steps" if args.pretrain_steps else "random"])
 
 
 def run(*argv: Any) -> None:
@@ -154,6 +172,9 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--variants", help="default: some that have the task's head")
     parser.add_argument("--size", default="tiny")
+    parser.add_argument("--hidden_size", type=int)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--vocab_size", type=int)
     parser.add_argument("--epochs", type=float, default=4)
     parser.add_argument("--pretrain_steps", type=int, default=0)
     parser.add_argument("--max_train_rows", type=int)
@@ -177,7 +198,7 @@ def benchmark(argv: list[str] | None = None) -> None:
             row = {
                 "task": name,
                 "variant": summary["variant"],
-                "start": f"{args.size}, " + (f"{args.pretrain_steps} steps" if args.pretrain_steps else "random"),
+                "start": described(args),
                 "parameters": summary["parameters"],
                 "epochs": args.epochs,
                 "steps": summary["steps"],
