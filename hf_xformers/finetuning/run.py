@@ -186,8 +186,12 @@ class FineTuning:
     def _vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """The configuration's ids that follow from the tokenizer: all of them where it is new to the model."""
         from ..data import vocabulary_fields
+        from ..training.building import own_ids
+        from ..variants import config_class
 
         fields: dict[str, Any] = dict(vocabulary_fields(tokenizer))
+        known = config_class(self.variant) if self.start is None else type(self.start)
+        fields.update(own_ids(known, tokenizer))
         if self.start is None:
             fields["decoder_start_token_id"] = fields["pad_token_id"] if self.task.head == "Seq2SeqLM" else None
             return fields

@@ -111,13 +111,18 @@ def build_config(
     values.update(
         {"bos_token_id": None, "eos_token_id": None} if tokenizer is None else vocabulary(tokenizer, objective)
     )
-    for role in ("sep", "cls", "mask"):  # ids that only some variants read
-        if f"{role}_token_id" in valid:
-            values[f"{role}_token_id"] = getattr(tokenizer, f"{role}_token_id", None)
+    values.update(own_ids(config_class, tokenizer))
     values.update({slot: component(config_class, slot, entry) for slot, entry in (components or {}).items()})
     values.update(given)
     values.update(shape)
     return config_class(**values)
+
+
+def own_ids(config_class: type[Any], tokenizer: PreTrainedTokenizerBase | None) -> dict[str, int | None]:
+    """The ids of special tokens that only some variants read, those that this one has a field for."""
+    names = {field.name for field in dataclasses.fields(config_class)}
+    wanted = (f"{role}_token_id" for role in ("sep", "cls", "mask"))
+    return {name: getattr(tokenizer, name, None) for name in wanted if name in names}
 
 
 def vocabulary(tokenizer: PreTrainedTokenizerBase, objective: Objective) -> dict[str, int | None]:

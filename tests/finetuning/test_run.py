@@ -102,3 +102,10 @@ def test_accumulated_steps_are_one_step(task, write, tmp_path):
     whole, halves = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "halves"))
     for name, tensor in whole.items():
         torch.testing.assert_close(halves[name], tensor, rtol=1e-4, atol=1e-5, msg=lambda text: f"{name}: {text}")
+
+
+def test_ids_of_the_variant_come_from_the_tokenizer(tmp_path):
+    """Longformer's config has a separator of its own, which is another token in a vocabulary that is trained here."""
+    finetune("text-classification", classification(tmp_path), tmp_path / "run", variant="longformer", max_steps=1)
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert saved["sep_token_id"] == AutoTokenizer.from_pretrained(tmp_path / "run").sep_token_id
