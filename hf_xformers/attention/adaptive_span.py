@@ -227,9 +227,10 @@ class AdaptiveSpanAttention(Attention):
         return output, F.pad(weights, (dropped, 0)) if dropped else weights  # a padded copy would carry no gradient
 
     def _tiles_apply(self, query: Tensor, context: LayerContext) -> bool:
-        """Whether all that is added to the products depends on the distance alone, and nobody looks inside."""
+        """Whether all that is added to the products depends on the distance alone, and tiles are the way to go: on a
+        processor. Elsewhere few large blocks are."""
         plain = not self.spec.dynamic and "score_bias" not in context.shared
-        return plain and query.shape[2] > 1 and not torch.compiler.is_compiling()
+        return plain and query.device.type == "cpu" and query.shape[2] > 1 and not torch.compiler.is_compiling()
 
     def _tiles(
         self,
