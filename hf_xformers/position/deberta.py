@@ -12,7 +12,14 @@ from torch.nn import functional as F
 from ..components import register
 from ..context import LayerContext
 from .base import LayerTerms, Position, PositionSpec
-from .distances import Near, distances_of_block, products_by_distance, products_of_keys_by_distance
+from .distances import (
+    Near,
+    distances_of_block,
+    pair_distances,
+    pick,
+    products_by_distance,
+    products_of_keys_by_distance,
+)
 
 TABLE = "deberta_table"  # the stream of vectors by distance, [2k, D]
 
@@ -89,9 +96,12 @@ class DebertaTerms(LayerTerms):
         return (key,) if "p2c" in self.spec.terms else ()
 
     def scores(self, query, tables, by_query, by_key, rows: slice, keys: int, context: LayerContext) -> Tensor:
+        key = by_key[0].take(0, keys) if by_key else None
+        if context.static or torch.compiler.is_compiling():
+            return self._by_pairs(query, key, tables, rows, keys, context)
         # Beyond reach a term is one number for a query or for a key; in between, products are laid out by distance.
-        near = Near.of(context, rows, keys, self.reach)
-        distances = distances_of_block(context, rows, keys)[near.first : near.stop + query.shape[2] - 1]
+        near, length = Near.of(context, rows, keys, self.reach), query.shape[2]
+        distances = distances_of_block(context, rows, keys)[near.first : near.stop + length - 1]
         lines = [table.index_select(1, self._row(-distances)) for table in tables]
         far = [table.index_select(1, self._row(distances.new_tensor([self.reach, -self.reach]))) for table in tables]
         early, middle, late = [], [], []
@@ -100,16 +110,32 @@ class DebertaTerms(LayerTerms):
             early.append(before.expand(-1, -1, -1, near.first))
             middle.append(products_by_distance(query, lines[0], near.stop - near.first))
             late.append(after.expand(-1, -1, -1, keys - near.stop))
-        if "p2c" in self.spec.terms:
-            first, second, third = (
-                by_key[0].take(0, keys).split([near.first, near.stop - near.first, keys - near.stop], dim=2)
-            )
-            left, right = (rows_of.transpose(-1, -2) for rows_of in far[-1].split(1, dim=1))
-            early.append(torch.matmul(first, left).transpose(-1, -2).expand(-1, -1, query.shape[2], -1))
-            middle.append(products_of_keys_by_distance(second, lines[-1], query.shape[2]))
-            late.append(torch.matmul(third, right).transpose(-1, -2).expand(-1, -1, query.shape[2], -1))
+        if key is not None:
+            first, second, third = key.split([near.first, near.stop - near.first, keys - near.stop], dim=2)
+            left, right = (row.transpose(-1, -2) for row in far[-1].split(1, dim=1))
+            early.append(torch.matmul(first, left).transpose(-1, -2).expand(-1, -1, length, -1))
+            middle.append(products_of_keys_by_distance(second, lines[-1], length))
+            late.append(torch.matmul(third, right).transpose(-1, -2).expand(-1, -1, length, -1))
         parts = [found[0] if len(found) == 1 else found[0] + found[1] for found in (early, middle, late)]
         return torch.cat(parts, dim=-1)
+
+    def _by_pairs(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        tables: tuple[Tensor, ...],
+        rows: slice,
+        keys: int,
+        context: LayerContext,
+    ) -> Tensor:
+        """The same by a lookup for each pair: for graphs of any length, and for slots that only the device knows."""
+        index = self._row(-pair_distances(context, rows, slice(0, keys)))
+        parts = []
+        if "c2p" in self.spec.terms:
+            parts.append(pick(torch.matmul(query, tables[0].transpose(-1, -2)), index))
+        if key is not None:
+            parts.append(pick(torch.matmul(key, tables[-1].transpose(-1, -2)), index.t()).transpose(-1, -2))
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
 @register("position", "deberta", aliases=("disentangled",))
