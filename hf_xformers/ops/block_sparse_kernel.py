@@ -174,7 +174,8 @@ def _as_pairs(extra: Tensor, ratio: int, b: slice, h: slice) -> Tensor:
 
 
 def _sum_to(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return x.sum([d for d, size in enumerate(shape) if size == 1 and x.shape[d] != 1], keepdim=True)
+    several = [d for d, size in enumerate(shape) if size == 1 and x.shape[d] != 1]
+    return x.sum(several, keepdim=True) if several else x  # no dimension at all would mean every one
 
 
 def _softmax(scores: Tensor, need_lse: bool) -> tuple[Tensor, Tensor | None]:

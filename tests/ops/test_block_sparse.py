@@ -103,10 +103,11 @@ def test_global_tokens_of_each_example_count_once():
         torch.testing.assert_close(found[row : row + 1], expected, atol=1e-10, rtol=1e-10)
 
 
-def test_grouped_queries_and_a_score_bias():
-    q, k, v = inputs(26, heads=4)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_grouped_queries_and_a_score_bias(batch):
+    q, k, v = inputs(26, batch=batch, heads=4)
     k, v = k[:, :2], v[:, :2]
-    slope = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    slope = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64, requires_grad=True)
 
     def bias(query_index, key_index):
         distance = (query_index.unsqueeze(-1) - key_index.unsqueeze(-2)).abs()
@@ -117,7 +118,12 @@ def test_grouped_queries_and_a_score_bias():
     index = torch.arange(26)
     distance = index[:, None] - index[None]
     weights = torch.softmax(scores.masked_fill((distance < 0) | (distance > 5), -torch.inf), -1)
-    torch.testing.assert_close(found, weights @ v.repeat_interleave(2, 1))
+    expected = weights @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(found, expected)
+    probe = torch.randn_like(expected)
+    ours, theirs = (torch.autograd.grad((x * probe).sum(), [q, k, v, slope]) for x in (found, expected))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_refusals():
