@@ -186,10 +186,6 @@ class AdaptiveSpanAttention(Attention):
         longest = self.max_span - 1 + self.gap
         return offset.clamp(-longest, longest) + longest
 
-    def _grouped(self, x: Tensor) -> Tensor:
-        """[B, K, S, d] -> [B, H, S, d]."""
-        return x if self.num_key_value_groups == 1 else x.repeat_interleave(self.num_key_value_groups, dim=1)
-
     def _literal(
         self,
         query: Tensor,
@@ -200,7 +196,7 @@ class AdaptiveSpanAttention(Attention):
         context: LayerContext,
     ) -> tuple[Tensor, Tensor]:
         """The equation as written -> output [B, T, H, d], weights [B, H, T, S] (zeros for tokens that a cache dropped)."""
-        key, value = self._grouped(key), self._grouped(value)
+        key, value = self.repeated(key), self.repeated(value)
         dropped = context.key_index.shape[0] - key.shape[2]
         places = context.key_index[dropped:]
         offset = context.query_index[:, None] - places[None, :]
@@ -256,7 +252,7 @@ class AdaptiveSpanAttention(Attention):
 
         masks = (context.padding_mask, context.explicit_mask, context.segment_ids)
         masked = any(mask is not None for mask in masks)
-        key, value = self._grouped(key), self._grouped(value)
+        key, value = self.repeated(key), self.repeated(value)
         dropout = self.dropout if self.training else 0.0
         return window_attention(query, key, value, bias, table, side, visible if masked else None, dropout)
 
@@ -286,7 +282,7 @@ class AdaptiveSpanAttention(Attention):
             place = keys - length + begin  # of the first query among the keys
             low, high = max(place - side, 0), place + count if self.is_causal else min(place + count + side, keys)
             rows, seen = slice(begin, end), slice(total - keys + low, total - keys + high)
-            k, v = (self._grouped(x.take(low, high)) for x in whole)
+            k, v = (self.repeated(x.take(low, high)) for x in whole)
             # Column c of `along` holds the offset that stands in column c - (count - 1 - row) of the block.
             offset = place - low + count - 1 - torch.arange(count + high - low, device=q.device)
             own = spans[:, None, None] if chosen is None else chosen[..., None]

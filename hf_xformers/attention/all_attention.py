@@ -51,8 +51,7 @@ class AllAttention(Attention):
         if mask is not None:
             mask = F.pad(mask, (self.slots, 0), value=True)
         dropout = self.dropout if self.training else 0.0
-        if self.num_key_value_groups > 1:
-            key, value = (part.repeat_interleave(self.num_key_value_groups, 1) for part in (key, value))
+        key, value = self.repeated(key), self.repeated(value)
         if self.wants_weights(context):
             _, weights = literal_softmax_attention(query, key, value, mask, None, self.scaling)
             parts = weights.split([self.slots, weights.shape[-1] - self.slots], -1)

@@ -76,6 +76,10 @@ class Attention(nn.Module):
         """[B, T, heads * d] -> [B, heads, T, d]."""
         return projected.view(*projected.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
+    def repeated(self, x: Tensor) -> Tensor:
+        """Keys or values [B, K, S, d], one for each head."""
+        return x.repeat_interleave(self.num_key_value_groups, dim=1) if self.num_key_value_groups > 1 else x
+
     def project_self(
         self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache | None, step: int
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,6 +160,10 @@ class AttentionSpec(Spec):
 
     bias: bool = True
     scale: float | int | None = None
+
+    def projects_keys(self, config) -> bool:
+        """Whether all heads have keys of their own, which `k_proj` makes."""
+        return True
 
     def why_not_generate(self) -> str:
         """Why a decoder with this attention cannot generate text, in a sentence; empty if it can."""

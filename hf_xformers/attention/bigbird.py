@@ -13,7 +13,7 @@ from ..context import LayerContext
 from ..ops import patterns
 from ..ops.pattern_base import Pattern
 from .base import AttentionSpec
-from .block_sparse import BlockSparseAttention, check_at_least
+from .block_sparse import INSIDE, BlockSparseAttention, check_at_least
 from .longformer import given_globals
 
 
@@ -75,6 +75,9 @@ class BigBirdSpec(AttentionSpec):
     summary = "a window, random blocks and global tokens"
     causal = False
     explicit_mask = True
+    score_bias = True
+    score_terms = True
+    head_terms = True
     why_not_causal = "its last block sees, and is seen by, the whole text."
     conformance_exceptions: ClassVar[dict[str, str]] = {
         "test_config": "it builds the config with `is_decoder=True`, which an attention without causal form refuses"
@@ -121,4 +124,8 @@ class BigBirdSpec(AttentionSpec):
         return near | drawn.for_layer(layer_idx)
 
     def build(self, config, **where) -> BigBirdAttention:
+        if config.position.acts & {"score_bias", *INSIDE}:
+            from .block_sparse_terms import BigBirdWithTerms  # it stands on this file
+
+            return BigBirdWithTerms(config, self, **where)
         return BigBirdAttention(config, self, **where)

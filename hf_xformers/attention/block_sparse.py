@@ -14,11 +14,14 @@ from ..context import LayerContext
 from ..ops import patterns
 from ..ops.block_sparse import block_sparse_attention
 from ..ops.pattern_base import Pattern
+from ..position.base import ScoreBias
 from .base import Attention, AttentionSpec, literal_softmax_attention
+from .position_terms import ScoreTerms
 from .query_blocks import visible_pairs
 
-# A few queries with a score bias (decoding) are computed densely: a plan of blocks for every step would cost more.
+# A few queries with a score bias or score terms (decoding) are computed densely: a plan of blocks for every step would cost more.
 FEW_QUERIES = 4
+INSIDE = {"score_terms", "head_terms"}  # acts of positions that have parameters inside attention
 
 
 class BlockSparseAttention(Attention):
@@ -35,9 +38,9 @@ class BlockSparseAttention(Attention):
         self.pattern.check_heads(self.num_heads)
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
-        bias = context.shared.get("score_bias")
-        if not self._literal(context, len(context.query_index), bias):
+        if not self._literal(context, len(context.query_index)):
             return
+        bias = self._bias(context)
         self._pairs(context)
         if bias is not None and "dense_bias" not in context.streams:
             matrix = bias.block(context.query_index, context.key_index)
@@ -57,13 +60,12 @@ class BlockSparseAttention(Attention):
         global_rows: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """As every mechanism; global_rows: queries, keys and values of the global tokens' own rows, where they differ."""
-        dropout = self.dropout if self.training else 0.0
-        bias = context.shared.get("score_bias")
+        dropout, bias = self.dropout if self.training else 0.0, self._bias(context)
         chosen, most = self.global_tokens(context)
         chosen = None if chosen is None else chosen.expand(key.shape[0], -1)
         total, padding = context.key_index.shape[0], context.padding_mask
         dropped = total - key.shape[2]  # a window's cache forgets the tokens out of reach
-        if self._literal(context, query.shape[2], bias):
+        if self._literal(context, query.shape[2]):
             mask, matrix = self._pairs(context)[..., dropped:], context.streams.get("dense_bias")
             inputs = (query, key, value)
             if chosen is None:
@@ -93,11 +95,14 @@ class BlockSparseAttention(Attention):
         )
         return output.transpose(1, 2), None
 
-    def _literal(self, context: LayerContext, queries: int, bias) -> bool:
+    def _bias(self, context: LayerContext) -> ScoreBias | None:
+        return context.shared.get("score_bias") if "score_bias" in self.config.position.acts else None
+
+    def _literal(self, context: LayerContext, queries: int) -> bool:
         """Whether the dense equation runs: asked for, or cheaper, or the keys are slots of which some are not written,
         or the caller prepared a mask."""
         dense = self.wants_weights(context) or context.static or context.explicit_mask is not None
-        return dense or (bias is not None and queries <= FEW_QUERIES)
+        return dense or (bool(self.config.position.acts & {"score_bias", "score_terms"}) and queries <= FEW_QUERIES)
 
     def _literal_with_globals(
         self,
@@ -107,6 +112,7 @@ class BlockSparseAttention(Attention):
         chosen: Tensor,
         dropout: float,
         context: LayerContext,
+        added: ScoreTerms | None = None,
     ) -> tuple[Tensor, Tensor]:
         padding, visible = context.padding_mask, visible_pairs(context)
         chosen = chosen if padding is None else chosen & padding
@@ -115,16 +121,15 @@ class BlockSparseAttention(Attention):
             reads = reads & (padding.cumsum(-1) > 0)[:, None, :, None]
         local = mask | (reads if visible is None else reads & visible)
         rows_of_globals = chosen[:, None, :, None]
-        own = literal_softmax_attention(*inputs, local, None, self.scaling)[1]
-        weights = torch.where(rows_of_globals, literal_softmax_attention(*rows, visible, None, self.scaling)[1], own)
+        scale = self.scaling if added is None else added.scale
+        of_all, of_rows = (None if added is None else added.matrix(*of[:2]) for of in (inputs, rows))
+        own = literal_softmax_attention(*inputs, local, of_all, scale)[1]
+        weights = torch.where(rows_of_globals, literal_softmax_attention(*rows, visible, of_rows, scale)[1], own)
         thinned = F.dropout(weights, dropout) if dropout else weights
-        output = torch.matmul(thinned.masked_fill(rows_of_globals, 0.0), self._grouped(inputs[2]))
-        output = output + torch.matmul(thinned.masked_fill(~rows_of_globals, 0.0), self._grouped(rows[2]))
+        output = torch.matmul(thinned.masked_fill(rows_of_globals, 0.0), self.repeated(inputs[2]))
+        output = output + torch.matmul(thinned.masked_fill(~rows_of_globals, 0.0), self.repeated(rows[2]))
+        output = output if added is None else output + added.values(thinned)
         return output.transpose(1, 2), weights
-
-    def _grouped(self, x: Tensor) -> Tensor:
-        """[B, K, S, d] -> [B, H, S, d]."""
-        return x.repeat_interleave(self.num_key_value_groups, dim=1) if self.num_key_value_groups > 1 else x
 
     def _pairs(self, context: LayerContext) -> Tensor:
         """Who may attend to whom, [B or 1, 1 or H, T, S] boolean; made once per call for each distinct pattern."""
@@ -198,6 +203,8 @@ class BlockSparseSpec(AttentionSpec):
     """Base of attention over a pattern of positions; a subclass says which ([`BlockSparseSpec.pattern`])."""
 
     score_bias: ClassVar[bool] = True
+    score_terms: ClassVar[bool] = True
+    head_terms: ClassVar[bool] = True
     explicit_mask: ClassVar[bool] = True
 
     def pattern(self, config, layer_idx: int) -> Pattern:
@@ -205,6 +212,10 @@ class BlockSparseSpec(AttentionSpec):
         raise NotImplementedError
 
     def build(self, config, **where) -> BlockSparseAttention:
+        if config.position.acts & INSIDE:
+            from .block_sparse_terms import BlockSparseWithTerms  # it stands on this file
+
+            return BlockSparseWithTerms(config, self, **where)
         return BlockSparseAttention(config, self, **where)
 
 

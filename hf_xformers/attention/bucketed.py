@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..context import LayerContext
-from ..ops.bucketed import Recent, bucketed_attention, bucketed_reference
+from ..ops.bucket_tiles import bucket_tiles
+from ..ops.bucketed import Chunks, Recent, bucketed_attention, bucketed_reference
+from ..ops.tile_attention import tile_attention
 from .base import AttentionSpec
+from .position_terms import ScoreTerms
 
 # Up to this many queries against a cache meet all keys at once; more of them run the whole sequence again.
 FEW_QUERIES = 16
@@ -65,6 +69,24 @@ class BucketLayer(DynamicLayer):
         self._map(lambda labels: labels[indices])
 
 
+def attend_in_buckets(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    labels: Tensor,
+    sets: Recent | Chunks,
+    added: ScoreTerms,
+    dropout: float,
+    *,
+    valid: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """[`bucketed_attention`] with terms, [B, H, T, d]; options: of [`bucket_tiles`]."""
+    rounds = bucket_tiles(labels, sets, valid=valid, **options)
+    output = tile_attention(query * added.scale, key, value, added.tables, added.terms, rounds, dropout)
+    return output if valid is None else output.masked_fill(~valid[:, None, :, None], 0.0)
+
+
 def labels_of_all(
     labels: Tensor, keys: Tensor, cache: Cache | None, step: int, find: Callable[[Tensor], Tensor]
 ) -> Tensor:
@@ -89,19 +111,28 @@ def recent_attention(
     distinct: bool,
     scale: float,
     dropout: float,
+    added: ScoreTerms | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """[`Recent`] sets for queries [B, H, T, d] over all keys [B, H, S, d] -> output [B, H, T, d] and weights or None."""
     sets, valid = Recent(window), context.padding_mask
-    options = {"own_key_last": own_key_last, "distinct": distinct, "scale": scale, "dropout_p": dropout}
-    few = query.shape[2] <= FEW_QUERIES and not context.fresh
+    options: dict[str, Any] = {"own_key_last": own_key_last, "distinct": distinct, "valid": valid}
+    few = (query.shape[2] <= FEW_QUERIES or added is not None) and not context.fresh
+    reference = partial(
+        bucketed_reference, query, key, value, labels, sets, query_index=context.query_index, **options
+    )
+    if added is not None:
+        if literal or few:
+            output, weights = added.from_matrix(reference, query, key, value, dropout)
+            return output, weights if literal else None
+        options.update(num_labels=num_labels)
+        return attend_in_buckets(query, key, value, labels, sets, added, dropout, **options), None
     if literal or few:
-        output, weights = bucketed_reference(
-            query, key, value, labels, sets, query_index=context.query_index, valid=valid, **options
-        )
+        output, weights = reference(scale=scale, dropout_p=dropout)
         return output, weights if literal else None
     if not context.fresh:  # the queries of cached tokens are gone; their results are not asked for
         query = torch.zeros_like(key).index_copy(2, context.query_index, query)
-    output = bucketed_attention(query, key, value, labels, sets, num_labels=num_labels, valid=valid, **options)
+    options.update(num_labels=num_labels, scale=scale, dropout_p=dropout)
+    output = bucketed_attention(query, key, value, labels, sets, **options)
     return output if context.fresh else output.index_select(2, context.query_index), None
 
 
@@ -110,6 +141,8 @@ class BucketedSpec(AttentionSpec):
     """Base of the specs. causal_form: what a decoder reads, `strict` or the `paper`'s form, in which later tokens change the
     buckets; that one cannot generate."""
 
+    score_bias: ClassVar[bool] = True
+    score_terms: ClassVar[bool] = True
     later_tokens: ClassVar[str]  # what they change in the paper's form
 
     causal_form: Literal["strict", "paper"] = "strict"

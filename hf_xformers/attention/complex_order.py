@@ -98,8 +98,7 @@ class ComplexAttention(Attention):
         step = self.layer_idx if step is None else step
         query = self._project("q", hidden_states)
         key, value = self._keys_and_values(hidden_states, memory, past_key_values, step)
-        if self.num_key_value_groups > 1:
-            key, value = (x.repeat_interleave(self.num_key_value_groups, dim=1) for x in (key, value))
+        key, value = self.repeated(key), self.repeated(value)
         output, weights = self.attend(query, key, value, context)
         output = self._linear("o", output.unflatten(-1, (2, -1)).transpose(2, 3).flatten(-2))
         return SublayerOutput(output.flatten(-2), weights)

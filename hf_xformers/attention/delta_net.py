@@ -51,8 +51,7 @@ class DeltaNetAttention(Attention):
     ) -> SublayerOutput:
         layer = state_layer(past_key_values, self.layer_idx if step is None else step)
         query, key, value = (self.heads(part(hidden_states)) for part in (self.q_proj, self.k_proj, self.v_proj))
-        if self.num_key_value_groups > 1:
-            key, value = (x.repeat_interleave(self.num_key_value_groups, dim=1) for x in (key, value))
+        key, value = self.repeated(key), self.repeated(value)
         beta = torch.sigmoid(self.beta_proj(hidden_states)).transpose(1, 2)
         mask, output, weights = context.query_padding_mask, None, None
         state = layer.state.get("memory") if layer is not None else None

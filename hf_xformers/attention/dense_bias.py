@@ -8,19 +8,11 @@ from torch import Tensor
 from ..context import LayerContext
 from ..position.distances import distances_of_block
 from .dense import DenseAttention
-from .term_blocks import VisibleTerms, attend_with_terms
+from .position_terms import BiasByDistance
+from .term_blocks import attend_with_terms
 
 # Numbers (over heads) of a bias that is made as a whole, for all layers and rows of a batch: 32 MiB in float32.
 BIAS_AT_ONCE = 1 << 23
-
-
-class BiasByDistance(VisibleTerms):
-    """A bias [H, T + S - 1] by distance, from the last query to the first key and on: the only table."""
-
-    separable = True
-
-    def line(self, tables: tuple[Tensor, ...]) -> Tensor | None:
-        return tables[0]
 
 
 class DenseWithBias(DenseAttention):
@@ -49,12 +41,12 @@ class DenseWithBias(DenseAttention):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         if "dense_bias" in context.streams or not self._in_blocks(context):
             return super().attend(query, key, value, context)
-        if self.num_key_value_groups > 1:
-            key, value = (x.repeat_interleave(self.num_key_value_groups, dim=1) for x in (key, value))
         line = context.shared["score_bias"].by_distance(distances_of_block(context, slice(None), key.shape[2]))
         terms = BiasByDistance(context, key.shape[2])
         dropout = self.dropout if self.training else 0.0
-        return attend_with_terms(query * self.scaling, key, value, (line.to(query.dtype),), terms, dropout), None
+        return attend_with_terms(
+            query * self.scaling, self.repeated(key), self.repeated(value), (line.to(query.dtype),), terms, dropout
+        ), None
 
 
 __all__ = ["DenseWithBias"]

@@ -70,10 +70,7 @@ class LinearAttention(Attention):
     def _keys_and_values(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """[B, S, D] -> [B, H, S, d] twice; grouped heads are repeated, as a state belongs to a query's head."""
         key, value = self.heads(self.k_proj(states)), self.heads(self.v_proj(states))
-        if self.num_key_value_groups > 1:
-            key = key.repeat_interleave(self.num_key_value_groups, dim=1)
-            value = value.repeat_interleave(self.num_key_value_groups, dim=1)
-        return key, value
+        return self.repeated(key), self.repeated(value)
 
     def _read_tokens(
         self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, past: Cache | None, step: int

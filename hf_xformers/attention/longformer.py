@@ -14,6 +14,7 @@ from ..ops import patterns
 from ..ops.pattern_base import Pattern
 from .base import AttentionSpec
 from .block_sparse import (
+    INSIDE,
     BlockSparseAttention,
     by_head,
     check_at_least,
@@ -142,6 +143,9 @@ class LongformerSpec(AttentionSpec):
 
     summary = "a sliding window and global tokens with their own projections"
     explicit_mask = True
+    score_bias = True
+    score_terms = True
+    head_terms = True
     inputs: ClassVar[tuple[str, ...]] = ("global_attention_mask", "max_global_tokens")
 
     attention_window: int | tuple[int, ...] = 512
@@ -194,4 +198,8 @@ class LongformerSpec(AttentionSpec):
         return {"global_attention_mask": torch.where(has, mask & seen & ~found, chosen)}
 
     def build(self, config, **where) -> LongformerAttention:
+        if config.position.acts & {"score_bias", *INSIDE}:
+            from .block_sparse_terms import LongformerWithTerms  # it stands on this file
+
+            return LongformerWithTerms(config, self, **where)
         return LongformerAttention(config, self, **where)

@@ -41,8 +41,7 @@ class NystromAttention(Attention):
             init.normal_(self.conv.weight, mean=0.0, std=config.initializer_range)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
-        if self.num_key_value_groups > 1:
-            key, value = (x.repeat_interleave(self.num_key_value_groups, dim=1) for x in (key, value))
+        key, value = self.repeated(key), self.repeated(value)
         spec, mask, weights = self.spec, context.padding_mask, None
         if self.wants_weights(context):
             weights = self.matrix(query, key, mask)

@@ -87,9 +87,7 @@ class RealFormerAttention(Attention):
         streams: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor]:
         """query (scaled) [B, H, T, d], key and value [B, K, S, d] -> output [B, T, H, d], weights [B, H, T, S]."""
-        if self.num_key_value_groups > 1:
-            key = key.repeat_interleave(self.num_key_value_groups, dim=1)
-            value = value.repeat_interleave(self.num_key_value_groups, dim=1)
+        key, value = self.repeated(key), self.repeated(value)
         scores = torch.matmul(query, key.transpose(-1, -2))
         # Sums over many layers are too coarse in half precision.
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -13,13 +14,13 @@ from ..components import register
 from ..context import LayerContext, SublayerOutput, self_attention_cache
 from ..initialization import seeded_normal, start_projections
 from ..ops.bucketed import Chunks, bucketed_attention, bucketed_reference
-from .base import Attention
-from .bucketed import BucketedSpec, labels_of_all, recent_attention
+from .bucketed import BucketedSpec, attend_in_buckets, labels_of_all, recent_attention
+from .position_terms import WithScoreTerms
 
 _EPSILON = 1e-6  # added to the mean square of a key before it is brought to length 1, as in the released code
 
 
-class ReformerAttention(Attention):
+class ReformerAttention(WithScoreTerms):
     """Softmax attention among tokens whose shared query and key fall into the same bucket of some hash.
 
     Kitaev, Kaiser, Levskaya 2020 (arXiv 2001.04451), section 2 and appendix A: with k_j = q_j / |q_j| and random
@@ -115,13 +116,13 @@ class ReformerAttention(Attention):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, labels: Tensor, context: LayerContext
     ) -> tuple[Tensor, Tensor | None]:
-        spec, literal = self.spec, self.wants_weights(context)
+        spec, literal, added = self.spec, self.wants_weights(context), self.score_terms(context)
         dropout = self.dropout if self.training else 0.0
         released = spec.sets == "chunk"
         options = {"own_key_last": True, "distinct": spec.deduplicate and not released}
         if self.is_causal and spec.causal_form == "strict":
             window = spec.chunk_length * spec.chunks_before
-            options.update(num_labels=self.num_buckets, scale=self.scaling, dropout=dropout)
+            options.update(num_labels=self.num_buckets, scale=self.scaling, dropout=dropout, added=added)
             return recent_attention(query, key, value, labels, window, context, literal=literal, **options)
         sets = Chunks(
             spec.chunk_length,
@@ -131,7 +132,14 @@ class ReformerAttention(Attention):
             own_label=not released,
             circular=released,
         )
-        options.update(valid=context.padding_mask, scale=self.scaling, dropout_p=dropout)
+        options.update(valid=context.padding_mask)
+        if added is not None and literal:
+            reference = partial(bucketed_reference, query, key, value, labels, sets, **options)
+            return added.from_matrix(reference, query, key, value, dropout)
+        if added is not None:
+            options.update(num_labels=self.num_buckets)
+            return attend_in_buckets(query, key, value, labels, sets, added, dropout, **options), None
+        options.update(scale=self.scaling, dropout_p=dropout)
         if literal:
             return bucketed_reference(query, key, value, labels, sets, **options)
         return bucketed_attention(query, key, value, labels, sets, num_labels=self.num_buckets, **options), None
@@ -199,6 +207,9 @@ class ReformerSpec(BucketedSpec):
                 "causal_form='paper'."
             )
         self.check_causal_form(config)
+
+    def projects_keys(self, config) -> bool:
+        return False
 
     def bucket_factors(self, config) -> tuple[int, ...]:
         """The factors of the number of buckets."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -15,10 +16,14 @@ from ..components import register
 from ..context import LayerContext, SublayerOutput, self_attention_cache
 from ..initialization import seeded_normal, start_projections
 from ..ops.block_sparse import block_sparse_attention
+from ..ops.bucket_tiles import cluster_attention
 from ..ops.bucketed import clustered_attention, clustered_reference
+from ..ops.pattern_tiles import pattern_tiles
 from ..ops.patterns import block_local
-from .base import Attention, literal_softmax_attention
+from ..ops.tile_attention import tile_attention
+from .base import literal_softmax_attention
 from .bucketed import BucketedSpec, labels_of_all, recent_attention
+from .position_terms import ScoreTerms, WithScoreTerms
 
 _LEAST_COUNT = 1e-6  # of a centroid that lost all its vectors; keeps its place
 
@@ -38,7 +43,7 @@ class _Routes:
     key_places: tuple[Tensor, Tensor | None] | None = None
 
 
-class RoutingAttention(Attention):
+class RoutingAttention(WithScoreTerms):
     """Roy, Saffar, Vaswani, Grangier 2021 (arXiv 2003.05997), section 4.1 and algorithm 1.
 
     The first heads are local: blocks of `block_size` tokens, a query reads its own block and the one before (an encoder
@@ -212,13 +217,19 @@ class RoutingAttention(Attention):
             local_key, routed_key = key[:, : self.local], key[:, self.local :]
             local_value, routed_value = value[:, : self.local], value[:, self.local :]
         parts = []
+        added = self.score_terms(context)
+        of_local = None if added is None else added.of_heads(slice(0, self.local))
+        of_routed = None if added is None else added.of_heads(slice(self.local, None))
         if self.local:
-            parts.append(self._local(local_query, local_key, local_value, context))
+            parts.append(self._local(local_query, local_key, local_value, context, of_local))
         if self.routed:
-            parts.append(self._routed(routed_query, routed_key, routed_value, routes, context, cache, step))
+            inputs = (routed_query, routed_key, routed_value)
+            parts.append(self._routed(*inputs, routes, context, cache, step, of_routed))
         if self.wants_weights(context):  # what is returned is what is used, so that gradients reach it
             weights = torch.cat([seen for _, seen in parts], dim=1)
-            output = F.dropout(weights, self.dropout, self.training) @ value
+            dropped = F.dropout(weights, self.dropout, self.training)
+            output = dropped @ value
+            output = output if added is None else output + added.values(dropped)
         else:
             weights, output = None, torch.cat([part for part, _ in parts], dim=1)
         return SublayerOutput(self.o_proj(output.transpose(1, 2).flatten(2)), weights, aux_losses=aux_losses)
@@ -242,23 +253,37 @@ class RoutingAttention(Attention):
         """Of each part's weights; where they are wanted, it falls on all of them together instead."""
         return self.dropout if self.training and not self.wants_weights(context) else 0.0
 
-    def _local(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+    def _local(
+        self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, added: ScoreTerms | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Own block and neighbours; positions count from a row's first real token."""
         dropout = self._dropout(context)
-        if self.wants_weights(context) or context.static:
-            mask = self._local_mask(context)
-            output, weights = literal_softmax_attention(query, key, value, mask, None, self.scaling, dropout)
-            return output.transpose(1, 2), weights
+        if self.wants_weights(context) or context.static or (added is not None and not context.fresh):
+
+            def reference(scale: float, bias: Tensor | None = None, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
+                mask = self._local_mask(context)
+                output, weights = literal_softmax_attention(query, key, value, mask, bias, scale, dropout)
+                return output.transpose(1, 2), weights
+
+            if added is not None:
+                return added.from_matrix(reference, query, key, value, dropout)
+            return reference(self.scaling, dropout=dropout)
+        place = {"key_padding_mask": context.padding_mask, "causal": self.is_causal}
+        if added is not None:
+            size = query.shape[1:3]
+            found = pattern_tiles(self.blocks, *size, size[1], **place, device=query.device)
+            rounds = found[0][1]  # one pattern for all heads
+            scaled = query * added.scale
+            return tile_attention(scaled, key, value, added.tables, added.terms, rounds, dropout), None
         output = block_sparse_attention(
             query,
             key,
             value,
             self.blocks,
-            key_padding_mask=context.padding_mask,
             q_offset=key.shape[2] - query.shape[2],
-            causal=self.is_causal,
             scale=self.scaling,
             dropout_p=dropout,
+            **place,
         )
         return output, None
 
@@ -286,6 +311,7 @@ class RoutingAttention(Attention):
         context: LayerContext,
         cache: Cache | None,
         step: int,
+        added: ScoreTerms | None,
     ) -> tuple[Tensor, Tensor | None]:
         spec, literal, dropout = self.spec, self.wants_weights(context), self._dropout(context)
         if not self.chooses:
@@ -298,13 +324,21 @@ class RoutingAttention(Attention):
                 distinct=False,
                 scale=self.scaling,
                 dropout=dropout,
+                added=added,
             )
         (query_index, query_valid), (key_index, key_valid) = routes.query_places, routes.key_places
-        options = {"query_valid": query_valid, "key_valid": key_valid, "scale": self.scaling, "dropout_p": dropout}
+        options = {"query_valid": query_valid, "key_valid": key_valid, "causal": self.is_causal}
+        chosen = (query_index, key_index)
+        if added is not None and literal:
+            reference = partial(clustered_reference, query, key, value, *chosen, **options)
+            return added.from_matrix(reference, query, key, value, dropout)
+        if added is not None:
+            inputs = (query * added.scale, key, value, added.tables, added.terms)
+            return cluster_attention(*inputs, *chosen, **options, dropout=dropout), None
+        options.update(scale=self.scaling, dropout_p=dropout)
         if literal:
-            return clustered_reference(query, key, value, query_index, key_index, causal=self.is_causal, **options)
-        output = clustered_attention(query, key, value, query_index, key_index, causal=self.is_causal, **options)
-        return output, None
+            return clustered_reference(query, key, value, *chosen, **options)
+        return clustered_attention(query, key, value, *chosen, **options), None
 
 
 def _normalized(vectors: Tensor) -> Tensor:
@@ -373,6 +407,9 @@ class RoutingSpec(BucketedSpec):
     def shares(self, config) -> bool:
         """Whether routed heads share queries and keys."""
         return config.is_decoder if self.share_qk is None else self.share_qk
+
+    def projects_keys(self, config) -> bool:
+        return not self.shares(config)
 
     def routed_heads(self, config, layer_idx: int) -> int:
         """Routed heads of a layer."""

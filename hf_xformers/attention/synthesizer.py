@@ -160,10 +160,7 @@ class SynthesizerAttention(Attention):
             kept = value[..., :1] if key is None else key
             kept, value = cache.update(kept, value, self.layer_idx if step is None else step)
             key = None if key is None else kept
-        if self.num_key_value_groups > 1:
-            value = value.repeat_interleave(self.num_key_value_groups, dim=1)
-            key = None if key is None else key.repeat_interleave(self.num_key_value_groups, dim=1)
-        return query, key, value
+        return query, None if key is None else self.repeated(key), self.repeated(value)
 
     def _shares(self) -> dict[str, Tensor | float]:
         """The factor of each member's scores."""

@@ -10,7 +10,7 @@ from ..context import LayerContext
 from ..ops.diagonal_attention import diagonal_attention
 from ..ops.shifted_rows import SharedRows
 from ..ops.term_attention import Blocks, Terms, applies, plus_products, term_attention
-from ..position.distances import along_diagonals
+from ..position.distances import along_diagonals, pick_numbers, slot_distances
 from .query_blocks import (
     heads_at_once,
     last_key,
@@ -65,11 +65,30 @@ class VisibleTerms:
             bias = along_diagonals(line[:, first : first + length + keys - 1].to(query.dtype), length, keys)
         if not by_query:
             return query.new_zeros(1, 1, length, keys) if bias is None else bias
-        own, near = by_query[0], by_key[0].take(0, keys)
-        if bias is None:
-            return torch.matmul(own, near.transpose(-1, -2))
-        batch = max(own.shape[0], near.shape[0])
-        return plus_products(bias, *(x.expand(batch, -1, -1, -1) for x in (own, near)))
+        return plus_products(bias, by_query[0], by_key[0].take(0, keys))
+
+    def pairs(
+        self,
+        query: Tensor,
+        key: Tensor,
+        tables: tuple[Tensor, ...],
+        by_query: tuple[Tensor, ...],
+        by_key: tuple[Tensor, ...],
+        query_at: Tensor,
+        key_at: Tensor,
+    ) -> Tensor:
+        """As [`PairTerms.pairs`]; here for separable terms."""
+        line, scores = self.line(tables), None
+        if by_query:
+            scores = torch.matmul(by_query[0], by_key[0].mT)
+        if line is not None:
+            numbers = pick_numbers(line.to(query.dtype), slot_distances(query_at, key_at, self.context), self.context)
+            scores = numbers if scores is None else scores + numbers
+        return query.new_zeros(1, 1, 1, 1, 1) if scores is None else scores
+
+    def pair_values(self, weights: Tensor, tables: tuple[Tensor, ...], query_at: Tensor, key_at: Tensor) -> Tensor:
+        """As [`PairTerms.pair_values`]."""
+        raise NotImplementedError
 
     def line(self, tables: tuple[Tensor, ...]) -> Tensor | None:
         """A number for each distance from that of the last query and the first key on, [h, T + S - 1], if there is one."""
@@ -131,6 +150,9 @@ def attend_with_terms(
     query [B, H, T, d] (scaled), key and value [B, H, S, d], tables [H or 1, ...] -> [B, T, H, d]. Memory: the scores of a
     few blocks, O(S), also in training, where they are made again in the backward pass.
     """
+    mask = terms.context.explicit_mask
+    if blocks is None and mask is not None and mask.shape[1] > 1:  # it is cut by rows and keys alone
+        blocks = Blocks(query.shape[1], rows_at_once(query.shape[0] * query.shape[1] * key.shape[2]))
     blocks = blocks or blocks_of(query, key.shape[2])
     if applies(query, dropout) and not terms.context.static and not terms.needs_weights:
         if terms.separable:

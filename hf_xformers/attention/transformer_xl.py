@@ -169,8 +169,7 @@ class TransformerXLAttention(Attention):
         step = self.layer_idx if step is None else step
         query = self.heads(self.q_proj(hidden_states))
         key, value, real = self._keys_and_values(hidden_states, context, past_key_values, step)
-        if self.num_key_value_groups > 1:
-            key, value = (x.repeat_interleave(self.num_key_value_groups, dim=1) for x in (key, value))
+        key, value = self.repeated(key), self.repeated(value)
         content_bias, position_bias = self._biases(context)
         content = (query + content_bias[:, None].to(query.dtype)) * self.scaling
         length, keys = query.shape[2], key.shape[2]

@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers.activations import ACT2FN
 from transformers.integrations import moe as transformers_moe
 
 from ..components import Spec
 from ..context import LayerContext
+from ..ops.derivatives import first_derivative_only
 from .dense import DenseFeedForward
 
 
@@ -68,7 +68,7 @@ class SlicedExperts(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("A network of experts")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, inner, up, down, kept = ctx.saved_tensors
         needs = ctx.needs_input_grad

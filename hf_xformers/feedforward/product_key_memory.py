@@ -7,12 +7,12 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers.activations import ACT2FN
 
 from ..components import Spec, register
 from ..context import LayerContext, SublayerOutput
 from ..distributed import sum_over_processes
+from ..ops.derivatives import first_derivative_only
 from .dense import DenseFeedForward
 from .experts import real_tokens, wide
 
@@ -76,7 +76,7 @@ class WeightGradient(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("A product-key memory")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         slots, values = ctx.saved_tensors
         found = grad.new_empty(slots.shape)

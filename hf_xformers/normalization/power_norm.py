@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ..components import Spec, register
 from ..distributed import num_processes, sum_over_processes
+from ..ops.derivatives import first_derivative_only
 
 
 class _RunningPower(torch.autograd.Function):
@@ -35,7 +35,7 @@ class _RunningPower(torch.autograd.Function):
         return normal * weight.to(normal.dtype) + bias.to(normal.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("PowerNorm, whose gradient is not that of its output,")
     def backward(ctx, gradient):
         normal, root, weight, real, square, count = ctx.saved_tensors
         psi2, nu, steps = ctx.state

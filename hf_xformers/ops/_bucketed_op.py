@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from .block_sparse_kernel import Dropout
 from .names import operator_name
 
-_HIDDEN = 2.0**30  # subtracted from the score of a pair that does not count; a power of two keeps codes exact
+HIDDEN = 2.0**30  # subtracted from the score of a pair that does not count; a power of two keeps codes exact
 # Scores are kept in units of log 2: on a CPU exp2 takes any argument at full speed, exp only those near zero.
 _LOG2_E = math.log2(math.e)
 _SELF = -1e5 * _LOG2_E  # of the own key where it is the last resort (Kitaev et al. 2020, appendix A)
@@ -68,10 +68,10 @@ class Layout:
         return -2 * span, -4 * span
 
 
-class _Round:
+class Round:
     """One round of a group of rows: which token stands where, and the penalties that follow."""
 
-    def __init__(self, order: Tensor, code: Tensor, number: int, layout: Layout, sums: torch.dtype, scratch: _Scratch):
+    def __init__(self, order: Tensor, code: Tensor, number: int, layout: Layout, sums: torch.dtype, scratch: Scratch):
         rows, rounds, length = order.shape
         self.layout, self.rows, self.number, self.sums, self.scratch = layout, rows, number, sums, scratch
         self.chunks = -(-length // layout.size)
@@ -91,18 +91,18 @@ class _Round:
         self.flat = (self.index + offset * length).view(-1)
         self._offset, self._slots = offset * slots, slots
         center = (layout.low + layout.high) / 2
-        self._half = (layout.high - layout.low) / 2 * _HIDDEN
+        self._half = (layout.high - layout.low) / 2 * HIDDEN
         self._codes = []
         for other in range(number + 1) if layout.distinct else (number,):
             own = code[:, other].gather(1, self.index)
-            as_query = own[:, self.main].masked_fill(self.empty[self.main], layout.far[0]).sub_(center).mul_(_HIDDEN)
-            as_key = own.masked_fill_(self.empty, layout.far[1]).mul_(_HIDDEN)
+            as_query = own[:, self.main].masked_fill(self.empty[self.main], layout.far[0]).sub_(center).mul_(HIDDEN)
+            as_key = own.masked_fill_(self.empty, layout.far[1]).mul_(HIDDEN)
             self._codes.append((as_query, as_key))
         self._position = self.index.to(code.dtype) if layout.causal or layout.circular else None
         if layout.last_resort:
             again = layout.distinct and number > 0
-            own = torch.full((slots,), -_HIDDEN if again else _SELF, dtype=sums, device=device)
-            self._own = own.masked_fill_(empty, -_HIDDEN).view(self.chunks, -1)
+            own = torch.full((slots,), -HIDDEN if again else _SELF, dtype=sums, device=device)
+            self._own = own.masked_fill_(empty, -HIDDEN).view(self.chunks, -1)
 
     def sort(self, name: str, x: Tensor, *, main: bool = False) -> Tensor:
         """[rows, length, width] -> [rows, slots of the windows (or of the chunks alone), width]."""
@@ -140,10 +140,10 @@ class _Round:
             if number == 0:
                 scores.sub_(distance.sub_(self._half).clamp_(min=0.0))
             else:  # an earlier round holds this pair
-                scores.add_(distance.sub_(self._half + _HIDDEN).clamp_(-_HIDDEN, 0.0))
+                scores.add_(distance.sub_(self._half + HIDDEN).clamp_(-HIDDEN, 0.0))
         if self.layout.causal:
             query, key = self._pairs(chunks)
-            scores.sub_((key - query).clamp_(min=0.0).mul_(_HIDDEN))
+            scores.sub_((key - query).clamp_(min=0.0).mul_(HIDDEN))
         if self.layout.last_resort:
             self._diagonal(scores).copy_(self._own[chunks])
             if self.layout.circular:
@@ -170,7 +170,7 @@ class _Round:
         return scores.diagonal(self.layout.before * self.layout.size, dim1=-2, dim2=-1)
 
 
-class _Scratch:
+class Scratch:
     """Buffers that are used again and again: fresh memory costs as much as the arithmetic."""
 
     def __init__(self, device: torch.device):
@@ -194,7 +194,7 @@ def _groups(q: Tensor, layout: Layout) -> Iterator[tuple[slice, slice]]:
             yield slice(b, min(b + many, batch)), slice(h, min(h + rows, heads))
 
 
-def _segments(q: Tensor, group: _Round) -> Iterator[slice]:
+def _segments(q: Tensor, group: Round) -> Iterator[slice]:
     """Ranges of chunks that are worked on together."""
     layout = group.layout
     many = max(_at_once(q) // (group.rows * layout.size * layout.window), 1)
@@ -206,14 +206,14 @@ def _at_once(q: Tensor) -> int:
     return _SCORES_AT_ONCE.get(q.device.type, _SCORES_AT_ONCE_ELSEWHERE)
 
 
-def _product(name: str, one: Tensor, other: Tensor, group: _Round) -> Tensor:
+def _product(name: str, one: Tensor, other: Tensor, group: Round) -> Tensor:
     """Batched matrix product in the dtype of sums."""
     out = group.scratch.get(name, one.dtype, *one.shape[:2], other.shape[2])
     torch.bmm(one, other, out=out)
     return out.to(group.sums)
 
 
-def _scores(queries: Tensor, keys: Tensor, group: _Round, chunks: slice) -> Tensor:
+def _scores(queries: Tensor, keys: Tensor, group: Round, chunks: slice) -> Tensor:
     """Masked scores [rows * chunks, size, W] of sorted, scaled queries [rows * chunks, size, d] and their windows."""
     scores = _product("scores", queries, keys.mT, group)
     group.restrict(scores.view(group.rows, -1, *scores.shape[1:]), chunks)
@@ -230,7 +230,7 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, *x.shape[2:])
 
 
-def _cut(x: Tensor, group: _Round, chunks: slice) -> Tensor:
+def _cut(x: Tensor, group: Round, chunks: slice) -> Tensor:
     """Sorted [rows, slots, width] -> chunks [rows * chunks, size, width]."""
     return _flat(x.view(group.rows, group.chunks, group.layout.size, -1)[:, chunks])
 
@@ -251,7 +251,7 @@ def _forward(
     layout = Layout.from_list(layout_values)
     out, lse = _empty_results(q, v)
     sums, inner = _dtypes(q)
-    dropout, scratch = Dropout(dropout_p, seed, q.device), _Scratch(q.device)
+    dropout, scratch = Dropout(dropout_p, seed, q.device), Scratch(q.device)
     with torch.autocast(q.device.type, enabled=False):
         for b, h in _groups(q, layout):
             rows_q, rows_k, rows_v = (_flat(x[b, h].to(inner)) for x in (q, k, v))
@@ -259,7 +259,7 @@ def _forward(
             places, codes, slots = (_flat(x[b, h]) for x in (order, code, rank))
             total = joint = None
             for number in range(order.shape[2]):
-                group = _Round(places, codes, number, layout, sums, scratch)
+                group = Round(places, codes, number, layout, sums, scratch)
                 queries = group.sort("queries", rows_q, main=True)
                 keys, values = group.sort("keys", rows_k), group.sort("values", rows_v)
                 part = scratch.get("part", sums, *queries.shape[:2], v.shape[3])
@@ -309,7 +309,7 @@ def _backward(
     layout = Layout.from_list(layout_values)
     grads = tuple(torch.empty_like(x) for x in (q, k, v))
     sums, inner = _dtypes(q)
-    dropout, scratch = Dropout(dropout_p, seed, q.device), _Scratch(q.device)
+    dropout, scratch = Dropout(dropout_p, seed, q.device), Scratch(q.device)
     with torch.autocast(q.device.type, enabled=False):
         for b, h in _groups(q, layout):
             rows_q, rows_k, rows_v = (_flat(x[b, h].to(inner)) for x in (q, k, v))
@@ -323,7 +323,7 @@ def _backward(
             places, codes, slots = (_flat(x[b, h]) for x in (order, code, rank))
             totals = [torch.zeros_like(x, dtype=sums) for x in (rows_q, rows_k, rows_v)]
             for number in range(order.shape[2]):
-                group = _Round(places, codes, number, layout, sums, scratch)
+                group = Round(places, codes, number, layout, sums, scratch)
                 queries, results = (
                     group.sort("queries", rows_q, main=True),
                     group.sort("results", row_grads, main=True),
@@ -362,7 +362,7 @@ def _backward(
     return grads
 
 
-def _fold(target: Tensor, grads: Tensor, group: _Round, chunks: slice) -> None:
+def _fold(target: Tensor, grads: Tensor, group: Round, chunks: slice) -> None:
     """Adds gradients of overlapping windows [rows * chunks, W, width] to their slots [rows, E, width]."""
     size = group.layout.size
     grads = grads.view(group.rows, -1, *grads.shape[1:])

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .derivatives import LITERAL, first_derivative_only
 from .segments import (
     accumulate,
     accumulation_dtype,
@@ -69,7 +69,7 @@ class Write(torch.autograd.Function):
         return kv.view(batch, heads, width, -1), z.view(batch, heads, width), scale
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("Linear attention", LITERAL)
     def backward(ctx, grad_kv, grad_z, _):
         k, b, v, mask, log_weight, scale, *params = ctx.saved_tensors
         bounds, scaled, feature_map = ctx.options
@@ -133,7 +133,7 @@ class Read(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("Linear attention", LITERAL)
     def backward(ctx, grad_out):
         q, a, kv, z, out, denominator, *params = ctx.saved_tensors
         bounds, minimum, normalize, feature_map = ctx.options
@@ -206,7 +206,7 @@ class CausalScan(torch.autograd.Function):
         return out, state[0].view_as(kv), state[1].view_as(z), scale
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("Linear attention", LITERAL)
     def backward(ctx, grad_out, grad_kv, grad_z, _):
         q, k, a, b, v, mask, log_weight, out, denominator, kvs, zs, scales, *params = ctx.saved_tensors
         bounds, chunk, minimum, normalize, map_q, map_k = ctx.options

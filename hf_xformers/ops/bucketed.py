@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ._bucketed_op import Layout, default_chunk, forward_op, sorted_codes
 from .head_groups import over_head_groups
 
-_OWN_KEY = -1e5  # score of the own key as the last resort (appendix A)
+OWN_KEY = -1e5  # score of the own key as the last resort (appendix A)
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,37 @@ def bucketed_attention(
         ValueError: shapes do not fit together, or options have no meaning together.
     """
     _check(q, k, v, labels, valid, dropout_p)
+    if q.shape[2] == 0:
+        return torch.zeros_like(v)
+    with torch.no_grad():
+        layout, (order, rank, code) = sorted_layout(
+            labels, sets, num_labels, valid, distinct=distinct, own_key_last=own_key_last, chunk_size=chunk_size
+        )
+        # The seed comes from the global generator, as for any dropout, and is replayed by gradient checkpointing.
+        seed = torch.randint(2**31, ()) if dropout_p > 0 else None
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    q, k, v = _autocast(q, k, v)
+    return forward_op(q, k, v, order, rank, code, valid, seed, layout.to_list(), scale, dropout_p)[0]
+
+
+def sorted_layout(
+    labels: Tensor,
+    sets: Recent | Chunks,
+    num_labels: int,
+    valid: Tensor | None,
+    *,
+    distinct: bool,
+    own_key_last: bool,
+    chunk_size: int | None = None,
+) -> tuple[Layout, tuple[Tensor, Tensor, Tensor]]:
+    """How the tokens of each round stand in chunks: the layout, and order, rank and codes, [B, H, R, T] each.
+
+    Raises:
+        ValueError: a circular order of distinct keys.
+    """
     if isinstance(sets, Chunks) and sets.circular and distinct:
         raise ValueError("A circular order counts a key once per window; set distinct=False.")
-    length, rounds = q.shape[2], labels.shape[2]
-    if length == 0:
-        return torch.zeros_like(v)
+    length, rounds = labels.shape[3], labels.shape[2]
     distinct = distinct and rounds > 1
     if isinstance(sets, Recent):
         size = min(chunk_size or default_chunk(sets.window, length), length)
@@ -120,13 +146,7 @@ def bucketed_attention(
         bounds = (0, 0) if sets.circular else (-after, before)
         layout = Layout(sets.size, before, after, *bounds, sets.causal, sets.circular, own_key_last, distinct)
         recent, own_label = None, sets.own_label
-    with torch.no_grad():
-        order, rank, code = sorted_codes(labels, valid, num_labels, recent, layout, own_label)
-        # The seed comes from the global generator, as for any dropout, and is replayed by gradient checkpointing.
-        seed = torch.randint(2**31, ()) if dropout_p > 0 else None
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    q, k, v = _autocast(q, k, v)
-    return forward_op(q, k, v, order, rank, code, valid, seed, layout.to_list(), scale, dropout_p)[0]
+    return layout, sorted_codes(labels, valid, num_labels, recent, layout, own_label)
 
 
 def bucketed_reference(
@@ -142,12 +162,14 @@ def bucketed_reference(
     own_key_last: bool = False,
     scale: float | None = None,
     dropout_p: float = 0.0,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same over all pairs: count how often each key is in a query's sets, then one softmax.
 
     Args:
         q: [B, H, T, d]; k, v: [B, H, S, d]; labels [B, H, R, S].
         query_index: [T], slots of the queries among the S tokens (default: all of them).
+        bias: added to the scaled scores, broadcastable to [B, H, T, S].
         The others as in :func:`bucketed_attention`.
 
     Returns:
@@ -188,9 +210,10 @@ def bucketed_reference(
     if distinct:
         counts = counts.clamp(max=1)
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if bias is None else scores + bias
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if own_key_last:
-        scores = scores.masked_fill(own, _OWN_KEY)
+        scores = scores.masked_fill(own, OWN_KEY)
     hidden = counts == 0
     scores = (scores + counts.to(scores.dtype).clamp(min=1).log()).masked_fill(hidden, torch.finfo(scores.dtype).min)
     weights = torch.softmax(scores, dim=-1).masked_fill(hidden, 0.0).to(q.dtype)
@@ -267,13 +290,20 @@ def _clusters(
         is_causal=plain,
         scale=scale,
     )
-    rows = rows.reshape(batch, heads, clusters * width, -1)
+    return mean_of_clusters(rows.reshape(batch, heads, clusters, width, -1), query_index, query_valid, used, length)
+
+
+def mean_of_clusters(
+    rows: Tensor, query_index: Tensor, query_valid: Tensor | None, used: Tensor | None, length: int
+) -> Tensor:
+    """What clusters found for their tokens [B, H, C, w, d_v], those that are `used`, as a mean for each token
+    [B, H, length, d_v]."""
     chosen = torch.ones_like(query_index) if query_valid is None else query_valid
-    where = query_index.flatten(2)
-    count = rows.new_zeros(batch, heads, length).scatter_add_(2, where, chosen.flatten(2).to(rows.dtype)).clamp_(min=1)
-    share = count.reciprocal().gather(2, where)
+    where, rows = query_index.flatten(2), rows.flatten(2, 3)
+    count = rows.new_zeros(*rows.shape[:2], length).scatter_add_(2, where, chosen.flatten(2).to(rows.dtype))
+    share = count.clamp_(min=1).reciprocal().gather(2, where)
     share = share if used is None else share * used.flatten(2)
-    total = rows.new_zeros(batch, heads, length, rows.shape[-1])
+    total = rows.new_zeros(*rows.shape[:2], length, rows.shape[-1])
     return total.scatter_add(2, where[..., None].expand_as(rows), rows * share[..., None])
 
 
@@ -289,9 +319,12 @@ def clustered_reference(
     key_valid: Tensor | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same over all pairs, cluster by cluster: output [B, H, T, d_v] and weights [B, H, T, S]."""
+    """The same over all pairs, cluster by cluster: output [B, H, T, d_v] and weights [B, H, T, S]. bias: added to the scaled
+    scores, broadcastable to [B, H, T, S]."""
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if bias is None else scores + bias
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     weights, count = torch.zeros_like(scores), torch.zeros_like(scores[..., :1])
     later = torch.arange(k.shape[2], device=k.device)[None, :] > torch.arange(q.shape[2], device=q.device)[:, None]

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .derivatives import LITERAL, first_derivative_only
 from .segments import (
     accumulate,
     accumulation_dtype,
@@ -196,7 +196,7 @@ class _DeltaScan(torch.autograd.Function):
         return out, current.view_as(state)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("The delta rule", LITERAL)
     def backward(ctx, grad_out, grad_state):
         q, k, errors, beta, mask, kept, *params = ctx.saved_tensors
         bounds, chunk, feature_map, value_dtype = ctx.options

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .derivatives import LITERAL, first_derivative_only
 from .term_attention import (
     LEAST_COLUMNS,
     TILE_SCORES,
@@ -19,7 +20,7 @@ from .term_attention import (
     VisiblePairs,
     finite_norm,
     fused_attention,
-    refuse_second_derivative,
+    plus_products,
 )
 
 
@@ -89,7 +90,7 @@ class _DiagonalAttention(torch.autograd.Function):
                 scores = None if some is None else _diagonals(some, length, rows, keys)[None]
                 if of_queries is not None and of_keys is not None:
                     own = of_queries[:, group, rows].flip(2)
-                    scores = _plus(scores, own, of_keys[:, group, keys])
+                    scores = plus_products(scores, own, of_keys[:, group, keys])
                 hidden = pairs.hidden(rows, keys)
                 if hidden is not None:
                     if scores is None:
@@ -105,8 +106,8 @@ class _DiagonalAttention(torch.autograd.Function):
         return output
 
     @staticmethod
+    @first_derivative_only("Attention with score terms", LITERAL)
     def backward(ctx: Any, grad: Tensor):
-        refuse_second_derivative()
         query, key, value, of_queries, of_keys, line, output, norms = ctx.saved_tensors
         heads = query.shape[1]
         along = (grad * output).sum(-1).transpose(1, 2)
@@ -126,16 +127,6 @@ class _DiagonalAttention(torch.autograd.Function):
                 None if found[5] is None else found[5][group],
             ).backward()
         return None, None, *found
-
-
-def _plus(scores: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-    """scores [1, h, t, s] (None: zeros) + query [B or 1, h, t, n] key [B or 1, h, s, n]^T"""
-    if scores is None:
-        return torch.matmul(query, key.transpose(-1, -2))
-    batch = max(query.shape[0], key.shape[0])
-    flat = (x.expand(batch, -1, -1, -1).flatten(0, 1) for x in (scores, query, key))
-    base, left, right = flat
-    return torch.baddbmm(base, left, right.mT).unflatten(0, (batch, -1))
 
 
 @dataclass

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .derivatives import LITERAL, first_derivative_only
 from .shifted_rows import SharedRows
 
 # Scores (over batch and heads) in a tile: three such tiles in float32 fit a second-level cache.
@@ -22,11 +23,16 @@ LEAST_COLUMNS = 256
 _fused_forward = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
-def plus_products(scores: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """scores [B or 1, H, t, s] + query [B, H, t, d] key [B, H, s, d]^T, without the products as a tensor of their own."""
-    shape = (*query.shape[:3], key.shape[2])
+def plus_products(scores: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
+    """scores [B or 1, H, t, s] (None: zeros) + query [B or 1, H, t, d] key [B or 1, H, s, d]^T, without the products as a tensor
+    of their own."""
+    if scores is None:
+        return torch.matmul(query, key.mT)
+    batch = max(query.shape[0], key.shape[0])
+    shape = (batch, *query.shape[1:3], key.shape[2])
     flat = scores.to(query.dtype).expand(shape).reshape(-1, *shape[2:])
-    return torch.baddbmm(flat, query.flatten(0, 1), key.flatten(0, 1).mT).view(shape)
+    query, key = (x.expand(batch, -1, -1, -1).flatten(0, 1) for x in (query, key))
+    return torch.baddbmm(flat, query, key.mT).view(shape)
 
 
 class VisiblePairs(Protocol):
@@ -113,19 +119,6 @@ def term_attention(
     return _TermAttention.apply(terms, blocks, query, key, value, *tables)
 
 
-def refuse_second_derivative() -> None:
-    """Called in a backward pass, whose steps are differentiable only where this is asked for.
-
-    Raises:
-        RuntimeError: it is.
-    """
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "Attention with score terms has no second derivative on this path; for one, load the model with "
-            "`attn_implementation='eager'`."
-        )
-
-
 def _some(tables: tuple[Tensor, ...], heads: slice) -> tuple[Tensor, ...]:
     return tuple(x if x.shape[0] == 1 else x[heads] for x in tables)
 
@@ -159,8 +152,8 @@ class _TermAttention(torch.autograd.Function):
         return output
 
     @staticmethod
+    @first_derivative_only("Attention with score terms", LITERAL)
     def backward(ctx: Any, grad: Tensor):
-        refuse_second_derivative()
         terms, blocks = ctx.terms, ctx.blocks
         query, key, value, output, norms, *tables = ctx.saved_tensors
         heads = query.shape[1]

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .derivatives import LITERAL, first_derivative_only
 from .segments import accumulation_dtype
 
 _ROWS = 128  # queries in a tile
@@ -189,7 +189,7 @@ class _WindowAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("Attention over a window", LITERAL)
     def backward(ctx, grad_out):
         q, k, v, bias, table, out = ctx.saved_tensors
         tiles = _Tiles(q, k, bias, table, *ctx.options)

@@ -122,6 +122,29 @@ class LayerTerms(nn.Module):
         """weights [B, h, t, s] of the queries `rows` and the first s keys -> what is added to the output, [B, h, t, d]."""
         raise NotImplementedError
 
+    def pairs(
+        self,
+        query: Tensor,
+        key: Tensor,
+        tables: tuple[Tensor, ...],
+        by_query: tuple[Tensor, ...],
+        by_key: tuple[Tensor, ...],
+        query_at: Tensor,
+        key_at: Tensor,
+        context: LayerContext,
+    ) -> Tensor:
+        """The same terms for any pairs, as sparse mechanisms need them: n tiles of queries [B, h, n, t, d] and keys
+        [B, h, n, s, d], by_query and by_key laid out alike, and their places among all queries and keys, [B or 1, h or 1, n, t
+        or s] -> broadcastable to [B, h, n, t, s] (not where `separable`)."""
+        raise NotImplementedError
+
+    def pair_values(
+        self, weights: Tensor, tables: tuple[Tensor, ...], query_at: Tensor, key_at: Tensor, context: LayerContext
+    ) -> Tensor:
+        """weights [B, h, n, t, s] of any pairs, places as for [`LayerTerms.pairs`] -> what is added to the output,
+        [B, h, n, t, d]."""
+        raise NotImplementedError
+
 
 class PositionSpec(Spec):
     """Base of position specs.
@@ -145,9 +168,10 @@ class PositionSpec(Spec):
 
 def key_positions(context: LayerContext) -> Tensor:
     """Positions of all keys, [B or 1, S]: those of the current tokens where nothing is cached; else real tokens counted
-    from 0, as positions are unless the caller chooses others."""
+    from 0, as positions are unless the caller chooses others. Keys may be fewer than the tokens that the padding mask covers,
+    where a cache forgets what is out of reach."""
     if context.fresh:
         return context.positions
     if context.padding_mask is None:
         return context.key_index[None]
-    return (context.padding_mask.long().cumsum(-1) - 1).clamp(min=0)
+    return (context.padding_mask.long().cumsum(-1) - 1).clamp(min=0)[:, context.key_index]

@@ -17,8 +17,10 @@ from .distances import (
     distances_of_block,
     pair_distances,
     pick,
+    pick_rows,
     products_by_distance,
     products_of_keys_by_distance,
+    slot_distances,
 )
 
 TABLE = "deberta_table"  # the stream of vectors by distance, [2k, D]
@@ -119,6 +121,14 @@ class DebertaTerms(LayerTerms):
         parts = [found[0] if len(found) == 1 else found[0] + found[1] for found in (early, middle, late)]
         return torch.cat(parts, dim=-1)
 
+    def pairs(self, query, key, tables, by_query, by_key, query_at, key_at, context: LayerContext) -> Tensor:
+        row_at, parts = self._row(-slot_distances(query_at, key_at, context)), []
+        if "c2p" in self.spec.terms:
+            parts.append(pick_rows(query, tables[0], row_at))
+        if "p2c" in self.spec.terms:
+            parts.append(pick_rows(key, tables[-1], row_at.mT).mT)
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
     def _by_pairs(
         self,
         query: Tensor,
@@ -174,6 +184,11 @@ class DebertaSpec(PositionSpec):
             raise ValueError(
                 f"deberta with {self.buckets} buckets has {self.buckets // 2} exact distances, which `max_distance` {far} must "
                 "exceed by more than 1; enlarge it or leave `buckets` at None."
+            )
+        if self.share_projections and not config.attention.projects_keys(config):
+            raise ValueError(
+                f"deberta with `share_projections` projects positions as attention does its keys, which attention "
+                f"{config.attention.type!r} takes from its queries; leave `share_projections` off, or use attention 'dense'."
             )
         if self.share_projections and config.key_value_heads != config.num_attention_heads:
             raise ValueError(

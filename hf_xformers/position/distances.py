@@ -36,6 +36,40 @@ def pick(products: Tensor, index: Tensor) -> Tensor:
     return products.gather(-1, index.expand(*products.shape[:2], -1, -1))
 
 
+def slot_distances(query_at: Tensor, key_at: Tensor, context: LayerContext) -> Tensor:
+    """Distance key - query in slots of queries and keys at these places, [..., n, t] and [..., n, s] -> [..., n, t, s]"""
+    return context.key_index[key_at].unsqueeze(-2) - context.query_index[query_at].unsqueeze(-1)
+
+
+def pick_rows(vectors: Tensor, table: Tensor, row_at: Tensor) -> Tensor:
+    """vectors [B, h, n, t, d], table [h or 1, rows, d], row_at [B or 1, h or 1, n, t, s] -> [B, h, n, t, s]: the product of
+    each vector with the row that belongs to the pair."""
+    low, high = 0, table.shape[1]
+    if not torch.compiler.is_compiling():
+        low, high = int(row_at.min()), int(row_at.max()) + 1  # near tokens need few rows
+    table, row_at = table[:, low:high].to(vectors.dtype), row_at - low
+    if high - low <= row_at.shape[-1] * vectors.shape[-1]:
+        products = torch.matmul(vectors, table[:, None].mT)
+        return products.gather(-1, row_at.expand(*products.shape[:-1], -1))
+    # Buckets hold tokens from anywhere: products with all rows would be as many as all pairs.
+    if table.shape[0] > 1:
+        heads = torch.arange(table.shape[0], device=table.device)[:, None, None, None]
+        rows = table[heads, row_at.expand(-1, table.shape[0], -1, -1, -1)]
+    else:
+        rows = table[0, row_at]
+    return torch.matmul(rows, vectors.unsqueeze(-1)).squeeze(-1)
+
+
+def pick_numbers(line: Tensor, distance: Tensor, context: LayerContext) -> Tensor:
+    """line [h, T + S - 1], a number for each of [`distances_of_block`] of all queries, distance [B or 1, h or 1, n, t, s]
+    -> [B or 1, h, n, t, s]"""
+    heads, count = line.shape
+    index = distance - (context.key_index[:1] - context.query_index[-1:])
+    first = torch.arange(heads, device=line.device)[:, None, None, None] * count
+    index = index + first
+    return line.flatten().index_select(0, index.flatten()).view(index.shape)
+
+
 def pair_distances(context: LayerContext, rows: slice, keys: slice) -> Tensor:
     """Distance key - query in slots, [t, s] integer."""
     return context.key_index[None, keys] - context.query_index[rows, None]

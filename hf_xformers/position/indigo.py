@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..components import register
 from ..context import LayerContext
 from .base import LayerTerms, Position, PositionSpec
-from .distances import spread_queries
+from .distances import slot_distances, spread_queries
 
 PLACES = "insertion_positions"
 
@@ -58,11 +58,31 @@ class IndigoTerms(LayerTerms):
                 f"`{PLACES}` covers {places.shape[-1]} tokens, but cached and new tokens make "
                 f"{context.key_index.shape[0]}; give the places of all of them."
             )
-        sign = torch.sign(places[:, context.query_index[rows], None] - places[:, None, :keys])[:, None]
-        left, same, right = products.unbind(-1)
-        return torch.where(
-            sign > 0, right.unsqueeze(-1), torch.where(sign < 0, left.unsqueeze(-1), same.unsqueeze(-1))
+        sign = torch.sign(places[:, context.query_index[rows], None] - places[:, None, context.key_index[:keys]])
+        return _by_sign(products, sign[:, None])
+
+    def pairs(self, query, key, tables, by_query, by_key, query_at, key_at, context: LayerContext) -> Tensor:
+        products = torch.matmul(query, tables[0][0].t().to(query.dtype))
+        places = context.inputs.get(PLACES)
+        if places is None:
+            return _by_sign(products, -torch.sign(slot_distances(query_at, key_at, context)))
+        asks, answers = (
+            _places_at(places, index[at])
+            for index, at in ((context.query_index, query_at), (context.key_index, key_at))
         )
+        return _by_sign(products, torch.sign(asks.unsqueeze(-1) - answers.unsqueeze(-2)))
+
+
+def _by_sign(products: Tensor, sign: Tensor) -> Tensor:
+    """products [..., t, 3] of queries with the rows for left, same and right, sign [..., t, s] -> [..., t, s]"""
+    left, same, right = products.unsqueeze(-2).unbind(-1)
+    return torch.where(sign > 0, right, torch.where(sign < 0, left, same))
+
+
+def _places_at(places: Tensor, slots: Tensor) -> Tensor:
+    """places [B, T], slots [B or 1, h or 1, n, t] -> [B, h or 1, n, t]"""
+    slots = slots.expand(places.shape[0], -1, -1, -1)
+    return places.gather(1, slots.flatten(1)).view(slots.shape)
 
 
 @register("position", "indigo")

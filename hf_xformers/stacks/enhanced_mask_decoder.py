@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..attention.dense_terms import KEY_STATES
+from ..attention.position_terms import KEY_STATES
 from ..blocks.base import unpack_layer
 from ..components import register
 from ..context import LayerContext, add_losses

@@ -15,6 +15,7 @@ from transformers.utils import logging
 from ..blocks.base import PARTNER, SublayerPlan, XFormerLayer, unpack_layer
 from ..components import register
 from ..context import LayerContext, add_losses
+from ..ops.derivatives import first_derivative_only
 from .base import Stack, StackOutput, StackSpec, memory_by_step
 
 logger = logging.get_logger(__name__)
@@ -134,7 +135,7 @@ class _Reversible(torch.autograd.Function):
         return first, second, *losses.values()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only("A reversible stack")
     def backward(ctx, to_first: Tensor, to_second: Tensor, *to_losses: Tensor):
         run, (first, second, *extra) = ctx.run, ctx.saved_tensors
         wanted = ctx.needs_input_grad[2 : 2 + ctx.extra]

@@ -255,8 +255,6 @@ def test_refusals():
         XFormerConfig(**GEOMETRY, attention={"type": "longformer", "attention_window": 5})
     with pytest.raises(ValueError, match="2 entries in `attention_window` for 3 layers"):
         XFormerConfig(**GEOMETRY, attention={"type": "longformer", "attention_window": (4, 4)})
-    with pytest.raises(ValueError, match="has no place for"):
-        XFormerConfig(**GEOMETRY, attention=SPEC, position="t5_relative_bias")
     ids = tokens(2, 9, high=50)
     with pytest.raises(ValueError, match="causal decoder, whose tokens cannot read later ones"):
         model_of(XFLongformerForCausalLM)(ids, global_attention_mask=torch.ones_like(ids))

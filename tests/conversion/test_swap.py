@@ -38,7 +38,15 @@ def swapped(source, **changes):
     return model, report
 
 
-@pytest.fixture(params=["BertForMaskedLM", "RobertaForMaskedLM", "BertForSequenceClassification-num_labels=3"])
+@pytest.fixture(
+    params=[
+        "BertForMaskedLM",
+        "RobertaForMaskedLM",
+        "BertForSequenceClassification-num_labels=3",
+        "RoFormerForMaskedLM",
+        "DebertaV2ForMaskedLM",
+    ]
+)
 def encoder(request, cases):
     return cases[request.param]
 
@@ -72,6 +80,17 @@ def test_decoders_and_two_towers(name, cases):
         # T5 has no biases and does not scale scores: what components share, they keep
         assert model.config.attention.bias == from_transformers(source).config.attention.bias
         torch.testing.assert_close(outputs(model, given)[mask], outputs(source, given)[mask], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name, fields", WIDE, ids=[name for name, _ in WIDE])
+def test_an_encoder_with_a_score_bias(name, fields, cases):
+    """A long-context T5: the encoder reads windows and global tokens, with the bias that it had."""
+    case = cases["T5ForConditionalGeneration"]
+    source, given, dense = case.make(), case.inputs(), {"attention": "dense"}
+    model, report = swapped(source, attention={"type": name, **fields}, decoder=dense, measure=False)
+    mask = given["decoder_attention_mask"].bool()
+    torch.testing.assert_close(outputs(model, given)[mask], outputs(source, given)[mask], atol=2e-5, rtol=0)
+    assert not report.dropped and not report.new
 
 
 def test_mixing_heads_and_gates_start_as_the_source(cases):

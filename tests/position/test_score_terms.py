@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM
+from hf_xformers.attention import query_blocks
 from hf_xformers.position.deberta import log_buckets
 from hf_xformers.position.t5_relative_bias import relative_buckets
 from tests.attention.score_helpers import (
@@ -349,3 +350,17 @@ def test_gradients_reach_shared_tables_under_checkpointing():
         for name, gradient in found[0].items():
             close(other[name], gradient)
     assert found[0]["model.trunk.position.table.weight"].abs().max() > 0
+
+
+@pytest.mark.parametrize("position", ["shaw_relative", "learnable_sinusoidal_relative"])
+def test_a_mask_for_each_head(position, monkeypatch):
+    """A mask that the caller prepared may differ by head, also where few heads are taken at a time."""
+    monkeypatch.setattr(query_blocks, "SCORES_AT_ONCE", 16)
+    monkeypatch.setattr(query_blocks, "LEAST_ROWS", 3)
+    layer, module, _ = build(position)
+    generator = torch.Generator().manual_seed(7)
+    mask = (torch.rand(2, HEADS, 9, 9, generator=generator) < 0.5) | torch.eye(9, dtype=torch.bool)
+    given = {"explicit_mask": mask}
+    literal, weights = run(layer, module, vectors(2, 9), literal=True, **given)
+    assert weights is not None and not weights[~mask].any()
+    close(run(layer, module, vectors(2, 9), **given)[0], literal)
