@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
 from transformers.trainer_utils import EvalPrediction
 
 from ..training.evaluation import summarise
@@ -39,6 +40,10 @@ class TaskTrainer(XFormerTrainer):
         finally:
             self._split = before
         return self.rows, metrics
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        # Predictions belong to rows by their place; Trainer's own would sort by length under `group_by_length`.
+        return SequentialSampler(eval_dataset) if self.args.world_size <= 1 else None
 
     def prediction_step(
         self,
