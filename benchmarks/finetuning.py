@@ -1,7 +1,8 @@
 """Does fine-tuning learn? Variants on SST-2, WNUT-17 and Multi30k against what needs no learning.
 
 python benchmarks/finetuning.py --data DIR [--tasks sst2,wnut17,multi30k] [--variants bert,longformer] [--size tiny]
-    [--hidden_size N] [--layers N] [--vocab_size N] [--epochs 4] [--pretrain_steps 0] [--max_train_rows N] [-- OPTION ...]
+    [--hidden_size N] [--layers N] [--vocab_size N] [--learning_rate 1e-3] [--epochs 4] [--pretrain_steps 0]
+    [--max_train_rows N] [-- OPTION ...]
 
 DIR holds `sst2/{train,dev}.tsv` (sentence, label, no header), `wnut17/{train,dev}.conll` and
 `multi30k/{train,val,test_2016_flickr}.{en,de}`. Each variant starts from random weights, or from `--pretrain_steps` of masked LM
@@ -34,8 +35,11 @@ COLUMNS = [
     "variant",
     "start",
     "parameters",
+    "rate",
+    "epochs",
     "steps",
     "seconds",
+    "options",
     "metric",
     "validation",
     "test",
@@ -124,7 +128,8 @@ def measure(task: dict[str, Any], variant: str, args: argparse.Namespace, extra:
                 *("--block_size", 128, "--disable_tqdm", "true"),
             )
             start = ["--model", str(model)]
-        options = ["--num_train_epochs", args.epochs, "--save_total_limit", 1, "--disable_tqdm", "true"]
+        options = ["--learning_rate", args.learning_rate, "--num_train_epochs", args.epochs]
+        options += ["--save_total_limit", 1, "--disable_tqdm", "true"]
         if args.max_train_rows:
             options += ["--max_train_rows", args.max_train_rows]
         output = Path(folder) / "run"
@@ -141,7 +146,15 @@ def geometry(args: argparse.Namespace) -> dict[str, int]:
 def described(args: argparse.Namespace) -> str:
     """What a run starts from, for the table."""
     changes = [f"{name.replace('_', ' ')} {value}" for name, value in geometry(args).items()]
+    if args.max_train_rows:
+        changes.append(f"first {args.max_train_rows} rows")
     return ", ".join([args.size, *changes, f"{args.pretrain_steps} steps" if args.pretrain_steps else "random"])
+
+
+def extra_settings(extra: list[str]) -> list[str]:
+    """`["--name", "value", ...]` and `["--name=value", ...]` as `["name value", ...]`, for the table."""
+    words = " ".join(extra).replace("=", " ").split("--")
+    return [word.strip() for word in words if word.strip()]
 
 
 def run(*argv: Any) -> None:
@@ -156,8 +169,11 @@ def write(row: dict[str, Any], name: str) -> None:
     old = json.loads(path.read_text())["rows"] if path.exists() else []
     rows = sorted([*(other for other in old if key(other) != key(row)), row], key=key)
     note = (
-        "Best checkpoint by the metric on the validation rows, in percent; the baseline needs no model. Sizes and steps are "
-        "small: the table shows that training works, not how well a mechanism can do."
+        "In percent; the baseline needs no model. Epochs are evaluated and the best one's weights are taken, chosen on the "
+        "validation rows that are reported, so `validation` is optimistic; where the options say `eval_strategy no`, the "
+        "weights are the last ones and nothing is chosen. `test` rows choose nothing. `rate`: peak learning rate, absent where "
+        "it was not recorded. Sizes and steps are small: the table shows that training works, not how well a mechanism can "
+        "do."
     )
     write_results(name, rows, COLUMNS, "Fine-tuning: do variants learn?", note)
 
@@ -175,6 +191,7 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--hidden_size", type=int)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--vocab_size", type=int)
+    parser.add_argument("--learning_rate", type=float, default=1e-3, help="peak of the fine-tuning")
     parser.add_argument("--epochs", type=float, default=4)
     parser.add_argument("--pretrain_steps", type=int, default=0)
     parser.add_argument("--max_train_rows", type=int)
@@ -200,9 +217,11 @@ def benchmark(argv: list[str] | None = None) -> None:
                 "variant": summary["variant"],
                 "start": described(args),
                 "parameters": summary["parameters"],
+                "rate": f"{args.learning_rate:g}",
                 "epochs": args.epochs,
                 "steps": summary["steps"],
                 "seconds": summary["seconds"],
+                "options": ", ".join(extra_settings(extra)),
                 "metric": task["metric"],
                 "validation": percent * summary[f"eval_{task['metric']}"],
                 "test": "" if test is None else percent * test,
