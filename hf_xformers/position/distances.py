@@ -11,6 +11,9 @@ from torch import Tensor
 from ..context import LayerContext
 from ..ops.shifted_rows import shift_rows
 
+# Vectors that [`pick_rows`] takes at least at a time: fewer do not multiply at full speed.
+LEAST_VECTORS = 64
+
 
 class Near(NamedTuple):
     """Keys `[first, stop)` that lie within reach of some query of a block. Of all the others the earlier ones share one row of
@@ -44,6 +47,10 @@ def slot_distances(query_at: Tensor, key_at: Tensor, context: LayerContext) -> T
 def pick_rows(vectors: Tensor, table: Tensor, row_at: Tensor) -> Tensor:
     """vectors [B, h, n, t, d], table [h or 1, rows, d], row_at [B or 1, h or 1, n, t, s] -> [B, h, n, t, s]: the product of
     each vector with the row that belongs to the pair."""
+    count, some = vectors.shape[-2], max(row_at.shape[-1], LEAST_VECTORS)
+    if count > some:  # neighbours need about the same rows, and few of them
+        parts = zip(vectors.split(some, dim=-2), row_at.split(some, dim=-2))
+        return torch.cat([pick_rows(part, table, at) for part, at in parts], dim=-2)
     low, high = 0, table.shape[1]
     if not torch.compiler.is_compiling():
         low, high = int(row_at.min()), int(row_at.max()) + 1  # near tokens need few rows

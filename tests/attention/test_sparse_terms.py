@@ -10,6 +10,7 @@ import torch
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerModel
 from hf_xformers.ops import tile_attention as tiles
 from hf_xformers.ops.tile_attention import Tiles, tile_attention
+from hf_xformers.position import distances
 from tests.helpers import close, make_strong, pad, tokens
 
 LENGTH = 23
@@ -110,6 +111,7 @@ def test_tiles_equal_the_matrix(position, attention, causal, monkeypatch):
         return
     assert not refused(position, attention, causal)
     monkeypatch.setattr(tiles, "SCORES_AT_ONCE", 1)  # each head by itself
+    monkeypatch.setattr(distances, "LEAST_VECTORS", 2)  # in parts
     ids = tokens(2, LENGTH)
     inputs = {}
     if position == "indigo":
