@@ -96,13 +96,15 @@ class BlockSparseAttention(Attention):
         return output.transpose(1, 2), None
 
     def _bias(self, context: LayerContext) -> ScoreBias | None:
-        return context.shared.get("score_bias") if "score_bias" in self.config.position.acts else None
+        bias = context.shared.get("score_bias")
+        return bias if hasattr(bias, "block") else None  # what score terms share is no bias
 
     def _literal(self, context: LayerContext, queries: int) -> bool:
         """Whether the dense equation runs: asked for, or cheaper, or the keys are slots of which some are not written,
         or the caller prepared a mask."""
         dense = self.wants_weights(context) or context.static or context.explicit_mask is not None
-        return dense or (bool(self.config.position.acts & {"score_bias", "score_terms"}) and queries <= FEW_QUERIES)
+        added = self._bias(context) is not None or "score_terms" in self.config.position.acts
+        return dense or (added and queries <= FEW_QUERIES)
 
     def _literal_with_globals(
         self,

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from ..context import LayerContext, self_attention_cache
 from ..ops.shifted_rows import SharedRows
+from ..ops.tile_attention import Pairs
 from ..position.base import LayerTerms
 from ..position.distances import distances_of_block
 from .base import Attention
@@ -53,22 +54,11 @@ class PositionTerms(VisibleTerms):
     def values(self, weights: Tensor, tables: tuple[Tensor, ...], rows: slice) -> Tensor:
         return self.terms.values(weights, tables, rows, self.context)
 
-    def pairs(
-        self,
-        query: Tensor,
-        key: Tensor,
-        tables: tuple[Tensor, ...],
-        by_query: tuple[Tensor, ...],
-        by_key: tuple[Tensor, ...],
-        query_at: Tensor,
-        key_at: Tensor,
-    ) -> Tensor:
-        if self.separable:
-            return super().pairs(query, key, tables, by_query, by_key, query_at, key_at)
-        return self.terms.pairs(query, key, tables, by_query, by_key, query_at, key_at, self.context)
+    def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...]) -> Tensor:
+        return super().pairs(pairs, tables) if self.separable else self.terms.pairs(pairs, tables, self.context)
 
-    def pair_values(self, weights: Tensor, tables: tuple[Tensor, ...], query_at: Tensor, key_at: Tensor) -> Tensor:
-        return self.terms.pair_values(weights, tables, query_at, key_at, self.context)
+    def pair_values(self, weights: Tensor, pairs: Pairs, tables: tuple[Tensor, ...]) -> Tensor:
+        return self.terms.pair_values(weights, pairs, tables, self.context)
 
 
 class BiasByDistance(VisibleTerms):

@@ -10,6 +10,7 @@ from ..context import LayerContext
 from ..ops.diagonal_attention import diagonal_attention
 from ..ops.shifted_rows import SharedRows
 from ..ops.term_attention import Blocks, Terms, applies, plus_products, term_attention
+from ..ops.tile_attention import Pairs
 from ..position.distances import along_diagonals, pick_numbers, slot_distances
 from .query_blocks import (
     heads_at_once,
@@ -67,26 +68,17 @@ class VisibleTerms:
             return query.new_zeros(1, 1, length, keys) if bias is None else bias
         return plus_products(bias, by_query[0], by_key[0].take(0, keys))
 
-    def pairs(
-        self,
-        query: Tensor,
-        key: Tensor,
-        tables: tuple[Tensor, ...],
-        by_query: tuple[Tensor, ...],
-        by_key: tuple[Tensor, ...],
-        query_at: Tensor,
-        key_at: Tensor,
-    ) -> Tensor:
+    def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...]) -> Tensor:
         """As [`PairTerms.pairs`]; here for separable terms."""
         line, scores = self.line(tables), None
-        if by_query:
-            scores = torch.matmul(by_query[0], by_key[0].mT)
+        if pairs.by_query:
+            scores = torch.matmul(pairs.by_query[0], pairs.by_key[0].mT)
         if line is not None:
-            numbers = pick_numbers(line.to(query.dtype), slot_distances(query_at, key_at, self.context), self.context)
+            numbers = pick_numbers(line.to(pairs.query.dtype), slot_distances(pairs, self.context), self.context)
             scores = numbers if scores is None else scores + numbers
-        return query.new_zeros(1, 1, 1, 1, 1) if scores is None else scores
+        return pairs.query.new_zeros(1, 1, 1, 1, 1) if scores is None else scores
 
-    def pair_values(self, weights: Tensor, tables: tuple[Tensor, ...], query_at: Tensor, key_at: Tensor) -> Tensor:
+    def pair_values(self, weights: Tensor, pairs: Pairs, tables: tuple[Tensor, ...]) -> Tensor:
         """As [`PairTerms.pair_values`]."""
         raise NotImplementedError
 

@@ -12,6 +12,7 @@ from .tile_attention import Tiles
 Rounds = list[list[Tiles]]
 
 
+@torch.compiler.disable  # plans are made outside of graphs
 def pattern_tiles(
     pattern: Pattern,
     heads: int,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,18 @@ from torch.utils.checkpoint import checkpoint
 
 # Scores (over batch, heads and all tiles) that are there at once: 16 MiB in float32.
 SCORES_AT_ONCE = 1 << 22
+
+
+class Pairs(NamedTuple):
+    """n tiles of queries [B, h, n, t, d] and keys [B, h, n, s, d], what terms have found for them alone, laid out alike, and
+    their places among all queries and keys, [B or 1, h or 1, n, t or s]."""
+
+    query: Tensor
+    key: Tensor
+    by_query: tuple[Tensor, ...]
+    by_key: tuple[Tensor, ...]
+    query_at: Tensor
+    key_at: Tensor
 
 
 class PairTerms(Protocol):
@@ -34,21 +46,11 @@ class PairTerms(Protocol):
         """key [B, h, S, d] -> what belongs to keys, [B or 1, h, S, n] each."""
         ...
 
-    def pairs(
-        self,
-        query: Tensor,
-        key: Tensor,
-        tables: tuple[Tensor, ...],
-        by_query: tuple[Tensor, ...],
-        by_key: tuple[Tensor, ...],
-        query_at: Tensor,
-        key_at: Tensor,
-    ) -> Tensor:
-        """query [B, h, n, t, d] and key [B, h, n, s, d] of n tiles, what belongs to them laid out alike, and where they stand
-        among all queries and keys, [B or 1, h or 1, n, t or s] -> terms, broadcastable to [B, h, n, t, s]."""
+    def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...]) -> Tensor:
+        """The terms, broadcastable to [B, h, n, t, s]."""
         ...
 
-    def pair_values(self, weights: Tensor, tables: tuple[Tensor, ...], query_at: Tensor, key_at: Tensor) -> Tensor:
+    def pair_values(self, weights: Tensor, pairs: Pairs, tables: tuple[Tensor, ...]) -> Tensor:
         """weights [B, h, n, t, s] -> what is added to the output, [B, h, n, t, d] (only where `has_values`)."""
         ...
 
@@ -154,9 +156,9 @@ def attend_in_tiles(
     """Outputs [B, h, n, t, d] and logarithms of the sums of exponentials [B, h, n, t] of each tile, in float32 at least.
     Where a query meets nothing, zeros and a number so low that it vanishes in a sum with any other."""
     query_at, key_at = tiles.query_at.clamp(min=0), tiles.key_at.clamp(0, max(key.shape[2] - 1, 0))
-    q, k, v = take(query, query_at), take(key, key_at), take(value, key_at)
     of_queries, of_keys = (tuple(take(x, at) for x in xs) for xs, at in ((by_query, query_at), (by_key, key_at)))
-    scores = torch.matmul(q, k.mT) + terms.pairs(q, k, tables, of_queries, of_keys, query_at, key_at)
+    pairs = Pairs(take(query, query_at), take(key, key_at), of_queries, of_keys, query_at, key_at)
+    scores = torch.matmul(pairs.query, pairs.key.mT) + terms.pairs(pairs, tables)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if tiles.own_score is not None:
         own = query_at[..., :, None] == key_at[..., None, :]
@@ -164,10 +166,10 @@ def attend_in_tiles(
     scores = scores.masked_fill(~tiles.allowed, _lowest(scores))
     norm = scores.logsumexp(-1)
     weights = (scores - norm[..., None]).exp().masked_fill(~tiles.allowed, 0.0)
-    weights = (F.dropout(weights, dropout) if dropout else weights).to(v.dtype)
-    output = torch.matmul(weights, v)
+    weights = (F.dropout(weights, dropout) if dropout else weights).to(value.dtype)
+    output = torch.matmul(weights, take(value, key_at))
     if terms.has_values:
-        output = output + terms.pair_values(weights, tables, query_at, key_at)
+        output = output + terms.pair_values(weights, pairs, tables)
     return output.to(norm.dtype), norm
 
 

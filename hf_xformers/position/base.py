@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..components import Spec
 from ..context import LayerContext
 from ..ops.shifted_rows import SharedRows
+from ..ops.tile_attention import Pairs
 
 
 class Rotation(Protocol):
@@ -122,27 +123,13 @@ class LayerTerms(nn.Module):
         """weights [B, h, t, s] of the queries `rows` and the first s keys -> what is added to the output, [B, h, t, d]."""
         raise NotImplementedError
 
-    def pairs(
-        self,
-        query: Tensor,
-        key: Tensor,
-        tables: tuple[Tensor, ...],
-        by_query: tuple[Tensor, ...],
-        by_key: tuple[Tensor, ...],
-        query_at: Tensor,
-        key_at: Tensor,
-        context: LayerContext,
-    ) -> Tensor:
-        """The same terms for any pairs, as sparse mechanisms need them: n tiles of queries [B, h, n, t, d] and keys
-        [B, h, n, s, d], by_query and by_key laid out alike, and their places among all queries and keys, [B or 1, h or 1, n, t
-        or s] -> broadcastable to [B, h, n, t, s] (not where `separable`)."""
+    def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
+        """The same terms for any pairs, as sparse mechanisms need them, broadcastable to [B, h, n, t, s] (not where
+        `separable`)."""
         raise NotImplementedError
 
-    def pair_values(
-        self, weights: Tensor, tables: tuple[Tensor, ...], query_at: Tensor, key_at: Tensor, context: LayerContext
-    ) -> Tensor:
-        """weights [B, h, n, t, s] of any pairs, places as for [`LayerTerms.pairs`] -> what is added to the output,
-        [B, h, n, t, d]."""
+    def pair_values(self, weights: Tensor, pairs: Pairs, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
+        """weights [B, h, n, t, s] of any pairs -> what is added to the output, [B, h, n, t, d]."""
         raise NotImplementedError
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ..components import register
 from ..context import LayerContext
+from ..ops.tile_attention import Pairs
 from .base import LayerTerms, Position, PositionSpec
 from .distances import (
     Near,
@@ -121,12 +122,12 @@ class DebertaTerms(LayerTerms):
         parts = [found[0] if len(found) == 1 else found[0] + found[1] for found in (early, middle, late)]
         return torch.cat(parts, dim=-1)
 
-    def pairs(self, query, key, tables, by_query, by_key, query_at, key_at, context: LayerContext) -> Tensor:
-        row_at, parts = self._row(-slot_distances(query_at, key_at, context)), []
+    def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
+        row_at, parts = self._row(-slot_distances(pairs, context)), []
         if "c2p" in self.spec.terms:
-            parts.append(pick_rows(query, tables[0], row_at))
+            parts.append(pick_rows(pairs.query, tables[0], row_at))
         if "p2c" in self.spec.terms:
-            parts.append(pick_rows(key, tables[-1], row_at.mT).mT)
+            parts.append(pick_rows(pairs.key, tables[-1], row_at.mT).mT)
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
     def _by_pairs(

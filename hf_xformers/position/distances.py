@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..context import LayerContext
 from ..ops.shifted_rows import shift_rows
+from ..ops.tile_attention import Pairs
 
 # Vectors that [`pick_rows`] takes at least at a time: fewer do not multiply at full speed.
 LEAST_VECTORS = 64
@@ -39,9 +40,9 @@ def pick(products: Tensor, index: Tensor) -> Tensor:
     return products.gather(-1, index.expand(*products.shape[:2], -1, -1))
 
 
-def slot_distances(query_at: Tensor, key_at: Tensor, context: LayerContext) -> Tensor:
-    """Distance key - query in slots of queries and keys at these places, [..., n, t] and [..., n, s] -> [..., n, t, s]"""
-    return context.key_index[key_at].unsqueeze(-2) - context.query_index[query_at].unsqueeze(-1)
+def slot_distances(pairs: Pairs, context: LayerContext) -> Tensor:
+    """Distance key - query in slots, [B or 1, h or 1, n, t, s]"""
+    return context.key_index[pairs.key_at].unsqueeze(-2) - context.query_index[pairs.query_at].unsqueeze(-1)
 
 
 def pick_rows(vectors: Tensor, table: Tensor, row_at: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..components import register
 from ..context import LayerContext
+from ..ops.tile_attention import Pairs
 from .base import LayerTerms, Position, PositionSpec
 from .distances import slot_distances, spread_queries
 
@@ -61,15 +62,13 @@ class IndigoTerms(LayerTerms):
         sign = torch.sign(places[:, context.query_index[rows], None] - places[:, None, context.key_index[:keys]])
         return _by_sign(products, sign[:, None])
 
-    def pairs(self, query, key, tables, by_query, by_key, query_at, key_at, context: LayerContext) -> Tensor:
-        products = torch.matmul(query, tables[0][0].t().to(query.dtype))
+    def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
+        products = torch.matmul(pairs.query, tables[0][0].t().to(pairs.query.dtype))
         places = context.inputs.get(PLACES)
         if places is None:
-            return _by_sign(products, -torch.sign(slot_distances(query_at, key_at, context)))
-        asks, answers = (
-            _places_at(places, index[at])
-            for index, at in ((context.query_index, query_at), (context.key_index, key_at))
-        )
+            return _by_sign(products, -torch.sign(slot_distances(pairs, context)))
+        asks = _places_at(places, context.query_index[pairs.query_at])
+        answers = _places_at(places, context.key_index[pairs.key_at])
         return _by_sign(products, torch.sign(asks.unsqueeze(-1) - answers.unsqueeze(-2)))
 
 

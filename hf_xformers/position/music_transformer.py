@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..components import register
 from ..context import LayerContext
+from ..ops.tile_attention import Pairs
 from .base import LayerTerms, Position, PositionSpec
 from .distances import distances_of_block, pick_rows, products_by_distance, slot_distances
 
@@ -35,10 +36,10 @@ class MusicTerms(LayerTerms):
         table = table.masked_fill(~known[None, :, None], 0.0).to(query.dtype)
         return products_by_distance(query, table, keys)  # the skewing of section 3.4.1
 
-    def pairs(self, query, key, tables, by_query, by_key, query_at, key_at, context: LayerContext) -> Tensor:
-        distance, reach = -slot_distances(query_at, key_at, context), tables[0].shape[1]
+    def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
+        distance, reach = -slot_distances(pairs, context), tables[0].shape[1]
         known = (distance >= 0) & (distance < reach)
-        return pick_rows(query, tables[0], distance.clamp(0, reach - 1)).masked_fill(~known, 0.0)
+        return pick_rows(pairs.query, tables[0], distance.clamp(0, reach - 1)).masked_fill(~known, 0.0)
 
 
 @register("position", "music_transformer")

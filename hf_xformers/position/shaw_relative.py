@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..components import register
 from ..context import LayerContext
+from ..ops.tile_attention import Pairs
 from .base import LayerTerms, Position, PositionSpec
 from .distances import pick_rows, slot_distances, spread_queries, sum_by_distance
 
@@ -44,11 +45,11 @@ class ShawTerms(LayerTerms):
         products = torch.matmul(query, tables[0].transpose(-1, -2).to(query.dtype))
         return spread_queries(products, self._row, self.reach, rows, keys, context)
 
-    def pairs(self, query, key, tables, by_query, by_key, query_at, key_at, context: LayerContext) -> Tensor:
-        return pick_rows(query, tables[0], self._row(slot_distances(query_at, key_at, context)))
+    def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
+        return pick_rows(pairs.query, tables[0], self._row(slot_distances(pairs, context)))
 
-    def pair_values(self, weights, tables, query_at, key_at, context: LayerContext) -> Tensor:
-        index = self._row(slot_distances(query_at, key_at, context)).expand_as(weights)
+    def pair_values(self, weights: Tensor, pairs: Pairs, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
+        index = self._row(slot_distances(pairs, context)).expand_as(weights)
         sums = weights.new_zeros(*weights.shape[:-1], 2 * self.reach + 1).scatter_add(-1, index, weights)
         return torch.matmul(sums, tables[1][:, None].to(weights.dtype))
 

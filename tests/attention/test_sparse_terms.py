@@ -57,15 +57,14 @@ ATTENTIONS = {
 }
 
 
+SIZES = dict(vocab_size=99, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+
+
 def build(position, attention, causal):
     """The model in float64 with strong weights; None where the config refuses the pair."""
     try:
         config = XFormerConfig(
-            vocab_size=99,
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=16,
+            **SIZES,
             max_position_embeddings=32,
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
@@ -211,8 +210,8 @@ class NoTerms:
     def by_key(self, key, tables):
         return ()
 
-    def pairs(self, query, key, tables, by_query, by_key, query_at, key_at):
-        return query.new_zeros(1, 1, 1, 1, 1)
+    def pairs(self, pairs, tables):
+        return pairs.query.new_zeros(1, 1, 1, 1, 1)
 
 
 def test_rounds_are_one_softmax():
@@ -252,11 +251,7 @@ def test_nothing_of_all_pairs_is_kept():
                 spec.update({"stride": 32} if attention == "strided" else {})
                 spec.update({"num_clusters": length // 32, "block_size": 32} if attention == "routing" else {})
                 config = XFormerConfig(
-                    vocab_size=99,
-                    hidden_size=16,
-                    num_hidden_layers=1,
-                    num_attention_heads=2,
-                    intermediate_size=16,
+                    **SIZES,
                     max_position_embeddings=length,
                     position={**POSITIONS[position], **({"max_distance": 16} if position == "deberta" else {})},
                     attention=spec,
