@@ -7,9 +7,9 @@ python benchmarks/finetuning.py --data DIR [--tasks sst2,wnut17,multi30k] [--var
 DIR holds `sst2/{train,dev}.tsv` (sentence, label, no header), `wnut17/{train,dev}.conll` and
 `multi30k/{train,val,test_2016_flickr}.{en,de}`. Each variant starts from random weights, or from `--pretrain_steps` of masked LM
 (span corruption for translation) on the task's own training texts, through the command `hf-xformers finetune`, whose
-further options follow `--`. Baselines: the majority class; the tags that the training rows give a word most often
+further options follow `--` (rows of the table name them). Baselines: the majority class; the tags that the training rows give a word most often
 (a word that they do not have is outside); the source text as its own translation. Rows replace those of the same task,
-variant and start in `results/finetuning.json`.
+variant, start and options in `results/finetuning.json`.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ def write(row: dict[str, Any], name: str) -> None:
     write_results(name, rows, COLUMNS, "Fine-tuning: do variants learn?", note)
 
 
-def key(row: dict[str, Any]) -> tuple[str, str, str]:
-    return row["task"], row["variant"], row["start"]
+def key(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    return row["task"], row["variant"], row["start"], row.get("options") or ""
 
 
 def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
