@@ -113,7 +113,8 @@ def recent_attention(
     dropout: float,
     added: ScoreTerms | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """[`Recent`] sets for queries [B, H, T, d] over all keys [B, H, S, d] -> output [B, H, T, d] and weights or None."""
+    """[`Recent`] sets for queries [B, H, T, d] over all keys [B, H, S, d] -> output [B, H, T, d] and weights or None. added: what
+    a position adds to the scores; over a cache all its pairs are made, as terms belong to the queries that there are."""
     sets, valid = Recent(window), context.padding_mask
     options: dict[str, Any] = {"own_key_last": own_key_last, "distinct": distinct, "valid": valid}
     few = (query.shape[2] <= FEW_QUERIES or added is not None) and not context.fresh

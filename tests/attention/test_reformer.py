@@ -372,7 +372,6 @@ def test_refusals():
         ({"decoder": True, "chunks_before": 0}, "chunks_before"),
         ({"decoder": True, "causal_form": "paper", "use_cache": True}, "use_cache=False"),
         ({"position": "rotary"}, "rotates"),
-        ({"position": "t5_relative_bias"}, "bias"),
     ):
         with pytest.raises(ValueError, match=text):
             make(**fields)

@@ -373,8 +373,6 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match=text):
             make(**fields)
-    with pytest.raises(ValueError, match="bias"):
-        XFormerConfig(**SIZES, attention=SMALL, position="t5_relative_bias")
     net = XFormerForCausalLM(make(causal_form="paper"))
     ids = torch.randint(5, 40, (2, 9))
     net(ids, labels=ids).loss.backward()
