@@ -63,23 +63,28 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 import_package = sys.argv[1] == "installed"
 if import_package:
     import hf_xformers
+def aligned(model):  # on some processors the last bit of a product depends on where a file has its weights
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
+    return model
+
 known = torch.load(sys.argv[2])
 name = "user/tiny" if import_package else "user/whole"
 model = AutoModelForMaskedLM.from_pretrained(name, trust_remote_code=not import_package).eval()
 with torch.no_grad():
-    assert torch.equal(model(known["ids"]).logits, known["logits"])
+    assert torch.equal(aligned(model)(known["ids"]).logits, known["logits"])
 if import_package:
     model.push_to_hub("user/plain")
     again = AutoModelForMaskedLM.from_pretrained("user/plain").eval()
     with torch.no_grad():
-        assert torch.equal(again(known["ids"]).logits, known["logits"])
+        assert torch.equal(aligned(again)(known["ids"]).logits, known["logits"])
 else:
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)
     assert tokenizer(["a b"]).input_ids == [[2, 1]]
     model.save_pretrained("again")
     again = AutoModelForMaskedLM.from_pretrained("again", trust_remote_code=True).eval()
     with torch.no_grad():
-        assert torch.equal(again(known["ids"]).logits, known["logits"])
+        assert torch.equal(aligned(again)(known["ids"]).logits, known["logits"])
 print("loaded", type(model).__module__)
 """
 

@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from hf_xformers.variants import config_class, family
 from tests.common.cases import AUTO, FAMILY_HEADS
-from tests.helpers import close, make_strong, pad, tiny_fields, tokens
+from tests.helpers import aligned, close, make_strong, pad, tiny_fields, tokens
 
 LABELS = {
     "Model": {},
@@ -78,7 +78,7 @@ def test_loss_and_saving(name, head, tmp_path):
     model.save_pretrained(tmp_path)
     loaded, report = getattr(transformers, AUTO[head]).from_pretrained(tmp_path, output_loading_info=True)
     assert type(loaded) is type(model) and not any(report.values()), report
-    again = loaded(**inputs(head, ids), **labels(head, ids))
+    again = aligned(loaded)(**inputs(head, ids), **labels(head, ids))
     for key, value in results(head, output).items():
         assert torch.equal(getattr(again, key), value), key
     config = AutoConfig.from_pretrained(tmp_path)

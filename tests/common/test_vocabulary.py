@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.common.cases import each_case
-from tests.helpers import NO_DROPOUT, close, tokens
+from tests.helpers import NO_DROPOUT, aligned, close, tokens
 
 tied_or_not = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 
@@ -58,4 +58,4 @@ def test_resizing(case, tied, tmp_path):
         model.save_pretrained(tmp_path)
         loaded = type(model).from_pretrained(tmp_path)
         assert loaded.config.vocab_size == 81
-        assert torch.equal(case.run(loaded, ids), output)
+        assert torch.equal(case.run(aligned(loaded), ids), output)

@@ -46,6 +46,8 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
     for again in (False, True):
         model = auto.from_pretrained(places[-1], trust_remote_code=True).eval()
         assert type(model).__module__.startswith("transformers_modules."), type(model)
+        for tensor in (*model.parameters(), *model.buffers()):  # on some processors alignment decides on a last bit
+            tensor.data = tensor.data.clone()
         with torch.no_grad():
             logits = model(**known["inputs"]).logits
         assert torch.equal(logits, known["logits"]), (folder.name, again, (logits - known["logits"]).abs().max())
@@ -145,11 +147,16 @@ from transformers import AutoModelForMaskedLM
 root = Path(sys.argv[1])
 ids = torch.load(root / "ids.pt")
 
+def aligned(model):  # on some processors the last bit of a product depends on where a file has its weights
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
+    return model
+
 def check(folder, start, **more):
     model = AutoModelForMaskedLM.from_pretrained(root / folder, **more).eval()
     assert type(model).__module__.startswith(start), type(model)
     with torch.no_grad():
-        assert torch.equal(model(ids).logits, torch.load(root / f"{folder}.pt"))
+        assert torch.equal(aligned(model)(ids).logits, torch.load(root / f"{folder}.pt"))
     model(ids).logits.sum().backward()
     return model
 
@@ -160,7 +167,7 @@ installed = check("two", "hf_xformers.", trust_remote_code=True)
 check("one", "hf_xformers.", trust_remote_code=False)
 for model, folder in ((first, "one"), (second, "two")):
     with torch.no_grad():
-        assert torch.equal(model(ids).logits, torch.load(root / f"{folder}.pt"))
+        assert torch.equal(aligned(model)(ids).logits, torch.load(root / f"{folder}.pt"))
 installed.save_pretrained(root / "plain")
 assert "auto_map" not in (root / "plain" / "config.json").read_text() and not list((root / "plain").glob("*.py"))
 check("one", "hf_xformers.")

@@ -11,7 +11,7 @@ from transformers import AutoConfig, ViTImageProcessorPil, pipeline
 from hf_xformers.blocks.base import XFormerLayer
 from hf_xformers.families import HEADS
 from hf_xformers.variants import config_class, family, model_types
-from tests.helpers import NO_DROPOUT, close, close_gradients, make_strong, tiny_fields
+from tests.helpers import NO_DROPOUT, aligned, close, close_gradients, make_strong, tiny_fields
 
 NAMES = [name for name in model_types() if config_class(name).modality == "image"]
 each_family = pytest.mark.parametrize("name", NAMES)
@@ -51,7 +51,7 @@ def test_loss_and_saving(name, head, tmp_path):
     model.save_pretrained(tmp_path)
     loaded, report = getattr(transformers, HEADS[head][1]).from_pretrained(tmp_path, output_loading_info=True)
     assert type(loaded) is type(model) and not any(report.values()), report
-    assert torch.equal(result(loaded(**given)), result(output))
+    assert torch.equal(result(aligned(loaded)(**given)), result(output))
     assert type(AutoConfig.from_pretrained(tmp_path)) is config_class(name)
 
 
