@@ -75,8 +75,10 @@ class BlockSparseWithTerms(WithPositionTerms, BlockSparseAttention):
         index = taken = None
         if chosen is not None:
             real = chosen if context.padding_mask is None else chosen & context.padding_mask
-            index = real.int().argsort(dim=1, descending=True, stable=True)[:, : int(real.sum(1).max())]
-            taken = real.gather(1, index)
+            most = int(real.sum(1).max())
+            if most > 0:  # else all rows are padding
+                index = real.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+                taken = real.gather(1, index)
         extra = [] if index is None else [[_columns(index, taken, query.shape[2])]]
         pieces = []
         for heads, rounds in self._tiles(context, key.shape[2], dropped, chosen):

@@ -46,6 +46,15 @@ class IndigoTerms(LayerTerms):
     def initialize(self, config, init) -> None:
         init.normal_(self.table, mean=0.0, std=config.initializer_range)
 
+    def prepare(self, context: LayerContext) -> None:
+        """Raises `ValueError` where places are missing."""
+        places = context.inputs.get(PLACES)
+        if places is not None and places.shape[-1] < context.key_index.shape[0] and not context.static:
+            raise ValueError(
+                f"`{PLACES}` covers {places.shape[-1]} tokens, but cached and new tokens make "
+                f"{context.key_index.shape[0]}; give the places of all of them."
+            )
+
     def tables(self, attention: Any, scale: float, context: LayerContext) -> tuple[Tensor, ...]:
         return (self.table[None],)
 
@@ -54,11 +63,6 @@ class IndigoTerms(LayerTerms):
         places = context.inputs.get(PLACES)
         if places is None:  # left to right: a slot is a place
             return spread_queries(products, lambda distance: 1 - torch.sign(distance), 1, rows, keys, context)
-        if places.shape[-1] < context.key_index.shape[0] and not context.static:
-            raise ValueError(
-                f"`{PLACES}` covers {places.shape[-1]} tokens, but cached and new tokens make "
-                f"{context.key_index.shape[0]}; give the places of all of them."
-            )
         sign = torch.sign(places[:, context.query_index[rows], None] - places[:, None, context.key_index[:keys]])
         return _by_sign(products, sign[:, None])
 

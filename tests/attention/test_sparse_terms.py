@@ -144,6 +144,27 @@ def refused(position, attention, causal):
     return attention == "bigbird" and causal
 
 
+@pytest.mark.parametrize("attention", [name for name in ATTENTIONS if name != "longformer_shared"])
+@pytest.mark.parametrize("position", ["shaw", "tupe", "t5"])
+def test_rows_of_padding(position, attention):
+    """A row without a token, and a batch of such rows: numbers, and numbers in the gradient."""
+    model = build(position, attention, False)
+    ids, mask = tokens(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.long)
+    for rows in (slice(1, 2), slice(0, 2)):
+        mask[rows] = 0
+        found = model(input_ids=ids, attention_mask=mask).last_hidden_state
+        assert found.isfinite().all()
+        model.zero_grad()
+        found.square().sum().backward()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_missing_places_are_told():
+    model = build("indigo", "band", True)
+    with pytest.raises(ValueError, match=f"covers 9 tokens, but cached and new tokens make {LENGTH}; give the places"):
+        model(input_ids=tokens(1, LENGTH), insertion_positions=torch.arange(9)[None])
+
+
 @pytest.mark.parametrize("position", ["shaw", "deberta", "tupe", "t5"])
 @pytest.mark.parametrize("attention", ["band", "global", "fixed"])
 def test_packed_documents(position, attention):
