@@ -81,10 +81,11 @@ def attend_in_buckets(
     valid: Tensor | None,
     **options: Any,
 ) -> Tensor:
-    """[`bucketed_attention`] with terms, [B, H, T, d]; options: of [`bucket_tiles`]."""
-    rounds = bucket_tiles(labels, sets, valid=valid, **options)
+    """[`bucketed_attention`] with terms for the last T tokens, [B, H, T, d]; options: of [`bucket_tiles`]."""
+    first = key.shape[2] - query.shape[2]
+    rounds = bucket_tiles(labels, sets, valid=valid, first=first, **options)
     output = tile_attention(query * added.scale, key, value, added.tables, added.terms, rounds, dropout)
-    return output if valid is None else output.masked_fill(~valid[:, None, :, None], 0.0)
+    return output if valid is None else output.masked_fill(~valid[:, None, first:, None], 0.0)
 
 
 def labels_of_all(
@@ -114,10 +115,10 @@ def recent_attention(
     added: ScoreTerms | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """[`Recent`] sets for queries [B, H, T, d] over all keys [B, H, S, d] -> output [B, H, T, d] and weights or None. added: what
-    a position adds to the scores; over a cache all its pairs are made, as terms belong to the queries that there are."""
+    a position adds to the scores."""
     sets, valid = Recent(window), context.padding_mask
     options: dict[str, Any] = {"own_key_last": own_key_last, "distinct": distinct, "valid": valid}
-    few = (query.shape[2] <= FEW_QUERIES or added is not None) and not context.fresh
+    few = query.shape[2] <= FEW_QUERIES and not context.fresh
     reference = partial(
         bucketed_reference, query, key, value, labels, sets, query_index=context.query_index, **options
     )

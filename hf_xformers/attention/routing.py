@@ -22,7 +22,7 @@ from ..ops.pattern_tiles import pattern_tiles
 from ..ops.patterns import block_local
 from ..ops.tile_attention import tile_attention
 from .base import literal_softmax_attention
-from .bucketed import BucketedSpec, labels_of_all, recent_attention
+from .bucketed import FEW_QUERIES, BucketedSpec, labels_of_all, recent_attention
 from .position_terms import ScoreTerms, WithScoreTerms
 
 _LEAST_COUNT = 1e-6  # of a centroid that lost all its vectors; keeps its place
@@ -258,7 +258,8 @@ class RoutingAttention(WithScoreTerms):
     ) -> tuple[Tensor, Tensor | None]:
         """Own block and neighbours; positions count from a row's first real token."""
         dropout = self._dropout(context)
-        if self.wants_weights(context) or context.static or (added is not None and not context.fresh):
+        few = added is not None and query.shape[2] <= FEW_QUERIES and not context.fresh
+        if self.wants_weights(context) or context.static or few:
 
             def reference(scale: float, bias: Tensor | None = None, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
                 mask = self._local_mask(context)
@@ -268,10 +269,13 @@ class RoutingAttention(WithScoreTerms):
             if added is not None:
                 return added.from_matrix(reference, query, key, value, dropout)
             return reference(self.scaling, dropout=dropout)
-        place = {"key_padding_mask": context.padding_mask, "causal": self.is_causal}
+        place = {
+            "key_padding_mask": context.padding_mask,
+            "causal": self.is_causal,
+            "q_offset": key.shape[2] - query.shape[2],
+        }
         if added is not None:
-            size = query.shape[1:3]
-            found = pattern_tiles(self.blocks, *size, size[1], **place, device=query.device)
+            found = pattern_tiles(self.blocks, *query.shape[1:3], key.shape[2], **place, device=query.device)
             rounds = found[0][1]  # one pattern for all heads
             scaled = query * added.scale
             return tile_attention(scaled, key, value, added.tables, added.terms, rounds, dropout), None
@@ -280,7 +284,6 @@ class RoutingAttention(WithScoreTerms):
             key,
             value,
             self.blocks,
-            q_offset=key.shape[2] - query.shape[2],
             scale=self.scaling,
             dropout_p=dropout,
             **place,

@@ -19,8 +19,10 @@ def bucket_tiles(
     valid: Tensor | None = None,
     distinct: bool = True,
     own_key_last: bool = False,
+    first: int = 0,
 ) -> list[list[Tiles]]:
-    """The pairs of [`bucketed_attention`] with the same arguments: a round of tiles for each round of labels [B, H, R, T]."""
+    """The pairs of [`bucketed_attention`] with the same arguments: a round of tiles for each round of labels [B, H, R, T].
+    first: the place of the first query, where the queries are the last of the tokens."""
     options = {"distinct": distinct, "own_key_last": own_key_last}
     layout, (order, _, code) = sorted_layout(labels, sets, num_labels, valid, **options)
     size = labels.shape[:2]
@@ -31,7 +33,7 @@ def bucket_tiles(
         everything = slice(0, group.chunks)
         penalty = torch.zeros(group.rows, group.chunks, layout.size, layout.window, device=labels.device)
         group.restrict(penalty, everything)
-        queries = group.index[:, group.main].masked_fill(group.empty[group.main], -1)
+        queries = (group.index[:, group.main] - first).masked_fill(group.empty[group.main], -1)
         keys = group.windows(group.index, everything)
         rounds.append(
             [
@@ -40,6 +42,7 @@ def bucket_tiles(
                     keys.unflatten(0, size),
                     (penalty > -HIDDEN / 2).unflatten(0, size),
                     OWN_KEY if own_key_last else None,
+                    first,
                 )
             ]
         )

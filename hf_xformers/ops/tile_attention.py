@@ -59,20 +59,22 @@ class PairTerms(Protocol):
 class Tiles:
     """n tiles of t queries and s keys.
 
-    query_at: `[B or 1, H or 1, n, t]` integers, places among the queries; -1: none. key_at: `[B or 1, H or 1, n, s]`, places
+    query_at: `[B or 1, H or 1, n, t]` integers, places among the queries; below 0: none. key_at: `[B or 1, H or 1, n, s]`, places
     among the keys, any number where `allowed` says that there is none. allowed: `[B or 1, H or 1, n, t, s]` boolean, the
-    pairs that count. own_score: the score of a query with itself, if it is a constant (where queries are keys).
+    pairs that count. own_score: the score of a query with itself, if it is a constant; offset: the place of the first query among
+    the keys, which says who that is.
     """
 
     query_at: Tensor
     key_at: Tensor
     allowed: Tensor
     own_score: float | None = None
+    offset: int = 0
 
     def of_heads(self, heads: slice) -> Tiles:
         """The tiles of some heads."""
         parts = (x if x.shape[1] == 1 else x[:, heads] for x in (self.query_at, self.key_at, self.allowed))
-        return Tiles(*parts, self.own_score)
+        return Tiles(*parts, self.own_score, self.offset)
 
 
 def tile_attention(
@@ -161,7 +163,7 @@ def attend_in_tiles(
     scores = torch.matmul(pairs.query, pairs.key.mT) + terms.pairs(pairs, tables)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if tiles.own_score is not None:
-        own = query_at[..., :, None] == key_at[..., None, :]
+        own = query_at[..., :, None] + tiles.offset == key_at[..., None, :]
         scores = scores.masked_fill(own, tiles.own_score)
     scores = scores.masked_fill(~tiles.allowed, _lowest(scores))
     norm = scores.logsumexp(-1)

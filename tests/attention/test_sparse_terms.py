@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerModel
+from hf_xformers.attention import bucketed, routing
 from hf_xformers.ops import tile_attention as tiles
 from hf_xformers.ops.tile_attention import Tiles, tile_attention
 from hf_xformers.position import distances
@@ -181,8 +182,10 @@ def test_packed_documents(position, attention):
 
 @pytest.mark.parametrize("attention", ["band", "strided", "reformer", "routing"])
 @pytest.mark.parametrize("position", ["shaw", "deberta", "tupe_absolute", "indigo", "t5", "sinusoid"])
-def test_a_long_prompt_in_pieces(position, attention):
+def test_a_long_prompt_in_pieces(position, attention, monkeypatch):
     """More new tokens than a decoding step has, over a cache that forgets what is out of reach."""
+    monkeypatch.setattr(bucketed, "FEW_QUERIES", 4)
+    monkeypatch.setattr(routing, "FEW_QUERIES", 4)
     config = build(position, attention, True).config
     config.use_cache = True
     torch.manual_seed(0)
