@@ -6,7 +6,9 @@ Every variant is pretrained from nothing at size tiny (hidden 128, four layers) 
 same rows in the same order, one thread. Masked language models are compared with `bert`, causal ones with `gpt2`, span
 corruption with `t5`. `loss` is the held-out loss (nats per target) after all steps; `at equal time` is the loss that the
 baseline had reached in the processor time that the variant's run took (at most after all its steps), by linear
-interpolation between its evaluations. Rows that `results/pretraining.json` has already (same steps) are not run again.
+interpolation between its evaluations. `dense on its stack` is the loss of the variant's own preset with dense attention, where
+attention is what the variant changes: what remains of the difference to `dense loss` there is the preset's (where layers are
+normalised, how weights start) and not the mechanism's. Rows that `results/pretraining.json` has already (same steps) are not run again.
 `stdlib` is the corpus that comes with Python; the others are read from $HF_XFORMERS_DATA.
 """
 
@@ -26,6 +28,19 @@ from typing import Any
 
 from measure import write_results
 
+TWIN = "dense on its stack"
+COLUMNS = [
+    "variant",
+    "corpus",
+    "objective",
+    "steps",
+    "loss at start",
+    "loss",
+    "dense loss",
+    TWIN,
+    "dense, at equal time",
+    "time ratio",
+]
 BASELINES = {"mlm": "xf_bert", "clm": "xf_gpt2", "span": "xf_t5"}
 
 
@@ -70,14 +85,36 @@ def objective_for(variant: str, corpus: str) -> str | None:
     return next((name for name, head in wanted if head in heads), None)
 
 
-def train(variant: str, objective: str, corpus: str, steps: int, folder: str, tokenizer: str | None) -> dict[str, Any]:
+def dense_twin(variant: str) -> tuple[list[str], str] | None:
+    """Options that give the variant dense attention, and what remains of its preset at this size, as text; None where attention
+    is not what it changes or brings its positions along."""
+    from hf_xformers.training.presets import size_fields
+    from hf_xformers.variants import config_class
+
+    made = config_class(variant)
+    default = made().to_dict()
+    attention = default["attention"]
+    if not isinstance(attention, dict) or attention["type"] in ("dense", "transformer_xl", "complex_order"):
+        return None
+    fields = size_fields(made, "tiny", two_towers=False)
+    try:
+        config = made(attention="dense", cross_attention="dense", **fields).to_dict()
+    except ValueError:
+        return None
+    rest = {key: value for key, value in config.items() if key != "model_type"}
+    return ["--attention", "dense"], json.dumps(rest, sort_keys=True, default=str)
+
+
+def train(
+    variant: str, objective: str, corpus: str, steps: int, folder: str, tokenizer: str | None, options: list[str]
+) -> dict[str, Any]:
     """Evaluations (step, loss) of one run and its processor seconds, in a fork of this process; or `error`, a line."""
     command = ["pretrain", "--variant", variant, "--objective", objective, "--data", CORPORA[corpus].data()]
     command += ["--vocab_size", str(CORPORA[corpus].vocabulary), *(["--tokenizer", tokenizer] if tokenizer else [])]
     command += ["--size", "tiny", "--output_dir", folder, "--max_steps", str(steps), "--use_cpu", "true"]
     command += ["--block_size", "128", "--eval_strategy", "steps", "--eval_steps", str(max(steps // 4, 1))]
     command += ["--per_device_train_batch_size", "8", "--eval_on_start", "true", "--save_strategy", "no"]
-    command += ["--report_to", "none", "--seed", "0", "--disable_tqdm", "true", *OPTIONS.get(variant, [])]
+    command += ["--report_to", "none", "--seed", "0", "--disable_tqdm", "true", *options]
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     child = context.Process(target=_train, args=(command, folder, queue))
@@ -122,6 +159,16 @@ def at_seconds(run: dict[str, Any], seconds: float) -> float:
     return points[-1][1]
 
 
+def write(rows: list[dict[str, Any]]) -> None:
+    note = (
+        "Held-out loss after a few hundred steps from nothing at size tiny (hidden 128, 4 layers, rows of 128 tokens, "
+        "8 rows a step), beside dense attention's: bert for masked, gpt2 for causal language models, t5 for span "
+        f"corruption; `{TWIN}`: the variant's own preset with dense attention, where attention is what it changes. "
+        "At this length nothing sub-quadratic is expected to be faster."
+    )
+    write_results("pretraining", rows, COLUMNS, "Pretraining against the dense baseline", note)
+
+
 def main() -> None:
     from hf_xformers.variants import config_class, model_types
 
@@ -135,26 +182,42 @@ def main() -> None:
     ]
     stored = Path(__file__).parent / "results" / "pretraining.json"
     rows = json.loads(stored.read_text())["rows"] if stored.exists() else []
-    baselines: dict[tuple[str, str], dict[str, Any]] = {}
+    baselines: dict[tuple[str, str, str], dict[str, Any]] = {}
     import hf_xformers.training.trainer  # noqa: F401  (imported once, before the forks)
 
     with tempfile.TemporaryDirectory() as scratch:
         for corpus, variant in itertools.product(arguments.corpora.split(","), variants):
             objective = objective_for(variant, corpus)
             steps = arguments.steps
-            if objective is None or any(
-                (row["variant"], row["corpus"], row["steps"]) == (variant, corpus, steps) for row in rows
-            ):
+            if objective is None:
+                continue
+            known = [row for row in rows if (row["variant"], row["corpus"], row["steps"]) == (variant, corpus, steps)]
+            twin = dense_twin(variant)
+            if known and (twin is None or known[0].get(TWIN) is not None):
                 continue
             start = f"{scratch}/{corpus}-{objective}"
-            if (corpus, objective) not in baselines:
-                dense = train(BASELINES[objective], objective, corpus, steps, start, None)
+            baseline = BASELINES[objective]
+            key = (corpus, objective, baseline)
+            if key not in baselines:
+                dense = train(baseline, objective, corpus, steps, start, None, OPTIONS.get(baseline, []))
                 if "error" in dense:
                     raise RuntimeError(dense["error"])
-                baselines[corpus, objective] = dense
-            dense = baselines[corpus, objective]
+                baselines[key] = dense
+            dense = baselines[key]
+            if twin is not None and (corpus, objective, twin[1]) not in baselines:
+                with tempfile.TemporaryDirectory() as folder:
+                    made = train(variant, objective, corpus, steps, f"{folder}/run", start, twin[0])
+                if "error" in made:
+                    print(f"{variant} with dense attention on {corpus}: {made['error']}", flush=True)
+                baselines[corpus, objective, twin[1]] = made
+            same = baselines[corpus, objective, twin[1]].get("evaluations", [(0, None)])[-1][1] if twin else None
+            if known:
+                known[0][TWIN] = same
+                print(variant, corpus, known[0]["loss"], TWIN, same, flush=True)
+                write(rows)
+                continue
             with tempfile.TemporaryDirectory() as folder:
-                run = train(variant, objective, corpus, steps, f"{folder}/run", start)
+                run = train(variant, objective, corpus, steps, f"{folder}/run", start, OPTIONS.get(variant, []))
             if "error" in run:
                 print(f"{variant} on {corpus}: {run['error']}", flush=True)
                 continue
@@ -166,18 +229,14 @@ def main() -> None:
                 "loss at start": run["evaluations"][0][1],
                 "loss": run["evaluations"][-1][1],
                 "dense loss": dense["evaluations"][-1][1],
+                TWIN: same,
                 "dense, at equal time": at_seconds(dense, run["seconds"]),
                 "time ratio": run["seconds"] / dense["seconds"],
             }
             print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
             rows = [r for r in rows if (r["variant"], r["corpus"]) != (variant, corpus)] + [row]
             rows.sort(key=lambda r: (r["corpus"], r["objective"], r["variant"]))
-            note = (
-                "Held-out loss after a few hundred steps from nothing at size tiny (hidden 128, 4 layers, rows of 128 tokens, "
-                "8 rows a step), beside dense attention's: bert for masked, gpt2 for causal language models, t5 for span "
-                "corruption. At this length nothing sub-quadratic is expected to be faster."
-            )
-            write_results("pretraining", rows, list(row), "Pretraining against the dense baseline", note)
+            write(rows)
 
 
 if __name__ == "__main__":
