@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from ..context import LayerContext, self_attention_cache
 from ..ops.shifted_rows import SharedRows
+from ..ops.term_attention import QueryBlock
 from ..ops.tile_attention import Pairs
 from ..position.base import LayerTerms
 from ..position.distances import distances_of_block
@@ -35,18 +36,8 @@ class PositionTerms(VisibleTerms):
     def by_key(self, key: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self.terms.by_key(key, tables, self.context)
 
-    def scores(
-        self,
-        query: Tensor,
-        tables: tuple[Tensor, ...],
-        by_query: tuple[Tensor, ...],
-        by_key: tuple[SharedRows, ...],
-        rows: slice,
-        keys: int,
-    ) -> Tensor:
-        if self.separable:
-            return super().scores(query, tables, by_query, by_key, rows, keys)
-        return self.terms.scores(query, tables, by_query, by_key, rows, keys, self.context)
+    def scores(self, block: QueryBlock, tables: tuple[Tensor, ...]) -> Tensor:
+        return super().scores(block, tables) if self.separable else self.terms.scores(block, tables, self.context)
 
     def line(self, tables: tuple[Tensor, ...]) -> Tensor | None:
         return self.terms.line(tables, self.context)
@@ -86,7 +77,7 @@ class ScoreTerms(NamedTuple):
         query, rows = query * self.scale, slice(0, query.shape[2])
         of_queries = self.terms.by_query(query, self.tables)
         of_keys = tuple(SharedRows(x, 1) for x in self.terms.by_key(key, self.tables))
-        return self.terms.scores(query, self.tables, of_queries, of_keys, rows, key.shape[2])
+        return self.terms.scores(QueryBlock(query, of_queries, of_keys, rows, key.shape[2]), self.tables)
 
     def from_matrix(
         self,

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from ..context import LayerContext
 from ..ops.diagonal_attention import diagonal_attention
 from ..ops.shifted_rows import SharedRows
-from ..ops.term_attention import Blocks, Terms, applies, plus_products, term_attention
+from ..ops.term_attention import Blocks, QueryBlock, Terms, applies, plus_products, term_attention
 from ..ops.tile_attention import Pairs
 from ..position.distances import along_diagonals, pick_numbers, slot_distances
 from .query_blocks import (
@@ -49,24 +49,16 @@ class VisibleTerms:
     def by_key(self, key: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return ()
 
-    def scores(
-        self,
-        query: Tensor,
-        tables: tuple[Tensor, ...],
-        by_query: tuple[Tensor, ...],
-        by_key: tuple[SharedRows, ...],
-        rows: slice,
-        keys: int,
-    ) -> Tensor:
+    def scores(self, block: QueryBlock, tables: tuple[Tensor, ...]) -> Tensor:
         """As [`Terms.scores`]; here for separable terms."""
-        length, line = query.shape[2], self.line(tables)
-        bias = None
+        query, keys, line = block.query, block.keys, self.line(tables)
+        length, bias = query.shape[2], None
         if line is not None:
-            first = self.context.query_index.shape[0] - rows.stop
+            first = self.context.query_index.shape[0] - block.rows.stop
             bias = along_diagonals(line[:, first : first + length + keys - 1].to(query.dtype), length, keys)
-        if not by_query:
+        if not block.by_query:
             return query.new_zeros(1, 1, length, keys) if bias is None else bias
-        return plus_products(bias, by_query[0], by_key[0].take(0, keys))
+        return plus_products(bias, block.by_query[0], block.by_key[0].take(0, keys))
 
     def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...]) -> Tensor:
         """As [`PairTerms.pairs`]; here for separable terms."""
@@ -179,9 +171,8 @@ def weights_with_terms(
     """The same with all pairs at once -> output [B, T, H, d], weights [B, H, T, S]."""
     of_queries = terms.by_query(query, tables)
     of_keys = tuple(SharedRows(x, 1) for x in terms.by_key(key, tables))
-    return _block(
-        query, key, value, tables, of_queries, of_keys, terms, dropout, slice(0, query.shape[2]), key.shape[2]
-    )
+    block = QueryBlock(query, of_queries, of_keys, slice(0, query.shape[2]), key.shape[2])
+    return _attend(block, key, value, tables, terms, dropout)
 
 
 def _in_blocks(
@@ -202,28 +193,25 @@ def _in_blocks(
     def block(begin: int, end: int, part: Tensor, *own: Tensor) -> Tensor:
         seen = terms.last_key(end)
         near_key, near_value = key_rows.take(0, seen), value_rows.take(0, seen)
-        rows = slice(begin, end)
-        return _block(part, near_key, near_value, tables, own, tuple(of_keys), terms, dropout, rows, seen)[0]
+        pairs = QueryBlock(part, own, tuple(of_keys), slice(begin, end), seen)
+        return _attend(pairs, near_key, near_value, tables, terms, dropout)[0]
 
     return over_query_blocks(block, length, at_once, (query, 2), *((x, 2) for x in of_queries))
 
 
-def _block(
-    query: Tensor,
+def _attend(
+    block: QueryBlock,
     key: Tensor,
     value: Tensor,
     tables: tuple[Tensor, ...],
-    by_query: tuple[Tensor, ...],
-    by_key: tuple[SharedRows, ...],
     terms: VisibleTerms,
     dropout: float,
-    rows: slice,
-    keys: int,
 ) -> tuple[Tensor, Tensor]:
-    """The equation for the queries `rows` and the first `keys` keys -> output [B, t, H, d], weights [B, H, t, s]."""
-    scores = plus_products(terms.scores(query, tables, by_query, by_key, rows, keys), query, key)
-    mask = terms.visible(rows, keys)
-    weights = visible_softmax(scores, mask, terms.rows_can_be_empty, overwrite=True).to(query.dtype)
+    """The equation for a block; key and value: its keys alone -> output [B, t, H, d], weights [B, H, t, s]."""
+    rows = block.rows
+    scores = plus_products(terms.scores(block, tables), block.query, key)
+    mask = terms.visible(rows, block.keys)
+    weights = visible_softmax(scores, mask, terms.rows_can_be_empty, overwrite=True).to(block.query.dtype)
     terms.weighed(weights, rows)
     dropped = F.dropout(weights, dropout) if dropout else weights
     output = torch.matmul(dropped, value)

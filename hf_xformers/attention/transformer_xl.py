@@ -13,7 +13,8 @@ from transformers.cache_utils import Cache
 from ..components import register
 from ..context import LayerContext, SublayerOutput, self_attention_cache
 from ..memory import SegmentCacheLayer, take_slots
-from ..ops.shifted_rows import SharedRows, shift_rows
+from ..ops.shifted_rows import shift_rows
+from ..ops.term_attention import QueryBlock
 from .base import Attention, AttentionSpec
 from .query_blocks import visible_softmax
 from .term_blocks import VisibleTerms, attend_with_terms, blocks_of
@@ -301,19 +302,12 @@ class RelativeTerms(VisibleTerms):
     def by_query(self, query: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (query + tables[1],)
 
-    def scores(
-        self,
-        query: Tensor,
-        tables: tuple[Tensor, ...],
-        by_query: tuple[Tensor, ...],
-        by_key: tuple[SharedRows, ...],
-        rows: slice,
-        keys: int,
-    ) -> Tensor:
+    def scores(self, block: QueryBlock, tables: tuple[Tensor, ...]) -> Tensor:
+        rows, keys = block.rows, block.keys
         length, step = rows.stop - rows.start, self.grid.step
         first = step * (self.context.query_index.shape[0] - rows.stop)
         near = tables[0][:, first : first + keys + step * (length - 1)]
-        scores = shift_rows(torch.matmul(by_query[0], near.transpose(-1, -2)), keys, step)
+        scores = shift_rows(torch.matmul(block.by_query[0], near.transpose(-1, -2)), keys, step)
         return self.grid.without_first(scores, rows)
 
     def weighed(self, weights: Tensor, rows: slice) -> None:

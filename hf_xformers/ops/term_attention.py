@@ -8,7 +8,7 @@ stay in the processor's cache: products that go through memory run at half their
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +49,20 @@ class VisiblePairs(Protocol):
         ...
 
 
+class QueryBlock(NamedTuple):
+    """Some queries, and the first keys of all: the pairs whose terms are made together.
+
+    query: `[B, h, t, d]`, those of `rows` alone. by_query: what belongs to them, `[B or 1, h, t, n]` each; by_key: what belongs
+    to all keys, taken from once. rows: which of the queries. keys: how many keys.
+    """
+
+    query: Tensor
+    by_query: tuple[Tensor, ...]
+    by_key: tuple[SharedRows, ...]
+    rows: slice
+    keys: int
+
+
 class Terms(VisiblePairs, Protocol):
     """What makes the terms. Whatever has a gradient comes in as an argument; nothing is kept between calls."""
 
@@ -62,17 +76,9 @@ class Terms(VisiblePairs, Protocol):
         """key [B, h, S, d] -> what belongs to keys, [B or 1, h, S, n] each."""
         ...
 
-    def scores(
-        self,
-        query: Tensor,
-        tables: tuple[Tensor, ...],
-        by_query: tuple[Tensor, ...],
-        by_key: tuple[SharedRows, ...],
-        rows: slice,
-        keys: int,
-    ) -> Tensor:
-        """The terms of the queries `rows` and the first `keys` keys, [B or 1, h, t, s]; query and by_query: of these rows
-        alone. Nobody else may read the result, and its values are in no derivative."""
+    def scores(self, block: QueryBlock, tables: tuple[Tensor, ...]) -> Tensor:
+        """The terms of a block of pairs, [B or 1, h, t, s]. Nobody else may read the result, and its values are in no
+        derivative."""
         ...
 
     def values(self, weights: Tensor, tables: tuple[Tensor, ...], rows: slice) -> Tensor:
@@ -142,7 +148,7 @@ class _TermAttention(torch.autograd.Function):
                 rows = slice(begin, min(begin + blocks.rows, length))
                 seen = terms.last_key(rows.stop)
                 part = q[:, :, rows]
-                scores = terms.scores(part, some, _rows_of(of_queries, rows), of_keys, rows, seen)
+                scores = terms.scores(QueryBlock(part, _rows_of(of_queries, rows), of_keys, rows, seen), some)
                 scores = terms.hide(scores, rows)
                 result, norm = _attend(part, k[:, :, :seen], v[:, :, :seen], scores, terms, some, rows)
                 output[:, rows, group] = result.transpose(1, 2)
@@ -241,7 +247,7 @@ def _group_backward(
         part = query[:, :, rows].detach().requires_grad_()
         own = tuple(x[:, :, rows].detach().requires_grad_(x.requires_grad) for x in cut[:count])
         with torch.enable_grad():
-            scores = terms.scores(part, start[2:], own, shared, rows, terms.last_key(rows.stop))
+            scores = terms.scores(QueryBlock(part, own, shared, rows, terms.last_key(rows.stop)), start[2:])
         block = _Block(terms, rows, part.detach(), key, value, grad[:, :, rows], norms[:, :, rows], along[:, :, rows])
         # .data: what hides pairs overwrites numbers that no derivative reads, which a version counter cannot know.
         upstream = block.backward(scores.data, start[2:], found[0][:, :, rows], *totals, found_tables)

@@ -32,6 +32,12 @@ class Pairs(NamedTuple):
     query_at: Tensor
     key_at: Tensor
 
+    @classmethod
+    def of_block(cls, query: Tensor, key: Tensor, rows: slice, keys: int) -> Pairs:
+        """One tile: the queries `rows` [B, h, t, d] and the first `keys` keys [B, h, keys, d]."""
+        places = (torch.arange(rows.start, rows.stop, device=query.device), torch.arange(keys, device=query.device))
+        return cls(query.unsqueeze(2), key.unsqueeze(2), (), (), *(at[None, None, None] for at in places))
+
 
 class PairTerms(Protocol):
     """What makes the terms. Whatever has a gradient comes in as an argument; `h` stands for some of the heads."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..components import Spec
 from ..context import LayerContext
-from ..ops.shifted_rows import SharedRows
+from ..ops.term_attention import QueryBlock
 from ..ops.tile_attention import Pairs
 
 
@@ -104,19 +104,9 @@ class LayerTerms(nn.Module):
         one (only where `separable`)."""
         return None
 
-    def scores(
-        self,
-        query: Tensor,
-        tables: tuple[Tensor, ...],
-        by_query: tuple[Tensor, ...],
-        by_key: tuple[SharedRows, ...],
-        rows: slice,
-        keys: int,
-        context: LayerContext,
-    ) -> Tensor:
-        """The terms of the queries `rows` and the first `keys` keys, [B or 1, h, t, s], a tensor of its own that the caller
-        may overwrite (not where `separable`). query [B, h, t, d] and by_query: of these rows alone; each of by_key is taken
-        from once."""
+    def scores(self, block: QueryBlock, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
+        """The terms of a block of pairs, [B or 1, h, t, s], a tensor of its own that the caller may overwrite (not where
+        `separable`)."""
         raise NotImplementedError
 
     def values(self, weights: Tensor, tables: tuple[Tensor, ...], rows: slice, context: LayerContext) -> Tensor:

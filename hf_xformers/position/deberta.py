@@ -11,13 +11,12 @@ from torch.nn import functional as F
 
 from ..components import register
 from ..context import LayerContext
+from ..ops.term_attention import QueryBlock
 from ..ops.tile_attention import Pairs
 from .base import LayerTerms, Position, PositionSpec
 from .distances import (
     Near,
     distances_of_block,
-    pair_distances,
-    pick,
     pick_rows,
     products_by_distance,
     products_of_keys_by_distance,
@@ -98,10 +97,12 @@ class DebertaTerms(LayerTerms):
     def by_key(self, key: Tensor, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
         return (key,) if "p2c" in self.spec.terms else ()
 
-    def scores(self, query, tables, by_query, by_key, rows: slice, keys: int, context: LayerContext) -> Tensor:
-        key = by_key[0].take(0, keys) if by_key else None
-        if context.static or torch.compiler.is_compiling():
-            return self._by_pairs(query, key, tables, rows, keys, context)
+    def scores(self, block: QueryBlock, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
+        query, rows, keys = block.query, block.rows, block.keys
+        key = block.by_key[0].take(0, keys) if block.by_key else None
+        if context.static or torch.compiler.is_compiling():  # slots that only the device knows, graphs of any length
+            pairs = Pairs.of_block(query, query[:, :, :0] if key is None else key, rows, keys)
+            return self.pairs(pairs, tables, context).squeeze(2)
         # Beyond reach a term is one number for a query or for a key; in between, products are laid out by distance.
         near, length = Near.of(context, rows, keys, self.reach), query.shape[2]
         distances = distances_of_block(context, rows, keys)[near.first : near.stop + length - 1]
@@ -128,24 +129,6 @@ class DebertaTerms(LayerTerms):
             parts.append(pick_rows(pairs.query, tables[0], row_at))
         if "p2c" in self.spec.terms:
             parts.append(pick_rows(pairs.key, tables[-1], row_at.mT).mT)
-        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
-
-    def _by_pairs(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        tables: tuple[Tensor, ...],
-        rows: slice,
-        keys: int,
-        context: LayerContext,
-    ) -> Tensor:
-        """The same by a lookup for each pair: for graphs of any length, and for slots that only the device knows."""
-        index = self._row(-pair_distances(context, rows, slice(0, keys)))
-        parts = []
-        if "c2p" in self.spec.terms:
-            parts.append(pick(torch.matmul(query, tables[0].transpose(-1, -2)), index))
-        if key is not None:
-            parts.append(pick(torch.matmul(key, tables[-1].transpose(-1, -2)), index.t()).transpose(-1, -2))
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 

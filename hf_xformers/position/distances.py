@@ -35,9 +35,9 @@ class Near(NamedTuple):
 
 
 def pick(products: Tensor, index: Tensor) -> Tensor:
-    """products [B, h, t, n] of each query with n table rows, index [t, s] -> [B, h, t, s]: the product with the row that
-    belongs to the pair. The factor d smaller way to have q_i a_ij without the vectors a_ij."""
-    return products.gather(-1, index.expand(*products.shape[:2], -1, -1))
+    """products [..., t, n] of each query with n table rows, index [t, s] or broadcastable to [..., t, s] -> [..., t, s]: the
+    product with the row that belongs to the pair. The factor d smaller way to have q_i a_ij without the vectors a_ij."""
+    return products.gather(-1, index.expand(*products.shape[:-1], -1))
 
 
 def slot_distances(pairs: Pairs, context: LayerContext) -> Tensor:
@@ -48,17 +48,16 @@ def slot_distances(pairs: Pairs, context: LayerContext) -> Tensor:
 def pick_rows(vectors: Tensor, table: Tensor, row_at: Tensor) -> Tensor:
     """vectors [B, h, n, t, d], table [h or 1, rows, d], row_at [B or 1, h or 1, n, t, s] -> [B, h, n, t, s]: the product of
     each vector with the row that belongs to the pair."""
+    if torch.compiler.is_compiling():  # a graph of any length has no branch
+        return pick(torch.matmul(vectors, table.to(vectors.dtype)[:, None].mT), row_at)
     count, some = vectors.shape[-2], max(row_at.shape[-1], LEAST_VECTORS)
     if count > some:  # neighbours need about the same rows, and few of them
         parts = zip(vectors.split(some, dim=-2), row_at.split(some, dim=-2))
         return torch.cat([pick_rows(part, table, at) for part, at in parts], dim=-2)
-    low, high = 0, table.shape[1]
-    if not torch.compiler.is_compiling():
-        low, high = int(row_at.min()), int(row_at.max()) + 1  # near tokens need few rows
+    low, high = int(row_at.min()), int(row_at.max()) + 1  # near tokens need few rows
     table, row_at = table[:, low:high].to(vectors.dtype), row_at - low
     if high - low <= row_at.shape[-1] * vectors.shape[-1]:
-        products = torch.matmul(vectors, table[:, None].mT)
-        return products.gather(-1, row_at.expand(*products.shape[:-1], -1))
+        return pick(torch.matmul(vectors, table[:, None].mT), row_at)
     # Buckets hold tokens from anywhere: products with all rows would be as many as all pairs.
     if table.shape[0] > 1:
         heads = torch.arange(table.shape[0], device=table.device)[:, None, None, None]

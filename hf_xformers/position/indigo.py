@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..components import register
 from ..context import LayerContext
+from ..ops.term_attention import QueryBlock
 from ..ops.tile_attention import Pairs
 from .base import LayerTerms, Position, PositionSpec
 from .distances import slot_distances, spread_queries
@@ -58,12 +59,16 @@ class IndigoTerms(LayerTerms):
     def tables(self, attention: Any, scale: float, context: LayerContext) -> tuple[Tensor, ...]:
         return (self.table[None],)
 
-    def scores(self, query, tables, by_query, by_key, rows: slice, keys: int, context: LayerContext) -> Tensor:
-        products = torch.matmul(query, tables[0][0].t().to(query.dtype))
+    def scores(self, block: QueryBlock, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
+        products = torch.matmul(block.query, tables[0][0].t().to(block.query.dtype))
         places = context.inputs.get(PLACES)
         if places is None:  # left to right: a slot is a place
-            return spread_queries(products, lambda distance: 1 - torch.sign(distance), 1, rows, keys, context)
-        sign = torch.sign(places[:, context.query_index[rows], None] - places[:, None, context.key_index[:keys]])
+            return spread_queries(
+                products, lambda distance: 1 - torch.sign(distance), 1, block.rows, block.keys, context
+            )
+        sign = torch.sign(
+            places[:, context.query_index[block.rows], None] - places[:, None, context.key_index[: block.keys]]
+        )
         return _by_sign(products, sign[:, None])
 
     def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..components import register
 from ..context import LayerContext
+from ..ops.term_attention import QueryBlock
 from ..ops.tile_attention import Pairs
 from .base import LayerTerms, Position, PositionSpec
 from .distances import distances_of_block, pick_rows, products_by_distance, slot_distances
@@ -29,12 +30,12 @@ class MusicTerms(LayerTerms):
     def tables(self, attention: Any, scale: float, context: LayerContext) -> tuple[Tensor, ...]:
         return (self.table,)
 
-    def scores(self, query, tables, by_query, by_key, rows: slice, keys: int, context: LayerContext) -> Tensor:
-        distance, reach = -distances_of_block(context, rows, keys), tables[0].shape[1]
+    def scores(self, block: QueryBlock, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
+        distance, reach = -distances_of_block(context, block.rows, block.keys), tables[0].shape[1]
         known = (distance >= 0) & (distance < reach)
         table = tables[0].index_select(1, distance.clamp(0, reach - 1))
-        table = table.masked_fill(~known[None, :, None], 0.0).to(query.dtype)
-        return products_by_distance(query, table, keys)  # the skewing of section 3.4.1
+        table = table.masked_fill(~known[None, :, None], 0.0).to(block.query.dtype)
+        return products_by_distance(block.query, table, block.keys)  # the skewing of section 3.4.1
 
     def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
         distance, reach = -slot_distances(pairs, context), tables[0].shape[1]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..components import register
 from ..context import LayerContext
+from ..ops.term_attention import QueryBlock
 from ..ops.tile_attention import Pairs
 from .base import LayerTerms, Position, PositionSpec
 from .distances import pick_rows, slot_distances, spread_queries, sum_by_distance
@@ -41,9 +42,9 @@ class ShawTerms(LayerTerms):
     def _row(self, distance: Tensor) -> Tensor:
         return distance.clamp(-self.reach, self.reach) + self.reach
 
-    def scores(self, query, tables, by_query, by_key, rows: slice, keys: int, context: LayerContext) -> Tensor:
-        products = torch.matmul(query, tables[0].transpose(-1, -2).to(query.dtype))
-        return spread_queries(products, self._row, self.reach, rows, keys, context)
+    def scores(self, block: QueryBlock, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
+        products = torch.matmul(block.query, tables[0].transpose(-1, -2).to(block.query.dtype))
+        return spread_queries(products, self._row, self.reach, block.rows, block.keys, context)
 
     def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
         return pick_rows(pairs.query, tables[0], self._row(slot_distances(pairs, context)))

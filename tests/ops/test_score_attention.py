@@ -52,9 +52,9 @@ class Products(Pairs):
     def by_key(self, key, tables):
         return (torch.tanh(key @ tables[1]),)
 
-    def scores(self, query, tables, by_query, by_key, rows, keys):
-        products = by_query[0].abs() @ by_key[0].take(0, keys).mT
-        return products + tables[2][None, :, rows, :keys] + query.sum(-1, keepdim=True)
+    def scores(self, block, tables):
+        products = block.by_query[0].abs() @ block.by_key[0].take(0, block.keys).mT
+        return products + tables[2][None, :, block.rows, : block.keys] + block.query.sum(-1, keepdim=True)
 
     def values(self, weights, tables, rows):
         return weights @ tables[3][:, : weights.shape[-1]]
