@@ -149,7 +149,7 @@ class Runs:
         whole = (corpus, objective, key or variant)
         if whole not in self.done:
             start = self.folder / f"{corpus}-{objective}"
-            made = [*OPTIONS.get(variant, []), *on_backbone(variant, corpus), *(options or [])]
+            made = [*(options or OPTIONS.get(variant, [])), *on_backbone(variant, corpus)]
             with tempfile.TemporaryDirectory() as scratch:
                 if start.exists():
                     made += ["--tokenizer", str(start), "--output_dir", f"{scratch}/run"]
