@@ -92,6 +92,13 @@ class TaskOptions:
     label_threshold: float = field(
         default=0.5, metadata={"help": "Multi-label: a label is predicted if its probability is above this."}
     )
+    class_balance: float = field(
+        default=0.0,
+        metadata={
+            "help": "Text classification, tagging: how much more rare classes count in the loss, from 0 (every example counts "
+            "alike) to 1 (every class does). About 0.5 finds more entities where nearly all words are outside."
+        },
+    )
     target_column: str | None = field(
         default=None, metadata={"help": "Column of the text to generate. Default: by usual names."}
     )

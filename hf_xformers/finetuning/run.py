@@ -15,6 +15,7 @@ from ..configuration_xformer import XFormerConfig
 from ..training.checkpoints import checkpoint_to_resume
 from ..training.run_folder import SUMMARY_FILE, check_same_run, read_summary, save_final, start_anew, write_json
 from . import loading
+from .class_balance import BalancedLoss, class_weights
 from .options import ModelOptions, RunOptions, TaskData, TaskOptions
 from .peft_methods import BOTTLENECKS, add_adapter, check_method, virtual_tokens
 from .tasks import Encoded, LanguageModeling, MultiLabelClassification, Regression, Task, build_task
@@ -73,6 +74,7 @@ class FineTuning:
         self._check_run()
         self.checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, self.folder, args.world_size)
         first = self._config({})  # refuses parts that do not fit together
+        self._check_exits(first)
         self._check_lengths(first)
 
     # ------------------------------------------------------------------------------------------------ checks
@@ -134,6 +136,23 @@ class FineTuning:
             )
         if args.label_smoothing_factor and self.task.head == "QuestionAnswering":
             raise ValueError("--label_smoothing_factor reads `labels`, and question answering has two; leave it out")
+        if args.label_smoothing_factor and self.options.class_balance:
+            raise ValueError("--label_smoothing_factor and --class_balance both make the loss; drop one")
+
+    def _check_exits(self, config: PreTrainedConfig) -> None:
+        exits = (
+            isinstance(config, XFormerConfig) and config.stack.has_exits and self.task.head == "SequenceClassification"
+        )
+        chosen = {
+            "class_balance": self.options.class_balance,
+            "label_smoothing_factor": self.args.label_smoothing_factor,
+        }
+        for name, value in chosen.items():
+            if value and exits:
+                raise ValueError(
+                    f"--{name} makes the loss of a model's last logits, and {config.model_type} has a classifier with a loss of its "
+                    "own after every layer; leave it out"
+                )
 
     def _check_lengths(self, config: PreTrainedConfig) -> None:
         reserved = virtual_tokens(self.run_options.peft, self.peft_fields)
@@ -221,6 +240,8 @@ class FineTuning:
         labels = getattr(self.task, "labels", None)
         if labels is not None:
             plan["labels"] = labels.names
+        if self.options.class_balance:
+            plan["class_balance"] = self.options.class_balance
         if language:  # what `hf-xformers evaluate` looks for
             plan |= {"objective": self.task.objective.to_dict(), "block_size": self.task.max_length}  # type: ignore[attr-defined]
             plan["data"] = {"data": self.source.data, "validation_fraction": self.source.validation_fraction}
@@ -265,6 +286,7 @@ class FineTuning:
             eval_dataset=None if validation is None else validation.features,
             processing_class=prepared.tokenizer,
             callbacks=[*self._callbacks(collator), *callbacks],
+            compute_loss_func=self._loss(prepared),
         )
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         summary = {**prepared.plan, "parameters": model.num_parameters(), "trained_parameters": trainable}
@@ -311,6 +333,13 @@ class FineTuning:
             write_lines(self.folder / PREDICTIONS.format(split=name), rows)
         known = ("loss", "tokens", *self.task.metric_names)
         return {key: value for key, value in metrics.items() if key.removeprefix(f"{prefix}_") in known}
+
+    def _loss(self, prepared: Prepared) -> BalancedLoss | None:
+        """What makes the loss in place of the model's head, if anything does."""
+        balance, labels = self.options.class_balance, getattr(self.task, "labels", None)
+        if not balance or labels is None:
+            return None
+        return BalancedLoss(class_weights(prepared.splits["train"].features["labels"], len(labels.names), balance))
 
     def _callbacks(self, collator: Any) -> list[TrainerCallback]:
         from transformers import EarlyStoppingCallback

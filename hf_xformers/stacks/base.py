@@ -62,10 +62,12 @@ class Stack(nn.Module):
 
 class StackSpec(Spec):
     """Base of stack specs. gives_memories: as an encoder, it makes a memory for each decoder layer. unpads: it takes the real
-    tokens of a batch as one row (`unpad_inputs`); if not, why_not_unpad says what keeps it from that."""
+    tokens of a batch as one row (`unpad_inputs`); if not, why_not_unpad says what keeps it from that. has_exits: there is a
+    classifier after every layer, each with a loss of its own."""
 
     gives_memories: ClassVar[bool] = False
     unpads: ClassVar[bool] = False
+    has_exits: ClassVar[bool] = False
     why_not_unpad: ClassVar[str] = "it reads states by row between its layers"
 
     def num_layers(self, config) -> int:

@@ -149,6 +149,7 @@ class EarlyExitSpec(StackSpec):
     """
 
     inputs: ClassVar[tuple[str, ...]] = ("exit_watch",)
+    has_exits = True
 
     share_layers: bool = False
 

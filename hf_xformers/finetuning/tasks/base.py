@@ -44,6 +44,7 @@ class Task:
     default_length: ClassVar[int] = 256
     mean_loss: ClassVar[bool] = True  # the head's loss is a mean over rows, whatever the number of tokens in the step
     generates: ClassVar[bool] = False
+    one_class: ClassVar[bool] = False  # an example (a row or a token) is of one of `labels`
 
     def __init__(self, options: TaskOptions) -> None:
         self.options = options
@@ -55,6 +56,14 @@ class Task:
             value = getattr(options, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name} {value} must be at least 1")
+        if not 0.0 <= options.class_balance <= 1.0:
+            raise ValueError(
+                f"--class_balance {options.class_balance} must be between 0 (every example counts alike) and 1 (every class)"
+            )
+        if options.class_balance and not self.one_class:
+            raise ValueError(
+                f"--class_balance weighs classes of which each example has one, and {self.id} has none; leave it out"
+            )
         self.max_length = self.default_length if options.max_length is None else options.max_length
 
     # ------------------------------------------------------------------------------------------------ before the model

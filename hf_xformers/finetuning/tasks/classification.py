@@ -82,6 +82,7 @@ class TextClassification(WholeText):
     id = "text-classification"
     metric = "accuracy"
     metric_names = ("accuracy", "f1", "matthews_correlation")
+    one_class = True
 
     def _settle_labels(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
         if config is not None and config.problem_type == "multi_label_classification":

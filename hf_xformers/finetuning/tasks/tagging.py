@@ -30,6 +30,7 @@ class TokenClassification(Task):
     metric = "f1"
     metric_names = ("f1", "precision", "recall", "accuracy")
     mean_loss = False
+    one_class = True
 
     def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
         rows, options = splits["train"], self.options
