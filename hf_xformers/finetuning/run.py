@@ -223,7 +223,7 @@ class FineTuning:
 
     def _plan(self, config: PreTrainedConfig, tokenizer: Any, encoded: Mapping[str, Encoded]) -> dict[str, Any]:
         language = isinstance(self.task, LanguageModeling)
-        plan = {
+        plan: dict[str, Any] = {
             "status": "running",
             "task": self.task.id,
             "variant": config.model_type,
