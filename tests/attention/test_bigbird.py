@@ -25,6 +25,7 @@ from tests.attention.score_helpers import (
     vectors,
 )
 from tests.helpers import aligned, close, make_strong, tokens
+from tests.weight_copy import take_bert_weights
 
 SPEC = {"type": "bigbird", "block_size": 2, "num_random_blocks": 2}
 SMALL = {**GEOMETRY, "num_hidden_layers": 2, "max_position_embeddings": 40}
@@ -126,32 +127,7 @@ def pair(kind, blocks=1):
         attention={**SPEC, "num_random_blocks": blocks, "attention_type": kind},
     )
     ours = XFBigBirdModel(config).double().eval()
-    names = {
-        "embeddings.word_embeddings": "trunk.embedding.tokens",
-        "embeddings.position_embeddings": "trunk.position.table",
-        "embeddings.token_type_embeddings": "trunk.embedding.types",
-        "embeddings.LayerNorm": "trunk.embedding.norm",
-    }
-    inside = {
-        "attention.self.query": "attention.q_proj",
-        "attention.self.key": "attention.k_proj",
-        "attention.self.value": "attention.v_proj",
-        "attention.output.dense": "attention.o_proj",
-        "attention.output.LayerNorm": "attention_residual.norm",
-        "intermediate.dense": "feedforward.up_proj",
-        "output.dense": "feedforward.down_proj",
-        "output.LayerNorm": "feedforward_residual.norm",
-    }
-    for layer in range(2):
-        for old, new in inside.items():
-            names[f"encoder.layer.{layer}.{old}"] = f"trunk.layers.{layer}.{new}"
-    state = {}
-    for name, tensor in reference.state_dict().items():
-        module, _, leaf = name.rpartition(".")
-        if module in names:
-            state[f"{names[module]}.{leaf}"] = tensor
-    missing, unexpected = ours.load_state_dict(state, strict=False)
-    assert not missing and not unexpected, (missing, unexpected)
+    take_bert_weights(ours, reference)
     return reference, ours
 
 

@@ -31,6 +31,7 @@ from tests.attention.score_helpers import (
     vectors,
 )
 from tests.helpers import close, make_strong, tokens
+from tests.weight_copy import take_bert_weights
 
 SPEC = {"type": "longformer", "attention_window": 4}
 DILATED = {"type": "longformer", "attention_window": 4, "attention_dilation": (1, (1, 1, 2, 3), 1)}
@@ -140,35 +141,8 @@ def pair(window=4):
         type_vocab_size=1,
     )
     ours = XFLongformerModel(config).double().eval()
-    names = {
-        "embeddings.word_embeddings": "trunk.embedding.tokens",
-        "embeddings.position_embeddings": "trunk.position.table",
-        "embeddings.token_type_embeddings": "trunk.embedding.types",
-        "embeddings.LayerNorm": "trunk.embedding.norm",
-    }
-    inside = {
-        "attention.self.query": "attention.q_proj",
-        "attention.self.key": "attention.k_proj",
-        "attention.self.value": "attention.v_proj",
-        "attention.self.query_global": "attention.q_global_proj",
-        "attention.self.key_global": "attention.k_global_proj",
-        "attention.self.value_global": "attention.v_global_proj",
-        "attention.output.dense": "attention.o_proj",
-        "attention.output.LayerNorm": "attention_residual.norm",
-        "intermediate.dense": "feedforward.up_proj",
-        "output.dense": "feedforward.down_proj",
-        "output.LayerNorm": "feedforward_residual.norm",
-    }
-    for layer in range(2):
-        for old, new in inside.items():
-            names[f"encoder.layer.{layer}.{old}"] = f"trunk.layers.{layer}.{new}"
-    state = {}
-    for name, tensor in reference.state_dict().items():
-        module, _, leaf = name.rpartition(".")
-        if module in names:
-            state[f"{names[module]}.{leaf}"] = tensor
-    missing, unexpected = ours.load_state_dict(state, strict=False)
-    assert not missing and not unexpected, (missing, unexpected)
+    further = {f"{name}_global": f"{name[0]}_global_proj" for name in ("query", "key", "value")}
+    take_bert_weights(ours, reference, **further)
     return reference, ours
 
 
