@@ -228,13 +228,15 @@ def talking_heads(length: int):
 
 
 def training_step(made: tuple[nn.Module, Callable[[Tensor], Tensor]], length: int) -> Callable[[], None]:
-    """Forward and backward of a peer."""
+    """Forward and backward of a peer, with the residual sum that the measured layers have."""
     module, call = made
     module.train()
     states = torch.randn(1, length, WIDTH)
 
     def run() -> None:
-        call(states).sum().backward()
+        output = call(states)  # held through the backward pass, as theirs is
+        hidden = states + output
+        hidden.sum().backward()
         module.zero_grad(set_to_none=True)
 
     return run

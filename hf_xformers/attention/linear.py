@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,8 +27,6 @@ class LinearAttention(Attention):
     matrix [T, S] out; when it reads a cached text, whose keys are gone, it gives no weights.
     """
 
-    # Whether the engine computes features piece by piece: right for features that are wider than what they are made of.
-    map_inside: ClassVar[bool] = False
     eps: float = 0.0
 
     def __init__(self, config, spec: LinearSpec, **where):
@@ -129,7 +126,7 @@ class LinearAttention(Attention):
             "chunk_size": self.chunk_size,
             "eps": self.eps,
         }
-        if self.map_inside and rotation is None:
+        if rotation is None:  # features are made piece by piece, and again in the backward pass
             return kernel_attention(query, key, value, self.phi, *params, **options)
         phi_q, _ = _pair(self.phi(query, *params))
         phi_k, logs = _pair(self.phi(key, *params))

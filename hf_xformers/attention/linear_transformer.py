@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from ..components import register
-from ..ops.feature_maps import elu_plus_one
+from ..ops.feature_pullbacks import EluPlusOne
 from .linear import LinearAttention, LinearSpec
 
 
@@ -17,12 +15,11 @@ class LinearTransformerAttention(LinearAttention):
     and need not sum to one.
     """
 
+    phi = EluPlusOne()
+
     def __init__(self, config, spec: LinearTransformerSpec, **where):
         super().__init__(config, spec, **where)
         self.eps = float(spec.eps)
-
-    def phi(self, x: Tensor, *params: Tensor) -> Tensor:
-        return elu_plus_one(x)
 
 
 @register("attention", "linear_transformer", aliases=("linear",))

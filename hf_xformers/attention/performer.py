@@ -40,8 +40,6 @@ class PerformerAttention(LinearAttention):
     passes by [`redraw_features`]. Evaluation, frozen projections (under adapters) and compiled training never redraw.
     """
 
-    map_inside = True
-
     def __init__(self, config, spec: PerformerSpec, **where):
         super().__init__(config, spec, **where)
         root = self.scaling**0.5

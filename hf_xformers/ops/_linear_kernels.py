@@ -112,7 +112,8 @@ class Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, a, kv, z, dtype, eps, minimum, normalize, feature_map, *params):
         batch, heads, length, _ = q.shape
-        out = torch.empty(batch, heads, length, kv.shape[3], dtype=dtype, device=q.device)
+        # Heads beside each other, as an output projection reads them: what it keeps is this very memory.
+        out = torch.empty(batch, length, heads, kv.shape[3], dtype=dtype, device=q.device).transpose(1, 2)
         denominator = torch.empty(batch, heads, length if normalize else 0, dtype=kv.dtype, device=q.device)
         bounds = segments(length, width=kv.shape[2])
         with torch.autocast(q.device.type, enabled=False):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .feature_maps import ScaledFeatures, dpfp, positive_features
+from .feature_maps import ScaledFeatures, dpfp, elu_plus_one, positive_features
 
 
 class NormalizedDPFP:
@@ -71,6 +71,17 @@ def _total(wrapped: Tensor, starts: range, width: int) -> Tensor:
     for start in starts[1:]:
         result += wrapped[..., start : start + width, :]
     return result
+
+
+class EluPlusOne:
+    """`elu_plus_one(x)`, whose slope is 1 above one and the feature itself below."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return elu_plus_one(x)
+
+    def with_pullback(self, x: Tensor, params: tuple[Tensor, ...] = (), active: Sequence[int] = ()):
+        features = elu_plus_one(x)
+        return features, None, lambda to_features, _: (to_features * features.clamp(max=1.0),)
 
 
 class PositiveFeatures:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hf_xformers.ops.feature_maps import dpfp_reference, positive_features, sum_normalize
-from hf_xformers.ops.feature_pullbacks import NormalizedDPFP, PositiveFeatures
+from hf_xformers.ops.feature_maps import dpfp_reference, elu_plus_one, positive_features, sum_normalize
+from hf_xformers.ops.feature_pullbacks import EluPlusOne, NormalizedDPFP, PositiveFeatures
 from hf_xformers.ops.segments import features_of
 
 LEAD = torch.Size((2, 3))
@@ -34,6 +34,19 @@ def test_dpfp_equals_the_index_formula_and_its_gradient(nu):
     smooth = x != 0
     torch.testing.assert_close(pull(weights, None)[0][smooth], gradient[smooth])
     assert pull(weights, None)[0].isfinite().all()
+
+
+def test_elu_plus_one_and_its_gradient():
+    x = inputs(4)
+    with torch.no_grad():
+        phi, logs, pull = features_of(EluPlusOne(), (), x, LEAD, [])
+    leaf = x.clone().requires_grad_()
+    expected = elu_plus_one(leaf)
+    weights = torch.randn_like(phi)
+    (gradient,) = torch.autograd.grad((expected * weights).sum(), leaf)
+    torch.testing.assert_close(phi, expected.detach())
+    torch.testing.assert_close(pull(weights, None)[0], gradient)
+    assert logs is None and len(pull(weights, None)) == 1
 
 
 @pytest.mark.parametrize("per_head", [False, True])
