@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import ClassVar
 
 from ..components import SpecLike
-from ..configuration_xformer import XFormerConfig
+from ..configuration_xformer import Initializer, XFormerConfig
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 _STILL = "gates are closed or open in evaluation, so that their networks learn in training mode only"
@@ -28,6 +29,8 @@ class XFConditionalComputationTransformerConfig(XFormerConfig):
     num_hidden_layers: int = 6
     num_attention_heads: int = 8
     intermediate_size: int = 2048
+    initializer: Initializer = "xavier"
+    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
     position: SpecLike = "sinusoidal_absolute"
     attention: SpecLike = "conditional"
     cross_attention: SpecLike = "conditional"

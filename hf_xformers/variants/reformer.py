@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import field
+
 from ..components import SpecLike
-from ..configuration_xformer import XFormerConfig
+from ..configuration_xformer import Initializer, XFormerConfig
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -16,6 +18,8 @@ class XFReformerConfig(XFormerConfig):
     num_attention_heads: int = 8
     intermediate_size: int = 4096
     max_position_embeddings: int = 65536
+    initializer: Initializer = "xavier"
+    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
     position: SpecLike = "sinusoidal_absolute"
     attention: SpecLike = "reformer"
     residual: SpecLike = "pre_ln"
