@@ -26,6 +26,7 @@ from .bucketed import FEW_QUERIES, BucketedSpec, labels_of_all, recent_attention
 from .position_terms import ScoreTerms, WithScoreTerms
 
 _LEAST_COUNT = 1e-6  # of a centroid that lost all its vectors; keeps its place
+_AFFINITIES_AT_ONCE = 1 << 21  # products of tokens with centroids: 8 MiB in float32
 
 
 @dataclass
@@ -111,15 +112,31 @@ class RoutingAttention(WithScoreTerms):
     def route(self, query: Tensor, key: Tensor | None, valid: Tensor | None) -> _Routes:
         """Assigns normalised queries [B, R, T, d] (and keys, unless shared) to clusters."""
         centroids = self.centroids.clone() if self.training else self.centroids
-        queries = query @ centroids.to(query.dtype).mT
-        routes = _Routes(centroids, queries.argmax(-1))
-        keys = queries if key is None else key @ centroids.to(key.dtype).mT
-        if key is not None:
-            routes.key_labels = keys.argmax(-1)
-        if self.chooses:
-            routes.query_places = self._balanced(queries, valid)
-            routes.key_places = routes.query_places if key is None else self._balanced(keys, valid)
-        return routes
+        labels, places = self._assigned(query, centroids, valid)
+        if key is None:
+            return _Routes(centroids, labels, None, places, places)
+        key_labels, key_places = self._assigned(key, centroids, valid)
+        return _Routes(centroids, labels, key_labels, places, key_places)
+
+    def _assigned(
+        self, vectors: Tensor, centroids: Tensor, valid: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor | None] | None]:
+        """vectors [B, R, T, d] -> nearest centroids [B, R, T], and the tokens that centroids choose, if they do."""
+        centroids, heads = centroids.to(vectors.dtype), self.routed
+        if not torch.compiler.is_compiling():  # with as many clusters as sqrt(T) affinities would outgrow all else
+            heads = max(_AFFINITIES_AT_ONCE // max(vectors[:, 0, :, 0].numel() * centroids.shape[1], 1), 1)
+        labels, places, used = [], [], []
+        for some, own in zip(vectors.split(heads, dim=1), centroids.split(heads)):
+            affinity = some @ own.mT
+            labels.append(affinity.argmax(-1))
+            if self.chooses:
+                found = self._balanced(affinity, valid)
+                places.append(found[0])
+                used.append(found[1])
+        chosen = None
+        if places:
+            chosen = torch.cat(places, dim=1), None if valid is None else torch.cat(used, dim=1)
+        return torch.cat(labels, dim=1), chosen
 
     def _balanced(self, affinity: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """affinity [B, R, T, K] -> the w nearest real tokens of each centroid [B, R, K, w], and which places are used."""
@@ -147,13 +164,10 @@ class RoutingAttention(WithScoreTerms):
         sums = torch.zeros_like(self.centroids, dtype=precise)
         counts = torch.zeros_like(self.counts, dtype=precise)
         for vectors, labels in ((query, routes.query_labels), (key, routes.key_labels)):
-            if vectors is None:
-                continue
-            member = F.one_hot(labels.long(), self.spec.num_clusters).to(sums.dtype)  # [B, R, T, K]
-            if valid is not None:
-                member = member * valid[:, None, :, None]
-            sums += (member.mT @ vectors.to(sums.dtype)).sum(0)
-            counts += member.sum((0, 2))
+            if vectors is not None:
+                found = self._of_clusters(_real(vectors, valid), labels, valid)
+                sums += found[0].to(precise)
+                counts += found[1].to(precise)
         if dist.is_available() and dist.is_initialized():
             both = torch.cat([sums, counts[..., None]], dim=-1)
             dist.all_reduce(both)
@@ -172,17 +186,24 @@ class RoutingAttention(WithScoreTerms):
         for vectors, labels in ((query, routes.query_labels), (key, routes.key_labels)):
             if vectors is None:
                 continue
-            # |x - mu|^2 = |x|^2 - 2 x mu + |mu|^2: no tensor of chosen centroids as large as x.
-            centroids, index = routes.centroids.to(vectors.dtype), labels.long()[..., None]
-            products = (vectors @ centroids.mT).gather(-1, index)
-            squares = centroids.square().sum(-1)[None, :, None].expand(*vectors.shape[:3], -1).gather(-1, index)
-            distance = vectors.square().sum(-1, keepdim=True) - 2 * products + squares
-            distance = distance.mean((1, 3)) / self.head_dim  # [B, T]
-            if valid is None:
-                losses.append(distance.mean())
-            else:
-                losses.append((distance * valid).sum() / valid.sum().clamp(min=1))
+            # sum |x - mu|^2 = sum |x|^2 - 2 sum_c mu_c sum_c x + sum_c n_c |mu_c|^2: nothing as large as the vectors is made.
+            vectors = _real(vectors, valid)
+            sums, counts = self._of_clusters(vectors, labels, valid)
+            centroids, flat = routes.centroids.to(sums.dtype), vectors.flatten()
+            total = torch.dot(flat, flat) - 2 * (sums * centroids).sum() + (counts * centroids.square().sum(-1)).sum()
+            tokens = vectors.shape[0] * vectors.shape[2] if valid is None else valid.sum().clamp(min=1)
+            losses.append(total / (tokens * self.routed * self.head_dim))
         return self.spec.commitment_weight * torch.stack(losses).mean()
+
+    def _of_clusters(self, vectors: Tensor, labels: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+        """vectors [B, R, T, d], zeros where there is no token -> their sums [R, K, d] and numbers [R, K] by cluster."""
+        clusters = self.spec.num_clusters
+        heads = torch.arange(self.routed, device=labels.device)[:, None] * clusters
+        place = (labels.long() + heads).flatten()
+        ones = vectors.new_ones(labels.shape) if valid is None else valid[:, None].expand_as(labels).to(vectors.dtype)
+        sums = vectors.new_zeros(self.routed * clusters, self.head_dim).index_add(0, place, vectors.flatten(0, 2))
+        counts = vectors.new_zeros(self.routed * clusters).index_add(0, place, ones.flatten())
+        return sums.view(self.routed, clusters, -1), counts.view(self.routed, clusters)
 
     # ------------------------------------------------------------------------------------------- forward
 
@@ -347,6 +368,12 @@ class RoutingAttention(WithScoreTerms):
 def _normalized(vectors: Tensor) -> Tensor:
     """LayerNorm over the last axis without scale or bias."""
     return F.layer_norm(vectors, vectors.shape[-1:])
+
+
+def _real(vectors: Tensor, valid: Tensor | None) -> Tensor:
+    """vectors [B, R, T, d] in float32 at least, zeros where there is no token."""
+    vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
+    return vectors if valid is None else vectors.masked_fill(~valid[:, None, :, None], 0.0)
 
 
 @register("attention", "routing_transformer", aliases=("routing",))

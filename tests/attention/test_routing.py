@@ -263,6 +263,25 @@ def test_all_processes_learn_the_same(monkeypatch):
         torch.testing.assert_close(process.counts, alone.counts)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_heads_are_routed_one_at_a_time(padded, monkeypatch):
+    """Long texts have too many affinities for all heads at once: the same routes."""
+    attention = module(num_routing_heads=2)
+    x, mask = states(9), None
+    if padded:
+        mask = torch.ones(2, 9, dtype=torch.bool)
+        mask[1, 5:] = False
+    query, key, _ = projected(attention, x)
+    together = attention.route(query, key, mask)
+    monkeypatch.setattr(routing, "_AFFINITIES_AT_ONCE", 1)
+    apart = attention.route(query, key, mask)
+    for one, other in ((together.query_labels, apart.query_labels), (together.key_labels, apart.key_labels)):
+        assert torch.equal(one, other)
+    for one, other in ((together.query_places, apart.query_places), (together.key_places, apart.key_places)):
+        assert torch.equal(one[0], other[0])
+        assert (one[1] is None and other[1] is None and not padded) or torch.equal(one[1], other[1])
+
+
 @pytest.mark.parametrize("decoder", [False, True])
 def test_commitment(decoder):
     attention = module(decoder, training=True, num_routing_heads=2, commitment_weight=0.5)
