@@ -6,7 +6,7 @@ from dataclasses import field
 from typing import ClassVar
 
 from ..components import SpecLike
-from ..configuration_xformer import XFormerConfig
+from ..configuration_xformer import Initializer, XFormerConfig
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -26,6 +26,8 @@ class XFUniversalTransformerConfig(XFormerConfig):
     num_hidden_layers: int = 6
     num_attention_heads: int = 16
     intermediate_size: int = 4096
+    initializer: Initializer = "xavier"
+    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
     position: SpecLike = "none"  # the stack adds position and step before every step
     feedforward: SpecLike = "relu"
     stack: SpecLike = field(default_factory=lambda: {"type": "universal", "act": "accumulated"})
