@@ -57,6 +57,7 @@ NO_MATTER = {
     "head",
 }
 NO_MATTER |= {"pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"}
+LEAST_FOR_SPANS = 361  # bytes, special tokens and the sentinels of span corruption
 BASELINES = {"mlm": "xf_bert", "clm": "xf_gpt2", "span": "xf_t5"}
 
 
