@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import field
+
 from ..components import SpecLike
-from ..configuration_xformer import XFormerConfig
+from ..configuration_xformer import Initializer, XFormerConfig
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -12,6 +14,9 @@ class XFReZeroConfig(XFormerConfig):
 
     model_type = "xf_rezero"
 
+    initializer: Initializer = "xavier"
+    # Nothing normalises what comes in, so it has to start at the size of what layers add.
+    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
     residual: SpecLike = "rezero"
 
 
