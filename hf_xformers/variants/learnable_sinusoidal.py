@@ -16,7 +16,7 @@ class XFLearnableSinusoidalConfig(XFormerConfig):
 
     type_vocab_size: int = 2
     layer_norm_eps: float = 1e-12
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
+    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True, "normalize": True})
     head: SpecLike = "transform"
     position: SpecLike = "learnable_sinusoidal"
 
@@ -33,7 +33,8 @@ INFO = VariantInfo(
   booktitle={International Conference on Learning Representations},
   year={2021}
 }""",
-    notes="Its relative form is the position `learnable_sinusoidal_relative`. Leave the frequencies out of weight decay.",
+    notes="Its relative form is the position `learnable_sinusoidal_relative`. Leave the frequencies out of weight decay. "
+    "The factor sqrt(D) on token vectors is ours: beside sinusoids of amplitude one BERT's small vectors would not be heard.",
 )
 
 _family = make_family(XFLearnableSinusoidalConfig, "XFLearnableSinusoidal", ALL_HEADS, INFO)

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM
-from tests.helpers import close, tokens
+from hf_xformers.variants import config_class, family
+from tests.common.cases import TEXT_TYPES
+from tests.helpers import close, tiny_fields, tokens
 
 WIDTH, INNER, LAYERS = 64, 128, 3
 SIZES = dict(
@@ -121,3 +123,24 @@ def test_loading_does_not_start_again(tmp_path):
         model.save_pretrained(tmp_path)
         loaded = XFormerForMaskedLM.from_pretrained(tmp_path)
         assert all((parameter == 0.25).all() for parameter in loaded.parameters())
+
+
+@pytest.mark.parametrize("name", TEXT_TYPES)
+def test_tokens_are_heard_beside_positions(name):
+    """What the first layer reads varies with the token, not with the place alone: small vectors beside large positions take
+    hundreds of steps to be told apart, whatever the mechanism."""
+    made = config_class(name)
+    kind = "encoder" if "ForMaskedLM" in made.heads else "decoder" if "ForCausalLM" in made.heads else "seq2seq"
+    torch.manual_seed(0)
+    model = family(name)["Model"](made(**tiny_fields(made, kind, hidden_size=64))).eval()
+    model = model.get_encoder() if kind == "seq2seq" else model
+    seen = []
+    layer = next(module for path, module in model.named_modules() if path.endswith("layers.0"))
+    layer.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append((*args, *kwargs.values())[0]), with_kwargs=True
+    )
+    with torch.no_grad():
+        model(input_ids=tokens(16, 8))
+    given = (torch.cat(seen, dim=1) if seen[0].shape[1] == 1 else seen[0]).double()  # [rows, places, width]
+    by_token, by_place = given.var(0).mean(), given.mean(0).var(0).mean()
+    assert by_token > 0.1 * by_place, (by_token, by_place)
