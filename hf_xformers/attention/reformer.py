@@ -163,6 +163,10 @@ class ReformerSpec(BucketedSpec):
         "half_precision": "a key near a border falls into another bucket after rounding; tests/attention/test_reformer.py "
         "compares precisions with equal buckets",
     }
+    conformance_exceptions: ClassVar[dict[str, str]] = {
+        "test_eager_matches_sdpa_inference*bf16*": "a key near a border falls into another bucket after rounding; "
+        "tests/attention/test_reformer.py compares both paths with equal buckets",
+    }
 
     bias: bool = False
     num_hashes: int = 4

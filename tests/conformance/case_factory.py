@@ -153,7 +153,7 @@ class OurChecks:
                 self.skipTest(f"WAIVED: {reason}")
         for key, reason in declared_exceptions(self.conformance_case.config_class).items():
             test, _, kind = key.partition(":")
-            if test == self._testMethodName and kind in ("", self.conformance_case.kind):
+            if fnmatch.fnmatchcase(self._testMethodName, test) and kind in ("", self.conformance_case.kind):
                 self.skipTest(f"WAIVED: {reason}")
 
     def _prepare_for_class(self, inputs_dict, model_class, return_labels=False):
