@@ -9,6 +9,7 @@ import torch
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerModel
 from hf_xformers.attention import bucketed, routing
+from hf_xformers.attention.position_terms import ScoreTerms
 from hf_xformers.ops import tile_attention as tiles
 from hf_xformers.ops.tile_attention import Tiles, tile_attention
 from hf_xformers.position import distances
@@ -186,6 +187,13 @@ def test_a_long_prompt_in_pieces(position, attention, monkeypatch):
     """More new tokens than a decoding step has, over a cache that forgets what is out of reach."""
     monkeypatch.setattr(bucketed, "FEW_QUERIES", 4)
     monkeypatch.setattr(routing, "FEW_QUERIES", 4)
+    literal, from_matrix = [], ScoreTerms.from_matrix
+
+    def told(self, reference, query, *rest):
+        literal.append(query.shape[2])
+        return from_matrix(self, reference, query, *rest)
+
+    monkeypatch.setattr(ScoreTerms, "from_matrix", told)
     config = build(position, attention, True).config
     config.use_cache = True
     torch.manual_seed(0)
@@ -201,6 +209,8 @@ def test_a_long_prompt_in_pieces(position, attention, monkeypatch):
             cache = step.past_key_values
             found.append(step.logits)
     close(torch.cat(found, dim=1)[mask.bool()], want[mask.bool()])
+    if attention in ("reformer", "routing"):
+        assert literal and set(literal) == {1}  # all pairs are made for a decoding step alone
 
 
 @pytest.mark.parametrize("position", ["shaw", "deberta"])
