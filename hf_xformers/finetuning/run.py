@@ -336,10 +336,11 @@ class FineTuning:
 
     def _loss(self, prepared: Prepared) -> BalancedLoss | None:
         """What makes the loss in place of the model's head, if anything does."""
-        balance, labels = self.options.class_balance, getattr(self.task, "labels", None)
-        if not balance or labels is None:
+        balance = self.options.class_balance
+        if not balance:
             return None
-        return BalancedLoss(class_weights(prepared.splits["train"].features["labels"], len(labels.names), balance))
+        classes = len(self.task.labels.names)  # type: ignore[attr-defined]
+        return BalancedLoss(class_weights(prepared.splits["train"].features["labels"], classes, balance))
 
     def _callbacks(self, collator: Any) -> list[TrainerCallback]:
         from transformers import EarlyStoppingCallback
