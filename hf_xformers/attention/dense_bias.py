@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..context import LayerContext
+from ..ops.term_attention import applies
 from ..position.distances import distances_of_block
 from .dense import DenseAttention
 from .position_terms import BiasByDistance
@@ -13,12 +14,15 @@ from .term_blocks import attend_with_terms
 
 # Numbers (over heads) of a bias that is made as a whole, for all layers and rows of a batch: 32 MiB in float32.
 BIAS_AT_ONCE = 1 << 23
+# The same where the bias is trained on a processor in full precision: torch's kernels would write all scores out for its
+# gradient, so that tiles pay from about 256 tokens on.
+TRAINED_BIAS_AT_ONCE = 1 << 19
 
 
 class DenseWithBias(DenseAttention):
     """softmax_j(scale * q_i k_j + b_ij) v_j with the bias b of the config's position.
 
-    A short text has its bias [H, T, S] made once, for the fused kernels. A long one whose bias is a number for each distance
+    A short text has its bias [H, T, S] made once, for all layers. A long one whose bias is a number for each distance
     has it made for a block of queries at a time, in every layer and again in the backward pass: O(T + S) memory, also in
     training.
     """
@@ -30,9 +34,14 @@ class DenseWithBias(DenseAttention):
             usual
             and not context.static
             and not torch.compiler.is_compiling()
-            and self.num_heads * pairs > BIAS_AT_ONCE
+            and self.num_heads * pairs >= self._bias_at_once
             and hasattr(context.shared.get("score_bias"), "by_distance")
         )
+
+    @property
+    def _bias_at_once(self) -> int:
+        tiles = torch.is_grad_enabled() and applies(self.q_proj.weight, self.dropout if self.training else 0.0)
+        return TRAINED_BIAS_AT_ONCE if tiles else BIAS_AT_ONCE
 
     def prepare_bias(self, context: LayerContext) -> None:
         if not self._in_blocks(context):

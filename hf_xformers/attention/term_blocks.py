@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..context import LayerContext
-from ..ops.diagonal_attention import diagonal_attention
+from ..ops.diagonal_attention import blocks_of_tiles, diagonal_attention
 from ..ops.shifted_rows import SharedRows
 from ..ops.term_attention import Blocks, QueryBlock, Terms, applies, plus_products, term_attention
 from ..ops.tile_attention import Pairs
@@ -137,12 +137,16 @@ def attend_with_terms(
     mask = terms.context.explicit_mask
     if blocks is None and mask is not None and mask.shape[1] > 1:  # it is cut by rows and keys alone
         blocks = Blocks(query.shape[1], rows_at_once(query.shape[0] * query.shape[1] * key.shape[2]))
+    tiled = applies(query, dropout) and not terms.context.static and not terms.needs_weights
+    if tiled and terms.separable:
+        further = (*terms.by_query(query, tables), *terms.by_key(key, tables))
+        pair = (further[0], further[1]) if further else None
+        if blocks is None and pair is None and terms.hidden(slice(0, 1), slice(0, 1)) is None:
+            blocks = blocks_of_tiles(*query.shape[:3])
+        blocks = blocks or blocks_of(query, key.shape[2])
+        return diagonal_attention(query, key, value, pair, terms.line(tables), terms, blocks)
     blocks = blocks or blocks_of(query, key.shape[2])
-    if applies(query, dropout) and not terms.context.static and not terms.needs_weights:
-        if terms.separable:
-            further = (*terms.by_query(query, tables), *terms.by_key(key, tables))
-            pair = (further[0], further[1]) if further else None
-            return diagonal_attention(query, key, value, pair, terms.line(tables), terms, blocks)
+    if tiled:
         return term_attention(query, key, value, tables, terms, blocks)
     outputs = []
     for first in range(0, query.shape[1], blocks.heads):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .derivatives import LITERAL, first_derivative_only
+from .exponential import exp_
 from .term_attention import (
     LEAST_COLUMNS,
     TILE_SCORES,
@@ -22,6 +23,9 @@ from .term_attention import (
     fused_attention,
     plus_products,
 )
+
+# Queries in a block at least, however many samples there are: fewer would add to the gradients of all keys too often.
+LEAST_ROWS = 128
 
 
 def diagonal_attention(
@@ -44,6 +48,12 @@ def diagonal_attention(
         RuntimeError: a derivative of the derivative is asked for.
     """
     return _DiagonalAttention.apply(pairs, blocks, query, key, value, *(further or (None, None)), line)
+
+
+def blocks_of_tiles(batch: int, heads: int, length: int) -> Blocks:
+    """Blocks as high as a tile, for scores that are never laid out: neither further products nor hidden pairs."""
+    rows = max(TILE_SCORES // (batch * LEAST_COLUMNS), LEAST_ROWS)
+    return Blocks(min(max(rows // max(length, 1), 1), heads), rows)
 
 
 def _diagonals(line: Tensor, length: int, rows: slice, keys: slice) -> Tensor:
@@ -168,7 +178,7 @@ class _Group:
                 tile = slice(left, min(left + most, seen))
                 columns = tile.stop - tile.start
                 near = wide_key[:, tile]
-                weights = self._scores(query, near, rows, tile).sub_(norm).exp_()
+                weights = exp_(self._scores(query, near, rows, tile).sub_(norm))
                 change = torch.bmm(grad, value[:, tile].mT).sub_(along)
                 if self.found_line is None:
                     change.mul_(weights)
@@ -218,4 +228,4 @@ class _Group:
         return scores
 
 
-__all__ = ["diagonal_attention"]
+__all__ = ["blocks_of_tiles", "diagonal_attention"]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .exponential import exp_
 from .segments import accumulation_dtype
 
 
@@ -52,7 +53,7 @@ def positive_features(x: Tensor, projection: Tensor) -> ScaledFeatures:
     # The shift appears in the features and, with the other sign, in the scale: a constant for the gradient.
     shift = logits.detach().amax(-1)
     scale = shift - _half_square(x) - 0.5 * math.log(projection.shape[-2])
-    return ScaledFeatures(logits.sub_(shift[..., None]).exp_(), scale)
+    return ScaledFeatures(exp_(logits.sub_(shift[..., None])), scale)
 
 
 def hyperbolic_features(x: Tensor, projection: Tensor) -> ScaledFeatures:
@@ -60,7 +61,7 @@ def hyperbolic_features(x: Tensor, projection: Tensor) -> ScaledFeatures:
     logits = _project(x, projection)
     shift = logits.detach().abs().amax(-1)
     scale = shift - _half_square(x) - 0.5 * math.log(2 * projection.shape[-2])
-    return ScaledFeatures(torch.cat([logits, -logits], dim=-1).sub_(shift[..., None]).exp_(), scale)
+    return ScaledFeatures(exp_(torch.cat([logits, -logits], dim=-1).sub_(shift[..., None])), scale)
 
 
 def trigonometric_features(x: Tensor, projection: Tensor) -> ScaledFeatures:

@@ -75,19 +75,19 @@ class _Shift(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, width, step):
         ctx.shape, ctx.step = x.shape, step
-        return _shifted(x.contiguous(), width, step)
+        return shifted_view(x.contiguous(), width, step)
 
     @staticmethod
     def backward(ctx, grad):
         if torch.is_grad_enabled():
             return _unshift(grad, ctx.shape, ctx.step), None, None
         result = grad.new_zeros(ctx.shape)
-        _shifted(result, grad.shape[-1], ctx.step).copy_(grad)
+        shifted_view(result, grad.shape[-1], ctx.step).copy_(grad)
         return result, None, None
 
 
-def _shifted(x: Tensor, width: int, step: int) -> Tensor:
-    """The view of a contiguous tensor."""
+def shifted_view(x: Tensor, width: int, step: int = 1) -> Tensor:
+    """[`shift_rows`] of a contiguous tensor, as a view of it."""
     rows, columns = x.shape[-2:]
     offset = x.storage_offset() + step * (rows - 1)
     return x.as_strided((*x.shape[:-1], width), (*x.stride()[:-2], columns - step, 1), offset)

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from .derivatives import LITERAL, first_derivative_only
+from .exponential import exp_
 from .shifted_rows import SharedRows
 
-# Scores (over batch and heads) in a tile: three such tiles in float32 fit a second-level cache.
-TILE_SCORES = 1 << 18
+# Scores (over batch and heads) in a tile: half a megabyte in float32, as a second-level cache holds beside what makes them.
+TILE_SCORES = 1 << 17
 LEAST_COLUMNS = 256
 
 _fused_forward = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
@@ -194,7 +195,7 @@ def _attend(
 def _weights(query: Tensor, key: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     scores = plus_products(scores, query, key)
     norm = scores.logsumexp(-1)
-    return scores.sub_(finite_norm(norm)[..., None]).exp_(), norm
+    return exp_(scores.sub_(finite_norm(norm)[..., None])), norm
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -307,7 +308,7 @@ class _Block:
         norm, along = finite_norm(self.norms).flatten(0, 1)[..., None], self.along.flatten(0, 1)[..., None]
         whole = more = None
         if self.terms.has_values:
-            whole = torch.baddbmm(flat, query, key[:, :seen].mT).sub_(norm).exp_()
+            whole = exp_(torch.baddbmm(flat, query, key[:, :seen].mT).sub_(norm))
             more = self._of_values(whole.view(batch, heads, length, seen), tables, grad_tables).flatten(0, 1)
         result = flat.new_empty(flat.shape)
         own = torch.zeros_like(query)
@@ -316,7 +317,7 @@ class _Block:
             tile = slice(left, min(left + columns, seen))
             near = key[:, tile]
             if whole is None or more is None:
-                weights = torch.baddbmm(flat[..., tile], query, near.mT).sub_(norm).exp_()
+                weights = exp_(torch.baddbmm(flat[..., tile], query, near.mT).sub_(norm))
                 change = torch.bmm(grad, value[:, tile].mT)
             else:
                 weights, change = whole[..., tile], torch.baddbmm(more[..., tile], grad, value[:, tile].mT)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ..components import register
 from ..context import LayerContext
+from ..ops.distance_products import ByDistance, distance_products
 from ..ops.term_attention import QueryBlock
 from ..ops.tile_attention import Pairs
 from .base import LayerTerms, Position, PositionSpec
@@ -18,8 +19,6 @@ from .distances import (
     Near,
     distances_of_block,
     pick_rows,
-    products_by_distance,
-    products_of_keys_by_distance,
     slot_distances,
 )
 
@@ -100,28 +99,21 @@ class DebertaTerms(LayerTerms):
     def scores(self, block: QueryBlock, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
         query, rows, keys = block.query, block.rows, block.keys
         key = block.by_key[0].take(0, keys) if block.by_key else None
-        if context.static or torch.compiler.is_compiling():  # slots that only the device knows, graphs of any length
+        looked_up = (
+            context.static or torch.compiler.is_compiling()
+        )  # slots that only the device knows, graphs of any length
+        if looked_up or context.implementation == "eager":
             pairs = Pairs.of_block(query, query[:, :, :0] if key is None else key, rows, keys)
             return self.pairs(pairs, tables, context).squeeze(2)
         # Beyond reach a term is one number for a query or for a key; in between, products are laid out by distance.
         near, length = Near.of(context, rows, keys, self.reach), query.shape[2]
         distances = distances_of_block(context, rows, keys)[near.first : near.stop + length - 1]
-        lines = [table.index_select(1, self._row(-distances)) for table in tables]
-        far = [table.index_select(1, self._row(distances.new_tensor([self.reach, -self.reach]))) for table in tables]
-        early, middle, late = [], [], []
-        if "c2p" in self.spec.terms:
-            before, after = torch.matmul(query, far[0].transpose(-1, -2)).split(1, dim=-1)
-            early.append(before.expand(-1, -1, -1, near.first))
-            middle.append(products_by_distance(query, lines[0], near.stop - near.first))
-            late.append(after.expand(-1, -1, -1, keys - near.stop))
-        if key is not None:
-            first, second, third = key.split([near.first, near.stop - near.first, keys - near.stop], dim=2)
-            left, right = (row.transpose(-1, -2) for row in far[-1].split(1, dim=1))
-            early.append(torch.matmul(first, left).transpose(-1, -2).expand(-1, -1, length, -1))
-            middle.append(products_of_keys_by_distance(second, lines[-1], length))
-            late.append(torch.matmul(third, right).transpose(-1, -2).expand(-1, -1, length, -1))
-        parts = [found[0] if len(found) == 1 else found[0] + found[1] for found in (early, middle, late)]
-        return torch.cat(parts, dim=-1)
+        near_at, far_at = self._row(-distances), self._row(distances.new_tensor([self.reach, -self.reach]))
+        found = [ByDistance(table.index_select(1, near_at), table.index_select(1, far_at)) for table in tables]
+        of_queries = found[0] if "c2p" in self.spec.terms else None
+        if key is None:
+            return distance_products(query, query.new_empty(*query.shape[:2], keys, 0), of_queries, None, near)
+        return distance_products(query, key, of_queries, found[-1], near)
 
     def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
         row_at, parts = self._row(-slot_distances(pairs, context)), []

@@ -137,24 +137,6 @@ def products_by_distance(query: Tensor, table: Tensor, keys: int) -> Tensor:
     return shift_rows(torch.matmul(query, table.transpose(-1, -2)), keys)
 
 
-def products_of_keys_by_distance(key: Tensor, table: Tensor, length: int) -> Tensor:
-    """key [B, h, s, d], table as above -> [B, h, t = length, s], each key with the row of the pair's distance.
-
-    Tile by tile: t queries and as many keys have few distances, so the products are twice as many as the pairs, whatever
-    the number of keys.
-    """
-    tiles = []
-    for begin in range(0, key.shape[2], length):
-        near = key[:, :, begin : begin + length]
-        width = near.shape[2]
-        # Backwards: from the largest distance on, a row of keys meets the queries in their order.
-        distances = table[:, begin : begin + length + width - 1].flip(1)
-        tiles.append(shift_rows(torch.matmul(near, distances.transpose(-1, -2)), length).transpose(-1, -2))
-    if not tiles:
-        return key.new_zeros(*key.shape[:2], length, 0)
-    return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=-1)
-
-
 def along_diagonals(line: Tensor, length: int, keys: int) -> Tensor:
     """line [h, t + keys - 1], a number for each of [`distances_of_block`] -> [1, h, t, keys]"""
     return shift_rows(line[None, :, None].expand(1, -1, length, -1), keys)

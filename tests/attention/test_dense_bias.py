@@ -5,11 +5,13 @@ import torch
 
 from hf_xformers import XFormerConfig, XFormerModel
 from hf_xformers.attention import dense_bias, query_blocks
+from hf_xformers.ops.diagonal_attention import blocks_of_tiles
+from hf_xformers.ops.term_attention import Blocks
 
 LENGTH = 23
 
 
-def model_of(causal: bool, key_value_heads: int | None = None) -> XFormerModel:
+def model_of(causal: bool, key_value_heads: int | None = None, dropout: float = 0.0) -> XFormerModel:
     torch.manual_seed(0)
     config = XFormerConfig(
         vocab_size=30,
@@ -20,6 +22,7 @@ def model_of(causal: bool, key_value_heads: int | None = None) -> XFormerModel:
         intermediate_size=32,
         position={"type": "t5_relative_bias", "num_buckets": 8, "max_distance": 16},
         initializer_range=0.5,
+        attention_probs_dropout_prob=dropout,
         is_decoder=causal,
     )
     return XFormerModel(config).double().eval()
@@ -47,7 +50,7 @@ def test_blocks_equal_the_whole(monkeypatch, causal, key_value_heads, padded):
     blocks = []
     line = dense_bias.BiasByDistance.line
     monkeypatch.setattr(dense_bias.BiasByDistance, "line", lambda *a: blocks.append(1) or line(*a))
-    monkeypatch.setattr(dense_bias, "BIAS_AT_ONCE", 1)
+    monkeypatch.setattr(dense_bias, "TRAINED_BIAS_AT_ONCE", 1)
     monkeypatch.setattr(query_blocks, "SCORES_AT_ONCE", 2 * LENGTH * 8)
     monkeypatch.setattr(query_blocks, "LEAST_ROWS", 4)
     monkeypatch.setattr(query_blocks, "FAVOURED_ROWS", 4)
@@ -56,3 +59,27 @@ def test_blocks_equal_the_whole(monkeypatch, causal, key_value_heads, padded):
     torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-9)
     for ours, theirs in zip(parts, whole, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-8)
+
+
+def test_the_whole_is_made_where_tiles_do_not_pay(monkeypatch):
+    """Tiles are for the gradient of the bias; without one, or with dropout, torch's kernels take the whole bias for longer."""
+    monkeypatch.setattr(dense_bias, "TRAINED_BIAS_AT_ONCE", 1)
+    blocks = []
+    line = dense_bias.BiasByDistance.line
+    monkeypatch.setattr(dense_bias.BiasByDistance, "line", lambda *a: blocks.append(1) or line(*a))
+    ids = torch.randint(1, 30, (2, LENGTH))
+    with torch.no_grad():
+        model_of(False)(input_ids=ids)
+    model_of(False, dropout=0.1).train()(input_ids=ids)
+    assert not blocks
+    monkeypatch.setattr(dense_bias, "BIAS_AT_ONCE", 1)
+    with torch.no_grad():
+        model_of(False)(input_ids=ids)
+    assert blocks
+
+
+def test_bias_alone_has_blocks_as_high_as_tiles():
+    """One sample of 4096 tokens: 512 queries and 256 keys; many samples share a tile; short texts take heads together."""
+    assert blocks_of_tiles(1, 8, 4096) == Blocks(1, 512)
+    assert blocks_of_tiles(64, 8, 512) == Blocks(1, 128)
+    assert blocks_of_tiles(1, 8, 128) == Blocks(4, 512)
