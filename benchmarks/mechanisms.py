@@ -213,7 +213,7 @@ def make(name: str, length: int) -> Callable[[], None]:
         return ours("dense", causal == "causal", int(layers), length)
     case, _, peer = name.partition(" | ")
     if peer:
-        return training_step(CASES[case].peers[peer](length), length)
+        return training_step(CASES[case].peers[peer](length), length, residual=True)
     entry = CASES[case]
     return ours(entry.attention, entry.causal, entry.layers, length)
 

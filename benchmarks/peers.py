@@ -227,15 +227,17 @@ def talking_heads(length: int):
     return module, lambda states: module(states)[0]
 
 
-def training_step(made: tuple[nn.Module, Callable[[Tensor], Tensor]], length: int) -> Callable[[], None]:
-    """Forward and backward of a peer, with the residual sum that the measured layers have."""
+def training_step(
+    made: tuple[nn.Module, Callable[[Tensor], Tensor]], length: int, residual: bool = False
+) -> Callable[[], None]:
+    """Forward and backward of a model or, with the residual sum that a model's layer has, of a layer by itself."""
     module, call = made
     module.train()
     states = torch.randn(1, length, WIDTH)
 
     def run() -> None:
         output = call(states)  # held through the backward pass, as theirs is
-        hidden = states + output
+        hidden = states + output if residual else output
         hidden.sum().backward()
         module.zero_grad(set_to_none=True)
 

@@ -14,6 +14,7 @@ from ..components import register
 from ..context import LayerContext, SublayerOutput, self_attention_cache
 from ..memory import SegmentCacheLayer, take_slots
 from ..ops.shifted_rows import shift_rows
+from ..ops.distance_products import ByDistance, distance_products
 from ..ops.term_attention import QueryBlock
 from .base import Attention, AttentionSpec
 from .query_blocks import visible_softmax
@@ -307,8 +308,19 @@ class RelativeTerms(VisibleTerms):
         length, step = rows.stop - rows.start, self.grid.step
         first = step * (self.context.query_index.shape[0] - rows.stop)
         near = tables[0][:, first : first + keys + step * (length - 1)]
+        if step == 1 and not torch.compiler.is_compiling():
+            return self._by_distance(block, near)
         scores = shift_rows(torch.matmul(block.by_query[0], near.transpose(-1, -2)), keys, step)
         return self.grid.without_first(scores, rows)
+
+    def _by_distance(self, block: QueryBlock, near: Tensor) -> Tensor:
+        """The scores of queries that stand as close as the keys. What stands apart meets a vector of zeros."""
+        query, apart = block.by_query[0], int(self.grid.apart)
+        if apart and block.rows.start == 0:
+            query = F.pad(query[:, :, 1:], (0, 0, 1, 0))
+        no_position = near.new_zeros(1, 2, near.shape[-1])
+        key = query.new_empty(*query.shape[:2], block.keys, 0)
+        return distance_products(query, key, ByDistance(near[:, apart:], no_position), None, (apart, block.keys))
 
     def weighed(self, weights: Tensor, rows: slice) -> None:
         count_usage(self.context, self.step, weights, rows, self.num_keys)

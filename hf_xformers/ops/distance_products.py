@@ -98,13 +98,16 @@ class _DistanceProducts(torch.autograd.Function):
         length = query.shape[2]
         grad_query = grad_key = to_near_a = to_far_a = to_near_b = to_far_b = None
         before, within, after = grad.split([first, stop - first, key.shape[2] - stop], dim=-1)
+        any_far = stop - first < key.shape[2]
         if near_a is not None and far_a is not None:
             laid = grad.new_zeros(*grad.shape[:3], near_a.shape[1])
             shifted_view(laid, stop - first).copy_(within)
-            outer = torch.stack((before.sum(-1), after.sum(-1)), dim=-1)
-            grad_query = _matmul(laid, near_a) + _matmul(outer, far_a)
+            grad_query = _matmul(laid, near_a)
             to_near_a = torch.matmul(laid.mT, query).sum_to_size(near_a.shape).to(near_a.dtype)
-            to_far_a = torch.matmul(outer.mT, query).sum_to_size(far_a.shape).to(far_a.dtype)
+            if any_far:
+                outer = torch.stack((before.sum(-1), after.sum(-1)), dim=-1)
+                grad_query += _matmul(outer, far_a)
+                to_far_a = torch.matmul(outer.mT, query).sum_to_size(far_a.shape).to(far_a.dtype)
         if near_b is not None and far_b is not None:
             grad_key = torch.empty_like(key)
             to_near_b = torch.zeros_like(near_b)
@@ -117,8 +120,8 @@ class _DistanceProducts(torch.autograd.Function):
                 grad_key[:, :, tile] = _matmul(laid, near_b[:, rows].flip(1))
                 to_near_b[:, rows] += torch.matmul(laid.mT, part).sum_to_size(near_b[:, rows].shape).flip(1)
             sides = ((slice(0, first), before), (slice(stop, None), after))
-            to_far_b = torch.empty_like(far_b)
-            for number, (keys, piece) in enumerate(sides):
+            to_far_b = torch.empty_like(far_b) if any_far else None
+            for number, (keys, piece) in enumerate(sides if to_far_b is not None else ()):
                 outer = piece.sum(2).unsqueeze(-1)
                 grad_key[:, :, keys] = _matmul(outer, far_b[:, number : number + 1])
                 to_far_b[:, number : number + 1] = (

@@ -89,6 +89,8 @@ class _Shift(torch.autograd.Function):
 def shifted_view(x: Tensor, width: int, step: int = 1) -> Tensor:
     """[`shift_rows`] of a contiguous tensor, as a view of it."""
     rows, columns = x.shape[-2:]
+    if rows == 1:
+        return x[..., :width]
     offset = x.storage_offset() + step * (rows - 1)
     return x.as_strided((*x.shape[:-1], width), (*x.stride()[:-2], columns - step, 1), offset)
 
