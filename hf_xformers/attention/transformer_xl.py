@@ -13,8 +13,8 @@ from transformers.cache_utils import Cache
 from ..components import register
 from ..context import LayerContext, SublayerOutput, self_attention_cache
 from ..memory import SegmentCacheLayer, take_slots
-from ..ops.shifted_rows import shift_rows
 from ..ops.distance_products import ByDistance, distance_products
+from ..ops.shifted_rows import shift_rows
 from ..ops.term_attention import QueryBlock
 from .base import Attention, AttentionSpec
 from .query_blocks import visible_softmax
