@@ -78,8 +78,9 @@ class _DistanceProducts(torch.autograd.Function):
         if result is None:
             result = query.new_zeros(*query.shape[:3], keys)
         if near_b is not None and far_b is not None:
+            backwards = near_b.flip(1)  # from the largest distance on, a key meets the queries in their order
             for tile, rows in _tiles(near, length):
-                products = _matmul(key[:, :, tile], near_b[:, rows].flip(1).mT)
+                products = _matmul(key[:, :, tile], backwards[:, rows].mT)
                 result[..., tile] += shifted_view(products, length).mT
             left, right = far_b.to(key.dtype).unsqueeze(-1).unbind(1)
             to_early, to_late = (_matmul(x, v).mT for x, v in ((key[:, :, :first], left), (key[:, :, stop:], right)))
@@ -110,15 +111,20 @@ class _DistanceProducts(torch.autograd.Function):
                 to_far_a = torch.matmul(outer.mT, query).sum_to_size(far_a.shape).to(far_a.dtype)
         if near_b is not None and far_b is not None:
             grad_key = torch.empty_like(key)
-            to_near_b = torch.zeros_like(near_b)
+            backwards, to_backwards = near_b.flip(1), torch.zeros_like(near_b, dtype=grad.dtype)
             laid = grad.new_zeros(0)
             for tile, rows in _tiles(ctx.near, length):
                 part, count = key[:, :, tile], tile.stop - tile.start
                 if laid.shape[-2:] != (count, length + count - 1):  # what lies off the diagonals stays zero
                     laid = grad.new_zeros(*part.shape[:3], length + count - 1)
                 shifted_view(laid, length).copy_(grad[..., tile].mT)
-                grad_key[:, :, tile] = _matmul(laid, near_b[:, rows].flip(1))
-                to_near_b[:, rows] += torch.matmul(laid.mT, part).sum_to_size(near_b[:, rows].shape).flip(1)
+                grad_key[:, :, tile] = _matmul(laid, backwards[:, rows])
+                target = to_backwards[:, rows]
+                if part.shape[:2] == (1, target.shape[0]):
+                    target.baddbmm_(laid[0].mT, part[0])
+                else:
+                    target += torch.matmul(laid.mT, part).sum_to_size(target.shape)
+            to_near_b = to_backwards.flip(1).to(near_b.dtype)
             sides = ((slice(0, first), before), (slice(stop, None), after))
             to_far_b = torch.empty_like(far_b) if any_far else None
             for number, (keys, piece) in enumerate(sides if to_far_b is not None else ()):
@@ -131,11 +137,11 @@ class _DistanceProducts(torch.autograd.Function):
 
 
 def _tiles(near: tuple[int, int], length: int):
-    """Tiles of near keys, and the rows of their distances from `length` queries."""
+    """Tiles of near keys, and the rows of their distances from `length` queries, from the largest distance on."""
     first, stop = near
     for begin in range(first, stop, TILE_KEYS):
         end = min(begin + TILE_KEYS, stop)
-        yield slice(begin, end), slice(begin - first, end - first + length - 1)
+        yield slice(begin, end), slice(stop - end, stop - begin + length - 1)
 
 
 __all__ = ["ByDistance", "distance_products"]
