@@ -32,6 +32,14 @@ def of_transformers(name: str, length: int, **fields) -> nn.Module:
     return getattr(transformers, f"{name}Model")(config)
 
 
+def with_biases(module: nn.Module) -> nn.Module:
+    """Projections without a bias get one of zeros: those of the measured layers, and of the dense one, have biases."""
+    for each in module.modules():
+        if isinstance(each, nn.Linear) and each.bias is None:
+            each.bias = nn.Parameter(torch.zeros(each.out_features))
+    return module
+
+
 def embedded(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda states: model(inputs_embeds=states)[0]
 
@@ -154,7 +162,7 @@ def performer_pytorch(length: int, features: int = 256, causal: bool = False, pr
         from fast_transformers.causal_product import causal_product_cpu  # noqa: F401  (missing: say so here)
 
         module.fast_attention.causal_linear_fn = causal_linear_attention
-    return module, module
+    return with_biases(module), module
 
 
 def fast_transformers(length: int, attention: str, causal: bool = False, **fields):
@@ -179,7 +187,7 @@ def linformer(length: int, rank: int = 256):
     from linformer import LinformerSelfAttention
 
     module = LinformerSelfAttention(dim=WIDTH, seq_len=length, heads=HEADS, k=rank)
-    return module, module
+    return with_biases(module), module
 
 
 def routing_transformer(length: int, window: int = 128, causal: bool = False):
@@ -194,14 +202,14 @@ def routing_transformer(length: int, window: int = 128, causal: bool = False):
         window_size=window,
         causal=causal,
     )
-    return module, lambda states: module(states)[0]
+    return with_biases(module), lambda states: module(states)[0]
 
 
 def reformer_pytorch(length: int, hashes: int = 1, causal: bool = False):
     from reformer_pytorch import LSHSelfAttention
 
     module = LSHSelfAttention(dim=WIDTH, heads=HEADS, bucket_size=64, n_hashes=hashes, causal=causal)
-    return module, module
+    return with_biases(module), module
 
 
 def nystrom_attention(length: int, landmarks: int = 64, kernel: int = 65):
@@ -210,21 +218,21 @@ def nystrom_attention(length: int, landmarks: int = 64, kernel: int = 65):
     module = NystromAttention(
         dim=WIDTH, heads=HEADS, dim_head=HEAD_WIDTH, num_landmarks=landmarks, residual_conv_kernel=kernel
     )
-    return module, module
+    return with_biases(module), module
 
 
 def linear_attention_transformer(length: int, causal: bool = False):
     from linear_attention_transformer.linear_attention_transformer import SelfAttention
 
     module = SelfAttention(dim=WIDTH, heads=HEADS, causal=causal, dim_head=HEAD_WIDTH, blindspot_size=1)
-    return module, module
+    return with_biases(module), module
 
 
 def talking_heads(length: int):
     from x_transformers.x_transformers import Attention
 
     module = Attention(dim=WIDTH, heads=HEADS, dim_head=HEAD_WIDTH, pre_talking_heads=True, post_talking_heads=True)
-    return module, lambda states: module(states)[0]
+    return with_biases(module), lambda states: module(states)[0]
 
 
 def training_step(
