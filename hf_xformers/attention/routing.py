@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,14 @@ class _Routes:
     key_labels: Tensor | None = None
     query_places: tuple[Tensor, Tensor | None] | None = None
     key_places: tuple[Tensor, Tensor | None] | None = None
+
+
+class _Sums(NamedTuple):
+    """What clusters hold. vectors [B, R, T, d], zeros where there is no token; their sums [R, K, d] and numbers [R, K]."""
+
+    vectors: Tensor
+    sums: Tensor
+    counts: Tensor
 
 
 class RoutingAttention(WithScoreTerms):
@@ -150,24 +158,33 @@ class RoutingAttention(WithScoreTerms):
         above, equal = affinity > least, affinity == least
         room = width - above.sum(-1, keepdim=True)
         chosen = above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= room))
-        places = torch.arange(length, device=affinity.device, dtype=torch.int32)
-        places = torch.where(chosen, places, length).topk(width, dim=-1, largest=False).values
-        places = places.clamp(max=length - 1).long()  # where scores are not numbers nothing is chosen
+        places = self._places(chosen, width)
         if valid is None:
             return places, None
         return places, valid[:, None, None].expand_as(affinity).gather(-1, places)
 
+    @staticmethod
+    def _places(chosen: Tensor, width: int) -> Tensor:
+        """chosen [..., T], `width` of each row -> their places in order, [..., width]. Where scores are not numbers nothing is
+        chosen, and the places mean nothing."""
+        length = chosen.shape[-1]
+        if chosen.device.type == "cpu" and not torch.compiler.is_compiling():
+            places = chosen.flatten().nonzero()  # three times as fast as sorting them out
+            if places.shape[0] * length == chosen.numel() * width:
+                return (places % length).view(*chosen.shape[:-1], width)
+        places = torch.arange(length, device=chosen.device, dtype=torch.int32)
+        places = torch.where(chosen, places, length).topk(width, dim=-1, largest=False).values
+        return places.clamp(max=length - 1).long()
+
     @torch.no_grad()
-    def learn(self, routes: _Routes, query: Tensor, key: Tensor | None, valid: Tensor | None) -> None:
+    def learn(self, clusters: list[_Sums]) -> None:
         """Moves the centroids towards the vectors nearest to them; one step per forward pass, the same in all processes."""
         precise = torch.promote_types(self.centroids.dtype, torch.float32)
         sums = torch.zeros_like(self.centroids, dtype=precise)
         counts = torch.zeros_like(self.counts, dtype=precise)
-        for vectors, labels in ((query, routes.query_labels), (key, routes.key_labels)):
-            if vectors is not None:
-                found = self._of_clusters(_real(vectors, valid), labels, valid)
-                sums += found[0].to(precise)
-                counts += found[1].to(precise)
+        for found in clusters:
+            sums += found.sums.to(precise)
+            counts += found.counts.to(precise)
         if dist.is_available() and dist.is_initialized():
             both = torch.cat([sums, counts[..., None]], dim=-1)
             dist.all_reduce(both)
@@ -180,30 +197,26 @@ class RoutingAttention(WithScoreTerms):
         self.centroids.copy_(torch.where(counts[..., None] > 0, moved, self.centroids.to(precise)))
         self.counts.copy_(total.clamp(min=_LEAST_COUNT))
 
-    def commitment(self, routes: _Routes, query: Tensor, key: Tensor | None, valid: Tensor | None) -> Tensor:
-        """beta * mean squared distance between vectors and their centroids, over real tokens."""
+    def commitment(self, centroids: Tensor, clusters: list[_Sums], valid: Tensor | None) -> Tensor:
+        """beta * mean squared distance between vectors and their centroids [R, K, d], over real tokens."""
         losses = []
-        for vectors, labels in ((query, routes.query_labels), (key, routes.key_labels)):
-            if vectors is None:
-                continue
+        for vectors, sums, counts in clusters:
             # sum |x - mu|^2 = sum |x|^2 - 2 sum_c mu_c sum_c x + sum_c n_c |mu_c|^2: nothing as large as the vectors is made.
-            vectors = _real(vectors, valid)
-            sums, counts = self._of_clusters(vectors, labels, valid)
-            centroids, flat = routes.centroids.to(sums.dtype), vectors.flatten()
+            centroids, flat = centroids.to(sums.dtype), vectors.flatten()
             total = torch.dot(flat, flat) - 2 * (sums * centroids).sum() + (counts * centroids.square().sum(-1)).sum()
             tokens = vectors.shape[0] * vectors.shape[2] if valid is None else valid.sum().clamp(min=1)
             losses.append(total / (tokens * self.routed * self.head_dim))
         return self.spec.commitment_weight * torch.stack(losses).mean()
 
-    def _of_clusters(self, vectors: Tensor, labels: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-        """vectors [B, R, T, d], zeros where there is no token -> their sums [R, K, d] and numbers [R, K] by cluster."""
-        clusters = self.spec.num_clusters
+    def _of_clusters(self, vectors: Tensor, labels: Tensor, valid: Tensor | None) -> _Sums:
+        """vectors and the clusters nearest to them, [B, R, T, d] and [B, R, T] -> what clusters hold."""
+        clusters, vectors = self.spec.num_clusters, _real(vectors, valid)
         heads = torch.arange(self.routed, device=labels.device)[:, None] * clusters
         place = (labels.long() + heads).flatten()
         ones = vectors.new_ones(labels.shape) if valid is None else valid[:, None].expand_as(labels).to(vectors.dtype)
         sums = vectors.new_zeros(self.routed * clusters, self.head_dim).index_add(0, place, vectors.flatten(0, 2))
         counts = vectors.new_zeros(self.routed * clusters).index_add(0, place, ones.flatten())
-        return sums.view(self.routed, clusters, -1), counts.view(self.routed, clusters)
+        return _Sums(vectors, sums.view(self.routed, clusters, -1), counts.view(self.routed, clusters))
 
     # ------------------------------------------------------------------------------------------- forward
 
@@ -262,13 +275,19 @@ class RoutingAttention(WithScoreTerms):
         checkpointing), centroids have moved already, and their decisions must stay as they were."""
         valid = context.query_padding_mask
         routes = context.shared.get(("routing", step))
+        # What is frozen (under adapters) stays as it is.
+        learns = routes is None and self.training and self.q_proj.weight.requires_grad
+        commits = self.training and self.spec.commitment_weight != 0
         if routes is None:
             routes = context.shared[("routing", step)] = self.route(query, key, valid)
-            if self.training and self.q_proj.weight.requires_grad:  # what is frozen (under adapters) stays as it is
-                self.learn(routes, query, key, valid)
-        if not self.training or self.spec.commitment_weight == 0:
-            return routes, None
-        return routes, {"routing_commitment": self.commitment(routes, query, key, valid)}
+        clusters = []
+        if learns or commits:
+            clusters.append(self._of_clusters(query, routes.query_labels, valid))
+            if key is not None:
+                clusters.append(self._of_clusters(key, routes.key_labels, valid))
+        if learns:
+            self.learn(clusters)
+        return routes, {"routing_commitment": self.commitment(routes.centroids, clusters, valid)} if commits else None
 
     def _dropout(self, context: LayerContext) -> float:
         """Of each part's weights; where they are wanted, it falls on all of them together instead."""

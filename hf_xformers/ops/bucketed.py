@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from ._bucketed_op import Layout, default_chunk, forward_op, sorted_codes
 from .head_groups import over_head_groups
+from .row_lookup import sum_rows, take_rows
 
 OWN_KEY = -1e5  # score of the own key as the last resort (appendix A)
 
@@ -271,7 +272,7 @@ def _clusters(
         key_index, key_valid = query_index, query_valid
     batch, heads, length, _ = q.shape
     clusters, width = query_index.shape[2:]
-    rows_q, rows_k, rows_v = (_take(x, i) for x, i in ((q, query_index), (k, key_index), (v, key_index)))
+    rows_q, rows_k, rows_v = (take_rows(x, i) for x, i in ((q, query_index), (k, key_index), (v, key_index)))
     plain = causal and shared and key_valid is None
     readable = None if key_valid is None else key_valid[..., None, :]
     if causal and not plain:
@@ -303,8 +304,7 @@ def mean_of_clusters(
     count = rows.new_zeros(*rows.shape[:2], length).scatter_add_(2, where, chosen.flatten(2).to(rows.dtype))
     share = count.clamp_(min=1).reciprocal().gather(2, where)
     share = share if used is None else share * used.flatten(2)
-    total = rows.new_zeros(*rows.shape[:2], length, rows.shape[-1])
-    return total.scatter_add(2, where[..., None].expand_as(rows), rows * share[..., None])
+    return sum_rows(rows * share[..., None], where, length)
 
 
 def clustered_reference(
@@ -343,12 +343,6 @@ def clustered_reference(
         count = count + asks[..., None]
     weights = (weights / count.clamp(min=1)).to(q.dtype)
     return torch.dropout(weights, dropout_p, dropout_p > 0) @ v, weights
-
-
-def _take(x: Tensor, index: Tensor) -> Tensor:
-    """[B, H, T, d], [B, H, C, w] -> [B, H, C, w, d]."""
-    flat = index.flatten(2)[..., None].expand(-1, -1, -1, x.shape[-1])
-    return x.gather(2, flat).view(*index.shape, x.shape[-1])
 
 
 def _ranks(labels: Tensor, real: Tensor) -> Tensor:

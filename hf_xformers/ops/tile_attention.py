@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from .row_lookup import take_rows
+
 # Scores (over batch, heads and all tiles) that are there at once: 16 MiB in float32.
 SCORES_AT_ONCE = 1 << 22
 
@@ -186,8 +188,7 @@ def take(x: Tensor, at: Tensor) -> Tensor:
     if at.shape[:2] == (1, 1):
         return x.index_select(2, at.flatten()).unflatten(2, at.shape[2:])
     batch = max(x.shape[0], at.shape[0])
-    flat = at.flatten(2)[..., None].expand(batch, x.shape[1], -1, x.shape[-1])
-    return x.expand(batch, -1, -1, -1).gather(2, flat).unflatten(2, at.shape[2:])
+    return take_rows(x.expand(batch, -1, -1, -1), at.expand(batch, x.shape[1], -1, -1))
 
 
 def _lowest(scores: Tensor) -> float:
