@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .exponential import exp_
+from .exponential import exp_, vectorised
 from .segments import accumulation_dtype
 
 
@@ -29,6 +29,8 @@ class ScaledFeatures(NamedTuple):
 
 def elu_plus_one(x: Tensor) -> Tensor:
     """`elu(x) + 1`, strictly positive, F = d. Katharopoulos et al. 2020, equation 7."""
+    if vectorised(x):
+        return exp_(x.clamp(max=0.0)).add_(x.clamp(min=0.0))
     # elu keeps its input for the backward pass, so its output may be changed in place.
     return F.elu(x).add_(1.0)
 

@@ -246,3 +246,15 @@ def test_every_row_of_an_orthogonal_matrix_is_normal_in_its_marginals():
         entries = matrices[:, row, column]
         assert abs(entries.mean()) < 4 / math.sqrt(3000)
         assert abs(entries.var() - 1) < 4 * math.sqrt(2 / 3000)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_elu_plus_one_without_a_gradient(dtype):
+    """Another way to the same numbers: e^min(x, 0) + max(x, 0)."""
+    x = torch.linspace(-30, 30, 2001, dtype=dtype)
+    expected = torch.where(x > 0, x.double() + 1, x.double().exp())
+    found = elu_plus_one(x)
+    torch.testing.assert_close(found.double(), expected, rtol=40 * torch.finfo(dtype).eps, atol=0)
+    torch.testing.assert_close(
+        elu_plus_one(x.clone().requires_grad_()).detach(), found, rtol=0, atol=4 * torch.finfo(dtype).eps * 31
+    )
