@@ -96,7 +96,7 @@ class _DistanceProducts(torch.autograd.Function):
     @first_derivative_only("Attention by distance", LITERAL)
     def backward(ctx: Any, grad: Tensor):
         (first, stop), (query, key, near_a, far_a, near_b, far_b) = ctx.near, ctx.saved_tensors
-        length = query.shape[2]
+        length, grad = query.shape[2], grad.to(query.dtype)  # autocast may have made the products of another type
         grad_query = grad_key = to_near_a = to_far_a = to_near_b = to_far_b = None
         before, within, after = grad.split([first, stop - first, key.shape[2] - stop], dim=-1)
         any_far = stop - first < key.shape[2]

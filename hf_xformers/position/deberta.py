@@ -99,10 +99,8 @@ class DebertaTerms(LayerTerms):
     def scores(self, block: QueryBlock, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
         query, rows, keys = block.query, block.rows, block.keys
         key = block.by_key[0].take(0, keys) if block.by_key else None
-        looked_up = (
-            context.static or torch.compiler.is_compiling()
-        )  # slots that only the device knows, graphs of any length
-        if looked_up or context.implementation == "eager":
+        # Slots that only the device knows, graphs of any length, and the literal equation.
+        if context.static or torch.compiler.is_compiling() or context.implementation == "eager":
             pairs = Pairs.of_block(query, query[:, :, :0] if key is None else key, rows, keys)
             return self.pairs(pairs, tables, context).squeeze(2)
         # Beyond reach a term is one number for a query or for a key; in between, products are laid out by distance.
