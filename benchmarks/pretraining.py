@@ -10,8 +10,8 @@ interpolation between its evaluations.
 
 On Shakespeare (characters) and WikiText-2 everybody stands on one backbone, `pre-LN`: presets whose residual paths are post-LN
 take a few hundred steps to learn more than the frequencies of tokens, whatever their mechanism, and would all show that
-number. `dense on its stack` is the loss of the very same configuration with dense attention, where attention is what the
-variant changes. On `stdlib`, the corpus that comes with Python, presets stand as they are. The others are read from
+number. `plain twin` is the loss of the very same configuration with dense attention, where attention is what the variant
+changes, or with the plain choice of what it does change. On `stdlib`, the corpus that comes with Python, presets stand as they are. The others are read from
 $HF_XFORMERS_DATA. Rows that `results/pretraining.json` has already (same steps) are not run again.
 """
 
@@ -31,8 +31,17 @@ from typing import Any
 
 from measure import write_results
 
-TWIN = "dense on its stack"
-DENSE = ["--attention", "dense"]
+TWIN = "plain twin"
+DENSE = {"attention": "dense"}
+# What takes the place of a mechanism that is no attention.
+PLAIN = {
+    "xf_macaron": {"block": "vanilla"},
+    "xf_power_norm": {"normalization": "layer_norm"},
+    "xf_product_key_memory": {"feedforward": "gelu"},
+    "xf_sandwich": {"block": "vanilla"},
+    "xf_switch_transformer": {"feedforward": "relu"},
+    "xf_universal_transformer": {"stack": "plain"},
+}
 COLUMNS = [
     "variant",
     "corpus",
@@ -114,20 +123,20 @@ def on_backbone(variant: str, corpus: str) -> list[str]:
     return ["--residual", "pre_ln"]
 
 
-def dense_twin(variant: str) -> str | None:
-    """What remains of the variant's preset at this size with dense attention, as text; None where attention is not what it
-    changes or brings its positions along."""
+def plain_twin(variant: str) -> str | None:
+    """What remains of the variant's preset at this size with dense attention, or with the plain choice in `PLAIN`, as text;
+    None where neither says what is left."""
     from hf_xformers.training.presets import size_fields
     from hf_xformers.variants import config_class
 
     made = config_class(variant)
     attention = made().to_dict()["attention"]
-    if not isinstance(attention, dict) or attention["type"] in ("dense", "transformer_xl", "complex_order"):
+    bound = not isinstance(attention, dict) or attention["type"] in ("dense", "transformer_xl", "complex_order")
+    if variant not in PLAIN and bound:
         return None
+    fields = PLAIN.get(variant) or {**DENSE, "cross_attention": "dense"}
     try:
-        config = made(
-            attention="dense", cross_attention="dense", **size_fields(made, "tiny", two_towers=False)
-        ).to_dict()
+        config = made(**fields, **size_fields(made, "tiny", two_towers=False)).to_dict()
     except ValueError:
         return None
     return json.dumps(
@@ -229,7 +238,8 @@ def write(rows: list[dict[str, Any]]) -> None:
         "8 rows a step), beside dense attention's: bert for masked, gpt2 for causal language models, t5 for span "
         "corruption. Backbone `pre-LN`: a post-LN preset with its residual paths changed, as those take a few hundred steps to "
         "learn more than the frequencies of tokens (about 6.2 for masked tokens of WikiText-2 and the embedded corpus, 3.3 for "
-        f"characters); `{TWIN}`: the very same configuration with dense attention, where attention is what the variant changes. "
+        f"characters); `{TWIN}`: the very same configuration with dense attention, where attention is what the variant changes, "
+        "or with a dense network, layer norm, the vanilla order, layers of their own, where that is. "
         "At this length nothing sub-quadratic is expected to be faster."
     )
     write_results("pretraining", rows, COLUMNS, "Pretraining against the dense baseline", note)
@@ -257,11 +267,12 @@ def main() -> None:
             known = {(row["variant"], row["corpus"], row["steps"]) for row in rows}
             if objective is None or (variant, corpus, arguments.steps) in known:
                 continue
-            twin = dense_twin(variant) if CORPORA[corpus].one_backbone else None
+            twin = plain_twin(variant) if CORPORA[corpus].one_backbone else None
             baseline = BASELINES[objective]
             dense = runs.result(baseline, corpus, objective)
             run = runs.result(variant, corpus, objective)
-            same = runs.result(variant, corpus, objective, DENSE, twin) if twin is not None else None
+            plain = [text for name, value in PLAIN.get(variant, DENSE).items() for text in (f"--{name}", value)]
+            same = runs.result(variant, corpus, objective, plain, twin) if twin is not None else None
             if "error" in run or "error" in dense:
                 continue
             row = {
