@@ -11,8 +11,8 @@ interpolation between its evaluations.
 On Shakespeare (characters) and WikiText-2 everybody stands on one backbone, `pre-LN`: presets whose residual paths are post-LN
 take a few hundred steps to learn more than the frequencies of tokens, whatever their mechanism, and would all show that
 number. `plain twin` is the loss of the very same configuration with dense attention, where attention is what the variant
-changes, or with the plain choice of what it does change. On `stdlib`, the corpus that comes with Python, presets stand as they are. The others are read from
-$HF_XFORMERS_DATA. Rows that `results/pretraining.json` has already (same steps) are not run again.
+changes, or with the plain choice of what it does change. On `stdlib`, the corpus that comes with Python, presets stand as they
+are. The others are read from $HF_XFORMERS_DATA. Rows that `results/pretraining.json` has already (same steps) are not run again.
 """
 
 from __future__ import annotations

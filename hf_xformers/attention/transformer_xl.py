@@ -319,8 +319,8 @@ class RelativeTerms(VisibleTerms):
         if apart and block.rows.start == 0:
             query = F.pad(query[:, :, 1:], (0, 0, 1, 0))
         no_position = near.new_zeros(1, 2, near.shape[-1])
-        key = query.new_empty(*query.shape[:2], block.keys, 0)
-        return distance_products(query, key, ByDistance(near[:, apart:], no_position), None, (apart, block.keys))
+        vectors = ByDistance(near[:, apart:], no_position)
+        return distance_products(query, None, vectors, None, (apart, block.keys), block.keys)
 
     def weighed(self, weights: Tensor, rows: slice) -> None:
         count_usage(self.context, self.step, weights, rows, self.num_keys)

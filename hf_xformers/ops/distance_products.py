@@ -32,20 +32,21 @@ class ByDistance(NamedTuple):
 
 def distance_products(
     query: Tensor,
-    key: Tensor,
+    key: Tensor | None,
     of_queries: ByDistance | None,
     of_keys: ByDistance | None,
     near: tuple[int, int],
+    keys: int,
 ) -> Tensor:
     """q_i a_(j-i) + k_j b_(j-i), each where its vectors are given.
 
-    query [B, h, t, d], key [B, h, s, d], near: the keys `[first, stop)` that `near` vectors belong to -> [B, h, t, s], which
-    may be strided. The result cannot be differentiated twice.
+    query [B, h, t, d], key [B, h, s, d] (`None` without vectors for keys), near: the keys `[first, stop)` that `near` vectors
+    belong to, keys: s -> [B, h, t, s], which may be strided. The result cannot be differentiated twice.
 
     Raises:
         RuntimeError: a derivative of the derivative is asked for.
     """
-    return _DistanceProducts.apply(near, query, key, *(of_queries or (None, None)), *(of_keys or (None, None)))
+    return _DistanceProducts.apply(near, keys, query, key, *(of_queries or (None, None)), *(of_keys or (None, None)))
 
 
 def _matmul(x: Tensor, table: Tensor) -> Tensor:
@@ -58,14 +59,15 @@ class _DistanceProducts(torch.autograd.Function):
     def forward(
         ctx: Any,
         near: tuple[int, int],
+        keys: int,
         query: Tensor,
-        key: Tensor,
+        key: Tensor | None,
         near_a: Tensor | None,
         far_a: Tensor | None,
         near_b: Tensor | None,
         far_b: Tensor | None,
     ) -> Tensor:
-        (first, stop), length, keys = near, query.shape[2], key.shape[2]
+        (first, stop), length = near, query.shape[2]
         result = early = late = None
         if near_a is not None and far_a is not None:
             middle = shifted_view(_matmul(query, near_a.mT), stop - first)
@@ -77,7 +79,7 @@ class _DistanceProducts(torch.autograd.Function):
                 early, late = _matmul(query, far_a.mT).split(1, dim=-1)
         if result is None:
             result = query.new_zeros(*query.shape[:3], keys)
-        if near_b is not None and far_b is not None:
+        if key is not None and near_b is not None and far_b is not None:
             backwards = near_b.flip(1)  # from the largest distance on, a key meets the queries in their order
             for tile, rows in _tiles(near, length):
                 products = _matmul(key[:, :, tile], backwards[:, rows].mT)
@@ -98,8 +100,8 @@ class _DistanceProducts(torch.autograd.Function):
         (first, stop), (query, key, near_a, far_a, near_b, far_b) = ctx.near, ctx.saved_tensors
         length, grad = query.shape[2], grad.to(query.dtype)  # autocast may have made the products of another type
         grad_query = grad_key = to_near_a = to_far_a = to_near_b = to_far_b = None
-        before, within, after = grad.split([first, stop - first, key.shape[2] - stop], dim=-1)
-        any_far = stop - first < key.shape[2]
+        before, within, after = grad.split([first, stop - first, grad.shape[-1] - stop], dim=-1)
+        any_far = stop - first < grad.shape[-1]
         if near_a is not None and far_a is not None:
             laid = grad.new_zeros(*grad.shape[:3], near_a.shape[1])
             shifted_view(laid, stop - first).copy_(within)
@@ -109,7 +111,7 @@ class _DistanceProducts(torch.autograd.Function):
                 outer = torch.stack((before.sum(-1), after.sum(-1)), dim=-1)
                 grad_query += _matmul(outer, far_a)
                 to_far_a = torch.matmul(outer.mT, query).sum_to_size(far_a.shape).to(far_a.dtype)
-        if near_b is not None and far_b is not None:
+        if key is not None and near_b is not None and far_b is not None:
             grad_key = torch.empty_like(key)
             backwards, to_backwards = near_b.flip(1), torch.zeros_like(near_b, dtype=grad.dtype)
             laid = grad.new_zeros(0)
@@ -133,7 +135,7 @@ class _DistanceProducts(torch.autograd.Function):
                 to_far_b[:, number : number + 1] = (
                     (outer * key[:, :, keys]).sum(2, keepdim=True).sum_to_size(far_b[:, :1].shape)
                 )
-        return None, grad_query, grad_key, to_near_a, to_far_a, to_near_b, to_far_b
+        return None, None, grad_query, grad_key, to_near_a, to_far_a, to_near_b, to_far_b
 
 
 def _tiles(near: tuple[int, int], length: int):

@@ -109,9 +109,7 @@ class DebertaTerms(LayerTerms):
         near_at, far_at = self._row(-distances), self._row(distances.new_tensor([self.reach, -self.reach]))
         found = [ByDistance(table.index_select(1, near_at), table.index_select(1, far_at)) for table in tables]
         of_queries = found[0] if "c2p" in self.spec.terms else None
-        if key is None:
-            return distance_products(query, query.new_empty(*query.shape[:2], keys, 0), of_queries, None, near)
-        return distance_products(query, key, of_queries, found[-1], near)
+        return distance_products(query, key, of_queries, None if key is None else found[-1], near, keys)
 
     def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
         row_at, parts = self._row(-slot_distances(pairs, context)), []

@@ -398,3 +398,14 @@ def test_refusals():
     for use_cache in (True, False):
         with pytest.raises(ValueError, match="cannot generate"):
             net.generate(ids, max_new_tokens=2, use_cache=use_cache)
+
+
+def test_places_are_counted_or_sorted_out():
+    """Two ways to the places that a cluster chose; the second one stands where scores are not numbers, or on other devices."""
+    places = torch.rand(2, 3, 4, 20).topk(5).indices.sort(-1).values
+    chosen = torch.zeros(2, 3, 4, 20, dtype=torch.bool).scatter(-1, places, True)
+    assert torch.equal(routing.RoutingAttention._places(chosen, 5), places)
+    chosen[0, 0, 0] = False
+    found = routing.RoutingAttention._places(chosen, 5)
+    assert torch.equal(found.flatten(0, 2)[1:], places.flatten(0, 2)[1:])
+    assert found.max() < 20  # the empty cluster's places are meaningless, but places

@@ -52,8 +52,8 @@ def test_products_equal_a_loop_over_pairs(near, which, table_heads, tile, monkey
         for i in range(2)
     ]
     of_queries, of_keys = (None if which == "keys" else tables[0]), (None if which == "queries" else tables[1])
-    arguments = (query, key, of_queries, of_keys, near)
-    found, expected = distance_products(*arguments), by_pairs(*arguments)
+    found = distance_products(query, None if which == "queries" else key, of_queries, of_keys, near, keys)
+    expected = by_pairs(query, key, of_queries, of_keys, near)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
     probe = numbers(*expected.shape, seed=9).detach()
     leaves = [
@@ -72,7 +72,9 @@ def test_products_equal_a_loop_over_pairs(near, which, table_heads, tile, monkey
 def test_a_second_derivative_is_refused():
     query, key = numbers(1, 1, 2, WIDTH, seed=1), numbers(1, 1, 2, WIDTH, seed=2)
     table = ByDistance(numbers(1, 3, WIDTH, seed=3), numbers(1, 2, WIDTH, seed=4))
-    (grad,) = torch.autograd.grad(distance_products(query, key, table, table, (0, 2)).sum(), query, retain_graph=True)
+    (grad,) = torch.autograd.grad(
+        distance_products(query, key, table, table, (0, 2), 2).sum(), query, retain_graph=True
+    )
     assert grad.shape == query.shape
     with pytest.raises(RuntimeError, match="no second derivative.*eager"):
-        torch.autograd.grad(distance_products(query, key, table, table, (0, 2)).sum(), query, create_graph=True)
+        torch.autograd.grad(distance_products(query, key, table, table, (0, 2), 2).sum(), query, create_graph=True)
