@@ -14,27 +14,30 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from . import modeling_heads, modeling_image, modeling_xformer
+from . import modeling_classifiers as classifiers
+from . import modeling_image, modeling_xformer
+from . import modeling_language as language
+from . import modeling_sentence_pairs as sentence_pairs
 from .auto_classes import register_config, register_model
 
 # head name -> (the class it derives from, the Auto class that resolves it)
 HEADS: dict[str, tuple[Any, str]] = {
     "Model": (modeling_xformer.XFormerModel, "AutoModel"),
-    "ForMaskedLM": (modeling_heads.XFormerForMaskedLM, "AutoModelForMaskedLM"),
-    "ForCausalLM": (modeling_heads.XFormerForCausalLM, "AutoModelForCausalLM"),
-    "ForSeq2SeqLM": (modeling_heads.XFormerForSeq2SeqLM, "AutoModelForSeq2SeqLM"),
+    "ForMaskedLM": (language.XFormerForMaskedLM, "AutoModelForMaskedLM"),
+    "ForCausalLM": (language.XFormerForCausalLM, "AutoModelForCausalLM"),
+    "ForSeq2SeqLM": (language.XFormerForSeq2SeqLM, "AutoModelForSeq2SeqLM"),
     "ForSequenceClassification": (
-        modeling_heads.XFormerForSequenceClassification,
+        classifiers.XFormerForSequenceClassification,
         "AutoModelForSequenceClassification",
     ),
-    "ForTokenClassification": (modeling_heads.XFormerForTokenClassification, "AutoModelForTokenClassification"),
-    "ForQuestionAnswering": (modeling_heads.XFormerForQuestionAnswering, "AutoModelForQuestionAnswering"),
-    "ForMultipleChoice": (modeling_heads.XFormerForMultipleChoice, "AutoModelForMultipleChoice"),
+    "ForTokenClassification": (classifiers.XFormerForTokenClassification, "AutoModelForTokenClassification"),
+    "ForQuestionAnswering": (classifiers.XFormerForQuestionAnswering, "AutoModelForQuestionAnswering"),
+    "ForMultipleChoice": (classifiers.XFormerForMultipleChoice, "AutoModelForMultipleChoice"),
     "ForNextSentencePrediction": (
-        modeling_heads.XFormerForNextSentencePrediction,
+        sentence_pairs.XFormerForNextSentencePrediction,
         "AutoModelForNextSentencePrediction",
     ),
-    "ForPreTraining": (modeling_heads.XFormerForPreTraining, "AutoModelForPreTraining"),
+    "ForPreTraining": (sentence_pairs.XFormerForPreTraining, "AutoModelForPreTraining"),
     "ForImageClassification": (modeling_image.XFormerForImageClassification, "AutoModelForImageClassification"),
 }
 

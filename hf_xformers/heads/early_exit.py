@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..losses import with_aux_losses
-from ..modeling_heads import pool
 from ..modeling_outputs import XFormerEarlyExitClassifierOutput
 from ..modeling_xformer import Pooler
+from ..pooling import pool
 from ..stacks.early_exit import EntropyExitSpec, PatienceExitSpec
 
 

@@ -44,10 +44,10 @@ def test_static_cache(case, caplog, monkeypatch):
 
 
 def test_own_state_is_named(caplog, monkeypatch):
-    from hf_xformers import modeling_heads
+    from hf_xformers import modeling_language
 
     said = []
-    monkeypatch.setattr(modeling_heads.logger, "warning_once", said.append)
+    monkeypatch.setattr(modeling_language.logger, "warning_once", said.append)
     for name, part in (("xf_performer", "attention 'performer'"), ("xf_cpe", "block 'cpe'"), ("xf_gpt2", None)):
         model = next(case for case in ONCE if case.name == name).shared()
         model.generate(tokens(1, 3), max_new_tokens=2, cache_implementation="static")
