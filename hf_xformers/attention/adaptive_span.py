@@ -18,7 +18,8 @@ from ..ops.patterns import band
 from ..ops.shifted_rows import shift_rows
 from ..ops.window_attention import window_attention
 from .base import Attention, AttentionSpec
-from .query_blocks import over_query_blocks, rows_at_once, shared_rows, visible_block, visible_pairs
+from .query_blocks import over_query_blocks, rows_at_once, shared_rows
+from .visibility import visible_block, visible_pairs
 
 TRIM = 64  # spans are rounded up to this many tokens, so that plans for them can be used again
 

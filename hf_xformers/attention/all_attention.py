@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from ..components import register
 from ..context import LayerContext
 from .base import Attention, AttentionSpec, literal_softmax_attention
-from .dense import boolean_mask
+from .visibility import boolean_mask
 
 
 class AllAttention(Attention):

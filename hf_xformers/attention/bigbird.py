@@ -1,69 +1,16 @@
-"""BigBird's attention: a window of blocks, random blocks, and global tokens."""
+"""BigBird: its blocks, random draws and global tokens."""
 
 from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
-from transformers.cache_utils import Cache
-
 from ..components import register
-from ..context import LayerContext
 from ..ops import patterns
 from ..ops.pattern_base import Pattern
 from .base import AttentionSpec
-from .block_sparse import INSIDE, BlockSparseAttention, check_at_least
-from .longformer import given_globals
-
-
-class BigBirdAttention(BlockSparseAttention):
-    """Zaheer et al. 2020 (arXiv 2007.14062), section 2: softmax over N(i), the union of
-
-    - a window: the token's own block of b tokens and (w - 1) / 2 blocks on each side;
-    - r random blocks, drawn for each layer, head and block of tokens from the blocks outside its window;
-    - global tokens, which see and are seen by all. ITC ("internal"): those of a text's first and last g blocks. ETC
-      ("extended"): those of the model input `global_attention_mask`, which the stack `global_tokens` adds and sets.
-
-    N(i) is a set: a block that is found twice counts once. Draws are a hash of seed, layer, head and block: the same in
-    training, evaluation and after a reload. They are uniform over the blocks of `max_position_embeddings` tokens, and those
-    beyond the end of a text are absent, so that neither padding nor other texts change N(i). The last block is that of the
-    text's last real token.
-
-    Time and memory O(T b (w + r + 2 g)).
-    """
-
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
-        super().prepare(context, past_key_values)
-        self.global_tokens(context)
-
-    def global_tokens(self, context: LayerContext) -> tuple[Tensor | None, int | None]:
-        spec = self.spec
-        if spec.attention_type == "original_full":
-            return None, 0
-        if spec.global_mode == "etc":
-            return given_globals(context, None)
-        key = f"bigbird_globals_{spec.block_size}_{spec.num_global_blocks}"
-        if key not in context.shared:
-            context.shared[key] = self._end_blocks(context)
-        return context.shared[key]
-
-    def _end_blocks(self, context: LayerContext) -> tuple[Tensor | None, int | None]:
-        """Tokens of the first and the last blocks of each text."""
-        size, tokens = self.spec.block_size, self.spec.num_global_blocks * self.spec.block_size
-        length = context.query_index.shape[0]
-        if tokens == 0:
-            return None, 0
-        place, real = context.query_index[None], context.padding_mask
-        if real is None:
-            last = torch.full_like(place[:, :1], length - 1)
-        else:
-            first = real.int().argmax(-1, keepdim=True)
-            last = torch.where(real, place, first).amax(-1, keepdim=True) - first
-            place = place - first
-        chosen = (place < tokens) | (place // size > last // size - self.spec.num_global_blocks)
-        chosen = chosen if real is None else chosen & real
-        return chosen, min(2 * tokens, length)
+from .bigbird_attention import BigBirdAttention
+from .block_sparse import INSIDE, check_at_least
+from .block_sparse_terms import BigBirdWithTerms
 
 
 @register("attention", "bigbird", aliases=("big_bird",))
@@ -125,7 +72,5 @@ class BigBirdSpec(AttentionSpec):
 
     def build(self, config, **where) -> BigBirdAttention:
         if config.position.acts & {"score_bias", *INSIDE}:
-            from .block_sparse_terms import BigBirdWithTerms  # it stands on this file
-
             return BigBirdWithTerms(config, self, **where)
         return BigBirdAttention(config, self, **where)

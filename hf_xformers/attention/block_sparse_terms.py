@@ -12,9 +12,9 @@ from ..context import LayerContext
 from ..ops.pattern_tiles import Rounds, pattern_tiles
 from ..ops.tile_attention import Tiles, take, tile_attention
 from .base import literal_softmax_attention
-from .bigbird import BigBirdAttention
-from .block_sparse import BlockSparseAttention
-from .longformer import LongformerAttention
+from .bigbird_attention import BigBirdAttention
+from .block_sparse_attention import BlockSparseAttention
+from .longformer_attention import LongformerAttention
 from .position_terms import ScoreTerms, WithPositionTerms
 
 Inputs = tuple[Tensor, Tensor, Tensor]

@@ -10,7 +10,7 @@ from ..context import LayerContext, SublayerOutput, self_attention_cache
 from ..normalization.residual import norm_inputs
 from ..stacks.conditional_computation import Gates, check_stack, gate_usage
 from .base import AttentionSpec
-from .dense import DenseAttention
+from .dense_attention import DenseAttention
 
 
 class ConditionalAttention(DenseAttention):

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..context import LayerContext
 from ..ops.term_attention import applies
 from ..position.distances import distances_of_block
-from .dense import DenseAttention
+from .dense_attention import DenseAttention
 from .position_terms import BiasByDistance
 from .term_blocks import attend_with_terms
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ..context import LayerContext
-from .dense import DenseAttention
+from .dense_attention import DenseAttention
 from .position_terms import WithPositionTerms
 from .term_blocks import attend_with_terms, weights_with_terms
 

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ..context import LayerContext
 from ..ops.shifted_rows import SharedRows
-from .dense import boolean_mask
 
 # Scores (over batch and heads) in one block: 4 MiB in float32, large enough to hide the cost of a Python step.
 SCORES_AT_ONCE = 1 << 20
@@ -22,47 +21,6 @@ SCORES_AT_ONCE = 1 << 20
 LEAST_ROWS = 64
 # What a block costs beside its scores (reading all keys, adding to all their gradients) is shared by its queries.
 FAVOURED_ROWS = 256
-
-
-def visible_pairs(context: LayerContext, cross: bool = False) -> Tensor | None:
-    """Who may attend to whom, [B or 1, 1 or H, T or 1, S] boolean, the causal order included; None if everybody may."""
-    if cross:
-        padding = context.memory_padding_mask
-        return None if padding is None else padding[:, None, None, :]
-    if "visible_pairs" not in context.shared:
-        mask = boolean_mask(context)
-        if mask is None and context.causal:
-            mask = (context.key_index[None, :] <= context.query_index[:, None])[None, None]
-        context.shared["visible_pairs"] = mask
-    return context.shared["visible_pairs"]
-
-
-def visible_block(context: LayerContext, cross: bool, rows: slice, keys: slice, order: bool = True) -> Tensor | None:
-    """The part of [`visible_pairs`] for some queries and some keys, made without making the whole; `order=False`: without
-    the causal order, which the caller sees to."""
-    if cross:
-        padding = context.memory_padding_mask
-        return None if padding is None else padding[:, None, None, keys]
-    mask = context.explicit_mask
-    if mask is not None:
-        mask = mask[:, :, rows if mask.shape[2] > 1 else slice(None), keys]
-        return mask if mask.dtype == torch.bool else mask == 0
-    if context.padding_mask is not None:
-        mask = context.padding_mask[:, None, None, keys]
-    if context.segment_ids is not None:
-        same = context.segment_ids[:, None, rows, None] == context.segment_ids[:, None, None, keys]
-        mask = same if mask is None else mask & same
-    if context.causal and order:
-        earlier = context.key_index[None, keys] <= context.query_index[rows, None]
-        mask = earlier[None, None] if mask is None else mask & earlier
-    return mask
-
-
-def rows_can_be_empty(context: LayerContext, cross: bool = False) -> bool:
-    """Whether some query may see nothing at all. By causal order alone that never happens: a token sees itself."""
-    if cross:
-        return context.memory_padding_mask is not None
-    return context.padding_mask is not None or context.explicit_mask is not None
 
 
 def last_key(context: LayerContext, cross: bool, num_keys: int, stop: int) -> int:

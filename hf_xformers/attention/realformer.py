@@ -12,7 +12,8 @@ from ..context import LayerContext, SublayerOutput
 from ..ops.block_sparse import block_sparse_attention
 from ..ops.patterns import full
 from .base import Attention, AttentionSpec
-from .query_blocks import visible_pairs, visible_softmax
+from .query_blocks import visible_softmax
+from .visibility import visible_pairs
 
 _ALL = full()
 

@@ -14,8 +14,8 @@ from ..components import register
 from ..context import LayerContext, SublayerOutput, self_attention_cache
 from ..initialization import start_projections
 from .base import Attention, AttentionSpec
-from .dense import boolean_mask
-from .query_blocks import over_query_blocks, rows_at_once, shared_rows, visible_pairs, visible_softmax
+from .query_blocks import over_query_blocks, rows_at_once, shared_rows, visible_softmax
+from .visibility import boolean_mask, visible_pairs
 
 KINDS = ("dot", "dense", "random", "fixed_random", "factorized_dense", "factorized_random")
 # Kinds that are products of a vector of the query and one of the key, so that fused attention computes them.

@@ -12,15 +12,8 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from ..components import register
 from ..context import LayerContext, SublayerOutput, self_attention_cache
 from .base import Attention, AttentionSpec
-from .query_blocks import (
-    last_key,
-    over_query_blocks,
-    rows_at_once,
-    rows_can_be_empty,
-    shared_rows,
-    visible_block,
-    visible_softmax,
-)
+from .query_blocks import last_key, over_query_blocks, rows_at_once, shared_rows, visible_softmax
+from .visibility import rows_can_be_empty, visible_block
 
 DYNAMIC = ("x2l", "m2l", "x2w", "m2w")  # by query (x) or by key (m), to the scores (l) or to the weights (w)
 

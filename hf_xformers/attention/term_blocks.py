@@ -12,16 +12,8 @@ from ..ops.shifted_rows import SharedRows
 from ..ops.term_attention import Blocks, QueryBlock, Terms, applies, plus_products, term_attention
 from ..ops.tile_attention import Pairs
 from ..position.distances import along_diagonals, pick_numbers, slot_distances
-from .query_blocks import (
-    heads_at_once,
-    last_key,
-    over_query_blocks,
-    rows_at_once,
-    rows_can_be_empty,
-    shared_rows,
-    visible_block,
-    visible_softmax,
-)
+from .query_blocks import heads_at_once, last_key, over_query_blocks, rows_at_once, shared_rows, visible_softmax
+from .visibility import rows_can_be_empty, visible_block
 
 
 class VisibleTerms:
