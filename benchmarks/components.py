@@ -134,6 +134,7 @@ def main() -> None:
             "T": length,
             "time ratio": time[name],
             "memory ratio": memory[name] / memory[plain],
+            "others busy": seconds.others_busy,
         }
         for entry in others:
             row |= {

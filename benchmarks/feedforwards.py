@@ -98,6 +98,7 @@ def main() -> None:
                 "T": length,
                 "time ratio": relative[name],
                 "memory ratio": memory[name, length] / memory["dense", length],
+                "others busy": seconds.others_busy,
             }
             if (other := f"{name} | peer") in relative:
                 row["peer"] = PEERS[name]

@@ -304,6 +304,7 @@ def measure(
             "FLOP ratio": flops(steps[name]) / flops(steps[dense]),
             "memory ratio": memory[name] / memory[dense],
             "peak MiB": memory[name] / 2**20,
+            "others busy": seconds.others_busy,
             "ms": 1000 * sorted(seconds[name])[len(seconds[name]) // 2],
         }
         found = [peer for peer in case.peers if f"{name} | {peer}" in steps]

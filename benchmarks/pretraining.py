@@ -1,18 +1,19 @@
 """Validation loss of variants against the dense baseline, at equal steps and at equal time.
 
-HF_HUB_OFFLINE=1 python benchmarks/pretraining.py [--corpora stdlib,shakespeare,wikitext2] [--only xf_performer,...] [--steps 200]
+HF_HUB_OFFLINE=1 python benchmarks/pretraining.py [--corpora stdlib,shakespeare,wikitext2] [--only xf_performer,...]
 
 Every variant is pretrained from nothing at size tiny (hidden 128, four layers) by `hf-xformers pretrain`, on the
-same rows in the same order, one thread. Causal language models are compared with `gpt2`, masked ones with `bert`, span
-corruption with `t5`. `loss` is the held-out loss (nats per target) after all steps; `at equal time` is the loss that the
+same rows in the same order, one thread. Causal language models, which learn from every token, are compared with `gpt2`;
+variants that are none with `bert` on masked tokens, for twice the steps, or with `t5` on span corruption. `loss` is the held-out loss (nats per target) after all steps; `at equal time` is the loss that the
 baseline had reached in the processor time that the variant's run took (at most after all its steps), by linear
 interpolation between its evaluations.
 
-On Shakespeare (characters) and WikiText-2 everybody stands on one backbone, `pre-LN`: presets whose residual paths are post-LN
-take a few hundred steps to learn more than the frequencies of tokens, whatever their mechanism, and would all show that
-number. `plain twin` is the loss of the very same configuration with dense attention, where attention is what the variant
-changes, or with the plain choice of what it does change. On `stdlib`, the corpus that comes with Python, presets stand as they
-are. The others are read from $HF_XFORMERS_DATA. Rows that `results/pretraining.json` has already (same steps) are not run again.
+All stand on one backbone, `pre-LN`: presets whose residual paths are post-LN take a few hundred steps to learn more than the
+frequencies of tokens, whatever their mechanism, and would all show that number. For masked tokens the same holds of
+positions that are added to the input, so that rotary ones take their place or, where attention has no place for them, those of
+convolutions (`CPE`). `plain twin` is the loss of the very same configuration with dense attention, where attention is what the
+variant changes, or with the plain choice of what it does change. `stdlib` comes with Python; the others are read from
+$HF_XFORMERS_DATA. Rows that `results/pretraining.json` has already (same steps and backbone) are not run again.
 """
 
 from __future__ import annotations
@@ -34,12 +35,21 @@ from measure import write_results
 TWIN = "plain twin"
 DENSE = {"attention": "dense"}
 # What takes the place of a mechanism that is no attention.
-PLAIN = {
+PLAIN: dict[str, dict[str, Any]] = {
+    "xf_adanorm": {"normalization": "layer_norm"},
+    "xf_admin": {"residual": "post_ln"},
+    "xf_expert_prototyping": {"feedforward": "relu"},
+    "xf_gshard_moe": {"feedforward": "relu"},
+    "xf_hash_layers": {"feedforward": "relu"},
     "xf_macaron": {"block": "vanilla"},
     "xf_power_norm": {"normalization": "layer_norm"},
     "xf_product_key_memory": {"feedforward": "gelu"},
+    "xf_rezero": {"residual": "pre_ln"},
     "xf_sandwich": {"block": "vanilla"},
+    "xf_scale_norm": {"normalization": "layer_norm"},
+    "xf_sparsely_gated_moe": {"feedforward": "relu"},
     "xf_switch_transformer": {"feedforward": "relu"},
+    "xf_transparent_attention": {"stack": "plain"},
     "xf_universal_transformer": {"stack": "plain"},
 }
 COLUMNS = [
@@ -68,24 +78,23 @@ NO_MATTER = {
 NO_MATTER |= {"pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"}
 LEAST_FOR_SPANS = 361  # bytes, special tokens and the sentinels of span corruption
 BASELINES = {"mlm": "xf_bert", "clm": "xf_gpt2", "span": "xf_t5"}
+STEPS = {"mlm": 400, "clm": 200, "span": 200}
+SCHEDULE = ["--learning_rate", "3e-3", "--warmup_steps", "0.1", "--validation_fraction", "0.02"]
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """file: below $HF_XFORMERS_DATA, or empty for the corpus of the package; vocabulary: ids of the tokenizer; one_backbone:
-    whether post-LN presets are put on pre-LN; schedule: options where they are not the command's own."""
+    """file: below $HF_XFORMERS_DATA, or empty for the corpus of the package; vocabulary: ids of the tokenizer."""
 
     file: str
     vocabulary: int
-    one_backbone: bool = True
-    schedule: tuple[str, ...] = ("--learning_rate", "3e-3", "--warmup_steps", "0.1", "--validation_fraction", "0.02")
 
     def data(self) -> str:
         return str(Path(os.environ["HF_XFORMERS_DATA"]) / self.file) if self.file else "stdlib"
 
 
 CORPORA = {
-    "stdlib": Corpus("", 2048, one_backbone=False, schedule=()),
+    "stdlib": Corpus("", 2048),
     "shakespeare": Corpus("tinyshakespeare/input.txt", 261),  # bytes and special tokens: character level
     "wikitext2": Corpus("wikitext2/train.txt", 2048),
 }
@@ -103,24 +112,33 @@ OPTIONS = {
 }
 
 
-def objective_for(variant: str, corpus: str) -> str | None:
-    """What a variant is compared on: causal language modelling first, which learns from every token, but on `stdlib`."""
+def objective_for(variant: str) -> str | None:
+    """What a variant is compared on."""
     from hf_xformers.variants import config_class
 
     heads = config_class(variant).heads
-    wanted = [("clm", "ForCausalLM"), ("mlm", "ForMaskedLM"), ("span", "ForSeq2SeqLM")]
-    if corpus == "stdlib":
-        wanted.insert(0, wanted.pop(1))
+    wanted = (("clm", "ForCausalLM"), ("mlm", "ForMaskedLM"), ("span", "ForSeq2SeqLM"))
     return next((name for name, head in wanted if head in heads), None)
 
 
-def on_backbone(variant: str, corpus: str) -> list[str]:
-    """Options that put a post-LN preset on the backbone that the models of this corpus share."""
+def on_backbone(variant: str, objective: str) -> tuple[str, list[str]]:
+    """The backbone's name, and the options that put a preset on it."""
     from hf_xformers.variants import config_class
 
-    if not CORPORA[corpus].one_backbone or config_class(variant)().to_dict()["residual"]["type"] != "post_ln":
-        return []
-    return ["--residual", "pre_ln"]
+    made = config_class(variant)
+    given = made().to_dict()
+    name, changes = "own", {}
+    if given["residual"]["type"] == "post_ln":
+        name, changes = "pre-LN", {"residual": "pre_ln"}
+    position = given["position"]["type"]
+    if objective == "mlm" and position in ("learned_absolute", "none"):
+        choices = [("rotary", {"position": "rotary"}), ("CPE", {"block": "cpe", "position": "none"})]
+        for kind, change in choices[: 1 if position == "none" else 2]:
+            with contextlib.suppress(ValueError):  # the mechanism has no place for it
+                made(**changes, **change)
+                name, changes = f"{name}, {kind}", {**changes, **change}
+                break
+    return name, [text for field, value in changes.items() for text in (f"--{field}", value)]
 
 
 def plain_twin(variant: str) -> str | None:
@@ -147,8 +165,8 @@ def plain_twin(variant: str) -> str | None:
 class Runs:
     """Trained once each: what `result` is asked for again is there."""
 
-    def __init__(self, folder: Path, steps: int) -> None:
-        self.folder, self.steps = folder, steps
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.done: dict[tuple[str, str, str], dict[str, Any]] = {}
 
     def result(
@@ -156,24 +174,25 @@ class Runs:
     ) -> dict[str, Any]:
         """Evaluations (step, loss) of a run and its processor seconds; or `error`, a line, which is printed too. key: what
         makes runs the same, if not the variant. The first run of a corpus and objective makes the tokenizer of all."""
-        whole = (corpus, objective, key or variant)
+        backbone = on_backbone(variant, objective)[1]
+        whole = (corpus, objective, f"{key or variant} {backbone}")
         if whole not in self.done:
             start = self.folder / f"{corpus}-{objective}"
-            made = [*(options or OPTIONS.get(variant, [])), *on_backbone(variant, corpus)]
+            made = [*(options or OPTIONS.get(variant, [])), *backbone]
             with tempfile.TemporaryDirectory() as scratch:
                 if start.exists():
                     made += ["--tokenizer", str(start), "--output_dir", f"{scratch}/run"]
                 else:
                     made += ["--output_dir", str(start)]
-                self.done[whole] = train(variant, objective, corpus, self.steps, made)
+                self.done[whole] = train(variant, objective, corpus, made)
             if "error" in self.done[whole]:
                 print(f"{variant} on {corpus} {options or ''}: {self.done[whole]['error']}", flush=True)
         return self.done[whole]
 
 
-def train(variant: str, objective: str, corpus: str, steps: int, options: list[str]) -> dict[str, Any]:
+def train(variant: str, objective: str, corpus: str, options: list[str]) -> dict[str, Any]:
     """One run, in a fork of this process."""
-    found, folder = CORPORA[corpus], options[-1]
+    found, folder, steps = CORPORA[corpus], options[-1], STEPS[objective]
     command = ["pretrain", "--variant", variant, "--objective", objective, "--data", found.data()]
     command += [
         "--vocab_size",
@@ -185,9 +204,9 @@ def train(variant: str, objective: str, corpus: str, steps: int, options: list[s
         "--use_cpu",
         "true",
     ]
-    command += ["--block_size", "128", "--eval_strategy", "steps", "--eval_steps", str(max(steps // 4, 1))]
+    command += ["--block_size", "128", "--eval_strategy", "steps", "--eval_steps", str(steps // 4)]
     command += ["--per_device_train_batch_size", "8", "--eval_on_start", "true", "--save_strategy", "no"]
-    command += ["--report_to", "none", "--seed", "0", "--disable_tqdm", "true", *found.schedule, *options]
+    command += ["--report_to", "none", "--seed", "0", "--disable_tqdm", "true", *SCHEDULE, *options]
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     child = context.Process(target=_train, args=(command, folder, queue))
@@ -234,12 +253,13 @@ def at_seconds(run: dict[str, Any], seconds: float) -> float:
 
 def write(rows: list[dict[str, Any]]) -> None:
     note = (
-        "Held-out loss after a few hundred steps from nothing at size tiny (hidden 128, 4 layers, rows of 128 tokens, "
-        "8 rows a step), beside dense attention's: bert for masked, gpt2 for causal language models, t5 for span "
-        "corruption. Backbone `pre-LN`: a post-LN preset with its residual paths changed, as those take a few hundred steps to "
-        "learn more than the frequencies of tokens (about 6.2 for masked tokens of WikiText-2 and the embedded corpus, 3.3 for "
-        f"characters); `{TWIN}`: the very same configuration with dense attention, where attention is what the variant changes, "
-        "or with a dense network, layer norm, the vanilla order, layers of their own, where that is. "
+        "Held-out loss after a few hundred steps from nothing at size tiny (hidden 128, 4 layers, rows of 128 tokens, 8 rows a "
+        "step), beside dense attention's: gpt2 for causal language models, bert for masked tokens, t5 for span corruption. "
+        "Backbone `pre-LN`: a post-LN preset with its residual paths changed, as those take a few hundred steps to learn more "
+        "than the frequencies of tokens; `rotary`: a preset for masked tokens with rotary positions, as learned ones take as "
+        "long there, or with those of convolutions (`CPE`) where attention has no place for rotary ones; bert itself has both. "
+        f"`{TWIN}`: the very same configuration with dense attention, where attention is what the variant changes, or with a "
+        "dense network, layer norm, plain residual paths, the vanilla order, layers of their own, where that is. "
         "At this length nothing sub-quadratic is expected to be faster."
     )
     write_results("pretraining", rows, COLUMNS, "Pretraining against the dense baseline", note)
@@ -251,7 +271,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpora", default="stdlib")
     parser.add_argument("--only", default="", help="model types, separated by commas; default: all that read text")
-    parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()
     variants = [name for name in arguments.only.split(",") if name] or [
         name for name in model_types() if name != "xformer" and config_class(name).modality == "text"
@@ -261,15 +280,17 @@ def main() -> None:
     import hf_xformers.training.trainer  # noqa: F401  (imported once, before the forks)
 
     with tempfile.TemporaryDirectory() as scratch:
-        runs = Runs(Path(scratch), arguments.steps)
+        runs = Runs(Path(scratch))
         for corpus, variant in itertools.product(arguments.corpora.split(","), variants):
-            objective = objective_for(variant, corpus)
-            known = {(row["variant"], row["corpus"], row["steps"]) for row in rows}
-            if objective is None or (variant, corpus, arguments.steps) in known:
+            objective = objective_for(variant)
+            if objective is None:
                 continue
-            twin = plain_twin(variant) if CORPORA[corpus].one_backbone else None
-            baseline = BASELINES[objective]
-            dense = runs.result(baseline, corpus, objective)
+            backbone, steps = on_backbone(variant, objective)[0], STEPS[objective]
+            known = {(row["variant"], row["corpus"], row["objective"], row["backbone"], row["steps"]) for row in rows}
+            if (variant, corpus, objective, backbone, steps) in known:
+                continue
+            twin = plain_twin(variant)
+            dense = runs.result(BASELINES[objective], corpus, objective)
             run = runs.result(variant, corpus, objective)
             plain = [text for name, value in PLAIN.get(variant, DENSE).items() for text in (f"--{name}", value)]
             same = runs.result(variant, corpus, objective, plain, twin) if twin is not None else None
@@ -279,8 +300,8 @@ def main() -> None:
                 "variant": variant,
                 "corpus": corpus,
                 "objective": objective,
-                "backbone": "pre-LN" if on_backbone(variant, corpus) else "own",
-                "steps": arguments.steps,
+                "backbone": backbone,
+                "steps": steps,
                 "loss at start": run["evaluations"][0][1],
                 "loss": run["evaluations"][-1][1],
                 "dense loss": dense["evaluations"][-1][1],

@@ -151,6 +151,7 @@ def main() -> None:
             "T": length,
             "time ratio": time[name],
             "memory ratio": memory[name] / memory[plain],
+            "others busy": seconds.others_busy,
             "ms": 1000 * sorted(seconds[name])[len(seconds[name]) // 2],
             "peak MiB": memory[name] / 2**20,
         }

@@ -15,14 +15,17 @@ import platform
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import psutil
 import torch
 
 # glibc moves the size from which a block gets pages of its own (and gives them back when freed) upwards as a program runs;
 # then what a call freed stays with the heap and hides in the next call's growth.
 _M_MMAP_THRESHOLD, _OWN_PAGES_FROM = -3, 1 << 20
+QUIET = 0.1  # of all processors
 
 
 def machine(device: str | None = None) -> dict[str, Any]:
@@ -47,6 +50,31 @@ def on_cuda(device: str | None) -> bool:
 # ------------------------------------------------------------------------------------------------ time
 
 
+class Seconds(dict[str, list[float]]):
+    """Seconds of each call, and how many processors other programs kept busy meanwhile."""
+
+    others_busy: float = 0.0
+
+
+class Bystanders:
+    """How many processors all other programs have kept busy since this was made."""
+
+    def __init__(self) -> None:
+        self._begun, self._busy = time.perf_counter(), self._seconds()
+
+    @staticmethod
+    def _seconds() -> float:
+        everybody, own = psutil.cpu_times(), psutil.Process().cpu_times()
+        idle = sum(getattr(everybody, name, 0.0) for name in ("idle", "iowait", "guest", "guest_nice"))
+        return sum(everybody) - idle - own.user - own.system
+
+    def busy(self) -> float:
+        passed = time.perf_counter() - self._begun
+        if passed < 0.2:
+            return 0.0  # the system counts in hundredths of a second, which says nothing here
+        return min(max(self._seconds() - self._busy, 0.0) / passed, float(psutil.cpu_count() or 1))
+
+
 def interleaved_seconds(
     calls: Mapping[str, Callable[[], Any]],
     rounds: int = 5,
@@ -54,15 +82,27 @@ def interleaved_seconds(
     *,
     device: str | None = None,
     clock: Callable[[], float] = time.process_time,
-) -> dict[str, list[float]]:
-    """Seconds of each call, `rounds` times in turn after `warmup` uncounted rounds. clock: the one on a CPU."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+) -> Seconds:
+    """Seconds of each call, `rounds` times in turn after `warmup` uncounted rounds. clock: the one on a CPU.
+
+    Warns where other programs kept more than `QUIET` of the processors busy: they share the way to memory, so that a call
+    that lives by it seems slower than it is beside one that computes.
+    """
+    seconds = Seconds((name, []) for name in calls)
+    bystanders = Bystanders()
     once = _cuda_seconds if on_cuda(device) else lambda call: _cpu_seconds(call, clock)
     for index in range(warmup + rounds):
         for name, call in calls.items():
             spent = once(call)
             if index >= warmup:
                 seconds[name].append(spent)
+    seconds.others_busy = bystanders.busy()
+    if seconds.others_busy > QUIET * (psutil.cpu_count() or 1):
+        warnings.warn(
+            f"other programs kept {seconds.others_busy:.1f} processors busy during a measurement: ratios of what goes "
+            "through memory come out too high; measure again when the machine is quiet",
+            stacklevel=2,
+        )
     return seconds
 
 

@@ -7,9 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from ..hub.attention_map import draw
+from .measure import QUIET
 from .plots import HINT, can_plot, plot_all
 from .runner import Comparison
 from .steps import HEADS, WIDTH
@@ -43,6 +45,7 @@ def write_report(comparison: Comparison) -> list[str]:
     parts = ["# Comparison", about(comparison.machine, settings.dtype)]
     if speed:
         parts += [f"## Time and memory: {_what(settings)}", _speed_note(settings), table(map(_told, speed), SPEED)]
+        parts += disturbed(speed)
     if quality:
         training = settings.training
         tasks = [f"- `{name}`: {TASKS[name].about}." for name in settings.tasks]
@@ -75,6 +78,17 @@ def write_report(comparison: Comparison) -> list[str]:
     (folder / "results.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     pictures += [name.replace(".png", ".svg") for name in pictures]
     return ["results.json", "results.md", *pictures, *written]
+
+
+def disturbed(speed: Iterable[dict[str, Any]]) -> list[str]:
+    """A sentence where other programs ran beside a measurement."""
+    most = max((row.get("others busy", 0.0) for row in speed), default=0.0)
+    if most <= QUIET * (psutil.cpu_count() or 1):
+        return []
+    return [
+        f"While some of this was measured, other programs kept up to {most:.1f} processors busy: ratios of what goes through "
+        "memory come out too high then. Measure again (`--overwrite_output_dir`) when the machine is quiet."
+    ]
 
 
 def write_maps(folder: Path, rows: Iterable[dict[str, Any]]) -> list[str]:

@@ -170,6 +170,7 @@ class Comparison:
         taken, peak = time["value"], memory["value"]
         row: dict[str, Any] = {"status": "ok", "ms": 1000 * taken["seconds"]}
         row["ms range"] = [1000 * seconds for seconds in taken["spread"]]
+        row["others busy"] = taken["others busy"]
         row["time ratio"] = 1.0 if cell.entry.label == "dense" else taken["ratio"]
         row["peak MiB"] = None if peak is None else peak / MIB
         known = peak is not None and dense is not None and dense.get("peak MiB")

@@ -88,7 +88,11 @@ def seconds(job: dict[str, Any]) -> dict[str, Any]:
     calls = {name: _step(job, job[name]) for name in ("baseline", "entry") if job.get(name) is not None}
     clock = time.process_time if job["threads"] == 1 else time.perf_counter
     spent = interleaved_seconds(calls, job["rounds"], device=job["device"], clock=clock)
-    found = {"seconds": statistics.median(spent["entry"]), "spread": _spread(spent["entry"])}
+    found = {
+        "seconds": statistics.median(spent["entry"]),
+        "spread": _spread(spent["entry"]),
+        "others busy": spent.others_busy,
+    }
     return {**found, "ratio": ratios(spent, "baseline")["entry"] if "baseline" in spent else None}
 
 

@@ -310,12 +310,16 @@ def _measure(comparison: Comparison) -> None:
 
 
 def _show(comparison: Comparison) -> None:
+    from ..benchmark.report import disturbed
+
     speed, quality = comparison.rows("speed"), comparison.rows("quality")
     if speed:
         columns = ("label", "shape", "at", "ms", "time ratio", "peak MiB", "memory ratio", "status")
         names = ("", "shape", "tokens", *columns[3:])
         rows = ([row.get(column) if row.get(column) is not None else "" for column in columns] for row in speed)
         print_table("time and memory of forward and backward, ratios to dense attention", names, rows)
+        for sentence in disturbed(speed):
+            say(sentence)
     if quality:
         columns = ("label", "shape", "at", "accuracy", "chance accuracy", "loss", "seconds", "status")
         names = ("", "shape", "task", "accuracy", "chance", "loss", "seconds", "status")

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import time
+import warnings
+from collections import namedtuple
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
+from hf_xformers.benchmark import measure
 from hf_xformers.benchmark.measure import (
+    Bystanders,
     forked_memory,
     interleaved_seconds,
     machine,
@@ -33,6 +41,64 @@ def test_calls_take_turns_and_warm_up_is_not_counted():
     seconds = interleaved_seconds({"a": call("a", 1.0), "b": call("b", 3.0)}, 2, device="cpu", clock=lambda: now[0])
     assert order == ["a", "b"] * 3
     assert seconds == {"a": [1.0, 1.0], "b": [3.0, 3.0]}
+
+
+class Processor:
+    """A machine of two processors of which other programs keep `others` busy, as psutil tells of it."""
+
+    def __init__(self, others: float) -> None:
+        self.now, self.others = 0.0, others
+
+    def pass_by(self, seconds: float) -> None:
+        self.now += seconds
+
+    def cpu_times(self):
+        return Times(user=(1 + self.others) * self.now, system=0.0, idle=(1 - self.others) * self.now)
+
+    def cpu_count(self) -> int:
+        return 2
+
+    def Process(self):
+        return SimpleNamespace(cpu_times=lambda: Times(user=self.now, system=0.0, idle=0.0))
+
+
+Times = namedtuple("Times", "user system idle")
+
+
+@pytest.mark.parametrize("others", [0.0, 0.15, 0.9])
+def test_a_measurement_beside_other_programs_says_so(others, monkeypatch):
+    processor = Processor(others)
+    monkeypatch.setattr(measure, "psutil", processor)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: processor.now)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        seconds = interleaved_seconds({"a": lambda: processor.pass_by(1.0)}, 2, device="cpu", clock=lambda: 0.0)
+    assert seconds.others_busy == pytest.approx(others)
+    assert [f"{others:.1f} processors busy" in str(one.message) for one in told] == ([True] if others > 0.2 else [])
+
+
+def test_what_is_too_short_to_tell_is_not_told(monkeypatch):
+    processor = Processor(0.9)
+    monkeypatch.setattr(measure, "psutil", processor)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: processor.now)
+    bystanders = Bystanders()
+    processor.pass_by(0.1)
+    assert bystanders.busy() == 0
+    processor.pass_by(0.9)
+    assert bystanders.busy() == pytest.approx(0.9)
+
+
+def test_other_programs_are_counted_on_this_machine():
+    burner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        bystanders, deadline, busy = Bystanders(), time.monotonic() + 30, 0.0
+        while busy < 0.2 and time.monotonic() < deadline:
+            time.sleep(0.2)
+            busy = bystanders.busy()
+    finally:
+        burner.kill()
+        burner.wait()
+    assert 0.2 <= busy <= psutil.cpu_count()
 
 
 def test_ratio_is_the_median_of_pairs_not_the_ratio_of_medians():

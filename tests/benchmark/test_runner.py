@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -31,7 +32,8 @@ def fake(fails=lambda job: False):
             return {"status": "out of memory", "error": "too | much"}
         long = job.get("length", 0)
         value = {
-            "time": {"seconds": long / 1000, "spread": [0.0, 1.0], "ratio": 0.5 if "baseline" in job else None},
+            "time": {"seconds": long / 1000, "spread": [0.0, 1.0], "ratio": 0.5 if "baseline" in job else None,
+                     "others busy": 90.0 if long == 16 else 0.0},
             "memory": long * 2**20,
             "map": {"encoder": [[1.0, 0.0], [0.5, 0.5]]},
             "train": {"head": "ForCausalLM", "parameters": 9, "steps": 2, "loss": 1.0, "accuracy": 0.5, "chance loss": 2.0,
@@ -75,6 +77,15 @@ def test_a_cell_that_fails_stops_no_other(monkeypatch, tmp_path):
     text = (tmp_path / "results.md").read_text()
     assert "longformer (encoder), speed 16: out of memory. too | much" in text
     assert "| performer | xf_performer | encoder | 16 | 16.00 | 0.50 | 16.00 | 1.00 | ok |" in text
+
+
+@pytest.mark.parametrize(("lengths", "told"), [((16, 32), True), ((32,), False)])
+def test_the_report_says_where_other_programs_ran_beside(monkeypatch, tmp_path, lengths, told):
+    monkeypatch.setattr("hf_xformers.benchmark.report.psutil.cpu_count", lambda: 4)
+    settings = dataclasses.replace(SETTINGS, lengths=lengths, tasks=(), maps=False)
+    comparison, _, _ = compare(monkeypatch, tmp_path, settings=settings)
+    write_report(comparison)
+    assert ("other programs kept up to 90.0 processors busy" in (tmp_path / "results.md").read_text()) == told
 
 
 def test_without_a_baseline_there_are_no_ratios(monkeypatch, tmp_path):
