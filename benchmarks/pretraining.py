@@ -39,8 +39,10 @@ PLAIN: dict[str, dict[str, Any]] = {
     "xf_adanorm": {"normalization": "layer_norm"},
     "xf_admin": {"residual": "post_ln"},
     "xf_expert_prototyping": {"feedforward": "relu"},
+    "xf_funnel_transformer": {"stack": "plain"},
     "xf_gshard_moe": {"feedforward": "relu"},
     "xf_hash_layers": {"feedforward": "relu"},
+    "xf_hi_transformer": {"stack": "plain", "block": "vanilla"},
     "xf_macaron": {"block": "vanilla"},
     "xf_power_norm": {"normalization": "layer_norm"},
     "xf_product_key_memory": {"feedforward": "gelu"},
@@ -193,10 +195,11 @@ class Runs:
 def train(variant: str, objective: str, corpus: str, options: list[str]) -> dict[str, Any]:
     """One run, in a fork of this process."""
     found, folder, steps = CORPORA[corpus], options[-1], STEPS[objective]
+    vocabulary = max(found.vocabulary, LEAST_FOR_SPANS) if objective == "span" else found.vocabulary
     command = ["pretrain", "--variant", variant, "--objective", objective, "--data", found.data()]
     command += [
         "--vocab_size",
-        str(found.vocabulary),
+        str(vocabulary),
         "--size",
         "tiny",
         "--max_steps",

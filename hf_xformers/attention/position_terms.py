@@ -36,6 +36,9 @@ class PositionTerms(VisibleTerms):
     def by_key(self, key: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self.terms.by_key(key, tables, self.context)
 
+    def by_distance(self, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self.terms.by_distance(tables, self.context)
+
     def scores(self, block: QueryBlock, tables: tuple[Tensor, ...]) -> Tensor:
         return super().scores(block, tables) if self.separable else self.terms.scores(block, tables, self.context)
 
@@ -77,7 +80,9 @@ class ScoreTerms(NamedTuple):
         query, rows = query * self.scale, slice(0, query.shape[2])
         of_queries = self.terms.by_query(query, self.tables)
         of_keys = tuple(SharedRows(x, 1) for x in self.terms.by_key(key, self.tables))
-        return self.terms.scores(QueryBlock(query, of_queries, of_keys, rows, key.shape[2]), self.tables)
+        of_distances = tuple(SharedRows(x, 1) for x in self.terms.by_distance(self.tables))
+        block = QueryBlock(query, of_queries, of_keys, rows, key.shape[2], of_distances)
+        return self.terms.scores(block, self.tables)
 
     def from_matrix(
         self,

@@ -41,6 +41,9 @@ class VisibleTerms:
     def by_key(self, key: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return ()
 
+    def by_distance(self, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return ()
+
     def scores(self, block: QueryBlock, tables: tuple[Tensor, ...]) -> Tensor:
         """As [`Terms.scores`]; here for separable terms."""
         query, keys, line = block.query, block.keys, self.line(tables)
@@ -167,7 +170,8 @@ def weights_with_terms(
     """The same with all pairs at once -> output [B, T, H, d], weights [B, H, T, S]."""
     of_queries = terms.by_query(query, tables)
     of_keys = tuple(SharedRows(x, 1) for x in terms.by_key(key, tables))
-    block = QueryBlock(query, of_queries, of_keys, slice(0, query.shape[2]), key.shape[2])
+    of_distances = tuple(SharedRows(x, 1) for x in terms.by_distance(tables))
+    block = QueryBlock(query, of_queries, of_keys, slice(0, query.shape[2]), key.shape[2], of_distances)
     return _attend(block, key, value, tables, terms, dropout)
 
 
@@ -182,14 +186,16 @@ def _in_blocks(
 ) -> Tensor:
     length = query.shape[2]
     of_queries = terms.by_query(query, tables)
-    key_rows, value_rows, *of_keys = (
-        shared_rows(x, length, at_once) for x in (key, value, *terms.by_key(key, tables))
+    shared = (
+        tuple(shared_rows(x, length, at_once) for x in group)
+        for group in ((key, value), terms.by_key(key, tables), terms.by_distance(tables))
     )
+    (key_rows, value_rows), of_keys, of_distances = shared
 
     def block(begin: int, end: int, part: Tensor, *own: Tensor) -> Tensor:
         seen = terms.last_key(end)
         near_key, near_value = key_rows.take(0, seen), value_rows.take(0, seen)
-        pairs = QueryBlock(part, own, tuple(of_keys), slice(begin, end), seen)
+        pairs = QueryBlock(part, own, of_keys, slice(begin, end), seen, of_distances)
         return _attend(pairs, near_key, near_value, tables, terms, dropout)[0]
 
     return over_query_blocks(block, length, at_once, (query, 2), *((x, 2) for x in of_queries))

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from ..components import register
 from ..context import LayerContext, SublayerOutput, self_attention_cache
 from ..memory import SegmentCacheLayer, take_slots
-from ..ops.distance_products import ByDistance, distance_products
+from ..ops.distance_products import distance_products
 from ..ops.shifted_rows import shift_rows
 from ..ops.term_attention import QueryBlock
 from .base import Attention, AttentionSpec
@@ -303,23 +303,25 @@ class RelativeTerms(VisibleTerms):
     def by_query(self, query: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (query + tables[1],)
 
+    def by_distance(self, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (tables[0].unsqueeze(0),)
+
     def scores(self, block: QueryBlock, tables: tuple[Tensor, ...]) -> Tensor:
         rows, keys = block.rows, block.keys
         length, step = rows.stop - rows.start, self.grid.step
         first = step * (self.context.query_index.shape[0] - rows.stop)
-        near = tables[0][:, first : first + keys + step * (length - 1)]
+        near = block.by_distance[0].take(first, first + keys + step * (length - 1)).squeeze(0)
         if step == 1 and not torch.compiler.is_compiling():
             return self._by_distance(block, near)
         scores = shift_rows(torch.matmul(block.by_query[0], near.transpose(-1, -2)), keys, step)
         return self.grid.without_first(scores, rows)
 
     def _by_distance(self, block: QueryBlock, near: Tensor) -> Tensor:
-        """The scores of queries that stand as close as the keys. What stands apart meets a vector of zeros."""
+        """The scores of queries that stand as close as the keys. What stands apart has none."""
         query, apart = block.by_query[0], int(self.grid.apart)
         if apart and block.rows.start == 0:
             query = F.pad(query[:, :, 1:], (0, 0, 1, 0))
-        no_position = near.new_zeros(1, 2, near.shape[-1])
-        vectors = ByDistance(near[:, apart:], no_position)
+        vectors = near[:, apart:] if apart else near
         return distance_products(query, None, vectors, None, (apart, block.keys), block.keys)
 
     def weighed(self, weights: Tensor, rows: slice) -> None:

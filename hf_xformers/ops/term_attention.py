@@ -53,8 +53,8 @@ class VisiblePairs(Protocol):
 class QueryBlock(NamedTuple):
     """Some queries, and the first keys of all: the pairs whose terms are made together.
 
-    query: `[B, h, t, d]`, those of `rows` alone. by_query: what belongs to them, `[B or 1, h, t, n]` each; by_key: what belongs
-    to all keys, taken from once. rows: which of the queries. keys: how many keys.
+    query: `[B, h, t, d]`, those of `rows` alone. by_query: what belongs to them, `[B or 1, h, t, n]` each; by_key and by_distance:
+    what belongs to all keys and to all distances, each taken from once. rows: which of the queries. keys: how many keys.
     """
 
     query: Tensor
@@ -62,6 +62,7 @@ class QueryBlock(NamedTuple):
     by_key: tuple[SharedRows, ...]
     rows: slice
     keys: int
+    by_distance: tuple[SharedRows, ...] = ()
 
 
 class Terms(VisiblePairs, Protocol):
@@ -75,6 +76,10 @@ class Terms(VisiblePairs, Protocol):
 
     def by_key(self, key: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """key [B, h, S, d] -> what belongs to keys, [B or 1, h, S, n] each."""
+        ...
+
+    def by_distance(self, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What belongs to distances, [1, h, distances, n] each."""
         ...
 
     def scores(self, block: QueryBlock, tables: tuple[Tensor, ...]) -> Tensor:
@@ -145,11 +150,13 @@ class _TermAttention(torch.autograd.Function):
             q, k, v, some = query[:, group], key[:, group], value[:, group], _some(tables, group)
             of_queries = terms.by_query(q, some)
             of_keys = tuple(SharedRows(x, 1) for x in terms.by_key(k, some))
+            of_distances = tuple(SharedRows(x, 1) for x in terms.by_distance(some))
             for begin in range(0, length, blocks.rows):
                 rows = slice(begin, min(begin + blocks.rows, length))
                 seen = terms.last_key(rows.stop)
                 part = q[:, :, rows]
-                scores = terms.scores(QueryBlock(part, _rows_of(of_queries, rows), of_keys, rows, seen), some)
+                own = _rows_of(of_queries, rows)
+                scores = terms.scores(QueryBlock(part, own, of_keys, rows, seen, of_distances), some)
                 scores = terms.hide(scores, rows)
                 result, norm = _attend(part, k[:, :, :seen], v[:, :, :seen], scores, terms, some, rows)
                 output[:, rows, group] = result.transpose(1, 2)
@@ -236,10 +243,11 @@ def _group_backward(
     with torch.enable_grad():
         start = tuple(x.detach().requires_grad_() for x in (query, key, *tables))
         of_queries, of_keys = terms.by_query(start[0], start[2:]), terms.by_key(start[1], start[2:])
-    made = (*of_queries, *of_keys)
+        made = (*of_queries, *of_keys, *terms.by_distance(start[2:]))
     cut = tuple(x.detach().requires_grad_(x.requires_grad) for x in made)
     sums = [torch.zeros_like(x) for x in made]
-    count, starts = len(of_queries), range(0, query.shape[2], block_rows)
+    count, to_distances = len(of_queries), len(of_keys)
+    starts = range(0, query.shape[2], block_rows)
     with torch.enable_grad():
         shared = tuple(SharedRows(x, len(starts)) for x in cut[count:])
     totals = [x.new_zeros(x.shape[0] * x.shape[1], *x.shape[2:]) for x in (key, value)]
@@ -248,7 +256,8 @@ def _group_backward(
         part = query[:, :, rows].detach().requires_grad_()
         own = tuple(x[:, :, rows].detach().requires_grad_(x.requires_grad) for x in cut[:count])
         with torch.enable_grad():
-            scores = terms.scores(QueryBlock(part, own, shared, rows, terms.last_key(rows.stop)), start[2:])
+            of_others = (shared[:to_distances], rows, terms.last_key(rows.stop), shared[to_distances:])
+            scores = terms.scores(QueryBlock(part, own, *of_others), start[2:])
         block = _Block(terms, rows, part.detach(), key, value, grad[:, :, rows], norms[:, :, rows], along[:, :, rows])
         # .data: what hides pairs overwrites numbers that no derivative reads, which a version counter cannot know.
         upstream = block.backward(scores.data, start[2:], found[0][:, :, rows], *totals, found_tables)

@@ -99,6 +99,10 @@ class LayerTerms(nn.Module):
         """key [B, h, S, d] -> what belongs to keys and all blocks of queries read, [B or 1, h, S, n] each."""
         return ()
 
+    def by_distance(self, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
+        """What belongs to distances and all blocks of queries read, [1, h, distances, n] each (not where `separable`)."""
+        return ()
+
     def line(self, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor | None:
         """A number for each distance (key - query) from the last query and the first key on, [h, T + S - 1], if scores get
         one (only where `separable`)."""

@@ -11,13 +11,12 @@ from torch.nn import functional as F
 
 from ..components import register
 from ..context import LayerContext
-from ..ops.distance_products import ByDistance, distance_products
+from ..ops.distance_products import distance_products
 from ..ops.term_attention import QueryBlock
 from ..ops.tile_attention import Pairs
 from .base import LayerTerms, Position, PositionSpec
 from .distances import (
     Near,
-    distances_of_block,
     pick_rows,
     slot_distances,
 )
@@ -96,20 +95,42 @@ class DebertaTerms(LayerTerms):
     def by_key(self, key: Tensor, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
         return (key,) if "p2c" in self.spec.terms else ()
 
+    def _pair_by_pair(self, context: LayerContext) -> bool:
+        """Slots that only the device knows, graphs of any length, and the literal equation."""
+        return context.static or torch.compiler.is_compiling() or context.implementation == "eager"
+
+    def _distances(self, context: LayerContext) -> tuple[int, int]:
+        """The least and the greatest distance key - query (slots) whose vector some block reads."""
+        queries, keys = context.query_index.shape[0], context.key_index.shape[0]
+        near = Near.of(context, slice(0, queries), keys, self.reach)
+        return near.first - keys + 1 - (near.first > 0), near.stop - 1 - keys + queries + (near.stop < keys)
+
+    def by_distance(self, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
+        """The vectors of all distances, for queries from the least distance on, for keys from the greatest."""
+        if self._pair_by_pair(context):
+            return ()
+        least, greatest = self._distances(context)
+        row_at = self._row(-torch.arange(least, greatest + 1, device=context.key_index.device))
+        orders = [row_at] * ("c2p" in self.spec.terms) + [row_at.flip(0)] * ("p2c" in self.spec.terms)
+        return tuple(table.index_select(1, at).unsqueeze(0) for table, at in zip(tables, orders, strict=True))
+
     def scores(self, block: QueryBlock, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
         query, rows, keys = block.query, block.rows, block.keys
         key = block.by_key[0].take(0, keys) if block.by_key else None
-        # Slots that only the device knows, graphs of any length, and the literal equation.
-        if context.static or torch.compiler.is_compiling() or context.implementation == "eager":
+        if not block.by_distance:
             pairs = Pairs.of_block(query, query[:, :, :0] if key is None else key, rows, keys)
             return self.pairs(pairs, tables, context).squeeze(2)
-        # Beyond reach a term is one number for a query or for a key; in between, products are laid out by distance.
-        near, length = Near.of(context, rows, keys, self.reach), query.shape[2]
-        distances = distances_of_block(context, rows, keys)[near.first : near.stop + length - 1]
-        near_at, far_at = self._row(-distances), self._row(distances.new_tensor([self.reach, -self.reach]))
-        found = [ByDistance(table.index_select(1, near_at), table.index_select(1, far_at)) for table in tables]
-        of_queries = found[0] if "c2p" in self.spec.terms else None
-        return distance_products(query, key, of_queries, None if key is None else found[-1], near, keys)
+        # Beyond reach a term is one number for a query or for a key, of the vectors next to those of near keys.
+        near, (least, greatest) = Near.of(context, rows, keys, self.reach), self._distances(context)
+        begin = context.key_index.shape[0] - context.query_index.shape[0]
+        low = near.first - (begin + rows.stop - 1) - (near.first > 0)
+        high = near.stop - 1 - (begin + rows.start) + (near.stop < keys)
+        of_queries = of_keys = None
+        if "c2p" in self.spec.terms:
+            of_queries = block.by_distance[0].take(low - least, high - least + 1).squeeze(0)
+        if "p2c" in self.spec.terms:
+            of_keys = block.by_distance[-1].take(greatest - high, greatest - low + 1).squeeze(0)
+        return distance_products(query, key, of_queries, of_keys, near, keys)
 
     def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
         row_at, parts = self._row(-slot_distances(pairs, context)), []

@@ -1,10 +1,12 @@
 """Products with vectors by distance against a loop over pairs."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
 from hf_xformers.ops import distance_products as module
-from hf_xformers.ops.distance_products import ByDistance, distance_products
+from hf_xformers.ops.distance_products import distance_products
 
 HEADS, WIDTH = 3, 5
 
@@ -13,15 +15,28 @@ def numbers(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
+class Table(NamedTuple):
+    """Vectors by distance: near ones, and one for all earlier and one for all later keys."""
+
+    near: torch.Tensor
+    early: torch.Tensor
+    late: torch.Tensor
+
+    def laid(self, near: tuple[int, int], keys: int, far: bool = True) -> torch.Tensor:
+        """As `distance_products` takes them for queries; for keys the other way round."""
+        ends = (self.early[:, : far and near[0] > 0], self.near, self.late[:, : far and near[1] < keys])
+        return torch.cat(ends, dim=1)
+
+
 def by_pairs(query, key, of_queries, of_keys, near):
     """q_i a_(j-i) + k_j b_(j-i), pair by pair."""
     (first, stop), length, keys = near, query.shape[2], key.shape[2]
 
-    def vector(table: ByDistance, i: int, j: int) -> torch.Tensor:
+    def vector(table: Table, i: int, j: int) -> torch.Tensor:
         if j < first:
-            return table.far[:, 0]
+            return table.early[:, 0]
         if j >= stop:
-            return table.far[:, 1]
+            return table.late[:, 0]
         return table.near[:, length - 1 - i + j - first]
 
     rows = []
@@ -42,25 +57,32 @@ def by_pairs(query, key, of_queries, of_keys, near):
 @pytest.mark.parametrize("which", ["queries", "keys", "both"])
 @pytest.mark.parametrize("table_heads", [1, HEADS])
 @pytest.mark.parametrize("tile", [2, 64])
-def test_products_equal_a_loop_over_pairs(near, which, table_heads, tile, monkeypatch):
-    monkeypatch.setattr(module, "TILE_KEYS", tile)
+@pytest.mark.parametrize("far", [True, False], ids=["far", "nothing-far"])
+def test_products_equal_a_loop_over_pairs(near, which, table_heads, tile, far, monkeypatch):
+    monkeypatch.setattr(module, "LEAST_TILE", tile)
     length, keys = 4, 11
     query, key = numbers(2, HEADS, length, WIDTH, seed=1), numbers(2, HEADS, keys, WIDTH, seed=2)
-    rows = length + near[1] - near[0] - 1
+    counts = (length + near[1] - near[0] - 1, 1, 1)
     tables = [
-        ByDistance(numbers(table_heads, rows, WIDTH, seed=3 + i), numbers(table_heads, 2, WIDTH, seed=5 + i))
+        Table(*(numbers(table_heads, n, WIDTH, seed=3 * i + part + 3) for part, n in enumerate(counts)))
         for i in range(2)
     ]
+    if not far:
+        tables = [table._replace(early=0 * table.early, late=0 * table.late) for table in tables]
     of_queries, of_keys = (None if which == "keys" else tables[0]), (None if which == "queries" else tables[1])
-    found = distance_products(query, None if which == "queries" else key, of_queries, of_keys, near, keys)
+    found = distance_products(
+        query,
+        None if which == "queries" else key,
+        None if of_queries is None else of_queries.laid(near, keys, far),
+        None if of_keys is None else of_keys.laid(near, keys, far).flip(1),
+        near,
+        keys,
+    )
     expected = by_pairs(query, key, of_queries, of_keys, near)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
-    probe = numbers(*expected.shape, seed=9).detach()
-    leaves = [
-        x
-        for group in ((query,) * (which != "keys"), (key,) * (which != "queries"), of_queries, of_keys)
-        for x in group or ()
-    ]
+    probe = numbers(*expected.shape, seed=11).detach()
+    leaves = [query] * (which != "keys") + [key] * (which != "queries")
+    leaves += [x for table in (of_queries, of_keys) if table is not None for x in (table if far else (table.near,))]
     ours, theirs = (
         torch.autograd.grad((x * probe).sum(), leaves, allow_unused=True, materialize_grads=True)
         for x in (found, expected)
@@ -71,7 +93,7 @@ def test_products_equal_a_loop_over_pairs(near, which, table_heads, tile, monkey
 
 def test_a_second_derivative_is_refused():
     query, key = numbers(1, 1, 2, WIDTH, seed=1), numbers(1, 1, 2, WIDTH, seed=2)
-    table = ByDistance(numbers(1, 3, WIDTH, seed=3), numbers(1, 2, WIDTH, seed=4))
+    table = numbers(1, 3, WIDTH, seed=3)
     (grad,) = torch.autograd.grad(
         distance_products(query, key, table, table, (0, 2), 2).sum(), query, retain_graph=True
     )
