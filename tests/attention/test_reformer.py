@@ -8,43 +8,17 @@ import math
 import pytest
 import torch
 from transformers import DynamicCache, ReformerConfig, StaticCache
-from transformers import initialization as init
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM
 from hf_xformers.attention.bucketed import BucketLayer
-from hf_xformers.context import LayerContext
+from tests.attention.group_helpers import SIZES, build_layer, context, states
 
-SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 64,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "residual": "pre_ln",
-    "initializer_range": 0.3,
-}
 SMALL = {"type": "reformer", "chunk_length": 4, "num_hashes": 3, "num_buckets": 4}
 
 
 def module(decoder=False, dtype=torch.float64, layer_idx=0, **fields):
-    config = XFormerConfig(**SIZES, is_decoder=decoder, use_cache=False, attention={**SMALL, **fields})
-    torch.manual_seed(1)
-    made = config.attention.build(config, layer_idx=layer_idx)
-    made.initialize(config, init)
-    return made.to(dtype).eval()
-
-
-def context(length, decoder=False, mask=None, implementation="sdpa"):
-    slots = torch.arange(length)
-    return LayerContext(mask, slots[None], slots, slots, decoder, True, implementation=implementation)
-
-
-def states(length, batch=2, seed=0):
-    return torch.randn(batch, length, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return build_layer({**SMALL, **fields}, decoder, layer_idx).to(dtype).eval()
 
 
 # ------------------------------------------------------------------------------------------- the equation

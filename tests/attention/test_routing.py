@@ -7,45 +7,17 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import initialization as init
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM
 from hf_xformers.attention import routing
-from hf_xformers.context import LayerContext
+from tests.attention.group_helpers import SIZES, build_layer, context, states
 
-SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 64,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "residual": "pre_ln",
-    "initializer_range": 0.3,
-}
 SMALL = {"type": "routing_transformer", "num_clusters": 3, "window_size": 4, "block_size": 4}
 ROUTED = {**SMALL, "num_routing_heads": 2}
 
 
 def module(decoder=False, training=False, position="none", **fields):
-    config = XFormerConfig(
-        **SIZES, is_decoder=decoder, use_cache=False, attention={**SMALL, **fields}, position=position
-    )
-    torch.manual_seed(1)
-    made = config.attention.build(config, layer_idx=0)
-    made.initialize(config, init)
-    return made.double().train(training)
-
-
-def context(length, decoder=False, mask=None, implementation="sdpa"):
-    slots = torch.arange(length)
-    return LayerContext(mask, slots[None], slots, slots, decoder, True, implementation=implementation)
-
-
-def states(length, batch=2, seed=0):
-    return torch.randn(batch, length, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return build_layer({**SMALL, **fields}, decoder, position=position).train(training)
 
 
 def projected(attention, x):
