@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..components import register
 from ..context import LayerContext
+from ..ops.head_convolution import convolve_heads
 from ..ops.nystrom import iterative_pinv, nystrom_attention, segment_means
 from ..ops.segments import accumulation_dtype
 from .base import Attention, AttentionSpec
@@ -58,7 +59,7 @@ class NystromAttention(Attention):
             )
         if self.conv is not None:
             value = value if mask is None else value.masked_fill(~mask[:, None, :, None], 0.0)
-            output = output + self.conv(value)
+            output = output + convolve_heads(value, self.conv.weight[:, 0, :, 0], context.implementation == "eager")
         return output.transpose(1, 2), weights
 
     def matrix(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
