@@ -44,7 +44,8 @@ class Pairs:
 
 
 class Products(Pairs):
-    """term_ij = |tanh(q_i W)| . tanh(k_j U) + a table [H, T, S], with values from another table if `has_values`."""
+    """term_ij = |tanh(q_i W)| . tanh(k_j U) + a table [H, T, S] + sin of numbers by distance [H, T + S - 1, 1], with values from
+    another table if `has_values`."""
 
     def by_query(self, query, tables):
         return (torch.tanh(query @ tables[0]),)
@@ -52,12 +53,19 @@ class Products(Pairs):
     def by_key(self, key, tables):
         return (torch.tanh(key @ tables[1]),)
 
+    def by_distance(self, tables):
+        return (torch.sin(tables[3])[None],)
+
     def scores(self, block, tables):
         products = block.by_query[0].abs() @ block.by_key[0].take(0, block.keys).mT
+        count, first = block.query.shape[2], tables[2].shape[1] - block.rows.stop
+        line = block.by_distance[0].take(first, first + count + block.keys - 1)[..., 0]
+        distance = torch.arange(block.keys)[None] - torch.arange(count)[:, None] + count - 1
+        products = products + line[:, :, distance]
         return products + tables[2][None, :, block.rows, : block.keys] + block.query.sum(-1, keepdim=True)
 
     def values(self, weights, tables, rows):
-        return weights @ tables[3][:, : weights.shape[-1]]
+        return weights @ tables[4][:, : weights.shape[-1]]
 
     def hide(self, scores, rows):
         seen = self.seen()[:, :, rows, : scores.shape[-1]]
@@ -115,14 +123,16 @@ def test_terms_equal_the_matrix(length, keys, ordered, padded, with_values, fuse
         numbers(1, WIDTH, FURTHER, seed=3),
         numbers(HEADS, WIDTH, FURTHER, seed=4),
         numbers(HEADS, length, keys, seed=5),
+        numbers(HEADS, length + keys - 1, 1, seed=7),
         numbers(HEADS, keys, WIDTH, seed=6),
-    )[: 4 if with_values else 3]
+    )[: 5 if with_values else 4]
     terms = Products(length, keys, ordered, padding(keys) if padded else None)
     terms.has_values = with_values
     found = term_attention.term_attention(query, key, value, tables, terms, blocks)
     scores = torch.tanh(query @ tables[0]).abs() @ torch.tanh(key @ tables[1]).mT
-    scores = scores + tables[2] + query.sum(-1, keepdim=True)
-    expected = literal(query, key, value, scores, terms.seen(), tables[3] if with_values else None)
+    distance = torch.arange(keys)[None] - torch.arange(length)[:, None]
+    scores = scores + tables[2] + query.sum(-1, keepdim=True) + torch.sin(tables[3])[:, distance + length - 1, 0]
+    expected = literal(query, key, value, scores, terms.seen(), tables[4] if with_values else None)
     check(found, expected, [query, key, value, *tables])
 
 
