@@ -127,10 +127,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="512,2048,4096")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="", help="part of the names of cases")
+    parser.add_argument("--only", default="", help="part of the names of cases, or one whole name")
     parser.add_argument("--no-peers", action="store_true")
     arguments = parser.parse_args()
     names = [name for name in CASES if arguments.only.lower() in name.lower()]
+    names = [arguments.only] if arguments.only in CASES else names
     stored = Path(__file__).parent / "results" / "stacks.json"
     rows = json.loads(stored.read_text())["rows"] if stored.exists() else []
     lengths, measured = [int(length) for length in arguments.lengths.split(",")], []
