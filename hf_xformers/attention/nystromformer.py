@@ -15,6 +15,14 @@ from ..ops.segments import accumulation_dtype
 from .base import Attention, AttentionSpec
 
 
+class HeadConvolution(nn.Conv2d):
+    """A kernel [K, 1] for each head, in products of matrices. It is called as a module, so that adapters and hooks on it count."""
+
+    def forward(self, input: Tensor, literal: bool = False) -> Tensor:
+        """input [B, H, T, d] -> [B, H, T, d]; literal: by torch's own convolution."""
+        return convolve_heads(input, self.weight[:, 0, :, 0], literal)
+
+
 class NystromAttention(Attention):
     """O = softmax(Q K~^T) pinv(softmax(Q~ K~^T)) softmax(Q~ K^T) V + DWConv(V), all scores times `scale`.
 
@@ -34,7 +42,7 @@ class NystromAttention(Attention):
         self.conv = None
         if size is not None:
             heads = self.num_heads
-            self.conv = nn.Conv2d(heads, heads, (size, 1), padding=(size // 2, 0), groups=heads, bias=False)
+            self.conv = HeadConvolution(heads, heads, (size, 1), padding=(size // 2, 0), groups=heads, bias=False)
 
     def initialize(self, config, init) -> None:
         super().initialize(config, init)
@@ -59,7 +67,7 @@ class NystromAttention(Attention):
             )
         if self.conv is not None:
             value = value if mask is None else value.masked_fill(~mask[:, None, :, None], 0.0)
-            output = output + convolve_heads(value, self.conv.weight[:, 0, :, 0], context.implementation == "eager")
+            output = output + self.conv(value, literal=context.implementation == "eager")
         return output.transpose(1, 2), weights
 
     def matrix(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:

@@ -237,3 +237,12 @@ SHALLOW = {"nystrom": {**MIX["nystrom"], "num_hidden_layers": 1}}
 @pytest.mark.parametrize("case", mixes(SHALLOW, ("encoder",)), ids=str)
 def test_compile(case):
     check_compile(case)
+
+
+@each_path
+def test_adapters_and_hooks_on_the_convolution_count(implementation):
+    (layer,) = build_layers({"type": "nystromformer", "num_landmarks": 3})
+    seen = []
+    layer.conv.register_forward_hook(lambda module, given, output: seen.append(output.shape) or 2 * output)
+    run_layers([layer], vectors(1, 9), make_context(9, implementation=implementation))
+    assert seen == [(1, HEADS, 9, D)]
