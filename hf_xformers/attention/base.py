@@ -170,6 +170,15 @@ class AttentionSpec(Spec):
         return ""
 
 
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether the weight and bias of a projection are all there is to it, so that a mechanism may use them without calling it:
+    no adapter, hook, offloading, quantisation or sharding."""
+    if type(module) is not nn.Linear or "forward" in vars(module) or type(module.weight) is not nn.Parameter:
+        return False
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return not any(hooks)
+
+
 def literal_softmax_attention(
     query: Tensor,
     key: Tensor,
@@ -204,4 +213,4 @@ def literal_softmax_attention(
     return torch.matmul(dropped, value).transpose(1, 2), weights
 
 
-__all__ = ["Attention", "AttentionSpec", "literal_softmax_attention"]
+__all__ = ["Attention", "AttentionSpec", "is_plain_linear", "literal_softmax_attention"]

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
 from ..components import register
+from ..context import LayerContext, SublayerOutput
 from ..ops.feature_pullbacks import EluPlusOne
+from ..ops.folded_linear_attention import folded_linear_attention
+from .base import is_plain_linear
 from .linear import LinearAttention, LinearSpec
 
 
@@ -13,6 +20,9 @@ class LinearTransformerAttention(LinearAttention):
     Katharopoulos et al. 2020 (arXiv 2006.16236), eqs. 4-9. Queries and keys are not scaled (released code). With rotary
     positions phi(q) and phi(k) are rotated in the numerator alone (Su et al. 2021, eq. 19), whose weights can be negative
     and need not sum to one.
+
+    An encoder reads texts longer than its states are wide with the projections of values and outputs folded into the sums
+    ([`folded_linear_attention`]), as long as these projections are plain ones.
     """
 
     phi = EluPlusOne()
@@ -20,6 +30,45 @@ class LinearTransformerAttention(LinearAttention):
     def __init__(self, config, spec: LinearTransformerSpec, **where):
         super().__init__(config, spec, **where)
         self.eps = float(spec.eps)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        step: int | None = None,
+    ) -> SublayerOutput:
+        if self._folds(hidden_states, context):
+            return SublayerOutput(self._folded(hidden_states, context), None)
+        return super().forward(hidden_states, context, memory=memory, past_key_values=past_key_values, step=step)
+
+    def _folds(self, states: Tensor, context: LayerContext) -> bool:
+        """Whether the projections of values and outputs may go into the sums, and whether that pays."""
+        if self.cross or self.is_causal or self.wants_weights(context) or self.num_key_value_groups > 1:
+            return False
+        # A compiler is left the form that has no condition on the length.
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or states.shape[1] <= states.shape[2]:
+            return False
+        # In half precision the sums of states would lose what sums in float32 keep.
+        precise = states.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(states.device.type)
+        plain = is_plain_linear(self.v_proj) and is_plain_linear(self.o_proj)
+        return precise and plain and context.shared.get("rotation") is None
+
+    def _folded(self, states: Tensor, context: LayerContext) -> Tensor:
+        key, query = (
+            self.k_proj(states),
+            self.q_proj(states),
+        )  # what is made last is the first to go in the backward pass
+        return folded_linear_attention(
+            *(query, key, states),
+            *((module.weight, module.bias) for module in (self.v_proj, self.o_proj)),
+            self.phi,
+            heads=self.num_heads,
+            key_padding_mask=context.query_padding_mask,
+            eps=self.eps,
+        )
 
 
 @register("attention", "linear_transformer", aliases=("linear",))

@@ -7,7 +7,9 @@ import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from hf_xformers import XFormerConfig
+from hf_xformers.attention import linear_transformer
 from hf_xformers.cache import make_cache
+from hf_xformers.ops.folded_linear_attention import folded_linear_attention
 from hf_xformers.position.rotary import RotaryPosition, RotarySpec
 from tests.attention.linear_helpers import check_no_future, in_pieces, state_sizes
 from tests.attention.score_helpers import (
@@ -100,6 +102,98 @@ def test_memory_becomes_a_state():
         order = [1, 0, 2, 3]
         found = run_layers([layer], states[order], context, memory, cache)[0].output
         close(found, expected[order])
+
+
+def folding_calls(monkeypatch):
+    """Counts how often projections are folded into the sums."""
+    calls = []
+
+    def counted(*arguments, **options):
+        calls.append(arguments)
+        return folded_linear_attention(*arguments, **options)
+
+    monkeypatch.setattr(linear_transformer, "folded_linear_attention", counted)
+    return calls
+
+
+@pytest.mark.parametrize("fields", [{}, {"attention": {**SPEC, "bias": False, "eps": 0.5}}, {"head_dim": 3}], ids=str)
+def test_long_texts_fold_projections(fields, monkeypatch):
+    calls = folding_calls(monkeypatch)
+    (layer,) = build_layers(fields.get("attention", SPEC), **{k: v for k, v in fields.items() if k != "attention"})
+    length = WIDTH + 1
+    states, mask = vectors(3, length), torch.ones(3, length).bool()
+    mask[1, 5:], mask[2] = False, False
+    for padding in (None, mask):
+        (result,) = run_layers([layer], states, make_context(length, padding_mask=padding), residual=False)
+        (literal,) = run_layers([layer], states, make_context(length, padding_mask=padding, implementation="eager"))
+        close(result.output, literal.output)
+    assert len(calls) == 2
+    run_layers([layer], states[:, :WIDTH], make_context(WIDTH))
+    assert len(calls) == 2  # in a short text it does not pay
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def doubled_by_class(module):
+    module.__class__ = Doubled
+
+
+def doubled_by_hook(module):
+    module.register_forward_hook(lambda module, given, result: 2 * result)
+
+
+def doubled_before(module):
+    module.register_forward_pre_hook(lambda module, given: (2 * given[0],))
+    module.bias.data *= 2
+
+
+def doubled_by_offloading(module):
+    own = module.forward
+    module.forward = lambda x: 2 * own(x)
+
+
+def doubled_by_parametrization(module):
+    torch.nn.utils.parametrize.register_parametrization(module, "weight", torch.nn.Flatten())
+    doubled_by_hook(module)
+
+
+@pytest.mark.parametrize("name", ["v_proj", "o_proj"])
+@pytest.mark.parametrize(
+    "change", [doubled_by_class, doubled_by_hook, doubled_before, doubled_by_offloading, doubled_by_parametrization]
+)
+def test_projections_that_are_more_than_a_weight_are_called(name, change, monkeypatch):
+    """What doubles a projection's result is passed over by nobody; gradients are those of the folded form."""
+    calls, found = folding_calls(monkeypatch), []
+    states = vectors(2, WIDTH + 3)
+    for changed in (False, True):
+        (layer,) = build_layers(SPEC)
+        module, given = getattr(layer, name), states.clone().requires_grad_()
+        if changed:
+            change(module)
+        else:
+            module.weight.data *= 2
+            module.bias.data *= 2
+        (result,) = run_layers([layer], given, make_context(WIDTH + 3))
+        result.output.square().sum().backward()
+        others = [layer.get_submodule(part).weight.grad for part in ("q_proj", "k_proj")]
+        found.append((result.output.detach(), given.grad, *others))
+    assert len(calls) == 1
+    for one, other in zip(*found, strict=True):
+        close(one, other)
+
+
+def test_half_precision_keeps_its_sums(monkeypatch):
+    calls = folding_calls(monkeypatch)
+    (layer,) = build_layers(SPEC)
+    states = vectors(2, WIDTH + 3)
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            run_layers([layer.float()], states.float(), make_context(WIDTH + 3))
+        run_layers([layer.bfloat16()], states.bfloat16(), make_context(WIDTH + 3))
+    assert not calls
 
 
 def test_recurrent_network():

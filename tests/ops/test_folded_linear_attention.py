@@ -1,0 +1,84 @@
+"""Linear attention with folded projections against values and weights written out."""
+
+import pytest
+import torch
+
+from hf_xformers.ops.feature_maps import elu_plus_one
+from hf_xformers.ops.feature_pullbacks import EluPlusOne
+from hf_xformers.ops.folded_linear_attention import folded_linear_attention
+
+HEADS, DEPTH, OF_VALUES, STATES, OUT = 3, 4, 5, 7, 6
+
+
+def numbers(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def inputs(queries: int, keys: int, biases: bool):
+    made = {
+        "q": numbers(2, queries, HEADS * DEPTH, seed=1),
+        "k": numbers(2, keys, HEADS * DEPTH, seed=2),
+        "states": numbers(2, keys, STATES, seed=3),
+        "value": numbers(HEADS * OF_VALUES, STATES, seed=4),
+        "output": numbers(OUT, HEADS * OF_VALUES, seed=5),
+    }
+    if biases:
+        made |= {"value_bias": numbers(HEADS * OF_VALUES, seed=6), "output_bias": numbers(OUT, seed=7)}
+    return made
+
+
+def folded(made, **options):
+    value, output = ((made[name], made.get(f"{name}_bias")) for name in ("value", "output"))
+    given = made["q"], made["k"], made["states"], value, output
+    return folded_linear_attention(*given, EluPlusOne(), heads=HEADS, **options)
+
+
+def written_out(made, mask, eps):
+    """Every weight of every pair; values and outputs of heads for every token."""
+    values = torch.nn.functional.linear(made["states"], made["value"], made.get("value_bias"))
+    q, k, v = (x.unflatten(-1, (HEADS, -1)) for x in (elu_plus_one(made["q"]), elu_plus_one(made["k"]), values))
+    weights = torch.einsum("bihf,bjhf->bhij", q, k) * (1.0 if mask is None else mask[:, None, None])
+    sums = weights.sum(-1, keepdim=True) + eps
+    mixed = torch.einsum("bhij,bjhd->bihd", weights / torch.where(sums == 0, 1.0, sums), v).flatten(2)
+    return torch.nn.functional.linear(mixed, made["output"], made.get("output_bias"))
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.5])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("lengths", [(1, 1), (9, 5), (300, 301)], ids=str)
+def test_equals_the_literal_form(lengths, biases, masked, eps):
+    made, mask = inputs(*lengths, biases), None
+    if masked:
+        mask = torch.rand(2, lengths[1], generator=torch.Generator().manual_seed(8)) > 0.4
+        mask[1] = False  # nobody to read: the bias alone
+    found, expected = folded(made, key_padding_mask=mask, eps=eps), written_out(made, mask, eps)
+    torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-11)
+    if masked:
+        bias = made.get("output_bias", torch.zeros(OUT).double())
+        torch.testing.assert_close(found[1], bias.expand_as(found[1]))
+    probe = numbers(*expected.shape, seed=9).detach()
+    ours, theirs = (torch.autograd.grad((x * probe).sum(), list(made.values())) for x in (found, expected))
+    for name, one, other in zip(made, ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_what_is_kept_is_the_input():
+    made, sizes = inputs(600, 600, True), []
+
+    def pack(tensor):
+        sizes.append((tensor.untyped_storage().data_ptr(), tensor.numel()))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        folded(made)
+    given = {tensor.untyped_storage().data_ptr() for tensor in made.values()}
+    assert max(size for place, size in sizes if place not in given) < 600
+
+
+def test_refusals():
+    made = inputs(9, 5, True)
+    with pytest.raises(ValueError, match="boolean tensor of shape"):
+        folded(made, key_padding_mask=torch.ones(2, 9).bool())
+    with pytest.raises(RuntimeError, match="no second derivative.*eager"):
+        torch.autograd.grad(folded(made).square().sum(), made["q"], create_graph=True)
