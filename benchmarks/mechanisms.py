@@ -30,7 +30,7 @@ from transformers import initialization as init
 
 from hf_xformers import XFormerConfig
 from hf_xformers.context import LayerContext
-from hf_xformers.ops import _bucketed_op, block_sparse_op
+from hf_xformers.ops import _bucketed_op, _cluster_op, block_sparse_op
 
 
 @dataclass(frozen=True)
@@ -261,6 +261,8 @@ def formulas() -> dict[Any, Callable[..., int]]:
         own.block_sparse_backward: counted_inside(block_sparse_op._backward),
         own.bucketed: counted_inside(_bucketed_op._forward),
         own.bucketed_backward: counted_inside(_bucketed_op._backward),
+        own.clusters: counted_inside(_cluster_op._forward),
+        own.clusters_backward: counted_inside(_cluster_op._backward),
     }
 
 

@@ -45,9 +45,11 @@ class _Routes:
 
 
 class _Sums(NamedTuple):
-    """What clusters hold. vectors [B, R, T, d], zeros where there is no token; their sums [R, K, d] and numbers [R, K]."""
+    """What clusters hold. vectors [B T R, d], zeros where there is no token; which of the clusters [R K] they are in, [B T R];
+    their sums [R, K, d] and numbers [R, K]."""
 
     vectors: Tensor
+    cluster: Tensor
     sums: Tensor
     counts: Tensor
 
@@ -153,28 +155,16 @@ class RoutingAttention(WithScoreTerms):
             affinity = affinity.masked_fill(~valid[:, None, None], -torch.inf)
         length = affinity.shape[-1]
         width = min(self.spec.window_size, length)
-        # Among equal tokens the earlier ones win, wherever padding stands; sorting all of them would take three times as long.
+        # Sorting all of them would take three times as long.
         least = affinity.topk(width, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-        above, equal = affinity > least, affinity == least
-        room = width - above.sum(-1, keepdim=True)
-        chosen = above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= room))
-        places = self._places(chosen, width)
+        places = _counted(affinity >= least, width)
+        if places is None:  # among equal tokens the earlier ones win, wherever padding stands
+            above, equal = affinity > least, affinity == least
+            room = width - above.sum(-1, keepdim=True)
+            places = _in_order(above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= room)), width)
         if valid is None:
             return places, None
         return places, valid[:, None, None].expand_as(affinity).gather(-1, places)
-
-    @staticmethod
-    def _places(chosen: Tensor, width: int) -> Tensor:
-        """chosen [..., T], `width` of each row -> their places in order, [..., width]. Where scores are not numbers nothing is
-        chosen, and the places mean nothing."""
-        length = chosen.shape[-1]
-        if chosen.device.type == "cpu" and not torch.compiler.is_compiling():
-            places = chosen.flatten().nonzero()  # three times as fast as sorting them out
-            if places.shape[0] * length == chosen.numel() * width:
-                return (places % length).view(*chosen.shape[:-1], width)
-        places = torch.arange(length, device=chosen.device, dtype=torch.int32)
-        places = torch.where(chosen, places, length).topk(width, dim=-1, largest=False).values
-        return places.clamp(max=length - 1).long()
 
     @torch.no_grad()
     def learn(self, clusters: list[_Sums]) -> None:
@@ -200,23 +190,24 @@ class RoutingAttention(WithScoreTerms):
     def commitment(self, centroids: Tensor, clusters: list[_Sums], valid: Tensor | None) -> Tensor:
         """beta * mean squared distance between vectors and their centroids [R, K, d], over real tokens."""
         losses = []
-        for vectors, sums, counts in clusters:
-            # sum |x - mu|^2 = sum |x|^2 - 2 sum_c mu_c sum_c x + sum_c n_c |mu_c|^2: nothing as large as the vectors is made.
-            centroids, flat = centroids.to(sums.dtype), vectors.flatten()
-            total = torch.dot(flat, flat) - 2 * (sums * centroids).sum() + (counts * centroids.square().sum(-1)).sum()
-            tokens = vectors.shape[0] * vectors.shape[2] if valid is None else valid.sum().clamp(min=1)
+        for found in clusters:
+            total = _SquaredDistances.apply(found.vectors, centroids.to(found.sums.dtype), *found[1:])
+            tokens = found.vectors.shape[0] // self.routed if valid is None else valid.sum().clamp(min=1)
             losses.append(total / (tokens * self.routed * self.head_dim))
         return self.spec.commitment_weight * torch.stack(losses).mean()
 
     def _of_clusters(self, vectors: Tensor, labels: Tensor, valid: Tensor | None) -> _Sums:
         """vectors and the clusters nearest to them, [B, R, T, d] and [B, R, T] -> what clusters hold."""
-        clusters, vectors = self.spec.num_clusters, _real(vectors, valid)
-        heads = torch.arange(self.routed, device=labels.device)[:, None] * clusters
-        place = (labels.long() + heads).flatten()
-        ones = vectors.new_ones(labels.shape) if valid is None else valid[:, None].expand_as(labels).to(vectors.dtype)
-        sums = vectors.new_zeros(self.routed * clusters, self.head_dim).index_add(0, place, vectors.flatten(0, 2))
-        counts = vectors.new_zeros(self.routed * clusters).index_add(0, place, ones.flatten())
-        return _Sums(vectors, sums.view(self.routed, clusters, -1), counts.view(self.routed, clusters))
+        # As projections leave them, heads beside each other.
+        clusters, vectors = self.spec.num_clusters, _real(vectors, valid).transpose(1, 2).flatten(0, 2)
+        heads = torch.arange(self.routed, device=labels.device) * clusters
+        cluster = (labels.long().transpose(1, 2) + heads).flatten()
+        ones = vectors.new_ones(cluster.shape)
+        if valid is not None:
+            ones = valid[..., None].expand(*valid.shape, self.routed).flatten().to(ones)
+        sums = vectors.new_zeros(self.routed * clusters, self.head_dim).index_add(0, cluster, vectors.detach())
+        counts = vectors.new_zeros(self.routed * clusters).index_add(0, cluster, ones)
+        return _Sums(vectors, cluster, sums.view(self.routed, clusters, -1), counts.view(self.routed, clusters))
 
     # ------------------------------------------------------------------------------------------- forward
 
@@ -232,24 +223,23 @@ class RoutingAttention(WithScoreTerms):
         step = self.layer_idx if step is None else step
         query, value = self.heads(self.q_proj(hidden_states)), self.heads(self.v_proj(hidden_states))
         key = self.heads(self.k_proj(hidden_states)) if hasattr(self, "k_proj") else query[:, :0]
-        local_query, local_key = query[:, : self.local], key[:, : self.local]
+        (local_query, routed_query), (local_value, routed_value) = self._parted(query), self._parted(value)
+        local_key, routed_key = (key, None) if self.shared else self._parted(key)
         rotation = context.shared.get("rotation")
         if rotation is not None:  # positions are for the local heads; routing is by content
             local_query, local_key = rotation(local_query), rotation(local_key)
-        routed_query = _normalized(query[:, self.local :])
-        routed_key = None if self.shared else _normalized(key[:, self.local :])
+        routed_query = _normalized_heads(routed_query)
+        routed_key = None if routed_key is None else _normalized_heads(routed_key)
         routes, aux_losses = None, None
         if self.routed:
             routes, aux_losses = self._routes(routed_query, routed_key, context, step)
         routed_key = routed_query if routed_key is None else routed_key
-        local_value, routed_value = value[:, : self.local], value[:, self.local :]
         cache = self_attention_cache(past_key_values)
         if cache is not None:
             if self.spec.why_not_generate():
                 raise ValueError(self.spec.why_not_generate())
             key, value = cache.update(torch.cat([local_key, routed_key], dim=1), value, step)
-            local_key, routed_key = key[:, : self.local], key[:, self.local :]
-            local_value, routed_value = value[:, : self.local], value[:, self.local :]
+            (local_key, routed_key), (local_value, routed_value) = self._parted(key), self._parted(value)
         parts = []
         added = self.score_terms(context)
         of_local = None if added is None else added.of_heads(slice(0, self.local))
@@ -263,10 +253,17 @@ class RoutingAttention(WithScoreTerms):
             weights = torch.cat([seen for _, seen in parts], dim=1)
             dropped = F.dropout(weights, self.dropout, self.training)
             output = dropped @ value
-            output = output if added is None else output + added.values(dropped)
+            output = (output if added is None else output + added.values(dropped)).transpose(1, 2)
         else:
-            weights, output = None, torch.cat([part for part, _ in parts], dim=1)
-        return SublayerOutput(self.o_proj(output.transpose(1, 2).flatten(2)), weights, aux_losses=aux_losses)
+            weights, outputs = None, [part.transpose(1, 2) for part, _ in parts]
+            output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        return SublayerOutput(self.o_proj(output.flatten(2)), weights, aux_losses=aux_losses)
+
+    def _parted(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The local and the routed heads of [B, H, T, d]. Cutting nothing off costs a copy in the backward pass."""
+        if self.local and self.routed:
+            return x.split((self.local, self.routed), dim=1)
+        return (x, x[:, :0]) if self.local else (x[:, :0], x)
 
     def _routes(
         self, query: Tensor, key: Tensor | None, context: LayerContext, step: int
@@ -384,9 +381,54 @@ class RoutingAttention(WithScoreTerms):
         return clustered_attention(query, key, value, *chosen, **options), None
 
 
+class _SquaredDistances(torch.autograd.Function):
+    """sum |x - mu|^2 over vectors x [N, d] and their centroids mu, which stay where they are.
+
+    = sum |x|^2 - 2 sum_c mu_c sum_c x + sum_c n_c |mu_c|^2, so that the forward pass makes nothing as large as the vectors.
+    """
+
+    @staticmethod
+    def forward(ctx, vectors: Tensor, centroids: Tensor, cluster: Tensor, sums: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(vectors, centroids, cluster)
+        flat = vectors.flatten()
+        return torch.dot(flat, flat) - 2 * (sums * centroids).sum() + (counts * centroids.square().sum(-1)).sum()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        vectors, centroids, cluster = ctx.saved_tensors
+        return 2 * grad * (vectors - centroids.flatten(0, 1).index_select(0, cluster)), None, None, None, None
+
+
+def _counted(chosen: Tensor, width: int) -> Tensor | None:
+    """chosen [..., T] -> the places that are, in order, [..., width]; None unless there are as many in all as in rows of
+    `width`, and where they would have to be waited for."""
+    if chosen.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    places = chosen.flatten().nonzero()  # three times as fast as sorting them out
+    if places.shape[0] * chosen.shape[-1] != chosen.numel() * width:
+        return None
+    return (places % chosen.shape[-1]).view(*chosen.shape[:-1], width)
+
+
+def _in_order(chosen: Tensor, width: int) -> Tensor:
+    """chosen [..., T], `width` of each row -> their places in order, [..., width]. Where scores are not numbers nothing is
+    chosen, and the places mean nothing."""
+    places = _counted(chosen, width)
+    if places is not None:
+        return places
+    places = torch.arange(chosen.shape[-1], device=chosen.device, dtype=torch.int32)
+    places = torch.where(chosen, places, chosen.shape[-1]).topk(width, dim=-1, largest=False).values
+    return places.clamp(max=chosen.shape[-1] - 1).long()
+
+
 def _normalized(vectors: Tensor) -> Tensor:
     """LayerNorm over the last axis without scale or bias."""
     return F.layer_norm(vectors, vectors.shape[-1:])
+
+
+def _normalized_heads(vectors: Tensor) -> Tensor:
+    """[`_normalized`] of [B, R, T, d], heads beside each other in memory, as they come from a projection."""
+    return _normalized(vectors.transpose(1, 2)).transpose(1, 2)
 
 
 def _real(vectors: Tensor, valid: Tensor | None) -> Tensor:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ._bucketed_op import HIDDEN, Round, Scratch
-from .bucketed import OWN_KEY, Chunks, Recent, mean_of_clusters, sorted_layout
+from .bucketed import OWN_KEY, Chunks, Recent, sorted_layout
+from .row_lookup import sum_rows
 from .tile_attention import PairTerms, Tiles, attend_in_tiles, over_heads, tiled_heads_at_once
 
 
@@ -76,6 +77,19 @@ def cluster_attention(
         own, by_query, by_key = tiles.of_heads(group), terms.by_query(query, tables), terms.by_key(key, tables)
         rows, _ = attend_in_tiles(query, key, value, tables, terms, by_query, by_key, own, dropout)
         used = None if query_valid is None else query_valid[:, group]
-        return mean_of_clusters(rows, own.query_at, used, used, query.shape[2]).to(query.dtype)
+        return _mean_of_clusters(rows, own.query_at, used, used, query.shape[2]).to(query.dtype)
 
     return over_heads(attend, query, key, value, tables, at_once=tiled_heads_at_once(query.shape[0], [[tiles]]))
+
+
+def _mean_of_clusters(
+    rows: Tensor, query_index: Tensor, query_valid: Tensor | None, used: Tensor | None, length: int
+) -> Tensor:
+    """What clusters found for their tokens [B, H, C, w, d_v], those that are `used`, as a mean for each token
+    [B, H, length, d_v]."""
+    chosen = torch.ones_like(query_index) if query_valid is None else query_valid
+    where, rows = query_index.flatten(2), rows.flatten(2, 3)
+    count = rows.new_zeros(*rows.shape[:2], length).scatter_add_(2, where, chosen.flatten(2).to(rows.dtype))
+    share = count.clamp_(min=1).reciprocal().gather(2, where)
+    share = share if used is None else share * used.flatten(2)
+    return sum_rows(rows * share[..., None], where, length)

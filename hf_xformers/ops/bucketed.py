@@ -11,15 +11,12 @@ its rounds (Kitaev et al. 2020, arXiv 2001.04451, appendix A), or over the multi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ._bucketed_op import Layout, default_chunk, forward_op, sorted_codes
-from .head_groups import over_head_groups
-from .row_lookup import sum_rows, take_rows
+from ._cluster_op import forward_op as clusters_op
 
 OWN_KEY = -1e5  # score of the own key as the last resort (appendix A)
 
@@ -248,63 +245,11 @@ def clustered_attention(
     Returns:
         [B, H, T, d_v].
     """
-    options = {"causal": causal, "scale": scale, "dropout_p": dropout_p}
-    keys = (None, None) if query_index is key_index else (key_index, key_valid)
-    return over_head_groups(partial(_clusters, **options), q, k, v, query_index, query_valid, *keys)
-
-
-def _clusters(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_index: Tensor,
-    query_valid: Tensor | None,
-    key_index: Tensor | None,
-    key_valid: Tensor | None,
-    *,
-    causal: bool,
-    scale: float | None,
-    dropout_p: float,
-) -> Tensor:
-    """[`clustered_attention`] on some heads; without `key_index` the keys are where the queries are."""
-    shared = key_index is None
-    if shared:
-        key_index, key_valid = query_index, query_valid
-    batch, heads, length, _ = q.shape
-    clusters, width = query_index.shape[2:]
-    rows_q, rows_k, rows_v = (take_rows(x, i) for x, i in ((q, query_index), (k, key_index), (v, key_index)))
-    plain = causal and shared and key_valid is None
-    readable = None if key_valid is None else key_valid[..., None, :]
-    if causal and not plain:
-        order = key_index[..., None, :] <= query_index[..., :, None]
-        readable = order if readable is None else readable & order
-    mask, used = None, query_valid
-    if readable is not None:
-        some = readable.any(-1, keepdim=True)
-        mask = (readable | ~some).flatten(0, 2)[:, None]  # who can read nothing reads anything, and is dropped below
-        some = some[..., 0].expand_as(query_index)
-        used = some if used is None else used & some
-    rows = F.scaled_dot_product_attention(
-        *(x.flatten(0, 2)[:, None] for x in (rows_q, rows_k, rows_v)),
-        attn_mask=mask,
-        dropout_p=dropout_p,
-        is_causal=plain,
-        scale=scale,
-    )
-    return mean_of_clusters(rows.reshape(batch, heads, clusters, width, -1), query_index, query_valid, used, length)
-
-
-def mean_of_clusters(
-    rows: Tensor, query_index: Tensor, query_valid: Tensor | None, used: Tensor | None, length: int
-) -> Tensor:
-    """What clusters found for their tokens [B, H, C, w, d_v], those that are `used`, as a mean for each token
-    [B, H, length, d_v]."""
-    chosen = torch.ones_like(query_index) if query_valid is None else query_valid
-    where, rows = query_index.flatten(2), rows.flatten(2, 3)
-    count = rows.new_zeros(*rows.shape[:2], length).scatter_add_(2, where, chosen.flatten(2).to(rows.dtype))
-    share = count.clamp_(min=1).reciprocal().gather(2, where)
-    share = share if used is None else share * used.flatten(2)
-    return sum_rows(rows * share[..., None], where, length)
+    with torch.no_grad():
+        seed = torch.randint(2**31, ()) if dropout_p > 0 else None  # as in `bucketed_attention`
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    inputs = (*_autocast(q, k, v), query_index, key_index, query_valid, key_valid)
+    return clusters_op(*inputs, seed, causal, scale, dropout_p)[0]
 
 
 def clustered_reference(

@@ -388,3 +388,55 @@ def test_clusters_equal_a_loop(causal, shared, masked):
             torch.autograd.grad(out, (q, k, v), slope), torch.autograd.grad(literal, (q, k, v), slope)
         ):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dropout_of_clusters_is_the_same_in_both_passes(causal):
+    """Numerical derivatives of the function that a seed makes; no dropped weight, no difference from the mean."""
+    q, k, v, _ = inputs(7)
+    query_index, key_index = clusters(7), clusters(7, seed=1)
+
+    def run(q, k, v, dropout_p=0.4):
+        torch.manual_seed(0)
+        return clustered_attention(q, k, v, query_index, key_index, causal=causal, dropout_p=dropout_p)
+
+    assert torch.autograd.gradcheck(run, (q, k, v))
+    assert (run(q, k, v) - run(q, k, v, 0.0)).abs().max() > 1e-3
+    torch.manual_seed(0)
+    ones = torch.ones_like(v)
+    many = torch.stack(
+        [clustered_attention(q, k, ones, query_index, key_index, causal=causal, dropout_p=0.4) for _ in range(3000)]
+    )
+    assert (many.mean(0) - run(q, k, ones, 0.0)).abs().max() < 0.12
+
+
+def test_clusters_of_heads_in_any_order_of_memory():
+    """Heads beside each other, heads one after the other, and some heads of a larger tensor."""
+    q, k, v, _ = inputs(12)
+    index = clusters(12)
+    expected = clustered_attention(q, k, v, index, index)
+    beside = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    part = [torch.cat([x, x], 1).detach()[:, 2:].requires_grad_() for x in (q, k, v)]
+    probe = torch.randn_like(expected)
+    grads = torch.autograd.grad(expected, (q, k, v), probe)
+    for tensors in (beside, part):
+        found = clustered_attention(*tensors, index, index)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        for one, other in zip(torch.autograd.grad(found, tensors, probe), grads, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_clusters_in_half_precision():
+    """Sums in float32, results in the inputs' type; autocast's type under autocast."""
+    q, k, v, _ = inputs(12)
+    index = clusters(12)
+    expected = clustered_attention(q, k, v, index, index)
+    halves = [x.detach().bfloat16() for x in (q, k, v)]
+    exact = clustered_attention(*(x.double() for x in halves), index, index)
+    found = clustered_attention(*halves, index, index)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = clustered_attention(*(x.float() for x in (q, k, v)), index, index)
+    assert cast.dtype == torch.bfloat16
+    torch.testing.assert_close(cast.double(), expected, rtol=0.05, atol=0.05)
