@@ -83,8 +83,7 @@ class ReformerAttention(WithScoreTerms):
     def keys(self, shared: Tensor) -> Tensor:
         """q -> k = q / |q|, [..., d]."""
         precise = shared.to(torch.promote_types(shared.dtype, torch.float32))
-        mean_square = precise.square().mean(-1, keepdim=True)
-        return (precise * torch.rsqrt((mean_square + _EPSILON) * self.head_dim)).to(shared.dtype)
+        return _UnitLength.apply(precise).to(shared.dtype)
 
     def forward(
         self,
@@ -143,6 +142,26 @@ class ReformerAttention(WithScoreTerms):
         if literal:
             return bucketed_reference(query, key, value, labels, sets, **options)
         return bucketed_attention(query, key, value, labels, sets, num_labels=self.num_buckets, **options), None
+
+
+class _UnitLength(torch.autograd.Function):
+    """x (|x|^2 + d eps)^(-1/2), [..., d]; keeps x alone."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * _UnitLength.factor(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        factor = _UnitLength.factor(x)
+        along = torch.linalg.vecdot(x, grad)[..., None]
+        return torch.addcmul(grad * factor, x, along * factor**3, value=-1)
+
+    @staticmethod
+    def factor(x: Tensor) -> Tensor:
+        return (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() + x.shape[-1] * _EPSILON).rsqrt()
 
 
 @register("attention", "reformer", aliases=("lsh",))

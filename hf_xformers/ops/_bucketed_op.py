@@ -69,9 +69,23 @@ class Layout:
 
 
 class Round:
-    """One round of a group of rows: which token stands where, and the penalties that follow."""
+    """One round of a group of rows: which token stands where, and the penalties that follow.
 
-    def __init__(self, order: Tensor, code: Tensor, number: int, layout: Layout, sums: torch.dtype, scratch: Scratch):
+    first, step: where the tokens of each row stand in memory, that is the first of them [rows] and from one to the next; what is
+    gathered with `take` is there.
+    """
+
+    def __init__(
+        self,
+        order: Tensor,
+        code: Tensor,
+        number: int,
+        layout: Layout,
+        sums: torch.dtype,
+        scratch: Scratch,
+        first: Tensor | None = None,
+        step: int = 1,
+    ):
         rows, rounds, length = order.shape
         self.layout, self.rows, self.number, self.sums, self.scratch = layout, rows, number, sums, scratch
         self.chunks = -(-length // layout.size)
@@ -89,6 +103,7 @@ class Round:
         # Flat positions in [rows * length, width] and back: slot of each token, in [rows * slots, width].
         offset = torch.arange(rows, device=device)[:, None]
         self.flat = (self.index + offset * length).view(-1)
+        self._at = None if first is None else self.index * step + first[:, None]
         self._offset, self._slots = offset * slots, slots
         center = (layout.low + layout.high) / 2
         self._half = (layout.high - layout.low) / 2 * HIDDEN
@@ -110,6 +125,13 @@ class Round:
         out = self.scratch.get(name, x.dtype, flat.shape[0], x.shape[-1])
         torch.index_select(x.reshape(-1, x.shape[-1]), 0, flat, out=out)
         return out.view(self.rows, -1, x.shape[-1])
+
+    def take(self, name: str, tokens: Tensor, *, main: bool = False) -> Tensor:
+        """The same from the tokens of all rows, [B T H, width]."""
+        at = self._at[:, self.main] if main else self._at
+        out = self.scratch.get(name, tokens.dtype, at.numel(), tokens.shape[-1])
+        torch.index_select(tokens, 0, at.reshape(-1), out=out)
+        return out.view(self.rows, -1, tokens.shape[-1])
 
     def unsort(self, x: Tensor, rank: Tensor) -> Tensor:
         """[rows, slots, width], rank [rows, length] -> [rows, length, width]."""
@@ -230,6 +252,18 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, *x.shape[2:])
 
 
+def rows_of_tokens(x: Tensor) -> Tensor:
+    """[B, H, T, d] -> [B T H, d]; without a copy where heads stand beside each other in memory."""
+    return x.transpose(1, 2).reshape(-1, x.shape[3])
+
+
+def _first(q: Tensor, b: slice, h: slice) -> Tensor:
+    """Where the first tokens of some rows stand among `rows_of_tokens`."""
+    batch, heads, length, _ = q.shape
+    entries = torch.arange(batch, device=q.device)[b] * (length * heads)
+    return (entries[:, None] + torch.arange(heads, device=q.device)[h]).flatten()
+
+
 def _cut(x: Tensor, group: Round, chunks: slice) -> Tensor:
     """Sorted [rows, slots, width] -> chunks [rows * chunks, size, width]."""
     return _flat(x.view(group.rows, group.chunks, group.layout.size, -1)[:, chunks])
@@ -253,15 +287,15 @@ def _forward(
     sums, inner = _dtypes(q)
     dropout, scratch = Dropout(dropout_p, seed, q.device), Scratch(q.device)
     with torch.autocast(q.device.type, enabled=False):
+        tokens_q, tokens_k, tokens_v = (rows_of_tokens(x) for x in (q, k, v))
         for b, h in _groups(q, layout):
-            rows_q, rows_k, rows_v = (_flat(x[b, h].to(inner)) for x in (q, k, v))
-            rows_q = rows_q * (scale * _LOG2_E)
             places, codes, slots = (_flat(x[b, h]) for x in (order, code, rank))
+            first = _first(q, b, h)
             total = joint = None
             for number in range(order.shape[2]):
-                group = Round(places, codes, number, layout, sums, scratch)
-                queries = group.sort("queries", rows_q, main=True)
-                keys, values = group.sort("keys", rows_k), group.sort("values", rows_v)
+                group = Round(places, codes, number, layout, sums, scratch, first, q.shape[1])
+                queries = group.take("queries", tokens_q, main=True).to(inner).mul_(scale * _LOG2_E)
+                keys, values = group.take("keys", tokens_k).to(inner), group.take("values", tokens_v).to(inner)
                 part = scratch.get("part", sums, *queries.shape[:2], v.shape[3])
                 part_lse = scratch.get("part_lse", sums, *queries.shape[:2], 1)
                 for chunks in _segments(q, group):
@@ -311,25 +345,21 @@ def _backward(
     sums, inner = _dtypes(q)
     dropout, scratch = Dropout(dropout_p, seed, q.device), Scratch(q.device)
     with torch.autocast(q.device.type, enabled=False):
+        if valid is not None:
+            grad_out = grad_out.masked_fill(~valid[:, None, :, None], 0.0)
+        tokens_q, tokens_k, tokens_v, tokens_grad = (rows_of_tokens(x) for x in (q, k, v, grad_out))
         for b, h in _groups(q, layout):
-            rows_q, rows_k, rows_v = (_flat(x[b, h].to(inner)) for x in (q, k, v))
-            rows_q = rows_q * (scale * _LOG2_E)
-            row_grads = grad_out[b, h]
-            if valid is not None:
-                row_grads = row_grads.masked_fill(~valid[b, None, :, None], 0.0)
-            row_grads = _flat(row_grads.to(inner))
-            delta = (row_grads.to(sums) * _flat(out[b, h])).sum(-1, keepdim=True)
-            statistics = torch.cat([_flat(lse[b, h])[..., None], delta], dim=-1)
+            delta = (grad_out[b, h].to(sums) * out[b, h]).sum(-1, keepdim=True)
+            statistics = _flat(torch.cat([lse[b, h][..., None], delta], dim=-1))
             places, codes, slots = (_flat(x[b, h]) for x in (order, code, rank))
-            totals = [torch.zeros_like(x, dtype=sums) for x in (rows_q, rows_k, rows_v)]
+            first = _first(q, b, h)
+            totals = [lse.new_zeros(*places.shape[::2], x.shape[3]) for x in (q, k, v)]
             for number in range(order.shape[2]):
-                group = Round(places, codes, number, layout, sums, scratch)
-                queries, results = (
-                    group.sort("queries", rows_q, main=True),
-                    group.sort("results", row_grads, main=True),
-                )
+                group = Round(places, codes, number, layout, sums, scratch, first, q.shape[1])
+                queries = group.take("queries", tokens_q, main=True).to(inner).mul_(scale * _LOG2_E)
+                results = group.take("results", tokens_grad, main=True).to(inner)
                 known = group.sort("known", statistics, main=True)
-                keys, values = group.sort("keys", rows_k), group.sort("values", rows_v)
+                keys, values = group.take("keys", tokens_k).to(inner), group.take("values", tokens_v).to(inner)
                 to_queries = scratch.get("to_queries", sums, *queries.shape)
                 to_keys, to_values = (
                     scratch.get(name, sums, *x.shape).zero_() for name, x in (("to_keys", keys), ("to_values", values))

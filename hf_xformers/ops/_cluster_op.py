@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._bucketed_op import HIDDEN, Scratch
+from ._bucketed_op import HIDDEN, Scratch, rows_of_tokens
 from .block_sparse_kernel import Dropout
 from .names import operator_name
 
@@ -60,11 +60,6 @@ class _Clusters:
             later = keys[:, None] > queries[..., None]
             hidden = later if hidden is None else later | hidden
         return hidden
-
-
-def _rows(x: Tensor) -> Tensor:
-    """[B, H, T, d] -> [B T H, d]; without a copy where heads stand beside each other in memory."""
-    return x.transpose(1, 2).reshape(-1, x.shape[3])
 
 
 def _rows_at(at: Tensor, length: int) -> Tensor:
@@ -132,7 +127,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     clusters, products = _Clusters.of(q, k, query_at, key_at, causal, key_valid), _Products(q)
     sums, dropout = products.sums, Dropout(dropout_p, seed, q.device)
-    rows_q, rows_k, rows_v = _rows(q), _rows(k), _rows(v)
+    rows_q, rows_k, rows_v = rows_of_tokens(q), rows_of_tokens(k), rows_of_tokens(v)
     total = torch.zeros(rows_q.shape[0], v.shape[3], dtype=sums, device=q.device)
     lse = torch.empty(clusters.queries.shape, dtype=sums, device=q.device)
     with torch.autocast(q.device.type, enabled=False):
@@ -171,7 +166,12 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     clusters, products = _Clusters.of(q, k, query_at, key_at, causal, key_valid), _Products(q)
     sums, dropout = products.sums, Dropout(dropout_p, seed, q.device)
-    rows_q, rows_k, rows_v, rows_grad = _rows(q), _rows(k), _rows(v), _rows(grad_out)
+    rows_q, rows_k, rows_v, rows_grad = (
+        rows_of_tokens(q),
+        rows_of_tokens(k),
+        rows_of_tokens(v),
+        rows_of_tokens(grad_out),
+    )
     to_q, to_k, to_v = (torch.zeros_like(rows, dtype=sums) for rows in (rows_q, rows_k, rows_v))
     with torch.autocast(q.device.type, enabled=False):
         for group in clusters.groups():
