@@ -310,6 +310,8 @@ def measure(
             "ms": 1000 * sorted(seconds[name])[len(seconds[name]) // 2],
         }
         found = [peer for peer in case.peers if f"{name} | {peer}" in steps]
+        if with_peers and len(found) < len(case.peers):  # its best peer may be among those that did not run
+            row["without"] = sorted(set(case.peers) - set(found))
         if found and with_peers:
             best = min(found, key=lambda peer: relative[f"{name} | {peer}"])
             row["best peer"] = best

@@ -77,7 +77,8 @@ def reformer(length: int, hashes: int = 1, causal: bool = False):
         vocab_size=16,
     )
     model = ReformerModel(config)
-    return model, embedded(model)
+    # Its two reversible streams come out beside each other.
+    return model, lambda states: embedded(model)(states).unflatten(-1, (2, WIDTH)).mean(-2)
 
 
 def nystromformer(length: int, landmarks: int = 64, kernel: int = 65):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from ..initialization import seeded_normal, start_projections
 from ..ops.block_sparse import block_sparse_attention
 from ..ops.bucket_tiles import cluster_attention
 from ..ops.bucketed import clustered_attention, clustered_reference
+from ..ops.kmeans import ClusterSums, nearest_tokens, squared_distances, sums_of_clusters
 from ..ops.pattern_tiles import pattern_tiles
 from ..ops.patterns import block_local
 from ..ops.tile_attention import tile_attention
@@ -42,16 +43,6 @@ class _Routes:
     key_labels: Tensor | None = None
     query_places: tuple[Tensor, Tensor | None] | None = None
     key_places: tuple[Tensor, Tensor | None] | None = None
-
-
-class _Sums(NamedTuple):
-    """What clusters hold. vectors [B T R, d], zeros where there is no token; which of the clusters [R K] they are in, [B T R];
-    their sums [R, K, d] and numbers [R, K]."""
-
-    vectors: Tensor
-    cluster: Tensor
-    sums: Tensor
-    counts: Tensor
 
 
 class RoutingAttention(WithScoreTerms):
@@ -140,7 +131,7 @@ class RoutingAttention(WithScoreTerms):
             affinity = some @ own.mT
             labels.append(affinity.argmax(-1))
             if self.chooses:
-                found = self._balanced(affinity, valid)
+                found = nearest_tokens(affinity, self.spec.window_size, valid)
                 places.append(found[0])
                 used.append(found[1])
         chosen = None
@@ -148,26 +139,8 @@ class RoutingAttention(WithScoreTerms):
             chosen = torch.cat(places, dim=1), None if valid is None else torch.cat(used, dim=1)
         return torch.cat(labels, dim=1), chosen
 
-    def _balanced(self, affinity: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """affinity [B, R, T, K] -> the w nearest real tokens of each centroid [B, R, K, w], and which places are used."""
-        affinity = affinity.mT
-        if valid is not None:
-            affinity = affinity.masked_fill(~valid[:, None, None], -torch.inf)
-        length = affinity.shape[-1]
-        width = min(self.spec.window_size, length)
-        # Sorting all of them would take three times as long.
-        least = affinity.topk(width, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-        places = _counted(affinity >= least, width)
-        if places is None:  # among equal tokens the earlier ones win, wherever padding stands
-            above, equal = affinity > least, affinity == least
-            room = width - above.sum(-1, keepdim=True)
-            places = _in_order(above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= room)), width)
-        if valid is None:
-            return places, None
-        return places, valid[:, None, None].expand_as(affinity).gather(-1, places)
-
     @torch.no_grad()
-    def learn(self, clusters: list[_Sums]) -> None:
+    def learn(self, clusters: list[ClusterSums]) -> None:
         """Moves the centroids towards the vectors nearest to them; one step per forward pass, the same in all processes."""
         precise = torch.promote_types(self.centroids.dtype, torch.float32)
         sums = torch.zeros_like(self.centroids, dtype=precise)
@@ -187,27 +160,14 @@ class RoutingAttention(WithScoreTerms):
         self.centroids.copy_(torch.where(counts[..., None] > 0, moved, self.centroids.to(precise)))
         self.counts.copy_(total.clamp(min=_LEAST_COUNT))
 
-    def commitment(self, centroids: Tensor, clusters: list[_Sums], valid: Tensor | None) -> Tensor:
+    def commitment(self, centroids: Tensor, clusters: list[ClusterSums], valid: Tensor | None) -> Tensor:
         """beta * mean squared distance between vectors and their centroids [R, K, d], over real tokens."""
         losses = []
         for found in clusters:
-            total = _SquaredDistances.apply(found.vectors, centroids.to(found.sums.dtype), *found[1:])
+            total = squared_distances(found, centroids)
             tokens = found.vectors.shape[0] // self.routed if valid is None else valid.sum().clamp(min=1)
             losses.append(total / (tokens * self.routed * self.head_dim))
         return self.spec.commitment_weight * torch.stack(losses).mean()
-
-    def _of_clusters(self, vectors: Tensor, labels: Tensor, valid: Tensor | None) -> _Sums:
-        """vectors and the clusters nearest to them, [B, R, T, d] and [B, R, T] -> what clusters hold."""
-        # As projections leave them, heads beside each other.
-        clusters, vectors = self.spec.num_clusters, _real(vectors, valid).transpose(1, 2).flatten(0, 2)
-        heads = torch.arange(self.routed, device=labels.device) * clusters
-        cluster = (labels.long().transpose(1, 2) + heads).flatten()
-        ones = vectors.new_ones(cluster.shape)
-        if valid is not None:
-            ones = valid[..., None].expand(*valid.shape, self.routed).flatten().to(ones)
-        sums = vectors.new_zeros(self.routed * clusters, self.head_dim).index_add(0, cluster, vectors.detach())
-        counts = vectors.new_zeros(self.routed * clusters).index_add(0, cluster, ones)
-        return _Sums(vectors, cluster, sums.view(self.routed, clusters, -1), counts.view(self.routed, clusters))
 
     # ------------------------------------------------------------------------------------------- forward
 
@@ -277,11 +237,11 @@ class RoutingAttention(WithScoreTerms):
         commits = self.training and self.spec.commitment_weight != 0
         if routes is None:
             routes = context.shared[("routing", step)] = self.route(query, key, valid)
-        clusters = []
+        clusters, count = [], self.spec.num_clusters
         if learns or commits:
-            clusters.append(self._of_clusters(query, routes.query_labels, valid))
+            clusters.append(sums_of_clusters(query, routes.query_labels, count, valid))
             if key is not None:
-                clusters.append(self._of_clusters(key, routes.key_labels, valid))
+                clusters.append(sums_of_clusters(key, routes.key_labels, count, valid))
         if learns:
             self.learn(clusters)
         return routes, {"routing_commitment": self.commitment(routes.centroids, clusters, valid)} if commits else None
@@ -381,46 +341,6 @@ class RoutingAttention(WithScoreTerms):
         return clustered_attention(query, key, value, *chosen, **options), None
 
 
-class _SquaredDistances(torch.autograd.Function):
-    """sum |x - mu|^2 over vectors x [N, d] and their centroids mu, which stay where they are.
-
-    = sum |x|^2 - 2 sum_c mu_c sum_c x + sum_c n_c |mu_c|^2, so that the forward pass makes nothing as large as the vectors.
-    """
-
-    @staticmethod
-    def forward(ctx, vectors: Tensor, centroids: Tensor, cluster: Tensor, sums: Tensor, counts: Tensor) -> Tensor:
-        ctx.save_for_backward(vectors, centroids, cluster)
-        flat = vectors.flatten()
-        return torch.dot(flat, flat) - 2 * (sums * centroids).sum() + (counts * centroids.square().sum(-1)).sum()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        vectors, centroids, cluster = ctx.saved_tensors
-        return 2 * grad * (vectors - centroids.flatten(0, 1).index_select(0, cluster)), None, None, None, None
-
-
-def _counted(chosen: Tensor, width: int) -> Tensor | None:
-    """chosen [..., T] -> the places that are, in order, [..., width]; None unless there are as many in all as in rows of
-    `width`, and where they would have to be waited for."""
-    if chosen.device.type != "cpu" or torch.compiler.is_compiling():
-        return None
-    places = chosen.flatten().nonzero()  # three times as fast as sorting them out
-    if places.shape[0] * chosen.shape[-1] != chosen.numel() * width:
-        return None
-    return (places % chosen.shape[-1]).view(*chosen.shape[:-1], width)
-
-
-def _in_order(chosen: Tensor, width: int) -> Tensor:
-    """chosen [..., T], `width` of each row -> their places in order, [..., width]. Where scores are not numbers nothing is
-    chosen, and the places mean nothing."""
-    places = _counted(chosen, width)
-    if places is not None:
-        return places
-    places = torch.arange(chosen.shape[-1], device=chosen.device, dtype=torch.int32)
-    places = torch.where(chosen, places, chosen.shape[-1]).topk(width, dim=-1, largest=False).values
-    return places.clamp(max=chosen.shape[-1] - 1).long()
-
-
 def _normalized(vectors: Tensor) -> Tensor:
     """LayerNorm over the last axis without scale or bias."""
     return F.layer_norm(vectors, vectors.shape[-1:])
@@ -429,12 +349,6 @@ def _normalized(vectors: Tensor) -> Tensor:
 def _normalized_heads(vectors: Tensor) -> Tensor:
     """[`_normalized`] of [B, R, T, d], heads beside each other in memory, as they come from a projection."""
     return _normalized(vectors.transpose(1, 2)).transpose(1, 2)
-
-
-def _real(vectors: Tensor, valid: Tensor | None) -> Tensor:
-    """vectors [B, R, T, d] in float32 at least, zeros where there is no token."""
-    vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
-    return vectors if valid is None else vectors.masked_fill(~valid[:, None, :, None], 0.0)
 
 
 @register("attention", "routing_transformer", aliases=("routing",))

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from .block_sparse_kernel import Dropout
 from .names import operator_name
+from .row_lookup import rows_of_tokens
 
 HIDDEN = 2.0**30  # subtracted from the score of a pair that does not count; a power of two keeps codes exact
 # Scores are kept in units of log 2: on a CPU exp2 takes any argument at full speed, exp only those near zero.
@@ -250,11 +251,6 @@ def _dtypes(q: Tensor) -> tuple[torch.dtype, torch.dtype]:
 
 def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, *x.shape[2:])
-
-
-def rows_of_tokens(x: Tensor) -> Tensor:
-    """[B, H, T, d] -> [B T H, d]; without a copy where heads stand beside each other in memory."""
-    return x.transpose(1, 2).reshape(-1, x.shape[3])
 
 
 def _first(q: Tensor, b: slice, h: slice) -> Tensor:

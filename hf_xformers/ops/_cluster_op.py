@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._bucketed_op import HIDDEN, Scratch, rows_of_tokens
+from ._bucketed_op import HIDDEN, Scratch
 from .block_sparse_kernel import Dropout
 from .names import operator_name
+from .row_lookup import rows_of_tokens
 
 _LOG2_E = math.log2(math.e)
 _SCORES_AT_ONCE = {"cpu": 2**18}

@@ -22,10 +22,15 @@ def sum_rows(rows: Tensor, at: Tensor, length: int) -> Tensor:
     return total.view(*rows.shape[:2], length, rows.shape[-1])
 
 
+def rows_of_tokens(x: Tensor) -> Tensor:
+    """[B, H, T, d] -> [B T H, d]; without a copy where heads stand beside each other in memory, as projections leave them."""
+    return x.transpose(1, 2).reshape(-1, x.shape[3])
+
+
 def _joined(at: Tensor, length: int) -> Tensor:
     """Indices [B, H, ...] into `length` rows each -> into all rows."""
     first = torch.arange(at.shape[0] * at.shape[1], device=at.device) * length
     return (at.flatten(2) + first.view(*at.shape[:2], 1)).flatten()
 
 
-__all__ = ["sum_rows", "take_rows"]
+__all__ = ["rows_of_tokens", "sum_rows", "take_rows"]

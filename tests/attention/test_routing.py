@@ -370,30 +370,3 @@ def test_refusals():
     for use_cache in (True, False):
         with pytest.raises(ValueError, match="cannot generate"):
             net.generate(ids, max_new_tokens=2, use_cache=use_cache)
-
-
-def test_places_are_counted_or_sorted_out():
-    """Two ways to the places that a cluster chose; the second one stands where scores are not numbers, or on other devices."""
-    places = torch.rand(2, 3, 4, 20).topk(5).indices.sort(-1).values
-    chosen = torch.zeros(2, 3, 4, 20, dtype=torch.bool).scatter(-1, places, True)
-    assert torch.equal(routing._in_order(chosen, 5), places)
-    chosen[0, 0, 0] = False
-    found = routing._in_order(chosen, 5)
-    assert torch.equal(found.flatten(0, 2)[1:], places.flatten(0, 2)[1:])
-    assert found.max() < 20  # the empty cluster's places are meaningless, but places
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_the_earlier_of_equal_tokens_are_chosen(padded):
-    """Scores with few distinct values, against a stable sort of each cluster's."""
-    attention, valid = module(num_routing_heads=2, window_size=5), None
-    affinity = torch.randint(0, 4, (2, 2, 20, 3), generator=torch.Generator().manual_seed(0)).float()
-    if padded:
-        valid = torch.ones(2, 20, dtype=torch.bool)
-        valid[0, :6], valid[1, 3:] = False, False  # the second text is shorter than a cluster
-    places, used = attention._balanced(affinity, valid)
-    for b, h, c in torch.cartesian_prod(*(torch.arange(n) for n in (2, 2, 3))).tolist():
-        real = [t for t in range(20) if valid is None or valid[b, t]]
-        expected = sorted(sorted(real, key=lambda t: (-affinity[b, h, t, c].item(), t))[:5])
-        found = places[b, h, c] if used is None else places[b, h, c][used[b, h, c]]
-        assert found.tolist() == expected
