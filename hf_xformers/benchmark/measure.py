@@ -25,6 +25,7 @@ import torch
 # glibc moves the size from which a block gets pages of its own (and gives them back when freed) upwards as a program runs;
 # then what a call freed stays with the heap and hides in the next call's growth.
 _M_MMAP_THRESHOLD, _OWN_PAGES_FROM = -3, 1 << 20
+_M_TRIM_THRESHOLD, _NEVER = -1, (1 << 31) - 1
 QUIET = 0.1  # of all processors
 
 
@@ -85,10 +86,14 @@ def interleaved_seconds(
 ) -> Seconds:
     """Seconds of each call, `rounds` times in turn after `warmup` uncounted rounds. clock: the one on a CPU.
 
+    On a CPU, memory that is freed stays with this process from now on ([`keep_freed_memory`]).
+
     Warns where other programs kept more than `QUIET` of the processors busy: they share the way to memory, so that a call
     that lives by it seems slower than it is beside one that computes.
     """
     seconds = Seconds((name, []) for name in calls)
+    if not on_cuda(device):
+        keep_freed_memory()
     bystanders = Bystanders()
     once = _cuda_seconds if on_cuda(device) else lambda call: _cpu_seconds(call, clock)
     for index in range(warmup + rounds):
@@ -145,11 +150,25 @@ def measures_memory(device: str | None = None) -> bool:
     return on_cuda(device) or sys.platform == "linux"
 
 
+def keep_freed_memory() -> None:
+    """What is freed stays with the process as long as it lives (glibc; elsewhere nothing).
+
+    Otherwise every large tensor takes new pages from the system now and then, as the heap happens to lie, and a page costs more
+    than writing to it does: the same call took up to a half longer from one round to the next.
+    """
+    _set_heap((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, _NEVER))
+
+
 def steady_heap() -> None:
     """Gives blocks of a MiB and more pages of their own, as long as the process lives (glibc; elsewhere nothing)."""
+    _set_heap((_M_MMAP_THRESHOLD, _OWN_PAGES_FROM))
+
+
+def _set_heap(*options: tuple[int, int]) -> None:
     mallopt = getattr(_c_library(), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _OWN_PAGES_FROM)
+        for option, value in options:
+            mallopt(option, value)
 
 
 def _c_library() -> Any:

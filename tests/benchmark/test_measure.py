@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
+import textwrap
 import time
 import warnings
 from collections import namedtuple
@@ -125,6 +127,31 @@ def failing():
 
 
 @linux
+@linux
+def test_timed_calls_keep_their_pages():
+    """In a process of its own, whose heap stays as it is afterwards: once the heap is large enough no page is handed out anew."""
+    code = """
+        import resource, torch
+        from hf_xformers.benchmark.measure import interleaved_seconds
+
+        def faults():
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+        seen = []
+
+        def call():
+            before = faults()
+            sum(torch.ones(2**24) for _ in range(3))
+            seen.append(faults() - before)
+
+        interleaved_seconds({"a": call}, 9, device="cpu")
+        print(*seen)
+    """
+    found = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    first, *others = (int(number) for number in found.stdout.split())
+    assert first > 10 * statistics.median(others)
+
+
 @pytest.mark.parametrize("measure", [forked_memory, memory_in_fresh_process])
 def test_peak_of_a_call(measure):
     more = {} if measure is forked_memory else {"repeats": 1}
