@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 from ..components import register
 from ..context import LayerContext, SublayerOutput
 from ..ops.feature_pullbacks import EluPlusOne
-from ..ops.folded_linear_attention import folded_linear_attention
+from ..ops.folded_linear_attention import folded_sums, read_folded_sums
 from .base import is_plain_linear
 from .linear import LinearAttention, LinearSpec
 
@@ -22,7 +22,7 @@ class LinearTransformerAttention(LinearAttention):
     and need not sum to one.
 
     An encoder reads texts longer than its states are wide with the projections of values and outputs folded into the sums
-    ([`folded_linear_attention`]), as long as these projections are plain ones.
+    ([`folded_sums`]), as long as these projections are plain ones.
     """
 
     phi = EluPlusOne()
@@ -57,18 +57,13 @@ class LinearTransformerAttention(LinearAttention):
         return precise and plain and context.shared.get("rotation") is None
 
     def _folded(self, states: Tensor, context: LayerContext) -> Tensor:
-        key, query = (
-            self.k_proj(states),
-            self.q_proj(states),
-        )  # what is made last is the first to go in the backward pass
-        return folded_linear_attention(
-            *(query, key, states),
-            *((module.weight, module.bias) for module in (self.v_proj, self.o_proj)),
-            self.phi,
+        value, output = self.v_proj, self.o_proj
+        sums = folded_sums(
+            *(self.k_proj(states), states, value.weight, value.bias),
             heads=self.num_heads,
             key_padding_mask=context.query_padding_mask,
-            eps=self.eps,
         )
+        return read_folded_sums(self.q_proj(states), sums, output.weight, output.bias, eps=self.eps)
 
 
 @register("attention", "linear_transformer", aliases=("linear",))

@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from hf_xformers import XFormerConfig
 from hf_xformers.attention import linear_transformer
 from hf_xformers.cache import make_cache
-from hf_xformers.ops.folded_linear_attention import folded_linear_attention
+from hf_xformers.ops.folded_linear_attention import folded_sums
 from hf_xformers.position.rotary import RotaryPosition, RotarySpec
 from tests.attention.linear_helpers import check_no_future, in_pieces, state_sizes
 from tests.attention.score_helpers import (
@@ -110,9 +110,9 @@ def folding_calls(monkeypatch):
 
     def counted(*arguments, **options):
         calls.append(arguments)
-        return folded_linear_attention(*arguments, **options)
+        return folded_sums(*arguments, **options)
 
-    monkeypatch.setattr(linear_transformer, "folded_linear_attention", counted)
+    monkeypatch.setattr(linear_transformer, "folded_sums", counted)
     return calls
 
 
