@@ -8,6 +8,7 @@ fresh process (Linux: the peak counter is reset first); on CUDA, the allocator's
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import multiprocessing
@@ -16,7 +17,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import psutil
@@ -26,6 +27,7 @@ import torch
 # then what a call freed stays with the heap and hides in the next call's growth.
 _M_MMAP_THRESHOLD, _OWN_PAGES_FROM = -3, 1 << 20
 _M_TRIM_THRESHOLD, _NEVER = -1, (1 << 31) - 1
+_BLOCK = 1 << 26
 QUIET = 0.1  # of all processors
 
 
@@ -92,15 +94,15 @@ def interleaved_seconds(
     that lives by it seems slower than it is beside one that computes.
     """
     seconds = Seconds((name, []) for name in calls)
-    if not on_cuda(device):
-        keep_freed_memory()
+    cuda = on_cuda(device)
+    once = _cuda_seconds if cuda else lambda call: _cpu_seconds(call, clock)
+    with contextlib.nullcontext() if cuda else keep_freed_memory():
+        for call in [*calls.values()] * warmup:
+            once(call)
     bystanders = Bystanders()
-    once = _cuda_seconds if on_cuda(device) else lambda call: _cpu_seconds(call, clock)
-    for index in range(warmup + rounds):
+    for _ in range(rounds):
         for name, call in calls.items():
-            spent = once(call)
-            if index >= warmup:
-                seconds[name].append(spent)
+            seconds[name].append(once(call))
     seconds.others_busy = bystanders.busy()
     if seconds.others_busy > QUIET * (psutil.cpu_count() or 1):
         warnings.warn(
@@ -150,13 +152,22 @@ def measures_memory(device: str | None = None) -> bool:
     return on_cuda(device) or sys.platform == "linux"
 
 
-def keep_freed_memory() -> None:
-    """What is freed stays with the process as long as it lives (glibc; elsewhere nothing).
+@contextlib.contextmanager
+def keep_freed_memory() -> Iterator[None]:
+    """What is freed stays with the process as long as it lives, and the heap gets once more what it grew by inside, at most half
+    of what the machine has left (glibc; elsewhere nothing).
 
     Otherwise every large tensor takes new pages from the system now and then, as the heap happens to lie, and a page costs more
     than writing to it does: the same call took up to a half longer from one round to the next.
     """
-    _set_heap((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, _NEVER))
+    _set_heap((_M_MMAP_THRESHOLD, _NEVER), (_M_TRIM_THRESHOLD, _NEVER))
+    before = psutil.Process().memory_info().rss
+    yield
+    grown = psutil.Process().memory_info().rss - before
+    spare = min(grown, psutil.virtual_memory().available // 2)
+    # Calls leave gaps of different sizes to each other, so that a heap goes on growing for some rounds.
+    blocks = [torch.ones(_BLOCK, dtype=torch.uint8) for _ in range(max(spare, 0) // _BLOCK + 1)]
+    del blocks
 
 
 def steady_heap() -> None:

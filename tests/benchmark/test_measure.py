@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
 import textwrap
@@ -61,7 +60,11 @@ class Processor:
         return 2
 
     def Process(self):
-        return SimpleNamespace(cpu_times=lambda: Times(user=self.now, system=0.0, idle=0.0))
+        times = Times(user=self.now, system=0.0, idle=0.0)
+        return SimpleNamespace(cpu_times=lambda: times, memory_info=lambda: SimpleNamespace(rss=0))
+
+    def virtual_memory(self):
+        return SimpleNamespace(available=MIB)
 
 
 Times = namedtuple("Times", "user system idle")
@@ -129,7 +132,7 @@ def failing():
 @linux
 @linux
 def test_timed_calls_keep_their_pages():
-    """In a process of its own, whose heap stays as it is afterwards: once the heap is large enough no page is handed out anew."""
+    """In a process of its own, whose heap stays as it is afterwards: after the first round no page is handed out anew."""
     code = """
         import resource, torch
         from hf_xformers.benchmark.measure import interleaved_seconds
@@ -149,7 +152,7 @@ def test_timed_calls_keep_their_pages():
     """
     found = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
     first, *others = (int(number) for number in found.stdout.split())
-    assert first > 10 * statistics.median(others)
+    assert first > 100 * max(others)
 
 
 @pytest.mark.parametrize("measure", [forked_memory, memory_in_fresh_process])
