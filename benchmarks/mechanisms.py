@@ -6,7 +6,8 @@ Each case is one attention sublayer (hidden 512, 8 heads, batch 1, float32), for
 same geometry (scaled_dot_product_attention, causal where the case is) and against peers with the same parameters.
 Ratios below 1 are faster, smaller, or less arithmetic than dense. The FLOP ratio counts matrix products; causal dense
 attention counts the half that its kernel computes. Time is the median of paired rounds, memory the growth of the peak
-over one step in a process of its own. Rows replace those of the same case and length in `results/mechanisms.json`.
+over one step in a process of its own. Cases with peers that take gigabytes belong in runs of their own: in a heap of that size
+every other step of the run is slower. Rows replace those of the same case and length in `results/mechanisms.json`.
 """
 
 from __future__ import annotations
@@ -351,12 +352,13 @@ COLUMNS = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="2048,4096,8192")
-    parser.add_argument("--only", default="", help="parts of case names, separated by commas")
+    parser.add_argument("--only", default="", help="parts of case names, separated by commas, or one whole name")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-peers", action="store_true")
     arguments = parser.parse_args()
     wanted = [part.strip() for part in arguments.only.split(",") if part.strip()]
     names = [name for name in CASES if not wanted or any(part in name for part in wanted)]
+    names = [arguments.only] if arguments.only in CASES else names
     stored = Path(__file__).parent / "results" / "mechanisms.json"
     rows = json.loads(stored.read_text())["rows"] if stored.exists() else []
     lengths, with_peers = [int(length) for length in arguments.lengths.split(",")], not arguments.no_peers
