@@ -373,9 +373,9 @@ def main() -> None:
         note = (
             "One attention sublayer with its projections, hidden 512, 8 heads, batch 1, forward + backward. Ratios to dense "
             "attention (SDPA) of the same geometry, causal where the case is; peers with the same parameters, the best by time "
-            "and the best by memory. What takes more than 1.5 times what its FLOP ratio says (Reformer, above all with several "
-            "hashes, full routing, BigBird at 16384, talking heads, random Synthesizer) gathers, sorts or reads tables, which are "
-            "no FLOPs. FLOPs / peer is the arithmetic that either really does: most of it are the projections, which both have, so "
+            "and the best by memory. What takes more than 1.5 times what its FLOP ratio says (Reformer with several hashes or at "
+            "16384, BigBird at 16384, Transformer-XL at 8192, talking heads, random Synthesizer) gathers, sorts or reads tables, "
+            "which are no FLOPs. FLOPs / peer is the arithmetic that either really does: most of it are the projections, which both have, so "
             "that half of a peer's time is out of reach where it is above a half."
         )
         write_results("mechanisms", rows, COLUMNS, "Attention mechanisms against dense attention and peers", note)
