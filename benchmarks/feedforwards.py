@@ -1,6 +1,6 @@
 """Feed-forward components against a dense feed-forward and against other implementations: the sublayer alone.
 
-python benchmarks/feedforwards.py [--lengths 512,2048,4096] [--rounds 5] [--only switch] [--no-peers]
+python benchmarks/feedforwards.py [--lengths 512,2048,4096,8192] [--rounds 5] [--only switch] [--no-peers]
 
 Each case is one sublayer (hidden 512, inner width 2048, batch 1, float32), forward + backward, against `relu` of the same
 widths. Ratios below 1 are faster or smaller. Memory is the growth of the peak over one step in a process of its own.
@@ -76,7 +76,7 @@ def make(name: str, length: int) -> Callable[[], None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", default="512,2048,4096")
+    parser.add_argument("--lengths", default="512,2048,4096,8192")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="")
     parser.add_argument("--no-peers", action="store_true")
