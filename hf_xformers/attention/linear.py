@@ -43,6 +43,10 @@ class LinearAttention(Attention):
         """The tensors that `phi` needs beside its input."""
         return ()
 
+    def at_once(self, states: Tensor, context: LayerContext) -> Tensor | None:
+        """The output [B, T, D] of the whole sublayer, where a mechanism has a shorter way to it than through its heads."""
+        return None
+
     # ------------------------------------------------------------------------------------------- forward
 
     def forward(
@@ -55,6 +59,9 @@ class LinearAttention(Attention):
         step: int | None = None,
     ) -> SublayerOutput:
         step = self.layer_idx if step is None else step
+        whole = self.at_once(hidden_states, context)
+        if whole is not None:
+            return SublayerOutput(whole, None)
         query = self.heads(self.q_proj(hidden_states))
         if self.cross:
             output, weights = self._read_memory(query, memory, context, past_key_values, step)

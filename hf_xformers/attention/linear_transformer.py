@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from ..components import register
-from ..context import LayerContext, SublayerOutput
+from ..context import LayerContext
 from ..ops.feature_pullbacks import EluPlusOne
 from ..ops.folded_linear_attention import folded_sums, read_folded_sums
 from .base import is_plain_linear
@@ -31,19 +30,6 @@ class LinearTransformerAttention(LinearAttention):
         super().__init__(config, spec, **where)
         self.eps = float(spec.eps)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        step: int | None = None,
-    ) -> SublayerOutput:
-        if self._folds(hidden_states, context):
-            return SublayerOutput(self._folded(hidden_states, context), None)
-        return super().forward(hidden_states, context, memory=memory, past_key_values=past_key_values, step=step)
-
     def _folds(self, states: Tensor, context: LayerContext) -> bool:
         """Whether the projections of values and outputs may go into the sums, and whether that pays."""
         if self.cross or self.is_causal or self.wants_weights(context) or self.num_key_value_groups > 1:
@@ -56,7 +42,9 @@ class LinearTransformerAttention(LinearAttention):
         plain = is_plain_linear(self.v_proj) and is_plain_linear(self.o_proj)
         return precise and plain and context.shared.get("rotation") is None
 
-    def _folded(self, states: Tensor, context: LayerContext) -> Tensor:
+    def at_once(self, states: Tensor, context: LayerContext) -> Tensor | None:
+        if not self._folds(states, context):
+            return None
         value, output = self.v_proj, self.o_proj
         sums = folded_sums(
             *(self.k_proj(states), states, value.weight, value.bias),

@@ -160,7 +160,9 @@ def keep_freed_memory() -> Iterator[None]:
     Otherwise every large tensor takes new pages from the system now and then, as the heap happens to lie, and a page costs more
     than writing to it does: the same call took up to a half longer from one round to the next.
     """
-    _set_heap((_M_MMAP_THRESHOLD, _NEVER), (_M_TRIM_THRESHOLD, _NEVER))
+    if not _set_heap((_M_MMAP_THRESHOLD, _NEVER), (_M_TRIM_THRESHOLD, _NEVER)):
+        yield
+        return
     before = psutil.Process().memory_info().rss
     yield
     grown = psutil.Process().memory_info().rss - before
@@ -175,11 +177,10 @@ def steady_heap() -> None:
     _set_heap((_M_MMAP_THRESHOLD, _OWN_PAGES_FROM))
 
 
-def _set_heap(*options: tuple[int, int]) -> None:
+def _set_heap(*options: tuple[int, int]) -> bool:
+    """Whether the heap could be told so."""
     mallopt = getattr(_c_library(), "mallopt", None)
-    if mallopt is not None:
-        for option, value in options:
-            mallopt(option, value)
+    return mallopt is not None and all(mallopt(option, value) for option, value in options)
 
 
 def _c_library() -> Any:

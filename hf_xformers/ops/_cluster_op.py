@@ -167,12 +167,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     clusters, products = _Clusters.of(q, k, query_at, key_at, causal, key_valid), _Products(q)
     sums, dropout = products.sums, Dropout(dropout_p, seed, q.device)
-    rows_q, rows_k, rows_v, rows_grad = (
-        rows_of_tokens(q),
-        rows_of_tokens(k),
-        rows_of_tokens(v),
-        rows_of_tokens(grad_out),
-    )
+    rows_q, rows_k, rows_v, rows_grad = (rows_of_tokens(x) for x in (q, k, v, grad_out))
     to_q, to_k, to_v = (torch.zeros_like(rows, dtype=sums) for rows in (rows_q, rows_k, rows_v))
     with torch.autocast(q.device.type, enabled=False):
         for group in clusters.groups():
@@ -192,10 +187,9 @@ def _backward(
             mean = torch.linalg.vecdot(weights, slopes)[..., None]
             slopes.sub_(mean).mul_(weights)
             to_q.index_add_(0, places, products.multiply("result", slopes, keys).mul_(scale).flatten(0, 1))
-            to_key = products.multiply("window", slopes.mT, queries).mul_(
-                1 / _LOG2_E
-            )  # a factor that the queries carry
-            to_k.index_add_(0, sources, to_key.flatten(0, 1))
+            to_keys = products.multiply("window", slopes.mT, queries)
+            to_keys.mul_(1 / _LOG2_E)  # a factor that the queries carry
+            to_k.index_add_(0, sources, to_keys.flatten(0, 1))
     return tuple(_of_rows(rows, x) for rows, x in ((to_q, q), (to_k, k), (to_v, v)))
 
 

@@ -364,3 +364,18 @@ def test_the_papers_form_does_not_generate():
             net.generate(ids, max_new_tokens=2, use_cache=use_cache)
     with pytest.raises(ValueError, match="cannot generate"):
         net(ids, use_cache=True)
+
+
+def test_keys_of_length_one_and_their_gradient():
+    """Against the formula written out, and numerical derivatives, of a key that is zero but for rounding too."""
+    attention = module().double()
+    query = torch.randn(2, 3, 4, attention.head_dim, dtype=torch.float64)
+    query[0, 0, 0] *= 1e-3
+    query.requires_grad_()
+    found = attention.keys(query)
+    expected = query / (query.square().sum(-1, keepdim=True) + 1e-6 * attention.head_dim).sqrt()
+    torch.testing.assert_close(found, expected)
+    probe = torch.randn_like(found)
+    ours, theirs = (torch.autograd.grad((x * probe).sum(), query)[0] for x in (found, expected))
+    torch.testing.assert_close(ours, theirs)
+    assert torch.autograd.gradgradcheck(attention.keys, (query[:1, :1, 1:2].detach().requires_grad_(),))
