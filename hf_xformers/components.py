@@ -37,6 +37,7 @@ class Spec:
     inputs: further model inputs that the component reads, by keyword name; they reach it in `context.inputs`.
     tensor_parallel: whether the component gives the same in every process of a tensor-parallel group. layers_apart: whether
     parameters of a layer are read inside that layer's call alone, so that they may be sharded layer by layer (FSDP).
+    packed: of attentions, blocks and stacks, whether it keeps the documents of a packed row apart (`context.segment_ids`).
     """
 
     slot: ClassVar[str] = ""
@@ -45,6 +46,7 @@ class Spec:
     inputs: ClassVar[tuple[str, ...]] = ()
     tensor_parallel: ClassVar[bool] = True
     layers_apart: ClassVar[bool] = True
+    packed: ClassVar[bool] = False
 
     def to_dict(self) -> dict[str, Any]:
         """`{"type": name, **fields}`: what `config.json` stores and what [`build_spec`] accepts."""
@@ -259,6 +261,22 @@ def check_components(config) -> None:
         refuse_unpadding(config)
     for slot in SLOTS:
         getattr(config, slot).check(config)
+
+
+def refuse_packing(layers: list) -> None:
+    """Refuses packed rows for the layers of a tower (their configs) that would let documents read one another.
+
+    Raises:
+        ValueError: names the component that cannot keep them apart.
+    """
+    for layer in layers:
+        for slot in ("stack", "block", "attention"):
+            spec = getattr(layer, slot)
+            if not spec.packed:
+                raise ValueError(
+                    f"`position_ids` restart inside a row (packed documents), which {slot} {spec.type!r} cannot keep apart; "
+                    "give one document per row, or an `attention_mask` to say that rows are not packed."
+                )
 
 
 def refuse_unpadding(config) -> None:

@@ -125,10 +125,14 @@ def self_attention_cache(cache: Cache | None) -> Cache | None:
 
 
 def segments_from_positions(position_ids: Tensor) -> Tensor | None:
-    """Document numbers [B, T] of packed rows, read from restarting positions; None if no row restarts."""
+    """The [`document_numbers`] of packed rows; None if no row restarts."""
+    numbers = document_numbers(position_ids)
+    return numbers if bool((numbers[:, -1:] > 0).any()) else None
+
+
+def document_numbers(position_ids: Tensor) -> Tensor:
+    """Positions [B, T] that restart where a document begins -> the number of each token's document in its row, [B, T]."""
     restart = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    if not bool(restart.any()):
-        return None
     return torch.nn.functional.pad(restart.long().cumsum(-1), (1, 0))
 
 

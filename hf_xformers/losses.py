@@ -31,6 +31,17 @@ def token_cross_entropy(
     return total / (labels != ignore_index).sum().clamp(min=1)
 
 
+def labels_after_real_tokens(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Labels [B, T] of a causal model (the shift is still to come), -100 where the token before is padding: with padding on
+    the left no real token predicts a text's first one. attention_mask [B, T], or [B, cached + T]; other masks change
+    nothing."""
+    if attention_mask is None or attention_mask.ndim != 2 or attention_mask.shape[1] < labels.shape[1]:
+        return labels
+    real = attention_mask.to(labels.device) != 0
+    before = F.pad(real[:, :-1], (1, 0), value=True)[:, -labels.shape[1] :]
+    return labels.masked_fill(~before, -100)
+
+
 def next_token_cross_entropy(
     logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None, ignore_index: int = -100
 ) -> Tensor:

@@ -13,7 +13,7 @@ from transformers.utils import can_return_tuple, logging
 
 from . import modeling_outputs as outputs
 from .cache import make_cache, stateful_part
-from .losses import next_token_cross_entropy, token_cross_entropy, with_aux_losses
+from .losses import labels_after_real_tokens, next_token_cross_entropy, token_cross_entropy, with_aux_losses
 from .modeling_xformer import XFormerModel, XFormerPreTrainedModel
 
 logger = logging.get_logger(__name__)
@@ -148,8 +148,8 @@ class XFormerForCausalLM(_Generative):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> outputs.XFormerCausalLMOutput:
-        """labels: [B, T] like `input_ids` (the shift is inside), -100 where there is no target. logits: [B, T, V], or of
-        the last `logits_to_keep` positions."""
+        """labels: [B, T] like `input_ids` (the shift is inside), -100 where there is no target; a text's first token is none
+        where padding stands before it. logits: [B, T, V], or of the last `logits_to_keep` positions."""
         count, shift_labels = kwargs.pop("num_items_in_batch", None), kwargs.pop("shift_labels", None)
         base = self.model(
             input_ids=input_ids,
@@ -166,7 +166,7 @@ class XFormerForCausalLM(_Generative):
         if shift_labels is not None:  # the caller shifted already (sequence parallelism): position t's own target
             loss = token_cross_entropy(logits, shift_labels, count)
         elif labels is not None:
-            loss = next_token_cross_entropy(logits, labels, count)
+            loss = next_token_cross_entropy(logits, labels_after_real_tokens(labels, attention_mask), count)
         return outputs.XFormerCausalLMOutput(
             loss=with_aux_losses(loss, base.aux_losses),
             logits=logits,
@@ -185,7 +185,20 @@ class XFormerForSeq2SeqLM(_Generative):
         super().__init__(self.shaped(config, is_decoder=False, is_encoder_decoder=True))
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+        """[B, T] labels (-100: padding) -> decoder inputs [B, T], for data collators."""
         return self.model.shift_right(labels)
+
+    def _read_late(
+        self, labels: Tensor, decoder_input_ids: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The decoder's inputs and mask for `labels`. Padding of the labels is padding of the inputs made of them, by this
+        model or by a data collator beforehand; rows of other inputs are taken as they are."""
+        read = self.model.read_from_labels(labels) if mask is None else mask
+        if decoder_input_ids is None:
+            return self.model.shift_right(labels), read
+        if mask is None and decoder_input_ids.shape == labels.shape and self.config.decoder_start_token_id is not None:
+            mask = read | (decoder_input_ids != self.model.shift_right(labels)).any(-1, keepdim=True)
+        return decoder_input_ids, mask
 
     @can_return_tuple
     def forward(
@@ -209,8 +222,10 @@ class XFormerForSeq2SeqLM(_Generative):
         count = kwargs.pop("num_items_in_batch", None)
         if labels is not None:
             use_cache = False if use_cache is None else use_cache
-            if decoder_input_ids is None and decoder_inputs_embeds is None:
-                decoder_input_ids = self.model.shift_right(labels)
+            if decoder_inputs_embeds is None:
+                decoder_input_ids, decoder_attention_mask = self._read_late(
+                    labels, decoder_input_ids, decoder_attention_mask
+                )
         base = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

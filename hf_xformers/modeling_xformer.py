@@ -19,9 +19,9 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .attention.base import Attention
 from .blocks.base import XFormerLayer
 from .cache import make_cache
-from .components import refuse_unpadding
+from .components import refuse_packing, refuse_unpadding
 from .configuration_xformer import XFormerConfig
-from .context import LayerContext, segments_from_positions, self_attention_cache
+from .context import LayerContext, document_numbers, segments_from_positions, self_attention_cache
 from .initialization import start_linear
 from .inputs import refuse_unread
 from .modeling_outputs import TowerOutput, XFormerModelOutput, XFormerSeq2SeqModelOutput
@@ -123,7 +123,11 @@ class XFormerTower(XFormerPreTrainedModel):
         self.final_norm = config.residual.build_final(config)
         self.max_length = config.position.max_length(config)
         self.extra_inputs = self.names_of_inputs(config)
-        self.takes_pairs = all(layer.attention.explicit_mask for layer in layer_configs(config))
+        layers = layer_configs(config)
+        self.takes_pairs = all(layer.attention.explicit_mask for layer in layers)
+        self.keeps_documents_apart = all(
+            layer.attention.packed and layer.block.packed and layer.stack.packed for layer in layers
+        )
         self.types_were_read = False
         self.gradient_checkpointing = False
         self.post_init()
@@ -174,7 +178,8 @@ class XFormerTower(XFormerPreTrainedModel):
         wants_states = kwargs.get("output_hidden_states", self.config.output_hidden_states)
         if not self.config.is_decoder and past_key_values is None:
             use_cache = False
-        if use_cache and past_key_values is None:
+        given_cache = past_key_values is not None
+        if use_cache and not given_cache:
             past_key_values = make_cache(self.config)
         context = self.make_context(
             inputs_embeds,
@@ -186,6 +191,13 @@ class XFormerTower(XFormerPreTrainedModel):
             output_hidden_states=wants_states is not None
             and wants_states is not False,  # it may be a state's index, 0
         )
+        if context.segment_ids is not None and past_key_values is not None and self._can_inspect():
+            if given_cache:
+                raise ValueError(
+                    "`position_ids` restart inside a row (packed documents), but a cache continues one text per row; leave "
+                    "`past_key_values` out, or give an `attention_mask` to say that rows are not packed."
+                )
+            past_key_values, use_cache = None, False  # nothing could go on from a row of several texts
         given = {**kwargs, "input_ids": input_ids}
         context.inputs = {name: given[name] for name in self.extra_inputs if given.get(name) is not None}
         if token_type_ids is not None and not self.config.type_vocab_size:
@@ -237,6 +249,7 @@ class XFormerTower(XFormerPreTrainedModel):
         past = cache.get_seq_length() if cache is not None else 0
         static = cache is not None and bool(cache.is_compileable)
         total = cache.get_mask_sizes(length, 0)[0] if static else past + length
+        fresh = isinstance(past, int) and past == 0 and not static
         current = torch.arange(length, device=device) + past
         explicit, padding = None, None
         takes_pairs = self.takes_pairs
@@ -280,20 +293,19 @@ class XFormerTower(XFormerPreTrainedModel):
             if long or (position_ids is not None and attention_mask is None):
                 self._check_length(positions)
         segments = None
-        if position_ids is not None and attention_mask is None and cache is None and self._can_inspect():
+        if position_ids is not None and attention_mask is None and self._can_inspect():
             segments = segments_from_positions(positions.expand(batch, -1))
-            if segments is not None and not all(layer.attention.packed for layer in self._layer_configs()):
-                raise ValueError(
-                    "`position_ids` restart inside a row (packed documents), which this attention cannot keep apart; "
-                    "give one document per row, or an `attention_mask` to say that rows are not packed."
-                )
+            if segments is not None:
+                refuse_packing(self._layer_configs())
+        elif position_ids is not None and attention_mask is None and fresh and self.keeps_documents_apart:
+            segments = document_numbers(positions.expand(batch, -1))  # a graph cannot ask whether there are several
         return LayerContext(
             padding_mask=padding,
             positions=positions,
             query_index=current,
             key_index=torch.arange(total, device=device),
             causal=self.config.is_decoder,
-            fresh=isinstance(past, int) and past == 0 and not static,
+            fresh=fresh,
             static=static,
             explicit_mask=explicit,
             segment_ids=segments,
@@ -534,12 +546,25 @@ class XFormerModel(XFormerPreTrainedModel):
         )
 
     def shift_right(self, ids: Tensor) -> Tensor:
-        """[B, T] ids (or labels, -100 read as padding) -> decoder inputs that begin with the start token."""
+        """[B, T] ids (or labels, -100 read as padding) -> decoder inputs: the start token stands before the first id, wherever
+        padding puts that.
+
+        Raises `ValueError` where the config names no start token."""
         start, pad = self.config.decoder_start_token_id, self.config.pad_token_id
         if start is None:
             raise ValueError("Set `decoder_start_token_id` (or `pad_token_id`) in the config to make decoder inputs.")
         shifted = torch.cat([ids.new_full((ids.shape[0], 1), start), ids[:, :-1]], dim=1)
-        return shifted.masked_fill(shifted == -100, start if pad is None else pad)
+        shifted = shifted.masked_fill(shifted == -100, start if pad is None else pad)
+        first = (ids != -100) & ((ids != -100).cumsum(-1) == 1)
+        return shifted.masked_fill(first, start)
+
+    @staticmethod
+    def read_from_labels(labels: Tensor) -> Tensor:
+        """[B, T] labels -> boolean mask of the decoder inputs that [`shift_right`] makes of them: real from the first label
+        (the start token stands there) to the last. What would follow the last label has nothing to predict, and is not
+        there either where the text stands alone."""
+        labelled = (labels != -100).long()
+        return (labelled.cumsum(-1) > 0) & (labelled.flip(-1).cumsum(-1).flip(-1) > 0)
 
 
 _NAMED_INPUTS = tuple(inspect.signature(XFormerModel.forward).parameters)

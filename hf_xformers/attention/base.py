@@ -153,7 +153,6 @@ class AttentionSpec(Spec):
     head_terms: ClassVar[bool] = False
     rotation: ClassVar[bool] = True
     explicit_mask: ClassVar[bool] = False
-    packed: ClassVar[bool] = False
     splits_heads: ClassVar[bool] = False
     why_one_length: ClassVar[str] = ""
     why_not_causal: ClassVar[str] = ""

@@ -14,6 +14,7 @@ class NoFFNBlockSpec(BlockSpec):
     does the feed-forward's work (Sukhbaatar et al. 2019, arXiv 1907.01470).
     """
 
+    packed = True
     summary = "attention (and cross-attention) alone"
 
     def check(self, config) -> None:

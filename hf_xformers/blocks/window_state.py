@@ -49,7 +49,7 @@ class WindowSublayer(nn.Module):
     """A sublayer whose output at t depends on its inputs at t - n .. t (and, in an encoder that looks both ways, later
     ones); padding and what lies before the text are zeros.
 
-    name: under which the state is kept. Raises `ValueError` for packed rows, whose documents a window would join.
+    name: under which the state is kept.
     """
 
     def __init__(self, name: str, layer_idx: int):
@@ -58,11 +58,6 @@ class WindowSublayer(nn.Module):
 
     def real_inputs(self, hidden_states: Tensor, context: LayerContext) -> Tensor:
         """[B, T, D] with zeros at padding."""
-        if context.segment_ids is not None:
-            raise ValueError(
-                f"`position_ids` restart inside a row (packed documents), which the window of {self.name!r} would join; give "
-                "one document per row."
-            )
         mask = context.query_padding_mask
         return hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0.0)
 

@@ -275,7 +275,11 @@ class Collator:
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         if not features:
             raise ValueError("the batch has no features: give at least one")
-        return self.collate([read_row(feature, self.columns) for feature in features])
+        batch = self.collate([read_row(feature, self.columns) for feature in features])
+        if "position_ids" in batch and restarts(batch["position_ids"], batch["attention_mask"]):
+            # Without a mask a model reads restarting positions as documents to keep apart, each padded token one of its own.
+            del batch["attention_mask"]
+        return batch
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         raise NotImplementedError
@@ -296,6 +300,12 @@ class Collator:
             if all(name in row.columns for row in rows):
                 batch[name] = padded([row.columns[name] for row in rows], fill)
         return batch
+
+
+def restarts(position_ids: Tensor, attention_mask: Tensor) -> bool:
+    """Whether a row's real tokens are of several documents: positions [B, T] that do not go on by one."""
+    both = attention_mask[:, 1:].bool() & attention_mask[:, :-1].bool()
+    return bool((both & (position_ids[:, 1:] != position_ids[:, :-1] + 1)).any())
 
 
 def keyed_generator(seed: int, epoch: int, ids: Tensor) -> torch.Generator:

@@ -108,6 +108,7 @@ class ConditionalComputationSpec(StackSpec):
     `noise_steps` training passes.
     """
 
+    packed = True
     summary = "gates switch sublayers off token by token, within a budget"
 
     budget: float | int = 0.5

@@ -150,6 +150,7 @@ class EarlyExitSpec(StackSpec):
 
     inputs: ClassVar[tuple[str, ...]] = ("exit_watch",)
     has_exits = True
+    packed = True
 
     share_layers: bool = False
 

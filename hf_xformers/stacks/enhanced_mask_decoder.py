@@ -88,6 +88,7 @@ class EnhancedMaskDecoderSpec(StackSpec):
     """passes: runs of the last layer (the released code: 2)."""
 
     layers_apart = False  # it runs the last layer's parts itself
+    packed = True
     summary = "the last layer reads once more with absolute positions before masked tokens are predicted"
     inputs = (ABSOLUTE_POSITIONS,)
 

@@ -44,10 +44,6 @@ class FunnelStack(Stack):
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> StackOutput:
-        if context.segment_ids is not None:
-            raise ValueError(
-                "`position_ids` restart inside a row (packed documents), which pooling would mix; give one document per row."
-            )
         real, order = context.padding_mask, None
         if real is not None:
             order = torch.argsort((~real).to(torch.uint8), dim=1, stable=True)

@@ -40,10 +40,9 @@ class GlobalTokensStack(PlainStack):
         **more,
     ) -> StackOutput:
         batch, length = hidden_states.shape[:2]
-        if context.explicit_mask is not None or context.segment_ids is not None:
+        if context.explicit_mask is not None:
             raise ValueError(
-                "global_tokens adds tokens to a text, which a prepared 4-D mask and packed rows have no place for; give a "
-                "[batch, length] mask, and one document per row."
+                "global_tokens adds tokens to a text, which a prepared 4-D mask has no place for; give a [batch, length] mask."
             )
         own = self.tokens.to(hidden_states.dtype).expand(batch, -1, -1)
         hidden_states = torch.cat([hidden_states, own], dim=1)

@@ -159,10 +159,10 @@ class HiStack(PlainStack):
         past_key_values: Cache | None = None,
         **more,
     ) -> StackOutput:
-        if context.explicit_mask is not None or context.segment_ids is not None:
+        if context.explicit_mask is not None:
             raise ValueError(
-                "stack 'hi_transformer' keeps words of different sentences apart by itself and takes neither a 4-D mask nor "
-                "packed documents; give a [batch, length] mask of real tokens, and `sentence_ids` for sentences."
+                "stack 'hi_transformer' keeps words of different sentences apart by itself and takes no 4-D mask; give a "
+                "[batch, length] mask of real tokens, and `sentence_ids` for sentences."
             )
         width, most = self.spec.segment_length, self.sentence_table.num_embeddings
         if hidden_states.shape[1] > most:

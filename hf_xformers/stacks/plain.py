@@ -56,6 +56,7 @@ class PlainStack(Stack):
 class PlainStackSpec(StackSpec):
     """Layers one after the other (Vaswani et al. 2017)."""
 
+    packed = True
     summary = "layers one after the other"
     unpads = True
 

@@ -215,6 +215,7 @@ def _autocast_of(device_type: str) -> dict:
 class ReversibleStackSpec(StackSpec):
     """Layers whose inputs follow from their outputs (Gomez et al. 2017; Kitaev et al. 2020, section 3)."""
 
+    packed = True
     summary = "reversible residual layers: activation memory does not grow with depth"
     layers_apart = False  # the backward pass runs a layer's sublayers one by one
     contract_exceptions: ClassVar[dict[str, str]] = {

@@ -135,6 +135,7 @@ class SegmentRecurrentSpec(StackSpec):
     """memory_length: states of earlier segments that every layer may read, M (tokens; `None`: `max_position_embeddings`, the
     length of a segment). Needs an attention that reads a segment memory, such as 'transformer_xl'."""
 
+    packed = True
     summary = "every layer reads its own input of earlier segments"
     layers_apart = False  # the memory passes through a layer's norm before the layer runs
     inputs = (SEGMENT_MEMORY,)

@@ -70,6 +70,7 @@ class TransparentEncoderStack(PlainStack):
 class TransparentSpec(StackSpec):
     """weight_dropout: probability that an encoder layer's weight for a decoder layer is dropped in training."""
 
+    packed = True
     summary = "each decoder layer reads its own mixture of all encoder layers"
     gives_memories = True
 

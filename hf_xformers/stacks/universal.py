@@ -188,6 +188,7 @@ class UniversalSpec(StackSpec):
     act_loss_weight: tau, the factor on the ponder loss. halted_state: what others read of a token that has halted.
     """
 
+    packed = True
     summary = "one layer at every depth, with per-token halting"
     conformance_exceptions: ClassVar[dict[str, str]] = ONE_MORE_OUTPUT
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalPrediction
 
+from ..losses import labels_after_real_tokens
 from .checkpoints import STATE_FILE
 from .evaluation import summarise, token_statistics
 from .randomness import preserved_randomness
@@ -55,6 +56,14 @@ class XFormerTrainer(Trainer):
             self.compute_loss_func = self._smoothed_loss
 
     # ------------------------------------------------------------------------------------------------ losses
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        inputs = super()._prepare_inputs(inputs)
+        labels, mask = inputs.get("labels"), inputs.get("attention_mask")
+        if isinstance(labels, Tensor) and isinstance(mask, Tensor) and self._predicts_next_token:
+            # Smoothing, distillation and evaluation make losses of their own.
+            inputs = {**inputs, "labels": labels_after_real_tokens(labels, mask)}
+        return inputs
 
     @property
     def _predicts_next_token(self) -> bool:

@@ -213,11 +213,10 @@ def test_packed_documents():
             positions = torch.stack([torch.cat([torch.arange(length) for length in parts]) for parts in lengths])
             for implementation in ("sdpa", "eager"):
                 model.set_attn_implementation(implementation)
-                more = {"use_cache": False} if model_class is XFormerForCausalLM else {}
-                with torch.no_grad():
-                    packed = model(input_ids=ids, position_ids=positions, **more).logits
+                with torch.no_grad():  # in a decoder with the cache that is made by default
+                    packed = model(input_ids=ids, position_ids=positions).logits
                     for row, parts in enumerate(rows):
-                        alone = torch.cat([model(input_ids=part[None], **more).logits[0] for part in parts])
+                        alone = torch.cat([model(input_ids=part[None]).logits[0] for part in parts])
                         close(packed[row], alone)
 
 

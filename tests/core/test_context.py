@@ -4,9 +4,10 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerModel
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerModel
+from hf_xformers.cache import make_cache
 from hf_xformers.context import LayerContext, add_losses, segments_from_positions, self_attention_cache
-from tests.helpers import close, tokens
+from tests.helpers import NO_DROPOUT, close, make_strong, tokens
 
 SMALL = dict(vocab_size=40, hidden_size=16, num_attention_heads=4, num_hidden_layers=1, intermediate_size=16)
 
@@ -141,3 +142,68 @@ def test_token_types():
     default = model(ids).last_hidden_state
     close(model(ids, token_type_ids=torch.zeros_like(ids)).last_hidden_state, default, 1e-6)
     assert (model(ids, token_type_ids=torch.ones_like(ids)).last_hidden_state - default).abs().max() > 1e-3
+
+
+PACKED = {"position_ids": torch.tensor([[0, 1, 0, 1, 2]])}
+
+
+def test_packed_rows_and_caches():
+    """A cache continues one text: none is made for a packed row, and none is read by it."""
+    torch.manual_seed(0)
+    model = XFormerForCausalLM(XFormerConfig(**SMALL)).eval()
+    ids = tokens(2, 5, high=40)
+    for training in (False, True):
+        model.train(training)
+        assert seen_context(model, input_ids=ids, **PACKED).segment_ids.tolist() == [[0, 0, 1, 1, 1]] * 2
+        assert model(input_ids=ids, **PACKED).past_key_values is None
+    for past in (0, 3):
+        cache = make_cache(model.config)
+        if past:
+            model(input_ids=ids[:, :past], past_key_values=cache)
+        with pytest.raises(ValueError, match="a cache continues one text per row; leave `past_key_values` out"):
+            model(input_ids=ids, past_key_values=cache, **PACKED)
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"block": "cpe"}, "block 'cpe'"),
+        ({"block": "r_transformer"}, "block 'r_transformer'"),
+        ({"stack": "feedback", "attention": "feedback"}, "stack 'feedback'"),
+        ({"attention": "linear_transformer"}, "attention 'linear_transformer'"),
+        ({"per_layer_config": {0: {"attention": "performer"}}}, "attention 'performer'"),
+    ],
+)
+def test_packed_rows_are_refused(fields, part):
+    torch.manual_seed(0)
+    config = XFormerConfig(**SMALL, **fields, is_decoder=True)
+    model, ids = XFormerForCausalLM(config), tokens(2, 5, high=40)
+    for use_cache in (None, True, False):
+        with pytest.raises(ValueError, match=f"packed documents.*{part} cannot keep apart; give one document per row"):
+            model(input_ids=ids, use_cache=use_cache, **PACKED)
+
+
+@pytest.mark.parametrize(
+    ("shape", "fields"),
+    [
+        ("encoder", {"stack": "universal"}),
+        ("encoder", {"block": "macaron"}),
+        ("encoder", {"stack": "patience_exit"}),
+        ("decoder", {"stack": "universal", "block": "sandwich", "num_hidden_layers": 2}),
+        ("decoder", {"stack": "reversible", "residual": "pre_ln", "attention": "band_attention"}),
+        ("decoder", {"stack": "compressive", "attention": "transformer_xl", "position": "none"}),
+        ("decoder", {"attention": "adaptive_span", "position": "none"}),
+        ("decoder", {"attention": "talking_heads", "position": "rotary"}),
+    ],
+)
+def test_packed_rows_are_kept_apart(shape, fields):
+    """What declares `packed` gives each document what it gives alone."""
+    torch.manual_seed(0)
+    model_class = XFormerForCausalLM if shape == "decoder" else XFormerForMaskedLM
+    config = XFormerConfig(**{**SMALL, **NO_DROPOUT, **fields, "is_decoder": shape == "decoder"})
+    model = make_strong(model_class(config).double().eval())
+    parts = [tokens(1, length, seed=length, high=40) for length in (3, 1, 4)]
+    positions = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
+    with torch.no_grad():
+        packed = model(input_ids=torch.cat(parts, 1), position_ids=positions).logits
+        close(packed, torch.cat([model(input_ids=part).logits for part in parts], 1))

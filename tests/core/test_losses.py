@@ -141,8 +141,9 @@ def test_seq2seq_reads_labels_late():
     late = torch.cat([torch.full((2, 1), 2), labels[:, :-1]], 1).masked_fill(
         torch.tensor([[0] * 4, [0, 0, 0, 1]]) == 1, 0
     )
+    labelled = labels != -100
     output = model(input_ids=ids, labels=labels)
-    close(output.logits, model(input_ids=ids, decoder_input_ids=late).logits)
+    close(output.logits[labelled], model(input_ids=ids, decoder_input_ids=late).logits[labelled])
     assert torch.equal(model.prepare_decoder_input_ids_from_labels(labels), late)
 
 
@@ -171,3 +172,52 @@ def test_logits_to_keep():
         whole = model(input_ids=ids, **more).logits
         close(model(input_ids=ids, logits_to_keep=2, **more).logits, whole[:, -2:])
         close(model(input_ids=ids, logits_to_keep=torch.tensor([1, 4]), **more).logits, whole[:, [1, 4]])
+
+
+def padded_labels(side):
+    """Two targets of 5 and 2 tokens as the labels of a batch."""
+    parts = [tokens(1, length, seed=length, low=3, high=40) for length in (5, 2)]
+    filler = torch.full((1, 3), -100)
+    short = [parts[1], filler] if side == "right" else [filler, parts[1]]
+    return parts, torch.cat([parts[0], torch.cat(short, 1)])
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("prepared", [False, True])
+def test_padded_labels_are_padding_for_the_decoder(side, prepared):
+    """Logits, balance losses and capacity are those of the texts alone, with inputs made by the model or a collator."""
+    experts = {"type": "switch_transformer", "num_experts": 4, "capacity_factor": 1.0, "jitter": 0.0}
+    fields = {"feedforward": experts, "decoder_start_token_id": 2}
+    model, ids = build(XFormerForSeq2SeqLM, **fields).train(), tokens(2, 6, high=40)
+    parts, labels = padded_labels(side)
+    given = {"decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels)} if prepared else {}
+    batch = model(input_ids=ids, labels=labels, **given)
+    for row, part in enumerate(parts):
+        one = labels[row : row + 1]
+        alone = model(input_ids=ids[row : row + 1], labels=part)
+        given = {"decoder_input_ids": model.prepare_decoder_input_ids_from_labels(one)} if prepared else {}
+        found = model(input_ids=ids[row : row + 1], labels=one, **given)
+        close(batch.logits[row][labels[row] != -100], alone.logits[0])
+        for name in alone.aux_losses:
+            close(found.aux_losses[name], alone.aux_losses[name])
+        close(found.loss, alone.loss)
+
+
+def test_other_decoder_inputs_are_taken_as_they_are():
+    """A prompt without labels is read, whatever the labels are."""
+    model, ids = build(XFormerForSeq2SeqLM), tokens(2, 6, high=40)
+    labels, read = tokens(2, 4, low=3, high=40), tokens(2, 4, seed=1, low=3, high=40)
+    labels[:, :2] = -100
+    close(
+        model(input_ids=ids, decoder_input_ids=read, labels=labels).logits,
+        model(input_ids=ids, decoder_input_ids=read).logits,
+    )
+
+
+def test_left_padding_predicts_no_token():
+    """With padding on the left a text has the loss that it has alone, whoever made the labels."""
+    model, ids = build(XFormerForCausalLM), tokens(1, 4, low=3, high=40)
+    alone = model(input_ids=ids, labels=ids).loss
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), ids], 1)
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
+    close(model(input_ids=padded, attention_mask=mask, labels=padded.masked_fill(mask == 0, -100)).loss, alone)

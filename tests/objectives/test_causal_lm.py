@@ -65,3 +65,20 @@ def test_epochs_change_nothing(gpt_tokenizer):
     first = collator([{"input_ids": [5, 6]}])
     collator.set_epoch(4)
     assert torch.equal(first["labels"], collator([{"input_ids": [5, 6]}])["labels"])
+
+
+def test_padding_on_the_left_predicts_nothing(gpt_tokenizer, monkeypatch):
+    """The token before a text's first one is padding: no label there, and the loss of the text alone."""
+    monkeypatch.setattr(gpt_tokenizer, "padding_side", "left")
+    rows = [[3, 4, 5, 6], [7, 8]]
+    batch = CausalLMObjective().collator(gpt_tokenizer)([{"input_ids": row} for row in rows])
+    assert batch["input_ids"].tolist() == [[3, 4, 5, 6], [gpt_tokenizer.pad_token_id] * 2 + [7, 8]]
+    assert batch["labels"].tolist() == [[3, 4, 5, 6], [-100, -100, -100, 8]]
+
+
+def test_packed_rows_reach_the_model_as_such(gpt_tokenizer):
+    """A mask would say that positions are positions alone; without it documents are kept apart."""
+    collator = CausalLMObjective().collator(gpt_tokenizer)
+    rows = [{"input_ids": [5, 6, 7, 8], "position_ids": [0, 1, 0, 1]}, {"input_ids": [9, 3], "position_ids": [0, 1]}]
+    assert set(collator(rows)) == {"input_ids", "labels", "position_ids"}
+    assert "attention_mask" in collator(rows[1:]), "one text per row"

@@ -237,7 +237,7 @@ def test_refusals():
         build(width=0)
     with pytest.raises(ValueError, match="The text has 41 tokens"):
         build()(input_ids=tokens(1, 41))
-    with pytest.raises(ValueError, match="takes neither a 4-D mask"):
+    with pytest.raises(ValueError, match="takes no 4-D mask"):
         build()(input_ids=tokens(1, 4), attention_mask=torch.ones(1, 1, 4, 4, dtype=torch.bool))
     with pytest.raises(ValueError, match="to the next layer, which"):
         build(attention="realformer")(input_ids=tokens(1, 4))
