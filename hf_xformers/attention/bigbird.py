@@ -66,7 +66,7 @@ class BigBirdSpec(AttentionSpec):
             before=side,
             after=side,
             first=self.num_global_blocks if self.global_mode == "itc" else 0,
-            total_blocks=-(-config.max_position_embeddings // self.block_size),
+            last=self.num_global_blocks if self.global_mode == "itc" else 0,
         )
         return near | drawn.for_layer(layer_idx)
 

@@ -20,9 +20,8 @@ class BigBirdAttention(BlockSparseAttention):
       ("extended"): those of the model input `global_attention_mask`, which the stack `global_tokens` adds and sets.
 
     N(i) is a set: a block that is found twice counts once. Draws are a hash of seed, layer, head and block: the same in
-    training, evaluation and after a reload. They are uniform over the blocks of `max_position_embeddings` tokens, and those
-    beyond the end of a text are absent, so that neither padding nor other texts change N(i). The last block is that of the
-    text's last real token.
+    training, evaluation and after a reload. They are uniform over the blocks of the text, whatever its length, outside of
+    window and global blocks; a text ends with its last real token, so that neither padding nor other texts change N(i).
 
     Time and memory O(T b (w + r + 2 g)).
     """

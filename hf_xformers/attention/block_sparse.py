@@ -184,8 +184,8 @@ class RandomSpec(BlockSparseSpec):
     """Every block of tokens reads itself and a few other blocks, drawn uniformly (the survey, section 4.1.1; BigBird).
 
     Drawn anew for every layer and head, once and for all: the same in training, evaluation and after a reload. A decoder
-    draws among earlier blocks; an encoder among all blocks of `max_position_embeddings` tokens, so that padding changes
-    no draw; blocks beyond the end of a text are absent. Time O(T blocks block_size).
+    draws among earlier blocks, an encoder among all blocks of a text up to its last real token, so that texts of every length
+    have as many and padding changes no draw. Time O(T blocks block_size).
 
     num_random_blocks: other blocks that are drawn. block_size: tokens; 1: single tokens. random_seed: of the draws.
     """
@@ -202,13 +202,7 @@ class RandomSpec(BlockSparseSpec):
 
     def pattern(self, config, layer_idx: int) -> Pattern:
         size = self.block_size
-        drawn = patterns.random_blocks(
-            self.num_random_blocks,
-            size,
-            seed=self.random_seed,
-            causal=config.is_decoder,
-            total_blocks=-(-config.max_position_embeddings // size),
-        )
+        drawn = patterns.random_blocks(self.num_random_blocks, size, seed=self.random_seed, causal=config.is_decoder)
         return patterns.block_local(size) | drawn.for_layer(layer_idx)
 
 

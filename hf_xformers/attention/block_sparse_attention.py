@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 
 from ..context import LayerContext
 from ..ops.block_sparse import block_sparse_attention
+from ..ops.block_sparse_reference import row_spans
 from ..ops.pattern_base import Pattern
 from ..position.base import ScoreBias
 from .base import Attention, literal_softmax_attention
@@ -140,17 +141,17 @@ def pattern_pairs(pattern: Pattern, heads: int, context: LayerContext) -> Tensor
     """The pattern together with padding, causal order, documents or a prepared mask, [B or 1, 1 or H, T, S] boolean."""
     visible = visible_pairs(context)
     query, key = context.query_index[None], context.key_index[None]
-    if pattern.period != 1:  # positions matter, and they count from the first real token
+    length = torch.full_like(key[:, :1], key.shape[1])
+    if pattern.period != 1:  # positions matter, and they count from the first real token to the last
         real = context.padding_mask
         if context.explicit_mask is not None:
             real = visible[:, 0].any(1)
         if real is not None:
-            lead = real.int().argmax(-1, keepdim=True)
+            lead, length = (x[:, None] for x in row_spans(real))
             query, key = query - lead, key - lead
-    query, key = query[:, :, None], key[:, None, :]
-    bound = pattern.bind(context.key_index.shape[0])
-    own = [bound.for_head(head) for head in range(heads)]
-    distinct = {each: each.allows(query, key) for each in dict.fromkeys(own)}
+    query, key, length = query[:, :, None], key[:, None, :], length[:, :, None]
+    own = [pattern.for_head(head) for head in range(heads)]
+    distinct = {each: each.allows_within(query, key, length) for each in dict.fromkeys(own)}
     pairs = torch.stack([distinct[each] for each in (own if len(distinct) > 1 else own[:1])], dim=1)
     pairs = pairs & (query >= 0)[:, None]
     return pairs if visible is None else pairs & visible

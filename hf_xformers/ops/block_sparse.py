@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .block_sparse_flex import flex_applies, flex_block_sparse
-from .block_sparse_op import forward_op, make_pieces
-from .block_sparse_reference import ScoreBias, block_sparse_reference, counts_positions
+from .block_sparse_op import forward_op, pieces_of_rows
+from .block_sparse_reference import ScoreBias, block_sparse_reference, counts_positions, row_spans
 from .pattern_base import Pattern, PerHead
 from .patterns import causal as causal_pattern
 from .patterns import full
@@ -56,8 +56,9 @@ def block_sparse_attention(
     """`softmax` over the keys that `pattern` allows, times the values.
 
     Query `i` stands at position `q_offset + i`, key `j` at `k_offset + j`. Any lengths work. A query that may read no
-    key gives zeros, also in all gradients. With leading padding, positions are counted from each row's first real token
-    where the pattern depends on more than distances, so that padding on either side changes no result. Time and memory grow
+    key gives zeros, also in all gradients. With padding, positions are counted from each row's first real token where the
+    pattern depends on more than distances, and up to its last one where it depends on the length, so that padding on
+    either side changes no result. Time and memory grow
     with the number of allowed pairs; neither T x T scores nor a T x T mask exist at any time.
 
     Args:
@@ -139,6 +140,7 @@ class _Call:
     dropout_p: float
     block_size: int | None
     segment_ids: Tensor | None = None
+    row_lengths: Tensor | None = None  # [B], positions of each row's text, for patterns that depend on them
     score_bias: ScoreBias | None = None
     bias_is_relative: bool = False
     side: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
@@ -148,6 +150,7 @@ def _engine(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, key_mask: Tensor | None, call: _Call
 ) -> tuple[Tensor, Tensor]:
     plain = call.dropout_p == 0 and call.score_bias is None and call.segment_ids is None
+    plain = plain and call.row_lengths is None  # what follows has one pattern for all rows
     if plain and flex_applies(q, k, v):
         geometry = (call.q_offset, call.k_offset, call.causal)
         local = flex_block_sparse(q, k, v, pattern, key_mask, geometry, call.scale)
@@ -162,7 +165,7 @@ def _engine(
     # The seed comes from the global generator, as for any dropout, and is replayed by gradient checkpointing.
     seed = torch.randint(2**31, ()) if call.dropout_p > 0 else None
     geometry = [call.q_offset, call.k_offset, int(call.causal), call.block_size or 0]
-    tensors = (q, k, v, key_mask, *call.side, call.segment_ids, extras, seed)
+    tensors = (q, k, v, key_mask, *call.side, call.segment_ids, extras, call.row_lengths, seed)
     return forward_op(*tensors, geometry, pattern.key, call.scale, call.dropout_p)
 
 
@@ -221,10 +224,10 @@ def _few_rows(
 @torch.compiler.disable
 def _bias_blocks(q: Tensor, k: Tensor, pattern: Pattern, call: _Call) -> list[Tensor]:
     """The score bias of every tile in the engine's order, each [1, H or 1, tiles or 1, rows, width]."""
-    lengths = (q.shape[2], k.shape[2], 0 if call.side[0] is None else call.side[0].shape[2])
-    offsets, each = (call.q_offset, call.k_offset), not call.bias_is_relative
+    geometry, each = (call.q_offset, call.k_offset, call.causal, call.block_size or 0), not call.bias_is_relative
     blocks = []
-    for piece in make_pieces(pattern, call.causal, (q.shape[1], k.shape[1]), lengths, offsets, call.block_size):
+    runs = pieces_of_rows(q, k, call.side[0], call.row_lengths, geometry, pattern)
+    for piece in (piece for _, pieces in runs for piece in pieces):
         for part in piece.parts:
             for tiles in part.tiles:
                 q_at, k_at = (part.positions(tiles, which, each=each).to(q.device) + piece.shift for which in "qk")
@@ -248,9 +251,11 @@ def _aligned(
     """Run the engine with every row moved to the left by its leading padding, when the pattern would notice."""
     if padding_mask is None or not counts_positions(pattern, call.score_bias, call.bias_is_relative):
         return _engine(q, k, v, pattern, key_mask, call)
+    lead, lengths = row_spans(padding_mask)
+    if pattern.needs_length:
+        call = replace(call, row_lengths=call.k_offset + lengths)
     if not _has_lead(padding_mask):
         return _engine(q, k, v, pattern, key_mask, call)
-    lead = padding_mask.int().argmax(1)  # leading padding per row; 0 where everything is padding
     q_len, k_len, offset = q.shape[2], k.shape[2], call.q_offset
     # Rows hold the queries at the aligned positions start .. offset + q_len - 1.
     most = k_len if offset == 0 or torch.compiler.is_compiling() else int(lead.max())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,20 @@ class Piece:
     parts: tuple[Part, ...]
     side_parts: tuple[Part, ...]
     shift: int
+
+
+def bound_rows(pattern: Pattern, lengths: Tensor | None, batch: int) -> list[tuple[slice, Pattern]]:
+    """Runs of rows of the batch whose lengths [B] (`None`: those of the padded batch) make the pattern the same, and it."""
+    if lengths is None:
+        return [(slice(0, batch), pattern)]
+    runs: list[tuple[slice, Pattern]] = []
+    for row, length in enumerate(lengths.tolist()):
+        bound = pattern.bind(length)
+        if runs and runs[-1][1] == bound:
+            runs[-1] = (slice(runs[-1][0].start, row + 1), runs[-1][1])
+        else:
+            runs.append((slice(row, row + 1), bound))
+    return runs
 
 
 @functools.lru_cache(maxsize=256)
@@ -100,7 +114,7 @@ def _work(
     side_mask: Tensor | None,
     segments: Tensor | None,
     extras: list[Tensor],
-    pieces: list[Piece],
+    runs: list[tuple[slice, list[Piece]]],
     first_key: int,
 ) -> Iterator[tuple[slice, Piece, slice, slice, list[Source], int]]:
     """Cut the call into jobs: (batch range, piece, query heads, key/value heads, sources, first of their extras)."""
@@ -109,10 +123,10 @@ def _work(
     if side_hidden is not None and side_hidden.ndim == 2:
         side_hidden = side_hidden[:, None]
     number = 0
-    for piece in pieces:
+    for rows, piece in ((rows, piece) for rows, pieces in runs for piece in pieces):
         ratio = (piece.heads.stop - piece.heads.start) // (piece.kv_heads.stop - piece.kv_heads.start)
         counts = [len(part.tiles) for part in (*piece.parts, *piece.side_parts)]
-        for b, kv in _shares(q, piece.kv_heads, whole=q.dtype == dtype):
+        for b, kv in _shares(rows, piece.kv_heads, whole=q.dtype == dtype):
             begin = piece.heads.start + (kv.start - piece.kv_heads.start) * ratio
             heads = slice(begin, begin + (kv.stop - kv.start) * ratio)
             queries = q[b, heads].unflatten(1, (-1, ratio)).to(dtype)
@@ -140,16 +154,16 @@ def _share(extra: Tensor, b: slice, heads: slice, of: slice) -> Tensor:
     return extra[:, heads.start - of.start : heads.stop - of.start] if extra.shape[1] > 1 else extra
 
 
-def _shares(q: Tensor, kv_heads: slice, whole: bool) -> Iterator[tuple[slice, slice]]:
+def _shares(rows: slice, kv_heads: slice, whole: bool) -> Iterator[tuple[slice, slice]]:
     """Everything at once; in half precision in about eight shares, because each is held in float32 meanwhile."""
     if whole:
-        yield slice(0, q.shape[0]), kv_heads
+        yield rows, kv_heads
         return
-    batch, many = q.shape[0], kv_heads.stop - kv_heads.start
+    batch, many = rows.stop - rows.start, kv_heads.stop - kv_heads.start
     run = max(many * batch // 8, 1)
-    for b in range(0, batch, max(run // many, 1)):
+    for b in range(rows.start, rows.stop, max(run // many, 1)):
         for h in range(kv_heads.start, kv_heads.stop, min(run, many)):
-            yield slice(b, min(b + max(run // many, 1), batch)), slice(h, min(h + min(run, many), kv_heads.stop))
+            yield slice(b, min(b + max(run // many, 1), rows.stop)), slice(h, min(h + min(run, many), kv_heads.stop))
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -159,12 +173,22 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
 
 
-def _pieces_of(q: Tensor, k: Tensor, side_k: Tensor | None, geometry: list[int], pattern_key: int) -> list[Piece]:
+def pieces_of_rows(
+    q: Tensor,
+    k: Tensor,
+    side_k: Tensor | None,
+    row_lengths: Tensor | None,
+    geometry: Sequence[int],
+    pattern: Pattern,
+) -> list[tuple[slice, list[Piece]]]:
+    """Runs of rows of the batch, and the pieces of each; geometry is (q_offset, k_offset, causal, block size or 0)."""
     q_offset, k_offset, causal, block_size = geometry
     lengths = (q.shape[2], k.shape[2], 0 if side_k is None else side_k.shape[2])
     heads = (q.shape[1], k.shape[1])
-    pattern = pattern_from_key(pattern_key)
-    return make_pieces(pattern, bool(causal), heads, lengths, (q_offset, k_offset), block_size or None)
+    return [
+        (rows, make_pieces(bound, bool(causal), heads, lengths, (q_offset, k_offset), block_size or None))
+        for rows, bound in bound_rows(pattern, row_lengths, q.shape[0])
+    ]
 
 
 def _empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,6 +206,7 @@ def _forward(
     side_mask: Tensor | None,
     segments: Tensor | None,
     extras: list[Tensor],
+    row_lengths: Tensor | None,
     seed: Tensor | None,
     geometry: list[int],
     pattern_key: int,
@@ -191,9 +216,9 @@ def _forward(
     out, lse = _empty_results(q, v)
     out.zero_()
     lse.fill_(-math.inf)
-    pieces = _pieces_of(q, k, side_k, geometry, pattern_key)
+    runs = pieces_of_rows(q, k, side_k, row_lengths, geometry, pattern_from_key(pattern_key))
     dropout = Dropout(dropout_p, seed, q.device)
-    work = _work(q, k, v, key_mask, side_k, side_v, side_mask, segments, extras, pieces, geometry[0] - geometry[1])
+    work = _work(q, k, v, key_mask, side_k, side_v, side_mask, segments, extras, runs, geometry[0] - geometry[1])
     with torch.autocast(q.device.type, enabled=False):
         for b, _, heads, kv, sources, _ in work:
             groups = (kv.stop - kv.start, -1)
@@ -221,6 +246,7 @@ def _backward(
     side_mask: Tensor | None,
     segments: Tensor | None,
     extras: list[Tensor],
+    row_lengths: Tensor | None,
     seed: Tensor | None,
     geometry: list[int],
     pattern_key: int,
@@ -230,9 +256,9 @@ def _backward(
     side = [] if side_k is None else [side_k, side_v]
     grads = [torch.zeros_like(x) for x in (q, k, v, *side)]
     extra_grads = [torch.zeros_like(extra, dtype=lse.dtype) for extra in extras]
-    pieces = _pieces_of(q, k, side_k, geometry, pattern_key)
+    runs = pieces_of_rows(q, k, side_k, row_lengths, geometry, pattern_from_key(pattern_key))
     dropout = Dropout(dropout_p, seed, q.device)
-    work = _work(q, k, v, key_mask, side_k, side_v, side_mask, segments, extras, pieces, geometry[0] - geometry[1])
+    work = _work(q, k, v, key_mask, side_k, side_v, side_mask, segments, extras, runs, geometry[0] - geometry[1])
     delta = (grad_out.to(lse.dtype) * out).sum(-1) if out.dtype == lse.dtype else _row_products(grad_out, out, lse)
     if grad_lse is not None:
         delta -= grad_lse
@@ -288,21 +314,21 @@ def _(grad_out, grad_lse, out, lse, q, k, v, key_mask, side_k, side_v, side_mask
 
 
 def _setup(ctx, inputs, output) -> None:
-    q, k, v, key_mask, side_k, side_v, side_mask, segments, extras, seed, geometry, key, scale, dropout_p = inputs
-    ctx.save_for_backward(*output, q, k, v, key_mask, side_k, side_v, side_mask, segments, seed, *extras)
+    *tensors, extras, row_lengths, seed, geometry, key, scale, dropout_p = inputs
+    ctx.save_for_backward(*output, *tensors, row_lengths, seed, *extras)
     ctx.rest = (geometry, key, scale, dropout_p)
     ctx.pattern = pattern_from_key(key)  # keeps it alive until the backward pass
 
 
 def _autograd(ctx, grad_out, grad_lse):
-    out, lse, q, k, v, key_mask, side_k, side_v, side_mask, segments, seed, *extras = ctx.saved_tensors
+    out, lse, q, k, v, key_mask, side_k, side_v, side_mask, segments, row_lengths, seed, *extras = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    tensors = (q, k, v, key_mask, side_k, side_v, side_mask, segments, extras, seed)
+    tensors = (q, k, v, key_mask, side_k, side_v, side_mask, segments, extras, row_lengths, seed)
     grads = backward_op(grad_out, grad_lse, out, lse, *tensors, *ctx.rest)
     side = (None, None) if side_k is None else tuple(grads[3:5])
     extra_grads = grads[3 if side_k is None else 5 :]
-    return (*grads[:3], None, *side, None, None, extra_grads, None, None, None, None, None)
+    return (*grads[:3], None, *side, None, None, extra_grads, *(None,) * 6)
 
 
 forward_op.register_autograd(_autograd, setup_context=_setup)

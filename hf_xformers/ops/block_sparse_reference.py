@@ -17,6 +17,13 @@ def counts_positions(pattern: Pattern, score_bias: ScoreBias | None, bias_is_rel
     return pattern.period != 1 or (score_bias is not None and not bias_is_relative)
 
 
+def row_spans(real: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, S], True for a real token -> the first one of each row, and the number of places from it to the last one, [B] each;
+    0 and S where a row has none."""
+    lead, trail = real.int().argmax(1), real.int().flip(1).argmax(1)
+    return lead, real.shape[1] - trail - lead
+
+
 def block_sparse_reference(
     q: Tensor,
     k: Tensor,
@@ -49,13 +56,13 @@ def block_sparse_reference(
     pattern = PerHead(tuple(pattern)) if isinstance(pattern, Sequence) else pattern
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     real = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if key_padding_mask is None else key_padding_mask
-    lead = real.int().argmax(1)[:, None]
+    lead, lengths = (x[:, None] for x in row_spans(real))
     lead = lead if counts_positions(pattern, score_bias, bias_is_relative) else torch.zeros_like(lead)
     q_at = torch.arange(q_offset, q_offset + q.shape[2], device=q.device) - lead
     k_at = torch.arange(k_offset, k_offset + k.shape[2], device=q.device) - lead
-    bound = pattern.bind(k_offset + k.shape[2])
     pairs = (q_at[:, :, None], k_at[:, None, :])
-    allowed = torch.stack([bound.for_head(head).allows(*pairs) for head in range(heads)], 1)
+    within = (*pairs, k_offset + lengths[..., None])
+    allowed = torch.stack([pattern.for_head(head).allows_within(*within) for head in range(heads)], 1)
 
     def scores(query: Tensor, key: Tensor) -> Tensor:
         return scale * query @ key.repeat_interleave(groups, 1).transpose(2, 3)

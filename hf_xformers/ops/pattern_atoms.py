@@ -140,6 +140,8 @@ class Positions(Pattern):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", "columns" if self.axis == "key" else "rows")
+        ends = [bound for interval in self.intervals for bound in interval]
+        object.__setattr__(self, "needs_length", any(bound is None or bound < 0 for bound in ends))
 
     def _bind(self, length: int) -> Pattern:
         resolved = sorted(slice(start, stop).indices(length)[:2] for start, stop in self.intervals)
@@ -165,6 +167,15 @@ class Positions(Pattern):
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         x = self._pick(q, k)
         return self._any(lambda start, stop: (x >= start) & (x < stop), q + k)
+
+    def allows_within(self, q: Tensor, k: Tensor, length: Tensor) -> Tensor:
+        x, found = self._pick(q, k), torch.zeros_like(q + k, dtype=torch.bool)
+        for start, stop in self.intervals:
+            low, high = (
+                length if bound is None else bound if bound >= 0 else length + bound for bound in (start, stop)
+            )
+            found = found | ((x >= low) & (x < high))
+        return found & (x >= 0) & (x < length)
 
     def may(self, q_lo: Tensor, q_hi: Tensor, k_lo: Tensor, k_hi: Tensor) -> Tensor:
         low, high = self._pick(q_lo, k_lo), self._pick(q_hi, k_hi)
@@ -196,9 +207,13 @@ class BlockSets(Pattern):
         raise NotImplementedError
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        return self._named(q, k, self.drawn(q // self.block))
+
+    def _named(self, q: Tensor, k: Tensor, slots: list[Tensor]) -> Tensor:
+        """Whether one of the slots names the key's block."""
         column = k // self.block
         allowed = torch.zeros_like(q + k, dtype=torch.bool)
-        for slot in self.drawn(q // self.block):
+        for slot in slots:
             allowed = allowed | (slot == column)
         return allowed
 
@@ -268,6 +283,7 @@ class RandomBlocks(BlockSets):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block", self.size)
+        object.__setattr__(self, "needs_length", self.total is None and not self.causal)
 
     def _bind(self, length: int) -> Pattern:
         return self if self.total is not None else replace(self, total=-(-length // self.size))
@@ -278,13 +294,21 @@ class RandomBlocks(BlockSets):
     def _for_head(self, head: int) -> Pattern:
         return replace(self, head=head, vary_heads=False) if self.vary_heads else self
 
+    def allows_within(self, q: Tensor, k: Tensor, length: Tensor) -> Tensor:
+        total = -(-length // self.size) if self.needs_length else self.total
+        return self._named(q, k, self._drawn(q // self.size, total))
+
     def drawn(self, row: Tensor) -> list[Tensor]:
+        if self.needs_length:
+            raise ValueError("random_blocks draws from all key blocks; call bind(length) first, or fix total_blocks.")
+        return self._drawn(row, self.total)
+
+    def _drawn(self, row: Tensor, total: int | Tensor | None) -> list[Tensor]:
+        """[`drawn`] among `total` key blocks."""
         # Floyd's algorithm: sampling without replacement in `count` steps, for all rows at once. The random numbers
         # are a hash of (seed, layer, head, row, step): no generator state, and the same row always draws the same.
-        if self.total is None and not self.causal:
-            raise ValueError("random_blocks draws from all key blocks; call bind(length) first, or fix total_blocks.")
         row = row.long()
-        end = row + 1 if self.causal else torch.full_like(row, self.total - self.last)
+        end = row + 1 if self.causal else torch.zeros_like(row) + (total - self.last)
         skip_from = torch.clamp(row - self.before, min=self.first)
         skip_from = torch.minimum(skip_from, torch.clamp(end, min=self.first))
         skip_to = torch.maximum(torch.minimum(row + self.after + 1, end), skip_from)

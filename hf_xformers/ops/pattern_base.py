@@ -44,12 +44,14 @@ class Pattern:
         layout: how an engine should walk the pattern: `"span"` (keys near one another), `"columns"` (a short list
             of keys for all queries), `"rows"` (a short list of queries), `"blocks"` (a table of key blocks).
         block: the pattern's own block size in the layout `"blocks"`; None when it has none.
+        needs_length: what it allows depends on the number of key positions, until [`bind`] fixes it.
     """
 
     period: int = 0
     gap: int = 1
     layout: str = "blocks"
     block: int | None = None
+    needs_length: bool = False
     key: int
 
     def __new__(cls, *args, **kwargs) -> Pattern:
@@ -65,6 +67,10 @@ class Pattern:
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         raise NotImplementedError
+
+    def allows_within(self, q: Tensor, k: Tensor, length: Tensor) -> Tensor:
+        """`allows` after `bind(length)`, where the numbers of key positions are a tensor that broadcasts with q and k."""
+        return self.allows(q, k)
 
     def may(self, q_lo: Tensor, q_hi: Tensor, k_lo: Tensor, k_hi: Tensor) -> Tensor:
         raise NotImplementedError
@@ -195,6 +201,7 @@ class Union(Pattern):
     def __post_init__(self) -> None:
         object.__setattr__(self, "period", _common_period(self.parts))
         object.__setattr__(self, "gap", math.gcd(*(part.gap for part in self.parts)))
+        object.__setattr__(self, "needs_length", any(part.needs_length for part in self.parts))
 
     def children(self) -> tuple[Pattern, ...]:
         return self.parts
@@ -204,6 +211,9 @@ class Union(Pattern):
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return functools.reduce(lambda a, b: a | b, (part.allows(q, k) for part in self.parts))
+
+    def allows_within(self, q: Tensor, k: Tensor, length: Tensor) -> Tensor:
+        return functools.reduce(lambda a, b: a | b, (part.allows_within(q, k, length) for part in self.parts))
 
     def may(self, q_lo: Tensor, q_hi: Tensor, k_lo: Tensor, k_hi: Tensor) -> Tensor:
         return functools.reduce(lambda a, b: a | b, (part.may(q_lo, q_hi, k_lo, k_hi) for part in self.parts))
@@ -231,6 +241,7 @@ class Intersection(Pattern):
     def __post_init__(self) -> None:
         object.__setattr__(self, "period", _common_period(self.parts))
         object.__setattr__(self, "gap", math.lcm(*(part.gap for part in self.parts)))
+        object.__setattr__(self, "needs_length", any(part.needs_length for part in self.parts))
         order = ("rows", "columns", "blocks", "span")
         object.__setattr__(self, "layout", min((part.layout for part in self.parts), key=order.index))
 
@@ -242,6 +253,9 @@ class Intersection(Pattern):
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return functools.reduce(lambda a, b: a & b, (part.allows(q, k) for part in self.parts))
+
+    def allows_within(self, q: Tensor, k: Tensor, length: Tensor) -> Tensor:
+        return functools.reduce(lambda a, b: a & b, (part.allows_within(q, k, length) for part in self.parts))
 
     def may(self, q_lo: Tensor, q_hi: Tensor, k_lo: Tensor, k_hi: Tensor) -> Tensor:
         return functools.reduce(lambda a, b: a & b, (part.may(q_lo, q_hi, k_lo, k_hi) for part in self.parts))
@@ -281,6 +295,7 @@ class Complement(Pattern):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "period", self.inner.period)
+        object.__setattr__(self, "needs_length", self.inner.needs_length)
 
     def children(self) -> tuple[Pattern, ...]:
         return (self.inner,)
@@ -290,6 +305,9 @@ class Complement(Pattern):
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return ~self.inner.allows(q, k)
+
+    def allows_within(self, q: Tensor, k: Tensor, length: Tensor) -> Tensor:
+        return ~self.inner.allows_within(q, k, length)
 
     def may(self, q_lo: Tensor, q_hi: Tensor, k_lo: Tensor, k_hi: Tensor) -> Tensor:
         return ~self.inner.covers(q_lo, q_hi, k_lo, k_hi)
@@ -306,6 +324,7 @@ class PerHead(Pattern):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "period", _common_period(self.patterns))
+        object.__setattr__(self, "needs_length", any(one.needs_length for one in self.patterns))
 
     def check_heads(self, num_heads: int) -> None:
         if len(self.patterns) != num_heads:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .block_sparse_op import make_pieces
+from .block_sparse_op import bound_rows, make_pieces
+from .block_sparse_reference import row_spans
 from .pattern_base import Pattern
 from .tile_attention import Tiles
 
@@ -33,19 +34,26 @@ def pattern_tiles(
     the pattern depends on more than distances, positions are counted from a row's first real token: tiles then name the
     places that these positions have in each row.
     """
-    lead = torch.zeros(1, dtype=torch.long, device=device)
+    lead, row_lengths = torch.zeros(1, dtype=torch.long, device=device), None
     if key_padding_mask is not None and pattern.period != 1:
-        lead = key_padding_mask.int().argmax(1)
+        lead, row_lengths = row_spans(key_padding_mask)
+        row_lengths = k_offset + row_lengths if pattern.needs_length else None
     # Rows whose text begins later have their first queries at earlier positions.
     start = max(q_offset - int(lead.max()), 0)
     end = q_offset + queries
     readable = key_padding_mask
     if hidden_keys is not None:
         readable = ~hidden_keys if readable is None else readable & ~hidden_keys
-    found = []
+    found: dict[tuple[int, int], Rounds] = {}
     lengths, offsets = (end - start, keys, 0), (start, k_offset)
-    for piece in make_pieces(pattern, causal, (heads, heads), lengths, offsets, None):
-        rounds = []
+    runs = bound_rows(pattern, row_lengths, lead.shape[0])
+    pieces = ((rows, make_pieces(bound, causal, (heads, heads), lengths, offsets, None)) for rows, bound in runs)
+    for rows, piece in ((rows, piece) for rows, some in pieces for piece in some):
+        rounds = found.setdefault((piece.heads.start, piece.heads.stop), [])
+        absent = None
+        if len(runs) > 1:  # these tiles are those of some rows of the batch
+            number = torch.arange(lead.shape[0], device=device)
+            absent = ((number < rows.start) | (number >= rows.stop))[:, None, None]
         for part in piece.parts:
             tiles = []
             for each in part.tiles:
@@ -63,6 +71,7 @@ def pattern_tiles(
                 inside = (k_at >= 0) & (k_at < keys)
                 k_at = k_at.clamp(0, keys - 1)
                 q_at = torch.where((q_at >= 0) & (q_at < queries), q_at, -1)
+                q_at = q_at if absent is None else q_at.masked_fill(absent, -1)
                 if readable is not None:
                     inside = inside & _at(readable, k_at)
                 if segment_ids is not None:
@@ -71,8 +80,7 @@ def pattern_tiles(
                 allowed = allowed & inside[..., None, :]
                 tiles.append(Tiles(q_at[:, None], k_at[:, None], allowed[:, None]))
             rounds.append(tiles)
-        found.append((piece.heads, rounds))
-    return found
+    return [(slice(*heads), rounds) for heads, rounds in found.items()]
 
 
 def _at(x: Tensor, index: Tensor) -> Tensor:

@@ -122,8 +122,7 @@ def global_(
     """Global tokens at fixed positions: they read every key (`rows`) and every query reads them (`columns`).
 
     `first` and `last` count tokens at the two ends of the sequence; `positions` are further single positions, negative
-    ones counted from the end. The end is that of the padded batch; tokens that differ from example to example, such as the
-    last real one, are given to the engine as a mask instead.
+    ones counted from the end, which the engine takes to be a row's last real token.
     """
     _at_least(0, first=first, last=last)
     intervals: list[tuple[int, int | None]] = []
@@ -168,7 +167,7 @@ def random_blocks(
             them). `before=after=-1` excludes nothing; with `causal` then intersect with `causal()`.
         first, last: blocks at both ends that are global already. `last` has no effect with `causal`.
         total_blocks: draw from that many key blocks whatever the length, blocks beyond the end being absent. Without it
-            the legal set follows the padded length, and appended padding changes the draw.
+            the legal set is the blocks of the text, which the engine counts up to a row's last real token.
         vary_heads: draw anew for every head.
     """
     _at_least(0, count=count, first=first, last=last)

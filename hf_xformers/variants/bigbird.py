@@ -41,7 +41,7 @@ INFO = VariantInfo(
 }""",
     notes="An encoder. The paper's encoder-decoder is a free mix: attention='bigbird' and decoder={'attention': 'dense'}. "
     "Random blocks are drawn from those of "
-    "`max_position_embeddings` tokens, so that a text's padding changes nothing; shorter texts have fewer. The extended "
+    "the text, up to its last real token: texts of every length have as many, and padding changes nothing. The extended "
     "form (ETC): attention={'type': 'bigbird', 'global_mode': 'etc', 'num_random_blocks': 0}, stack='global_tokens'.",
 )
 

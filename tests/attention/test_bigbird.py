@@ -32,19 +32,22 @@ SMALL = {**GEOMETRY, "num_hidden_layers": 2, "max_position_embeddings": 40}
 LONG = {"max_position_embeddings": 40}
 
 
-def draws(layer):
-    """[head][block] -> the random blocks."""
-    atom = next(part for part in layer.pattern.children() if isinstance(part, RandomBlocks))
-    rows = torch.arange(20)
+def draws(layer, blocks=20):
+    """[head][block] -> the random blocks of a text of so many."""
+    atom = next(part for part in layer.pattern.children() if isinstance(part, RandomBlocks)).bind(2 * blocks)
+    rows = torch.arange(blocks)
     return [torch.stack(atom.for_head(head).drawn(rows), 1).tolist() for head in range(HEADS)]
 
 
 def itc(layer, size, side=1, ends=1):
     """The sets of keys of the internal form."""
-    table = draws(layer) if layer.spec.num_random_blocks else [[[]] * 20] * HEADS
+    drawn = {}  # those of a text are its own, whatever it is padded to
 
     def reads(i, j, head, n):
         last = -(-n // size) - 1
+        if last not in drawn:
+            drawn[last] = draws(layer, last + 1) if layer.spec.num_random_blocks else [[[]] * (last + 1)] * HEADS
+        table = drawn[last]
         own, other = i // size, j // size
         globals_ = [*range(ends), *range(last - ends + 1, last + 1)]
         return own in globals_ or other in globals_ or abs(own - other) <= side or other in table[head][own]
@@ -65,12 +68,16 @@ def test_sets_of_keys(fields):
 
 
 def test_draws():
-    """Distinct, outside window and first block, different by layer and head, the same after a copy and a reload."""
+    """Texts of every length have as many; distinct, outside window and global blocks, different by layer and head, the same
+    after a copy and a reload."""
     first, second = build_layers(SPEC, 2, **LONG)
     for layer in (first, second):
-        for table in draws(layer):
-            for row, blocks in enumerate(table):
-                assert len(set(blocks)) == 2 and all(abs(block - row) > 1 and 0 < block < 20 for block in blocks)
+        for count in (3, 6, 7, 13, 20):
+            for table in draws(layer, count):
+                for row, blocks in enumerate(table):
+                    legal = [block for block in range(1, count - 1) if abs(block - row) > 1]
+                    found = [block for block in blocks if block >= 0]
+                    assert len(set(found)) == len(found) == min(2, len(legal)) and set(found) <= set(legal)
     assert draws(first) != draws(second) and draws(first)[0] != draws(first)[1]
     assert copy.deepcopy(first).pattern == first.pattern
     assert draws(build_layers({**SPEC, "random_seed": 1}, 1, **LONG)[0]) != draws(first)
