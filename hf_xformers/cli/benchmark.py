@@ -31,17 +31,19 @@ def run(argv: Sequence[str]) -> int:
     from ..benchmark.plots import HINT, can_plot
     from ..benchmark.report import write_report
     from ..benchmark.runner import Comparison
+    from ..training.folder_lock import folder_lock
 
     options = make_parser().parse_args(list(argv))
     settings = read_settings(options)
     entries = read_entries(options.variants, options.set)
-    comparison = Comparison(
-        entries, settings, options.output_dir, resume=options.resume, overwrite=options.overwrite_output_dir
-    )
-    if not can_plot():
-        say(f"no plots will be drawn: {HINT}")
-    _measure(comparison)
-    files = write_report(comparison)
+    with folder_lock(options.output_dir):
+        comparison = Comparison(
+            entries, settings, options.output_dir, resume=options.resume, overwrite=options.overwrite_output_dir
+        )
+        if not can_plot():
+            say(f"no plots will be drawn: {HINT}")
+        _measure(comparison)
+        files = write_report(comparison)
     _show(comparison)
     say(f"{', '.join(files)} in {comparison.folder}")
     return 0 if any(row["status"] == "ok" for row in comparison.results["rows"]) else 1

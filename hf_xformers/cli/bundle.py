@@ -15,8 +15,10 @@ AutoModel....from_pretrained(FOLDER, trust_remote_code=True)."""
 def run(argv: Sequence[str]) -> int:
     arguments = make_parser().parse_args(list(argv))
     from ..hub import bundle
+    from ..training.folder_lock import folder_lock
 
-    target = bundle(arguments.checkpoint, arguments.to)
+    with folder_lock(arguments.to, option="--to"):
+        target = bundle(arguments.checkpoint, arguments.to)
     code = sorted(target.glob("*.py"))
     print_facts(
         "self-contained",

@@ -22,18 +22,22 @@ GROUPS = (*SLOTS, "decoder", "peft")
 def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     """callbacks: further Trainer callbacks, for programs that call this."""
     from ..finetuning import FineTuning
+    from ..training.folder_lock import folder_lock
 
     parsed = parse_command(argv, GROUPS, make_parser)
     model, source, task, options, args = parsed.dataclasses
     args.predict_with_generate = args.predict_with_generate and not args.prediction_loss_only
     quiet_libraries(args)
     made = FineTuning(model, source, task, options, args, **model_options(parsed, model, options))
-    prepared = made.prepare()
-    sizes = ", ".join(f"{len(split.rows):,} {name}" for name, split in prepared.splits.items())
-    say(f"{prepared.config.model_type}, {prepared.task.id}: {sizes} rows of up to {prepared.task.max_length} tokens")
-    if prepared.checkpoint is not None:
-        say(f"resuming from {prepared.checkpoint}")
-    summary = made.train(prepared, callbacks)
+    with folder_lock(made.folder, writes=args.should_save):
+        prepared = made.prepare()
+        sizes = ", ".join(f"{len(split.rows):,} {name}" for name, split in prepared.splits.items())
+        say(
+            f"{prepared.config.model_type}, {prepared.task.id}: {sizes} rows of up to {prepared.task.max_length} tokens"
+        )
+        if prepared.checkpoint is not None:
+            say(f"resuming from {prepared.checkpoint}")
+        summary = made.train(prepared, callbacks)
     report(summary, str(args.output_dir))
     return 0
 

@@ -19,6 +19,7 @@ from .console import print_facts, say
 
 if TYPE_CHECKING:
     from ..configuration_xformer import XFormerConfig
+    from ..training.pretraining import Prepared
 
 _DESCRIPTION = """Pretrain a variant on text and save it with its tokenizer, ready for from_pretrained.
 
@@ -29,13 +30,22 @@ GROUPS = (*SLOTS, "objective", "decoder")
 
 def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     """callbacks: further Trainer callbacks, for programs that call this."""
+    from ..training.folder_lock import folder_lock
     from ..training.pretraining import Preparation, train
 
     parsed = parse_command(argv, GROUPS, make_parser)
     choice, source, args = parsed.dataclasses
     preparation = Preparation(choice, source, args, **model_options(_config_class(choice), parsed, choice))
     quiet_libraries(args)
-    prepared = preparation.run()
+    with folder_lock(preparation.folder, writes=args.should_save):
+        prepared = preparation.run()
+        _tell(prepared)
+        summary = train(prepared, args, callbacks)
+    report(summary, str(args.output_dir))
+    return 0
+
+
+def _tell(prepared: Prepared) -> None:
     config, plan = prepared.config, prepared.plan
     say(
         f"{config.model_type}, objective {plan['objective']['type']}: {amount(plan['train_rows'])} rows of {plan['block_size']} "
@@ -47,9 +57,6 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
         )
     if prepared.checkpoint is not None:
         say(f"resuming from {prepared.checkpoint}")
-    summary = train(prepared, args, callbacks)
-    report(summary, str(args.output_dir))
-    return 0
 
 
 def amount(rows: int | None) -> str:

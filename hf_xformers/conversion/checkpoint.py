@@ -233,10 +233,20 @@ def check_target(folder: Path, source: str | Path, overwrite: bool) -> None:
         raise ValueError(f"The target {str(folder)!r} is not empty; give another folder, or `overwrite=True`.")
 
 
+def _content(folder: Path) -> dict[str, int]:
+    """What a folder holds, and when it was changed; empty where there is none."""
+    return {entry.name: entry.stat().st_mtime_ns for entry in folder.iterdir()} if folder.is_dir() else {}
+
+
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """A scratch folder beside `folder` that takes its place when the block ends well; else `folder` stays as it was."""
+    """A scratch folder beside `folder` that takes its place when the block ends well; else `folder` stays as it was.
+
+    Raises:
+        ValueError: another process has written to `folder` meanwhile; its files stay.
+    """
     folder = folder.absolute()
+    before = _content(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     token = uuid.uuid4().hex[:8]
     scratch = folder.parent / f".{folder.name}.{token}.new"
@@ -244,6 +254,8 @@ def replacing(folder: Path) -> Iterator[Path]:
     scratch.mkdir()
     try:
         yield scratch
+        if _content(folder) != before:
+            raise ValueError(f"Another process has written to {str(folder)!r} meanwhile; give another folder.")
         if folder.exists():
             folder.rename(old)
         try:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..configuration_xformer import XFormerConfig
 from ..training.checkpoints import checkpoint_to_resume
+from ..training.folder_lock import folder_lock
+from ..training.pretraining import check_steps
 from ..training.run_folder import SUMMARY_FILE, check_same_run, read_summary, save_final, start_anew, write_json
 from . import loading
 from .class_balance import BalancedLoss, class_weights
@@ -59,6 +61,7 @@ class FineTuning:
         fields: Mapping[str, Any] | None = None,
         peft_fields: Mapping[str, Any] | None = None,
     ) -> None:
+        check_steps(args)
         self.model, self.source, self.options, self.run_options, self.args = model, source, task, run, args
         self.components, self.fields = dict(components or {}), dict(fields or {})
         self.peft_fields = dict(peft_fields or {})
@@ -382,7 +385,8 @@ def finetune(
 ) -> dict[str, Any]:
     """[`FineTuning`], its `prepare` and its `train` in one call; what `hf-xformers finetune` does."""
     made = FineTuning(model, source, task, run, args, **options)
-    return made.train(made.prepare(), callbacks)
+    with folder_lock(made.folder, writes=args.should_save):
+        return made.train(made.prepare(), callbacks)
 
 
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..objectives import Objective, build_objective
 from .building import build_config, build_model, check_objective, choose_block_size, default_objective, longest_input
 from .checkpoints import STATE_FILE, checkpoint_to_resume, misfit, refuse_damaged_weights
+from .folder_lock import folder_lock
 from .presets import nearest_size
 from .run_folder import (
     SUMMARY_FILE,
@@ -120,6 +121,7 @@ class Preparation:
     ) -> None:
         from ..variants import config_class, resolve
 
+        check_steps(args)
         self.choice, self.source, self.args = choice, source, args
         self.components, self.fields = dict(components or {}), dict(fields or {})
         self.folder = Path(str(args.output_dir))
@@ -327,6 +329,19 @@ def _rows(dataset: Any) -> int | None:
     return len(dataset) if hasattr(dataset, "__len__") else None
 
 
+def check_steps(args: TrainingArguments) -> None:
+    """Raises ValueError for a run without a step. Trainer reads `max_steps` 0 as `num_train_epochs` whole epochs."""
+    if args.max_steps == 0 or args.max_steps < -1:
+        raise ValueError(
+            f"--max_steps {args.max_steps} trains nothing; give at least 1, or leave it out to train for "
+            "--num_train_epochs"
+        )
+    if args.max_steps < 0 and not args.num_train_epochs > 0:
+        raise ValueError(
+            f"--num_train_epochs {args.num_train_epochs:g} trains nothing; give a number above 0, or --max_steps"
+        )
+
+
 def planned_steps(args: TrainingArguments, rows: int, *, whole_batches: bool = False) -> int:
     """Optimizer steps of a whole run over that many rows; whole_batches: rows that do not fill a batch are left out."""
     if args.max_steps > 0:
@@ -398,4 +413,5 @@ def pretrain(
     preparation = Preparation(
         choice, source, args, components=components, fields=fields, objective_fields=objective_fields
     )
-    return train(preparation.run(), args, callbacks)
+    with folder_lock(preparation.folder, writes=args.should_save):
+        return train(preparation.run(), args, callbacks)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..objectives import OBJECTIVES
 from .building import SHAPE_OF_HEAD
 from .distillation import Distillation, DistillationTrainer, open_teacher
+from .folder_lock import folder_lock
 from .pretraining import ModelChoice, Preparation, Prepared, train
 from .run_folder import saved_config
 from .text import TextData
@@ -113,9 +114,10 @@ def uptrain(
         head = f"For{preparation.objective.head}"
         teacher = open_teacher(distillation, preparation.config, head, preparation.block_size)
         trainer = functools.partial(DistillationTrainer, teacher=teacher, distillation=distillation)
-    prepared: Prepared = preparation.run()
-    if distillation.teacher is not None:
-        prepared.plan["distillation"] = dataclasses.asdict(distillation)
-    if on_prepared is not None:
-        on_prepared(prepared)
-    return train(prepared, args, callbacks, make_trainer=trainer)
+    with folder_lock(preparation.folder, writes=args.should_save):
+        prepared: Prepared = preparation.run()
+        if distillation.teacher is not None:
+            prepared.plan["distillation"] = dataclasses.asdict(distillation)
+        if on_prepared is not None:
+            on_prepared(prepared)
+        return train(prepared, args, callbacks, make_trainer=trainer)

@@ -63,6 +63,8 @@ CASES = {
     ),
     "stray argument": (["stray"], ["there is no argument stray"]),
     "ill-typed flag": (["--max_steps", "ten"], ["--max_steps", "invalid int value: 'ten'"]),
+    "no steps": (["--max_steps", "0"], ["--max_steps 0 trains nothing", "--num_train_epochs"]),
+    "no epochs": (["--max_steps", "-1", "--num_train_epochs", "0"], ["--num_train_epochs 0 trains nothing"]),
     "impossible flag": (["--save_strategy", "sometimes"], ["sometimes"]),
     "vocabulary too small": (["--vocab_size", "20"], ["vocab_size=20 is smaller than the required alphabet"]),
     "missing tokenizer": (["--tokenizer", "./nowhere"], ["no tokenizer could be loaded from './nowhere'"]),
@@ -186,6 +188,16 @@ def test_evaluate(text, bert, tmp_path, capsys):
     config = json.loads((bert / "config.json").read_text())
     (bare / "config.json").write_text(json.dumps({**config, "vocab_size": 50}))
     assert "ids but config.vocab_size is 50" in message(model=bare)
+
+
+def test_other_runs_without_a_step(text, bert, tmp_path, capsys):
+    rows = tmp_path / "rows.csv"
+    rows.write_text("text,label\na,x\nb,y\n")
+    out = ("--output_dir", tmp_path / "run", "--max_steps", "0")
+    classify = ("--task", "text-classification", "--model", bert, "--data", rows)
+    for argv in (("uptrain", "--model", bert, "--data", text, *out), ("finetune", *classify, *out)):
+        assert "--max_steps 0 trains nothing" in refused(capsys, *argv)
+    assert not (tmp_path / "run").exists()
 
 
 def test_convert(bert, tmp_path, capsys):
