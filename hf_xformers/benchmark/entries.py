@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..training.building import build_config, longest_input
+from ..training.building import build_config, grown_positions
 
 if TYPE_CHECKING:
     from ..configuration_xformer import XFormerConfig
@@ -102,8 +102,7 @@ def make_config(entry: Entry, shape: str, length: int, size: str = "tiny", **fie
         return build_config(cls, size, objective, components=entry.components, fields=given)
 
     config = built()
-    limit = longest_input(config)
-    if limit is not None and limit < length and "max_position_embeddings" not in entry.fields:
-        given["max_position_embeddings"] = 2 * length - limit  # positions that the variant keeps for itself
+    if "max_position_embeddings" not in entry.fields:
+        given |= grown_positions(config, length)
         config = built()
     return config

@@ -9,9 +9,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..configuration_xformer import XFormerConfig
+from ..training.building import choose_block_size, grown_positions, longest_sequence
 from ..training.checkpoints import checkpoint_to_resume
 from ..training.folder_lock import folder_lock
 from ..training.pretraining import check_steps
@@ -77,6 +78,9 @@ class FineTuning:
         self._check_run()
         self.checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, self.folder, args.world_size)
         first = self._config({})  # refuses parts that do not fit together
+        if self.start is None and "max_position_embeddings" not in self.fields:
+            self.fields |= grown_positions(cast(XFormerConfig, first), self._longest_wanted())
+            first = self._config({})
         self._check_exits(first)
         self._check_lengths(first)
 
@@ -157,12 +161,17 @@ class FineTuning:
                     "own after every layer; leave it out"
                 )
 
+    def _longest_wanted(self) -> int:
+        """The longest text that the options ask for, 0 where they leave lengths open."""
+        inputs = self.options.max_length or 0
+        if isinstance(self.task, LanguageModeling):
+            return longest_sequence(self.task.objective, inputs) if inputs else 0
+        return max(inputs, (self.options.max_target_length or 0) if self.task.generates else 0)
+
     def _check_lengths(self, config: PreTrainedConfig) -> None:
         reserved = virtual_tokens(self.run_options.peft, self.peft_fields)
         loading.check_lengths(self.task, config, self.options.max_length, reserved)
         if isinstance(self.task, LanguageModeling) and isinstance(config, XFormerConfig):
-            from ..training.building import choose_block_size
-
             before = read_summary(self.model.model).get("block_size") if self.model.model else None
             given = self.options.max_length or before
             self.task.max_length = choose_block_size(config, self.task.objective, self.size, given)

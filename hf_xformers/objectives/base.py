@@ -112,6 +112,10 @@ class Objective:
             raise ValueError(f"block_size must be at least 1, not {block_size}")
         return block_size
 
+    def target_length(self, block_size: int) -> int:
+        """Tokens of the targets that go with model inputs of `block_size`."""
+        return block_size
+
     def special_tokens(self, tokenizer: Any) -> tuple[list[int], list[int]]:
         """Ids to put before and after the text of each row; counted in `raw_block_size`."""
         if not self.add_special_tokens:

@@ -149,6 +149,25 @@ def longest_input(config: XFormerConfig) -> int | None:
     return min(limits) if limits else None
 
 
+def longest_sequence(objective: Objective, block_size: int) -> int:
+    """Tokens of the longest sequence that rows of `block_size` tokens give a model: its inputs or its targets."""
+    return max(block_size, objective.target_length(block_size))
+
+
+def grown_positions(config: XFormerConfig, length: int) -> dict[str, int]:
+    """The field `max_position_embeddings` of a model that starts from nothing and shall read texts of `length` tokens.
+
+    Empty where the configuration covers them already. For models whose number of positions nobody chose: a number that
+    the user gave, or that weights were trained with, stays and is held against the text's length.
+    """
+    positions = config.max_position_embeddings
+    limit = longest_input(config)
+    if length <= (positions if limit is None else min(positions, limit)):
+        return {}
+    kept_back = 0 if limit is None else max(positions - limit, 0)  # places that the model keeps for itself
+    return {"max_position_embeddings": max(positions, length + kept_back)}
+
+
 def choose_block_size(config: XFormerConfig, objective: Objective, size: str, given: int | None) -> int:
     """Tokens of a model input: `given`, or the size's own as far as positions go.
 
@@ -159,9 +178,7 @@ def choose_block_size(config: XFormerConfig, objective: Objective, size: str, gi
         given = min(size_named(size).block_size, config.max_position_embeddings if limit is None else limit)
     if given < 1:
         raise ValueError(f"--block_size {given} must be at least 1 token")
-    longest = given
-    if hasattr(objective, "target_length"):
-        longest = max(longest, objective.target_length(given))
+    longest = longest_sequence(objective, given)
     if limit is not None and longest > limit:
         raise ValueError(
             f"rows of --block_size {given} make sequences of {longest} tokens, and position "

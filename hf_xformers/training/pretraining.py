@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..objectives import Objective, build_objective
-from .building import build_config, build_model, check_objective, choose_block_size, default_objective, longest_input
+from .building import (
+    build_config,
+    build_model,
+    check_objective,
+    choose_block_size,
+    default_objective,
+    grown_positions,
+    longest_input,
+    longest_sequence,
+)
 from .checkpoints import STATE_FILE, checkpoint_to_resume, misfit, refuse_damaged_weights
 from .folder_lock import folder_lock
 from .presets import nearest_size
@@ -138,6 +147,9 @@ class Preparation:
             raise ValueError("--streaming reads text of unknown length; say how long to train with --max_steps")
         self.checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, self.folder, args.world_size)
         self.config = self._config(None)
+        if choice.init_from is None and choice.block_size and "max_position_embeddings" not in self.fields:
+            self.fields |= grown_positions(self.config, longest_sequence(self.objective, choice.block_size))
+            self.config = self._config(None)
         self.block_size = choose_block_size(self.config, self.objective, self.size, choice.block_size)
         self.segment_streams = choose_streams(
             choice.segment_streams, self.config, self.objective.head, streaming=source.streaming

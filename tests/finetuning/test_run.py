@@ -120,3 +120,10 @@ def test_rows_of_like_lengths_keep_their_predictions(tmp_path):
     options = {**LEARN, "num_train_epochs": 3, "train_sampling_strategy": "group_by_length"}
     summary = finetune("text-classification", data, tmp_path / "run", **options)
     assert summary["eval_accuracy"] >= 0.9
+
+
+def test_positions_grow_to_the_rows_of_a_new_model(tmp_path):
+    data = classification(tmp_path)
+    finetune("text-classification", data, tmp_path / "run", variant="bert", max_length=600, max_steps=1,
+             eval_strategy="no", save_strategy="no", load_best_model_at_end="false")  # fmt: skip
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["max_position_embeddings"] == 600

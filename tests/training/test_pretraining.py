@@ -15,9 +15,15 @@ from transformers import (
 
 import hf_xformers.cli
 from hf_xformers.objectives import build_objective
-from hf_xformers.training.building import build_config, choose_block_size
-from hf_xformers.training.pretraining import planned_steps
-from hf_xformers.training.text import load_splits, make_rows
+from hf_xformers.training.building import (
+    build_config,
+    choose_block_size,
+    grown_positions,
+    longest_input,
+    longest_sequence,
+)
+from hf_xformers.training.pretraining import ModelChoice, Preparation, planned_steps
+from hf_xformers.training.text import TextData, load_splits, make_rows
 from hf_xformers.variants import config_class
 from tests.training.runs import SHAPE, flags, history, pretrain, summary, weights, write_text
 
@@ -295,3 +301,38 @@ def test_targets_count_as_well():
     config = build_config(config_class("bart"), "tiny", span, fields={"max_position_embeddings": 64})
     with pytest.raises(ValueError, match="rows of --block_size 60 make sequences of"):
         choose_block_size(config, span, "tiny", 60)
+
+
+def test_positions_grow_to_the_rows_of_a_new_model(text, tmp_path):
+    def prepared(**options):
+        choice = ModelChoice(variant=options.pop("variant", "performer"), block_size=options.pop("block_size", 600))
+        args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, max_steps=1)
+        return Preparation(choice, TextData(data=[str(text)]), args, **options)
+
+    assert prepared().config.max_position_embeddings == 600
+    assert prepared(block_size=500).config.max_position_embeddings == 512  # as the variant has it
+    rotary = prepared(variant="xformer", components={"position": "rotary"}).config
+    assert rotary.max_position_embeddings == 600  # what other parts read, such as the columns of Linformer
+    assert prepared(fields={"max_position_embeddings": 700}).config.max_position_embeddings == 700
+    with pytest.raises(ValueError, match="covers only 512"):
+        prepared(fields={"max_position_embeddings": 512})
+
+
+@pytest.mark.parametrize("variant", ["performer", "linformer", "longformer", "delta_net", "funnel_transformer"])
+def test_grown_positions_hold_the_row(variant):
+    cls = config_class(variant)
+    objective = build_objective("mlm" if "ForMaskedLM" in cls.heads else "clm")
+    fields = grown_positions(build_config(cls, "tiny", objective), 5000)
+    grown = build_config(cls, "tiny", objective, fields=fields)
+    limit = longest_input(grown)
+    assert grown.max_position_embeddings >= 5000 and (limit is None or limit >= 5000)
+    assert grown_positions(grown, 5000) == {}
+
+
+def test_positions_grow_to_the_targets():
+    span = build_objective({"type": "span", "noise_density": 0.8, "mean_noise_span_length": 30.0})
+    config = build_config(config_class("bart"), "tiny", span, fields={"max_position_embeddings": 64})
+    grown = build_config(
+        config_class("bart"), "tiny", span, fields=grown_positions(config, longest_sequence(span, 60))
+    )
+    assert choose_block_size(grown, span, "tiny", 60) == 60
