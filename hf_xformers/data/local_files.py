@@ -77,7 +77,7 @@ def find_files(names: list[str]) -> dict[str, list[Path]] | None:
     filled = [path for path in found if path.stat().st_size > 0]
     if not filled:
         raise ValueError(f"{listed(names)} is empty (0 bytes); give a file that holds text")
-    marks = [_split_of(path, found[path]) for path in filled]
+    marks = [split_of(path, found[path]) for path in filled]
     if len(filled) == 1 or "train" not in marks:  # then dev-notes.md or test_01.txt is no statement about splits
         return {"train": filled}
     files: dict[str, list[Path]] = {}
@@ -103,7 +103,7 @@ def format_of(path: Path) -> str | None:
     return _FORMATS.get(suffixes[-1].lower()) if suffixes else None
 
 
-def _split_of(path: Path, folder: Path | None) -> str | None:
+def split_of(path: Path, folder: Path | None) -> str | None:
     """The split that a file's name, or else a folder between it and `folder`, stands for; None when none does."""
     parts = [path.name, *reversed(path.relative_to(folder).parent.parts)] if folder is not None else [path.name]
     for part in parts:

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from .delimited import check_fields
 from .local_files import SPLIT_WORDS, find_files, format_of, listed
+from .saved import load_saved
 from .splitting import check_fraction, stable_fraction
 from .stdlib_corpus import STDLIB_CORPUS_ID, stdlib_corpus
 
@@ -39,6 +41,7 @@ def load_text_dataset(
             `.md`), `.jsonl`/`.json`, `.csv`/`.tsv` with a header line, `.parquet`, each also compressed (`.gz`,
             `.bz2`, `.xz`, `.zst`); files of other suffixes are read as text when named singly or matched by a pattern,
             and passed over in a folder, as are hidden files, README and LICENSE;
+            folders that `save_to_disk` of `datasets` wrote, of one dataset or of several splits;
             a dataset id of the Hub, such as `"Salesforce/wikitext"`.
         split: use only this split of the source as the training text, for instance `"unsupervised"`; without
             `streaming` also a slice of one, `"train[:10%]"`. Validation text is then taken from it. Default: all.
@@ -67,9 +70,12 @@ def load_text_dataset(
     if sample_by not in ("line", "paragraph", "document"):
         raise ValueError(f"sample_by={sample_by!r} is unknown; take 'line', 'paragraph' or 'document'")
     names = _names(source)
-    files = None if names == [STDLIB_CORPUS_ID] else find_files(names)
+    saved = None if names == [STDLIB_CORPUS_ID] else load_saved(names)
+    files = None if names == [STDLIB_CORPUS_ID] or saved is not None else find_files(names)
     if names == [STDLIB_CORPUS_ID]:
         splits = _load_stdlib(validation_fraction, text_column, streaming)
+    elif saved is not None:
+        splits = _from_saved(saved, text_column, streaming, names, num_proc)
     elif files is not None:
         splits = _load_files(files, text_column, streaming, sample_by, num_proc)
     else:
@@ -134,6 +140,9 @@ def _load_format(
     import datasets
 
     options: dict[str, Any] = {"text": {"sample_by": sample_by}, "tsv": {"sep": "\t"}}.get(kind, {})
+    if kind in ("csv", "tsv"):
+        for file in files:
+            check_fields(Path(file), kind)
     try:
         loaded = datasets.load_dataset(
             "csv" if kind == "tsv" else kind,
@@ -150,6 +159,17 @@ def _load_format(
             "convert the file, or give it the suffix of its format"
         ) from error
     return _text_only(loaded, features, text_column, files, num_proc)
+
+
+def _from_saved(
+    saved: Mapping[str, Dataset], text_column: str | None, streaming: bool, names: Sequence[str], num_proc: int | None
+) -> dict[str, Any]:
+    parts = {
+        split: rows.to_iterable_dataset() if streaming else rows.with_format(None) for split, rows in saved.items()
+    }
+    return {
+        split: _text_only(part, saved[split].features, text_column, names, num_proc) for split, part in parts.items()
+    }
 
 
 # --- the Hub -------------------------------------------------------------------------------------------------------

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import glob
-import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..data.delimited import text_lines
 from ..data.local_files import SPLIT_WORDS, find_files, format_of, listed
+from ..data.saved import load_saved
 from ..data.splitting import check_fraction, stable_fraction
+from .origin import ORIGIN, columns_of, with_origins
+from .tables import TABLE_SUFFIXES, read_table, squad_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -19,13 +21,16 @@ if TYPE_CHECKING:
     from .options import TaskData
 
 CONLL_SUFFIXES = (".conll", ".bio", ".iob", ".iob2")
-_TABLE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 _SPLITS = ("train", "validation", "test")
 
 
-def load_rows(source: TaskData, languages: tuple[str, str] | None = None) -> dict[str, Dataset]:
+def load_rows(
+    source: TaskData, languages: tuple[str, str] | None = None, *, origins: bool = False
+) -> dict[str, Dataset]:
     """The splits of a source. Where none is for validation, `validation_fraction` of the training rows is held out: by a
-    hash of a row's content, so that equal rows are on one side and the order does not matter.
+    hash of a row's content, or of a question's context, so that equal rows are on one side and the order does not matter.
+
+    origins: with the column `origin.ORIGIN`, the file and line of every row, for messages.
 
     CoNLL files give the columns `tokens` and `tags` (first and last of a line); parallel text, whose files end in
     `.<language>` (languages: from, to), gives a column per language. TSV fields stand as they are, without quotes.
@@ -54,6 +59,8 @@ def load_rows(source: TaskData, languages: tuple[str, str] | None = None) -> dic
             )
     if "validation" not in splits and source.validation_fraction > 0:
         splits["train"], splits["validation"] = _hold_out(splits["train"], source.validation_fraction)
+    if not origins:
+        splits = {split: rows.select_columns(columns_of(rows)) for split, rows in splits.items()}
     return {
         split: _first(splits[split], limits[split], f"--max_{'train' if split == 'train' else 'eval'}_rows")
         for split in _SPLITS
@@ -64,7 +71,11 @@ def load_rows(source: TaskData, languages: tuple[str, str] | None = None) -> dic
 def _load(
     names: Sequence[str], source: TaskData, languages: tuple[str, str] | None, local: bool = False
 ) -> dict[str, Dataset]:
-    suffixes = (*_TABLE_SUFFIXES, *CONLL_SUFFIXES, *(f".{language}" for language in languages or ()))
+    saved = load_saved(names)
+    if saved is not None:
+        _no_config(source, names)
+        return {split: _nested(rows.with_format(None)) for split, rows in _usual_splits(saved).items()}
+    suffixes = (*TABLE_SUFFIXES, *CONLL_SUFFIXES, *(f".{language}" for language in languages or ()))
     expanded = _expand(names, suffixes)
     blank = [
         name for name in expanded if Path(name).expanduser().is_file() and not Path(name).expanduser().stat().st_size
@@ -76,9 +87,13 @@ def _load(
         if local:
             raise ValueError(f"there is no file {names[0]!r}; --validation_data and --test_data take files")
         return _from_hub(names[0], source.data_config)
+    _no_config(source, names)
+    return {split: _read(paths, source, languages) for split, paths in files.items()}
+
+
+def _no_config(source: TaskData, names: Sequence[str]) -> None:
     if source.data_config is not None:
         raise ValueError(f"--data_config {source.data_config} is for Hub datasets; leave it out for {listed(names)}")
-    return {split: _read(paths, source, languages) for split, paths in files.items()}
 
 
 def _expand(names: Sequence[str], suffixes: Sequence[str]) -> list[str]:
@@ -103,14 +118,12 @@ def _expand(names: Sequence[str], suffixes: Sequence[str]) -> list[str]:
 
 
 def _read(paths: Sequence[Path], source: TaskData, languages: tuple[str, str] | None) -> Dataset:
-    from datasets import Dataset
-
     if languages is not None and all(path.suffix[1:] in languages for path in paths):
         return _parallel(paths, languages)
     parts = []
     for path in paths:
         if path.suffix.lower() in CONLL_SUFFIXES:
-            parts.append(Dataset.from_list(list(read_conll(path))))
+            parts.append(_read_conll(path))
         else:
             parts.append(_read_table(path, source.column_names))
     return _joined(parts)
@@ -120,43 +133,20 @@ def _joined(parts: Sequence[Dataset]) -> Dataset:
     from datasets import concatenate_datasets
 
     filled = [part for part in parts if len(part)] or list(parts[:1])
-    first = filled[0].column_names
+    first = columns_of(filled[0])
     for part in filled[1:]:
-        if set(part.column_names) != set(first):
-            raise ValueError(f"files of one split differ in their columns: {first} and {part.column_names}")
+        if set(columns_of(part)) != set(first):
+            raise ValueError(f"files of one split differ in their columns: {first} and {columns_of(part)}")
+    if all(ORIGIN in part.column_names for part in filled):
+        first = [*first, ORIGIN]
     return filled[0] if len(filled) == 1 else concatenate_datasets([part.select_columns(first) for part in filled])
 
 
 def _read_table(path: Path, column_names: Sequence[str]) -> Dataset:
-    import datasets
-
-    kind = format_of(path)
-    if kind in (None, "text"):
-        known = ", ".join((*_TABLE_SUFFIXES, *CONLL_SUFFIXES))
+    if format_of(path) in (None, "text"):
+        known = ", ".join((*TABLE_SUFFIXES, *CONLL_SUFFIXES))
         raise ValueError(f"{str(path)!r} is no table of rows: give a file that ends in {known}")
-    if kind in ("csv", "tsv") and path.suffix.lower() in (".csv", ".tsv") and _rows_in(path) <= (not column_names):
-        raise ValueError(f"{str(path)!r} has a header line and no rows; give a file that holds rows, or leave it out")
-    options: dict[str, Any] = {"keep_default_na": False, "na_values": [""]} if kind in ("csv", "tsv") else {}
-    if kind == "tsv":
-        options |= {"sep": "\t", "quoting": 3}
-    if column_names and kind in ("csv", "tsv"):
-        options |= {"names": list(column_names), "header": None}
-    try:
-        return datasets.load_dataset(
-            "csv" if kind == "tsv" else kind, data_files={"train": glob.escape(str(path))}, split="train", **options
-        )
-    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
-        reason = (str(error.__cause__ or error).splitlines() or [""])[0]
-        raise ValueError(
-            f"{str(path)!r} could not be read as UTF-8 {kind} ({reason}); correct the file, or give it the suffix of "
-            "its format"
-        ) from error
-
-
-def _rows_in(path: Path) -> int:
-    """Lines with something in them, up to 2."""
-    with path.open("rb") as file:
-        return sum(1 for _ in itertools.islice((line for line in file if line.strip()), 2))
+    return read_table(path, column_names)
 
 
 def read_conll(path: Path) -> Iterator[dict[str, list[str]]]:
@@ -165,25 +155,37 @@ def read_conll(path: Path) -> Iterator[dict[str, list[str]]]:
 
     Raises ValueError for a line without a tag, with its number.
     """
+    for _, tokens, tags in _sentences(path):
+        yield {"tokens": tokens, "tags": tags}
+
+
+def _read_conll(path: Path) -> Dataset:
+    from datasets import Dataset
+
+    found = list(_sentences(path))
+    rows = Dataset.from_list([{"tokens": tokens, "tags": tags} for _, tokens, tags in found])
+    return with_origins(rows, [f"{path.name!r}, line {line}" for line, _, _ in found])
+
+
+def _sentences(path: Path) -> Iterator[tuple[int, list[str], list[str]]]:
+    """(line of the first token, tokens, tags) of every sentence."""
     tokens: list[str] = []
     tags: list[str] = []
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{str(path)!r} is not UTF-8 ({error.reason}); convert the file") from error
-    for number, line in enumerate([*lines, ""], start=1):
+    start = 0
+    for number, line in enumerate([*text_lines(path), ""], start=1):
         if not line.strip():
             if tokens:
-                yield {"tokens": tokens, "tags": tags}
+                yield start, tokens, tags
             tokens, tags = [], []
             continue
-        fields = line.rstrip("\r").split("\t") if "\t" in line else line.split()
+        fields = line.split("\t") if "\t" in line else line.split()
         if fields[0].startswith("-DOCSTART-"):
             continue
         if len(fields) < 2 or not fields[0].strip() or not fields[-1].strip():
             raise ValueError(
                 f"line {number} of {str(path)!r} is {line!r}, without a tag; give a token and its tag per line"
             )
+        start = start if tokens else number
         tokens.append(fields[0].strip())
         tags.append(fields[-1].strip())
 
@@ -197,15 +199,14 @@ def _parallel(paths: Sequence[Path], languages: tuple[str, str]) -> Dataset:
         files = sorted(path for path in paths if path.suffix == f".{language}")
         if not files:
             raise ValueError(f"there is no file that ends in .{language} beside {listed([str(p) for p in paths])}")
-        # Not splitlines: a text may hold the odd separators that it would cut at.
-        texts = [file.read_text(encoding="utf-8").removesuffix("\n") for file in files]
-        columns[language] = [line.rstrip("\r") for text in texts if text for line in text.split("\n")]
+        places = [(file.name, number, line) for file in files for number, line in enumerate(text_lines(file), 1)]
+        columns[language] = [line for _, _, line in places]
     counts = {language: len(lines) for language, lines in columns.items()}
     if len(set(counts.values())) > 1:
         raise ValueError(
             f"parallel files must have a line for each other's lines, and {listed([str(p) for p in paths])} have {counts}"
         )
-    return Dataset.from_dict(columns)
+    return with_origins(Dataset.from_dict(columns), [f"{name!r}, line {number}" for name, number, _ in places])
 
 
 def _from_hub(name: str, config_name: str | None) -> dict[str, Dataset]:
@@ -227,6 +228,11 @@ def _from_hub(name: str, config_name: str | None) -> dict[str, Dataset]:
         ) from error
     except ValueError as error:  # an unknown or missing configuration; `datasets` lists the valid ones
         raise ValueError(f"the Hub dataset {name!r} could not be loaded: {error}") from error
+    return {split: _nested(rows) for split, rows in _usual_splits(loaded).items()}
+
+
+def _usual_splits(loaded: Mapping[str, Dataset]) -> dict[str, Dataset]:
+    """The splits for training, validation and test, by the words in their names."""
     splits: dict[str, Dataset] = {}
     for split, rows in loaded.items():
         # validation_matched and its like: the first one validates
@@ -236,10 +242,20 @@ def _from_hub(name: str, config_name: str | None) -> dict[str, Dataset]:
     return splits or {"train": next(iter(loaded.values()))}
 
 
+def _nested(rows: Dataset) -> Dataset:
+    """Articles of paragraphs of questions as a row per question; other rows as they are."""
+    names = rows.column_names
+    if "paragraphs" in names:
+        return squad_rows(list(rows), "paragraphs")
+    articles = rows["data"][0] if "data" in names and len(rows) else None
+    nested = isinstance(articles, list) and bool(articles) and "paragraphs" in articles[0]
+    return squad_rows([article for part in rows["data"] for article in part], "data") if nested else rows
+
+
 def _hold_out(rows: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
     if len(rows) < 2:
         raise ValueError("a single training row cannot be divided; give more rows, or --validation_fraction 0")
-    keys = [stable_fraction(json.dumps(row, sort_keys=True, default=str)) for row in _plain(rows)]
+    keys = [stable_fraction(_key(row)) for row in _plain(rows)]
     held = [key < fraction for key in keys]
     if not any(held):
         held[keys.index(min(keys))] = True
@@ -249,6 +265,13 @@ def _hold_out(rows: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
         rows.select([index for index, out in enumerate(held) if not out]),
         rows.select([index for index, out in enumerate(held) if out]),
     )
+
+
+def _key(row: Mapping[str, Any]) -> str:
+    """What decides on which side a row is: its content, and of a question its context, which others may be about too."""
+    if "question" in row and isinstance(row.get("context"), str):
+        return row["context"]
+    return json.dumps({name: value for name, value in row.items() if name != ORIGIN}, sort_keys=True, default=str)
 
 
 def _plain(rows: Dataset) -> Iterator[Mapping[str, Any]]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-
+from ..names import resolve_task
 from ..options import TaskOptions
 from .answering import QuestionAnswering
-from .base import Encoded, Task
+from .base import Encoded, Task, Trivial
 from .choice import MultipleChoice
 from .classification import Regression, TextClassification
 from .generation import Summarization, Translation
@@ -36,11 +35,8 @@ def build_task(options: TaskOptions) -> Task:
 
 
 def task_class(name: str) -> type[Task]:
-    if name not in TASKS:
-        close = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.4)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown task {name!r}: choose one of {', '.join(TASKS)}{hint}")
-    return TASKS[name]
+    """The class of a task's name or alias. Raises ValueError for an unknown one."""
+    return TASKS[resolve_task(name)]
 
 
 __all__ = [
@@ -56,6 +52,7 @@ __all__ = [
     "TextClassification",
     "TokenClassification",
     "Translation",
+    "Trivial",
     "build_task",
     "task_class",
 ]

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .base import Encoded, Task, check_columns
+from ..names import ANSWERS, CONTEXTS, QUESTIONS
+from ..origin import RowNames, columns_of
+from .base import Encoded, Task, Trivial, check_columns
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -37,45 +39,56 @@ class QuestionAnswering(Task):
     metric_names = ("f1", "exact_match")
     default_length = 384
 
-    def load(self, source: Any) -> dict[str, Dataset]:
-        return {split: _flat(rows) for split, rows in super().load(source).items()}
-
     def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
-        rows, options = splits["train"], self.options
-        self.question_column = self.column(rows, options.text_column, ("question",), "question", "text_column")
-        context = options.text_pair_column
-        self.context_column = self.column(rows, context, ("context", "paragraph"), "context", "text_pair_column")
-        self.label_column = self.column(rows, options.label_column, ("answers", "answer"), "answers", "label_column")
+        rows = splits["train"]
+        self.find_columns(rows)
         needed = [self.question_column, self.context_column, self.label_column]
         check_columns(splits, needed, optional_in_test=[self.label_column])
-        answers = (self._answers(rows, row, entry, "train")[0] for row, entry in enumerate(rows[self.label_column]))
+        where = RowNames(rows, "train")
+        answers = (self._answers(rows, row, entry, where)[0] for row, entry in enumerate(rows[self.label_column]))
         self.no_answer = any(not texts for texts in answers)
+
+    def find_columns(self, rows: Dataset, answers: bool = True) -> None:
+        options, context = self.options, self.options.text_pair_column
+        self.question_column = self.column(rows, options.text_column, QUESTIONS, "question", "text_column")
+        self.context_column = self.column(rows, context, CONTEXTS, "context", "text_pair_column")
+        self.label_column = self.column(rows, options.label_column, ANSWERS, "answers", "label_column", answers)
+
+    def columns(self) -> dict[str, Any]:
+        found = {"text_column": self.question_column, "text_pair_column": self.context_column}
+        return {**found, "label_column": self.label_column}
+
+    def facts(self) -> dict[str, Any]:
+        return {"no_answer": self.no_answer}
+
+    def restore(self, config: PreTrainedConfig, facts: Mapping[str, Any]) -> None:
+        self.no_answer = bool(facts.get("no_answer", False))
 
     def texts(self, rows: Dataset) -> Iterable[str]:
         return [str(text) for name in (self.question_column, self.context_column) for text in rows[name]]
 
-    def _answers(self, rows: Dataset, row: int, entry: Any, split: str) -> tuple[list[str], list[int | None]]:
+    def _answers(self, rows: Dataset, row: int, entry: Any, where: RowNames) -> tuple[list[str], list[int | None]]:
         """(texts, where they start or None) of one row: SQuAD's dict of lists, a list of texts, or one text."""
         starts: Any = None
         if isinstance(entry, Mapping):
             entry, starts = entry.get("text"), entry.get("answer_start")
-        elif isinstance(entry, str) and "answer_start" in rows.column_names:
+        elif isinstance(entry, str) and "answer_start" in columns_of(rows):
             starts = [rows[row]["answer_start"]]
         texts = [entry] if isinstance(entry, str) else list(entry or [])
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(
-                f"row {row} of the {split} split has the answers {entry!r}; give a text, a list of texts, or "
+                f"{where[row]} has the answers {entry!r}; give a text, a list of texts, or "
                 "{'text': [...], 'answer_start': [...]} in column " + repr(self.label_column)
             )
         texts = [text for text in texts if text.strip()]
         return texts, list(starts) if starts is not None and len(starts) >= len(texts) else [None] * len(texts)
 
-    def _span(self, context: str, text: str, start: int | None, split: str, row: int) -> tuple[int, int]:
+    def _span(self, context: str, text: str, start: int | None, where: RowNames, row: int) -> tuple[int, int]:
         if start is None or start < 0:
             start = context.find(text)
         if start < 0 or context[start : start + len(text)] != text:
             raise ValueError(
-                f"row {row} of the {split} split has the answer {text!r}, which does not stand in its context at the "
+                f"{where[row]} has the answer {text!r}, which does not stand in its context at the "
                 "character that answer_start says; correct the row"
             )
         return start, start + len(text)
@@ -89,15 +102,19 @@ class QuestionAnswering(Task):
             )
         tokenizer.padding_side = "right"  # windows are read from their first token on
         labelled = self.label_column in rows.column_names
+        where = RowNames(rows, split)
         kept: list[dict[str, Any]] = []
         spans: list[tuple[int, int] | None] = []
         for row in range(len(rows)):
             entry = rows[row]
-            question, context = str(entry[self.question_column]).strip(), str(entry[self.context_column])
+            for name in (self.question_column, self.context_column):
+                if not isinstance(entry[name], str) or not entry[name].strip():
+                    raise ValueError(f"{where[row]} has no text in column {name!r}; fill it or remove the row")
+            question, context = entry[self.question_column].strip(), entry[self.context_column]
             kept.append({"question": question, "context": context})
             if labelled:
-                texts, starts = self._answers(rows, row, entry[self.label_column], split)
-                found = [self._span(context, text, start, split, row) for text, start in zip(texts, starts)]
+                texts, starts = self._answers(rows, row, entry[self.label_column], where)
+                found = [self._span(context, text, start, where, row) for text, start in zip(texts, starts)]
                 kept[-1]["answers"] = texts
                 spans.append(found[0] if found else None)
         questions = self._cut_questions([row["question"] for row in kept], tokenizer)
@@ -164,6 +181,14 @@ class QuestionAnswering(Task):
             predicted.append({**entry, "reference": row["answers"]} if "answers" in row else entry)
         return predicted
 
+    def trivial(self, train: Encoded) -> Trivial | None:
+        without = sum(not row["answers"] for row in train.rows)
+        none = 2 * without > len(train.rows)
+        return Trivial("never an answer" if none else "the whole context", none)
+
+    def guess(self, answer: Any, row: Mapping[str, Any]) -> Any:
+        return "" if answer else row["context"]
+
     def score(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         guess, gold = [row["prediction"] for row in rows], [row["reference"] for row in rows]
         return self.metric_of("squad", guess, gold, no_answer=self.no_answer)
@@ -212,30 +237,3 @@ def best_span(
     if scores[first, last] == -np.inf:
         return None
     return float(scores[first, last]), int(spans[starts[first], 0]), int(spans[ends[last], 1])
-
-
-def _flat(rows: Dataset) -> Dataset:
-    """SQuAD's own JSON (articles of paragraphs of questions) as a row per question; other rows as they are."""
-    from datasets import Dataset
-
-    articles = list(rows["data"]) if "data" in rows.column_names else []
-    if articles and isinstance(articles[0], list):
-        articles = [article for part in articles for article in part]
-    if not articles and "paragraphs" in rows.column_names:
-        articles = list(rows)
-    if not articles or not isinstance(articles[0], Mapping) or "paragraphs" not in articles[0]:
-        return rows
-    found = []
-    for article in articles:
-        for paragraph in article["paragraphs"]:
-            for entry in paragraph["qas"]:
-                answers = entry.get("answers") or []
-                texts, starts = [a["text"] for a in answers], [a["answer_start"] for a in answers]
-                found.append(
-                    {
-                        "question": entry["question"],
-                        "context": paragraph["context"],
-                        "answers": {"text": texts, "answer_start": starts},
-                    }
-                )
-    return Dataset.from_list(found)

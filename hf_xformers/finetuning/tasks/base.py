@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from ...metrics import BACKENDS, compute
+from ..origin import RowNames, columns_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -33,9 +36,20 @@ class Encoded:
     notes: Any = None
 
 
+@dataclass
+class Trivial:
+    """What anybody can say without a model: the floor that a result stands on.
+
+    rule: in words. answer: what `Task.guess` needs beside the row, as JSON can hold it.
+    """
+
+    rule: str
+    answer: Any = None
+
+
 class Task:
-    """Base of the tasks. In order: `load`, `settle`, `texts`, `config_fields`, `encode`, `collator`, and after the model
-    has run `reduce`, `predictions`, `score`."""
+    """Base of the tasks. In order: `load`, `settle` (or `restore` for a model that is trained), `texts`, `config_fields`,
+    `encode`, `collator`, and after the model has run `reduce`, `predictions`, `score`."""
 
     id: ClassVar[str]
     head: ClassVar[str]  # as in For<head>
@@ -45,6 +59,7 @@ class Task:
     mean_loss: ClassVar[bool] = True  # the head's loss is a mean over rows, whatever the number of tokens in the step
     generates: ClassVar[bool] = False
     one_class: ClassVar[bool] = False  # an example (a row or a token) is of one of `labels`
+    predicts: ClassVar[bool] = True  # says something of every row
 
     def __init__(self, options: TaskOptions) -> None:
         self.options = options
@@ -72,14 +87,34 @@ class Task:
         """Decides what depends on the model's heads (`For...`) and on the class that it was saved as."""
 
     def load(self, source: TaskData) -> dict[str, Dataset]:
-        """The splits of the source, with the source's columns."""
+        """The splits of the source, with the source's columns and the origins of its rows."""
         from ..sources import load_rows
 
-        return load_rows(source)
+        return load_rows(source, origins=True)
 
     def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
         """Finds columns and labels. config: the saved model's, if it has this task's head already."""
         raise NotImplementedError
+
+    def find_columns(self, rows: Dataset, answers: bool = True) -> None:
+        """Finds the columns by the options or by their usual names. answers: whether that of the true answers must be there."""
+        raise NotImplementedError
+
+    def columns(self) -> dict[str, Any]:
+        """The columns found, as the options that name them."""
+        return {}
+
+    def facts(self) -> dict[str, Any]:
+        """What else `settle` learnt from training rows, as JSON can hold it, for `restore`."""
+        return {}
+
+    def restore(self, config: PreTrainedConfig, facts: Mapping[str, Any]) -> None:
+        """Labels and the like of a trained model, in place of `settle`. facts: what the run recorded."""
+
+    def recorded(self) -> dict[str, Any]:
+        """The options under which the same task reads another file in the same way."""
+        given = {**asdict(self.options), "task": self.id, "max_length": self.max_length, **self.columns()}
+        return {name: value for name, value in given.items() if value is not None}
 
     def texts(self, rows: Dataset) -> Iterable[str]:
         """Texts to train a tokenizer on."""
@@ -115,17 +150,37 @@ class Task:
         """The metrics of predicted rows."""
         raise NotImplementedError
 
+    def trivial(self, train: Encoded) -> Trivial | None:
+        """The best that can be said without reading a row, by the training rows; None where there is no such thing."""
+        return None
+
+    def guess(self, answer: Any, row: Mapping[str, Any]) -> Any:
+        """The trivial prediction for a row of `Encoded.rows`."""
+        return answer
+
+    def floor(self, trivial: Trivial, predicted: Sequence[Mapping[str, Any]], encoded: Encoded) -> dict[str, float]:
+        """The metrics of the trivial predictions on the rows that were predicted."""
+        guessed = [
+            {**row, "prediction": self.guess(trivial.answer, given)} for row, given in zip(predicted, encoded.rows)
+        ]
+        return self.score(guessed)
+
     # ------------------------------------------------------------------------------------------------ for the subclasses
 
     def metric_of(self, name: str, predictions: Sequence[Any], references: Sequence[Any], **extra: Any) -> dict:
         return compute(name, predictions, references, backend=self.options.metric_backend, **extra)
 
-    def column(self, rows: Dataset, wanted: str | None, usual: Sequence[str], what: str, option: str) -> str:
-        """The column that the user named, or the first of the usual names that is there.
+    def column(
+        self, rows: Dataset, wanted: str | None, usual: Sequence[str], what: str, option: str, required: bool = True
+    ) -> str:
+        """The column that the user named, or the first of the usual names that is there; if it need not be there, the name
+        that it would have.
 
         Raises ValueError that lists the columns and names the option.
         """
-        names = rows.column_names
+        names = columns_of(rows)
+        if not required and (wanted or next((name for name in usual if name in names), None)) not in names:
+            return wanted or usual[0]
         if wanted is not None:
             if wanted not in names:
                 raise ValueError(
@@ -149,7 +204,7 @@ def check_columns(splits: Mapping[str, Dataset], columns: Iterable[str], optiona
             if name not in rows.column_names and not (split == "test" and name in spared):
                 raise ValueError(
                     f"the {split} split has no column {name!r}, which the training rows have; its columns are "
-                    f"{rows.column_names}"
+                    f"{columns_of(rows)}"
                 )
 
 
@@ -161,22 +216,31 @@ class Labels:
         self._ids = {name: index for index, name in enumerate(self.names)}
 
     @classmethod
-    def of(cls, values: Iterable[Any], feature: Any, config: PreTrainedConfig | None, option: str) -> Labels:
+    def of(
+        cls,
+        values: Iterable[Any],
+        feature: Any,
+        config: PreTrainedConfig | None,
+        option: str,
+        where: RowNames,
+        rows: Iterable[int] | None = None,
+    ) -> Labels:
         """The labels of the training rows: those of the saved head where there is one, else those of a Hub feature, else
         those that occur, sorted.
+
+        where, rows: what the rows are called, and which of them each value is of; default: the values in their order.
 
         Raises ValueError for a label that the saved head does not know, and for fewer than two labels.
         """
         declared = getattr(feature, "names", None)
-        found = {label_name(value, declared, option) for value in values}
+        numbers = itertools.count() if rows is None else rows
+        found = {label_name(value, declared, option, where, row) for value, row in zip(values, numbers)}
         if config is None:
             names = list(declared) if declared else sorted(found, key=lambda name: (*_number_first(name), name))
             if len(names) < 2:
                 raise ValueError(f"the training rows have the one label {names[0]!r}; a classifier needs two or more")
             return cls(names)
-        saved = [str(name) for _, name in sorted((config.id2label or {}).items())]
-        if all(re.fullmatch(r"LABEL_\d+", name) for name in saved):  # ids without names, as transformers fills them in
-            saved = [str(index) for index in range(len(saved))]
+        saved = cls.saved(config).names
         unknown = sorted(found - set(saved))
         if unknown:
             raise ValueError(
@@ -185,11 +249,19 @@ class Labels:
             )
         return cls(saved)
 
-    def id(self, value: Any, feature: Any, split: str, row: int, option: str) -> int:
-        name = label_name(value, getattr(feature, "names", None), option)
+    @classmethod
+    def saved(cls, config: PreTrainedConfig) -> Labels:
+        """The labels of a saved head."""
+        names = [str(name) for _, name in sorted((config.id2label or {}).items())]
+        if all(re.fullmatch(r"LABEL_\d+", name) for name in names):  # ids without names, as transformers fills them in
+            names = [str(index) for index in range(len(names))]
+        return cls(names)
+
+    def id(self, value: Any, feature: Any, where: RowNames, row: int, option: str) -> int:
+        name = label_name(value, getattr(feature, "names", None), option, where, row)
         if name not in self._ids:
             raise ValueError(
-                f"row {row} of the {split} split has the label {name!r}, which the training rows do not have "
+                f"{where[row]} has the label {name!r}, which the training rows do not have "
                 f"({', '.join(self.names)}); correct the label, or add training rows of it"
             )
         return self._ids[name]
@@ -202,15 +274,20 @@ class Labels:
         }
 
 
-def label_name(value: Any, declared: Sequence[str] | None, option: str) -> str:
+def label_name(value: Any, declared: Sequence[str] | None, option: str, where: RowNames, row: int) -> str:
     """A label of the data as text: the name of a Hub label, 1 and 1.0 as '1'. Raises ValueError for what is no label."""
-    if value is None or value == "" or (isinstance(value, float) and not value.is_integer()):
+    if value is None or value == "" or (isinstance(value, float) and value != value):
         raise ValueError(
-            f"{value!r} is no class label; correct --{option}, or take --task regression if the labels are measurements"
+            f"{where[row]} has no label ({value!r} is no class label); fill it in or remove the row, or correct --{option}"
+        )
+    if isinstance(value, float) and not value.is_integer():
+        raise ValueError(
+            f"{where[row]} has the label {value!r}, and {value!r} is no class label; correct --{option}, or take --task "
+            "regression if the labels are measurements"
         )
     if isinstance(value, (list, dict)):
         raise ValueError(
-            f"{value!r} is no single class label; correct --{option}, or take --task multi-label-classification for rows with "
+            f"{where[row]} has {value!r}, which is no single class label; correct --{option}, or take --task multi-label-classification for rows with "
             "lists of labels"
         )
     if declared is not None and isinstance(value, int):
@@ -221,6 +298,12 @@ def label_name(value: Any, declared: Sequence[str] | None, option: str) -> str:
 def is_hidden(values: Sequence[Any]) -> bool:
     """Whether a test split keeps its answers back: all are missing, or -1 as in GLUE."""
     return all(value is None or value == -1 or value == "" for value in values)
+
+
+def most_frequent(values: Iterable[Any]) -> Any:
+    """The value that occurs most, of equal counts the first by its text; None where there is none."""
+    counts = Counter(values)
+    return min(counts, key=lambda value: (-counts[value], str(value))) if counts else None
 
 
 def _number_first(name: str) -> tuple[int, float]:

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .base import Encoded, Task, check_columns, is_hidden
+from ..names import CHOICE_LABELS, CHOICE_TEXTS, CHOICES
+from ..origin import RowNames, columns_of
+from .base import Encoded, Task, Trivial, check_columns, is_hidden, most_frequent
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-_TEXTS = ("sent1", "startphrase", "context", "article", "question", "premise", "text")
-_LISTS = ("choices", "endings", "options", "answers")
-_LABELS = ("label", "answer", "answerKey", "labels")
 
 
 class MultipleChoice(Task):
@@ -29,29 +27,37 @@ class MultipleChoice(Task):
     metric_names = ("accuracy",)
 
     def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
-        rows, options = splits["train"], self.options
-        self.text_column = self.column(rows, options.text_column, _TEXTS, "text", "text_column")
-        names = rows.column_names
+        self.find_columns(splits["train"])
+        pair = [self.pair_column] if self.pair_column else []
+        needed = [self.text_column, *self.choice_columns, self.label_column, *pair]
+        check_columns(splits, needed, optional_in_test=[self.label_column])
+
+    def find_columns(self, rows: Dataset, answers: bool = True) -> None:
+        options = self.options
+        self.text_column = self.column(rows, options.text_column, CHOICE_TEXTS, "text", "text_column")
+        names = columns_of(rows)
         numbered = sorted(name for name in names if re.fullmatch(r"(ending|choice|option|sol)_?\d+", name))
         if options.choice_columns:
             for name in options.choice_columns:
                 self.column(rows, name, (), "choice", "choice_columns")
             self.choice_columns = list(options.choice_columns)
-        elif not numbered or any(name in names for name in _LISTS[:2]):
-            self.choice_columns = [self.column(rows, None, _LISTS, "choices", "choice_columns")]
+        elif not numbered or any(name in names for name in CHOICES[:2]):
+            self.choice_columns = [self.column(rows, None, CHOICES, "choices", "choice_columns")]
         else:
             self.choice_columns = numbered
-        usual = [name for name in _LABELS if name not in self.choice_columns]
-        self.label_column = self.column(rows, options.label_column, usual, "label", "label_column")
+        usual = [name for name in CHOICE_LABELS if name not in self.choice_columns]
+        self.label_column = self.column(rows, options.label_column, usual, "label", "label_column", answers)
         pair = options.text_pair_column or ("sent2" if "sent2" in names else None)
         self.pair_column = (
             None if pair is None else self.column(rows, pair, (), "start of choices", "text_pair_column")
         )
-        needed = [self.text_column, *self.choice_columns, self.label_column, *([pair] if pair else [])]
-        check_columns(splits, needed, optional_in_test=[self.label_column])
-        self.count = len(self._choices(rows[0], "train", 0)[0])
+        self.count = len(self._choices(rows[0], RowNames(rows, "first"), 0)[0])
 
-    def _choices(self, row: Mapping[str, Any], split: str, number: int) -> tuple[list[str], list[str] | None]:
+    def columns(self) -> dict[str, Any]:
+        found = {"text_column": self.text_column, "text_pair_column": self.pair_column}
+        return {**found, "choice_columns": self.choice_columns, "label_column": self.label_column}
+
+    def _choices(self, row: Mapping[str, Any], where: RowNames, number: int) -> tuple[list[str], list[str] | None]:
         """(texts, their labels or None) of one row."""
         labels = None
         if len(self.choice_columns) > 1:
@@ -62,20 +68,20 @@ class MultipleChoice(Task):
                 texts, labels = texts["text"], texts.get("label")
         if not isinstance(texts, (list, tuple)) or len(texts) < 2 or not all(isinstance(t, str) for t in texts):
             raise ValueError(
-                f"row {number} of the {split} split has the choices {texts!r}; give a list of two texts or more, or a "
+                f"{where[number]} has the choices {texts!r}; give a list of two texts or more, or a "
                 "column for each with --choice_columns"
             )
         begin = f"{row[self.pair_column]} " if self.pair_column and row[self.pair_column] else ""
         return [begin + text for text in texts], labels
 
-    def _label(self, value: Any, labels: Sequence[str] | None, split: str, number: int) -> int:
+    def _label(self, value: Any, labels: Sequence[str] | None, where: RowNames, number: int) -> int:
         text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
         if labels is not None and text in labels:
             return list(labels).index(text)
         index = int(text) if text.isdigit() else ord(text) - ord("A") if re.fullmatch("[A-Z]", text) else -1
         if not 0 <= index < self.count:
             raise ValueError(
-                f"row {number} of the {split} split has the label {value!r}; it must be the number of the right choice, "
+                f"{where[number]} has the label {value!r}; it must be the number of the right choice, "
                 f"0 to {self.count - 1}, or its letter"
             )
         return index
@@ -83,29 +89,30 @@ class MultipleChoice(Task):
     def texts(self, rows: Dataset) -> Iterable[str]:
         for number, row in enumerate(rows):
             yield str(row[self.text_column])
-            yield from self._choices(row, "train", number)[0]
+            yield from self._choices(row, RowNames(rows, "train"), number)[0]
 
     def encode(self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, split: str) -> Encoded:
         from datasets import Dataset
 
         given = list(rows[self.label_column]) if self.label_column in rows.column_names else []
         labelled = bool(given) and not (split == "test" and is_hidden(given))
+        where = RowNames(rows, split)
         firsts: list[str] = []
         seconds: list[str] = []
         kept: list[dict[str, Any]] = []
         labels: list[int] = []
         for number, row in enumerate(rows):
-            choices, names = self._choices(row, split, number)  # names: the choices' labels
+            choices, names = self._choices(row, where, number)  # names: the choices' labels
             if len(choices) != self.count:
                 raise ValueError(
-                    f"row {number} of the {split} split has {len(choices)} choices, and the first training row has "
+                    f"{where[number]} has {len(choices)} choices, and the first training row has "
                     f"{self.count}; give every row the same number"
                 )
             firsts += [str(row[self.text_column])] * self.count
             seconds += choices
             kept.append({"text": str(row[self.text_column]), "choices": choices})
             if labelled:
-                labels.append(self._label(row[self.label_column], names, split, number))
+                labels.append(self._label(row[self.label_column], names, where, number))
                 kept[-1]["label"] = labels[-1]
         encoded = tokenizer(firsts, seconds, truncation="longest_first", max_length=self.max_length)
         columns: dict[str, Any] = {
@@ -128,6 +135,10 @@ class MultipleChoice(Task):
             entry = {**texts, "prediction": int(scores.argmax()), "scores": [float(score) for score in scores]}
             predicted.append({**entry, "reference": row["label"]} if "label" in row else entry)
         return predicted
+
+    def trivial(self, train: Encoded) -> Trivial | None:
+        place = most_frequent(row["label"] for row in train.rows)
+        return Trivial(f"always choice {place}", place)
 
     def score(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         guess, gold = [row["prediction"] for row in rows], [row["reference"] for row in rows]

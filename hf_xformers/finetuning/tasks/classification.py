@@ -7,50 +7,48 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from .base import Encoded, Labels, Task, check_columns, is_hidden, plain_rows
+from ..names import CLASS_LABELS, NUMBER_LABELS, TEXT_PAIRS
+from ..origin import RowNames, columns_of
+from .base import Encoded, Labels, Task, Trivial, check_columns, is_hidden, most_frequent, plain_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-# First texts by usual name, each with the usual name of the second.
-_PAIRS = {
-    "sentence1": "sentence2",
-    "premise": "hypothesis",
-    "question1": "question2",
-    "question": "sentence",
-    "text": None,
-    "sentence": None,
-    "review": None,
-    "content": None,
-}
-_LABELS = ("label", "labels", "class", "target", "score")
 
 
 class WholeText(Task):
     """Base of the tasks that say one thing of a whole text, or of a pair of texts."""
 
     head = "SequenceClassification"
-    usual_labels: ClassVar[tuple[str, ...]] = _LABELS
+    usual_labels: ClassVar[tuple[str, ...]] = CLASS_LABELS
 
     def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
-        rows, options = splits["train"], self.options
-        self.label_column = self.column(rows, options.label_column, self.usual_labels, "label", "label_column")
-        others = [name for name in _PAIRS if name != self.label_column]
+        self.find_columns(splits["train"])
+        check_columns(splits, [*self.text_columns, self.label_column], optional_in_test=[self.label_column])
+        self._settle_labels(splits, config)
+
+    def find_columns(self, rows: Dataset, answers: bool = True) -> None:
+        options = self.options
+        self.label_column = self.column(
+            rows, options.label_column, self.usual_labels, "label", "label_column", answers
+        )
+        others = [name for name in TEXT_PAIRS if name != self.label_column]
         self.text_column = self.column(rows, options.text_column, others, "text", "text_column")
         pair = options.text_pair_column
         if pair is not None:
             self.column(rows, pair, (), "second text", "text_pair_column")
-        elif options.text_column is None and _PAIRS[self.text_column] in rows.column_names:
-            pair = _PAIRS[self.text_column]
+        elif options.text_column is None and TEXT_PAIRS[self.text_column] in columns_of(rows):
+            pair = TEXT_PAIRS[self.text_column]
         self.text_columns = [self.text_column, *([pair] if pair else [])]
-        check_columns(splits, [*self.text_columns, self.label_column], optional_in_test=[self.label_column])
-        self._settle_labels(splits, config)
+
+    def columns(self) -> dict[str, Any]:
+        pair = self.text_columns[1] if len(self.text_columns) > 1 else None
+        return {"text_column": self.text_column, "text_pair_column": pair, "label_column": self.label_column}
 
     def _settle_labels(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
         raise NotImplementedError
 
-    def _label(self, value: Any, rows: Dataset, split: str, row: int) -> Any:
+    def _label(self, value: Any, rows: Dataset, where: RowNames, row: int) -> Any:
         raise NotImplementedError
 
     def texts(self, rows: Dataset) -> Iterable[str]:
@@ -59,19 +57,18 @@ class WholeText(Task):
     def encode(self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, split: str) -> Encoded:
         from datasets import Dataset
 
+        where = RowNames(rows, split)
         for name in self.text_columns:
             if None in rows[name]:
                 row = list(rows[name]).index(None)
-                raise ValueError(
-                    f"row {row} of the {split} split has no text in column {name!r}; fill it or remove it"
-                )
+                raise ValueError(f"{where[row]} has no text in column {name!r}; fill it or remove it")
         texts = [[str(text) for text in rows[name]] for name in self.text_columns]
         columns = dict(tokenizer(*texts, truncation=True, max_length=self.max_length))
         given = list(rows[self.label_column]) if self.label_column in rows.column_names else []
         labelled = bool(given) and not (split == "test" and is_hidden(given))
         kept = plain_rows(rows, self.text_columns)
         if labelled:
-            columns["labels"] = [self._label(value, rows, split, row) for row, value in enumerate(given)]
+            columns["labels"] = [self._label(value, rows, where, row) for row, value in enumerate(given)]
             kept = [{**row, "label": label} for row, label in zip(kept, columns["labels"])]
         return Encoded(Dataset.from_dict(columns), kept, labelled)
 
@@ -92,10 +89,14 @@ class TextClassification(WholeText):
             )
         train = splits["train"]
         feature = train.features[self.label_column]
-        self.labels = Labels.of(train[self.label_column], feature, config, "label_column")
+        where = RowNames(train, "train")
+        self.labels = Labels.of(train[self.label_column], feature, config, "label_column", where)
 
-    def _label(self, value: Any, rows: Dataset, split: str, row: int) -> int:
-        return self.labels.id(value, rows.features[self.label_column], split, row, "label_column")
+    def restore(self, config: PreTrainedConfig, facts: Mapping[str, Any]) -> None:
+        self.labels = Labels.saved(config)
+
+    def _label(self, value: Any, rows: Dataset, where: RowNames, row: int) -> int:
+        return self.labels.id(value, rows.features[self.label_column], where, row, "label_column")
 
     def config_fields(self) -> dict[str, Any]:
         return {**self.labels.config_fields(), "problem_type": "single_label_classification"}
@@ -109,8 +110,13 @@ class TextClassification(WholeText):
             best = int(chances.argmax())
             texts = {name: value for name, value in row.items() if name != "label"}
             entry = {**texts, "prediction": self.labels.names[best], "probability": round(float(chances[best]), 6)}
+            entry["probabilities"] = {name: round(float(p), 6) for name, p in zip(self.labels.names, chances)}
             predicted.append({**entry, "reference": self.labels.names[row["label"]]} if "label" in row else entry)
         return predicted
+
+    def trivial(self, train: Encoded) -> Trivial | None:
+        name = most_frequent(self.labels.names[row["label"]] for row in train.rows)
+        return Trivial(f"always {name!r}", name)
 
     def score(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         ids = {name: index for index, name in enumerate(self.labels.names)}
@@ -129,6 +135,7 @@ class Regression(WholeText):
     id = "regression"
     metric = "pearsonr"
     metric_names = ("pearsonr", "spearmanr", "mse")
+    usual_labels = NUMBER_LABELS
 
     def _settle_labels(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
         if config is not None and config.num_labels != 1:
@@ -137,14 +144,14 @@ class Regression(WholeText):
                 "--new_head"
             )
 
-    def _label(self, value: Any, rows: Dataset, split: str, row: int) -> float:
+    def _label(self, value: Any, rows: Dataset, where: RowNames, row: int) -> float:
         try:
             number = float(value)
         except (TypeError, ValueError):
             number = float("nan")
         if not np.isfinite(number):
             raise ValueError(
-                f"row {row} of the {split} split has the label {value!r}, which is no number; correct it, or take --task "
+                f"{where[row]} has the label {value!r}, which is no number; correct it, or take --task "
                 "text-classification"
             )
         return number
@@ -158,6 +165,15 @@ class Regression(WholeText):
             entry = {**{k: v for k, v in row.items() if k != "label"}, "prediction": float(value)}
             predicted.append({**entry, "reference": row["label"]} if "label" in row else entry)
         return predicted
+
+    def trivial(self, train: Encoded) -> Trivial | None:
+        mean = float(np.mean([row["label"] for row in train.rows]))
+        return Trivial(f"always the mean label, {mean:.4g}", mean)
+
+    def floor(self, trivial: Trivial, predicted: Sequence[Mapping[str, Any]], encoded: Encoded) -> dict[str, float]:
+        """Of a constant only the squared error: it correlates with nothing."""
+        gold = [row["reference"] for row in predicted]
+        return dict(self.metric_of("mse", [trivial.answer] * len(gold), gold))
 
     def score(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         guess, gold = [row["prediction"] for row in rows], [row["reference"] for row in rows]

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .base import Encoded, Task, check_columns
+from ..names import LONG_TEXTS, SUMMARIES
+from ..origin import RowNames, columns_of
+from .base import Encoded, Task, Trivial, check_columns
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -34,8 +36,17 @@ class _Generation(Task):
         texts = list(rows[column])
         for row, text in enumerate(texts):
             if not isinstance(text, str):
-                raise ValueError(f"row {row} of the {split} split has {text!r} in column {column!r}, which is no text")
+                where = RowNames(rows, split)[row]
+                raise ValueError(f"{where} has {text!r} in column {column!r}, which is no text; correct the row")
         return texts
+
+    def _settle(self, splits: Mapping[str, Dataset]) -> None:
+        self.find_columns(splits["train"])
+        check_columns(splits, [self.text_column, self.target_column], optional_in_test=[self.target_column])
+
+    def columns(self) -> dict[str, Any]:
+        found = {"text_column": self.text_column, "target_column": self.target_column}
+        return {**found, "max_target_length": self.max_target_length}
 
     def texts(self, rows: Dataset) -> Iterable[str]:
         return [
@@ -100,12 +111,21 @@ class Summarization(_Generation):
     default_length = 512
 
     def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
-        rows, options = splits["train"], self.options
-        texts = ("article", "document", "dialogue", "source", "text")
-        targets = ("highlights", "summary", "abstract", "target", "title")
-        self.text_column = self.column(rows, options.text_column, texts, "text", "text_column")
-        self.target_column = self.column(rows, options.target_column, targets, "summary", "target_column")
-        check_columns(splits, [self.text_column, self.target_column], optional_in_test=[self.target_column])
+        self._settle(splits)
+
+    def find_columns(self, rows: Dataset, answers: bool = True) -> None:
+        options = self.options
+        self.text_column = self.column(rows, options.text_column, LONG_TEXTS, "text", "text_column")
+        usual = [name for name in SUMMARIES if name != self.text_column]
+        self.target_column = self.column(rows, options.target_column, usual, "summary", "target_column", answers)
+
+    def trivial(self, train: Encoded) -> Trivial | None:
+        """The first words of the text, as many as a summary has in the middle: what a summary has to beat."""
+        words = int(np.median([len(row["target"].split()) for row in train.rows]))
+        return Trivial(f"the first {words} words of the text", words)
+
+    def guess(self, answer: Any, row: Mapping[str, Any]) -> Any:
+        return " ".join(row["source"].split()[:answer])
 
     def score(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         return self.metric_of("rouge", [row["prediction"] for row in rows], [row["reference"] for row in rows])
@@ -126,7 +146,7 @@ class Translation(_Generation):
         languages = (self.options.source_lang, self.options.target_lang)
         if (languages[0] is None) != (languages[1] is None):
             raise ValueError("--source_lang and --target_lang go together; give both")
-        splits = load_rows(source, None if None in languages else languages)  # type: ignore[arg-type]
+        splits = load_rows(source, None if None in languages else languages, origins=True)  # type: ignore[arg-type]
         return {
             split: rows.flatten().rename_columns(
                 {name: name[12:] for name in rows.flatten().column_names if name.startswith("translation.")}
@@ -135,18 +155,26 @@ class Translation(_Generation):
         }
 
     def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
-        rows, options = splits["train"], self.options
+        self._settle(splits)
+
+    def find_columns(self, rows: Dataset, answers: bool = True) -> None:
+        options = self.options
         sources = (options.source_lang, "source") if options.source_lang else ("source", "text")
         targets = (options.target_lang, "target") if options.target_lang else ("target", "translation")
         text, target = options.text_column, options.target_column
-        if options.source_lang is None and text is None and "source" not in rows.column_names:
+        if options.source_lang is None and text is None and "source" not in columns_of(rows):
             raise ValueError(
                 f"say what to translate with --source_lang and --target_lang, or --text_column and --target_column; the "
-                f"columns are {rows.column_names}"
+                f"columns are {columns_of(rows)}"
             )
         self.text_column = self.column(rows, text, sources, "source text", "text_column")
-        self.target_column = self.column(rows, target, targets, "translation", "target_column")
-        check_columns(splits, [self.text_column, self.target_column], optional_in_test=[self.target_column])
+        self.target_column = self.column(rows, target, targets, "translation", "target_column", answers)
+
+    def trivial(self, train: Encoded) -> Trivial | None:
+        return Trivial("the text to translate, copied")
+
+    def guess(self, answer: Any, row: Mapping[str, Any]) -> Any:
+        return row["source"]
 
     def score(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         return self.metric_of("sacrebleu", [row["prediction"] for row in rows], [row["reference"] for row in rows])

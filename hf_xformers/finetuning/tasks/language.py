@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...objectives import Objective, build_objective
-from .base import Encoded, Task
+from .base import Encoded, Task, Trivial
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -26,6 +26,7 @@ class LanguageModeling(Task):
     metric = "loss"
     metric_names = ("loss", "perplexity", "accuracy")
     mean_loss = False
+    predicts = False
     objective: Objective
 
     def choose(self, heads: Sequence[str], architecture: str | None) -> None:
@@ -84,6 +85,7 @@ class LanguageModeling(Task):
     def encode(self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, split: str) -> Encoded:
         from ...training.text import make_rows
 
+        self.tokenizer = tokenizer
         made = make_rows(rows, tokenizer, self.objective, self.max_length, whole=split != "train")
         return Encoded(made, made)
 
@@ -103,6 +105,27 @@ class LanguageModeling(Task):
             {"row": row, "nats": float(nats), "targets": int(count), "right": int(right)}
             for row, (nats, count, right) in enumerate(kept[0])
         ]
+
+    def trivial(self, train: Encoded) -> Trivial | None:
+        """The most frequent token, where targets are tokens of the text."""
+        if self.head == "Seq2SeqLM":
+            return None
+        counts = self._counts(train)
+        token = int(counts.argmax())
+        return Trivial(f"always the token {self.tokenizer.convert_ids_to_tokens(token)!r}", token)
+
+    def floor(self, trivial: Trivial, predicted: Sequence[Mapping[str, Any]], encoded: Encoded) -> dict[str, float]:
+        counts = self._counts(encoded)
+        return {"accuracy": float(counts[trivial.answer] / max(1, counts.sum()))}
+
+    def _counts(self, encoded: Encoded) -> np.ndarray:
+        """How often every token may be a target, [vocabulary]: a mask never hides the special ones."""
+        counts = np.zeros(len(self.tokenizer), dtype=np.int64)
+        for ids in encoded.features["input_ids"]:
+            counts += np.bincount(ids, minlength=len(counts))
+        if self.head == "MaskedLM":
+            counts[self.tokenizer.all_special_ids] = 0
+        return counts
 
     def score(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         from ...training.evaluation import summarise

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..names import LABEL_LISTS
 from ..options import TaskOptions
-from .base import Labels
+from ..origin import RowNames
+from .base import Encoded, Labels, Trivial, most_frequent
 from .classification import WholeText
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ class MultiLabelClassification(WholeText):
     id = "multi-label-classification"
     metric = "f1_micro"
     metric_names = ("f1_micro", "f1_macro", "accuracy")
-    usual_labels = ("labels", "label", "tags", "classes", "categories")
+    usual_labels = LABEL_LISTS
 
     def __init__(self, options: TaskOptions) -> None:
         super().__init__(options)
@@ -42,15 +44,24 @@ class MultiLabelClassification(WholeText):
                 "head with --new_head"
             )
         train = splits["train"]
-        rows = (self._list(value, "train", row) for row, value in enumerate(train[self.label_column]))
-        values = [value for labels in rows for value in labels]
+        where = RowNames(train, "train")
+        pairs = [
+            (value, row)
+            for row, entry in enumerate(train[self.label_column])
+            for value in self._list(entry, where, row)
+        ]
+        values = [value for value, _ in pairs]
         if not values:
             raise ValueError(
                 f"no training row has a label in column {self.label_column!r}; correct --label_column, or give rows with some"
             )
-        self.labels = Labels.of(values, _inner(train, self.label_column), config, "label_column")
+        feature = _inner(train, self.label_column)
+        self.labels = Labels.of(values, feature, config, "label_column", where, [row for _, row in pairs])
 
-    def _list(self, value: Any, split: str, row: int) -> list[Any]:
+    def restore(self, config: PreTrainedConfig, facts: Mapping[str, Any]) -> None:
+        self.labels = Labels.saved(config)
+
+    def _list(self, value: Any, where: RowNames, row: int) -> list[Any]:
         """The labels of a row. Raises ValueError for what is neither a list nor text to be cut."""
         separator = self.options.label_separator
         if isinstance(value, (list, tuple)):
@@ -59,16 +70,16 @@ class MultiLabelClassification(WholeText):
             texts = [] if value is None else [text.strip() for text in str(value).split(separator)]
             return [text for text in texts if text]
         raise ValueError(
-            f"row {row} of the {split} split has {value!r} in column {self.label_column!r}, and a row of {self.id} has a list of "
+            f"{where[row]} has {value!r} in column {self.label_column!r}, and a row of {self.id} has a list of "
             "labels; correct --label_column, give lists (JSONL, Parquet), or say with --label_separator what stands between "
             "labels"
         )
 
-    def _label(self, value: Any, rows: Dataset, split: str, row: int) -> list[float]:
+    def _label(self, value: Any, rows: Dataset, where: RowNames, row: int) -> list[float]:
         """1 for the labels that the row has, else 0: numbers, as the loss wants them."""
         present = [0.0] * len(self.labels.names)
-        for name in self._list(value, split, row):
-            present[self.labels.id(name, _inner(rows, self.label_column), split, row, "label_column")] = 1.0
+        for name in self._list(value, where, row):
+            present[self.labels.id(name, _inner(rows, self.label_column), where, row, "label_column")] = 1.0
         return present
 
     def config_fields(self) -> dict[str, Any]:
@@ -85,6 +96,10 @@ class MultiLabelClassification(WholeText):
             }
             predicted.append({**entry, "reference": self._names(row["label"])} if "label" in row else entry)
         return predicted
+
+    def trivial(self, train: Encoded) -> Trivial | None:
+        names = list(most_frequent(tuple(self._names(row["label"])) for row in train.rows))
+        return Trivial(f"always {' and '.join(map(repr, names))}" if names else "never a label", names)
 
     def _names(self, present: Sequence[Any]) -> list[str]:
         return [name for name, there in zip(self.labels.names, present) if there]

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...metrics import is_entity_tag
-from .base import Encoded, Labels, Task, check_columns, is_hidden
+from ..names import TAGS, WORDS
+from ..origin import RowNames
+from .base import Encoded, Labels, Task, Trivial, check_columns, is_hidden, most_frequent
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -16,8 +18,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 IGNORE_INDEX = -100
-_TOKENS = ("tokens", "words", "text")
-_TAGS = ("ner_tags", "tags", "labels", "pos_tags", "chunk_tags", "label")
 
 
 class TokenClassification(Task):
@@ -33,35 +33,64 @@ class TokenClassification(Task):
     one_class = True
 
     def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
-        rows, options = splits["train"], self.options
-        self.text_column = self.column(rows, options.text_column, _TOKENS, "words", "text_column")
-        usual = [name for name in _TAGS if name != self.text_column]
-        self.label_column = self.column(rows, options.label_column, usual, "tags", "label_column")
+        rows = splits["train"]
+        self.find_columns(rows)
         check_columns(splits, [self.text_column, self.label_column], optional_in_test=[self.label_column])
-        self.feature = _inner(rows.features[self.label_column])
-        tags = (
-            tag for entry in rows[self.label_column] for tag in self._list(entry, self.label_column, "label_column")
-        )
-        declared = getattr(self.feature, "names", None)
-        self.labels = Labels.of(tags, self.feature, config, "label_column")
+        feature = _inner(rows.features[self.label_column])
+        where = RowNames(rows, "train")
+        pairs = [
+            (tag, row)
+            for row, entry in enumerate(rows[self.label_column])
+            for tag in self._list(entry, self.label_column, "label_column", where, row)
+        ]
+        declared = getattr(feature, "names", None)
+        tags = [tag for tag, _ in pairs]
+        self.labels = Labels.of(tags, feature, config, "label_column", where, [row for _, row in pairs])
         if config is None:  # an entity may go on although no training row has such a one
             known = set(self.labels.names)
             goes_on = {f"I-{name[2:]}" for name in known if name.startswith("B-")} - known
             self.labels = Labels(sorted(known | goes_on)) if goes_on and declared is None else self.labels
+        self._read_labels()
+
+    def find_columns(self, rows: Dataset, answers: bool = True) -> None:
+        options = self.options
+        self.text_column = self.column(rows, options.text_column, WORDS, "words", "text_column")
+        usual = [name for name in TAGS if name != self.text_column]
+        self.label_column = self.column(rows, options.label_column, usual, "tags", "label_column", answers)
+
+    def columns(self) -> dict[str, Any]:
+        return {"text_column": self.text_column, "label_column": self.label_column}
+
+    def restore(self, config: PreTrainedConfig, facts: Mapping[str, Any]) -> None:
+        self.labels = Labels.saved(config)
+        self._read_labels()
+
+    def _read_labels(self) -> None:
         self.entities = all(is_entity_tag(name) for name in self.labels.names)
         self.outside = "O" if "O" in self.labels.names else self.labels.names[0]
 
     @staticmethod
-    def _list(entry: Any, column: str, option: str) -> list[Any]:
+    def _list(entry: Any, column: str, option: str, where: RowNames, row: int) -> list[Any]:
         if not isinstance(entry, list):
             raise ValueError(
-                f"column {column!r} holds {entry!r}, and a row of token-classification has lists of words and tags; "
+                f"{where[row]}: column {column!r} holds {entry!r}, and a row of token-classification has lists of words and tags; "
                 f"correct --{option}, or give CoNLL files (.conll) or JSONL with lists"
             )
         return entry
 
     def texts(self, rows: Dataset) -> Iterable[str]:
-        return [" ".join(self._list(words, self.text_column, "text_column")) for words in rows[self.text_column]]
+        return [" ".join(map(str, words)) for words in self._words(rows, RowNames(rows, "train"))]
+
+    def _words(self, rows: Dataset, where: RowNames) -> list[list[str]]:
+        found = []
+        for row, entry in enumerate(rows[self.text_column]):
+            words = self._list(entry, self.text_column, "text_column", where, row)
+            if None in words:
+                raise ValueError(
+                    f"{where[row]} has a word missing in column {self.text_column!r}: {words!r}; fill it in"
+                )
+            found.append(list(map(str, words)))
+        return found
 
     def config_fields(self) -> dict[str, Any]:
         return self.labels.config_fields()
@@ -73,9 +102,8 @@ class TokenClassification(Task):
             raise ValueError(
                 f"{type(tokenizer).__name__} is a slow tokenizer, which does not say what word a piece is of"
             )
-        words = [
-            list(map(str, self._list(entry, self.text_column, "text_column"))) for entry in rows[self.text_column]
-        ]
+        where = RowNames(rows, split)
+        words = self._words(rows, where)
         given = list(rows[self.label_column]) if self.label_column in rows.column_names else []
         labelled = bool(given) and not (
             split == "test" and is_hidden([tag for tags in given for tag in tags or [None]])
@@ -84,6 +112,7 @@ class TokenClassification(Task):
         texts = [[f" {word}" for word in row] for row in words] if _wants_space(tokenizer) else words
         encoded = tokenizer(texts, is_split_into_words=True, truncation=True, max_length=self.max_length)
         columns = {name: list(values) for name, values in encoded.items()}
+        feature = _inner(rows.features[self.label_column]) if given else None
         kept: list[dict[str, Any]] = []
         places, all_labels = [], []
         for row in range(len(words)):
@@ -93,13 +122,12 @@ class TokenClassification(Task):
             places.append([(place, word) for place, (word, start) in enumerate(zip(ids, first)) if start])
             entry: dict[str, Any] = {"tokens": words[row]}
             if labelled:
-                tags = self._list(given[row], self.label_column, "label_column")
+                tags = self._list(given[row], self.label_column, "label_column", where, row)
                 if len(tags) != len(words[row]):
                     raise ValueError(
-                        f"row {row} of the {split} split has {len(words[row])} words and {len(tags)} tags; every word "
-                        "needs one"
+                        f"{where[row]} has {len(words[row])} words and {len(tags)} tags; every word needs one"
                     )
-                known = [self.labels.id(tag, self.feature, split, row, "label_column") for tag in tags]
+                known = [self.labels.id(tag, feature, where, row, "label_column") for tag in tags]
                 entry["tags"] = [self.labels.names[tag] for tag in known]
                 labels = [
                     known[word] if word is not None and (start or self.options.label_all_pieces) else IGNORE_INDEX
@@ -136,6 +164,13 @@ class TokenClassification(Task):
             entry = {"tokens": row["tokens"], "prediction": tags}
             predicted.append({**entry, "reference": row["tags"]} if "tags" in row else entry)
         return predicted
+
+    def trivial(self, train: Encoded) -> Trivial | None:
+        tag = most_frequent(tag for row in train.rows for tag in row["tags"])
+        return Trivial(f"every word {tag!r}", tag)
+
+    def guess(self, answer: Any, row: Mapping[str, Any]) -> Any:
+        return [answer] * len(row["tokens"])
 
     def score(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         guess, gold = [row["prediction"] for row in rows], [row["reference"] for row in rows]

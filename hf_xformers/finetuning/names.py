@@ -1,0 +1,116 @@
+"""Names that users and data sets commonly give: to tasks, and to the columns that a task reads."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+TASK_NAMES = (
+    "text-classification",
+    "multi-label-classification",
+    "regression",
+    "token-classification",
+    "question-answering",
+    "multiple-choice",
+    "summarization",
+    "translation",
+    "language-modeling",
+)
+TASK_ALIASES = {
+    "classification": "text-classification",
+    "sequence-classification": "text-classification",
+    "sentiment": "text-classification",
+    "sentiment-analysis": "text-classification",
+    "nli": "text-classification",
+    "paraphrase": "text-classification",
+    "multi-label": "multi-label-classification",
+    "multilabel": "multi-label-classification",
+    "multilabel-classification": "multi-label-classification",
+    "similarity": "regression",
+    "sts": "regression",
+    "tagging": "token-classification",
+    "ner": "token-classification",
+    "pos": "token-classification",
+    "chunking": "token-classification",
+    "qa": "question-answering",
+    "squad": "question-answering",
+    "extractive-qa": "question-answering",
+    "mcq": "multiple-choice",
+    "mc": "multiple-choice",
+    "swag": "multiple-choice",
+    "summarisation": "summarization",
+    "summary": "summarization",
+    "mt": "translation",
+    "lm": "language-modeling",
+    "language-modelling": "language-modeling",
+}
+
+# First texts, each with the second that goes with it.
+TEXT_PAIRS: dict[str, str | None] = {
+    "sentence1": "sentence2",
+    "sentence_1": "sentence_2",
+    "premise": "hypothesis",
+    "question1": "question2",
+    "text1": "text2",
+    "text_a": "text_b",
+    "question": "sentence",
+    "text": None,
+    "sentence": None,
+    "review": None,
+    "review_body": None,
+    "content": None,
+    "tweet": None,
+    "comment": None,
+    "comment_text": None,
+    "utterance": None,
+    "document": None,
+    "article": None,
+}
+CLASS_LABELS = (
+    "label",
+    "labels",
+    "class",
+    "target",
+    "sentiment",
+    "stars",
+    "rating",
+    "category",
+    "topic",
+    "intent",
+    "emotion",
+    "polarity",
+    "is_duplicate",
+    "gold_label",
+    "score",
+)
+NUMBER_LABELS = ("label", "labels", "score", "similarity", "similarity_score", "rating", "stars", "value", "target")
+LABEL_LISTS = ("labels", "label", "tags", "classes", "categories", "topics", "emotions", "genres")
+WORDS = ("tokens", "words", "text")
+TAGS = ("ner_tags", "tags", "labels", "ner", "entities", "pos_tags", "pos", "upos", "chunk_tags", "label")
+QUESTIONS = ("question", "query")
+CONTEXTS = ("context", "paragraph", "passage")
+ANSWERS = ("answers", "answer")
+CHOICE_TEXTS = ("sent1", "startphrase", "context", "article", "question", "premise", "ctx", "text")
+CHOICES = ("choices", "endings", "options", "answers")
+CHOICE_LABELS = ("label", "answer", "answerKey", "labels")
+LONG_TEXTS = ("article", "document", "dialogue", "source", "text", "content", "report")
+SUMMARIES = ("highlights", "summary", "abstract", "target", "title", "headline")
+
+
+def resolve_task(name: str) -> str:
+    """The task of a name or alias, in any spelling of case, `_` and `-`. Raises ValueError for an unknown one."""
+    plain = name.strip().lower().replace("_", "-").replace(" ", "-")
+    found = TASK_ALIASES.get(plain, plain)
+    if found not in TASK_NAMES:
+        close = difflib.get_close_matches(plain, (*TASK_NAMES, *TASK_ALIASES), n=1, cutoff=0.4)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"unknown task {name!r}: choose one of {', '.join(TASK_NAMES)}{hint}")
+    return found
+
+
+def aliases_in_words() -> str:
+    return ", ".join(sorted(TASK_ALIASES))
+
+
+def pairs_in_words(pairs: Sequence[tuple[str, str]]) -> str:
+    return ", ".join(f"{first}/{second}" for first, second in pairs)
