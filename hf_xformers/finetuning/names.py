@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
 
 TASK_NAMES = (
     "text-classification",
@@ -87,6 +86,8 @@ NUMBER_LABELS = ("label", "labels", "score", "similarity", "similarity_score", "
 LABEL_LISTS = ("labels", "label", "tags", "classes", "categories", "topics", "emotions", "genres")
 WORDS = ("tokens", "words", "text")
 TAGS = ("ner_tags", "tags", "labels", "ner", "entities", "pos_tags", "pos", "upos", "chunk_tags", "label")
+# Which of these an alias of tagging asks for.
+TAGS_OF_ALIAS = {"pos": ("pos_tags", "pos", "upos"), "chunking": ("chunk_tags",)}
 QUESTIONS = ("question", "query")
 CONTEXTS = ("context", "paragraph", "passage")
 ANSWERS = ("answers", "answer")
@@ -97,20 +98,19 @@ LONG_TEXTS = ("article", "document", "dialogue", "source", "text", "content", "r
 SUMMARIES = ("highlights", "summary", "abstract", "target", "title", "headline")
 
 
-def resolve_task(name: str) -> str:
-    """The task of a name or alias, in any spelling of case, `_` and `-`. Raises ValueError for an unknown one."""
+def known_task(name: str) -> str | None:
+    """The task of a name or alias, in any spelling of case, `_` and `-`; None for an unknown one."""
     plain = name.strip().lower().replace("_", "-").replace(" ", "-")
     found = TASK_ALIASES.get(plain, plain)
-    if found not in TASK_NAMES:
+    return found if found in TASK_NAMES else None
+
+
+def resolve_task(name: str) -> str:
+    """The task of a name or alias. Raises ValueError for an unknown one, with the closest."""
+    found = known_task(name)
+    if found is None:
+        plain = name.strip().lower()
         close = difflib.get_close_matches(plain, (*TASK_NAMES, *TASK_ALIASES), n=1, cutoff=0.4)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"unknown task {name!r}: choose one of {', '.join(TASK_NAMES)}{hint}")
     return found
-
-
-def aliases_in_words() -> str:
-    return ", ".join(sorted(TASK_ALIASES))
-
-
-def pairs_in_words(pairs: Sequence[tuple[str, str]]) -> str:
-    return ", ".join(f"{first}/{second}" for first, second in pairs)

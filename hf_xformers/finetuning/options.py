@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from . import names
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(words)
 
 
 @dataclass
@@ -74,16 +81,32 @@ class TaskOptions:
 
     task: str = field(
         metadata={
-            "help": "text-classification, multi-label-classification, regression, token-classification, question-answering, multiple-choice, "
-            "summarization, translation or language-modeling."
+            "help": f"{', '.join(names.TASK_NAMES)}; also by other names: {', '.join(sorted(names.TASK_ALIASES))}."
         },
     )
     text_column: str | None = field(
-        default=None, metadata={"help": "Column of the text (or tokens, article, question). Default: by usual names."}
+        default=None,
+        metadata={
+            "help": "Column of the text (or tokens, article, question). Default: the first of the usual names that is there: "
+            f"of texts {_listed(names.TEXT_PAIRS)}; of words {_listed(names.WORDS)}; to summarise {_listed(names.LONG_TEXTS)}; "
+            f"of questions {_listed(names.QUESTIONS)}; beside choices {_listed(names.CHOICE_TEXTS)}."
+        },
     )
-    text_pair_column: str | None = field(default=None, metadata={"help": "Column of a second text."})
+    text_pair_column: str | None = field(
+        default=None,
+        metadata={
+            "help": "Column of a second text. Default: what goes with the first, as in "
+            f"{_listed(f'{a}/{b}' for a, b in names.TEXT_PAIRS.items() if b)}; of a question {_listed(names.CONTEXTS)}."
+        },
+    )
     label_column: str | None = field(
-        default=None, metadata={"help": "Column of the label (or tags, answers). Default: by usual names."}
+        default=None,
+        metadata={
+            "help": "Column of the label (or tags, answers). Default: the first of the usual names that is there: "
+            f"of classes {_listed(names.CLASS_LABELS)}; of numbers {_listed(names.NUMBER_LABELS)}; of several labels "
+            f"{_listed(names.LABEL_LISTS)}; of tags {_listed(names.TAGS)}; of answers {_listed(names.ANSWERS)}; of choices "
+            f"{_listed(names.CHOICE_LABELS)}."
+        },
     )
     label_separator: str | None = field(
         default=None,
@@ -100,7 +123,10 @@ class TaskOptions:
         },
     )
     target_column: str | None = field(
-        default=None, metadata={"help": "Column of the text to generate. Default: by usual names."}
+        default=None,
+        metadata={
+            "help": f"Column of the text to generate. Default: target, or of summaries {_listed(names.SUMMARIES)}."
+        },
     )
     choice_columns: list[str] = field(
         default_factory=list,

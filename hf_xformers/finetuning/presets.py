@@ -18,6 +18,7 @@ def finetuning_defaults(task: str | None, model: str | None, size: str | None, p
 
     task, model, size, peft: as on the command line; names that do not exist are refused later, by what needs them.
     """
+    from .names import known_task
     from .tasks import TASKS
 
     if model is not None:
@@ -27,7 +28,7 @@ def finetuning_defaults(task: str | None, model: str | None, size: str | None, p
     size = size or "tiny"
     fresh = size_named(size).learning_rate
     rate = fresh if model is None else _RATES[size] * (ADAPTER_FACTOR if peft else 1)
-    chosen = TASKS.get(task or "")
+    chosen = TASKS.get(known_task(task or "") or "")
     return {
         **training_defaults(size),
         "learning_rate": rate,

@@ -161,3 +161,43 @@ def test_rows_are_held_out_by_their_content(tmp_path):
     assert {row["text"] for row in load_rows(source)["validation"]} == held
     few = load_rows(TaskData(data=source.data, max_train_rows=5, max_eval_rows=2))
     assert (len(few["train"]), len(few["validation"])) == (5, 2)
+
+
+# ------------------------------------------------------------------------------------------------ usual names
+
+
+@pytest.mark.parametrize(
+    "name, columns, found",
+    [
+        ("sentiment", ["review", "sentiment"], {"text_column": "review", "label_column": "sentiment"}),
+        ("classification", ["sentence", "label", "idx"], {"text_column": "sentence", "label_column": "label"}),
+        ("text_classification", ["text", "stars"], {"text_column": "text", "label_column": "stars"}),
+        (
+            "paraphrase",
+            ["question1", "question2", "is_duplicate"],
+            {"text_column": "question1", "text_pair_column": "question2", "label_column": "is_duplicate"},
+        ),
+        ("NLI", ["premise", "hypothesis", "label"], {"text_column": "premise", "text_pair_column": "hypothesis"}),
+        ("sts", ["sentence1", "sentence2", "score"], {"text_pair_column": "sentence2", "label_column": "score"}),
+        ("summarisation", ["article", "highlights"], {"text_column": "article", "target_column": "highlights"}),
+        ("summarization", ["document", "summary"], {"text_column": "document", "target_column": "summary"}),
+        ("ner", ["tokens", "pos_tags", "ner_tags"], {"text_column": "tokens", "label_column": "ner_tags"}),
+        ("pos", ["tokens", "pos_tags", "ner_tags"], {"text_column": "tokens", "label_column": "pos_tags"}),
+        ("qa", ["context", "question", "answers"], {"text_column": "question", "text_pair_column": "context"}),
+    ],
+)
+def test_usual_names_of_tasks_and_columns(name, columns, found):
+    from hf_xformers.cli.finetune import make_parser
+
+    task = build_task(TaskOptions(name))
+    task.find_columns(Dataset.from_dict({column: ["x"] for column in columns}))
+    assert task.columns().items() >= found.items()
+    shown = " ".join(make_parser({"task": name}).format_help().split())
+    assert all(column in shown for column in found.values()) and "sentiment" in shown
+
+
+def test_mcq_is_multiple_choice():
+    rows = Dataset.from_list([{"question": "q", "choices": ["x", "y"], "answer": 1}])
+    assert settled("mcq", rows).columns() == {
+        "text_column": "question", "text_pair_column": None, "choice_columns": ["choices"], "label_column": "answer"
+    }  # fmt: skip

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...metrics import is_entity_tag
-from ..names import TAGS, WORDS
+from ..names import TAGS, TAGS_OF_ALIAS, WORDS
 from ..origin import RowNames
 from .base import Encoded, Labels, Task, Trivial, check_columns, is_hidden, most_frequent
 
@@ -55,7 +55,8 @@ class TokenClassification(Task):
     def find_columns(self, rows: Dataset, answers: bool = True) -> None:
         options = self.options
         self.text_column = self.column(rows, options.text_column, WORDS, "words", "text_column")
-        usual = [name for name in TAGS if name != self.text_column]
+        first = TAGS_OF_ALIAS.get(options.task.lower(), ())
+        usual = [name for name in (*first, *TAGS) if name != self.text_column]
         self.label_column = self.column(rows, options.label_column, usual, "tags", "label_column", answers)
 
     def columns(self) -> dict[str, Any]:
