@@ -28,12 +28,12 @@ def run(argv: Sequence[str]) -> int:
     )
     upload = prepare_upload(arguments.checkpoint, arguments.repo, self_contained=arguments.self_contained, facts=facts)
     sizes = upload.sizes()
+    if upload.card_is_generated and arguments.license is None:
+        say("the card names no license: say it with --license, e.g. --license apache-2.0")
     if arguments.dry_run:
         print_table(f"would be uploaded to {arguments.repo}", ("file", "bytes"), sizes.items())
         console().print(upload.card, markup=False, soft_wrap=True)
         return 0
-    if upload.card_is_generated and arguments.license is None:
-        say("the card names no license: say it with --license, e.g. --license apache-2.0")
     say(f"uploading {len(sizes)} files ({sum(sizes.values()):,} bytes) to {arguments.repo}")
     commit = push(
         upload,
@@ -65,7 +65,9 @@ def make_parser() -> CommandParser:
     card = parser.add_argument_group("card", "What the folder does not say.")
     card.add_argument("--license", metavar="ID", help="e.g. apache-2.0")
     card.add_argument("--language", nargs="+", default=[], metavar="CODE", help="e.g. en de")
-    card.add_argument("--base-model", metavar="ID", help="the model on the Hub that this one was made of")
+    card.add_argument(
+        "--base-model", "--base_model", metavar="USER/NAME", help="the model on the Hub that this one was made of"
+    )
     card.add_argument("--dataset", nargs="+", default=[], metavar="ID", help="datasets on the Hub it was trained on")
     card.add_argument("--tag", nargs="+", default=[], metavar="TAG")
     return parser

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from .checkpoint_files import BOTTLENECK, CONFIG, MODEL, PEFT, kind_of
+from .adapter_card import Adapter, read_adapter
+from .checkpoint_files import BOTTLENECK, CONFIG, MARK, MODEL, PEFT, Kind, kind_of
 from .model_card import PIPELINES, _component_table, _table
-from .training_record import TrainingRecord, is_hub_id, read_record
-
-# The last line of a generated card: by it a later push knows that nobody has written the card by hand.
-MARK = "<!-- written by hf-xformers push, which will replace this card; delete this line to keep your own text -->"
+from .training_record import TrainingRecord, read_record
 
 _TASKS = {
     **PIPELINES,
@@ -55,9 +52,9 @@ def checkpoint_card(
     if kind == MODEL:
         about = _About.of_model(folder)
     else:
-        about = _About.of_adapter(folder, kind)
+        about = _About.of_adapter(folder, kind, facts.base_model)
     name = repo_id.rpartition("/")[2]
-    base = facts.base_model or about.base_model or record.base_model
+    base = facts.base_model or (about.adapter and about.adapter.base) or record.base_model
     datasets = facts.datasets or record.datasets
     results = _results(record, about, datasets)
     relation: dict[str, Any] = {"base_model_relation": "adapter"} if base and kind != MODEL else {}
@@ -79,10 +76,7 @@ def checkpoint_card(
     if record.scores:
         rows = [{"split": key[0], "metric": key[1], "value": _figure(value)} for key, value in record.scores.items()]
         parts += ["## Evaluation", _table(rows)]
-    use = about.use(repo_id, self_contained, base)
-    if use:
-        parts += ["## Use", use]
-    parts += [*about.citation, MARK]
+    parts += ["## Use", about.use(repo_id, self_contained), *about.citation, MARK]
     return ModelCard("\n\n".join(parts) + "\n")
 
 
@@ -96,9 +90,7 @@ class _About:
     tags: list[str] = field(default_factory=list)
     sections: list[str] = field(default_factory=list)
     citation: list[str] = field(default_factory=list)
-    kind: str = MODEL
-    base_model: str | None = None
-    architecture: str = "AutoModel"
+    adapter: Adapter | None = None
 
     @classmethod
     def of_model(cls, folder: Path) -> _About:
@@ -122,47 +114,20 @@ class _About:
         )
 
     @classmethod
-    def of_adapter(cls, folder: Path, kind: str) -> _About:
-        file = "adapter_config.json" if kind == PEFT else "bottleneck_config.json"
-        about = json.loads((folder / file).read_text(encoding="utf-8"))
-        name = about.get("base_model_name_or_path" if kind == PEFT else "base_model")
-        base = name if isinstance(name, str) and is_hub_id(name, "model") else None
-        of = f" of `{base}`" if base else ""
+    def of_adapter(cls, folder: Path, kind: Kind, base_model: str | None) -> _About:
+        adapter = read_adapter(folder, kind, base_model)
+        of = f" of `{adapter.base}`" if adapter.base else ""
         if kind == PEFT:
-            method = str(about.get("peft_type", "adapter")).lower()
-            return cls(f"An adapter{of} ({method}, PEFT).", tags=[method], kind=kind, base_model=base)
-        method = str(about.get("adapter", {}).get("kind", "bottleneck"))
-        tags = ["bottleneck-adapter", *([about["model_type"]] if about.get("model_type") else [])]
-        return cls(
-            f"A bottleneck adapter{of} ({method}) for `{about.get('architecture')}`.",
-            tags=tags,
-            kind=kind,
-            base_model=base,
-            architecture=about.get("architecture") or "AutoModel",
-        )
+            summary, tags = f"An adapter{of} ({adapter.method}, PEFT).", [adapter.method]
+        else:
+            summary = f"A bottleneck adapter{of} ({adapter.method}) for `{adapter.architecture}`."
+            tags = ["bottleneck-adapter", *([adapter.model_type] if adapter.model_type else [])]
+        return cls(summary, pipeline=_TASKS.get(adapter.head), tags=tags, adapter=adapter)
 
-    def use(self, repo_id: str, self_contained: bool, base: str | None) -> str:
+    def use(self, repo_id: str, self_contained: bool) -> str:
         """A code block that loads it from the Hub."""
-        base = base or "path/to/the/base/model"
-        if self.kind == PEFT:
-            lines = [
-                "from peft import PeftModel",
-                "from transformers import AutoModel  # or the Auto class of the task",
-                "",
-                "import hf_xformers  # makes the variants known to the Auto classes",
-                "",
-                f'model = PeftModel.from_pretrained(AutoModel.from_pretrained("{base}"), "{repo_id}")',
-            ]
-        elif self.kind == BOTTLENECK:
-            lines = [
-                "from huggingface_hub import snapshot_download",
-                "",
-                f"from hf_xformers import {self.architecture}",
-                "from hf_xformers.adapters import load_adapter",
-                "",
-                f'model = {self.architecture}.from_pretrained("{base}")',
-                f'load_adapter(model, snapshot_download("{repo_id}"))',
-            ]
+        if self.adapter is not None:
+            lines = self.adapter.use(repo_id)
         elif self_contained:
             lines = [
                 f"from transformers import {self.auto}",

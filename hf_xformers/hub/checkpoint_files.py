@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import re
 from pathlib import Path
 from typing import Literal
 
 from .flattening import VISIBLE
 
 CONFIG = "config.json"
+# The last line of a generated card: by it a later push knows that nobody has written the card by hand.
+MARK = "<!-- written by hf-xformers push, which will replace this card; delete this line to keep your own text -->"
 MODEL, PEFT, BOTTLENECK = "model", "peft", "bottleneck"
 Kind = Literal["model", "peft", "bottleneck"]
 
@@ -19,6 +22,7 @@ _MARKS: dict[Kind, tuple[str, str]] = {
     "bottleneck": ("bottleneck_config.json", "bottleneck.safetensors"),
     "model": (CONFIG, "*.safetensors"),
 }
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w-][\w.-]*")
 _WEIGHTS = {
     "model": (CONFIG, "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
     "peft": ("adapter_config.json", "adapter_model.safetensors"),
@@ -69,33 +73,63 @@ def kind_of(folder: Path) -> Kind:
 
 def checkpoint_files(folder: Path) -> dict[str, Path]:
     """Path in the repository -> file, for everything that belongs to the checkpoint: config, weights, tokenizer, card. States
-    of the optimizer, logs, predictions and checkpoints of the run do not. Raises `ValueError` as [`kind_of`] does."""
+    of the optimizer, logs, predictions and checkpoints of the run do not.
+
+    Raises:
+        ValueError: as [`kind_of`] does, and for a file that is a link, or code that `auto_map` names outside the folder:
+            what such a name stands for is not the checkpoint's, and nobody asked to share it.
+    """
     wanted = (*_WEIGHTS[kind_of(folder)], *_COMPANIONS)
     found = {}
     for path in sorted(p for p in (*folder.glob("*"), *folder.glob("additional_chat_templates/*")) if p.is_file()):
         name = path.relative_to(folder).as_posix()
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted):
-            found[name] = path
+            found[name] = _own(folder, name)
     for name in sorted(_code(folder)):
-        if (folder / name).is_file():
-            found[name] = folder / name
+        found[name] = _own(folder, name)
     return found
 
 
+def _own(folder: Path, name: str) -> Path:
+    """A file of the folder. Raises `ValueError` for one that lies elsewhere, or is a link to another."""
+    root, path = folder.resolve(), folder / name
+    place = path.resolve()
+    # The Hub's cache holds a snapshot as links to its own blobs, which are files of the same repository.
+    blobs = root.parent.parent / "blobs"
+    cached = root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--")
+    if place != root / name and not (cached and place.parent == blobs):
+        raise ValueError(
+            f"{str(path)!r} is a link to {str(place)!r}; only files of the folder itself are shared: remove the link, or put a "
+            "copy of the file in its place"
+        )
+    return path
+
+
 def _code(folder: Path) -> set[str]:
-    """The Python files that `auto_map` names, and what they import, as transformers' loader finds it."""
-    waiting = [
-        reference.partition(".")[0]
-        for file in (CONFIG, "tokenizer_config.json")
-        for reference in _references(folder / file)
-        if "--" not in reference
-    ]
+    """The Python files that `auto_map` names, and what they import, as transformers' loader finds it.
+
+    Raises:
+        ValueError: a name of a file that is not in the folder itself.
+    """
+    waiting: list[str] = []
+    for file in (CONFIG, "tokenizer_config.json"):
+        for reference in _references(folder / file):
+            repository, apart, entry = reference.rpartition("--")
+            module = entry.partition(".")[0]
+            if not module.isidentifier() or (apart and _REPOSITORY.fullmatch(repository) is None):
+                raise ValueError(
+                    f"`auto_map` of {str(folder / file)!r} names the code {reference!r}, which is no file of the folder; correct "
+                    "the entry to `file.Class`, or remove it"
+                )
+            if not apart:  # else the code stays in the repository that it is in
+                waiting.append(module)
     found: set[str] = set()
     while waiting:
         name = f"{waiting.pop()}.py"
         if name not in found and (folder / name).is_file():
             found.add(name)
-            waiting += VISIBLE.findall((folder / name).read_text(encoding="utf-8", errors="replace"))
+            text = _own(folder, name).read_text(encoding="utf-8", errors="replace")
+            waiting += [module for module in VISIBLE.findall(text) if module.isidentifier()]
     return found
 
 

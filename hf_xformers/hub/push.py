@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .adapter_card import CONFIGS as ADAPTER_CONFIGS
+from .adapter_card import public_config, read_adapter
 from .bundle import code_files, load_config, with_auto_map
-from .checkpoint_card import MARK, CardFacts, checkpoint_card
-from .checkpoint_files import CONFIG, MODEL, checkpoint_files, kind_of
+from .checkpoint_card import CardFacts, checkpoint_card
+from .checkpoint_files import CONFIG, MARK, MODEL, checkpoint_files, kind_of
+from .training_record import HUB_ID
 
 CARD = "README.md"
 _TEMPLATE = "[More Information Needed]"  # stands in the cards that libraries write for somebody to fill in
@@ -60,6 +63,9 @@ def prepare_upload(
         raise ValueError(
             f"--repo {repo_id!r} is no repository of the Hub; give USER/NAME, of letters, digits, '-', '_' and '.'"
         )
+    base_model = None if facts is None else facts.base_model
+    if base_model is not None and HUB_ID.fullmatch(base_model) is None:
+        raise ValueError(f"--base-model {base_model!r} is no model of the Hub; give USER/NAME")
     kind = kind_of(folder)
     files: dict[str, Path | bytes] = dict(checkpoint_files(folder))
     if self_contained:
@@ -70,6 +76,10 @@ def prepare_upload(
         config = load_config(folder)
         files |= {name: text.encode() for name, text in code_files(config).items()}
         files[CONFIG] = with_auto_map((folder / CONFIG).read_text(encoding="utf-8"), config).encode()
+    if kind != MODEL:
+        public = public_config(folder, kind, read_adapter(folder, kind, base_model))
+        if public is not None:
+            files[ADAPTER_CONFIGS[kind]] = public
     has_code = self_contained or (kind == MODEL and "auto_map" in json.loads((folder / CONFIG).read_text()))
     own = files[CARD].read_text(encoding="utf-8", errors="replace") if isinstance(files.get(CARD), Path) else None  # type: ignore[union-attr]
     generated = own is None or MARK in own or _TEMPLATE in own

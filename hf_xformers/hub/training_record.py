@@ -14,7 +14,7 @@ from ..training.run_folder import SUMMARY_FILE
 _NO_SCORE = re.compile(
     r"(runtime|samples|steps|tokens|_per_second|epoch|rows|model_preparation_time|jit_compilation_time)"
 )
-_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 @dataclass
@@ -33,8 +33,7 @@ class TrainingRecord:
 
 def read_record(folder: Path) -> TrainingRecord:
     """The record of a run's folder, or of one of its `checkpoint-*` folders; empty for a model from elsewhere."""
-    run = folder.parent if folder.name.startswith("checkpoint-") and not (folder / SUMMARY_FILE).exists() else folder
-    summary, results = _json(run / SUMMARY_FILE), _json(folder / "all_results.json")
+    run, summary, results = _run_of(folder), read_summary_of(folder), _json(folder / "all_results.json")
     state = _json(folder / "trainer_state.json")
     record = TrainingRecord(task=summary.get("task"))
     _read_data(record, summary)
@@ -68,12 +67,22 @@ def read_record(folder: Path) -> TrainingRecord:
     return record
 
 
+def read_summary_of(folder: Path) -> dict[str, Any]:
+    """`training_summary.json` of the run that a folder is or belongs to; empty if there is none."""
+    return _json(_run_of(folder) / SUMMARY_FILE)
+
+
+def _run_of(folder: Path) -> Path:
+    inner = folder.name.startswith("checkpoint-") and not (folder / SUMMARY_FILE).exists()
+    return folder.parent if inner else folder
+
+
 def is_hub_id(name: str, kind: Literal["model", "dataset"]) -> bool:
     """Whether a name that was loaded here was an id of the Hub. `runs/bert` may be one or a folder that is gone by now: what
     came from the Hub has left its folder in the cache."""
     from huggingface_hub import constants
 
-    if _HUB_ID.fullmatch(name) is None:
+    if HUB_ID.fullmatch(name) is None:
         return False
     return (Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}").is_dir()
 

@@ -15,6 +15,7 @@ from huggingface_hub import ModelCard
 from hf_xformers.adapters import add_adapter, save_adapter
 from hf_xformers.cli import main
 from hf_xformers.hub import bundle
+from hf_xformers.hub.adapter_card import public_base
 from hf_xformers.hub.push import _plain_errors, prepare_upload
 from hf_xformers.variants import config_class, family
 from tests.helpers import make_strong, tiny_fields
@@ -37,6 +38,8 @@ SUMMARY = {
     "eval_runtime": 0.5,
     "eval_tokens": 20,
 }
+
+LABELS = ["bad", 'so "so"', "gut"]
 
 COMMANDS = """
 import contextlib, io, json, os, sys
@@ -130,7 +133,31 @@ def folders(tmp_path_factory):
     save_adapter(base, root / "bottleneck", "reviews")
     lora = get_peft_model(make_model(), LoraConfig(target_modules=["q_proj"], r=2))
     lora.save_pretrained(root / "lora")
+    adapters_on_the_run(root, ids)
     return root
+
+
+def adapters_on_the_run(root, ids):
+    """A LoRA adapter and a bottleneck for three classes, on the model that lies in `run`; what they give for `ids`."""
+    from transformers import AutoModelForSequenceClassification
+
+    from hf_xformers.finetuning.peft_methods import add_adapter as add_peft
+
+    known = {"ids": ids}
+    for kind in ("lora", "houlsby"):
+        torch.manual_seed(2)
+        names = dict(enumerate(LABELS))
+        model = AutoModelForSequenceClassification.from_pretrained(root / "run", id2label=names).eval()
+        adapted = add_peft(model, kind, "SequenceClassification", ["classifier.weight", "model.pooler.dense.weight"])
+        with torch.no_grad():
+            for parameter in adapted.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter) / 10)
+            known[kind] = adapted(ids).logits
+        folder = root / f"classes-{kind}"
+        adapted.save_pretrained(folder) if kind == "lora" else save_adapter(adapted, folder)
+        (folder / "training_summary.json").write_text(json.dumps({"task": "text-classification", "labels": LABELS}))
+    torch.save(known, root / "adapters.pt")
 
 
 def sha(path):
@@ -163,7 +190,19 @@ def pushed(folders, tmp_path_factory):
             "none": (None, ["push", run_folder, "--repo", "user/tiny"]),
             "broken": (writer, ["push", str(later), "--repo", "user/tiny", "--license", "mit"]),
             "by hand": (writer, ["push", run_folder, "--repo", "user/hand"]),
-            "lora": (writer, ["push", str(folders / "lora"), "--repo", "user/lora", "--base-model", "user/tiny"]),
+            "lora": (
+                writer,
+                ["push", str(folders / "lora"), "--repo", "user/plain-lora", "--base-model", "user/tiny"],
+            ),
+            "local base": (writer, ["push", str(folders / "classes-lora"), "--repo", "user/refused"]),
+            "local base, bottleneck": (writer, ["push", str(folders / "classes-houlsby"), "--repo", "user/refused"]),
+            **{
+                f"classes-{kind}": (
+                    writer,
+                    ["push", str(folders / f"classes-{kind}"), "--repo", f"user/{kind}", "--base_model", "user/tiny"],
+                )
+                for kind in ("lora", "houlsby")
+            },
             "bottleneck": (writer, ["push", str(folders / "bottleneck"), "--repo", "user/bottleneck"]),
         }
         home = tmp_path_factory.mktemp("client")
@@ -220,6 +259,7 @@ def test_dry_run(pushed):
     code, printed = pushed.results["dry"]
     assert code == 0 and "model.safetensors" in printed and "library_name: transformers" in printed
     assert "optimizer" not in printed and "x.py" not in printed
+    assert "the card names no license" in printed
     assert pushed.hub.log[0] != "" and pushed.hub.repos["user/tiny"].messages[1] == "Upload with hf-xformers"
 
 
@@ -255,14 +295,119 @@ def test_broken_upload(pushed, folders):
 
 
 def test_adapters(pushed, folders):
-    for name, weights in (("lora", "adapter_model.safetensors"), ("bottleneck", "bottleneck.safetensors")):
-        assert pushed.results[name][0] == 0, pushed.results[name][1]
+    for name, weights in (("plain-lora", "adapter_model.safetensors"), ("bottleneck", "bottleneck.safetensors")):
+        step = name.removeprefix("plain-")
+        assert pushed.results[step][0] == 0, pushed.results[step][1]
         files = pushed.hub.files(f"user/{name}")
         assert [path for path in files if path.endswith(".safetensors")] == [weights] and "config.json" not in files
-    data = front(pushed.hub.files("user/lora")["README.md"].decode())
+    data = front(pushed.hub.files("user/plain-lora")["README.md"].decode())
     assert data["library_name"] == "peft" and data["base_model"] == "user/tiny"
     assert data["base_model_relation"] == "adapter"
     assert "bottleneck-adapter" in front(pushed.hub.files("user/bottleneck")["README.md"].decode())["tags"]
+
+
+def test_no_place_of_this_machine_is_pushed(pushed, folders):
+    for step in ("local base", "local base, bottleneck"):
+        code, printed = pushed.results[step]
+        assert code == 2 and str(folders / "run") in printed and "--base-model USER/NAME" in printed, printed
+    assert "user/refused" not in pushed.hub.repos
+    for kind, file in (("lora", "adapter_config.json"), ("houlsby", "bottleneck_config.json")):
+        assert pushed.results[f"classes-{kind}"][0] == 0, pushed.results[f"classes-{kind}"][1]
+        files = pushed.hub.files(f"user/{kind}")
+        assert all(str(folders).encode() not in content for content in files.values())
+        about = json.loads(files[file])
+        assert about["base_model_name_or_path" if kind == "lora" else "base_model"] == "user/tiny"
+        local = json.loads((folders / f"classes-{kind}" / file).read_text())
+        assert set(local) == set(about) and str(folders / "run") in local.values()  # the folder stays as it was
+
+
+SNIPPET = """
+import sys, torch
+known = torch.load(sys.argv[2])
+exec(open(sys.argv[1]).read())
+with torch.no_grad():
+    found = model.eval()(known["ids"]).logits
+torch.testing.assert_close(found, known[sys.argv[3]], atol=1e-6, rtol=1e-5)
+print("labels", list(model.config.id2label.values()), len(model.config.label2id))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "houlsby"])
+def test_the_snippet_of_an_adapter(kind, pushed, folders, tmp_path):
+    """What the card says, run as it stands against the Hub, gives the logits of the model that was saved."""
+    card = pushed.hub.files(f"user/{kind}")["README.md"].decode()
+    script = tmp_path / "snippet.py"
+    script.write_text(card.split("```python\n")[1].split("```")[0])
+    online = {"HF_ENDPOINT": pushed.hub.url, "HF_HUB_OFFLINE": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SNIPPET, str(script), str(folders / "adapters.pt"), kind]
+    assert f"labels {LABELS} 3" in run(command, home=tmp_path / "home", **online)
+
+
+def test_the_base_is_named_by_its_id(tmp_path):
+    """A base in the Hub's cache, or in a folder whose card was generated for a push, has a name there."""
+    cached = tmp_path / "models--somebody--bert" / "snapshots" / "0a1b"
+    cached.mkdir(parents=True)
+    assert public_base(str(cached)) == "somebody/bert"
+    base = tmp_path / "base"
+    make_model().save_pretrained(base)
+    assert public_base(str(base)) is None and public_base("nobody/knows") is None
+    (base / "README.md").write_text(prepare_upload(base, "user/base").card)
+    assert public_base(str(base)) == "user/base"
+
+
+@pytest.mark.parametrize(
+    "reference",
+    ["{secret}/settings.C", "../settings.C", "a/../../settings.C", "{secret}--settings.C", "./x--settings.C"],
+)
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_outside_the_folder(reference, file, tmp_path):
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    for place in (secret, tmp_path):
+        (place / "settings.py").write_text("password = 1\n")
+    make_model().save_pretrained(tmp_path / "m")
+    path, reference = tmp_path / "m" / file, reference.format(secret=secret)
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**content, "auto_map": {"AutoConfig": reference}}))
+    for act in (lambda: prepare_upload(tmp_path / "m", "user/m"), lambda: bundle(tmp_path / "m", tmp_path / "out")):
+        with pytest.raises(ValueError, match="is no file of the folder") as error:
+            act()
+        assert repr(reference) in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "link", ["LICENSE.txt", "README.md", "tokenizer.json", "mine.py", "settings.py", "model-2.safetensors"]
+)
+def test_links_are_not_followed(link, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("password")
+    folder = tmp_path / "m"
+    make_model().save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoConfig": "mine.C"}}))
+    (folder / "mine.py").write_text("from .settings import C\nfrom ./../../secret import x\n")
+    (folder / "settings.py").write_text("C = 1\n")
+    assert {"mine.py", "settings.py"} <= set(prepare_upload(folder, "user/m").files)
+    (folder / link).unlink(missing_ok=True)
+    (folder / link).symlink_to(secret)
+    for act in (lambda: prepare_upload(folder, "user/m"), lambda: bundle(folder, tmp_path / "out")):
+        with pytest.raises(ValueError, match="is a link to") as error:
+            act()
+        assert link in str(error.value)
+
+
+def test_the_cache_of_the_hub_is_links(tmp_path):
+    make_model().save_pretrained(tmp_path / "m")
+    repository = tmp_path / "models--a--b"
+    snapshot = repository / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for number, path in enumerate((tmp_path / "m").iterdir()):
+        path.rename(repository / "blobs" / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    assert "model.safetensors" in prepare_upload(snapshot, "user/m").files
 
 
 @pytest.mark.slow
