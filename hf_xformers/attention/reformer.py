@@ -14,7 +14,7 @@ from ..components import register
 from ..context import LayerContext, SublayerOutput, self_attention_cache
 from ..initialization import seeded_normal, start_projections
 from ..ops.bucketed import Chunks, bucketed_attention, bucketed_reference
-from .bucketed import BucketedSpec, attend_in_buckets, labels_of_all, recent_attention
+from .bucketed import BucketedSpec, Stage, attend_in_buckets, labels_of_all, recent_attention
 from .position_terms import WithScoreTerms
 
 _EPSILON = 1e-6  # added to the mean square of a key before it is brought to length 1, as in the released code
@@ -35,6 +35,10 @@ class ReformerAttention(WithScoreTerms):
     the sorted order into chunks and reads the own chunk and the one before, so that a later token can move an earlier one
     into another chunk; encoders use it, decoders on request.
 
+    The number of buckets b is that of the text's length, about 2 T / chunk_length as in the paper, unless the config has one:
+    of each row's real tokens by themselves; in a strictly causal model of the text up to about the token itself ([`Stage`]).
+    Fewer buckets take the first columns of R_a.
+
     Shapes: hidden states [B, T, D] -> [B, T, D]; labels [B, H, rounds, T]. Time O(rounds * T * (chunk_length * d + log T)).
     Rotations are a buffer, drawn from `hash_seed` for each layer and round. State: keys, values, labels.
     """
@@ -43,6 +47,11 @@ class ReformerAttention(WithScoreTerms):
         super().__init__(config, spec, layer_idx=layer_idx, cross=cross)
         del self.k_proj  # queries and keys share q_proj
         self.factors = spec.bucket_factors(config)
+        self.by_length = spec.num_buckets is None
+        self.stages, self.stage_powers = [Stage(0, spec.chunk_length * spec.chunks_before)], []
+        self.strict = self.is_causal and spec.causal_form == "strict"
+        if self.strict and self.by_length:
+            self.stages, self.stage_powers = self._stages()
         self.hash_width = sum(self.factors) // 2
         self.register_buffer("rotations", self.draw_rotations())
 
@@ -63,22 +72,67 @@ class ReformerAttention(WithScoreTerms):
     def num_buckets(self) -> int:
         return math.prod(self.factors)
 
+    def _stages(self) -> tuple[list[Stage], list[int]]:
+        """Of a strictly causal model: the stages, and the power of 2 that is the number of buckets of each."""
+        most, window, size = self.num_buckets.bit_length() - 1, self.stages[0].window, self.spec.chunk_length
+        powers = [*range(2, most, 2), most] if most > 2 else [most]
+        # A stage ends where its buckets are those of the text so far: T = b chunk_length / 2.
+        begins = [0, *(2 ** (power - 1) * size for power in powers[:-1])]
+        return [Stage(begin, window) for begin in begins], powers
+
     @torch.no_grad()
-    def hash(self, keys: Tensor) -> Tensor:
-        """Bucket numbers [B, H, rounds, T] of keys [B, H, T, d]. With several factors a bucket is a tuple of hashes."""
+    def hash(self, keys: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Bucket numbers of keys [B, H, T, d], valid [B, T] True for a real token -> [B, H, rounds, T], in a strictly causal
+        model [B, H, stages * rounds, T]. With several factors a bucket is a tuple of hashes."""
         keys = keys.to(torch.promote_types(keys.dtype, torch.float32))
-        rounds = []
-        for rotations in self.rotations.to(keys.dtype).unbind(0):
-            bucket, base, start = 0, 1, 0
-            for factor in self.factors:
-                half = factor // 2
-                turned = keys @ rotations[..., start : start + half]
-                high, at_high = turned.max(-1)
-                low, at_low = turned.min(-1)
-                bucket = bucket + base * torch.where(high >= -low, at_high, at_low + half)
-                base, start = base * factor, start + half
-            rounds.append(bucket)
-        return torch.stack(rounds, dim=2).int()
+        turned = [keys @ rotations for rotations in self.rotations.to(keys.dtype).unbind(0)]
+        if self.stage_powers:
+            kinds = [self._factors(power) for power in self.stage_powers]
+        elif not self.by_length:
+            kinds = [self.factors]
+        elif valid is None and not torch.compiler.is_compiling():
+            kinds = [self._factors(self._power(keys.shape[2]))]
+        else:
+            table = torch.tensor([self._factors(power) for power in range(1, self.num_buckets.bit_length())])
+            kinds = [table.to(keys.device)[self._power_of_rows(keys, valid) - 1].T]
+        return torch.stack([self._bucket(each, kind) for kind in kinds for each in turned], dim=2).int()
+
+    def _bucket(self, turned: Tensor, factors: tuple[int, ...] | Tensor) -> Tensor:
+        """Turned keys [B, H, T, b/2] -> bucket numbers [B, H, T] among the product of factors, or of those of each row [n, B]."""
+        bucket, base, start = 0, 1, 0
+        for factor, room in zip(factors, self.factors, strict=True):
+            columns = turned[..., start : start + room // 2]
+            if isinstance(factor, Tensor):
+                factor = factor[:, None, None]
+                absent = torch.arange(room // 2, device=turned.device) >= factor[..., None] // 2
+                high, at_high = columns.masked_fill(absent, -torch.inf).max(-1)
+                low, at_low = columns.masked_fill(absent, torch.inf).min(-1)
+            elif factor > 1:
+                high, at_high = columns[..., : factor // 2].max(-1)
+                low, at_low = columns[..., : factor // 2].min(-1)
+            if isinstance(factor, Tensor) or factor > 1:
+                bucket = bucket + base * torch.where(high >= -low, at_high, at_low + factor // 2)
+            base, start = base * factor, start + room // 2
+        return bucket
+
+    def _factors(self, power: int) -> tuple[int, ...]:
+        """2^power buckets as factors no larger than those of the rotations: one hash while the last of them has room."""
+        if len(self.factors) == 1:
+            return (2**power,)
+        if 2**power <= self.factors[-1]:
+            return 1, 2**power
+        return 2 ** (power // 2), 2 ** (power - power // 2)
+
+    def _power(self, length: int) -> int:
+        """The least p with 2^p >= 2 T / chunk_length, at least 1 and as many as there are rotations for."""
+        size, most = self.spec.chunk_length, self.num_buckets.bit_length() - 1
+        return next((power for power in range(1, most) if length <= 2 ** (power - 1) * size), most)
+
+    def _power_of_rows(self, keys: Tensor, valid: Tensor | None) -> Tensor:
+        """[`_power`] of the real tokens of each row, [B]."""
+        lengths = torch.full_like(keys[:, 0, 0, 0], keys.shape[2]) if valid is None else valid.sum(-1)
+        ends = self.spec.chunk_length * 2 ** torch.arange(self.num_buckets.bit_length() - 2, device=keys.device)
+        return 1 + (lengths[:, None] > ends).sum(-1)
 
     def keys(self, shared: Tensor) -> Tensor:
         """q -> k = q / |q|, [..., d]."""
@@ -101,7 +155,7 @@ class ReformerAttention(WithScoreTerms):
         # a key that was rebuilt with another rounding may fall on the other side of a border.
         labels = context.shared.get(("reformer", step))
         if labels is None:
-            labels = context.shared[("reformer", step)] = self.hash(key)
+            labels = context.shared[("reformer", step)] = self.hash(key, context.query_padding_mask)
         cache = self_attention_cache(past_key_values)
         if cache is not None:
             if self.spec.why_not_generate():
@@ -119,10 +173,9 @@ class ReformerAttention(WithScoreTerms):
         dropout = self.dropout if self.training else 0.0
         released = spec.sets == "chunk"
         options = {"own_key_last": True, "distinct": spec.deduplicate and not released}
-        if self.is_causal and spec.causal_form == "strict":
-            window = spec.chunk_length * spec.chunks_before
+        if self.strict:
             options.update(num_labels=self.num_buckets, scale=self.scaling, dropout=dropout, added=added)
-            return recent_attention(query, key, value, labels, window, context, literal=literal, **options)
+            return recent_attention(query, key, value, labels, self.stages, context, literal=literal, **options)
         sets = Chunks(
             spec.chunk_length,
             spec.chunks_before,
@@ -167,7 +220,7 @@ class _UnitLength(torch.autograd.Function):
 @register("attention", "reformer", aliases=("lsh",))
 class ReformerSpec(BucketedSpec):
     """num_hashes: rounds of hashing. num_buckets: buckets per round, an even number or a list of even factors (`None`:
-    2 * max_position_embeddings / chunk_length as in the paper, as powers of two). chunk_length: tokens per chunk.
+    2 T / chunk_length for a text of T tokens, as in the paper, as powers of two). chunk_length: tokens per chunk.
     chunks_before, chunks_after: chunks read around the own one; a strict decoder reads the chunk_length * chunks_before most
     recent tokens of a bucket. causal_form: what a decoder reads, `strict` or the `paper`'s form, in which later tokens
     move chunk borders; that one cannot generate. sets: `bucket` (the paper's sets) or `chunk` (the released code's: all tokens
@@ -235,7 +288,7 @@ class ReformerSpec(BucketedSpec):
         return False
 
     def bucket_factors(self, config) -> tuple[int, ...]:
-        """The factors of the number of buckets."""
+        """The factors of the number of buckets, where it follows the text of the longest that positions are made for."""
         if self.num_buckets is not None:
             return (self.num_buckets,) if isinstance(self.num_buckets, int) else tuple(self.num_buckets)
         power = max(math.ceil(math.log2(max(2 * config.max_position_embeddings / self.chunk_length, 2))), 1)

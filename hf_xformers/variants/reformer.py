@@ -41,7 +41,8 @@ INFO = VariantInfo(
   year={2020}
 }""",
     notes="Decoders read the most recent tokens of a bucket, so that they can generate; the paper's chunks, whose borders "
-    "later tokens move, are attention field causal_form='paper'. The two streams are averaged at the end.",
+    "later tokens move, are attention field causal_form='paper'. The number of buckets follows the length of each text, in "
+    "decoders that of the text so far. The two streams are averaged at the end.",
 )
 
 _family = make_family(XFReformerConfig, "XFReformer", ALL_HEADS, INFO)

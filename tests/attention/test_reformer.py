@@ -237,7 +237,7 @@ def test_half_precision_with_equal_buckets(monkeypatch):
         wide, narrow = module(decoder), module(decoder, torch.bfloat16)
         labels = wide.hash(wide.keys(wide.heads(wide.q_proj(x))))
         expected = wide(x, context(17, decoder)).output
-        monkeypatch.setattr(narrow, "hash", lambda keys, labels=labels: labels)
+        monkeypatch.setattr(narrow, "hash", lambda keys, valid=None, labels=labels: labels)
         for implementation in ("sdpa", "eager"):
             out = narrow(x.bfloat16(), context(17, decoder, implementation=implementation)).output
             assert out.dtype == torch.bfloat16
@@ -261,6 +261,89 @@ def test_rotations_come_back(tmp_path):
     again = XFormerForMaskedLM.from_pretrained(tmp_path)
     for one, other in zip(net.model.trunk.layers, again.model.trunk.layers):
         assert torch.equal(one.attention.rotations, other.attention.rotations)
+
+
+# ------------------------------------------------------------------------------------------- buckets by length
+
+LENGTHS = {"num_buckets": None, "chunk_length": 2, "num_hashes": 2}
+
+
+def with_buckets(attention, buckets, first):
+    """The layer with so many buckets, given in the config; their rotations are columns of the other's from `first` on."""
+    found = module(attention.is_causal, **{**LENGTHS, "num_buckets": buckets})
+    weights = dict(attention.state_dict())
+    weights["rotations"] = weights["rotations"][..., first : first + buckets // 2]
+    found.load_state_dict(weights)
+    return found
+
+
+def test_as_many_buckets_as_the_text_needs():
+    """2 T / chunk_length of each row, whatever it is padded to: the same as a config with that number."""
+    attention = module(**LENGTHS)  # for up to 64 tokens: 64 buckets, one hash
+    assert attention.num_buckets == 64
+    for length, buckets in ((1, 2), (2, 2), (3, 4), (4, 4), (5, 8), (16, 16), (17, 32), (40, 64)):
+        x = states(length)
+        expected = with_buckets(attention, buckets, 0)(x, context(length)).output
+        torch.testing.assert_close(attention(x, context(length)).output, expected, rtol=1e-10, atol=1e-10)
+        for side in ("left", "right"):
+            mask = torch.ones(2, 48, dtype=torch.bool)
+            real = slice(48 - length, 48) if side == "left" else slice(0, length)
+            mask[1], padded = False, states(48, seed=4)
+            mask[1, real], padded[1, real] = True, x[1]
+            for implementation in ("sdpa", "eager"):
+                found = attention(padded, context(48, False, mask, implementation)).output[1, real]
+                torch.testing.assert_close(found, expected[1], rtol=1e-10, atol=1e-10)
+
+
+def test_a_causal_text_takes_the_buckets_of_what_it_has_so_far():
+    """Every token reads what it would with the number of buckets of its stage; padding changes nothing, nor do gradients."""
+    attention, x = module(True, **LENGTHS), states(50)
+    assert [stage.begin for stage in attention.stages] == [0, 4, 16] and attention.stage_powers == [2, 4, 6]
+    x.requires_grad_()
+    expected = [with_buckets(attention, buckets, 0)(x, context(50, True)).output for buckets in (4, 16, 64)]
+    expected = torch.cat([expected[0][:, :4], expected[1][:, 4:16], expected[2][:, 16:]], dim=1)
+    slope = torch.randn_like(expected)
+    (wanted,) = torch.autograd.grad(expected, x, slope)
+    for implementation in ("sdpa", "eager"):
+        found = attention(x, context(50, True, implementation=implementation)).output
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(torch.autograd.grad(found, x, slope)[0], wanted, rtol=1e-9, atol=1e-9)
+        mask = torch.ones(2, 61, dtype=torch.bool)
+        mask[0, :11], mask[1, 50:] = False, False
+        padded = states(61, seed=4)
+        padded[0, 11:], padded[1, :50] = x[0], x[1]
+        found = attention(padded, context(61, True, mask, implementation)).output
+        torch.testing.assert_close(torch.stack([found[0, 11:], found[1, :50]]), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_many_stages_with_a_cache_and_with_score_terms():
+    """Tokens one by one, several at once, and at a stroke; the literal path too."""
+    ids = torch.randint(5, 40, (2, 44))
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    for position in (
+        "sinusoidal_absolute",
+        {"type": "t5_relative_bias", "num_buckets": 8, "max_distance": 12},
+        "shaw_relative",
+    ):
+        torch.manual_seed(0)
+        config = XFormerConfig(**SIZES, attention={**SMALL, **LENGTHS}, position=position)
+        net = XFormerForCausalLM(config).double().eval()
+        with torch.no_grad():
+            expected = net(ids, attention_mask=mask, use_cache=False).logits
+            cache, done, found = None, 0, []
+            for size in (2, 1, 1, 1, 20, 1, 17, 1):
+                given = {"attention_mask": mask[:, : done + size], "past_key_values": cache, "use_cache": True}
+                out = net(ids[:, done : done + size], **given)
+                cache, done = out.past_key_values, done + size
+                found.append(out.logits)
+            real = mask.bool()
+            torch.testing.assert_close(torch.cat(found, dim=1)[real], expected[real], rtol=1e-8, atol=1e-8)
+            net.set_attn_implementation("eager")
+            literal = net(ids, attention_mask=mask, use_cache=False).logits
+            torch.testing.assert_close(literal[real], expected[real], rtol=1e-8, atol=1e-8)
+            cut = net(ids[:, :30], attention_mask=mask[:, :30], use_cache=False).logits
+            torch.testing.assert_close(cut[real[:, :30]], expected[:, :30][real[:, :30]], rtol=1e-8, atol=1e-8)
 
 
 # ------------------------------------------------------------------------------------------- generation
