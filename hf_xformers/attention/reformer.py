@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -93,12 +94,13 @@ class ReformerAttention(WithScoreTerms):
         elif valid is None and not torch.compiler.is_compiling():
             kinds = [self._factors(self._power(keys.shape[2]))]
         else:
-            table = torch.tensor([self._factors(power) for power in range(1, self.num_buckets.bit_length())])
-            kinds = [table.to(keys.device)[self._power_of_rows(keys, valid) - 1].T]
+            table = [self._factors(power) for power in range(1, self.num_buckets.bit_length())]
+            power = self._power_of_rows(keys, valid)
+            kinds = [[torch.tensor(column, device=keys.device)[power - 1] for column in zip(*table, strict=True)]]
         return torch.stack([self._bucket(each, kind) for kind in kinds for each in turned], dim=2).int()
 
-    def _bucket(self, turned: Tensor, factors: tuple[int, ...] | Tensor) -> Tensor:
-        """Turned keys [B, H, T, b/2] -> bucket numbers [B, H, T] among the product of factors, or of those of each row [n, B]."""
+    def _bucket(self, turned: Tensor, factors: Sequence[int | Tensor]) -> Tensor:
+        """Turned keys [B, H, T, b/2] -> bucket numbers [B, H, T] among the product of factors, numbers or those of each row [B]."""
         bucket, base, start = 0, 1, 0
         for factor, room in zip(factors, self.factors, strict=True):
             columns = turned[..., start : start + room // 2]
@@ -131,8 +133,10 @@ class ReformerAttention(WithScoreTerms):
     def _power_of_rows(self, keys: Tensor, valid: Tensor | None) -> Tensor:
         """[`_power`] of the real tokens of each row, [B]."""
         lengths = torch.full_like(keys[:, 0, 0, 0], keys.shape[2]) if valid is None else valid.sum(-1)
-        ends = self.spec.chunk_length * 2 ** torch.arange(self.num_buckets.bit_length() - 2, device=keys.device)
-        return 1 + (lengths[:, None] > ends).sum(-1)
+        power = torch.ones_like(lengths, dtype=torch.long)
+        for doubled in range(self.num_buckets.bit_length() - 2):
+            power = power + (lengths > self.spec.chunk_length * 2**doubled)
+        return power
 
     def keys(self, shared: Tensor) -> Tensor:
         """q -> k = q / |q|, [..., d]."""

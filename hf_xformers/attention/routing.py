@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -23,10 +25,11 @@ from ..ops.pattern_tiles import pattern_tiles
 from ..ops.patterns import block_local
 from ..ops.tile_attention import tile_attention
 from .base import literal_softmax_attention
-from .bucketed import FEW_QUERIES, BucketedSpec, labels_of_all, recent_attention
+from .bucketed import FEW_QUERIES, BucketedSpec, Stage, labels_of_all, recent_attention
 from .position_terms import ScoreTerms, WithScoreTerms
 
 _LEAST_COUNT = 1e-6  # of a centroid that lost all its vectors; keeps its place
+_FIRST_STAGE = 64  # tokens; below, clusters of a few tokens would not be worth a stage of their own
 _AFFINITIES_AT_ONCE = 1 << 21  # products of tokens with centroids: 8 MiB in float32
 
 
@@ -35,7 +38,8 @@ class _Routes:
     """What a forward pass decided: the centroids it used, and who is in which cluster.
 
     query_labels, key_labels [B, R, T]: nearest centroids (keys: None when shared). query_places, key_places: the w
-    nearest tokens of each centroid [B, R, K, w] by rising position, and which of these places are used.
+    nearest tokens of each centroid [B, R, K, w] by rising position, and which of these places are used. stage_labels
+    [B, R, stages, T]: the nearest of the centroids of each stage, where tokens choose.
     """
 
     centroids: Tensor
@@ -43,6 +47,7 @@ class _Routes:
     key_labels: Tensor | None = None
     query_places: tuple[Tensor, Tensor | None] | None = None
     key_places: tuple[Tensor, Tensor | None] | None = None
+    stage_labels: Tensor | None = None
 
 
 class RoutingAttention(WithScoreTerms):
@@ -55,7 +60,11 @@ class RoutingAttention(WithScoreTerms):
         mu(x)  = argmax_c x~ mu_c
         o_i    = sum_{j : mu(k_j) = mu(q_i)} softmax_j(scale * q~_i k~_j) v_j     (eq. 11 of the survey)
 
-    where a cluster holds w = `window_size` tokens. Encoder: each centroid takes the w nearest queries and the w nearest keys;
+    where a cluster holds w = `window_size` tokens. As in the paper (section 4.1, "complexity") there are k = sqrt(n) clusters of
+    w = n / k tokens for a text of n tokens, unless the config has numbers: of the centroids the first k, for each row
+    of the batch by its real tokens, in a strictly causal model for the text up to about the token itself ([`Stage`]).
+
+    Encoder: each centroid takes the w nearest queries and the w nearest keys;
     a token in several clusters gets the mean, one in none gets 0. Decoder: keys are the queries (shared projection), a
     token belongs to its own nearest centroid and reads the w most recent tokens of that cluster, itself included (strict
     causality; it can be cached). The paper lets decoders choose the w nearest of the whole text as well; that form is
@@ -66,7 +75,7 @@ class RoutingAttention(WithScoreTerms):
     and adds the commitment loss beta * mean |x~ - stopgrad(mu(x))|^2 (auxiliary loss `routing_commitment`).
 
     The released code has no temperature (`scale=1.0`), which lets the own key dominate; the default is 1 / sqrt(d).
-    Shapes: [B, T, D] -> [B, T, D]. Time O(T * (K + w) * d) per routed head. State: keys, values, labels.
+    Shapes: [B, T, D] -> [B, T, D]. Time O(T * (K + w) * d) per routed head, so O(T^1.5 d). State: keys, values, labels.
     """
 
     def __init__(self, config, spec: RoutingSpec, *, layer_idx: int, cross: bool = False):
@@ -74,6 +83,8 @@ class RoutingAttention(WithScoreTerms):
         self.routed = spec.routed_heads(config, layer_idx)
         self.local = self.num_heads - self.routed
         self.shared = spec.shares(config)
+        self.clusters = spec.most_clusters(config)
+        self.stages, self.stage_clusters = self._stages(config)
         self.blocks = block_local(spec.block_size, before=1, after=0 if self.is_causal else 1)
         key_heads = self.local if self.shared else self.num_heads
         del self.k_proj
@@ -81,7 +92,7 @@ class RoutingAttention(WithScoreTerms):
             self.k_proj = nn.Linear(config.hidden_size, key_heads * self.head_dim, bias=spec.bias)
         if self.routed:
             self.register_buffer("centroids", self.draw_centroids())
-            self.register_buffer("counts", torch.ones(self.routed, spec.num_clusters))
+            self.register_buffer("counts", torch.ones(self.routed, self.clusters))
 
     def initialize(self, config, init) -> None:
         keys = [self.k_proj] if hasattr(self, "k_proj") else []
@@ -95,7 +106,7 @@ class RoutingAttention(WithScoreTerms):
 
     def draw_centroids(self) -> Tensor:
         """[routed heads, clusters, d]: random directions, the same in every process."""
-        shape = (self.routed, self.spec.num_clusters, self.head_dim)
+        shape = (self.routed, self.clusters, self.head_dim)
         return _normalized(seeded_normal(shape, "routing", self.layer_idx))
 
     # ------------------------------------------------------------------------------------------- clusters
@@ -105,39 +116,77 @@ class RoutingAttention(WithScoreTerms):
         """Whether clusters choose tokens (balanced) instead of tokens choosing clusters."""
         return not self.is_causal or self.spec.causal_form == "paper"
 
+    def _stages(self, config) -> tuple[list[Stage], list[int]]:
+        """Of a strictly causal model: the stages, and the number of clusters of each."""
+        spec, ends = self.spec, [config.max_position_embeddings]
+        if spec.num_clusters is None or spec.window_size is None:
+            while ends[0] > _FIRST_STAGE:
+                ends.insert(0, max(-(-ends[0] // 4), _FIRST_STAGE))
+        counts = [min(spec.clusters(end), self.clusters) for end in ends]
+        begins = [0, *ends[:-1]]
+        return [Stage(begin, spec.window(end) - 1) for begin, end in zip(begins, ends, strict=True)], counts
+
     def nearest(self, vectors: Tensor) -> Tensor:
-        """vectors [B, R, T, d] -> numbers of the nearest centroids [B, R, 1, T]."""
-        return (vectors @ self.centroids.to(vectors.dtype).mT).argmax(-1).int()[:, :, None]
+        """vectors [B, R, T, d] -> numbers of the nearest centroids of each stage [B, R, stages, T]."""
+        return self._by_stage(vectors @ self.centroids.to(vectors.dtype).mT)
+
+    def _by_stage(self, affinity: Tensor) -> Tensor:
+        """[B, R, T, K] -> [B, R, stages, T]."""
+        return torch.stack([affinity[..., :count].argmax(-1) for count in self.stage_clusters], dim=2).int()
 
     @torch.no_grad()
     def route(self, query: Tensor, key: Tensor | None, valid: Tensor | None) -> _Routes:
         """Assigns normalised queries [B, R, T, d] (and keys, unless shared) to clusters."""
         centroids = self.centroids.clone() if self.training else self.centroids
-        labels, places = self._assigned(query, centroids, valid)
+        if not self.chooses:
+            stage_labels = torch.cat([self._by_stage(part) for part in self._affinities(query, centroids)], dim=1)
+            return _Routes(centroids, self._of_own_stage(stage_labels, valid), stage_labels=stage_labels)
+        labels, places = self._chosen(query, centroids, valid)
         if key is None:
             return _Routes(centroids, labels, None, places, places)
-        key_labels, key_places = self._assigned(key, centroids, valid)
+        key_labels, key_places = self._chosen(key, centroids, valid)
         return _Routes(centroids, labels, key_labels, places, key_places)
 
-    def _assigned(
+    def _of_own_stage(self, labels: Tensor, valid: Tensor | None) -> Tensor:
+        """Labels by stage [B, R, stages, T] -> of the stage that each token stands in, [B, R, T], in a whole text."""
+        place = torch.arange(labels.shape[3], device=labels.device)[None] if valid is None else valid.cumsum(-1) - 1
+        begins = torch.tensor([stage.begin for stage in self.stages[1:]], device=labels.device)
+        number = torch.bucketize(place, begins, right=True)[:, None, None]
+        return labels.gather(2, number.expand(*labels.shape[:2], 1, -1))[:, :, 0]
+
+    def _chosen(
         self, vectors: Tensor, centroids: Tensor, valid: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor | None] | None]:
-        """vectors [B, R, T, d] -> nearest centroids [B, R, T], and the tokens that centroids choose, if they do."""
+    ) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
+        """vectors [B, R, T, d] -> nearest centroids [B, R, T], and the tokens that centroids choose."""
+        spec, length = self.spec, vectors.shape[2]
+        exporting = torch.compiler.is_exporting()  # a graph for every length has room for the most clusters
+        clusters = self.clusters if exporting else min(spec.clusters(length), self.clusters)
+        centroids = centroids[:, :clusters]
+        width, absent, widths = spec.window_size or -(-length // clusters), None, None
+        by_row = spec.num_clusters is None or spec.window_size is None
+        if by_row and (valid is not None or exporting):
+            valid = torch.ones_like(vectors[:, 0, :, 0], dtype=torch.bool) if valid is None else valid
+            # The square root rises in steps: a shorter text can have larger clusters, by less than one token.
+            most = 1 if spec.num_clusters else clusters
+            width = spec.window_size or torch.sym_max(most, -(-length // self.clusters))
+            counts, widths = spec.by_row(valid.sum(-1), self.clusters)
+            absent = (torch.arange(centroids.shape[1], device=valid.device) >= counts[:, None])[:, None]  # [B, 1, K]
+        labels, places, used = [], [], []
+        for affinity in self._affinities(vectors, centroids):
+            near = affinity if absent is None else affinity.masked_fill(absent[:, :, None], -torch.inf)
+            labels.append(near.argmax(-1))
+            found = nearest_tokens(affinity, width, valid, widths)
+            places.append(found[0])
+            used.append(found[1] if absent is None else found[1] & ~absent[..., None])
+        return torch.cat(labels, dim=1), (torch.cat(places, dim=1), None if valid is None else torch.cat(used, dim=1))
+
+    def _affinities(self, vectors: Tensor, centroids: Tensor) -> Iterator[Tensor]:
+        """vectors [B, R, T, d] with centroids [R, K, d], [B, some heads, T, K] at a time."""
         centroids, heads = centroids.to(vectors.dtype), self.routed
         if not torch.compiler.is_compiling():  # with as many clusters as sqrt(T) affinities would outgrow all else
             heads = max(_AFFINITIES_AT_ONCE // max(vectors[:, 0, :, 0].numel() * centroids.shape[1], 1), 1)
-        labels, places, used = [], [], []
         for some, own in zip(vectors.split(heads, dim=1), centroids.split(heads)):
-            affinity = some @ own.mT
-            labels.append(affinity.argmax(-1))
-            if self.chooses:
-                found = nearest_tokens(affinity, self.spec.window_size, valid)
-                places.append(found[0])
-                used.append(found[1])
-        chosen = None
-        if places:
-            chosen = torch.cat(places, dim=1), None if valid is None else torch.cat(used, dim=1)
-        return torch.cat(labels, dim=1), chosen
+            yield some @ own.mT
 
     @torch.no_grad()
     def learn(self, clusters: list[ClusterSums]) -> None:
@@ -237,7 +286,7 @@ class RoutingAttention(WithScoreTerms):
         commits = self.training and self.spec.commitment_weight != 0
         if routes is None:
             routes = context.shared[("routing", step)] = self.route(query, key, valid)
-        clusters, count = [], self.spec.num_clusters
+        clusters, count = [], self.clusters
         if learns or commits:
             clusters.append(sums_of_clusters(query, routes.query_labels, count, valid))
             if key is not None:
@@ -313,13 +362,13 @@ class RoutingAttention(WithScoreTerms):
         step: int,
         added: ScoreTerms | None,
     ) -> tuple[Tensor, Tensor | None]:
-        spec, literal, dropout = self.spec, self.wants_weights(context), self._dropout(context)
+        literal, dropout = self.wants_weights(context), self._dropout(context)
         if not self.chooses:
-            labels = labels_of_all(routes.query_labels[:, :, None].int(), key, cache, step, self.nearest)
+            labels = labels_of_all(routes.stage_labels, key, cache, step, self.nearest)
             return recent_attention(
-                *(query, key, value, labels, spec.window_size - 1, context),
+                *(query, key, value, labels, self.stages, context),
                 literal=literal,
-                num_labels=spec.num_clusters,
+                num_labels=self.clusters,
                 own_key_last=False,
                 distinct=False,
                 scale=self.scaling,
@@ -353,7 +402,8 @@ def _normalized_heads(vectors: Tensor) -> Tensor:
 
 @register("attention", "routing_transformer", aliases=("routing",))
 class RoutingSpec(BucketedSpec):
-    """num_clusters: centroids per routed head. window_size: tokens per cluster. num_routing_heads: routed heads of a layer
+    """num_clusters: centroids per routed head (`None`: the square root of the text's length, or the length by `window_size`).
+    window_size: tokens per cluster (`None`: the text's length by the number of clusters). num_routing_heads: routed heads of a layer
     (`None`: half of them). first_routing_layer: layers before it are local only. block_size: tokens per block of the
     local heads. ema_decay: of the centroids' averages. commitment_weight: factor on the auxiliary loss. share_qk: keys
     of routed heads are their queries (`None`: in decoders, where it is needed). causal_form: what a decoder reads, `strict`
@@ -370,8 +420,8 @@ class RoutingSpec(BucketedSpec):
         "attention_weights:seq2seq": "a token that no cluster chose reads nothing (algorithm 1), so its weights sum to 0",
     }
 
-    num_clusters: int = 8
-    window_size: int = 512
+    num_clusters: int | None = None
+    window_size: int | None = None
     num_routing_heads: int | None = None
     first_routing_layer: int = 0
     block_size: int = 256
@@ -382,8 +432,9 @@ class RoutingSpec(BucketedSpec):
     def check_fields(self) -> None:
         leasts = {"num_clusters": 1, "window_size": 1, "first_routing_layer": 0, "block_size": 1}
         for name, least in leasts.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"routing_transformer needs `{name}` >= {least}, got {getattr(self, name)}.")
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"routing_transformer needs `{name}` >= {least}, got {value}.")
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"routing_transformer needs 0 <= `ema_decay` < 1, got {self.ema_decay}.")
         if self.commitment_weight < 0:
@@ -415,6 +466,35 @@ class RoutingSpec(BucketedSpec):
 
     def projects_keys(self, config) -> bool:
         return not self.shares(config)
+
+    def clusters(self, length: int) -> int:
+        """Clusters of a text of so many tokens."""
+        if self.num_clusters is not None:
+            return self.num_clusters
+        if self.window_size is not None:
+            return max(-(-length // self.window_size), 1)
+        return math.isqrt(max(length, 1) - 1) + 1
+
+    def window(self, length: int) -> int:
+        """Tokens per cluster of a text of so many."""
+        return self.window_size or max(-(-length // self.clusters(length)), 1)
+
+    def most_clusters(self, config) -> int:
+        """Clusters of the longest text that positions are made for: there are as many centroids."""
+        return self.clusters(config.max_position_embeddings)
+
+    def by_row(self, lengths: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        """[`clusters`], at most `most`, and [`window`] of texts of `lengths` [B] tokens."""
+        if self.num_clusters is not None:
+            counts = torch.full_like(lengths, self.num_clusters)
+        elif self.window_size is not None:
+            counts = (-(-lengths // self.window_size)).clamp(1, most)
+        else:
+            squares = torch.arange(most, device=lengths.device).square()
+            counts = (lengths[:, None] > squares).sum(-1).clamp(min=1)
+        if self.window_size is not None:
+            return counts, torch.full_like(lengths, self.window_size)
+        return counts, (-(-lengths // counts)).clamp(min=1)
 
     def routed_heads(self, config, layer_idx: int) -> int:
         """Routed heads of a layer."""

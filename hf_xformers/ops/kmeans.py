@@ -13,13 +13,16 @@ from torch import Tensor
 from .row_lookup import rows_of_tokens
 
 
-def nearest_tokens(affinity: Tensor, width: int, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def nearest_tokens(
+    affinity: Tensor, width: int, valid: Tensor | None, widths: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """The real tokens with the largest affinity to each centroid.
 
     Args:
         affinity: [B, R, T, K].
         width: tokens of a centroid, or T where there are fewer.
         valid: [B, T], True for a real token.
+        widths: [B], tokens of a centroid by row, 1 to `width`, of which the rest is not used (only with `valid`).
 
     Returns:
         Their places in order, [B, R, K, width], and which of them are used (`None`: all). Among equal tokens the earlier ones
@@ -29,6 +32,8 @@ def nearest_tokens(affinity: Tensor, width: int, valid: Tensor | None) -> tuple[
     if valid is not None:
         affinity = affinity.masked_fill(~valid[:, None, None], -torch.inf)
     width = min(width, affinity.shape[-1])
+    if widths is not None:
+        return _nearest_by_row(affinity, width, valid, widths[:, None, None, None].clamp(max=width))
     least = affinity.topk(width, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     places = _counted(affinity >= least, width)  # sorting all of them would take three times as long
     if places is None:
@@ -38,6 +43,17 @@ def nearest_tokens(affinity: Tensor, width: int, valid: Tensor | None) -> tuple[
     if valid is None:
         return places, None
     return places, valid[:, None, None].expand_as(affinity).gather(-1, places)
+
+
+def _nearest_by_row(affinity: Tensor, width: int, valid: Tensor, widths: Tensor) -> tuple[Tensor, Tensor]:
+    """[`nearest_tokens`] of affinities [B, R, K, T], with a number of tokens for each row, [B, 1, 1, 1]."""
+    falling = affinity.topk(width, dim=-1).values
+    least = falling.gather(-1, (widths - 1).expand(*falling.shape[:3], 1))
+    above, equal = affinity > least, affinity == least
+    room = widths - above.sum(-1, keepdim=True)
+    places = _in_order(above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= room)), width)
+    used = torch.arange(width, device=affinity.device) < widths
+    return places, used & valid[:, None, None].expand_as(affinity).gather(-1, places)
 
 
 def _counted(chosen: Tensor, width: int) -> Tensor | None:

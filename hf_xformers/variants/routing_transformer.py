@@ -29,7 +29,8 @@ INFO = VariantInfo(
     url="https://arxiv.org/abs/2003.05997",
     equation=r"o_i = \sum_{j : \mu(k_j) = \mu(q_i)} \mathrm{softmax}_j\!\left(\frac{\tilde q_i \cdot \tilde k_j}{\sqrt{d}}"
     r"\right) v_j, \quad \mu(x) = \arg\max_c \tilde x \cdot \mu_c, \quad \tilde x = \mathrm{LN}(x)",
-    cost="time O(T^{1.5} D) with sqrt(T) clusters; no trained parameters beside the projections",
+    cost="time O(T^{1.5} D) in sqrt(T) clusters of sqrt(T) tokens, as many as each text needs; no trained parameters beside "
+    "the projections",
     bibtex="""@article{roy2021routing,
   title={Efficient Content-Based Sparse Attention with Routing Transformers},
   author={Roy, Aurko and Saffar, Mohammad and Vaswani, Ashish and Grangier, David},

@@ -370,3 +370,78 @@ def test_refusals():
     for use_cache in (True, False):
         with pytest.raises(ValueError, match="cannot generate"):
             net.generate(ids, max_new_tokens=2, use_cache=use_cache)
+
+
+# ------------------------------------------------------------------------------------------- clusters by length
+
+DERIVED = {"num_clusters": None, "window_size": None, "num_routing_heads": 2}
+
+
+def with_numbers(attention, clusters, width):
+    """The layer with so many clusters and tokens in each, given in the config: the first centroids of the other's."""
+    fields = {**DERIVED, "num_clusters": clusters, "window_size": width}
+    found = module(attention.is_causal, **fields, share_qk=attention.shared)
+    weights = dict(attention.state_dict())
+    weights["centroids"], weights["counts"] = weights["centroids"][:, :clusters], weights["counts"][:, :clusters]
+    found.load_state_dict(weights)
+    return found
+
+
+def test_as_many_clusters_as_the_text_needs():
+    """k = sqrt(n) clusters of n / k tokens for each row, whatever it is padded to: as a config with these numbers."""
+    attention = module(**DERIVED)
+    assert attention.centroids.shape[1] == 8  # the root of 64
+    for length, clusters, width in ((1, 1, 1), (2, 2, 1), (9, 3, 3), (11, 4, 3), (17, 5, 4), (40, 7, 6)):
+        x = states(length)
+        expected = with_numbers(attention, clusters, width)(x, context(length)).output
+        torch.testing.assert_close(attention(x, context(length)).output, expected, rtol=1e-9, atol=1e-9)
+        for real in (slice(0, length), slice(48 - length, 48)):
+            mask = torch.ones(2, 48, dtype=torch.bool)
+            mask[1], padded = False, states(48, seed=4)
+            mask[1, real], padded[1, real] = True, x[1]
+            for implementation in ("sdpa", "eager"):
+                found = attention(padded, context(48, False, mask, implementation)).output[1, real]
+                torch.testing.assert_close(found, expected[1], rtol=1e-9, atol=1e-9)
+
+
+def test_a_causal_text_takes_the_clusters_of_what_it_has_so_far(monkeypatch):
+    monkeypatch.setattr(routing, "_FIRST_STAGE", 4)
+    attention, x = module(True, **DERIVED), states(50)
+    assert [stage.begin for stage in attention.stages] == [0, 4, 16] and attention.stage_clusters == [2, 4, 8]
+    parts = [with_numbers(attention, count, count)(x, context(50, True)).output for count in (2, 4, 8)]
+    expected = torch.cat([parts[0][:, :4], parts[1][:, 4:16], parts[2][:, 16:]], dim=1)
+    mask = torch.ones(2, 61, dtype=torch.bool)
+    mask[0, :11], mask[1, 50:] = False, False
+    padded = states(61, seed=4)
+    padded[0, 11:], padded[1, :50] = x[0], x[1]
+    for implementation in ("sdpa", "eager"):
+        found = attention(x, context(50, True, implementation=implementation)).output
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        found = attention(padded, context(61, True, mask, implementation)).output
+        torch.testing.assert_close(torch.stack([found[0, 11:], found[1, :50]]), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_centroids_out_of_use_do_not_move():
+    """A text of 9 tokens has 3 clusters, so that what it teaches and what it commits to are those."""
+    for decoder in (False, True):
+        attention = module(decoder, training=True, **DERIVED)
+        before = attention.centroids.clone()
+        attention(states(9), context(9, decoder))
+        used = 8 if decoder else 3  # a stage of its own begins at 64 tokens
+        moved = (attention.centroids != before).any(-1).any(0)
+        assert moved[:used].any() and not moved[used:].any()
+
+
+def test_generation_passes_from_stage_to_stage(monkeypatch):
+    monkeypatch.setattr(routing, "_FIRST_STAGE", 4)
+    torch.manual_seed(0)
+    config = XFormerConfig(**SIZES, attention={**SMALL, **DERIVED}, position="rotary")
+    net, ids = XFormerForCausalLM(config).double().eval(), torch.randint(5, 40, (2, 30))
+    with torch.no_grad():
+        expected = net(ids, use_cache=False).logits
+        cache, done, found = None, 0, []
+        for size in (3, 1, 1, 1, 18, 1, 5):
+            out = net(ids[:, done : done + size], past_key_values=cache, use_cache=True)
+            cache, done = out.past_key_values, done + size
+            found.append(out.logits)
+    torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-8, atol=1e-8)
