@@ -38,6 +38,8 @@ class Spec:
     tensor_parallel: whether the component gives the same in every process of a tensor-parallel group. layers_apart: whether
     parameters of a layer are read inside that layer's call alone, so that they may be sharded layer by layer (FSDP).
     packed: of attentions, blocks and stacks, whether it keeps the documents of a packed row apart (`context.segment_ids`).
+    context_parallel: whether it is right where each process is given a part of every text (single tokens with their
+    positions, and SDPA in causal order without a mask or bias).
     """
 
     slot: ClassVar[str] = ""
@@ -47,6 +49,7 @@ class Spec:
     tensor_parallel: ClassVar[bool] = True
     layers_apart: ClassVar[bool] = True
     packed: ClassVar[bool] = False
+    context_parallel: ClassVar[bool] = False
 
     def to_dict(self) -> dict[str, Any]:
         """`{"type": name, **fields}`: what `config.json` stores and what [`build_spec`] accepts."""

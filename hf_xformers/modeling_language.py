@@ -15,6 +15,7 @@ from . import modeling_outputs as outputs
 from .cache import make_cache, stateful_part
 from .losses import labels_after_real_tokens, next_token_cross_entropy, token_cross_entropy, with_aux_losses
 from .modeling_xformer import XFormerModel, XFormerPreTrainedModel
+from .sequence_sharding import sharding_in_force
 
 logger = logging.get_logger(__name__)
 
@@ -133,6 +134,7 @@ class XFormerForCausalLM(_Generative):
 
     def __init__(self, config):
         super().__init__(self.shaped(config, is_decoder=True, is_encoder_decoder=False))
+        self.model.trunk.reads_tokens_alone = True
 
     @can_return_tuple
     def forward(
@@ -166,6 +168,11 @@ class XFormerForCausalLM(_Generative):
         if shift_labels is not None:  # the caller shifted already (sequence parallelism): position t's own target
             loss = token_cross_entropy(logits, shift_labels, count)
         elif labels is not None:
+            if sharding_in_force():
+                raise ValueError(
+                    "Under context parallelism the next token may be in another process; give `shift_labels`, the labels "
+                    "shifted by one before they are divided like `input_ids`."
+                )
             loss = next_token_cross_entropy(logits, labels_after_real_tokens(labels, attention_mask), count)
         return outputs.XFormerCausalLMOutput(
             loss=with_aux_losses(loss, base.aux_losses),

@@ -27,6 +27,7 @@ from .inputs import refuse_unread
 from .modeling_outputs import TowerOutput, XFormerModelOutput, XFormerSeq2SeqModelOutput
 from .normalization.residual import norm_inputs
 from .parallel_plans import check_tensor_parallel, layers_apart
+from .sequence_sharding import check_sharded_call, sharding_in_force, why_not_context_parallel
 from .unpadding import Unpadding
 
 logger = logging.get_logger(__name__)
@@ -39,7 +40,7 @@ class XFormerPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["XFormerLayer", "CPELayer", "HiLayer", "RTransformerLayer"]
+    _no_split_modules = ["XFormerLayer"]  # of the class alone; a model knows the classes of its own layers
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_flash_attn = True
@@ -74,8 +75,14 @@ class XFormerPreTrainedModel(PreTrainedModel):
     def post_init(self) -> None:
         super().post_init()
         # What Accelerate's FSDP wraps by name, which it must find.
-        own = {type(module).__name__ for module in self.modules()} if layers_apart(self.config) else set()
-        self._no_split_modules = set(self._no_split_modules or ()) & own
+        towers = [module for module in self.modules() if isinstance(module, XFormerTower)]
+        layers = {type(layer).__name__ for tower in towers for layer in tower.layers}
+        self._no_split_modules = layers if layers_apart(self.config) else set()
+
+    @property
+    def supports_context_parallel(self) -> bool:
+        """transformers' question whether each process may be given a part of every text."""
+        return bool(super().supports_context_parallel) and not why_not_context_parallel(self.config)
 
     def _resolve_parallel_plans(self, distributed_config: Any) -> Any:
         check_tensor_parallel(self.config, distributed_config.tp_size)
@@ -129,6 +136,7 @@ class XFormerTower(XFormerPreTrainedModel):
             layer.attention.packed and layer.block.packed and layer.stack.packed for layer in layers
         )
         self.types_were_read = False
+        self.reads_tokens_alone = False  # whether the head on this tower does
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -293,11 +301,19 @@ class XFormerTower(XFormerPreTrainedModel):
             if long or (position_ids is not None and attention_mask is None):
                 self._check_length(positions)
         segments = None
-        if position_ids is not None and attention_mask is None and self._can_inspect():
+        check_sharded_call(
+            self.config,
+            reads_tokens_alone=self.reads_tokens_alone,
+            places=position_ids is not None,
+            padding=padding is not None or explicit is not None,
+        )
+        may_restart = position_ids is not None and attention_mask is None
+        may_restart = may_restart and not sharding_in_force()  # there positions jump where a text was divided
+        if may_restart and self._can_inspect():
             segments = segments_from_positions(positions.expand(batch, -1))
             if segments is not None:
                 refuse_packing(self._layer_configs())
-        elif position_ids is not None and attention_mask is None and fresh and self.keeps_documents_apart:
+        elif may_restart and fresh and self.keeps_documents_apart:
             segments = document_numbers(positions.expand(batch, -1))  # a graph cannot ask whether there are several
         return LayerContext(
             padding_mask=padding,

@@ -15,6 +15,7 @@ from .dense_terms import DenseWithTerms
 class DenseSpec(AttentionSpec):
     """Every token reads every token (that it may see)."""
 
+    context_parallel = True
     summary = "full softmax attention"
     cross = True
     score_bias = True

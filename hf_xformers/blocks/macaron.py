@@ -14,6 +14,7 @@ class MacaronBlockSpec(BlockSpec):
     """
 
     packed = True
+    context_parallel = True
     summary = "attention between two half feed-forward steps"
 
     residual_scale: float | int = 0.5

@@ -15,6 +15,7 @@ class NoFFNBlockSpec(BlockSpec):
     """
 
     packed = True
+    context_parallel = True
     summary = "attention (and cross-attention) alone"
 
     def check(self, config) -> None:

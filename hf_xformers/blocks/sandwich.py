@@ -18,6 +18,7 @@ class SandwichBlockSpec(BlockSpec):
     """
 
     packed = True
+    context_parallel = True
     summary = "attention sublayers first, feed-forward sublayers last"
 
     coefficient: int | None = None

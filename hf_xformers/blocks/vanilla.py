@@ -11,6 +11,7 @@ class VanillaBlockSpec(BlockSpec):
     """Self-attention, cross-attention in a decoder with a memory, feed-forward (Vaswani et al. 2017, section 3.1)."""
 
     packed = True
+    context_parallel = True
     summary = "attention, (cross-attention,) feed-forward"
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:

@@ -58,6 +58,7 @@ class TokenEmbedding(nn.Module):
 class TokenEmbeddingSpec(Spec):
     """scale: multiply token vectors by sqrt(hidden_size). normalize: normalise the sum before dropout (BERT, BART)."""
 
+    context_parallel = True
     summary = "token (+ type) vectors plus an input position"
 
     scale: bool = False

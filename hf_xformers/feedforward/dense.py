@@ -72,6 +72,7 @@ class DenseFeedForwardSpec(Spec):
     activation: ClassVar[str]
     gated: ClassVar[bool] = False
     splits_inner: ClassVar[bool] = True
+    context_parallel = True
 
     bias: bool = True
 

@@ -38,6 +38,7 @@ class LinearHeadSpec(Spec):
     """bias: one per vocabulary entry (BART). scale: multiply hidden states by hidden_size^-0.5 first (T5 with tied
     tables)."""
 
+    context_parallel = True
     summary = "one projection onto the vocabulary"
 
     bias: bool = False
@@ -51,6 +52,7 @@ class LinearHeadSpec(Spec):
 class TransformHeadSpec(Spec):
     """activation: name in transformers' activation table. bias: one per vocabulary entry."""
 
+    context_parallel = True
     summary = "dense, activation and norm before the projection (BERT)"
 
     activation: str = "gelu"

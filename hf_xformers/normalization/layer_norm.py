@@ -13,6 +13,7 @@ class LayerNormSpec(Spec):
     """y = g * (x - mean(x)) / sqrt(var(x) + eps) + b over the width (Ba et al. 2016, arXiv 1607.06450). eps: the
     config's `layer_norm_eps`."""
 
+    context_parallel = True
     summary = "mean and variance over the width"
 
     bias: bool = True
@@ -42,6 +43,7 @@ class RMSNorm(nn.Module):
 class RMSNormSpec(Spec):
     """eps: the config's `layer_norm_eps`."""
 
+    context_parallel = True
     summary = "root mean square over the width, no mean, no bias"
 
     def build(self, config, **where) -> RMSNorm:

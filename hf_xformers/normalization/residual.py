@@ -98,6 +98,7 @@ class ResidualSpec(Spec):
 class PostLNSpec(ResidualSpec):
     """final_norm: also normalise after the last layer (off in the paper)."""
 
+    context_parallel = True
     summary = "normalise after the residual sum"
     module = PostNorm
 
@@ -111,6 +112,7 @@ class PostLNSpec(ResidualSpec):
 class PreLNSpec(ResidualSpec):
     """final_norm: normalise the residual stream after the last layer. final_dropout: dropout after that norm (T5)."""
 
+    context_parallel = True
     summary = "normalise a sublayer's input, plus a final norm"
     module = PreNorm
     additive = True

@@ -33,6 +33,7 @@ class ScaleNorm(nn.Module):
 class ScaleNormSpec(Spec):
     """eps: the config's `layer_norm_eps`, a bound on the length."""
 
+    context_parallel = True
     summary = "one learned length for all vectors"
 
     def build(self, config, **where) -> ScaleNorm:

@@ -27,6 +27,7 @@ class LearnedPosition(Position):
 class LearnedAbsoluteSpec(PositionSpec):
     """offset: unused rows before position 0."""
 
+    context_parallel = True
     summary = "one learned vector per position, added to the input"
     acts = frozenset({"input"})
     extrapolates = False

@@ -54,6 +54,7 @@ class RotarySpec(PositionSpec):
     """theta: base of the frequencies. fraction: part of each head's width that is rotated. layout: which channels pair. values:
     rotate the values as well (the released RoFormer's `rotary_value`), with dense attention."""
 
+    context_parallel = True
     summary = "queries and keys rotated by their position"
     acts = frozenset({"rotation"})
 

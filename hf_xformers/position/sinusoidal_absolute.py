@@ -41,6 +41,7 @@ class SinusoidalPosition(Position):
 class SinusoidalSpec(PositionSpec):
     """base: longest wavelength is base * 2 pi tokens. layout: order of sines and cosines along the width."""
 
+    context_parallel = True
     summary = "fixed sinusoids added to the input"
     acts = frozenset({"input"})
 

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalPrediction
 
+from ..configuration_xformer import XFormerConfig
 from ..losses import labels_after_real_tokens
+from ..sequence_sharding import check_sharding, sharding_in_force
 from .checkpoints import STATE_FILE
 from .evaluation import summarise, token_statistics
 from .randomness import preserved_randomness
@@ -49,6 +51,9 @@ class XFormerTrainer(Trainer):
         kwargs.setdefault("compute_metrics", self._summarise)
         self.segments = SegmentCarrier() if segment_streams else None
         super().__init__(*args, **kwargs)
+        config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
+        if isinstance(config, XFormerConfig):
+            check_sharding(config, sharding_in_force())
         if self.segments is not None:
             self.add_callback(self.segments)
         self.eval_collator = eval_collator if eval_collator is not None else self.data_collator

@@ -8,6 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_xformers import XFormerConfig, XFormerForSeq2SeqLM
+from hf_xformers.blocks.base import XFormerLayer
+from hf_xformers.blocks.vanilla import VanillaBlockSpec
+from hf_xformers.components import SLOTS, register
 from hf_xformers.parallel_plans import check_tensor_parallel, layers_apart, tensor_parallel_plan
 from hf_xformers.variants import config_class
 from tests.training.distributed_jobs import BALANCED, RUNS, SHARDED_RUNS, SPLIT, breadth_cases, case_of
@@ -150,6 +154,25 @@ def test_plans_name_what_is_there(case):
     # Accelerate looks the layers up by name.
     assert model._no_split_modules <= {type(module).__name__ for module in model.modules()}
     assert bool(model._no_split_modules) == layers_apart(model.config)
+
+
+def test_layers_of_a_class_from_elsewhere_are_found():
+    """A block that is registered outside the package brings a layer class; Accelerate's FSDP has to find it by name."""
+
+    class ForeignLayer(XFormerLayer):
+        pass
+
+    @register("block", "foreign_for_fsdp")
+    class ForeignSpec(VanillaBlockSpec):
+        def build(self, config, **where):
+            return ForeignLayer(config, self, **where)
+
+    try:
+        sizes = dict(vocab_size=20, hidden_size=8, num_attention_heads=2, num_hidden_layers=2, intermediate_size=8)
+        config = XFormerConfig(**sizes, is_encoder_decoder=True, decoder={"block": "foreign_for_fsdp"})
+        assert XFormerForSeq2SeqLM(config)._no_split_modules == {"XFormerLayer", "ForeignLayer"}
+    finally:
+        del SLOTS["block"]._specs["foreign_for_fsdp"]
 
 
 REFUSED = {
