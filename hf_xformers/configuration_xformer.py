@@ -94,8 +94,9 @@ class XFormerConfig(PreTrainedConfig):
     Initialisation: initializer (`normal`: N(0, initializer_range); `scaled_residual`: the same with output
         projections divided by sqrt(2 * layers), GPT-2; `xavier`: Glorot uniform, Vaswani et al.; `small`: Nguyen & Salazar
         2019; `t5`: Raffel et al.), initializer_range (standard deviation), initializer_factor (multiplies the last three).
-    Pooling: add_pooler (a layer on the first token, for classifiers), pooler_activation (its name in transformers' table;
-        BERT: tanh), classifier_pooling (what a classifier without a pooler reads).
+    Pooling: add_pooler (a layer on the first token, in a decoder on the last, for classifiers), pooler_activation (its name
+        in transformers' table; BERT: tanh), classifier_pooling (what a classifier without a pooler reads: `auto` is the
+        first token, in decoders the last).
     Shape: is_decoder (causal self-attention), is_encoder_decoder (two towers and cross-attention). The head classes set
         both, so a saved config says what was built.
     unpad_inputs: whether layers are given the real tokens of a batch alone, as one row, wherever they do not look at other
@@ -227,11 +228,19 @@ class XFormerConfig(PreTrainedConfig):
                 raise ValueError(f"{where} overrides {key!r}, which is no field of {type(self).__name__}{hint}")
 
     def _check_geometry(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_attention_heads", "head_dim", "intermediate_size"):
+        counts = (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_decoder_layers",
+            "num_attention_heads",
+            "head_dim",
+        )
+        for name in (*counts, "intermediate_size"):
             value = self._getattr_without_heterogeneous_validation(name)
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}.")
-        for name in ("num_hidden_layers", "num_decoder_layers", "type_vocab_size", "layer_norm_eps"):
+        for name in ("type_vocab_size", "layer_norm_eps"):
             value = self._getattr_without_heterogeneous_validation(name)
             if value is not None and value < 0:
                 raise ValueError(f"`{name}` must not be negative, got {value}.")

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch import Tensor
 from transformers.utils.generic import TransformersKwargs
 
 # What transformers and Trainer, `generate` or a data collator may hand to any model, read or not.
@@ -15,6 +16,30 @@ _COMMON = frozenset(TransformersKwargs.__annotations__) | {
     "shift_labels",  # labels that sequence parallelism has shifted
     "logits_to_keep",
 }
+
+
+def check_axes(name: str, tensor: Tensor | None, axes: tuple[str, ...] = ("batch", "length")) -> None:
+    """Refuses an input `name` without these axes; None is none.
+
+    Raises:
+        ValueError: another number of axes.
+    """
+    if tensor is not None and tensor.ndim != len(axes):
+        remedy = "a batch of one text has 1 as its first axis" if tensor.ndim < len(axes) else "give one text per row"
+        raise ValueError(f"`{name}` must be [{', '.join(axes)}], got {list(tensor.shape)}; {remedy}.")
+
+
+def check_token_labels(labels: Tensor | None, logits: Tensor) -> None:
+    """Refuses labels that are not one for each of the tokens of `logits` [B, T, classes].
+
+    Raises:
+        ValueError: another shape.
+    """
+    if labels is not None and labels.shape != logits.shape[:2]:
+        raise ValueError(
+            f"`labels` must be [batch, length] = {list(logits.shape[:2])}, one for each token of the logits, got "
+            f"{list(labels.shape)}."
+        )
 
 
 def refuse_unread(model_type: str, given: Mapping[str, Any], read: Iterable[str], named: Iterable[str]) -> None:

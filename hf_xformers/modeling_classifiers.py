@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.utils import can_return_tuple
 
 from . import modeling_outputs as outputs
+from .inputs import check_token_labels
 from .losses import token_cross_entropy, with_aux_losses
 from .modeling_xformer import XFormerModel, XFormerPreTrainedModel, layer_configs
 from .pooling import pool
@@ -26,6 +27,11 @@ class Classifier(XFormerPreTrainedModel):
     def __init__(self, config, num_outputs: int):
         super().__init__(config)
         self.num_labels = config.num_labels
+        if config.is_decoder and config.classifier_pooling == "first" and not self.reads_every_token:
+            raise ValueError(
+                f"`classifier_pooling='first'` would classify a text by its first token, and the decoder of "
+                f"{type(self).__name__} lets that read nothing else; take 'last' (what 'auto' does) or 'mean'."
+            )
         self.model = XFormerModel(config, add_pooler=self.reads_pooler)
         self.model.under_a_head = True
         rate = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
@@ -141,6 +147,7 @@ class XFormerForTokenClassification(Classifier):
     """Classification of every token."""
 
     reads_pooler = False
+    reads_every_token = True
     accepts_loss_kwargs = True  # `num_items_in_batch`
 
     def __init__(self, config):
@@ -169,6 +176,7 @@ class XFormerForTokenClassification(Classifier):
             **kwargs,
         )
         logits = self.classifier(self.dropout(base.last_hidden_state))
+        check_token_labels(labels, logits)
         loss = None if labels is None else token_cross_entropy(logits, labels, count)
         recorded = self.recorded(base, loss)
         return outputs.XFormerTokenClassifierOutput(
@@ -180,6 +188,7 @@ class XFormerForQuestionAnswering(Classifier):
     """Extractive question answering: where the answer starts and ends."""
 
     reads_pooler = False
+    reads_every_token = True
 
     def __init__(self, config):
         super().__init__(config, 2)

@@ -13,6 +13,7 @@ from transformers.utils import can_return_tuple, logging
 
 from . import modeling_outputs as outputs
 from .cache import make_cache, stateful_part
+from .inputs import check_axes, check_token_labels
 from .losses import labels_after_real_tokens, next_token_cross_entropy, token_cross_entropy, with_aux_losses
 from .modeling_xformer import XFormerModel, XFormerPreTrainedModel
 from .sequence_sharding import sharding_in_force
@@ -24,6 +25,7 @@ class LanguageModel(XFormerPreTrainedModel):
     """A base model and a vocabulary head, tied to the token table unless the config unties it."""
 
     reads_pooler = False
+    reads_every_token = True
 
     def __init__(self, config):
         super().__init__(config)
@@ -118,6 +120,7 @@ class XFormerForMaskedLM(LanguageModel):
             **kwargs,
         )
         logits = self.lm_head(base.last_hidden_state)
+        check_token_labels(labels, logits)
         loss = None if labels is None else token_cross_entropy(logits, labels, count)
         return outputs.XFormerMaskedLMOutput(
             loss=with_aux_losses(loss, base.aux_losses),
@@ -164,6 +167,7 @@ class XFormerForCausalLM(_Generative):
             **kwargs,
         )
         logits = self.lm_head(slice_logits_to_keep(base.last_hidden_state, logits_to_keep))
+        check_token_labels(labels, logits)
         loss = None
         if shift_labels is not None:  # the caller shifted already (sequence parallelism): position t's own target
             loss = token_cross_entropy(logits, shift_labels, count)
@@ -227,6 +231,7 @@ class XFormerForSeq2SeqLM(_Generative):
         """labels: [B, T_target] ids, -100 where there is no target; the decoder reads them shifted right. logits:
         [B, T_target, V]."""
         count = kwargs.pop("num_items_in_batch", None)
+        check_axes("labels", labels)
         if labels is not None:
             use_cache = False if use_cache is None else use_cache
             if decoder_inputs_embeds is None:
@@ -247,6 +252,7 @@ class XFormerForSeq2SeqLM(_Generative):
             **kwargs,
         )
         logits = self.lm_head(slice_logits_to_keep(base.last_hidden_state, logits_to_keep))
+        check_token_labels(labels, logits)
         loss = None if labels is None else token_cross_entropy(logits, labels, count)
         return outputs.XFormerSeq2SeqLMOutput(
             loss=with_aux_losses(loss, base.aux_losses),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.utils import can_return_tuple
 
 from . import modeling_outputs as outputs
+from .inputs import check_token_labels
 from .losses import token_cross_entropy, with_aux_losses
 from .modeling_classifiers import Classifier
 from .modeling_language import LanguageModel
@@ -84,6 +85,7 @@ class XFormerForPreTraining(LanguageModel):
             **kwargs,
         )
         logits = self.lm_head(base.last_hidden_state)
+        check_token_labels(labels, logits)
         vector = base.pooler_output
         vector = pool(base.last_hidden_state, attention_mask, "first") if vector is None else vector
         pair_logits = self.classifier(vector)

@@ -23,10 +23,11 @@ from .components import refuse_packing, refuse_unpadding
 from .configuration_xformer import XFormerConfig
 from .context import LayerContext, document_numbers, segments_from_positions, self_attention_cache
 from .initialization import start_linear
-from .inputs import refuse_unread
+from .inputs import check_axes, refuse_unread
 from .modeling_outputs import TowerOutput, XFormerModelOutput, XFormerSeq2SeqModelOutput
 from .normalization.residual import norm_inputs
 from .parallel_plans import check_tensor_parallel, layers_apart
+from .pooling import pool
 from .sequence_sharding import check_sharded_call, sharding_in_force, why_not_context_parallel
 from .unpadding import Unpadding
 
@@ -47,6 +48,7 @@ class XFormerPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     under_a_head = False
+    reads_every_token: ClassVar[bool] = False  # whether a head predicts something for each token of its last tower
     _can_record_outputs = {
         "hidden_states": OutputRecorder(XFormerLayer, index=0),
         "attentions": OutputRecorder(Attention, index=1, layer_name="attention"),
@@ -55,6 +57,14 @@ class XFormerPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: XFormerConfig, *inputs: Any, **kwargs: Any):
         super().__init__(config, *inputs, **kwargs)
+        if self.reads_every_token:
+            last = config.tower_configs()[-1]
+            if not last.stack.gives_every_token(last):
+                raise ValueError(
+                    f"{type(self).__name__} predicts something for every token, but stack {last.stack.type!r} ends with fewer "
+                    'states than tokens here; let it come back to the length of the text, e.g. `stack={"type": "funnel", '
+                    '"upsample": True}`.'
+                )
         self.model_tags = ["hf_xformers", config.model_type]  # what `push_to_hub` writes into the model card
 
     @torch.no_grad()
@@ -181,6 +191,8 @@ class XFormerTower(XFormerPreTrainedModel):
         execution step [B, steps, M, D]."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
+        check_axes("input_ids", input_ids)
+        check_axes("inputs_embeds", inputs_embeds, ("batch", "length", "width"))
         if inputs_embeds is None:
             inputs_embeds = self.embedding.lookup(input_ids)
         wants_states = kwargs.get("output_hidden_states", self.config.output_hidden_states)
@@ -375,7 +387,8 @@ def layer_configs(config: XFormerConfig) -> list[XFormerConfig]:
 
 
 class Pooler(nn.Module):
-    """tanh(W h_0 + b) of the first real token (Devlin et al. 2019); the config may choose another activation."""
+    """tanh(W h_0 + b) of the first real token (Devlin et al. 2019), in a decoder of the last, which alone has read the whole
+    text; the config may choose another activation."""
 
     inputs: ClassVar[tuple[str, ...]] = ()
 
@@ -383,14 +396,11 @@ class Pooler(nn.Module):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.activation = ACT2FN[config.pooler_activation]
+        self.token = "last" if config.is_decoder else "first"
 
     def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """[B, T, D], padding_mask [B, T] boolean or None (nothing is padded) -> [B, D]."""
-        first = hidden_states[:, 0]
-        if padding_mask is not None:
-            index = padding_mask.long().argmax(-1)  # the first of the largest, which is 0 in a row of padding alone
-            first = hidden_states[torch.arange(hidden_states.shape[0], device=index.device), index]
-        return self.activation(self.dense(first))
+        return self.activation(self.dense(pool(hidden_states, padding_mask, self.token)))
 
 
 class XFormerModel(XFormerPreTrainedModel):

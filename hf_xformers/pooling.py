@@ -18,8 +18,6 @@ def pool(hidden_states: Tensor, mask: Tensor | None, how: str) -> Tensor:
         return (hidden_states * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
     order = torch.arange(mask.shape[1], device=mask.device)
     real = mask.bool()
-    index = (
-        torch.where(real, order, mask.shape[1]).amin(-1) if how == "first" else torch.where(real, order, -1).amax(-1)
-    )
-    index = index.clamp(0, mask.shape[1] - 1)
+    # In a row of padding alone, its first slot.
+    index = real.long().argmax(-1) if how == "first" else torch.where(real, order, 0).amax(-1)
     return hidden_states[torch.arange(hidden_states.shape[0], device=mask.device), index]

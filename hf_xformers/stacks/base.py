@@ -78,6 +78,10 @@ class StackSpec(Spec):
         """Executions of a layer, which is the number of cache slots."""
         return config.num_hidden_layers
 
+    def gives_every_token(self, config) -> bool:
+        """Whether the last states are one for each token of the text."""
+        return True
+
     def build_pooler(self, config) -> nn.Module | None:
         """What makes a text's vector of the last states in place of the usual pooler, called with `(hidden_states [B, T, D],
         padding_mask)` and the model inputs that its class names in `inputs`; None: the usual one."""

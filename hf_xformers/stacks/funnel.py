@@ -194,6 +194,9 @@ class FunnelSpec(StackSpec):
         """Runs of each layer, by block."""
         return (1,) * len(self.blocks(config)) if self.block_repeats is None else self.block_repeats
 
+    def gives_every_token(self, config) -> bool:
+        return self.upsample
+
     def num_steps(self, config) -> int:
         runs = sum(size * repeat for size, repeat in zip(self.blocks(config), self.repeats(config), strict=True))
         return runs + self.after(config)

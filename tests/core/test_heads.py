@@ -7,10 +7,12 @@ import torch
 
 from hf_xformers import (
     XFormerConfig,
+    XFormerForCausalLM,
     XFormerForMaskedLM,
     XFormerForMultipleChoice,
     XFormerForNextSentencePrediction,
     XFormerForQuestionAnswering,
+    XFormerForSeq2SeqLM,
     XFormerForSequenceClassification,
     XFormerForTokenClassification,
 )
@@ -52,6 +54,11 @@ def test_pooler():
 @pytest.mark.parametrize("how", ["first", "mean", "last"])
 @pytest.mark.parametrize("decoder", [False, True])
 def test_classifier_pooling(how, decoder):
+    if decoder and how == "first":
+        for model_class in (XFormerForSequenceClassification, XFormerForMultipleChoice):
+            with pytest.raises(ValueError, match="the decoder of .* lets that read nothing else; take 'last'"):
+                build(model_class, classifier_pooling=how, is_decoder=True)
+        return
     model = build(XFormerForSequenceClassification, classifier_pooling=how, is_decoder=decoder)
     ids, mask = tokens(3, 4, high=40), MASK[:3]
     states = model.model(ids, attention_mask=mask).last_hidden_state
@@ -66,6 +73,52 @@ def test_automatic_pooling():
         close(model(ids).logits, model.classifier(model.model(ids).last_hidden_state[:, place]))
     model = build(XFormerForSequenceClassification, add_pooler=True)
     close(model(ids).logits, model.classifier(model.model(ids).pooler_output))
+
+
+def test_a_decoders_pooler_reads_the_last_token():
+    """The first has read nothing of the text."""
+    model, ids = build(XFormerForSequenceClassification, add_pooler=True, is_decoder=True), tokens(2, 4, high=40)
+    mask = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]])
+    states, dense = model.model(ids, attention_mask=mask).last_hidden_state, model.model.pooler.dense
+    vector = torch.stack([states[0, 2], states[1, 3]])
+    close(model(ids, attention_mask=mask).logits, model.classifier(torch.tanh(dense(vector))))
+
+
+IDS = torch.zeros(2, 3, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "given", "message"),
+    [
+        (
+            XFormerForMaskedLM,
+            {"input_ids": IDS[0]},
+            r"`input_ids` must be \[batch, length\], got \[3\]; a batch of one",
+        ),
+        (XFormerForCausalLM, {"input_ids": IDS[None]}, r"got \[1, 2, 3\]; give one text per row"),
+        (
+            XFormerForMaskedLM,
+            {"inputs_embeds": torch.zeros(3, 16)},
+            r"`inputs_embeds` must be \[batch, length, width\]",
+        ),
+        (XFormerForMaskedLM, {"input_ids": IDS, "labels": IDS[0]}, r"`labels` must be .* = \[2, 3\].*got \[3\]"),
+        (XFormerForCausalLM, {"input_ids": IDS, "labels": IDS[:, :2]}, r"`labels` must be .*got \[2, 2\]"),
+        (XFormerForSeq2SeqLM, {"input_ids": IDS, "labels": IDS[0]}, r"`labels` must be \[batch, length\], got \[3\]"),
+        (
+            XFormerForSeq2SeqLM,
+            {"input_ids": IDS, "decoder_input_ids": IDS[0]},
+            r"must be \[batch, length\], got \[3\]",
+        ),
+        (
+            XFormerForMaskedLM,
+            {"input_ids": IDS, "attention_mask": IDS[0]},
+            r"`attention_mask` must be \[batch, length\]",
+        ),
+    ],
+)
+def test_axes(model_class, given, message):
+    with pytest.raises(ValueError, match=message):
+        build(model_class)(**given)
 
 
 def gelu(x):

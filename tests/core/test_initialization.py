@@ -107,9 +107,9 @@ def test_biases_and_norms(initializer):
 def test_vanilla_inputs_have_unit_variance():
     """sqrt(D) E[w] with Var E = 1 / D (Vaswani et al. 2017, section 3.4)."""
     model = build(
-        initializer="xavier", embedding={"type": "token", "scale": True}, position="none", num_hidden_layers=0
+        initializer="xavier", embedding={"type": "token", "scale": True}, position="none", num_hidden_layers=1
     ).eval()
-    states = model.model(tokens(1, 300, high=300), output_hidden_states=True).last_hidden_state
+    states = model.model(tokens(1, 300, high=300), output_hidden_states=True).hidden_states[0]
     close(states.std(), torch.tensor(1.0), 0.05)
 
 

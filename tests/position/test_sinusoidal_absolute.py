@@ -64,7 +64,7 @@ def test_model_adds_it():
         vocab_size=30,
         hidden_size=WIDTH,
         num_attention_heads=2,
-        num_hidden_layers=0,
+        num_hidden_layers=1,
         intermediate_size=8,
         max_position_embeddings=4,  # no limit for sinusoids
         position="sinusoidal_absolute",
@@ -75,22 +75,22 @@ def test_model_adds_it():
     ids = tokens(1, 9, high=30)
     with torch.no_grad():
         vectors = model.get_input_embeddings()(ids)[0] * math.sqrt(WIDTH)
-        output = model(ids).last_hidden_state[0]
+        output = model(ids, output_hidden_states=True).hidden_states[0][0]
         close(output, vectors + torch.tensor([closed_form(t) for t in range(9)], dtype=torch.float64), 1e-5)
         mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 0, 0]])
-        output = model(ids, attention_mask=mask).last_hidden_state[0, 2:7]
+        output = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states[0][0, 2:7]
         close(output, vectors[2:7] + torch.tensor([closed_form(t) for t in range(5)], dtype=torch.float64), 1e-5)
 
 
 def test_bfloat16_keeps_positions_apart():
     """Angles are not rounded to the model's precision: bfloat16 knows 641 of the first 2048 integers."""
     config = XFormerConfig(
-        vocab_size=30, hidden_size=WIDTH, num_attention_heads=2, num_hidden_layers=0, position="sinusoidal_absolute"
+        vocab_size=30, hidden_size=WIDTH, num_attention_heads=2, num_hidden_layers=1, position="sinusoidal_absolute"
     )
     model = XFormerModel(config).to(torch.bfloat16).eval()
     zeros = torch.zeros(1, 2048, WIDTH, dtype=torch.bfloat16)
     with torch.no_grad():
-        output = model(inputs_embeds=zeros).last_hidden_state[0].float()
+        output = model(inputs_embeds=zeros, output_hidden_states=True).hidden_states[0][0].float()
     expected = torch.tensor([closed_form(t) for t in range(2048)])
     assert (output - expected).abs().max() < 2**-8
 

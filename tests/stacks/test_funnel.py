@@ -4,7 +4,15 @@ import pytest
 import torch
 from transformers import FunnelBaseModel, FunnelConfig, FunnelModel
 
-from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForSeq2SeqLM
+from hf_xformers import (
+    XFormerConfig,
+    XFormerForCausalLM,
+    XFormerForMaskedLM,
+    XFormerForPreTraining,
+    XFormerForQuestionAnswering,
+    XFormerForSeq2SeqLM,
+    XFormerForTokenClassification,
+)
 from hf_xformers.stacks.funnel import FunnelSpec
 from hf_xformers.variants.funnel_transformer import (
     XFFunnelTransformerConfig,
@@ -299,3 +307,18 @@ def test_refusals():
         (1, 1, 1),
         (2, 1, 1),
     ]
+
+
+@pytest.mark.parametrize(
+    "model_class",
+    [XFormerForMaskedLM, XFormerForTokenClassification, XFormerForQuestionAnswering, XFormerForPreTraining],
+)
+def test_heads_of_tokens_need_the_text_s_length(model_class):
+    fields = dict(position="none", attention={"type": "transformer_xl", "share_biases": False})
+    config = XFormerConfig(hidden_size=WIDTH, num_attention_heads=HEADS, stack={"type": "funnel"}, **fields)
+    model_class(config)
+    config.stack = {"type": "funnel", "upsample": False}
+    with pytest.raises(
+        ValueError, match=f'{model_class.__name__} predicts something for every token, but .* "upsample": '
+    ):
+        model_class(config)

@@ -247,11 +247,6 @@ def test_under_autocast():
         assert (results[0][key] - gradient).norm() <= 0.05 * gradient.norm() + 1e-6, key
 
 
-def test_no_layers():
-    net, given = build(num_hidden_layers=0), batch()
-    assert net(**given).loss.isfinite()
-
-
 def test_refusals():
     with pytest.raises(ValueError, match="post_ln"):
         XFormerConfig(**{**SIZES, "residual": "post_ln"})
