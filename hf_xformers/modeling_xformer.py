@@ -30,6 +30,7 @@ from .parallel_plans import check_tensor_parallel, layers_apart
 from .pooling import pool
 from .sequence_sharding import check_sharded_call, sharding_in_force, why_not_context_parallel
 from .unpadding import Unpadding
+from .weight_decay import declared_undecayed
 
 logger = logging.get_logger(__name__)
 
@@ -88,6 +89,17 @@ class XFormerPreTrainedModel(PreTrainedModel):
         towers = [module for module in self.modules() if isinstance(module, XFormerTower)]
         layers = {type(layer).__name__ for tower in towers for layer in tower.layers}
         self._no_split_modules = layers if layers_apart(self.config) else set()
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters that weight decay must leave alone: what components declare ([`Undecayed`]), and the biases
+        and norms that Trainer leaves out by itself. `XFormerTrainer` heeds all of it. A plain Trainer asks no model, so give
+        it an optimizer whose groups do: `Trainer(..., optimizers=(optimizer, None))`."""
+        names = declared_undecayed(self)
+        for prefix, module in self.named_modules():
+            for name, _ in module.named_parameters(recurse=False):
+                if name == "bias" or isinstance(module, nn.LayerNorm):
+                    names.add(f"{prefix}.{name}")
+        return names
 
     @property
     def supports_context_parallel(self) -> bool:

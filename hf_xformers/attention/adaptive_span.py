@@ -59,7 +59,7 @@ class AdaptiveSpanAttention(Attention):
     z_(h,i) = S sigmoid(v_h x_i + b_h) for every token. The loss gains coef * S * mean_h u_h in every layer ("span").
 
     A number u outside [0, 1] counts as the border, and its gradient only leads inwards, so no step of an optimiser needs
-    a clamp afterwards. (Exclude `span` from weight decay, which shortens spans too.)
+    a clamp afterwards. (Weight decay shortens spans too, so `span` is left out of it.)
 
     Keys farther than ceil(max z) + R are never computed: time O(T (max z + R) D), memory O(T D). With a score bias
     or dynamic spans, scores are made block by block of queries, else in tiles that stay in a processor's cache.
@@ -69,6 +69,8 @@ class AdaptiveSpanAttention(Attention):
     Raises:
         ValueError: relative keys are wanted and the first layer is of another kind.
     """
+
+    undecayed = ("span",)
 
     def __init__(self, config, spec: AdaptiveSpanSpec, **where):
         super().__init__(config, spec, **where)

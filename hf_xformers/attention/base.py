@@ -12,9 +12,10 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from ..components import Spec
 from ..context import LayerContext, SublayerOutput, self_attention_cache
 from ..initialization import start_projections
+from ..weight_decay import Undecayed
 
 
-class Attention(nn.Module):
+class Attention(Undecayed, nn.Module):
     """Multi-head attention up to the mechanism itself.
 
     A mechanism implements [`Attention.attend`] on per-head tensors (and [`Attention.prepare`] for what all layers can

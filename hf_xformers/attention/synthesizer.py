@@ -44,6 +44,8 @@ class SynthesizerAttention(Attention):
         ValueError: a row has more than `max_length` tokens.
     """
 
+    undecayed = ("mixture",)
+
     def __init__(self, config, spec: SynthesizerSpec, **where):
         super().__init__(config, spec, **where)
         self.members, self.length = spec.members, spec.table_length(config)

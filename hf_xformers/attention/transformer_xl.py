@@ -97,6 +97,8 @@ class TransformerXLAttention(Attention):
     of the last tokens, as many as the stack's memory is long (all of them under a stack without memory).
     """
 
+    undecayed = ("content_bias", "position_bias")
+
     spec: TransformerXLSpec
 
     def __init__(self, config, spec: TransformerXLSpec, **where):

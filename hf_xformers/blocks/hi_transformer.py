@@ -11,10 +11,11 @@ from transformers.cache_utils import Cache
 from ..components import register
 from ..context import LayerContext, SublayerOutput, add_losses
 from ..stacks.hi_transformer import NESTING, SENTENCE_POSITIONS, AttentivePooling, Levels
+from ..weight_decay import Undecayed
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 
 
-class HiLayer(XFormerLayer):
+class HiLayer(Undecayed, XFormerLayer):
     """Wu et al. 2021 (arXiv 2106.01040), section 2. With h_i1 .. h_iW the words of sentence i, p_i its position:
 
     in the first layer   h_i  <- SentenceTransformer_1(h_i1, ..., h_iW)
@@ -25,6 +26,8 @@ class HiLayer(XFormerLayer):
     Each Transformer is one attention and one feed-forward sublayer. u, which is learned, tells the text's vector from a
     word. A sentence without words takes no part. Cost O(T W D + S^2 D) besides projections.
     """
+
+    undecayed = ("document_mark",)
 
     def __init__(self, config, block: BlockSpec, *, layer_idx: int, cross: bool = False):
         super().__init__(config, block, layer_idx=layer_idx, cross=cross)

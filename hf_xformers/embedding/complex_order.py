@@ -8,14 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from ..components import Spec, register
+from ..weight_decay import Undecayed
 
 
-class ComplexEmbedding(nn.Module):
+class ComplexEmbedding(Undecayed, nn.Module):
     """f(w, t) = r_w exp(i omega_w t) for each of D / 2 complex channels, as [real | imaginary] (Wang et al. 2020, arXiv
     1912.12333, section 3; without initial phases, as released).
 
     The token table [V, D] holds the amplitudes r and the frequencies omega of each word; so do `inputs_embeds`.
     """
+
+    undecayed = ("tokens.weight",)
 
     types = None
 

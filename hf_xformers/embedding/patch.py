@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..components import Spec, register
+from ..weight_decay import Undecayed
 
 
-class PatchEmbedding(nn.Module):
+class PatchEmbedding(Undecayed, nn.Module):
     """z_0 = [x_class; x_1 E; ...; x_N E] + E_pos (Dosovitskiy et al. 2021, arXiv 2010.11929, eq. 1).
 
     x_i is the i-th patch in row-major order with all its channels, E (with a bias) a linear map, computed as a convolution
@@ -18,6 +19,8 @@ class PatchEmbedding(nn.Module):
 
     `tokens` (the convolution) stands where a token table stands in a text model.
     """
+
+    undecayed = ("class_token",)
 
     def __init__(self, config, spec: PatchEmbeddingSpec):
         super().__init__()

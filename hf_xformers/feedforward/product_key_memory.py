@@ -13,19 +13,22 @@ from ..components import Spec, register
 from ..context import LayerContext, SublayerOutput
 from ..distributed import sum_over_processes
 from ..ops.derivatives import first_derivative_only
+from ..weight_decay import Undecayed
 from .dense import DenseFeedForward
 from .experts import real_tokens, wide
 
 CACHED_NUMBERS = 1 << 20  # of values read at once for the gradient of weights: 4 MiB in float32
 
 
-class TokenBatchNorm(nn.Module):
+class TokenBatchNorm(Undecayed, nn.Module):
     """Batch normalisation over real tokens alone: y = g (x - mean) / sqrt(var + eps) + b per channel.
 
     In training mean and (biased) variance are those of the real tokens of all processes, and running ones follow; in evaluation
     the running ones are used, and a token's output depends on nothing else. A frozen norm (its weight needs no gradient, as
     beside adapters) keeps its statistics and uses them in training too: what is saved then stays what was used.
     """
+
+    undecayed = ("weight", "bias")
 
     def __init__(self, width: int, eps: float = 1e-5, momentum: float = 0.1):
         super().__init__()

@@ -19,6 +19,8 @@ class Admin(PostNorm):
     How omega starts decides how far a change of all parameters moves the output of n sublayers; see [`AdminSpec`].
     """
 
+    undecayed = ("omega",)
+
     def __init__(self, config, scale: float = 1.0, start: float = 1.0, profiled: bool = True):
         super().__init__(config, scale)
         self.start = start

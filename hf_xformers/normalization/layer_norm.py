@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..components import Spec, register
+from ..weight_decay import Undecayed
 
 
 @register("normalization", "layer_norm")
@@ -22,8 +23,10 @@ class LayerNormSpec(Spec):
         return nn.LayerNorm(where.get("width", config.hidden_size), eps=config.layer_norm_eps, bias=self.bias)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Undecayed, nn.Module):
     """y = g * x / sqrt(mean(x^2) + eps), the mean square in float32 at least (Zhang & Sennrich 2019; T5's layer norm)."""
+
+    undecayed = ("weight",)
 
     def __init__(self, width: int, eps: float):
         super().__init__()

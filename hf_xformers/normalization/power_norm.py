@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..components import Spec, register
 from ..distributed import num_processes, sum_over_processes
 from ..ops.derivatives import first_derivative_only
+from ..weight_decay import Undecayed
 
 
 class _RunningPower(torch.autograd.Function):
@@ -60,7 +61,7 @@ class _RunningPower(torch.autograd.Function):
         return to_vectors, None, to_weight, to_bias, None, None, None, None
 
 
-class PowerNorm(nn.Module):
+class PowerNorm(Undecayed, nn.Module):
     """y = g x / sqrt(psi^2 + eps) + b per channel, psi^2 a running mean of x^2 over real tokens.
 
     Shen et al. 2020 (arXiv 2003.07845), section 4. A training step divides by the psi of the steps before it, and its
@@ -69,6 +70,8 @@ class PowerNorm(nn.Module):
     all steps so far. Evaluation uses the running psi, and a token's output depends on nothing else; so does a frozen
     norm (its weight needs no gradient, as beside adapters), which keeps its statistics.
     """
+
+    undecayed = ("weight", "bias")
 
     over_tokens = True
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..components import Spec, register
 from ..context import LayerContext
+from ..weight_decay import Undecayed
 
 
 def norm_inputs(norm: nn.Module, context: LayerContext | None) -> dict[str, Any]:
@@ -17,7 +18,7 @@ def norm_inputs(norm: nn.Module, context: LayerContext | None) -> dict[str, Any]
     return {"mask": context.query_padding_mask}
 
 
-class Residual(nn.Module):
+class Residual(Undecayed, nn.Module):
     """The frame of one sublayer function f: `y = leave(x, f(enter(x)))`.
 
     scale: factor on f's output given by the block (Macaron's half steps).

@@ -15,6 +15,8 @@ class ReZero(Residual):
     A layer's frames share one alpha, as in the authors' code, unless `shared=False`.
     """
 
+    undecayed = ("alpha",)
+
     def __init__(self, config, scale: float = 1.0, owner: ReZero | None = None):
         super().__init__(config, scale)
         self.alpha = nn.Parameter(torch.full((1,), config.residual.init)) if owner is None else None

@@ -6,13 +6,16 @@ import torch
 from torch import Tensor, nn
 
 from ..components import Spec, register
+from ..weight_decay import Undecayed
 
 
-class ScaleNorm(nn.Module):
+class ScaleNorm(Undecayed, nn.Module):
     """y = g x / max(|x|, eps), g one learned scalar that starts at sqrt(width).
 
     Nguyen & Salazar 2019 (arXiv 1910.05895), eq. 4. A zero vector stays zero.
     """
+
+    undecayed = ("weight",)
 
     def __init__(self, width: int, eps: float):
         super().__init__()

@@ -22,6 +22,7 @@ from ..components import Spec
 from ..context import LayerContext
 from ..ops.term_attention import QueryBlock
 from ..ops.tile_attention import Pairs
+from ..weight_decay import Undecayed
 
 
 class Rotation(Protocol):
@@ -38,7 +39,7 @@ class ScoreBias(Protocol):
         ...
 
 
-class Position(nn.Module):
+class Position(Undecayed, nn.Module):
     """Base of position modules; the defaults do nothing."""
 
     def embed(self, hidden_states: Tensor, positions: Tensor) -> Tensor:

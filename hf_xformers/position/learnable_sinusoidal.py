@@ -15,6 +15,8 @@ from .base import LayerTerms, Position, PositionSpec
 class LearnableSinusoid(Position):
     """sin(omega_i t), cos(omega_i t) with trained omega [width / 2], which starts at base^(-2i/width)."""
 
+    undecayed = ("frequency",)
+
     def __init__(self, width: int, base: float):
         super().__init__()
         self.base = base
@@ -47,7 +49,7 @@ class LearnableSinusoidalPosition(LearnableSinusoid):
 @register("position", "learnable_sinusoidal")
 class LearnableSinusoidalSpec(PositionSpec):
     """Wang et al. 2021 ("On Position Embeddings in BERT", ICLR): one vector of frequencies for the whole model. The gradient
-    of a frequency grows with the position: leave it out of weight decay.
+    of a frequency grows with the position: it is left out of weight decay.
 
     base: the frequencies start as those of the fixed sinusoids with this base. layout: order of sines and cosines.
     """

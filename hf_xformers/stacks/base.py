@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 from ..components import Spec
 from ..context import LayerContext
 from ..memory import SegmentMemory
+from ..weight_decay import Undecayed
 
 
 @dataclass
@@ -43,7 +44,7 @@ def memory_by_step(memory: Tensor | None, steps: int) -> Sequence[Tensor | None]
     return memory.unbind(1)
 
 
-class Stack(nn.Module):
+class Stack(Undecayed, nn.Module):
     """Drives layers over depth. Layers belong to the tower and are passed in, so that a driver may run them in any
     order, any number of times, or over time first; what the driver itself learns stands on it."""
 

@@ -33,6 +33,8 @@ class FeedbackStack(Stack):
     the memories given: that pass is recorded and is the output. It equals the stepwise one, up to its own dropout.
     """
 
+    undecayed = ("mixture",)
+
     def __init__(self, config, spec: FeedbackSpec):
         super().__init__()
         self.window = config.attention.window

@@ -24,6 +24,8 @@ class TransparentEncoderStack(PlainStack):
     [B, M, T, D]. Decoding keeps keys and values of Z_j, as many as ordinarily.
     """
 
+    undecayed = ("mixture",)
+
     def __init__(self, config, spec: TransparentSpec):
         super().__init__()
         decoder = config.tower("decoder")

@@ -16,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalPrediction
 from ..configuration_xformer import XFormerConfig
 from ..losses import labels_after_real_tokens
 from ..sequence_sharding import check_sharding, sharding_in_force
+from ..weight_decay import declared_undecayed
 from .checkpoints import STATE_FILE
 from .evaluation import summarise, token_statistics
 from .randomness import preserved_randomness
@@ -23,7 +24,7 @@ from .segments import SEGMENT_START, SegmentCarrier, StreamSampler
 
 
 class XFormerTrainer(Trainer):
-    """Trainer with six differences.
+    """Trainer with seven differences.
 
     - Auxiliary losses (`outputs.aux_losses`) are logged as `aux_<name>`, means since the last log, and have the same
       weight in the gradient for every number of accumulation steps and devices. (A model adds them to a loss that is
@@ -32,6 +33,7 @@ class XFormerTrainer(Trainer):
       in a loss over the tokens of the whole step: what is learned does not depend on the number of processes.
     - Evaluation reports loss, perplexity and accuracy over all labelled tokens, auxiliary losses apart, with the collator
       `eval_collator`, and does not move the random generators: training is the same however often it is evaluated.
+    - Weight decay leaves alone what components declare beside biases and norms: frequencies, spans, gates and the like.
     - Label smoothing shifts the labels of causal models of any family.
     - A checkpoint that is written over counts as incomplete until it is whole again, and saved configs keep their
       `use_cache` (Trainer switches it off for training).
@@ -145,6 +147,11 @@ class XFormerTrainer(Trainer):
                 logs[f"aux_{name}"] = self.accelerator.gather(mean.reshape(1)).mean().item()
             self._aux_sums, self._aux_batches = {}, 0
         super().log(logs, start_time)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        names = super().get_decay_parameter_names(model)
+        left_out = declared_undecayed(model)
+        return [name for name in names if name not in left_out]
 
     # ------------------------------------------------------------------------------------------------ evaluation
 

@@ -42,7 +42,7 @@ INFO = VariantInfo(
   booktitle={Proceedings of ACL},
   year={2019}
 }""",
-    notes="The paper has causal models only; an encoder reads both sides here. Exclude the parameters `span` from weight decay.",
+    notes="The paper has causal models only; an encoder reads both sides here. Weight decay would shorten spans, too, so XFormerTrainer leaves `span` out of it.",
 )
 
 _family = make_family(XFAdaptiveSpanConfig, "XFAdaptiveSpan", ALL_HEADS, INFO)

@@ -44,7 +44,7 @@ INFO = VariantInfo(
         "The default start is the authors' later one, which needs no data: omega^2 = (n + 1) / ln(n + 1) - 1 for n "
         "sublayers. `residual={'type': 'admin', 'start': 'profile'}` is the paper's: call "
         "`hf_xformers.normalization.admin.profile(model, **batch)` once before training, which refuses to start "
-        "otherwise. Keep omega out of weight decay."
+        "otherwise. XFormerTrainer leaves omega out of weight decay."
     ),
 )
 

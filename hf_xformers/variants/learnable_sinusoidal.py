@@ -33,7 +33,8 @@ INFO = VariantInfo(
   booktitle={International Conference on Learning Representations},
   year={2021}
 }""",
-    notes="Its relative form is the position `learnable_sinusoidal_relative`. Leave the frequencies out of weight decay. "
+    notes="Its relative form is the position `learnable_sinusoidal_relative`. XFormerTrainer leaves the frequencies out of weight "
+    "decay. "
     "The factor sqrt(D) on token vectors is ours: beside sinusoids of amplitude one BERT's small vectors would not be heard.",
 )
 
