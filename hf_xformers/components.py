@@ -14,7 +14,7 @@ import dataclasses
 import difflib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, dataclass_transform
@@ -114,9 +114,10 @@ class Slot:
                 if seen is not None:
                     seen.add(found)
                 return found
-        close = difflib.get_close_matches(name, list(self), n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"Unknown {self.name} component {name!r}; known names: {', '.join(self)}.{hint}")
+        known = [*self, *self._aliases]
+        raise ValueError(
+            f"Unknown {self.name} component {name!r}.{did_you_mean(name, known)} Known names: {', '.join(self)}."
+        )
 
     def __iter__(self) -> Iterator[str]:
         if not self._complete:
@@ -159,7 +160,44 @@ def resolve_field_types(cls: type) -> None:
             field.type = eval(field.type, vars(sys.modules[owner.__module__]))
 
 
-@dataclass_transform(kw_only_default=True)
+def aliased(default: Any, *names: str) -> Any:
+    """A spec's field with a default and further names that users may give it by: the short word that kindred components
+    share, such as `window`. A config stores and shows the field's own name."""
+    return dataclasses.field(default=default, metadata={"aliases": names})
+
+
+def field_aliases(spec_class: type[Spec]) -> dict[str, str]:
+    """Alias -> field, for the fields of a spec that have further names ([`aliased`])."""
+    return {
+        alias: field.name for field in dataclasses.fields(spec_class) for alias in field.metadata.get("aliases", ())
+    }
+
+
+def canonical_fields(spec_class: type[Spec], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields` under the spec's own names; names that it does not know stay.
+
+    Raises:
+        ValueError: a field is given twice, by its name and by an alias.
+    """
+    aliases = field_aliases(spec_class)
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        own = aliases.get(name, name)
+        if own in found:
+            raise ValueError(
+                f"{own!r} of {spec_class.slot} {spec_class.type!r} is given twice, also as an alias; give one."
+            )
+        found[own] = value
+    return found
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """ " Did you mean 'x'?" for the known name next to `name`; nothing where none is near."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field, aliased))
 def register(slot: str, name: str, *, aliases: tuple[str, ...] = ()):
     """Class decorator: makes `cls` a strict dataclass and registers it as component `name` of `slot`."""
 
@@ -168,6 +206,9 @@ def register(slot: str, name: str, *, aliases: tuple[str, ...] = ()):
         resolve_field_types(cls)
         cls = strict(cls)
         cls.slot, cls.type = slot, name
+        clash = {field.name for field in dataclasses.fields(cls)} & set(field_aliases(cls))
+        if clash:
+            raise ValueError(f"The {slot} component {name!r} has {min(clash)!r} both as a field and as an alias.")
         SLOTS[slot].add(cls, name, aliases)
         return cls
 
@@ -195,13 +236,17 @@ def build_spec(slot: str, value: SpecLike) -> Spec:
     if not isinstance(name, str):
         raise ValueError(f"`{slot}` needs a string under 'type' (one of {', '.join(SLOTS[slot])}), got {value!r}.")
     spec_class = SLOTS[slot].get(name)
-    valid = [field.name for field in dataclasses.fields(spec_class)]
+    fields = canonical_fields(spec_class, fields)
+    valid = {field.name: field.name for field in dataclasses.fields(spec_class)}
     unknown = [key for key in fields if key not in valid]
     if unknown:
-        close = difflib.get_close_matches(unknown[0], valid, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        listing = ", ".join(valid) or "none"
-        raise ValueError(f"Unknown field {unknown[0]!r} of {slot} {name!r}; its fields are: {listing}.{hint}")
+        aliases = field_aliases(spec_class)
+        for alias, field_name in aliases.items():
+            valid[field_name] += f" (or {alias})"
+        raise ValueError(
+            f"Unknown field {unknown[0]!r} of {slot} {name!r}.{did_you_mean(unknown[0], [*valid, *aliases])} Its fields "
+            f"are: {', '.join(valid.values()) or 'none'}."
+        )
     for key, entry in fields.items():
         if isinstance(entry, list):  # JSON has no tuples; frozen sequences keep specs comparable and hashable by value
             fields[key] = tuple(tuple(item) if isinstance(item, list) else item for item in entry)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from ..components import register
+from ..components import aliased, register
 from ..ops import patterns
 from ..ops.pattern_base import Pattern
 from .base import AttentionSpec
@@ -36,8 +36,8 @@ class BigBirdSpec(AttentionSpec):
 
     block_size: int = 64
     window_blocks: int = 3
-    num_random_blocks: int = 3
-    num_global_blocks: int = 1
+    num_random_blocks: int = aliased(3, "random_blocks")
+    num_global_blocks: int = aliased(1, "global_blocks")
     global_mode: Literal["itc", "etc"] = "itc"
     random_seed: int = 0
     attention_type: Literal["block_sparse", "original_full"] = "block_sparse"

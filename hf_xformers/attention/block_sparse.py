@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..components import register
+from ..components import aliased, register
 from ..ops import patterns
 from ..ops.pattern_base import Pattern
 from .base import AttentionSpec
@@ -85,7 +85,7 @@ class BandSpec(BlockSparseSpec):
     summary = "a sliding window"
     packed = True
 
-    window_size: int | tuple[int, ...] = 256
+    window_size: int | tuple[int, ...] = aliased(256, "window")
 
     def check_fields(self) -> None:
         check_at_least(self.type, 1, window_size=self.window_size)
@@ -111,7 +111,7 @@ class GlobalSpec(BandSpec):
     summary = "a sliding window and the first tokens, which see and are seen by all"
     packed = False
 
-    num_global_tokens: int = 1
+    num_global_tokens: int = aliased(1, "global_tokens")
 
     def check_fields(self) -> None:
         super().check_fields()
@@ -138,7 +138,7 @@ class DilatedSpec(BandSpec):
 
     summary = "a sliding window with holes, or every g-th token"
 
-    window_size: int | tuple[int, ...] = 128
+    window_size: int | tuple[int, ...] = aliased(128, "window")
     dilation: int | tuple[int | tuple[int, ...], ...] = 2
     strided: bool = False
 
@@ -192,7 +192,7 @@ class RandomSpec(BlockSparseSpec):
 
     summary = "its own block and a few random ones"
 
-    num_random_blocks: int = 3
+    num_random_blocks: int = aliased(3, "random_blocks")
     block_size: int = 64
     random_seed: int = 0
 

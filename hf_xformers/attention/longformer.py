@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ..components import register
+from ..components import aliased, register
 from ..ops import patterns
 from ..ops.pattern_base import Pattern
 from .base import AttentionSpec
@@ -32,8 +32,8 @@ class LongformerSpec(AttentionSpec):
     head_terms = True
     inputs: ClassVar[tuple[str, ...]] = ("global_attention_mask", "max_global_tokens")
 
-    attention_window: int | tuple[int, ...] = 512
-    attention_dilation: int | tuple[int | tuple[int, ...], ...] = 1
+    attention_window: int | tuple[int, ...] = aliased(512, "window")
+    attention_dilation: int | tuple[int | tuple[int, ...], ...] = aliased(1, "dilation")
     separate_global_projections: bool = True
     max_global_tokens: int | None = None
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ..components import register
+from ..components import aliased, register
 from ..context import LayerContext
 from ..ops.head_convolution import convolve_heads
 from ..ops.nystrom import iterative_pinv, nystrom_attention, segment_means
@@ -113,7 +113,7 @@ class NystromSpec(AttentionSpec):
         "attention_weights": "the approximated matrix can be negative and its rows sum to 1 only roughly (eq. 12)"
     }
 
-    num_landmarks: int = 64
+    num_landmarks: int = aliased(64, "landmarks")
     conv_kernel_size: int | None = 65
     pinv_iterations: int | None = 6
     pinv_init: Literal["per_matrix", "global"] = "per_matrix"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..components import register
+from ..components import aliased, register
 from ..context import LayerContext
 from ..initialization import seeded_generator
 from ..ops.feature_maps import hyperbolic_features, random_matrix
@@ -123,7 +123,7 @@ class PerformerSpec(LinearSpec):
     splits_heads = True
     summary = "softmax attention estimated by positive orthogonal random features: linear time"
 
-    num_features: int = 256
+    num_features: int = aliased(256, "features")
     feature_kind: Literal["positive", "hyperbolic"] = "positive"
     orthogonal: bool = True
     regularized: bool = False

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..components import register
+from ..components import aliased, register
 from ..context import LayerContext, SublayerOutput, self_attention_cache
 from ..initialization import seeded_normal, start_projections
 from ..ops.bucketed import Chunks, bucketed_attention, bucketed_reference
@@ -245,8 +245,8 @@ class ReformerSpec(BucketedSpec):
     }
 
     bias: bool = False
-    num_hashes: int = 4
-    num_buckets: int | tuple[int, ...] | None = None
+    num_hashes: int = aliased(4, "hashes")
+    num_buckets: int | tuple[int, ...] | None = aliased(None, "buckets")
     chunk_length: int = 64
     chunks_before: int = 1
     chunks_after: int = 0

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..components import register
+from ..components import aliased, register
 from ..context import LayerContext, SublayerOutput, self_attention_cache
 from ..initialization import seeded_normal, start_projections
 from ..ops.block_sparse import block_sparse_attention
@@ -420,8 +420,8 @@ class RoutingSpec(BucketedSpec):
         "attention_weights:seq2seq": "a token that no cluster chose reads nothing (algorithm 1), so its weights sum to 0",
     }
 
-    num_clusters: int | None = None
-    window_size: int | None = None
+    num_clusters: int | None = aliased(None, "clusters")
+    window_size: int | None = aliased(None, "window")
     num_routing_heads: int | None = None
     first_routing_layer: int = 0
     block_size: int = 256

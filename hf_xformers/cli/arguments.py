@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from transformers.hf_argparser import HfArgumentParser
 
-from ..components import SLOTS, build_spec
+from ..components import SLOTS, build_spec, field_aliases
 from ..objectives import OBJECTIVES
 from .values import annotation, parse
 
@@ -110,16 +110,21 @@ def overlay(
 def parse_component(
     config_class: type[XFormerConfig], slot: str, texts: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, Any]:
-    """Texts of a component's fields as typed values. Unknown fields stay, for the component itself to refuse."""
+    """Texts of a component's fields as typed values under the fields' own names; of two names of one field the last
+    counts, as of an option that is given twice. Unknown fields stay, for the component itself to refuse."""
     default = next(field for field in dataclasses.fields(config_class) if field.name == slot)
     own = default.default if default.default_factory is dataclasses.MISSING else default.default_factory()
     name = texts.get("type") or build_spec(slot, own).type
     spec_class = SLOTS[slot].get(name)
     known = {field.name for field in dataclasses.fields(spec_class)}
-    return {
-        field: parse(text, annotation(spec_class, field), f"--{prefix}{slot}.{field}") if field in known else text
-        for field, text in texts.items()
-    }
+    aliases = field_aliases(spec_class)
+    typed = {}
+    for given, text in texts.items():
+        field = aliases.get(given, given)
+        typed[field] = (
+            parse(text, annotation(spec_class, field), f"--{prefix}{slot}.{given}") if field in known else text
+        )
+    return typed
 
 
 def parse_objective(name: str, texts: Mapping[str, Any]) -> dict[str, Any]:

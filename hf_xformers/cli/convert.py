@@ -84,7 +84,6 @@ def _convert(arguments: argparse.Namespace) -> Any:
 
 def _swap(arguments: argparse.Namespace, dotted: Mapping[str, Mapping[str, str]]) -> Any:
     from ..conversion.swap import source_config, swap_checkpoint
-    from ..conversion.swap_config import full_names
 
     if arguments.direction == "to_theirs":
         raise ValueError(
@@ -97,8 +96,7 @@ def _swap(arguments: argparse.Namespace, dotted: Mapping[str, Mapping[str, str]]
         if slot == "decoder":
             changes[slot] = parse_decoder(type(config), texts, complete=False)
         else:
-            typed = {"type": before[slot]["type"], **texts}
-            changes[slot] = parse_component(type(config), slot, full_names(slot, typed))
+            changes[slot] = parse_component(type(config), slot, {"type": before[slot]["type"], **texts})
     if arguments.num_key_value_heads is not None:
         changes["num_key_value_heads"] = arguments.num_key_value_heads
     if arguments.per_layer_config is not None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from ..components import SLOTS, Spec, build_spec
+from ..components import SLOTS, Spec, build_spec, canonical_fields, did_you_mean
 from ..configuration_xformer import XFormerConfig
 from ..modeling_xformer import layer_configs
 
@@ -66,9 +65,10 @@ def _check_name(name: str, config: XFormerConfig) -> None:
             f"`{name}` cannot change in a swap: the weights would not keep their meaning. What can: components "
             f"({', '.join(SWAPPABLE)}), {', '.join(_FIELDS)}."
         )
-    close = difflib.get_close_matches(name, [*SWAPPABLE, *_FIELDS], n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise ValueError(f"There is nothing called {name!r} to swap; give {', '.join((*SWAPPABLE, *_FIELDS))}.{hint}")
+    known = (*SWAPPABLE, *_FIELDS)
+    raise ValueError(
+        f"There is nothing called {name!r} to swap.{did_you_mean(name, known)} Give one of {', '.join(known)}."
+    )
 
 
 def _layer(overrides: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,18 +99,7 @@ def carried(slot: str, given: Any, old: Any) -> dict[str, Any]:
     ):  # the same in all feed-forward networks
         if slot == "feedforward" and name in own and hasattr(before, settled):
             kept[name] = getattr(before, settled)
-    return build_spec(slot, {**kept, **full_names(slot, fields)}).to_dict()
-
-
-def full_names(slot: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a component (with `type`) where a single word stands for the only field that contains it: `window` for
-    Longformer's `attention_window`. Other names are left as they are, for the component to refuse."""
-    valid = [field.name for field in dataclasses.fields(SLOTS[slot].get(fields["type"]))]
-    full = {}
-    for name, value in fields.items():
-        meant = [field for field in valid if name in field.split("_")] if name not in ("type", *valid) else []
-        full[meant[0] if len(meant) == 1 else name] = value
-    return full
+    return build_spec(slot, {**kept, **canonical_fields(spec_class, fields)}).to_dict()
 
 
 def _types(config: XFormerConfig) -> list[list[str]]:
@@ -128,4 +117,4 @@ def changed_slots(before: XFormerConfig, after: XFormerConfig) -> dict[str, tupl
     return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}
 
 
-__all__ = ["SWAPPABLE", "carried", "changed_slots", "full_names", "swapped_config"]
+__all__ = ["SWAPPABLE", "carried", "changed_slots", "swapped_config"]

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..components import register
+from ..components import aliased, register
 from ..context import LayerContext, SublayerOutput
 from .experts import ExpertsSpec, Router, balance_loss, documents, real_tokens, within_capacity
 
@@ -66,7 +66,7 @@ class ExpertPrototypingSpec(ExpertsSpec):
     summary = "one expert of each of several groups"
 
     every: int = 2
-    num_prototypes: int = 2
+    num_prototypes: int = aliased(2, "prototypes")
     prototype_capacity: Literal["1x", "kx"] = "1x"
     capacity_factor: float | int | None = 1.25
     eval_capacity_factor: float | int | None = None

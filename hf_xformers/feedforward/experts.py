@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.integrations import moe as transformers_moe
 
-from ..components import Spec
+from ..components import Spec, aliased
 from ..context import LayerContext
 from ..ops.derivatives import first_derivative_only
 from .dense import DenseFeedForward
@@ -344,7 +344,7 @@ class ExpertsSpec(Spec):
         "test_attention_outputs:seq2seq": "it counts the outputs, which here include the auxiliary losses",
     }
 
-    num_experts: int = 8
+    num_experts: int = aliased(8, "experts")
     every: int = 1
     activation: str = "relu"
     bias: bool = False

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..cache import RecurrentStateLayer
-from ..components import register
+from ..components import aliased, register
 from ..context import LayerContext, SublayerOutput, self_attention_cache
 from .dense import DenseFeedForward
 from .experts import ExpertsSpec, real_tokens
@@ -187,7 +187,7 @@ class HashLayersSpec(ExpertsSpec):
         "experts are chosen by token id, which embeddings do not have",
     )
 
-    num_experts: int = 32
+    num_experts: int = aliased(32, "experts")
     layers: tuple[int, ...] | None = None
     hash: Literal["random", "balanced", "bigram", "previous", "position"] = "random"
     seed: int = 42

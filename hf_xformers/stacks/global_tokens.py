@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..components import register
+from ..components import aliased, register
 from ..context import LayerContext
 from .base import StackOutput, StackSpec
 from .plain import PlainStack
@@ -83,7 +83,7 @@ class GlobalTokensSpec(StackSpec):
     summary = "learned global tokens pass through all layers beside the text"
     inputs = ("global_attention_mask",)
 
-    num_global_tokens: int = 256
+    num_global_tokens: int = aliased(256, "global_tokens")
 
     def check_fields(self) -> None:
         if self.num_global_tokens < 1:

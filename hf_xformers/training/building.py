@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..components import SLOTS, build_spec
+from ..components import SLOTS, build_spec, canonical_fields
 from ..objectives import OBJECTIVES, Objective
 from .presets import size_fields, size_named
 
@@ -74,7 +74,7 @@ def component(config_class: type[XFormerConfig], slot: str, given: str | Mapping
     changes = {"type": given} if isinstance(given, str) else dict(given)
     own = build_spec(slot, _default(config_class, slot)).to_dict()
     if changes.get("type") in (None, own["type"]):
-        changes = {**own, **changes, "type": own["type"]}
+        changes = {**own, **canonical_fields(SLOTS[slot].get(own["type"]), changes), "type": own["type"]}
     return build_spec(slot, changes).to_dict()
 
 

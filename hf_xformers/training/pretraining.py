@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..components import SLOTS, canonical_fields
 from ..objectives import Objective, build_objective
 from .building import (
     build_config,
@@ -194,7 +195,9 @@ class Preparation:
         for slot, given in self.components.items():
             entry = {"type": given} if isinstance(given, str) else dict(given)
             same = entry.get("type") in (None, saved[slot]["type"])
-            changes[slot] = component(self.config_class, slot, {**saved[slot], **entry} if same else entry)
+            if same:
+                entry = {**saved[slot], **canonical_fields(SLOTS[slot].get(saved[slot]["type"]), entry)}
+            changes[slot] = component(self.config_class, slot, entry)
         return self.config_class(**{**saved, **changes, **self.fields, **SHAPE_OF_HEAD[self.objective.head]})
 
     def run(self) -> Prepared:

@@ -5,10 +5,11 @@ The file name is the ledger id; the model type is `xf_<file name>` (the free mix
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 from typing import Any
+
+from ..components import did_you_mean
 
 
 def model_types() -> dict[str, str]:
@@ -21,15 +22,14 @@ def resolve(name: str) -> str:
     """The model type that `name` stands for, with or without the prefix `xf_`.
 
     Raises:
-        ValueError: no such variant; the message lists all of them.
+        ValueError: no such variant; the message names the nearest one.
     """
     known = model_types()
     for candidate in (name, f"xf_{name}"):
         if candidate in known:
             return candidate
-    close = difflib.get_close_matches(name.removeprefix("xf_"), [key.removeprefix("xf_") for key in known], n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise ValueError(f"Unknown variant {name!r}; known variants: {', '.join(known)}.{hint}")
+    hint = did_you_mean(name.removeprefix("xf_"), [key.removeprefix("xf_") for key in known])
+    raise ValueError(f"Unknown variant {name!r}.{hint} `hf-xformers list` shows all {len(known)}.")
 
 
 def config_class(name: str) -> Any:

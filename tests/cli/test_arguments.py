@@ -143,6 +143,30 @@ def test_components_and_fields():
     assert model["objective_fields"] == {"mask_prob": 0.4, "selection": "hf"}
 
 
+@pytest.mark.parametrize("spelling", ["window", "attention_window"])
+def test_one_word_for_kindred_fields_in_every_command(spelling):
+    """`--attention.window` is Longformer's `attention_window`; `convert` has a test of its own."""
+    from hf_xformers.cli import finetune
+    from hf_xformers.cli.benchmark import read_entries
+
+    argv = ["--output_dir", "out", "--variant", "longformer", f"--attention.{spelling}", "64"]
+    *_, model = options(*argv)
+    assert model["components"] == {"attention": {"attention_window": 64}}
+    parsed = parse_command([*argv, "--task", "regression"], finetune.GROUPS, finetune.make_parser)
+    tuned = finetune.model_options(parsed, parsed.dataclasses[0], parsed.dataclasses[3])
+    assert tuned["components"] == model["components"]
+    (entry,) = read_entries("longformer", [f"longformer.attention.{spelling}=64"])
+    assert entry.components == model["components"]
+    with pytest.raises(ValueError, match=rf"--attention\.{spelling}: 'wide' is no valid value"):
+        options(*argv[:-1], "wide")
+
+
+def test_the_command_line_wins_under_another_name_too(tmp_path):
+    file = "variant: longformer\nattention: {type: longformer, attention_window: 32}"
+    *_, model = options("--output_dir", "out", "--attention.window", "64", file=file, tmp_path=tmp_path)
+    assert model["components"]["attention"] == {"type": "longformer", "attention_window": 64}
+
+
 def test_every_slot_is_an_option():
     argv = [f"--{slot}={next(iter(SLOTS[slot]))}" for slot in SLOTS]
     *_, model = options("--output_dir", "out", *argv)

@@ -71,9 +71,9 @@ REFUSED = {
     "component": (["--attention", "longformr"], "Did you mean 'longformer'"),
     "field": (
         ["--attention", "longformer", "--attention.widow", "3"],
-        "its fields are: bias, scale, attention_window",
+        "Did you mean 'window'? Its fields are: bias, scale, attention_window (or window)",
     ),
-    "value": (["--attention", "longformer", "--attention.window", "wide"], "--attention.attention_window: 'wide'"),
+    "value": (["--attention", "longformer", "--attention.window", "wide"], "--attention.window: 'wide'"),
     "slot": (["--atention.window", "3"], "did you mean --attention.window?"),
     "length": (["--max-length", "0"], "`max_length` must be at least 1 token, got 0"),
     "direction": (["--max-length", "30", "--direction", "to_theirs"], "leave it out"),

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from hf_xformers import Spec, build_spec, register
-from hf_xformers.components import SLOTS, Slot, names
+from hf_xformers.components import SLOTS, Slot, aliased, names
 
 
 @pytest.fixture
@@ -71,6 +71,26 @@ def test_values_are_checked(slot):
     spec.cups = 0
     with pytest.raises(ValueError, match="`cups` >= 1, got 0"):  # a spec that was changed is checked again
         build_spec("tasting", spec)
+
+
+def test_a_field_may_have_further_names(slot):
+    @register("tasting", "wide")
+    class Wide(Spec):
+        tasting_window: int = aliased(512, "window")
+
+    for name in ("window", "tasting_window"):
+        assert build_spec("tasting", {"type": "wide", name: 8}).to_dict() == {"type": "wide", "tasting_window": 8}
+    assert Wide().tasting_window == 512
+    with pytest.raises(ValueError, match="'tasting_window' of tasting 'wide' is given twice"):
+        build_spec("tasting", {"type": "wide", "window": 8, "tasting_window": 8})
+    with pytest.raises(ValueError, match=r"Did you mean 'window'\? Its fields are: tasting_window \(or window\)"):
+        build_spec("tasting", {"type": "wide", "windw": 8})
+    with pytest.raises(ValueError, match="both as a field and as an alias"):
+
+        @register("tasting", "clash")
+        class Clash(Spec):
+            window: int = 1
+            size: int = aliased(2, "window")
 
 
 def test_lists_of_json_become_tuples(slot):
