@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import glob
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .delimited import check_fields
 from .local_files import SPLIT_WORDS, find_files, format_of, listed
+from .pieces import divide
 from .saved import load_saved
 from .splitting import check_fraction, stable_fraction
 from .stdlib_corpus import STDLIB_CORPUS_ID, stdlib_corpus
@@ -17,6 +20,7 @@ from .stdlib_corpus import STDLIB_CORPUS_ID, stdlib_corpus
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, Features, IterableDataset, IterableDatasetDict
 
+_LARGEST_DOCUMENT = 2**30  # bytes; Arrow's texts end at two of these
 _STRING_TYPES = ("string", "large_string")
 
 
@@ -50,10 +54,12 @@ def load_text_dataset(
         streaming: read lazily, as an `IterableDatasetDict`.
         validation_fraction: share of the documents of `train` that becomes `validation` where the source has no
             validation split of its own; 0 for none. A document is held out by a hash of its text and `seed`, so the
-            division is the same with and without streaming, in any order, for any number of shards or workers.
+            division is the same with and without streaming, in any order, for any number of shards or workers. A
+            single document is divided by position, its last part for validation, at the end of a paragraph, line or
+            word; so is each of several whole files where they are too few for the share (fewer than its reciprocal).
         seed: varies which documents are held out (not for `"stdlib"`, whose division is fixed).
         sample_by: what one document of a plain text file is: a `line`, a `paragraph` (blank lines between), or the
-            whole file (`document`), which long-context training wants.
+            whole file (`document`) of at most 1 GiB, which keeps the line breaks of plays and code.
         num_proc: processes that prepare the data; default: none beside this one. Not used when streaming.
 
     Several files are divided by their names when one says `train`: of `train.txt` and `dev.txt` the second becomes
@@ -88,7 +94,11 @@ def load_text_dataset(
     for name in {"train", "validation"} & set(splits):
         _refuse_empty(splits[name], name, names)
     if validation_fraction > 0 and "validation" not in splits:
-        splits["train"], splits["validation"] = _hold_out(splits["train"], validation_fraction, seed)
+        whole_files = files is not None and sample_by == "document"
+        few = max(1, math.ceil(1 / validation_fraction) - 1) if whole_files else 1
+        divide_all = _number_of(splits["train"], few + 1) <= few
+        hold_out = _hold_out_ends if divide_all else partial(_hold_out, seed=seed)
+        splits["train"], splits["validation"] = hold_out(splits["train"], fraction=validation_fraction)
     splits = {name: splits[name] for name in sorted(splits, key=_split_order)}
     return IterableDatasetDict(splits) if streaming else DatasetDict(splits)
 
@@ -140,9 +150,14 @@ def _load_format(
     import datasets
 
     options: dict[str, Any] = {"text": {"sample_by": sample_by}, "tsv": {"sep": "\t"}}.get(kind, {})
-    if kind in ("csv", "tsv"):
-        for file in files:
+    for file in files:
+        if kind in ("csv", "tsv"):
             check_fields(Path(file), kind)
+        elif kind == "text" and sample_by == "document" and os.path.getsize(file) > _LARGEST_DOCUMENT:
+            raise ValueError(
+                f"{file!r} of {os.path.getsize(file) / 2**30:.1f} GiB is too long for one document; take "
+                "sample_by='paragraph' or 'line', or divide the file"
+            )
     try:
         loaded = datasets.load_dataset(
             "csv" if kind == "tsv" else kind,
@@ -286,7 +301,9 @@ def _text_only(
 
 
 def _keep_text(batch: Mapping[str, list[Any]], column: str) -> dict[str, list[str]]:
-    return {"text": [text for text in batch[column] if text and not text.isspace()]}
+    """The texts but blank ones, without the mark that some editors begin a file with."""
+    texts = [text.removeprefix("\ufeff") for text in batch[column] if text]
+    return {"text": [text for text in texts if text and not text.isspace()]}
 
 
 def _first_features(dataset: IterableDataset) -> Features | None:
@@ -329,11 +346,6 @@ def _hold_out(dataset: Any, fraction: float, seed: int) -> tuple[Any, Any]:
             dataset.filter(_on_side, input_columns="text", fn_kwargs={**rule, "held_out": False}),
             dataset.filter(_on_side, input_columns="text", fn_kwargs={**rule, "held_out": True}),
         )
-    if len(dataset) == 1:
-        raise ValueError(
-            "the source holds a single document, which cannot be divided into training and validation text; set "
-            "validation_fraction=0, or cut a text file finer with sample_by='paragraph' or 'line'"
-        )
     keys = [stable_fraction(text, seed) for batch in dataset.iter(1000) for text in batch["text"]]
     held_out = [key < fraction for key in keys]
     if not any(held_out):  # a few documents: the one that a larger fraction would take first
@@ -345,6 +357,31 @@ def _hold_out(dataset: Any, fraction: float, seed: int) -> tuple[Any, Any]:
         dataset.select([row for row in rows if not held_out[row]]),
         dataset.select([row for row in rows if held_out[row]]),
     )
+
+
+def _number_of(dataset: Any, limit: int) -> int:
+    """How many documents there are, counted up to `limit`."""
+    from datasets import Dataset
+
+    return len(dataset) if isinstance(dataset, Dataset) else sum(1 for _ in dataset.take(limit))
+
+
+def _hold_out_ends(dataset: Any, fraction: float) -> tuple[Any, Any]:
+    """(train, validation): the beginnings and the ends of every document."""
+    train, validation = (
+        dataset.map(_part, batched=True, batch_size=1, fn_kwargs={"fraction": fraction, "end": end})
+        for end in (False, True)
+    )
+    if not _number_of(validation, 1):
+        raise ValueError(
+            "the source holds a single document of one word, which cannot be divided into training and validation text; "
+            "set validation_fraction=0, or cut a text file finer with sample_by='paragraph' or 'line'"
+        )
+    return train, validation
+
+
+def _part(batch: Mapping[str, list[str]], fraction: float, end: bool) -> dict[str, list[str]]:
+    return {"text": [part for text in batch["text"] if (part := divide(text, fraction)[end])]}
 
 
 def _on_side(text: str, fraction: float, seed: int, held_out: bool) -> bool:

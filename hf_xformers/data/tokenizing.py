@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from .pieces import LONGEST_PIECE, pieces
+
 if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import Dataset, DatasetDict, Features, IterableDataset, IterableDatasetDict
@@ -89,8 +91,11 @@ def _tokenize_batch(
     max_length: int | None,
     word_ids: bool,
 ) -> dict[str, list[list[int]]]:
+    texts = list(batch[text_column])
+    if not add_special_tokens and max_length is None and any(len(text) > LONGEST_PIECE for text in texts):
+        return _tokenize_long(texts, tokenizer, text_column, word_ids)
     encoded = tokenizer(
-        list(batch[text_column]),
+        texts,
         add_special_tokens=add_special_tokens,
         truncation=max_length is not None,
         max_length=max_length,
@@ -104,6 +109,26 @@ def _tokenize_batch(
             [NO_WORD if word is None else word for word in encoded.word_ids(index)]
             for index in range(len(rows["input_ids"]))
         ]
+    return rows
+
+
+def _tokenize_long(
+    texts: list[str], tokenizer: PreTrainedTokenizerBase, text_column: str, word_ids: bool
+) -> dict[str, list[list[int]]]:
+    """The same, piece by piece, since a tokenizer takes hundreds of bytes for each character of its input."""
+    rows: dict[str, list[list[int]]] = {name: [] for name in ("input_ids", "word_ids")[: 1 + word_ids]}
+    for text in texts:
+        ids: list[int] = []
+        words: list[int] = []
+        for piece in pieces(text):
+            part = _tokenize_batch({text_column: [piece]}, tokenizer, text_column, False, None, word_ids)
+            ids += part["input_ids"][0]
+            if word_ids:
+                before = words[-1] + 1 if words else 0
+                words += [word + before for word in part["word_ids"][0]]
+        rows["input_ids"].append(ids)
+        if word_ids:
+            rows["word_ids"].append(words)
     return rows
 
 

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .pieces import pieces
+
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.models import Unigram
@@ -17,7 +19,7 @@ _LIMIT_ALPHABET = 1000  # rarer characters become [UNK] in WordPiece, as in BERT
 
 
 class RereadableTexts:
-    """Strings that can be iterated several times, out of strings or rows with `text`."""
+    """Strings that can be iterated several times, out of strings or rows with `text`; long ones come in pieces."""
 
     def __init__(self, texts: Any):
         if isinstance(texts, (str, bytes, Mapping)) or not isinstance(texts, Iterable):
@@ -32,7 +34,7 @@ class RereadableTexts:
             text = item.get("text") if isinstance(item, Mapping) else item
             if not isinstance(text, str):
                 raise TypeError(f"texts holds {item!r}; give strings, or rows with a string under 'text'")
-            yield text
+            yield from pieces(text)
 
 
 def train_bpe(

@@ -17,6 +17,7 @@ from ..training.checkpoints import checkpoint_to_resume
 from ..training.folder_lock import folder_lock
 from ..training.pretraining import check_steps
 from ..training.run_folder import SUMMARY_FILE, check_same_run, read_summary, save_final, start_anew, write_json
+from ..training.text import usual_sampling
 from . import loading
 from .class_balance import BalancedLoss, class_weights
 from .options import ModelOptions, RunOptions, TaskData, TaskOptions
@@ -256,7 +257,12 @@ class FineTuning:
             plan["class_balance"] = self.options.class_balance
         if language:  # what `hf-xformers evaluate` looks for
             plan |= {"objective": self.task.objective.to_dict(), "block_size": self.task.max_length}  # type: ignore[attr-defined]
-            plan["data"] = {"data": self.source.data, "validation_fraction": self.source.validation_fraction}
+            sampling = {"sample_by": usual_sampling(self.task.objective)}  # type: ignore[attr-defined]
+            plan["data"] = {
+                "data": self.source.data,
+                "validation_fraction": self.source.validation_fraction,
+                **sampling,
+            }
         return plan
 
     def _check_splits(self, encoded: Mapping[str, Encoded]) -> None:

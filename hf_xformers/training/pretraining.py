@@ -207,7 +207,7 @@ class Preparation:
         with self.args.main_process_first(local=self.args.save_on_each_node, desc="preparing the data"):
             if self.checkpoint is None:
                 start_anew(self.folder, overwrite=self.choice.overwrite_output_dir and self.args.should_save)
-            splits = load_splits(self.source)
+            splits = load_splits(self.source, self.objective)
             tokenizer = self._tokenizer(splits["train"])
             config = self._config(tokenizer)
             check_tokenizer(tokenizer, config)

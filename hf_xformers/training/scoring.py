@@ -144,7 +144,7 @@ def evaluate(
         streams = trained["eval_streams"] is not None
     streams = choose_streams(streams, config, objective.head)
     with args.main_process_first(local=True, desc="preparing the data"):
-        rows = make_rows(_texts(source, score.split), tokenizer, objective, block_size, whole=True)
+        rows = make_rows(_texts(source, score.split, objective), tokenizer, objective, block_size, whole=True)
     model = load_model(score.model, objective)
     collator = objective.collator(tokenizer, seed=args.seed, static=True)
     trainer = XFormerTrainer(
@@ -175,12 +175,12 @@ def evaluate(
     }
 
 
-def _texts(source: TextData, split: str) -> Any:
+def _texts(source: TextData, split: str, objective: Objective) -> Any:
     if source.streaming:
         raise ValueError("an evaluation reads all of its text; leave --streaming out")
     if split == "all":
         source = TextData(**{**vars(source), "validation_fraction": 0.0})
-    splits = load_splits(source)
+    splits = load_splits(source, objective)
     if split == "all":
         from datasets import concatenate_datasets
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +28,19 @@ class TextData:
         default=None, metadata={"help": "Use only this split of the source, also a slice such as 'train[:10%%]'."}
     )
     text_column: str | None = field(default=None, metadata={"help": "Column that holds the text."})
-    sample_by: str = field(
-        default="line",
-        metadata={"help": "One document of a text file: a 'line', a 'paragraph', or the file ('document')."},
+    sample_by: str | None = field(
+        default=None,
+        metadata={
+            "help": "One document of a text file: a 'line', a 'paragraph', or the file ('document'). Default: the file, with its "
+            "line breaks, for causal models and span corruption; a line for masked ones."
+        },
     )
     validation_fraction: float = field(
         default=0.05,
-        metadata={"help": "Share of the documents that is held out where the source has no validation split."},
+        metadata={
+            "help": "Share of the documents that is held out where the source has no validation split; of a single one, or of "
+            "a few whole files, the last part of each."
+        },
     )
     streaming: bool = field(
         default=False,
@@ -42,13 +49,22 @@ class TextData:
     num_proc: int | None = field(default=None, metadata={"help": "Processes that prepare the data."})
 
 
-# Of a stream: documents that a tokenizer is trained on, and rows among which the next one is drawn.
+# Of a stream: documents that a tokenizer is trained on, until they have so many characters, and rows among which the next one is drawn.
 STREAM_TOKENIZER_DOCUMENTS = 20_000
+STREAM_TOKENIZER_CHARACTERS = 200_000_000
 STREAM_SHUFFLE_ROWS = 10_000
 
 
-def load_splits(source: TextData) -> DatasetDict:
-    """The splits `train` and, unless `validation_fraction` is 0, `validation`, with the column `text`."""
+def usual_sampling(objective: Objective | None) -> str:
+    """What one document of a text file is for an objective: models that generate need the line breaks."""
+    return "document" if objective is not None and objective.head in ("CausalLM", "Seq2SeqLM") else "line"
+
+
+def load_splits(source: TextData, objective: Objective | None = None) -> DatasetDict:
+    """The splits `train` and, unless `validation_fraction` is 0, `validation`, with the column `text`.
+
+    objective: decides what a document is where `source.sample_by` does not.
+    """
     from ..data import load_text_dataset
 
     return load_text_dataset(
@@ -58,7 +74,7 @@ def load_splits(source: TextData) -> DatasetDict:
         config_name=source.data_config,
         streaming=source.streaming,
         validation_fraction=source.validation_fraction,
-        sample_by=source.sample_by,  # type: ignore[arg-type]
+        sample_by=source.sample_by or usual_sampling(objective),  # type: ignore[arg-type]
         num_proc=source.num_proc,
     )
 
@@ -72,7 +88,7 @@ def train_tokenizer_for(
     from ..data import train_tokenizer
 
     if isinstance(texts, IterableDataset):
-        texts = [row["text"] for row in texts.take(STREAM_TOKENIZER_DOCUMENTS)]
+        texts = list(_first_texts(texts))
     generative, two_towers = objective.head == "CausalLM", objective.head == "Seq2SeqLM"
     tokenizer = train_tokenizer(
         texts,
@@ -86,6 +102,15 @@ def train_tokenizer_for(
         # Packed rows hold nothing but documents and what ends them, so that is also what a new text begins with.
         tokenizer.bos_token = tokenizer.eos_token
     return tokenizer
+
+
+def _first_texts(stream: Any) -> Iterator[str]:
+    characters = 0
+    for row in stream.take(STREAM_TOKENIZER_DOCUMENTS):
+        yield row["text"]
+        characters += len(row["text"])
+        if characters >= STREAM_TOKENIZER_CHARACTERS:
+            return
 
 
 def open_tokenizer(name: str, objective: Objective) -> PreTrainedTokenizerBase:

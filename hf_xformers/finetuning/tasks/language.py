@@ -55,6 +55,7 @@ class LanguageModeling(Task):
 
     def load(self, source: TaskData) -> dict[str, Dataset]:
         from ...data import load_text_dataset
+        from ...training.text import usual_sampling
 
         if source.validation_data or source.test_data:
             raise ValueError(
@@ -67,6 +68,7 @@ class LanguageModeling(Task):
             text_column=self.options.text_column,
             config_name=source.data_config,
             validation_fraction=source.validation_fraction,
+            sample_by=usual_sampling(self.objective),  # type: ignore[arg-type]
             num_proc=source.num_proc,
         )
         limits = {"train": source.max_train_rows}
