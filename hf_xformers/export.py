@@ -111,17 +111,17 @@ def export_onnx(
     if not path.absolute().parent.is_dir() or path.is_dir():
         raise ValueError(f"the graph cannot be written to {str(path)!r}; give a file in a folder that exists.")
     literal = any(layer.attention.type not in _USUAL_PATH for layer in layer_configs(model.config))
-    with _as_exported(model, literal), torch.no_grad():
+    scratch = tempfile.TemporaryDirectory(dir=path.absolute().parent, prefix=".exporting-")
+    with scratch as folder, _as_exported(model, literal), torch.no_grad():
         sample = _sample(model, batch, length)
         output = model(*sample)
         names = tuple(name for name in _RESULTS if isinstance(getattr(output, name, None), Tensor))
         program = _trace(_Plain(model, names), sample, names, dynamic, opset, type(model).__name__)
-        with tempfile.TemporaryDirectory(dir=path.absolute().parent, prefix=".exporting-") as folder:
-            program.save(str(Path(folder) / path.name))
-            shapes = _shapes(model, batch, length, dynamic)
-            difference = _compare(model, Path(folder) / path.name, names, shapes, tolerance)
-            for file in sorted(Path(folder).iterdir(), reverse=True):  # weights, then the graph that refers to them
-                os.replace(file, path.absolute().parent / file.name)
+        program.save(str(Path(folder) / path.name))
+        shapes = _shapes(model, batch, length, dynamic)
+        difference = _compare(model, Path(folder) / path.name, names, shapes, tolerance)
+        for file in sorted(Path(folder).iterdir(), reverse=True):  # weights, then the graph that refers to them
+            os.replace(file, path.absolute().parent / file.name)
     return OnnxReport(str(path), names, dynamic, (batch, length), literal, difference)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from ..blocks.base import SublayerPlan, XFormerLayer
+from ..saved_files import saving_into, write_json
 
 KINDS = ("houlsby", "pfeiffer")
 CONFIG_FILE, WEIGHTS_FILE = "bottleneck_config.json", "bottleneck.safetensors"
@@ -214,7 +214,6 @@ def save_adapter(model: Any, folder: str | Path, name: str | None = None) -> Non
     parameters = dict(model.named_parameters())
     owned = {key: parameters[key] if state.active == name else tensor for key, tensor in state.parked[name].items()}
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     saved = {key: tensor.detach().cpu().contiguous() for key, tensor in {**tensors, **owned}.items()}
     about = {
         "name": name,
@@ -224,10 +223,9 @@ def save_adapter(model: Any, folder: str | Path, name: str | None = None) -> Non
         "architecture": type(model).__name__,
         "id2label": model.config.id2label,
     }
-    temporary = folder / f"{WEIGHTS_FILE}.tmp"
-    save_file(saved, temporary, metadata={"format": "pt"})
-    os.replace(temporary, folder / WEIGHTS_FILE)
-    (folder / CONFIG_FILE).write_text(json.dumps(about, indent=2) + "\n")
+    with saving_into(folder) as staging:
+        save_file(saved, staging / WEIGHTS_FILE, metadata={"format": "pt"})
+        write_json(staging / CONFIG_FILE, about)
 
 
 def load_adapter(model: Any, folder: str | Path, name: str | None = None) -> str:

@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from ..hub.attention_map import draw
+from ..saved_files import write_text
 from .measure import QUIET
 from .plots import HINT, can_plot, plot_all
 from .runner import Comparison
@@ -75,7 +76,7 @@ def write_report(comparison: Comparison) -> list[str]:
             )
     if not can_plot():
         parts.append(f"No plots: {HINT}.")
-    (folder / "results.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    write_text(folder / "results.md", "\n\n".join(parts) + "\n")
     pictures += [name.replace(".png", ".svg") for name in pictures]
     return ["results.json", "results.md", *pictures, *written]
 
@@ -96,11 +97,10 @@ def write_maps(folder: Path, rows: Iterable[dict[str, Any]]) -> list[str]:
     rows = [row for row in rows if row["status"] == "ok"]
     written = []
     for row in rows:
-        (folder / "maps").mkdir(exist_ok=True)
         several = len({other["shape"] for other in rows if other["label"] == row["label"]}) > 1
         name = re.sub(r"[^\w.-]", "_", row["label"]) + (f"_{row['shape']}" if several else "")
         maps = {title: torch.tensor(weights) for title, weights in row["maps"].items()}
-        (folder / "maps" / f"{name}.svg").write_text(draw(maps), encoding="utf-8")
+        write_text(folder / "maps" / f"{name}.svg", draw(maps))
         written.append(f"maps/{name}.svg")
     return written
 

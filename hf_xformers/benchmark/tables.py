@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..saved_files import write_text
+
 
 def table(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
     """A Markdown table; numbers with two decimals, absent cells empty."""
@@ -32,10 +34,8 @@ def about(machine: Mapping[str, Any], dtype: str = "float32 unless said") -> str
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Written beside and renamed, so that a killed run leaves the old file or the new one."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    beside.replace(path)
+    """Results as they are stored: a killed run leaves the old file or the new one."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def write_results(
@@ -48,8 +48,7 @@ def write_results(
     note: str,
 ) -> Path:
     """Writes `<name>.json` and `<name>.md` to `folder`; returns the path of the latter."""
-    folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / f"{name}.json", {"machine": machine, "rows": rows})
     text = f"# {title}\n\n{note}\n\n{about(machine)}\n\n{table(rows, columns)}\n"
-    (folder / f"{name}.md").write_text(text, encoding="utf-8")
+    write_text(folder / f"{name}.md", text)
     return folder / f"{name}.md"

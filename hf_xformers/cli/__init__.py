@@ -51,12 +51,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         return _command(arguments[0])(arguments[1:])
-    except (ValueError, TypeError, FileNotFoundError) as error:
+    except BrokenPipeError:  # whoever reads the output has seen enough of it, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
         from .console import is_refusal, print_error
+        from .file_errors import explain
 
-        if debug or not is_refusal(error):
+        text = explain(error)
+        if debug or (text is None and not is_refusal(error)):
             raise
-        print_error(error)
+        print_error(error, text)
         return 2
     except KeyboardInterrupt:
         if debug:

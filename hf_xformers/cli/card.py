@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..saved_files import write_text
 from .console import say
 from .parser import CommandParser
 
@@ -35,9 +36,8 @@ def run(argv: Sequence[str]) -> int:
         print(card.text)
         say("give --to FILE to write the card with its picture")
         return 0
-    target.write_text(card.text, encoding="utf-8")
     picture = target.parent / card.picture_name
-    picture.parent.mkdir(exist_ok=True)
-    picture.write_text(card.picture, encoding="utf-8")
+    write_text(picture, card.picture)
+    write_text(target, card.text)
     say(f"{target} and {picture}")
     return 0

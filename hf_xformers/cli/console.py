@@ -30,9 +30,10 @@ def say(text: str) -> None:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether somebody wrote a `raise` for this error, or a file is missing. Anything else is a bug, for its traceback."""
+    """Whether somebody wrote a `raise` for this error. Anything else is a bug, for its traceback."""
     origin = _origin(error)
-    return isinstance(error, FileNotFoundError) or origin is None or not origin.line or origin.line.startswith("raise")
+    wrote = origin is None or not origin.line or origin.line.startswith("raise")
+    return wrote and isinstance(error, (ValueError, TypeError))
 
 
 def _origin(error: Exception) -> traceback.FrameSummary | None:
@@ -40,11 +41,11 @@ def _origin(error: Exception) -> traceback.FrameSummary | None:
     return frames[-1] if frames else None
 
 
-def print_error(error: Exception) -> None:
-    """One paragraph. Every process prints its own: a file may be missing on one machine only."""
+def print_error(error: Exception, text: str | None = None) -> None:
+    """One paragraph: `text`, or what the error says. Every process prints its own: a file may be missing on one machine only."""
     rank = os.environ.get("RANK", "0")
     who = "hf-xformers" if rank == "0" else f"hf-xformers (process {rank})"
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = " ".join((text or str(error)).split()) or type(error).__name__
     origin = _origin(error)
     if origin is not None and not origin.filename.startswith(
         _PACKAGE

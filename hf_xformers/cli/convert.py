@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     report = _swap(arguments, dotted) if swaps else _convert(arguments)
     content = json.dumps(report.to_dict(), indent=2)
     if report_file is not None:
-        from ..training.run_folder import write_json
+        from ..saved_files import write_json
 
         write_json(report_file, report.to_dict())
     if arguments.json:

@@ -19,7 +19,7 @@ def run(argv: Sequence[str]) -> int:
         raise ValueError("--check compares under onnxruntime, which is not installed: pip install onnxruntime")
     from ..conversion.checkpoint import load_ours, model_type_of
     from ..export import export_onnx
-    from ..training.checkpoints import refuse_damaged_weights
+    from ..saved_files import refuse_damaged_weights
     from ..variants import model_types
 
     source, output = arguments.model, Path(arguments.output).expanduser()

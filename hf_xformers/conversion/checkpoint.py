@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+import pickle
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,8 +11,13 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from ..variants import family
+from ..components import SLOTS
+from ..configuration_xformer import XFormerConfig
+from ..modeling_xformer import layer_configs
+from ..saved_files import read_object, refuse_damaged_weights, replacing
+from ..variants import config_class, family
 from .base import Converter, converter_for
+from .provenance import read_provenance, write_provenance
 from .report import Report
 from .transfer import Source, check_head, to_ours, to_theirs
 
@@ -47,6 +49,8 @@ def model_type_of(source: str | Path) -> str | None:
         raise ValueError(f"There is no folder {name!r}; give a folder with a config.json, or a Hub id.")
     if local.is_dir() and not (local / "config.json").is_file():
         raise ValueError(f"The folder {name!r} has no config.json; give one that `save_pretrained` wrote.")
+    if local.is_dir():
+        return read_object(local / "config.json").get("model_type")
     try:
         fields, _ = PreTrainedConfig.get_config_dict(name)
     except (OSError, ValueError) as error:
@@ -64,8 +68,32 @@ def read_model_type(source: str | Path) -> tuple[Converter, bool]:
         ValueError: there is no such folder or repository, it has no config, or nothing converts its model type.
     """
     model_type = model_type_of(source)
+    if model_type == XFormerConfig.model_type:  # of a swap; it may have the components of its source again
+        model_type = _variant_again(source)
     converter = converter_for(model_type)
     return converter, model_type == converter.variant
+
+
+def _variant_again(source: str | Path) -> str:
+    """The variant that a swapped model was made of, whose components it has; the free mix if nothing says which.
+
+    Raises:
+        ValueError: it has another component, which the family that it came from does not.
+    """
+    origin = read_provenance(source)
+    if origin is None:
+        return XFormerConfig.model_type
+    variant = origin.steps()[0].variants[0]
+    config, preset = AutoConfig.from_pretrained(os.fspath(source)), config_class(variant)()
+    for layer in layer_configs(config):
+        for slot in SLOTS:
+            there, wanted = getattr(layer, slot).type, getattr(preset, slot).type
+            if there != wanted:
+                raise ValueError(
+                    f"{os.fspath(source)!r} came from {variant!r} and has {slot} {there!r}, which that family does not; swap it "
+                    f"back first (`hf-xformers convert --{slot} {wanted}`), or keep the model as it is."
+                )
+    return variant
 
 
 def load(source: str | Path, converter: Converter, ours: bool, head: str | None) -> Source:
@@ -76,6 +104,12 @@ def load(source: str | Path, converter: Converter, ours: bool, head: str | None)
     """
     name = os.fspath(source)
     config = AutoConfig.from_pretrained(name)
+    if ours and config.model_type != converter.variant:  # the free mix with this variant's components
+        fields = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
+        named = [family(config.model_type), family(converter.variant)]
+        heads = [key for key, made in named[0].items() if made.__name__ in (config.architectures or [])]
+        config = config_class(converter.variant)(**fields)
+        config.architectures = [named[1][key].__name__ for key in heads]
     if head is not None:
         check_head(converter, head)
     found = _loaded(_class_of(config, converter, ours, head), name, config)
@@ -87,14 +121,19 @@ def load(source: str | Path, converter: Converter, ours: bool, head: str | None)
 
 
 def _loaded(model_class: Any, name: str, config: PreTrainedConfig) -> Source:
+    refuse_damaged_weights(name)
     try:
-        model, info = model_class.from_pretrained(name, config=config, output_loading_info=True, use_safetensors=True)
+        model, info = model_class.from_pretrained(name, config=config, output_loading_info=True)
+    except pickle.UnpicklingError as error:  # of a Hub id; a folder was looked into before
+        raise ValueError(
+            f"The weights of {name!r} hold code beside tensors, which is not run; take a model that has them as safetensors."
+        ) from error
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         reason = _first_line(error)
         if "ignore_mismatched_sizes" in reason:  # transformers has logged which, and speaks of an option of its own
             reason = "weights have other sizes than its config says (the report above names them)"
         raise ValueError(
-            f"Cannot load {model_class.__name__} from {name!r} (safetensors): {reason}; copy or download the "
+            f"Cannot load {model_class.__name__} from {name!r}: {reason}; copy or download the "
             "checkpoint again, or save it with `save_pretrained`."
         ) from error
     return Source(model, frozenset(info["missing_keys"]), tuple(sorted(info["unexpected_keys"])))
@@ -192,6 +231,8 @@ def convert_checkpoint(
             report.notes.append("the source has no tokenizer")
         else:
             tokenizer.save_pretrained(scratch)
+        if not ours:
+            write_provenance(scratch, source, report, (converter.variant, converter.variant))
     return report
 
 
@@ -231,40 +272,3 @@ def check_target(folder: Path, source: str | Path, overwrite: bool) -> None:
         raise ValueError(f"Source and target are the same folder {str(folder)!r}; convert into another one.")
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
         raise ValueError(f"The target {str(folder)!r} is not empty; give another folder, or `overwrite=True`.")
-
-
-def _content(folder: Path) -> dict[str, int]:
-    """What a folder holds, and when it was changed; empty where there is none."""
-    return {entry.name: entry.stat().st_mtime_ns for entry in folder.iterdir()} if folder.is_dir() else {}
-
-
-@contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
-    """A scratch folder beside `folder` that takes its place when the block ends well; else `folder` stays as it was.
-
-    Raises:
-        ValueError: another process has written to `folder` meanwhile; its files stay.
-    """
-    folder = folder.absolute()
-    before = _content(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    token = uuid.uuid4().hex[:8]
-    scratch = folder.parent / f".{folder.name}.{token}.new"
-    old = folder.parent / f".{folder.name}.{token}.old"
-    scratch.mkdir()
-    try:
-        yield scratch
-        if _content(folder) != before:
-            raise ValueError(f"Another process has written to {str(folder)!r} meanwhile; give another folder.")
-        if folder.exists():
-            folder.rename(old)
-        try:
-            scratch.rename(folder)
-        except OSError:
-            if old.exists():
-                old.rename(folder)
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-        if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)

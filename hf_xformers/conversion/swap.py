@@ -24,11 +24,13 @@ from ..blocks.base import SublayerPlan
 from ..components import SpecLike
 from ..configuration_xformer import XFormerConfig
 from ..modeling_xformer import XFormerModel, XFormerPreTrainedModel, XFormerTower
+from ..saved_files import replacing
 from ..variants import family, model_types
 from .base import converter_for
-from .checkpoint import check_target, load, load_ours, model_type_of, open_tokenizer, replacing, save
+from .checkpoint import check_target, load, load_ours, model_type_of, open_tokenizer, save
 from .derivations import Derived, Part, derive
 from .movement import Movement, movement
+from .provenance import write_provenance
 from .report import Report
 from .swap_config import changed_slots, swapped_config
 from .swap_report import SwapReport
@@ -90,7 +92,7 @@ def swap_checkpoint(source: str | Path, target: str | Path, *, overwrite: bool =
     """
     folder = Path(target).expanduser()
     check_target(folder, source, overwrite)
-    model_type_of(source)  # a source without a readable config has no tokenizer to look for
+    model_type = model_type_of(source)  # a source without a readable config has no tokenizer to look for
     tokenizer = open_tokenizer(source)
     model, report = swap_components(source, tokenizer=tokenizer, **options)
     if tokenizer is None:
@@ -103,6 +105,8 @@ def swap_checkpoint(source: str | Path, target: str | Path, *, overwrite: bool =
         save(model, scratch)
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
+        before = str(model_type) if model_type in model_types() else converter_for(model_type).variant
+        write_provenance(scratch, source, report, (before, model.config.model_type))
     return report
 
 

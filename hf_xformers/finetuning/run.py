@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..configuration_xformer import XFormerConfig
+from ..conversion.provenance import carry_provenance
+from ..saved_files import saving_into, write_json, write_text
 from ..training.building import choose_block_size, grown_positions, longest_sequence
 from ..training.checkpoints import checkpoint_to_resume
 from ..training.folder_lock import folder_lock
 from ..training.pretraining import check_steps
-from ..training.run_folder import SUMMARY_FILE, check_same_run, read_summary, save_final, start_anew, write_json
+from ..training.run_folder import SUMMARY_FILE, check_same_run, read_summary, save_final, start_anew
 from ..training.text import usual_sampling
 from . import loading
 from .class_balance import BalancedLoss, class_weights
@@ -320,6 +321,7 @@ class FineTuning:
                 summary |= self._evaluate(trainer, prepared.splits[split], split)
         self._save(trainer, model)
         if args.should_save:
+            carry_provenance(self.model.model, folder)
             write_json(folder / SUMMARY_FILE, summary)
         if args.world_size > 1:
             trainer.accelerator.end_training()
@@ -332,7 +334,8 @@ class FineTuning:
         with self.args.main_process_first(local=self.args.save_on_each_node, desc="preparing the folder"):
             if self.args.should_save:
                 start_anew(self.folder, overwrite=self.run_options.overwrite_output_dir)
-                prepared.tokenizer.save_pretrained(self.folder)
+                with saving_into(self.folder) as staging:
+                    prepared.tokenizer.save_pretrained(staging)
 
     def _save(self, trainer: Any, model: Any) -> None:
         """The model, or the adapter alone, into the run's folder."""
@@ -406,8 +409,4 @@ def finetune(
 
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Replaces a JSONL file at once, so that no reader finds half of it."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    os.replace(temporary, path)
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

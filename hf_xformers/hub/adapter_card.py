@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..saved_files import read_object
 from .checkpoint_files import MARK, PEFT, Kind
 from .training_record import is_hub_id, read_summary_of
 
@@ -80,14 +81,7 @@ def read_adapter(folder: Path, kind: Kind, base_model: str | None = None) -> Ada
 
 
 def read_config(folder: Path, kind: Kind) -> dict[str, Any]:
-    path = folder / CONFIGS[kind]
-    try:
-        about = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        about = None
-    if not isinstance(about, dict):
-        raise ValueError(f"{str(path)!r} is no JSON object; save or download the adapter again")
-    return about
+    return read_object(folder / CONFIGS[kind])
 
 
 def public_config(folder: Path, kind: Kind, adapter: Adapter) -> bytes | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..components import record_lookups
 from ..families import HEADS
+from ..saved_files import saving_into
 from .checkpoint_files import CONFIG, checkpoint_files
 from .flattening import PACKAGE, Flattener, flat_name, unseen
 
@@ -65,11 +66,12 @@ def bundle(checkpoint: Any, directory: str | Path) -> Path:
         files = checkpoint_files(source)
         config = load_config(source)
         code = code_files(config)
-        target.mkdir(parents=True, exist_ok=True)
-        for name, path in files.items():
-            if path.resolve() != (target / name).resolve():
-                (target / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, target / name)
+        with saving_into(target) as staging:
+            for name, path in files.items():
+                if path.resolve() != (target / name).resolve():
+                    (staging / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(path, staging / name)
+            _write_code(staging, code, (source / CONFIG).read_text(encoding="utf-8"), config)
     else:
         if not isinstance(checkpoint, PreTrainedModel):
             raise ValueError(
@@ -77,17 +79,20 @@ def bundle(checkpoint: Any, directory: str | Path) -> Path:
                 "a model of this package (of a PEFT model, what `merge_and_unload` returns)"
             )
         code = code_files(checkpoint.config)
-        checkpoint.save_pretrained(target)
-        config = load_config(target)
+        with saving_into(target) as staging:
+            checkpoint.save_pretrained(staging)
+            config = load_config(staging)
+            _write_code(staging, code, (staging / CONFIG).read_text(encoding="utf-8"), config)
     for old in target.glob("*.py"):  # of an earlier bundle in this place
         if old.name not in code and old.read_text(encoding="utf-8", errors="replace").startswith(_MARK):
             old.unlink()
-    for name, text in code.items():
-        (target / name).write_text(text, encoding="utf-8")
-    (target / CONFIG).write_text(
-        with_auto_map((target / CONFIG).read_text(encoding="utf-8"), config), encoding="utf-8"
-    )
     return target
+
+
+def _write_code(folder: Path, code: dict[str, str], config_json: str, config: Any) -> None:
+    for name, text in code.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    (folder / CONFIG).write_text(with_auto_map(config_json, config), encoding="utf-8")
 
 
 def load_config(folder: Path) -> Any:

@@ -8,20 +8,15 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ..saved_files import read_object, refuse_damaged_weights, weight_files
 from .adapter_card import Adapter, read_adapter
+from .card_metadata import TASKS, hub_task, metric_names, widget
 from .checkpoint_files import BOTTLENECK, CONFIG, MARK, MODEL, PEFT, Kind, kind_of
-from .model_card import PIPELINES, _component_table, _table
+from .model_card import _component_table, _table
+from .origin_card import origin_of
 from .training_record import TrainingRecord, read_record
 
-_TASKS = {
-    **PIPELINES,
-    "ForSequenceClassification": "text-classification",
-    "ForTokenClassification": "token-classification",
-    "ForQuestionAnswering": "question-answering",
-    "ForMultipleChoice": "multiple-choice",
-    "Model": "feature-extraction",
-}
-_OF_TASK = {"summarization": "summarization", "translation": "translation"}
+_IMPORT = "import hf_xformers  # makes the variants known to the Auto classes"
 
 
 @dataclass
@@ -54,21 +49,27 @@ def checkpoint_card(
     else:
         about = _About.of_adapter(folder, kind, facts.base_model)
     name = repo_id.rpartition("/")[2]
-    base = facts.base_model or (about.adapter and about.adapter.base) or record.base_model
+    base = facts.base_model or (about.adapter and about.adapter.base) or about.base_model or record.base_model
     datasets = facts.datasets or record.datasets
     results = _results(record, about, datasets)
-    relation: dict[str, Any] = {"base_model_relation": "adapter"} if base and kind != MODEL else {}
+    more: dict[str, Any] = {"base_model_relation": "adapter"} if base and kind != MODEL else {}
+    example = widget(folder, about.head, record.task) if about.modality == "text" else None
+    if example is not None:
+        more["widget"] = example
+    task = hub_task(about.head, record.task)
+    searched = [task] if task and task != about.pipeline else []
     data = ModelCardData(
         language=facts.language or record.languages or None,
         license=facts.license,
         library_name={MODEL: "transformers", PEFT: "peft", BOTTLENECK: "hf_xformers"}[kind],
-        pipeline_tag=_OF_TASK.get(record.task or "", about.pipeline),
-        tags=list(dict.fromkeys(["hf_xformers", *about.tags, *facts.tags])),
+        pipeline_tag=about.pipeline,
+        tags=list(dict.fromkeys(["hf_xformers", *about.tags, *searched, *facts.tags])),
         base_model=base,
         datasets=datasets or None,
+        metrics=metric_names(record.scores),
         model_name=name if results else None,
         eval_results=results or None,
-        **relation,
+        **more,
     )
     parts = [f"---\n{data.to_yaml()}\n---", f"# {name}", about.summary, *about.sections]
     if record.facts:
@@ -76,7 +77,7 @@ def checkpoint_card(
     if record.scores:
         rows = [{"split": key[0], "metric": key[1], "value": _figure(value)} for key, value in record.scores.items()]
         parts += ["## Evaluation", _table(rows)]
-    parts += ["## Use", about.use(repo_id, self_contained), *about.citation, MARK]
+    parts += ["## Use", about.use(repo_id, self_contained, _reader(folder)), *about.citation, MARK]
     return ModelCard("\n\n".join(parts) + "\n")
 
 
@@ -85,12 +86,22 @@ class _About:
     """What config and weights say."""
 
     summary: str
-    auto: str = "AutoModel"
-    pipeline: str | None = None
+    head: str = "Model"
+    modality: str = "text"
     tags: list[str] = field(default_factory=list)
     sections: list[str] = field(default_factory=list)
     citation: list[str] = field(default_factory=list)
     adapter: Adapter | None = None
+    base_model: str | None = None
+
+    @property
+    def auto(self) -> str:
+        return "AutoModel" if self.head == "Model" else f"AutoModelF{self.head[1:]}"
+
+    @property
+    def pipeline(self) -> str | None:
+        image = self.head == "Model" and self.modality == "image"
+        return "image-feature-extraction" if image else TASKS.get(self.head)
 
     @classmethod
     def of_model(cls, folder: Path) -> _About:
@@ -98,19 +109,19 @@ class _About:
 
         config = _config(folder)
         head, architecture = _head(config)
-        auto = "AutoModel" if head == "Model" else f"AutoModelF{head[1:]}"
         if not isinstance(config, XFormerConfig):
-            return cls(f"`{architecture}` of transformers.", auto, _TASKS.get(head), [config.model_type])
-        info = config.info
-        summary = f"`{architecture}`: the Transformer with {info.summary} ([{info.paper}]({info.url}))."
+            return cls(f"`{architecture}` of transformers.", head, tags=[config.model_type])
+        info, origin = config.info, origin_of(folder, config, architecture)
         rows = [{"": name, " ": _figure(value)} for name, value in _geometry(config, folder).items()]
+        papers = "\n\n".join(entry.bibtex.strip() for entry in origin.infos)
         return cls(
-            summary,
-            auto,
-            "image-feature-extraction" if head == "Model" and config.modality == "image" else _TASKS.get(head),
+            origin.summary or f"`{architecture}`: the Transformer with {info.summary} ([{info.paper}]({info.url})).",
+            head,
+            config.modality,
             [config.model_type],
-            ["## Model", _table(rows), _component_table(config)],
-            ["## Citation", f"```bibtex\n{info.bibtex.strip()}\n```"],
+            [*origin.sections, "## Model", _table(rows), _component_table(config)],
+            ["## Citation", f"```bibtex\n{papers}\n```"],
+            base_model=origin.base,
         )
 
     @classmethod
@@ -122,31 +133,31 @@ class _About:
         else:
             summary = f"A bottleneck adapter{of} ({adapter.method}) for `{adapter.architecture}`."
             tags = ["bottleneck-adapter", *([adapter.model_type] if adapter.model_type else [])]
-        return cls(summary, pipeline=_TASKS.get(adapter.head), tags=tags, adapter=adapter)
+        return cls(summary, adapter.head, tags=tags, adapter=adapter)
 
-    def use(self, repo_id: str, self_contained: bool) -> str:
-        """A code block that loads it from the Hub."""
+    def use(self, repo_id: str, self_contained: bool, reader: tuple[str, str] | None) -> str:
+        """A code block that loads it from the Hub, with what makes its inputs: (Auto class, name)."""
         if self.adapter is not None:
             lines = self.adapter.use(repo_id)
-        elif self_contained:
-            lines = [
-                f"from transformers import {self.auto}",
-                "",
-                f'model = {self.auto}.from_pretrained("{repo_id}", trust_remote_code=True)',
-            ]
         else:
-            lines = [
-                f"from transformers import {self.auto}",
-                "",
-                *(["import hf_xformers  # makes the variants known to the Auto classes", ""] if self.sections else []),
-                f'model = {self.auto}.from_pretrained("{repo_id}")',
-            ]
+            made = [(self.auto, "model")] if reader is None else [reader, (self.auto, "model")]
+            trust = ", trust_remote_code=True" if self_contained else ""
+            ours = [] if self_contained or not self.sections else [_IMPORT, ""]
+            lines = [f"from transformers import {', '.join(sorted(auto for auto, _ in made))}", "", *ours]
+            lines += [f'{name} = {auto}.from_pretrained("{repo_id}"{trust})' for auto, name in made]
         return "```python\n" + "\n".join(lines) + "\n```"
+
+
+def _reader(folder: Path) -> tuple[str, str] | None:
+    if (folder / "tokenizer_config.json").is_file():
+        return "AutoTokenizer", "tokenizer"
+    return ("AutoImageProcessor", "processor") if (folder / "preprocessor_config.json").is_file() else None
 
 
 def _config(folder: Path) -> Any:
     from transformers import AutoConfig
 
+    read_object(folder / CONFIG)
     try:
         return AutoConfig.from_pretrained(folder)
     except (ValueError, TypeError, OSError, KeyError) as error:
@@ -160,7 +171,7 @@ def _head(config: Any) -> tuple[str, str]:
     architecture = (
         config.architectures[0] if config.architectures else type(config).__name__.removesuffix("Config") + "Model"
     )
-    heads = sorted((head for head in _TASKS if architecture.endswith(head)), key=len)
+    heads = sorted((head for head in TASKS if architecture.endswith(head)), key=len)
     if heads:
         return heads[-1], architecture
     return ("ForCausalLM" if architecture.endswith("LMHeadModel") else "Model"), architecture
@@ -185,15 +196,13 @@ def _parameters(folder: Path) -> int | None:
     """The numbers that the weight files hold, from their headers."""
     import math
 
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
+    refuse_damaged_weights(folder)
     total = 0
-    for path in folder.glob("model*.safetensors"):
-        try:
-            with safe_open(path, framework="np") as file:
-                total += sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())
-        except SafetensorError as error:
-            raise ValueError(f"{str(path)!r} is damaged ({error}); save or download the checkpoint again") from None
+    for path in weight_files(folder):
+        with safe_open(path, framework="np") as file:
+            total += sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())
     return total or None
 
 
@@ -203,7 +212,7 @@ def _results(record: TrainingRecord, about: _About, datasets: list[str]) -> list
     name = ", ".join(record.data) or "held-out data"
     return [
         EvalResult(
-            task_type=_OF_TASK.get(record.task or "", about.pipeline or "other"),
+            task_type=hub_task(about.head, record.task) or "other",
             dataset_type=dataset or "custom",
             dataset_name=name,
             dataset_split=split,

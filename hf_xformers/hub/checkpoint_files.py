@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from ..saved_files import refuse_damaged_weights, safetensors_defect
 from .flattening import VISIBLE
 
 CONFIG = "config.json"
@@ -54,13 +55,17 @@ def kind_of(folder: Path) -> Kind:
     """Whether a folder holds a model, a PEFT adapter or a bottleneck adapter.
 
     Raises:
-        ValueError: none of them, or weights that are not safetensors.
+        ValueError: none of them, weights that are damaged, or none that are safetensors.
     """
     if not folder.is_dir():
         raise ValueError(f"there is no folder {str(folder)!r}; give the folder of a saved model or adapter")
+    refuse_damaged_weights(folder)
     for kind, (config, weights) in _MARKS.items():
         if (folder / config).is_file():
             if any(folder.glob(weights)):
+                problem = None if kind == MODEL else safetensors_defect(folder / weights)
+                if problem is not None:
+                    raise ValueError(f"{str(folder / weights)!r} {problem}; save or download the adapter again")
                 return kind
             raise ValueError(
                 f"{str(folder)!r} has {config} and no weights {weights}; save the model with `save_pretrained`, which writes "

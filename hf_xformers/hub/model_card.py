@@ -12,10 +12,11 @@ from huggingface_hub import ModelCardData
 
 from ..components import SLOTS
 
-PIPELINES = {
+# Head -> task of `transformers.pipeline`, which has none for encoder-decoders of text.
+PIPELINES: dict[str, str | None] = {
     "ForMaskedLM": "fill-mask",
     "ForCausalLM": "text-generation",
-    "ForSeq2SeqLM": "text2text-generation",
+    "ForSeq2SeqLM": None,
     "ForImageClassification": "image-classification",
 }
 SHAPES = {

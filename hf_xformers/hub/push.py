@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..saved_files import read_object
 from .adapter_card import CONFIGS as ADAPTER_CONFIGS
 from .adapter_card import public_config, read_adapter
 from .bundle import code_files, load_config, with_auto_map
@@ -80,7 +80,7 @@ def prepare_upload(
         public = public_config(folder, kind, read_adapter(folder, kind, base_model))
         if public is not None:
             files[ADAPTER_CONFIGS[kind]] = public
-    has_code = self_contained or (kind == MODEL and "auto_map" in json.loads((folder / CONFIG).read_text()))
+    has_code = self_contained or (kind == MODEL and "auto_map" in read_object(folder / CONFIG))
     own = files[CARD].read_text(encoding="utf-8", errors="replace") if isinstance(files.get(CARD), Path) else None  # type: ignore[union-attr]
     generated = own is None or MARK in own or _TEMPLATE in own
     if generated:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ..saved_files import read_object
 from ..training.run_folder import SUMMARY_FILE
 
 # Figures that are no score: how long it took, on how much.
@@ -50,6 +51,7 @@ def read_record(folder: Path) -> TrainingRecord:
         "task": record.task,
         "data": ", ".join(record.data) or None,
         "started from": record.base_model or (Path(start).name if isinstance(start, str) else None),
+        "teacher": _teacher(summary.get("distillation")),
         "fine-tuned with": summary.get("peft"),
         "training rows": summary.get("train_rows"),
         "tokens per row": summary.get("block_size", summary.get("max_length")),
@@ -68,8 +70,10 @@ def read_record(folder: Path) -> TrainingRecord:
 
 
 def read_summary_of(folder: Path) -> dict[str, Any]:
-    """`training_summary.json` of the run that a folder is or belongs to; empty if there is none."""
-    return _json(_run_of(folder) / SUMMARY_FILE)
+    """`training_summary.json` of the run that a folder is or belongs to; empty if there is none. Raises `ValueError` for one
+    that is damaged."""
+    path = _run_of(folder) / SUMMARY_FILE
+    return read_object(path) if path.is_file() else {}
 
 
 def _run_of(folder: Path) -> Path:
@@ -104,6 +108,11 @@ def _read_data(record: TrainingRecord, summary: dict[str, Any]) -> None:
         language = source.get(key) if isinstance(source, dict) else None
         if language:
             record.languages.append(str(language).split("_")[0].lower())
+
+
+def _teacher(distillation: Any) -> str | None:
+    name = distillation.get("teacher") if isinstance(distillation, dict) else None
+    return None if not isinstance(name, str) else name if is_hub_id(name, "model") else Path(name).name
 
 
 def _scores(figures: dict[str, Any]) -> dict[tuple[str, str], float]:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..saved_files import safetensors_defect, weight_files, weights_defect
+
 # Trainer writes this file last, so it marks a save that came to its end.
 STATE_FILE = "trainer_state.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -50,31 +52,13 @@ def defect(checkpoint: str | Path, world_size: int = 1) -> str | None:
 
 
 def _weights_defect(folder: Path) -> str | None:
-    names = ["model.safetensors"]
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError):
-            return f"its {index.name} is cut off"
-    elif (folder / "adapter_model.safetensors").is_file():
-        names = ["adapter_model.safetensors"]
-    for name in names:
-        path = folder / name
-        if not path.is_file():
-            return f"it has no {name}"
-        if not _whole_safetensors(path):
-            return f"its {name} is cut off"
-    return None
-
-
-def refuse_damaged_weights(name: str | Path) -> None:
-    """Names a truncated or missing safetensors file of a model's folder before anything reads it; raises ValueError."""
-    folder = Path(name).expanduser()
-    if folder.is_dir() and any(folder.glob("*.safetensors")):
-        problem = _weights_defect(folder)
-        if problem is not None:
-            raise ValueError(f"the model {str(name)!r} cannot be loaded: {problem}; copy or save it again")
+    problem, adapter = weights_defect(folder), folder / "adapter_model.safetensors"
+    if problem is not None or weight_files(folder):
+        return problem
+    if not adapter.is_file():
+        return "it has no model.safetensors"
+    problem = safetensors_defect(adapter)
+    return None if problem is None else f"its {adapter.name} {problem}"
 
 
 def misfit(report: Mapping[str, Any], keep: Callable[[str], bool] = lambda key: True) -> str | None:
@@ -90,18 +74,6 @@ def misfit(report: Mapping[str, Any], keep: Callable[[str], bool] = lambda key: 
         if wrong:
             return f"{text} {wrong[0]!r} (and {len(wrong) - 1} more)"
     return None
-
-
-def _whole_safetensors(path: Path) -> bool:
-    """Whether the file is as long as its header says: 8 bytes with the header's length, the header, the tensors."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError:
-            return False
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    return path.stat().st_size == 8 + length + max(ends, default=0)
 
 
 def newest_complete(run: str | Path, world_size: int = 1) -> Path | None:

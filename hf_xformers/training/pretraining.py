@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..components import SLOTS, canonical_fields
+from ..conversion.provenance import carry_provenance
 from ..objectives import Objective, build_objective
+from ..saved_files import refuse_damaged_weights, saving_into, write_json
 from .building import (
     build_config,
     build_model,
@@ -23,7 +25,7 @@ from .building import (
     longest_input,
     longest_sequence,
 )
-from .checkpoints import STATE_FILE, checkpoint_to_resume, misfit, refuse_damaged_weights
+from .checkpoints import STATE_FILE, checkpoint_to_resume, misfit
 from .folder_lock import folder_lock
 from .presets import nearest_size
 from .run_folder import (
@@ -34,7 +36,6 @@ from .run_folder import (
     save_final,
     saved_config,
     start_anew,
-    write_json,
 )
 from .segments import choose_streams
 from .text import STREAM_SHUFFLE_ROWS, TextData, load_splits, make_rows, open_tokenizer, train_tokenizer_for
@@ -247,7 +248,8 @@ class Preparation:
                     vocab_size=self.config.vocab_size,
                     max_length=longest_input(self.config),
                 )
-            tokenizer.save_pretrained(self.folder)
+            with saving_into(self.folder) as staging:
+                tokenizer.save_pretrained(staging)
         return open_tokenizer(str(place), self.objective)
 
     def _plan(self, config: XFormerConfig, tokenizer: Any, train: Any, validation: Any) -> dict[str, Any]:
@@ -322,6 +324,7 @@ def train(
     summary |= results(trainer.state.log_history, trainer.state.global_step, trainer.state.epoch, seconds)
     save_final(trainer)
     if args.should_save:
+        carry_provenance(prepared.plan["init_from"], folder)
         write_json(folder / SUMMARY_FILE, summary)
     if args.world_size > 1:
         trainer.accelerator.end_training()

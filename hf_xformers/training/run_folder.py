@@ -8,14 +8,14 @@ model.safetensors, config.json, generation_config.json, trainer_state.json   the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .checkpoints import checkpoints
+from ..saved_files import STAGING, read_object, saving_into
+from .checkpoints import STATE_FILE, checkpoints
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ..configuration_xformer import XFormerConfig
 
 SUMMARY_FILE = "training_summary.json"
-_STAGING = ".saving"
 # A resumed run must agree in these with the run it continues, or its rows are others.
 _SAME = {
     "objective": "--objective",
@@ -33,21 +32,12 @@ _SAME = {
 }
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Replaces the file at once, so that no reader finds half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(temporary, path)
-
-
 def read_summary(folder: str | Path) -> dict[str, Any]:
-    """`training_summary.json` of a run, or of the run that a checkpoint folder belongs to; empty if there is none."""
+    """`training_summary.json` of a run, or of the run that a checkpoint folder belongs to; empty if there is none. Raises
+    ValueError for one that is damaged: the run would go on with other settings."""
     for place in (Path(folder), Path(folder).parent):
-        try:
-            return json.loads((place / SUMMARY_FILE).read_text())
-        except (OSError, ValueError):
-            continue
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return read_object(place / SUMMARY_FILE)
     return {}
 
 
@@ -76,13 +66,10 @@ def check_same_run(plan: dict[str, Any], checkpoint: Path) -> None:
 
 def saved_config(folder: str | Path) -> dict[str, Any]:
     """The folder's config.json as it is. Raises ValueError where there is no readable one."""
-    path = Path(folder) / "config.json"
     try:
-        return json.loads(path.read_text())
-    except OSError:
+        return read_object(Path(folder) / "config.json")
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{str(folder)!r} holds no config.json; give the folder of a saved model") from None
-    except ValueError:
-        raise ValueError(f"{str(path)!r} is no valid JSON; give the folder of a saved model") from None
 
 
 def check_same_model(config: XFormerConfig, checkpoint: Path) -> None:
@@ -109,15 +96,11 @@ def check_same_model(config: XFormerConfig, checkpoint: Path) -> None:
 def save_final(trainer: Trainer) -> None:
     """Writes model, config, generation config and tokenizer into the run's folder, each file whole or not at all."""
     folder = Path(str(trainer.args.output_dir))
-    staging = folder / _STAGING
-    if trainer.args.should_save:
-        shutil.rmtree(staging, ignore_errors=True)
-    trainer.save_model(str(staging))
-    trainer.accelerator.wait_for_everyone()
-    if not trainer.args.should_save:
-        return
-    for file in sorted(staging.iterdir()):
-        if file.is_file() and file.name != "training_args.bin":  # a pickle, which has no place in a model to share
-            os.replace(file, folder / file.name)
-    shutil.rmtree(staging)
-    trainer.save_state()
+    # Every process takes part in a save, and the one that writes moves the files when all are there.
+    scratch = saving_into(folder) if trainer.args.should_save else contextlib.nullcontext(folder / STAGING)
+    with scratch as staging:
+        trainer.save_model(str(staging))
+        trainer.accelerator.wait_for_everyone()
+        if trainer.args.should_save:
+            (staging / "training_args.bin").unlink(missing_ok=True)  # a pickle has no place in a model to share
+            trainer.state.save_to_json(str(staging / STATE_FILE))

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..objectives import Objective, build_objective
+from ..saved_files import refuse_damaged_weights
 from .building import choose_block_size, language_objectives
-from .checkpoints import misfit, refuse_damaged_weights
+from .checkpoints import misfit
 from .run_folder import read_summary, saved_config
 from .segments import choose_streams
 from .text import TextData, load_splits, make_rows

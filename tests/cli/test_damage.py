@@ -1,15 +1,22 @@
 """Damaged models, names that are none, and empty data: every command that reads a model refuses them in one paragraph, before
 it writes anything. (`finetune` has its own in test_finetune.py, `convert` in tests/conversion.)"""
 
+import contextlib
+import errno
+import json
+import resource
 import shutil
+import subprocess
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hf_xformers.cli.file_errors import explain
 from tests.cli.test_errors import refused
 from tests.training.runs import flags, pretrain
 
+FEW = {"max_steps": 1, "disable_tqdm": "true"}
 SHORT = {"block_size": 16, "max_steps": 1, "disable_tqdm": "true", "per_device_train_batch_size": 4}
 
 
@@ -27,6 +34,16 @@ def commands(model, text, output, good):
         "teacher": ["uptrain", *flags(model=good, teacher=model, data=text, output_dir=output, **SHORT)],
         "swap": ["convert", "--from", str(model), "--to", str(output), "--attention", "talking_heads"],
         "convert": ["convert", "--from", str(model), "--to", str(output)],
+    }
+
+
+def more_commands(model, output):
+    """The commands that read any checkpoint."""
+    return {
+        "push": ["push", str(model), "--repo", "user/m", "--dry-run"],
+        "bundle": ["bundle", str(model), "--to", str(output)],
+        "card": ["card", str(model), "--to", str(output) + ".md"],
+        "export": ["export", "--model", str(model), "--output", str(output) + ".onnx"],
     }
 
 
@@ -70,7 +87,42 @@ def broken_config(model):
     return ["config.json"]
 
 
-DAMAGE = [cut_off, no_header, missing, unexpected, other_size, broken_config]
+def random_bytes(model):
+    (model / "model.safetensors").write_bytes(bytes(range(256)) * 8)
+    return ["model.safetensors"]
+
+
+def absurd_header(model):
+    path = model / "model.safetensors"
+    header = json.dumps({"x": {"dtype": "F32", "shape": [-1], "data_offsets": [8, 4]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    return ["model.safetensors"]
+
+
+def header_that_is_a_list(model):
+    (model / "model.safetensors").write_bytes((4).to_bytes(8, "little") + b"[ ] ")
+    return ["model.safetensors"]
+
+
+def config_that_is_a_list(model):
+    (model / "config.json").write_text("[1, 2]")
+    return ["config.json", "holds a list"]
+
+
+def config_that_is_null(model):
+    (model / "config.json").write_text("null")
+    return ["config.json", "holds null"]
+
+
+def index_outside(model):
+    shutil.move(model / "model.safetensors", model.parent / "outside.safetensors")
+    names = dict.fromkeys(load_file(model.parent / "outside.safetensors"), "../outside.safetensors")
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    return ["'../outside.safetensors'", "which is not in the folder"]
+
+
+FILES = [random_bytes, absurd_header, header_that_is_a_list, config_that_is_a_list, config_that_is_null, index_outside]
+DAMAGE = [cut_off, no_header, missing, unexpected, other_size, broken_config, *FILES]
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
@@ -87,6 +139,143 @@ def test_damaged_models(command, damage, text, bert, tmp_path, capsys):
     assert any(remedy in message for remedy in ("again", "give the folder", "save"))
     assert before == {path: path.read_bytes() for path in model.rglob("*") if path.is_file()}
     assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("damage", [cut_off, *FILES], ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("command", ["push", "bundle", "card", "export"])
+def test_damaged_models_to_share(command, damage, bert, tmp_path, capsys):
+    if command == "export":
+        pytest.importorskip("onnxscript")
+    model = shutil.copytree(bert, tmp_path / "model")
+    words = damage(model)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    message = refused(capsys, *more_commands(model, tmp_path / "out")[command])
+    assert all(word in message for word in [*words, str(model), "again"])
+    assert before == sorted(path.name for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["evaluate", "pretrain", "uptrain", "push", "card"])
+@pytest.mark.parametrize("content", ["[]", "null", '{"seed": '])
+def test_damaged_summaries(command, content, text, bert, tmp_path, capsys):
+    model = shutil.copytree(bert, tmp_path / "model")
+    (model / "training_summary.json").write_text(content)
+    known = {**commands(model, text, tmp_path / "out", bert), **more_commands(model, tmp_path / "out")}
+    message = refused(capsys, *known[command])
+    assert str(model / "training_summary.json") in message and "again" in message
+    assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------------------------------------------- places to write to
+
+
+def writers(model, text, output):
+    """Every command that writes into a folder or a file."""
+    file = output if output.is_file() else output.with_name(output.name + ".file")
+    rows = file.parent.parent / "rows.csv"
+    rows.write_text("text,label\n" + "karan losel,a\nmitor nevin,b\n" * 8)
+    return {
+        "pretrain": ["pretrain", *flags(init_from=model, data=text, output_dir=output, **SHORT)],
+        "uptrain": ["uptrain", *flags(model=model, data=text, output_dir=output, **SHORT)],
+        "finetune": ["finetune", *flags(task="text-classification", model=model, data=rows, output_dir=output, **FEW)],
+        "convert": ["convert", "--from", str(model), "--to", str(output), "--overwrite"],
+        "swap": ["convert", "--from", str(model), "--to", str(output), "--overwrite", "--attention", "talking_heads"],
+        "bundle": ["bundle", str(model), "--to", str(output)],
+        "card": ["card", str(model), "--to", str(file)],
+        "export": ["export", "--model", str(model), "--output", str(file)],
+        "benchmark": ["benchmark", "--variants", "bert", "--output_dir", str(output)],
+    }
+
+
+WRITERS = ["pretrain", "uptrain", "finetune", "convert", "swap", "bundle", "card"]
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A small disk of its own: (folder, function that mounts it with options)."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(*options):
+        done = subprocess.run(["mount", *options, str(folder)], capture_output=True)
+        if done.returncode:
+            pytest.skip("a disk can be mounted by root alone")
+
+    mount("-t", "tmpfs", "-o", "size=160k", "tmpfs")
+    yield folder, mount
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture
+def file_limit():
+    """No file may grow beyond 12 kB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("command", WRITERS)
+def test_a_full_disk(command, text, bert, disk, capsys):
+    """What stood in the place is there afterwards, byte for byte, and nothing else."""
+    folder, _ = disk
+    output = shutil.copytree(bert, folder / "out")
+    arguments = writers(bert, text, output)[command]
+    (folder / "out.file").write_text("a card")
+    with open(folder / "ballast", "wb") as ballast, contextlib.suppress(OSError):
+        ballast.write(b"x" * 200_000)
+    before = contents(folder)
+    message = refused(capsys, *arguments)
+    assert "no space left" in message or "see that the disk has space" in message
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("command", WRITERS)
+def test_files_that_grow_too_long(command, text, bert, tmp_path, file_limit, capsys):
+    (tmp_path / "there").mkdir()
+    output = tmp_path / "there" / "out"
+    arguments = writers(bert, text, output)[command]
+    file_limit()
+    message = refused(capsys, *arguments)
+    assert "ulimit -f" in message
+    assert not list(output.glob("model.safetensors"))
+
+
+@pytest.mark.parametrize("command", [*WRITERS, "export", "benchmark"])
+def test_a_disk_that_is_read_only(command, text, bert, disk, capsys):
+    if command == "export":
+        pytest.importorskip("onnxscript")
+    folder, mount = disk
+    arguments = writers(bert, text, folder / "out")[command]
+    mount("-o", "remount,ro")
+    assert "can be read only" in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize("command", [*WRITERS, "export", "benchmark"])
+@pytest.mark.parametrize("inside", [False, True], ids=["a file", "in a file"])
+def test_output_that_is_a_file(command, inside, text, bert, tmp_path, capsys):
+    (tmp_path / "there").mkdir()
+    place = tmp_path / "there" / "out"
+    place.write_text("mine")
+    if command in ("card", "export") and not inside:
+        pytest.skip("a file is what it writes")
+    message = refused(capsys, *writers(bert, text, place / "inner" if inside else place)[command])
+    assert str(place) in message and "give" in message
+    assert place.read_text() == "mine"
+
+
+def test_what_the_system_says():
+    """The number decides, wherever it stands; a bug stays one."""
+    assert "no space left" in explain(Exception("I/O error: No space left on device (os error 28)"))
+    assert explain(OSError(errno.EROFS, "x", "/a/b")).startswith("'/a/b': the disk can be read only")
+    assert explain(OSError("cannot be reached")) == "cannot be reached"
+    assert explain(KeyError("x")) is None and explain(RuntimeError("shapes")) is None
 
 
 @pytest.mark.parametrize("name", ["not a repository", "a/b/c", "./nowhere", "owner/"])

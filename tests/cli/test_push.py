@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -446,9 +447,10 @@ def test_pipeline_of_heads(head, tmp_path):
         "Model": "feature-extraction",
         "ForCausalLM": "text-generation",
         "ForSequenceClassification": "text-classification",
-        "ForQuestionAnswering": "question-answering",
+        "ForQuestionAnswering": None,  # transformers has no such pipeline
     }
-    assert front(card)["pipeline_tag"] == tags[head] and "model-index" not in front(card)
+    assert front(card).get("pipeline_tag") == tags[head] and "model-index" not in front(card)
+    assert ("question-answering" in front(card)["tags"]) == (head == "ForQuestionAnswering")
     assert "AutoModelF" + head[1:] in card or head == "Model"
 
 
@@ -502,3 +504,112 @@ def test_no_connection():
         raise HTTPError("no route to host")
     with pytest.raises(KeyError), _plain_errors("user/x"):  # a bug stays one
         raise KeyError("x")
+
+
+def test_tasks_that_transformers_has():
+    from transformers.pipelines import SUPPORTED_TASKS
+
+    from hf_xformers.families import HEADS
+    from hf_xformers.hub.card_metadata import TASKS
+
+    assert set(TASKS) <= set(HEADS) and {task for task in TASKS.values() if task} <= set(SUPPORTED_TASKS)
+
+
+# ---------------------------------------------------------------------------------------------------- where it came from
+
+
+@pytest.fixture(scope="module")
+def swapped(tmp_path_factory):
+    """A BERT of transformers swapped to Longformer's attention and Performer in one layer, and swapped back."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    root = tmp_path_factory.mktemp("swapped")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    BertForMaskedLM(BertConfig(vocab_size=60, max_position_embeddings=20, **sizes)).save_pretrained(root / "theirs")
+    layers = json.dumps({"1": {"attention": "performer"}})
+    for arguments in (
+        ["--from", root / "theirs", "--to", root / "long", "--attention", "longformer"],
+        ["--from", root / "long", "--to", root / "longer", "--max-length", "40", "--per-layer-config", layers],
+        ["--from", root / "long", "--to", root / "again", "--attention", "dense"],
+        ["--from", root / "theirs", "--to", root / "ours"],
+    ):
+        assert main(["convert", *map(str, arguments)]) == 0
+    return root
+
+
+def test_card_of_a_swap(swapped, monkeypatch):
+    from hf_xformers.hub import origin_card
+
+    card = prepare_upload(swapped / "longer", "user/m").card
+    assert "freely mixed" not in card and str(swapped) not in card
+    assert "`XFormerForMaskedLM`: a trained `BertForMaskedLM` (Devlin et al." in card
+    for part in ("attention `performer` in place of `dense`", "`attention`: dense -> longformer", ": tensors "):
+        assert part in card, part
+    assert "outputs, before any further training: KL" in card and "`max_position_embeddings`: 20 -> 40" in card
+    for paper in (
+        "Longformer: The Long-Document Transformer",
+        "Rethinking Attention with {P}erformers",
+        "{BERT}: Pre-training",
+    ):
+        assert paper in card.split("## Citation")[1]
+    assert "base_model" not in front(card)
+    monkeypatch.setattr(origin_card, "is_hub_id", lambda name, kind: True)  # as if it had come from the Hub
+    data = front(prepare_upload(swapped / "longer", "user/m").card)
+    assert data["base_model"] == str(swapped / "theirs")
+    assert "converted" in prepare_upload(swapped / "ours", "user/m").card
+
+
+def test_training_hands_on_where_a_model_came_from(swapped, tmp_path):
+    from hf_xformers.conversion.provenance import carry_provenance, read_provenance
+
+    (tmp_path / "run").mkdir()
+    carry_provenance(str(swapped / "longer"), tmp_path / "run")
+    found = read_provenance(tmp_path / "run")
+    assert [step.variants for step in found.steps()] == [("xf_bert", "xformer"), ("xformer", "xformer")]
+    carry_provenance(str(swapped / "theirs"), tmp_path / "run")  # says nothing
+    assert read_provenance(tmp_path / "run") is None
+
+
+def test_back_to_the_family_it_came_from(swapped, tmp_path, capsys):
+    """With its components again a swapped model is one of transformers' again, of the same numbers."""
+    from transformers import AutoModelForMaskedLM
+
+    assert main(["convert", "--from", str(swapped / "again"), "--to", str(tmp_path / "back")]) == 0
+    ids = torch.arange(5, 15)[None]
+    before, after = (
+        AutoModelForMaskedLM.from_pretrained(place).eval() for place in (swapped / "theirs", tmp_path / "back")
+    )
+    assert type(after) is type(before)
+    with torch.no_grad():
+        torch.testing.assert_close(after(ids).logits, before(ids).logits, atol=1e-5, rtol=1e-5)
+    capsys.readouterr()
+    assert main(["convert", "--from", str(swapped / "long"), "--to", str(tmp_path / "no")]) == 2
+    assert "has attention 'longformer', which that family does not; swap it back" in capsys.readouterr().err
+
+
+def test_card_of_a_free_mix(tmp_path):
+    cls = config_class("xformer")
+    model = family("xformer")["ForCausalLM"](cls(**{**tiny_fields(cls, "decoder"), "attention": "performer"}))
+    model.save_pretrained(tmp_path / "m")
+    card = prepare_upload(tmp_path / "m", "user/m").card
+    assert "a Transformer with attention `performer` in place of `dense`" in card and "## Mechanism" in card
+    assert "Rethinking Attention with {P}erformers" in card and "A Survey of Transformers" in card
+
+
+def test_metadata(folders, tmp_path):
+    """An example to try with the tokenizer's own mask, the metrics, and what the model was trained on."""
+    shutil.copytree(folders / "run", tmp_path / "m")
+    data = front(prepare_upload(tmp_path / "m", "user/m").card)
+    assert data["metrics"] == ["perplexity"] and "widget" not in data  # its tokenizer has no mask
+    settings = json.loads((tmp_path / "m" / "tokenizer_config.json").read_text())
+    (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps({**settings, "mask_token": "<gap>"}))
+    data = front(prepare_upload(tmp_path / "m", "user/m").card)
+    assert "<gap>" in data["widget"][0]["text"]
+    summary = json.loads((tmp_path / "m" / "training_summary.json").read_text())
+    summary |= {"distillation": {"teacher": "/secret/big-teacher"}, "eval_accuracy": 0.5}
+    (tmp_path / "m" / "training_summary.json").write_text(json.dumps(summary))
+    card = prepare_upload(tmp_path / "m", "user/m").card
+    assert "| teacher | big-teacher |" in card and "/secret" not in card
+    assert front(card)["metrics"] == ["perplexity", "accuracy"]
+    assert 'AutoTokenizer.from_pretrained("user/m")' in card

@@ -1,0 +1,110 @@
+"""What a checkpoint's card says of components that are not its family's own: what they are, and what they were put in place of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..components import SLOTS
+from ..conversion.provenance import Provenance, read_provenance
+from ..families import VariantInfo
+from ..modeling_xformer import layer_configs
+from .training_record import is_hub_id
+
+
+@dataclass
+class Origin:
+    """summary: a sentence; None where the family's own says it. sections: Markdown. infos: whose papers to cite. base: Hub id
+    of the first source."""
+
+    summary: str | None = None
+    sections: list[str] = field(default_factory=list)
+    infos: list[VariantInfo] = field(default_factory=list)
+    base: str | None = None
+
+
+def origin_of(folder: Path, config: Any, architecture: str) -> Origin:
+    """What the model of a checkpoint folder, of the configuration `config`, was made of.
+
+    Raises:
+        ValueError: the folder's account of a conversion is damaged.
+    """
+    from ..variants import config_class
+
+    known = read_provenance(folder)
+    steps = [] if known is None else known.steps()
+    family = steps[0].variants[0] if steps else config.model_type
+    start = config_class(family)
+    mechanisms = _mechanisms(config, start())
+    if known is None and config.model_type != "xformer":
+        return Origin(infos=[config.info])
+    origin = Origin(infos=[start.info] if family != "xformer" else [])
+    if steps and is_hub_id(steps[0].source, "model"):
+        origin.base = steps[0].source
+    if known is not None:
+        origin.sections += _steps(steps)
+    parts = [f"{slot} `{new}` in place of `{old}`" for slot, old, new in mechanisms]
+    if steps:
+        was = f"`{origin.base}`" if origin.base else f"a trained `{steps[0].classes[0]}`"
+        what = f"{was} ({start.info.paper}) with {', '.join(parts)}" if parts else f"{was}, converted"
+    else:
+        what = f"a Transformer with {', '.join(parts)}" if parts else "the vanilla Transformer"
+    origin.summary = f"`{architecture}`: {what}."
+    shown = []
+    for slot, _, new in mechanisms:
+        info = mechanism_info(slot, new)
+        if info is not None and info not in origin.infos:
+            origin.infos.append(info)
+            text = f"**{slot} `{new}`**: the Transformer with {info.summary} ([{info.paper}]({info.url}))."
+            shown.append(f"{text} Cost of that variant in T tokens: {info.cost}.\n\n$$\n{info.equation}\n$$")
+    if shown:
+        origin.sections += ["## Mechanism", *shown]
+    origin.infos.append(config_class("xformer").info)  # the survey, which the free mix is after
+    return origin
+
+
+def mechanism_info(slot: str, name: str) -> VariantInfo | None:
+    """What the variants say of a component: the one that is called as it is, or the only one that has it."""
+    from ..variants import config_class, model_types
+
+    own = f"xf_{name}"
+    names = [own] if own in model_types() else list(model_types())
+    found = [config_class(key) for key in names if getattr(config_class(key)(), slot).type == name]
+    return found[0].info if len(found) == 1 else None
+
+
+def _mechanisms(config: Any, start: Any) -> list[tuple[str, str, str]]:
+    """(slot, component of the start, component of the config), where the two differ in some layer of some tower."""
+    found: list[tuple[str, str, str]] = []
+    for tower in config.tower_configs():
+        for layer in layer_configs(tower):
+            for slot in SLOTS:
+                old, new = getattr(start, slot).type, getattr(layer, slot).type
+                if old != new and (slot, old, new) not in found:
+                    found.append((slot, old, new))
+    return found
+
+
+def _steps(steps: list[Provenance]) -> list[str]:
+    lines = []
+    for step in steps:
+        where = f"`{step.source}`" if is_hub_id(step.source, "model") else f"a saved `{step.classes[0]}`"
+        counts = ", ".join(f"{count} {name}" for name, count in step.tensors.items())
+        text = f"- {where} -> `{step.classes[1]}`: tensors {counts}."
+        for name, change in step.changes.items():
+            before, after = (_short(value) for value in change)
+            text += f"\n  - `{name}`: {before} -> {after}" if before != after else f"\n  - `{name}`: other settings"
+        if step.movement:
+            text += f"\n  - outputs, before any further training: {step.movement}"
+        lines.append(text)
+    return ["## Origin", "\n".join(lines)]
+
+
+def _short(value: Any) -> str:
+    """A component by its name; of several by layer or tower, each."""
+    if not isinstance(value, dict):
+        return "none" if value is None else str(value)
+    if "type" in value:
+        return str(value["type"])
+    return ", ".join(f"{key}: {_short(part)}" for key, part in value.items())
