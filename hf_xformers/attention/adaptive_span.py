@@ -15,6 +15,7 @@ from ..context import LayerContext, SublayerOutput, self_attention_cache
 from ..losses import ONE_MORE_OUTPUT
 from ..ops.block_sparse import block_sparse_attention
 from ..ops.patterns import band
+from ..ops.products import wide_products
 from ..ops.shifted_rows import shift_rows
 from ..ops.window_attention import window_attention
 from .base import Attention, AttentionSpec
@@ -203,10 +204,10 @@ class AdaptiveSpanAttention(Attention):
         dropped = context.key_index.shape[0] - key.shape[2]
         places = context.key_index[dropped:]
         offset = context.query_index[:, None] - places[None, :]
-        scores = torch.matmul(query, key.transpose(-1, -2))
+        scores = wide_products(query, key)
         if relative is not None:
             rows = self._relative_rows(offset).expand(*scores.shape)
-            scores = scores + torch.matmul(query, relative.t()).gather(-1, rows)
+            scores = scores + wide_products(query, relative).gather(-1, rows)
         bias = context.shared.get("score_bias")
         if bias is not None:
             scores = scores + bias.block(context.query_index, places)
@@ -291,8 +292,8 @@ class AdaptiveSpanAttention(Attention):
             own = spans[:, None, None] if chosen is None else chosen[..., None]
             along = _log(self._mask(offset, own)).expand(*own.shape[:-2], count, -1)
             if relative is not None:
-                along = along + torch.matmul(q, relative[self._relative_rows(offset)].t())
-            scores = shift_rows(along, high - low) + torch.matmul(q, k.transpose(-1, -2))
+                along = along + wide_products(q, relative[self._relative_rows(offset)])
+            scores = shift_rows(along, high - low) + wide_products(q, k)
             if bias is not None:
                 scores = scores + bias.block(context.query_index[rows], context.key_index[seen])
             mask = visible_block(context, False, rows, seen, order=False)  # the order is in the offsets
@@ -300,9 +301,11 @@ class AdaptiveSpanAttention(Attention):
                 scores = scores.masked_fill(~mask, -math.inf)
             top = scores.detach().amax(-1, keepdim=True)
             powers = torch.exp(scores - top.masked_fill(top == -math.inf, 0.0))
-            sums = _not_zero(powers.sum(-1, keepdim=True))
-            powers = F.dropout(powers, dropout) if dropout else powers
-            return (torch.matmul(powers.to(v.dtype), v) / sums.to(v.dtype)).transpose(1, 2)
+            weights = powers / _not_zero(
+                powers.sum(-1, keepdim=True)
+            )  # before the cast: sums over a text may have no room
+            weights = F.dropout(weights, dropout) if dropout else weights
+            return torch.matmul(weights.to(v.dtype), v).transpose(1, 2)
 
         return over_query_blocks(block, length, at_once, (query, 2), (spans if self.spec.dynamic else None, 2))
 

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from ..components import Spec
 from ..context import LayerContext, SublayerOutput, self_attention_cache
 from ..initialization import start_projections
+from ..ops.products import wide_products
 from ..weight_decay import Undecayed
 
 
@@ -188,7 +189,7 @@ def literal_softmax_attention(
     scaling: float,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale * Q K^T + bias) V with masked pairs excluded, written out.
+    """softmax(scale * Q K^T + bias) V with masked pairs excluded, written out; scores in float32 at least.
 
     query [B, H, T, d], key and value [B, K, S, d] (K divides H); mask [B or 1, 1 or H, T or 1, S] boolean, True = may
     attend; bias broadcastable to [B, H, T, S] -> output [B, T, H, d], weights [B, H, T, S]. A row that may attend to
@@ -197,16 +198,12 @@ def literal_softmax_attention(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    scores = torch.matmul(query, key.transpose(-1, -2)) * scaling
+    scores = wide_products(query, key) * scaling
     if bias is not None:
         scores = scores + bias
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    weights = (
-        torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-        if scores.dtype != torch.float64
-        else torch.softmax(scores, dim=-1)
-    )
+    weights = torch.softmax(scores, dim=-1).to(query.dtype)
     if mask is not None:
         weights = weights.masked_fill(~mask, 0.0)
     dropped = nn.functional.dropout(weights, dropout) if dropout else weights

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..components import register
 from ..context import LayerContext, SublayerOutput, self_attention_cache
+from ..ops.products import wide_products
 from .base import Attention, AttentionSpec
 from .query_blocks import last_key, over_query_blocks, rows_at_once, shared_rows, visible_softmax
 from .visibility import rows_can_be_empty, visible_block
@@ -119,8 +120,7 @@ class ComplexAttention(Attention):
         self, first: Tensor, second: Tensor, key: Any, value: Any, context: LayerContext, rows: slice
     ) -> tuple[Tensor, Tensor]:
         """first, second [B, H, t, 2 d]: what gives the real and the imaginary part of a product with a key."""
-        turned = key.transpose(-1, -2)
-        real, imaginary = torch.matmul(first, turned), torch.matmul(second, turned)
+        real, imaginary = wide_products(first, key), wide_products(second, key)
         # The root has no slope at 0; a constant far below rounding gives it one.
         scores = (real.square() + imaginary.square() + 1e-12).sqrt() * self.scaling
         mask = visible_block(context, self.cross, rows, slice(0, key.shape[2]))

@@ -12,6 +12,8 @@ from ..cache import RecurrentStateLayer
 from ..components import register
 from ..context import LayerContext, SublayerOutput
 from ..initialization import start_projections
+from ..ops.products import wide_products
+from ..ops.segments import accumulation_dtype
 from .base import Attention, AttentionSpec
 
 # What the stack hands to a layer. One step reads the older and the recent part of its window; a whole sequence at once
@@ -68,22 +70,23 @@ class FeedbackAttention(Attention):
         self, query: Tensor, keys: Tensor, values: Tensor, recent_keys: Tensor, recent_values: Tensor
     ) -> Tensor:
         """query [B, K, G, d] -> [B, K, G, d]."""
-        scores = torch.cat([query @ keys.mT, query @ recent_keys.mT], dim=-1) + query @ self.key_positions.mT
-        weights = self.distribute(scores)
+        scores = torch.cat([wide_products(query, keys), wide_products(query, recent_keys)], dim=-1)
+        weights = self.distribute(scores + wide_products(query, self.key_positions)).to(values.dtype)
         older = keys.shape[-2]
         return weights[..., :older] @ values + weights[..., older:] @ recent_values
 
     def read_all(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """query [B, K, G, T, d] -> output [B, K, G, T, d] and weights [B, K, G, T, W]."""
         keys, values = (tensor.unfold(2, self.window, 1) for tensor in (keys, values))  # [B, K, T, d, W], not copied
-        scores = torch.einsum("bkgtd,bktdw->bkgtw", query, keys) + query @ self.key_positions.mT
-        weights = self.distribute(scores)
+        with torch.autocast(query.device.type, enabled=False):
+            wide = accumulation_dtype(query.dtype)
+            scores = torch.einsum("bkgtd,bktdw->bkgtw", query.to(wide), keys.to(wide))
+        weights = self.distribute(scores + wide_products(query, self.key_positions)).to(values.dtype)
         return torch.einsum("bkgtw,bktdw->bkgtd", weights, values), weights
 
     def distribute(self, scores: Tensor) -> Tensor:
-        """softmax(scale * scores) over the window, in float32 at least, with dropout in training."""
-        wide = scores if scores.dtype == torch.float64 else scores.float()
-        weights = torch.softmax(wide * self.scaling, dim=-1).to(scores.dtype)
+        """softmax(scale * scores) over the window, with dropout in training."""
+        weights = torch.softmax(scores * self.scaling, dim=-1)
         return nn.functional.dropout(weights, self.dropout, self.training)
 
     def by_key(self, weights: Tensor, context: LayerContext) -> Tensor:

@@ -10,8 +10,14 @@ from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
 from ..cache import RecurrentStateLayer
 from ..context import LayerContext, SublayerOutput, self_attention_cache
-from ..ops.linear_attention import LinearState, kernel_attention, linear_attention, linear_attention_read
-from ..ops.segments import accumulation_dtype
+from ..ops._linear_kernels import vanishes
+from ..ops.linear_attention import (
+    LinearState,
+    kernel_attention,
+    linear_attention,
+    linear_attention_read,
+)
+from ..ops.products import wide_products, widened
 from .base import Attention, AttentionSpec
 
 
@@ -38,6 +44,11 @@ class LinearAttention(Attention):
     def phi(self, x: Tensor, *params: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """[B, H, t, d] -> features [B, H, t, F], or those and the logarithm of a factor [B, H, t]; token by token."""
         raise NotImplementedError
+
+    @property
+    def query_phi(self) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
+        """phi of a query, times any factor of its own, which cancels."""
+        return self.phi
 
     def phi_params(self, context: LayerContext) -> tuple[Tensor, ...]:
         """The tensors that `phi` needs beside its input."""
@@ -104,7 +115,7 @@ class LinearAttention(Attention):
         cached = isinstance(past, EncoderDecoderCache) and not context.static
         if cached and past.is_updated.get(step):
             state = _unpack(past.cross_attention_cache.layers[step])
-            features, _ = _pair(self.phi(query, *self.phi_params(context)))
+            features, _ = _pair(self.query_phi(*widened(query), *self.phi_params(context)))
             return linear_attention_read(features, state, eps=self.eps).to(query.dtype), None
         key, value = self._keys_and_values(memory)
         output, state = self._mix(query, key, value, mask, context, None, None)
@@ -134,11 +145,10 @@ class LinearAttention(Attention):
             "eps": self.eps,
         }
         if rotation is None:  # features are made piece by piece, and again in the backward pass
-            return kernel_attention(query, key, value, self.phi, *params, **options)
-        phi_q, _ = _pair(self.phi(query, *params))
-        phi_k, logs = _pair(self.phi(key, *params))
-        if rotation is not None:
-            options |= {"rotated_q": rotation(phi_q), "rotated_k": rotation(phi_k)}
+            return kernel_attention(query, key, value, self.query_phi, *params, key_map=self.phi, **options)
+        phi_q, _ = _pair(self.query_phi(*widened(query), *params))
+        phi_k, logs = _pair(self.phi(*widened(key), *params))
+        options |= {"rotated_q": rotation(phi_q), "rotated_k": rotation(phi_k)}
         return linear_attention(phi_q, phi_k, value, log_weight=logs, **options)
 
     def _literal(
@@ -151,10 +161,11 @@ class LinearAttention(Attention):
         rotation: Callable[[Tensor], Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
         """The matrix of all products, divided by its row sums -> output [B, H, T, d], weights [B, H, T, S]."""
-        dtype, params = accumulation_dtype(value.dtype), self.phi_params(context)
-        phi_q, _ = _pair(self.phi(query, *params))
-        phi_k, logs = _pair(self.phi(key, *params))
-        products = phi_q.to(dtype) @ phi_k.to(dtype).mT
+        params = self.phi_params(context)
+        phi_q, _ = _pair(self.query_phi(*widened(query), *params))
+        phi_k, logs = _pair(self.phi(*widened(key), *params))
+        products = wide_products(phi_q, phi_k)
+        dtype = products.dtype
         factors = products.new_ones(()) if visible is None else visible.to(dtype)
         if logs is not None:
             # Relative to the largest factor that a query sees: a later key changes nothing, not even by underflow.
@@ -164,10 +175,10 @@ class LinearAttention(Attention):
             factors = (logs - top.masked_fill(top == -torch.inf, 0.0)).exp()
         sums = (products * factors).sum(-1, keepdim=True) + self.eps
         if rotation is not None:
-            products = rotation(phi_q).to(dtype) @ rotation(phi_k).to(dtype).mT
-        empty = sums == 0
+            products = wide_products(rotation(phi_q), rotation(phi_k))
+        empty = vanishes(sums)
         weights = (products * factors / sums.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
-        return (weights @ value.to(dtype)).to(value.dtype), weights.to(value.dtype)
+        return wide_products(weights, value.mT).to(value.dtype), weights.to(value.dtype)
 
 
 def state_layer(past_key_values: Cache | None, step: int) -> RecurrentStateLayer | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ..components import register
 from ..context import LayerContext
-from ..ops.feature_pullbacks import EluPlusOne
+from ..ops.feature_pullbacks import EluPlusOne, RelativeElu
 from ..ops.folded_linear_attention import folded_sums, read_folded_sums
 from .base import is_plain_linear
 from .linear import LinearAttention, LinearSpec
@@ -25,10 +27,17 @@ class LinearTransformerAttention(LinearAttention):
     """
 
     phi = EluPlusOne()
+    relative_phi = RelativeElu()
 
     def __init__(self, config, spec: LinearTransformerSpec, **where):
         super().__init__(config, spec, **where)
         self.eps = float(spec.eps)
+
+    @property
+    def query_phi(self) -> Callable[..., Tensor]:
+        """Features relative to their largest, which cancels where nothing is added to the denominator: those of a query of
+        large negative numbers would underflow."""
+        return self.phi if self.eps else self.relative_phi
 
     def _folds(self, states: Tensor, context: LayerContext) -> bool:
         """Whether the projections of values and outputs may go into the sums, and whether that pays."""

@@ -16,6 +16,7 @@ from ..initialization import start_projections
 from ..ops.feature_maps import elu_plus_one
 from ..ops.head_groups import over_head_groups
 from ..ops.linear_attention import LinearState, linear_attention
+from ..ops.products import wide_products
 from ..ops.segments import accumulation_dtype
 from .base import Attention, AttentionSpec, literal_softmax_attention
 from .linear import state_layer
@@ -211,7 +212,7 @@ class LunaAttention(Attention):
         share = (1.0 / count.clamp(min=1).to(accumulation_dtype(value.dtype)))[:, None, :, None]
         weights = None
         if self.wants_weights(context) and not state:
-            output, weights = self._decode_literal(query, key, value, elu_plus_one(key @ slots.mT), share, real)
+            output, weights = self._decode_literal(query, key, value, slots, share, real)
         if layer is not None:
             found, keys, values = self._scan(query, key, value, slots, share, mask, state)
             output = output if weights is not None else found
@@ -237,28 +238,28 @@ class LunaAttention(Attention):
         state: dict[str, Tensor],
     ) -> tuple[Tensor, LinearState, LinearState]:
         """Both sums as causal scans, and the states after them."""
-        opened = elu_plus_one(key @ slots.mT)  # a, [B, H, T, l]
+        opened = elu_plus_one(wide_products(key, slots))  # a, [B, H, T, l]
         options = {"causal": True, "key_padding_mask": mask, "normalize": False, "return_state": True}
         options["chunk_size"] = self.spec.chunk_size
         keys = (state["keys"], _sums(state["keys"])) if state else None
-        scores, keys = linear_attention(query, key, opened, state=keys, **options)
-        chosen = torch.softmax(scores * share.to(scores.dtype), dim=-1)
+        # Sums grow with the text: they are divided before anything is brought back to half precision.
+        scores, keys = linear_attention(query.to(share.dtype) * share, key, opened, state=keys, **options)
+        chosen = torch.softmax(scores, dim=-1) * share
         # When tied, what the values were written to is what the keys were written to, turned over.
         values = state.get("values", state["keys"].mT.contiguous()) if state else None
         values = (values, _sums(values)) if values is not None else None
         found, values = linear_attention(chosen, opened, value, state=values, **options)
-        return found * share.to(found.dtype), keys, values
+        return found, keys, values
 
     def _decode_literal(
-        self, query: Tensor, key: Tensor, value: Tensor, opened: Tensor, share: Tensor, real: Tensor
+        self, query: Tensor, key: Tensor, value: Tensor, slots: Tensor, share: Tensor, real: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Both sums with their [T, T] matrices."""
-        dtype, length = share.dtype, query.shape[2]
-        query, key, opened = query.to(dtype), key.to(dtype), opened.to(dtype)
+        length, opened = query.shape[2], elu_plus_one(wide_products(key, slots))
         seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril() & real[:, None, None]
-        scores = (query @ key.mT * seen) @ opened * share
-        weights = torch.softmax(scores, dim=-1) @ opened.mT * seen * share
-        return (weights @ value.to(dtype)).to(value.dtype), weights.to(value.dtype)
+        scores = wide_products(wide_products(query, key) * seen, opened.mT) * share
+        weights = wide_products(torch.softmax(scores, dim=-1), opened) * seen * share
+        return wide_products(weights, value.mT).to(value.dtype), weights.to(value.dtype)
 
 
 def _sums(kv: Tensor) -> Tensor:

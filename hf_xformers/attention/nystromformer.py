@@ -11,7 +11,7 @@ from ..components import aliased, register
 from ..context import LayerContext
 from ..ops.head_convolution import convolve_heads
 from ..ops.nystrom import iterative_pinv, nystrom_attention, segment_means
-from ..ops.segments import accumulation_dtype
+from ..ops.products import wide_products, widened
 from .base import Attention, AttentionSpec
 
 
@@ -72,25 +72,26 @@ class NystromAttention(Attention):
 
     def matrix(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
         """The approximated attention matrix [B, H, T, T], its three factors multiplied out."""
-        most, dtype = self.spec.num_landmarks, accumulation_dtype(query.dtype)
+        most, dtype = self.spec.num_landmarks, query.dtype
+        query, key = widened(query, key)
         real = query.new_ones(query.shape[0], query.shape[2], dtype=torch.bool) if mask is None else mask
-        exact = _softmax(query @ key.mT * self.scaling, real[:, None, None])
+        exact = _softmax(wide_products(query, key) * self.scaling, real[:, None, None])
         if query.shape[2] <= most:
-            return exact
+            return exact.to(dtype)
         query_means, count = segment_means(query, most, real)
         key_means, _ = segment_means(key, most, real)
         used = (count > 0)[:, None, None]  # [B, 1, 1, m]
-        first = _softmax(query @ key_means.mT * self.scaling, used)
-        middle = _softmax(query_means @ key_means.mT * self.scaling, used) * used.mT
-        last = _softmax(query_means @ key.mT * self.scaling, real[:, None, None])
-        middle = middle.to(dtype)
-        if self.spec.pinv_iterations is None:
-            inverse = torch.linalg.pinv(middle)
-        else:
-            inverse = iterative_pinv(middle, self.spec.pinv_iterations, init=self.spec.pinv_init)
-        product = first.to(dtype) @ inverse @ last.to(dtype)
+        first = _softmax(wide_products(query, key_means) * self.scaling, used)
+        middle = _softmax(wide_products(query_means, key_means) * self.scaling, used) * used.mT
+        last = _softmax(wide_products(query_means, key) * self.scaling, real[:, None, None])
+        with torch.autocast(query.device.type, enabled=False):
+            if self.spec.pinv_iterations is None:
+                inverse = torch.linalg.pinv(middle)
+            else:
+                inverse = iterative_pinv(middle, self.spec.pinv_iterations, init=self.spec.pinv_init)
+            product = first @ inverse @ last
         few = (real.sum(-1) <= most)[:, None, None, None]
-        return torch.where(few, exact, product.to(exact.dtype))
+        return torch.where(few, exact, product).to(dtype)
 
 
 def _softmax(scores: Tensor, allowed: Tensor) -> Tensor:

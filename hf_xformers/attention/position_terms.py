@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..context import LayerContext, self_attention_cache
+from ..ops.products import widened
 from ..ops.shifted_rows import SharedRows
 from ..ops.term_attention import QueryBlock
 from ..ops.tile_attention import Pairs
@@ -76,13 +77,16 @@ class ScoreTerms(NamedTuple):
         return self._replace(tables=tuple(x if x.shape[0] == 1 else x[heads] for x in self.tables))
 
     def matrix(self, query: Tensor, key: Tensor) -> Tensor:
-        """query [B, h, T, d] (not scaled), key [B, h, S, d] -> the terms of all pairs, [B or 1, h, T, S]"""
-        query, rows = query * self.scale, slice(0, query.shape[2])
-        of_queries = self.terms.by_query(query, self.tables)
-        of_keys = tuple(SharedRows(x, 1) for x in self.terms.by_key(key, self.tables))
-        of_distances = tuple(SharedRows(x, 1) for x in self.terms.by_distance(self.tables))
-        block = QueryBlock(query, of_queries, of_keys, rows, key.shape[2], of_distances)
-        return self.terms.scores(block, self.tables)
+        """query [B, h, T, d] (not scaled), key [B, h, S, d] -> the terms of all pairs, [B or 1, h, T, S], in float32 at
+        least"""
+        rows = slice(0, query.shape[2])
+        with torch.autocast(query.device.type, enabled=False):
+            (query, key), tables = widened(query * self.scale, key), widened(*self.tables)
+            of_queries = self.terms.by_query(query, tables)
+            of_keys = tuple(SharedRows(x, 1) for x in self.terms.by_key(key, tables))
+            of_distances = tuple(SharedRows(x, 1) for x in self.terms.by_distance(tables))
+            block = QueryBlock(query, of_queries, of_keys, rows, key.shape[2], of_distances)
+            return self.terms.scores(block, tables)
 
     def from_matrix(
         self,

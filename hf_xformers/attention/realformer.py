@@ -11,6 +11,7 @@ from ..components import register
 from ..context import LayerContext, SublayerOutput
 from ..ops.block_sparse import block_sparse_attention
 from ..ops.patterns import full
+from ..ops.products import wide_products
 from .base import Attention, AttentionSpec
 from .query_blocks import visible_softmax
 from .visibility import visible_pairs
@@ -89,9 +90,7 @@ class RealFormerAttention(Attention):
     ) -> tuple[Tensor, Tensor]:
         """query (scaled) [B, H, T, d], key and value [B, K, S, d] -> output [B, T, H, d], weights [B, H, T, S]."""
         key, value = self.repeated(key), self.repeated(value)
-        scores = torch.matmul(query, key.transpose(-1, -2))
-        # Sums over many layers are too coarse in half precision.
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        scores = wide_products(query, key)  # sums over many layers are too coarse in half precision
         handed = context.streams.get(f"{self.chain}_scores")
         if handed is not None:
             self._check_fit("scores", handed.shape, scores.shape)

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from ..components import register
 from ..context import LayerContext, SublayerOutput, self_attention_cache
 from ..initialization import start_projections
+from ..ops.products import wide_products
 from .base import Attention, AttentionSpec
 from .query_blocks import over_query_blocks, rows_at_once, shared_rows, visible_softmax
 from .visibility import boolean_mask, visible_pairs
@@ -191,7 +192,7 @@ class SynthesizerAttention(Attention):
         scores = 0.0
         for member, share in self._shares().items():
             if member == "dot":
-                own = torch.matmul(query, key.transpose(-1, -2)) * self.scaling
+                own = wide_products(query, key) * self.scaling
             elif member in ("random", "fixed_random", "factorized_random"):
                 if member == "factorized_random":
                     table = torch.matmul(self.query_table, self.key_table.transpose(-1, -2))
@@ -289,7 +290,7 @@ class SynthesizerAttention(Attention):
             rows = torch.arange(begin, end, device=value.device)[None] if fresh else at[:, begin:end]
             scores = 0.0
             if q is not None:
-                scores = torch.matmul(q, others.take(0, stop).transpose(-1, -2))
+                scores = wide_products(q, others.take(0, stop))
             if u is not None:
                 outer = (u[..., :, None] * w[..., None, :]).flatten(-2)[..., :stop]
                 scores = scores + shares["factorized_dense"] * outer

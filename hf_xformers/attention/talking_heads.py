@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..components import register
 from ..context import LayerContext, SublayerOutput, self_attention_cache
+from ..ops.products import wide_products
 from .base import Attention, AttentionSpec
 from .query_blocks import last_key, over_query_blocks, rows_at_once, shared_rows, visible_softmax
 from .visibility import rows_can_be_empty, visible_block
@@ -113,8 +114,9 @@ class TalkingHeadsAttention(Attention):
     ) -> tuple[Tensor, Tensor]:
         """The equation for the queries `rows` and the first keys -> output [B, t, value heads, d], W [B, H, t, s]."""
         keys = slice(0, key.shape[2])
-        scores = torch.matmul(query * self.scaling, key.transpose(-1, -2))
-        scores = _mix(scores, self.score_mixing, x2l, added.get("m2l"))
+        scores = wide_products(query * self.scaling, key)
+        with torch.autocast(query.device.type, enabled=False):  # scores stay wide
+            scores = _mix(scores, self.score_mixing, x2l, added.get("m2l"))
         bias = None if self.cross else context.shared.get("score_bias")
         if bias is not None:
             scores = scores + bias.block(context.query_index[rows], context.key_index[keys])
@@ -178,6 +180,7 @@ def _mix(x: Tensor, mixing: Tensor | None, by_query: Tensor | None, by_key: Tens
 
     mixing [K, H], by_query [B, t, K, H], by_key [B, S, K, H] of which the first s count.
     """
+    mixing, by_query, by_key = (None if each is None else each.to(x.dtype) for each in (mixing, by_query, by_key))
     mixed = x if mixing is None else torch.matmul(mixing.t(), x.flatten(2)).unflatten(2, x.shape[2:])
     if by_query is not None:
         mixed = mixed + torch.einsum("bkts,btkh->bhts", x, by_query)

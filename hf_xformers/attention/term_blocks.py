@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from ..context import LayerContext
 from ..ops.diagonal_attention import blocks_of_tiles, diagonal_attention
+from ..ops.products import needs_room, widened
 from ..ops.shifted_rows import SharedRows
 from ..ops.term_attention import Blocks, QueryBlock, Terms, applies, plus_products, term_attention
 from ..ops.tile_attention import Pairs
@@ -127,8 +128,13 @@ def attend_with_terms(
     """softmax_j(q_i k_j + term_ij) v_j [+ term of the values], for a few heads and a block of queries at a time.
 
     query [B, H, T, d] (scaled), key and value [B, H, S, d], tables [H or 1, ...] -> [B, T, H, d]. Memory: the scores of a
-    few blocks, O(S), also in training, where they are made again in the backward pass.
+    few blocks, O(S), also in training, where they are made again in the backward pass. What comes in half precision is computed
+    in float32.
     """
+    if needs_room(query):
+        with torch.autocast(query.device.type, enabled=False):
+            inputs, wide = widened(query, key, value), widened(*tables)
+            return attend_with_terms(*inputs, wide, terms, dropout, blocks).to(value.dtype)
     mask = terms.context.explicit_mask
     if blocks is None and mask is not None and mask.shape[1] > 1:  # it is cut by rows and keys alone
         blocks = Blocks(query.shape[1], rows_at_once(query.shape[0] * query.shape[1] * key.shape[2]))
@@ -168,6 +174,10 @@ def weights_with_terms(
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The same with all pairs at once -> output [B, T, H, d], weights [B, H, T, S]."""
+    if needs_room(query):
+        with torch.autocast(query.device.type, enabled=False):
+            found = weights_with_terms(*widened(query, key, value), widened(*tables), terms, dropout)
+        return found[0].to(value.dtype), found[1].to(value.dtype)
     of_queries = terms.by_query(query, tables)
     of_keys = tuple(SharedRows(x, 1) for x in terms.by_key(key, tables))
     of_distances = tuple(SharedRows(x, 1) for x in terms.by_distance(tables))

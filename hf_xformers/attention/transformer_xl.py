@@ -14,6 +14,7 @@ from ..components import register
 from ..context import LayerContext, SublayerOutput, self_attention_cache
 from ..memory import SegmentCacheLayer, take_slots
 from ..ops.distance_products import distance_products
+from ..ops.products import wide_products
 from ..ops.shifted_rows import shift_rows
 from ..ops.term_attention import QueryBlock
 from .base import Attention, AttentionSpec
@@ -181,13 +182,14 @@ class TransformerXLAttention(Attention):
         grid = self._grid(context, length, keys)
         if self.wants_weights(context):
             rows = slice(0, length)
-            by_distance = torch.matmul((query + position_bias[:, None].to(query.dtype)) * self.scaling, relative)
+            positional = (query + position_bias[:, None].to(query.dtype)) * self.scaling
+            by_distance = wide_products(positional, relative.mT)
             column = grid.step * (length - 1) + grid.offset - grid.distances(rows, slice(0, keys), query.device)
             column = column.clamp(0, by_distance.shape[-1] - 1).expand(*by_distance.shape[:2], -1, -1)
             scores = grid.without_first(by_distance.gather(-1, column), rows)
-            scores = scores + torch.matmul(content, key.transpose(-1, -2))
+            scores = scores + wide_products(content, key)
             mask = self.visible(rows, slice(0, keys), grid, context, real)
-            weights = visible_softmax(scores, mask, real is not None, overwrite=True).to(scores.dtype)
+            weights = visible_softmax(scores, mask, real is not None, overwrite=True).to(value.dtype)
             count_usage(context, step, weights, rows, keys)
             dropped = F.dropout(weights, self.dropout) if self.training and self.dropout else weights
             return SublayerOutput(self.o_proj(torch.matmul(dropped, value).transpose(1, 2).flatten(2)), weights)

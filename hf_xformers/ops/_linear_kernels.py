@@ -388,9 +388,16 @@ def _log_rows(logs, log_weight, keep, start, stop, chunk, dtype) -> Tensor | Non
     return logs if keep is None else logs.masked_fill(~keep, LOG_ZERO)
 
 
+def vanishes(denominator: Tensor) -> Tensor:
+    """Where a denominator is so close to 0 that its query counts as one that sees no key: products near the smallest numbers lose
+    their digits, and the inverse of their sum overflows, if not by itself then in a sum of its products with gradients."""
+    limits = torch.finfo(denominator.dtype)
+    return denominator.abs() < limits.tiny / limits.eps**2
+
+
 def inverse_or_zero(denominator: Tensor) -> Tensor:
-    """1 / denominator, and 0 for a query that sees no key."""
-    empty = denominator == 0
+    """1 / denominator, and 0 for a query that sees no key ([`vanishes`])."""
+    empty = vanishes(denominator)
     return torch.where(empty, 0.0, torch.where(empty, 1.0, denominator).reciprocal())
 
 

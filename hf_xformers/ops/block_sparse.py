@@ -19,6 +19,7 @@ from .block_sparse_reference import ScoreBias, block_sparse_reference, counts_po
 from .pattern_base import Pattern, PerHead
 from .patterns import causal as causal_pattern
 from .patterns import full
+from .products import wide_products
 
 # Up to this many queries against this many keys, one dense masked row each.
 FEW_QUERIES, FEW_KEYS = 4, 8192
@@ -177,9 +178,8 @@ def _join_side(
         side_mask = torch.ones_like(side_k[:, 0, :, 0], dtype=torch.bool)
     hidden = ~(side_mask[:, None, None] if side_mask.ndim == 2 else side_mask[:, None])
     groups = (side_k.shape[1], -1)
-    scores = (scale * q.unflatten(1, groups) @ side_k[:, :, None].transpose(3, 4)).flatten(1, 2)
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    scores = scores.to(dtype).masked_fill(hidden, torch.finfo(dtype).min)
+    scores = scale * wide_products(q.unflatten(1, groups), side_k[:, :, None]).flatten(1, 2)
+    scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
     side_lse = scores.logsumexp(-1).masked_fill(hidden.all(-1), -math.inf)
     weights = scores.softmax(-1).masked_fill(hidden, 0.0).to(q.dtype)
     side_out = (weights.unflatten(1, groups) @ side_v[:, :, None]).flatten(1, 2)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .pattern_base import Pattern, PerHead
+from .products import wide_products
 
 ScoreBias = Callable[[Tensor, Tensor], Tensor]
 
@@ -65,7 +66,7 @@ def block_sparse_reference(
     allowed = torch.stack([pattern.for_head(head).allows_within(*within) for head in range(heads)], 1)
 
     def scores(query: Tensor, key: Tensor) -> Tensor:
-        return scale * query @ key.repeat_interleave(groups, 1).transpose(2, 3)
+        return wide_products(query, key.repeat_interleave(groups, 1)) * scale
 
     logits, values = scores(q, k), v.repeat_interleave(groups, 1)
     if score_bias is not None:
@@ -86,12 +87,12 @@ def block_sparse_reference(
         allowed = torch.cat([allowed, side_mask.expand(-1, heads, q.shape[2], -1)], 3)
         logits = torch.cat([logits, scores(q, side_k)], 3)
         values = torch.cat([values, side_v.repeat_interleave(groups, 1)], 2)
-    weights = _masked_softmax(logits, allowed & (q_at >= 0)[:, None, :, None])
+    weights = _masked_softmax(logits, allowed & (q_at >= 0)[:, None, :, None], v.dtype)
     out = torch.dropout(weights, dropout_p, dropout_p > 0) @ values
     if global_mask is not None and not causal:
         # Rows of global tokens: every real key, with their own projections where given.
         logits = scores(q if global_q is None else global_q, k if global_k is None else global_k)
-        row_weights = _masked_softmax(logits, real[:, None, None, :])
+        row_weights = _masked_softmax(logits, real[:, None, None, :], v.dtype)
         row_values = (v if global_v is None else global_v).repeat_interleave(groups, 1)
         is_row = (global_mask & real)[:, None, :, None]
         out = torch.where(is_row, torch.dropout(row_weights, dropout_p, dropout_p > 0) @ row_values, out)
@@ -99,9 +100,8 @@ def block_sparse_reference(
     return out, weights
 
 
-def _masked_softmax(logits: Tensor, allowed: Tensor) -> Tensor:
-    """Softmax over the allowed entries; a row without any is zero, and so is its gradient."""
+def _masked_softmax(logits: Tensor, allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Softmax over the allowed entries, as `dtype`; a row without any is zero, and so is its gradient."""
     hidden = ~allowed
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    weights = torch.softmax(logits.masked_fill(hidden, torch.finfo(logits.dtype).min), -1, dtype=dtype)
-    return weights.masked_fill(hidden, 0.0).to(logits.dtype)
+    weights = torch.softmax(logits.masked_fill(hidden, torch.finfo(logits.dtype).min), -1)
+    return weights.masked_fill(hidden, 0.0).to(dtype)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ._bucketed_op import Layout, default_chunk, forward_op, sorted_codes
 from ._cluster_op import forward_op as clusters_op
+from .products import wide_products
 
 OWN_KEY = -1e5  # score of the own key as the last resort (appendix A)
 
@@ -207,9 +208,8 @@ def bucketed_reference(
             counts += near
     if distinct:
         counts = counts.clamp(max=1)
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = wide_products(q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores if bias is None else scores + bias
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if own_key_last:
         scores = scores.masked_fill(own, OWN_KEY)
     hidden = counts == 0
@@ -268,9 +268,8 @@ def clustered_reference(
 ) -> tuple[Tensor, Tensor]:
     """The same over all pairs, cluster by cluster: output [B, H, T, d_v] and weights [B, H, T, S]. bias: added to the scaled
     scores, broadcastable to [B, H, T, S]."""
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = wide_products(q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores if bias is None else scores + bias
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     weights, count = torch.zeros_like(scores), torch.zeros_like(scores[..., :1])
     later = torch.arange(k.shape[2], device=k.device)[None, :] > torch.arange(q.shape[2], device=q.device)[:, None]
     for cluster in range(query_index.shape[2]):

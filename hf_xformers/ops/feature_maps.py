@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .exponential import exp_, vectorised
+from .exponential import exp_
 from .segments import accumulation_dtype
 
 
@@ -29,10 +29,16 @@ class ScaledFeatures(NamedTuple):
 
 def elu_plus_one(x: Tensor) -> Tensor:
     """`elu(x) + 1`, strictly positive, F = d. Katharopoulos et al. 2020, equation 7."""
-    if vectorised(x):
-        return exp_(x.clamp(max=0.0)).add_(x.clamp(min=0.0))
-    # elu keeps its input for the backward pass, so its output may be changed in place.
-    return F.elu(x).add_(1.0)
+    # Not as torch's elu, which subtracts the 1 that would be added: of e^-17 nothing would be left.
+    return exp_(x.clamp(max=0.0)) + F.relu(x)
+
+
+def relative_elu(x: Tensor) -> Tensor:
+    """`elu_plus_one(x)` over its largest entry, without underflow. For queries: a factor of a query cancels in attention, and its
+    gradient with it, so it counts as a constant."""
+    largest = x.detach().amax(-1, keepdim=True)
+    below = x.clamp(max=0.0) - largest.clamp(max=0.0)
+    return (exp_(below) + F.relu(x)) / (largest.clamp(min=0.0) + 1.0)
 
 
 def relu_features(x: Tensor, projection: Tensor | None = None, *, eps: float = 0.0) -> Tensor:

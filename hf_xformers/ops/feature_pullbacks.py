@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .feature_maps import ScaledFeatures, dpfp, elu_plus_one, positive_features
+from .feature_maps import ScaledFeatures, dpfp, elu_plus_one, positive_features, relative_elu
 
 
 class NormalizedDPFP:
@@ -82,6 +82,17 @@ class EluPlusOne:
     def with_pullback(self, x: Tensor, params: tuple[Tensor, ...] = (), active: Sequence[int] = ()):
         features = elu_plus_one(x)
         return features, None, lambda to_features, _: (to_features * features.clamp(max=1.0),)
+
+
+class RelativeElu:
+    """`relative_elu(x)`, whose slope is the feature itself below zero and 1 over the divisor above."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return relative_elu(x)
+
+    def with_pullback(self, x: Tensor, params: tuple[Tensor, ...] = (), active: Sequence[int] = ()):
+        features, steepest = relative_elu(x), x.amax(-1, keepdim=True).clamp_(min=0.0).add_(1.0).reciprocal_()
+        return features, None, lambda to_features, _: (to_features * torch.minimum(features, steepest),)
 
 
 class PositiveFeatures:

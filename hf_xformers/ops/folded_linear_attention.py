@@ -22,6 +22,7 @@ from torch import Tensor
 from ._linear_kernels import inverse_or_zero
 from .derivatives import LITERAL, first_derivative_only
 from .exponential import exp_
+from .feature_maps import relative_elu
 from .segments import check_padding_mask, segments
 
 
@@ -115,9 +116,18 @@ class _Spread(torch.autograd.Function):
         inverse = q.new_empty(*q.shape[:2], heads)
         bounds = segments(q.shape[1])
         for start, stop in bounds:
-            part, target = _features(q[:, start:stop], weights[:, start:stop]), out[:, start:stop]
-            inverse[:, start:stop] = inverse_or_zero(part @ blocks + eps)
-            _by_head(part, heads).mul_(inverse[:, start:stop, :, None])
+            part, target = weights[:, start:stop], out[:, start:stop]
+            if eps:
+                _features(q[:, start:stop], part)
+                inverse[:, start:stop] = inverse_or_zero(part @ blocks + eps)
+                _by_head(part, heads).mul_(inverse[:, start:stop, :, None])
+            else:
+                # Relative to the largest feature of a head, which cancels: those of large negative numbers would underflow.
+                rows = _by_head(q[:, start:stop], heads)
+                _by_head(part, heads).copy_(relative_elu(rows))
+                own = inverse_or_zero(part @ blocks)
+                _by_head(part, heads).mul_(own[..., None])
+                inverse[:, start:stop] = own / (rows.amax(-1).clamp(min=0.0) + 1.0)
             torch.bmm(part, spread, out=target)
             if bias is not None:
                 target += bias

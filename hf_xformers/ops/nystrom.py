@@ -87,12 +87,18 @@ def nystrom_attention(
             inverse = torch.linalg.pinv(matrix)
         else:
             inverse = iterative_pinv(matrix, pinv_iterations, init=pinv_init)
-        values = (inverse @ summary.to(dtype)).to(v.dtype)
+        values = inverse @ summary.to(dtype)
+        # An inverse has large entries where landmarks are alike; what is read of it is small again.
+        peak = values.detach().abs().amax((-2, -1), keepdim=True).clamp(min=1.0)
+        values = (values / peak).to(v.dtype)
     if key_padding_mask is not None:
         # Few enough keys to be landmarks themselves: attending to them is exact.
         short = key_padding_mask.sum(-1) <= num_landmarks
-        values = torch.where(short[:, None, None, None], segment_means(v, num_landmarks, key_padding_mask)[0], values)
-    return _blank(F.scaled_dot_product_attention(q, landmarks_k, values, attn_mask=used, scale=scale), nonempty)
+        short = short[:, None, None, None]
+        values = torch.where(short, segment_means(v, num_landmarks, key_padding_mask)[0], values)
+        peak = peak.masked_fill(short, 1.0)
+    read = F.scaled_dot_product_attention(q, landmarks_k, values, attn_mask=used, scale=scale)
+    return _blank((read * peak).to(v.dtype), nonempty)
 
 
 def segment_means(x: Tensor, num_segments: int, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -119,9 +125,12 @@ def segment_means(x: Tensor, num_segments: int, mask: Tensor | None = None) -> t
     count = member.sum(-1)
     # One product for all heads; free of copies when the heads lie side by side, as projections leave them.
     rows = x.transpose(1, 2).reshape(batch, length, heads * width)
+    # Divided by a power of two before they are summed, which rounds nothing: sums of many tokens may outgrow float16.
+    wide = accumulation_dtype(x.dtype)
+    power = torch.exp2(each.clamp(min=1).to(wide).log2().ceil())[..., None]
     with torch.autocast(x.device.type, enabled=False):
-        sums = member.to(x.dtype) @ rows
-    means = sums / count.clamp(min=1).to(x.dtype)[..., None]
+        sums = (member / power).to(x.dtype) @ rows
+    means = (sums.to(wide) * (power / count.clamp(min=1)[..., None])).to(x.dtype)
     return means.view(batch, num_segments, heads, width).transpose(1, 2), count
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from .products import needs_room, widened
 from .row_lookup import take_rows
 
 # Scores (over batch, heads and all tiles) that are there at once: 16 MiB in float32.
@@ -98,8 +99,12 @@ def tile_attention(
 
     query [B, H, T, d] (scaled), key and value [B, H, S, d], tables [H or 1, ...]. rounds: a query stands in one tile of a round
     at most, and a pair that two rounds hold counts twice. A query that meets no key gets zeros. Time and memory grow with the
-    number of pairs in tiles.
+    number of pairs in tiles. What comes in half precision is computed in float32.
     """
+    if needs_room(query):
+        with torch.autocast(query.device.type, enabled=False):
+            inputs, wide = widened(query, key, value), widened(*tables)
+            return tile_attention(*inputs, wide, terms, rounds, dropout).to(value.dtype)
 
     def attend(group: slice, query: Tensor, key: Tensor, value: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
         by_query, by_key = terms.by_query(query, tables), terms.by_key(key, tables)

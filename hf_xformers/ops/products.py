@@ -1,0 +1,32 @@
+"""Products of queries and keys with the range and the digits that a softmax over them needs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .segments import accumulation_dtype
+
+
+def wide_products(query: Tensor, key: Tensor) -> Tensor:
+    """query [..., t, d] key [..., s, d]^T -> [..., t, s], in float32 at least, under autocast too.
+
+    A softmax reads differences of scores. In bfloat16 two neighbouring numbers near 2500, the score of vectors of length 100 and
+    width 16, lie 16 apart, and in float16 scores of longer vectors overflow.
+    """
+    wide = accumulation_dtype(query.dtype)
+    with torch.autocast(query.device.type, enabled=False):
+        return torch.matmul(query.to(wide), key.to(wide).mT)
+
+
+def needs_room(x: Tensor) -> bool:
+    """Whether x is of a type with less range or fewer digits than float32."""
+    return x.dtype != accumulation_dtype(x.dtype)
+
+
+def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors of half precision in float32, the others as they are."""
+    return tuple(x.to(accumulation_dtype(x.dtype)) for x in tensors)
+
+
+__all__ = ["needs_room", "wide_products", "widened"]

@@ -1,0 +1,23 @@
+"""Contract: weights of standard deviation 1 give a finite loss and finite gradients in half precision."""
+
+import torch
+
+from tests.common.cases import each_case
+from tests.helpers import NO_DROPOUT, tokens
+
+SIZES = {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 128, "max_position_embeddings": 64}
+# Gradients of such weights leave the range of float16, as those of a sum of squares would: as in training, the loss is scaled.
+LOSS_SCALE = 2.0**-10
+
+
+@each_case
+def test_finite_in_half_precision(case):
+    """float16 is the type of the smallest range: what overflows in float32 overflows in it too."""
+    torch.manual_seed(0)
+    model = case.family[case.head](case.config(initializer_range=1.0, **SIZES, **NO_DROPOUT)).train().half()
+    ids = tokens(2, 48)
+    loss = model(input_ids=ids, labels=ids).loss
+    assert loss.isfinite(), loss
+    (loss * LOSS_SCALE).backward()
+    wrong = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    assert not wrong, f"gradients that are not finite: {wrong}"
