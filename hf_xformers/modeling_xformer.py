@@ -27,6 +27,7 @@ from .inputs import check_axes, refuse_unread
 from .modeling_outputs import TowerOutput, XFormerModelOutput, XFormerSeq2SeqModelOutput
 from .normalization.residual import norm_inputs
 from .parallel_plans import check_tensor_parallel, layers_apart
+from .precision import Float32Module, computing_dtype, float32_names
 from .pooling import pool
 from .sequence_sharding import check_sharded_call, sharding_in_force, why_not_context_parallel
 from .unpadding import Unpadding
@@ -105,6 +106,14 @@ class XFormerPreTrainedModel(PreTrainedModel):
     def supports_context_parallel(self) -> bool:
         """transformers' question whether each process may be given a part of every text."""
         return bool(super().supports_context_parallel) and not why_not_context_parallel(self.config)
+
+        self._keep_in_fp32_modules_strict = float32_names(self)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that layers compute in; some parameters may be in float32 all the same ([`Float32Module`])."""
+        found = computing_dtype(self)
+        return super().dtype if found is None else found
 
     def _resolve_parallel_plans(self, distributed_config: Any) -> Any:
         check_tensor_parallel(self.config, distributed_config.tp_size)
@@ -235,6 +244,8 @@ class XFormerTower(XFormerPreTrainedModel):
         if token_type_ids is not None and not self.config.type_vocab_size:
             token_type_ids = self.leave_out(token_type_ids)
         hidden_states = self.embedding(inputs_embeds, token_type_ids, context.positions, self.position)
+        if isinstance(self.embedding, Float32Module):
+            hidden_states = hidden_states.to(self.dtype)
         if self.config.unpad_inputs and context.padding_mask is not None and past_key_values is None:
             refuse_unpadding(self.config)  # it may have been switched on after the config was checked
             if self._can_inspect() and not (context.output_attentions or context.output_hidden_states):

@@ -8,14 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from ..components import Spec, register
+from ..precision import Float32Module
 from ..weight_decay import Undecayed
 
 
-class ComplexEmbedding(Undecayed, nn.Module):
+class ComplexEmbedding(Undecayed, Float32Module):
     """f(w, t) = r_w exp(i omega_w t) for each of D / 2 complex channels, as [real | imaginary] (Wang et al. 2020, arXiv
     1912.12333, section 3; without initial phases, as released).
 
-    The token table [V, D] holds the amplitudes r and the frequencies omega of each word; so do `inputs_embeds`.
+    The token table [V, D] holds the amplitudes r and the frequencies omega of each word, in float32 at least; so do
+    `inputs_embeds`.
     """
 
     undecayed = ("tokens.weight",)

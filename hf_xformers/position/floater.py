@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..components import register
 from ..context import LayerContext
+from ..ops.products import widened
+from ..precision import Float32Module
 from .base import LayerTerms, Position, PositionSpec
 
 BIASES = "floater_biases"  # the stream of biases of all layers, [positions, 3, layers, D]
@@ -47,7 +49,7 @@ def trajectory(
     return torch.stack(states)
 
 
-class FloaterDynamics(nn.Module):
+class FloaterDynamics(Float32Module):
     """f(t, p) = W2 [relu(W1 [p, t]), t], shared by all layers and by queries, keys and values (released code)."""
 
     def __init__(self, width: int):
@@ -60,25 +62,26 @@ class FloaterDynamics(nn.Module):
             init.zeros_(layer.bias)
 
     def slope(self) -> Dynamics:
-        """f as a function of (time, state [..., D]). A step is a few small operations, of which there are many, so the
+        """f as a function of (time, state [..., D]), in float32 at least: errors of single steps add up along the text. A step is a few small operations, of which there are many, so the
         weights are taken apart once and not in every step."""
         (first, first_time), (second, second_time) = (
-            (layer.weight[:, :-1], layer.weight[:, -1]) for layer in (self.first, self.second)
+            (weight[:, :-1], weight[:, -1]) for weight in widened(self.first.weight, self.second.weight)
         )
+        first_bias, second_bias = widened(self.first.bias, self.second.bias)
 
         def f(time: float, state: Tensor) -> Tensor:
-            inner = torch.relu(F.linear(state, first, torch.add(self.first.bias, first_time, alpha=time)))
-            return F.linear(inner, second, torch.add(self.second.bias, second_time, alpha=time))
+            inner = torch.relu(F.linear(state, first, torch.add(first_bias, first_time, alpha=time)))
+            return F.linear(inner, second, torch.add(second_bias, second_time, alpha=time))
 
         return f
 
 
-class FloaterPosition(Position):
+class FloaterPosition(Float32Module, Position):
     """The path from p(0) [3, layers, D], one start for the queries, keys and values of each layer.
 
     The equation is solved once per call for the longest text, whatever the batch and the number of layers; step follows
-    step, so this takes time in proportion to the length. While nothing learns, the solution is kept as long as the
-    parameters stay as they are.
+    step, so this takes time in proportion to the length. While nothing learns, the solution is kept, with a copy of the
+    parameters that it belongs to. Parameters and states are in float32 at least.
     """
 
     def __init__(self, config, spec: FloaterSpec):
@@ -86,7 +89,7 @@ class FloaterPosition(Position):
         self.spec = spec
         self.dynamics = FloaterDynamics(config.hidden_size)
         self.start = nn.Parameter(torch.empty(3, config.num_hidden_layers, config.hidden_size))
-        self._kept: tuple[tuple, Tensor] | None = None
+        self._kept: tuple[list[Tensor], Tensor] | None = None
 
     def initialize(self, config, init) -> None:
         init.normal_(self.start, mean=0.0, std=self.spec.start_std)
@@ -98,13 +101,17 @@ class FloaterPosition(Position):
         """[length, 3, layers, D]"""
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._solve(length)
-        state = tuple((p._version, p.data_ptr(), p.dtype, p.device) for p in self.parameters())
-        if self._kept is None or self._kept[0] != state or self._kept[1].shape[0] < length:
-            self._kept = state, self._solve(max(length, 2 * SEGMENT))
+        now = [parameter.detach() for parameter in self.parameters()]
+        if self._kept is None or self._kept[1].shape[0] < length or not _same(self._kept[0], now):
+            self._kept = [parameter.clone() for parameter in now], self._solve(max(length, 2 * SEGMENT))
         return self._kept[1][:length]
 
     def _solve(self, length: int) -> Tensor:
-        spec, pieces, state = self.spec, [], self.start
+        with torch.autocast(self.start.device.type, enabled=False):
+            return self._solve_precisely(length)
+
+    def _solve_precisely(self, length: int) -> Tensor:
+        spec, pieces, (state,) = self.spec, [], widened(self.start)
 
         def piece(state: Tensor, first: int, count: int) -> Tensor:
             return trajectory(self.dynamics.slope(), state, count, spec.delta, spec.substeps, spec.solver, first)
@@ -119,6 +126,13 @@ class FloaterPosition(Position):
             pieces.append(states[:count])
             state = states[-1]
         return torch.cat(pieces)
+
+
+def _same(some: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether they hold the same numbers. Versions of tensors would not tell: writes through `.data` count for none of them."""
+    pairs = list(zip(some, others, strict=True))
+    alike = all(a.dtype == b.dtype and a.device == b.device and a.shape == b.shape for a, b in pairs)
+    return alike and all(torch.equal(a, b) for a, b in pairs)
 
 
 class FloaterTerms(LayerTerms):

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from ..components import register
 from ..context import LayerContext
+from ..precision import Float32Module
 from .base import LayerTerms, Position, PositionSpec
 
 
-class LearnableSinusoid(Position):
-    """sin(omega_i t), cos(omega_i t) with trained omega [width / 2], which starts at base^(-2i/width)."""
+class LearnableSinusoid(Float32Module, Position):
+    """sin(omega_i t), cos(omega_i t) with trained omega [width / 2], which starts at base^(-2i/width) and stays in float32."""
 
     undecayed = ("frequency",)
 
