@@ -26,8 +26,8 @@ class HeadConvolution(nn.Conv2d):
 class NystromAttention(Attention):
     """O = softmax(Q K~^T) pinv(softmax(Q~ K~^T)) softmax(Q~ K^T) V + DWConv(V), all scores times `scale`.
 
-    Xiong et al. 2021 (arXiv 2102.03902), eqs. 11-14: the landmarks Q~ and K~ are means of at most `num_landmarks` segments
-    of consecutive real tokens, the pseudo-inverse is `pinv_iterations` steps of an iteration made of products. A text of no
+    Xiong et al. 2021 (arXiv 2102.03902), eqs. 11-14: the landmarks Q~ and K~ are means of `num_landmarks` segments of
+    consecutive real tokens, of equal length up to one token, the pseudo-inverse is `pinv_iterations` steps of an iteration made of products. A text of no
     more tokens than landmarks gets exact attention. DWConv convolves each head's values over the sequence with a kernel of
     its own (the paper's skip connection). Padding enters neither landmarks nor convolution.
 
@@ -102,7 +102,7 @@ def _softmax(scores: Tensor, allowed: Tensor) -> Tensor:
 
 @register("attention", "nystromformer", aliases=("nystrom",))
 class NystromSpec(AttentionSpec):
-    """num_landmarks: segments of the text, at most. conv_kernel_size: tokens under the kernel of the convolution over
+    """num_landmarks: segments of the text. conv_kernel_size: tokens under the kernel of the convolution over
     values, odd (`None`: no convolution). pinv_iterations: steps of the inverse (`None`: exact pseudo-inverse, which is not
     always the better approximation). pinv_init: its start, by the norms of each matrix, or `global`, by the largest of all
     (transformers' Nystromformer), which lets the rest of the batch change a result."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from ..components import register
@@ -19,16 +20,19 @@ class SparseTransformerSpec(BlockSparseSpec):
     - fixed: A1 = {j <= i : floor(j / l) = floor(i / l)}, A2 = A1 and {j <= i : j mod l >= l - c}, for text. The c summary
       columns alone would leave the first tokens without any key; the released code always adds the own block.
 
-    An encoder (not in the paper) drops "j <= i". Time and memory O(T (l + T / l)) strided, O(T (l + c T / l)) fixed.
+    An encoder (not in the paper) drops "j <= i". Time and memory O(T (l + T / l)) strided, O(T (l + c T / l)) fixed: with a
+    constant c and l near sqrt(T) both are O(T sqrt(T)). A pattern has one stride for texts of all lengths, or a later token
+    would change what an earlier one reads; so it is the root of the longest that positions are made for.
 
-    kind: strided or fixed. stride: l, tokens. summary_width: c (`None`: a quarter of the stride). factorization: `merged`,
+    kind: strided or fixed. stride: l, tokens (`None`: sqrt(max_position_embeddings)). summary_width: c (`None`: 8, the
+    least of the paper's; a quarter of a stride that is given). factorization: `merged`,
     every head reads both sets; `layers`, A1 in even and A2 in odd layers; `heads`, A1 in even and A2 in odd heads.
     num_verts: so many different runs of c summary columns, which heads take in turn (fixed)."""
 
     summary = "local attention and every l-th token, or summary tokens"
 
     kind: Literal["strided", "fixed"] = "fixed"
-    stride: int = 128
+    stride: int | None = None
     summary_width: int | None = None
     factorization: Literal["merged", "layers", "heads"] = "merged"
     num_verts: int = 1
@@ -36,13 +40,19 @@ class SparseTransformerSpec(BlockSparseSpec):
     def check_fields(self) -> None:
         fields = {name: getattr(self, name) for name in ("stride", "summary_width", "num_verts")}
         check_at_least("sparse_transformer", 1, **fields)
-        if self.width * self.num_verts > self.stride:
+        if self.stride is not None:
+            self._check_room(self.stride)
+
+    def _check_room(self, stride: int) -> None:
+        width = self.width_in(stride)
+        if width * self.num_verts > stride:
             raise ValueError(
-                f"sparse_transformer has no room for {self.num_verts} runs of {self.width} summary columns in a `stride` of "
-                f"{self.stride}; lower `num_verts` or `summary_width`."
+                f"sparse_transformer has no room for {self.num_verts} runs of {width} summary columns in a `stride` of "
+                f"{stride}; lower `num_verts` or `summary_width`."
             )
 
     def check(self, config) -> None:
+        self._check_room(self.stride_of(config))
         counts = {"heads": config.num_attention_heads, "layers": config.num_hidden_layers}
         if counts.get(self.factorization) == 1:
             raise ValueError(
@@ -50,31 +60,36 @@ class SparseTransformerSpec(BlockSparseSpec):
                 "factorization='merged'."
             )
 
-    @property
-    def width(self) -> int:
+    def stride_of(self, config) -> int:
+        """l."""
+        return self.stride or math.isqrt(config.max_position_embeddings - 1) + 1
+
+    def width_in(self, stride: int) -> int:
         """c."""
         if self.summary_width is not None:
             return self.summary_width
-        return max(min(self.stride // 4, self.stride // self.num_verts), 1)
+        return max(min(8 if self.stride is None else stride // 4, stride // self.num_verts), 1)
 
     def pattern(self, config, layer_idx: int) -> Pattern:
         heads = range(config.num_attention_heads)
         if self.factorization == "merged":
-            own = [self._first(config) | self._second(head) for head in heads]
+            own = [self._first(config) | self._second(config, head) for head in heads]
         elif self.factorization == "layers":
-            own = [self._second(head) if layer_idx % 2 else self._first(config) for head in heads]
+            own = [self._second(config, head) if layer_idx % 2 else self._first(config) for head in heads]
         else:
-            own = [self._second(head // 2) if head % 2 else self._first(config) for head in heads]
+            own = [self._second(config, head // 2) if head % 2 else self._first(config) for head in heads]
         return own[0] if len(set(own)) == 1 else patterns.per_head(*own)
 
     def _first(self, config) -> Pattern:
         """A1."""
+        stride = self.stride_of(config)
         if self.kind == "fixed":
-            return patterns.block_local(self.stride)
-        return patterns.band(self.stride - 1, 0 if config.is_decoder else self.stride - 1)
+            return patterns.block_local(stride)
+        return patterns.band(stride - 1, 0 if config.is_decoder else stride - 1)
 
-    def _second(self, turn: int) -> Pattern:
+    def _second(self, config, turn: int) -> Pattern:
         """A2; `turn` chooses the columns."""
+        stride = self.stride_of(config)
         if self.kind == "strided":
-            return patterns.strided(self.stride)
-        return patterns.fixed(self.stride, self.width, turn % self.num_verts)
+            return patterns.strided(stride)
+        return patterns.fixed(stride, self.width_in(stride), turn % self.num_verts)

@@ -33,8 +33,7 @@ def nystrom_attention(
 ) -> Tensor:
     """Bidirectional attention through landmarks.
 
-    The real tokens of each sequence are cut into segments of equal length (the last may be shorter) wherever they stand,
-    so that padding, its side and its amount change nothing. A sequence with at most `num_landmarks` keys gets exact
+    The real tokens of each sequence are cut into segments of equal length (up to one token) wherever they stand, so that padding, its side and its amount change nothing. A sequence with at most `num_landmarks` keys gets exact
     attention.
 
     Args:
@@ -102,7 +101,10 @@ def nystrom_attention(
 
 
 def segment_means(x: Tensor, num_segments: int, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Means of consecutive tokens, `ceil(n / num_segments)` at a time, for sequences of n real tokens.
+    """Means of consecutive tokens, for sequences of n real tokens in min(n, num_segments) segments.
+
+    All segments are of n / num_segments tokens, as in the paper, where that is a whole number. Otherwise the first ones have
+    one token more than the last ones, so that there are as many segments for every n.
 
     Args:
         x: `[B, H, T, d]`.
@@ -114,13 +116,18 @@ def segment_means(x: Tensor, num_segments: int, mask: Tensor | None = None) -> t
     """
     batch, heads, length, width = x.shape
     if mask is None:
-        size = -(-length // num_segments)
-        full, rest = length // size * size, length % size
-        means = x[:, :, :full].unflatten(2, (-1, size)).mean(3)
-        return (torch.cat([means, x[:, :, full:].mean(2, keepdim=True)], dim=2) if rest else means), None
+        num_segments = min(num_segments, length)
+        size, longer = divmod(length, num_segments)
+        border = longer * (size + 1)
+        means = x[:, :, border:].unflatten(2, (-1, size)).mean(3)
+        return (
+            torch.cat([x[:, :, :border].unflatten(2, (-1, size + 1)).mean(3), means], 2) if longer else means
+        ), None
     num_segments = min(num_segments, length)
-    each = -(-mask.sum(-1, keepdim=True) // num_segments)
-    segment = (mask.cumsum(-1) - 1) // each.clamp(min=1)
+    total, place = mask.sum(-1, keepdim=True), mask.cumsum(-1) - 1
+    size, longer = total // num_segments, total % num_segments
+    border = longer * (size + 1)
+    segment = torch.where(place < border, place // (size + 1), longer + (place - border) // size.clamp(min=1))
     member = (segment[:, None, :] == torch.arange(num_segments, device=x.device)[:, None]) & mask[:, None, :]
     count = member.sum(-1)
     # One product for all heads; free of copies when the heads lie side by side, as projections leave them.
@@ -177,7 +184,7 @@ def nystrom_attention_reference(
     """The equation with its three factors written out, for sequences without padding that are longer than m."""
     scale = q.shape[-1] ** -0.5
     means_q, means_k = (
-        torch.stack([part.mean(2) for part in x.split(-(-x.shape[2] // num_landmarks), dim=2)], dim=2) for x in (q, k)
+        torch.stack([part.mean(2) for part in x.tensor_split(num_landmarks, dim=2)], dim=2) for x in (q, k)
     )
     first, middle, last = ((a @ b.mT * scale).softmax(-1) for a, b in ((q, means_k), (means_q, means_k), (means_q, k)))
     inverse = torch.linalg.pinv(middle) if pinv_iterations is None else iterative_pinv(middle, pinv_iterations)

@@ -55,8 +55,9 @@ def by_hand(layer, states, mask=None):
             continue
         for h in range(HEADS):
             qs, ks, vs = q[b, h, real], k[b, h, real], v[b, h, real]
-            size = -(-count // most)
-            mean_q, mean_k = (torch.stack([part.mean(0) for part in x.split(size)]) for x in (qs, ks))
+            mean_q, mean_k = (
+                torch.stack([part.mean(0) for part in x.tensor_split(min(most, count))]) for x in (qs, ks)
+            )
             soft = [
                 (one @ other.t() / D**0.5).softmax(-1) for one, other in ((qs, mean_k), (mean_q, mean_k), (mean_q, ks))
             ]

@@ -8,6 +8,7 @@ from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from hf_xformers import XFormerConfig
 from hf_xformers.cache import make_cache
+from hf_xformers.ops import patterns
 from hf_xformers.variants.gpt2 import XFGPT2Config, XFGPT2ForCausalLM
 from hf_xformers.variants.gpt3_alternating import (
     XFGPT3AlternatingConfig,
@@ -85,7 +86,13 @@ def test_two_layers_reach_everything(kind, factorization):
 
 def test_default_summary_width():
     config = XFSparseTransformerConfig()
-    assert config.attention.width == 32 and config.attention.stride == 128
+    assert config.attention.width_in(128) == 8 and config.attention.stride_of(config) == 111  # the root of 12288
+    given = XFSparseTransformerConfig(attention={"type": "sparse_transformer", "stride": 128}).attention
+    assert given.width_in(128) == 32
+    for length, stride in ((1, 1), (16, 4), (17, 5), (4096, 64)):
+        config = XFSparseTransformerConfig(max_position_embeddings=length)
+        assert config.attention.stride_of(config) == stride
+        assert config.attention.pattern(config, 0) == patterns.fixed(stride, min(stride, 8))
     for stride, verts in ((1, 1), (3, 3), (128, 8)):
         XFormerConfig(**GEOMETRY, attention={"type": "sparse_transformer", "stride": stride, "num_verts": verts})
 

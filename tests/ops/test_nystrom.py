@@ -148,8 +148,11 @@ def test_segment_means_count_real_tokens_only(length, segments):
     means, count = segment_means(x, segments, mask)
     for b in range(3):
         real = [x[b, :, t] for t in range(length) if mask[b, t]]
-        size = max(-(-len(real) // min(segments, length)), 1)
-        groups = [real[i : i + size] for i in range(0, len(real), size)]
+        many = max(
+            min(segments, len(real)), 1
+        )  # as many segments for every length, none of two tokens beside one of four
+        sizes = [len(real) // many + (number < len(real) % many) for number in range(many)] if real else []
+        groups = [real[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(len(sizes))]
         assert count[b].tolist() == [len(g) for g in groups] + [0] * (count.shape[1] - len(groups))
         for i, group in enumerate(groups):
             assert_same(means[b, :, i], torch.stack(group).mean(0))
