@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 
 from ..components import SLOTS
 from ..configuration_xformer import XFormerConfig
+from ..finite import refuse_non_finite
 from ..modeling_xformer import layer_configs
 from ..saved_files import read_object, refuse_damaged_weights, replacing
 from ..variants import config_class, family
@@ -136,6 +137,7 @@ def _loaded(model_class: Any, name: str, config: PreTrainedConfig) -> Source:
             f"Cannot load {model_class.__name__} from {name!r}: {reason}; copy or download the "
             "checkpoint again, or save it with `save_pretrained`."
         ) from error
+    refuse_non_finite(model, name)
     return Source(model, frozenset(info["missing_keys"]), tuple(sorted(info["unexpected_keys"])))
 
 

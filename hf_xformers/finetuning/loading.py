@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..configuration_xformer import XFormerConfig
+from ..finite import refuse_non_finite
 from ..saved_files import refuse_damaged_weights
 from ..training.building import SHAPE_OF_HEAD, component, longest_input
 from ..training.checkpoints import misfit
@@ -164,6 +165,7 @@ def load_model(
             f"the checkpoint {name!r} {wrong}; it is incomplete or of another configuration: save it again with its "
             "config.json, or take another checkpoint"
         )
+    refuse_non_finite(model, name)
     new = sorted(report["missing_keys"])
     if has_head and new_head:
         fresh = dict(cls(config).named_parameters())

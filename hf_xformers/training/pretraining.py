@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..components import SLOTS, canonical_fields
 from ..conversion.provenance import carry_provenance
+from ..finite import refuse_non_finite
 from ..objectives import Objective, build_objective
 from ..saved_files import refuse_damaged_weights, saving_into, write_json
 from .building import (
@@ -400,6 +401,7 @@ def start_model(prepared: Prepared, args: TrainingArguments) -> PreTrainedModel:
         raise ValueError(
             f"the checkpoint {start!r} {wrong}; leave out options that change the model, or save the whole model again"
         )
+    refuse_non_finite(model, str(start))
     return model
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..finite import refuse_non_finite
 from ..objectives import Objective, build_objective
 from ..saved_files import refuse_damaged_weights
 from .building import choose_block_size, language_objectives
@@ -212,4 +213,5 @@ def load_model(name: str, objective: Objective) -> PreTrainedModel:
             f"the checkpoint {name!r} {wrong}: it is incomplete, of another config.json or of another head; save the whole "
             "model again, or take another"
         )
+    refuse_non_finite(model, name)
     return model

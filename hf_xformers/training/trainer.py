@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalPrediction
+from transformers.utils import logging
 
 from ..configuration_xformer import XFormerConfig
+from ..finite import refuse_non_finite
 from ..losses import labels_after_real_tokens
 from ..sequence_sharding import check_sharding, sharding_in_force
 from ..weight_decay import declared_undecayed
@@ -22,9 +24,11 @@ from .evaluation import summarise, token_statistics
 from .randomness import preserved_randomness
 from .segments import SEGMENT_START, SegmentCarrier, StreamSampler
 
+logger = logging.get_logger(__name__)
+
 
 class XFormerTrainer(Trainer):
-    """Trainer with seven differences.
+    """Trainer with eight differences.
 
     - Auxiliary losses (`outputs.aux_losses`) are logged as `aux_<name>`, means since the last log, and have the same
       weight in the gradient for every number of accumulation steps and devices. (A model adds them to a loss that is
@@ -34,6 +38,8 @@ class XFormerTrainer(Trainer):
     - Evaluation reports loss, perplexity and accuracy over all labelled tokens, auxiliary losses apart, with the collator
       `eval_collator`, and does not move the random generators: training is the same however often it is evaluated.
     - Weight decay leaves alone what components declare beside biases and norms: frequencies, spans, gates and the like.
+    - Losses that are NaN or infinite, which Trainer leaves out of the mean that it logs, are counted as `non_finite_losses` and
+      warned of; a checkpoint with such weights is not resumed.
     - Label smoothing shifts the labels of causal models of any family.
     - A checkpoint that is written over counts as incomplete until it is whole again, and saved configs keep their
       `use_cache` (Trainer switches it off for training).
@@ -49,6 +55,7 @@ class XFormerTrainer(Trainer):
         self._use_cache = getattr(getattr(model, "config", None), "use_cache", None)
         self._aux_sums: dict[str, Tensor] = {}
         self._aux_batches = 0
+        self._broken_losses: Tensor | None = None
         self._eval_aux_names: tuple[str, ...] = ()
         kwargs.setdefault("compute_metrics", self._summarise)
         self.segments = SegmentCarrier() if segment_streams else None
@@ -103,6 +110,14 @@ class XFormerTrainer(Trainer):
             loss = loss + self._missing_share(num_items_in_batch) * sum(losses.values())
         return (loss, outputs) if return_outputs else loss
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        broken = (
+            (~loss.detach().isfinite()).long().reshape(1)
+        )  # read when losses are logged: asking now waits for the device
+        self._broken_losses = broken if self._broken_losses is None else self._broken_losses + broken
+        return loss
+
     def _missing_share(self, num_items_in_batch: Tensor | int | None) -> float:
         """What to multiply the auxiliary losses with and add, so that a step sees their mean over its micro-batches."""
         whole_step = self.compute_loss_func is not None or (
@@ -146,7 +161,21 @@ class XFormerTrainer(Trainer):
                 mean = self._aux_sums[name] / self._aux_batches
                 logs[f"aux_{name}"] = self.accelerator.gather(mean.reshape(1)).mean().item()
             self._aux_sums, self._aux_batches = {}, 0
+        if "loss" in logs and self._broken_losses is not None:
+            broken = int(self.accelerator.gather(self._broken_losses).sum())
+            self._broken_losses = None
+            if broken:  # Trainer leaves them out of the mean that it logs
+                logs["non_finite_losses"] = broken
+                logger.warning(
+                    f"{broken} training losses up to step {self.state.global_step} were NaN or infinite and are not in the "
+                    "loss that is logged: if that goes on, the model has diverged; take a smaller learning rate, clip "
+                    "gradients (`max_grad_norm`), or train in bf16 or fp32 in place of fp16."
+                )
         super().log(logs, start_time)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        refuse_non_finite(self.model if model is None else model, str(resume_from_checkpoint))
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         names = super().get_decay_parameter_names(model)
