@@ -57,9 +57,43 @@ ALL_HEADS = (*ENCODER_HEADS, "ForCausalLM", "ForSeq2SeqLM")
 
 
 @dataclass(frozen=True)
+class Section:
+    """A section of *A Survey of Transformers* (Lin et al. 2022): its title, and what its systems change, one of `CHANGES`."""
+
+    title: str
+    changes: str
+
+
+# What a system can change, as lists group it.
+CHANGES = ("attention", "position", "normalization", "feedforward", "architecture", "training")
+# The survey's sections, in the order of lists; "" is for what the survey does not know.
+SURVEY = {
+    "2": Section("The vanilla Transformer", "architecture"),
+    "4.1": Section("Sparse attention", "attention"),
+    "4.2": Section("Linearised attention", "attention"),
+    "4.3": Section("Attention over compressed keys and values", "attention"),
+    "4.4": Section("Low-rank attention", "attention"),
+    "4.5": Section("Attention with a prior", "attention"),
+    "4.6": Section("Improved multi-head mechanisms", "attention"),
+    "5.1": Section("Positions", "position"),
+    "5.2": Section("Normalisation", "normalization"),
+    "5.3": Section("Feed-forward networks", "feedforward"),
+    "6.1": Section("Lighter architectures", "architecture"),
+    "6.2": Section("Connections across layers", "architecture"),
+    "6.3": Section("Adaptive computation", "architecture"),
+    "6.4": Section("Long texts in parts: recurrence and hierarchies", "architecture"),
+    "6.5": Section("Other arrangements of a layer", "architecture"),
+    "7": Section("Pretrained families", "training"),
+    "8": Section("Applications: images", "training"),
+    "": Section("Beyond the survey", "architecture"),
+}
+
+
+@dataclass(frozen=True)
 class VariantInfo:
     """What lists and cards say about a variant.
 
+    section: of the survey, a key of `SURVEY`.
     summary: what it changes, in a line. paper, url: where it was proposed. equation: its defining formula (LaTeX).
     cost: time and memory in T (tokens). citation: BibTeX key line of the paper.
     """
@@ -71,6 +105,11 @@ class VariantInfo:
     cost: str
     bibtex: str
     notes: str = ""
+    section: str = ""
+
+    def __post_init__(self) -> None:
+        if self.section not in SURVEY:
+            raise ValueError(f"There is no section {self.section!r} of the survey; take one of {', '.join(SURVEY)}.")
 
 
 def make_family(config_class: Any, prefix: str, heads: tuple[str, ...], info: VariantInfo) -> dict[str, Any]:

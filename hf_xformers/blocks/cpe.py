@@ -95,9 +95,9 @@ class CPELayer(XFormerLayer):
 
 @register("block", "cpe", aliases=("peg",))
 class CPEBlockSpec(BlockSpec):
-    """x <- x + DWConv_k(x) after the layers `layers` (the paper: after the first).
+    """x <- x + DWConv_k(x) after some layers.
 
-    kernel: odd width k >= 3. grid_size: rows and columns of an image's tokens (`None`: text). border: `zeros`, or
+    layers: after which (the paper: the first). kernel: odd width k >= 3. grid_size: rows and columns of an image's tokens (`None`: text). border: `zeros`, or
     `circular`, which tells no position (for images that wrap around).
     """
 

@@ -2,104 +2,232 @@
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..components import SLOTS
-from .console import print_table
+from ..components import SLOTS, did_you_mean
+from ..families import CHANGES, SURVEY
+from .console import print_facts, show
+from .descriptions import SHAPES, component, components, own_components, own_defaults, replaced, variants
 from .parser import CommandParser
 
-SHAPES = {"encoder": "ForMaskedLM", "decoder": "ForCausalLM", "seq2seq": "ForSeq2SeqLM"}
+_DESCRIPTION = """The variants, in the sections of "A Survey of Transformers" (Lin et al. 2022). With the name of a variant:
+everything about it. With another word: the variants that mention it."""
+_LEGEND = (
+    "E encoder, D decoder, S encoder-decoder (seq2seq), I images. `hf-xformers list VARIANT` tells all about one."
+)
+_COLUMN = 22  # of the names
 
 
 def run(argv: Sequence[str]) -> int:
-    parser = CommandParser(prog="hf-xformers list", description=__doc__, allow_abbrev=False)
-    parser.add_argument("variant", nargs="*", help="only these variants, with or without 'xf_'")
+    arguments = make_parser().parse_args(list(argv))
+    if arguments.components is not None:
+        _show_components(arguments.components, arguments.word, arguments.json)
+        return 0
+    entries, named = _chosen(arguments.word)
+    entries = [entry for entry in entries if _fits(entry, arguments)]
+    if not entries:
+        raise ValueError("no variant fits all of these conditions; leave one of them out")
+    if arguments.json:
+        print(
+            json.dumps(
+                [{**entry, **_details(entry["id"])} if named else entry for entry in entries], indent=2, default=str
+            )
+        )
+    elif named:
+        for number, entry in enumerate(entries):
+            show() if number else None
+            _show_variant(entry)
+    else:
+        _show_groups(entries)
+    return 0
+
+
+def make_parser() -> CommandParser:
+    parser = CommandParser(prog="hf-xformers list", description=_DESCRIPTION)
+    parser.add_argument(
+        "word", nargs="*", metavar="VARIANT|WORD", help="variants, with or without 'xf_', or words to look for"
+    )
+    parser.add_argument("--changes", choices=CHANGES, help="only variants that change this")
+    parser.add_argument("--shape", choices=list(SHAPES), help="only variants that have a model of this shape")
     parser.add_argument(
         "--components",
         nargs="?",
         const="all",
-        metavar="SLOT",
-        help=f"components and their fields instead: of one slot ({', '.join(SLOTS)}) or of all",
+        metavar="SLOT[.NAME]",
+        help=f"components instead: of a slot ({', '.join(SLOTS)}), or of all; with a name, or of a VARIANT, their fields are explained",
     )
-    parser.add_argument("--json", action="store_true", help="JSON instead of a table")
-    arguments = parser.parse_args(list(argv))
-    if arguments.components is not None:
-        show_components(arguments.components, arguments.json)
-    else:
-        show_variants(arguments.variant, arguments.json)
-    return 0
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
 
 
-def variants(names: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Every variant (or those named): `id`, `changes`, `shapes`, `paper`, `url`, `cost`."""
-    from ..variants import config_class, model_types, resolve
+def _chosen(words: Sequence[str]) -> tuple[list[dict[str, Any]], bool]:
+    """The variants meant by the words, and whether each word names one. Raises ValueError where nothing is found."""
+    from ..variants import model_types, resolve
 
-    entries = []
-    for model_type in map(resolve, names) if names else model_types():
-        cls = config_class(model_type)
-        info = cls.info
-        entries.append(
-            {
-                "id": model_type,
-                "changes": info.summary,
-                "shapes": [shape for shape, head in SHAPES.items() if head in cls.heads]
-                or [f"{cls.modality} encoder"],
-                "paper": info.paper,
-                "url": info.url,
-                "cost": info.cost,
-            }
+    known = model_types()
+    unknown = [word for word in words if word not in known and f"xf_{word}" not in known]
+    if words and not unknown:
+        return variants(list(dict.fromkeys(map(resolve, words)))), True
+    found = [entry for entry in variants() if all(word.lower() in _text(entry) for word in words)]
+    if not found:
+        hint = did_you_mean(unknown[0].removeprefix("xf_"), [name.removeprefix("xf_") for name in known])
+        raise ValueError(f"no variant is called {unknown[0]!r}, or mentions it.{hint} `hf-xformers list` shows all")
+    return found, False
+
+
+def _text(entry: dict[str, Any]) -> str:
+    """What a search looks at."""
+    section = SURVEY[entry["section"]].title
+    return " ".join((entry["id"], entry["changes"], entry["paper"], entry["cost"], section, *entry["kinds"])).lower()
+
+
+def _fits(entry: dict[str, Any], arguments: argparse.Namespace) -> bool:
+    return arguments.changes in (None, *entry["kinds"]) and arguments.shape in (None, *entry["shapes"])
+
+
+def _show_groups(entries: Sequence[dict[str, Any]]) -> None:
+    """A line or two for each variant, under the survey's sections."""
+    show(f"{len(entries)} variant{'s' if len(entries) != 1 else ''}. {_LEGEND}")
+    for number, section in SURVEY.items():
+        group = [entry for entry in entries if entry["section"] == number]
+        if not group:
+            continue
+        show()
+        show(section.title + (f" (survey {number})" if number else ""))
+        for entry in group:
+            shapes = "".join(shape[0].upper() for shape in entry["shapes"])
+            name = entry["id"].removeprefix("xf_")
+            show(f"{name:<{_COLUMN}} {shapes:<3} {entry['changes']}", indent=1, hanging=_COLUMN + 6)
+
+
+def _show_variant(entry: dict[str, Any]) -> None:
+    """Everything about a variant."""
+    from ..variants import config_class
+
+    cls = config_class(entry["id"])
+    config = cls()
+    section = SURVEY[entry["section"]]
+    heads = {shape: head for shape, head in SHAPES.items() if head in cls.heads}
+    print_facts(
+        entry["id"],
+        {
+            "what it changes": entry["changes"],
+            "survey": f"{entry['section']} {section.title}".strip(),
+            "paper": f"{entry['paper']}, {entry['url']}",
+            "cost": f"{entry['cost']} (T tokens, width D)",
+            "shapes": ", ".join(heads) or None,
+            "classes": ", ".join(cls.__name__.removesuffix("Config") + head for head in cls.heads),
+            "notes": cls.info.notes or None,
+        },
+    )
+    show()
+    show("components (* not those of a plain Transformer); set with --SLOT.FIELD VALUE", indent=0)
+    changed = replaced(config)
+    for slot, spec in own_components(config):
+        _show_component(component(slot, spec), changed=(slot, spec) in changed, explain=(slot, spec) in changed)
+    own = own_defaults(cls)
+    if own:
+        show()
+        show("configuration fields with defaults of its own; set with --FIELD VALUE")
+        show(", ".join(f"{name}={_value(value)}" for name, value in own.items()), indent=2)
+    show()
+    show("use")
+    for line in _usage(cls, heads):
+        show(line, indent=2, hanging=6)
+
+
+def _usage(cls: Any, heads: dict[str, str]) -> list[str]:
+    name = cls.model_type.removeprefix("xf_")
+    auto = next((f"AutoModelF{head[1:]}" for head in heads.values()), "AutoModel")
+    lines = []
+    if "image" not in heads:
+        lines.append(f"hf-xformers pretrain --variant {name} --data FILE --output_dir DIR")
+    lines += [
+        "from transformers import AutoConfig, " + auto,
+        "import hf_xformers",
+        f'config = AutoConfig.for_model("{cls.model_type}")',
+        f"model = {auto}.from_config(config)",
+    ]
+    return lines
+
+
+def _details(model_type: str) -> dict[str, Any]:
+    from ..variants import config_class
+
+    cls = config_class(model_type)
+    return {
+        "classes": [cls.__name__.removesuffix("Config") + head for head in cls.heads],
+        "notes": cls.info.notes,
+        "components": [component(slot, spec) for slot, spec in own_components(cls())],
+        "fields": own_defaults(cls),
+    }
+
+
+# ------------------------------------------------------------------------------------------------ components
+
+
+def _show_components(where: str, words: Sequence[str], as_json: bool) -> None:
+    from ..variants import model_types
+
+    slot, _, name = where.partition(".")
+    if slot in model_types() or f"xf_{slot}" in model_types():
+        raise ValueError(
+            f"--components {slot!r} is a variant and no slot; `hf-xformers list {slot} --components` shows its components"
         )
-    return entries
-
-
-def components(slot: str) -> list[dict[str, Any]]:
-    """Every component of a slot: `slot`, `name`, `summary`, `fields` with their defaults."""
-    entries = []
-    for name in SLOTS[slot]:
-        cls = SLOTS[slot].get(name)
-        entries.append({"slot": slot, "name": name, "summary": cls.summary, "fields": _defaults(cls)})
-    return entries
-
-
-def _defaults(cls: type) -> dict[str, Any]:
-    defaults: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):
-        if field.default_factory is not dataclasses.MISSING:
-            defaults[field.name] = field.default_factory()
-        else:
-            defaults[field.name] = "required" if field.default is dataclasses.MISSING else field.default
-    return defaults
-
-
-def show_variants(names: Sequence[str], as_json: bool) -> None:
-    entries = variants(names)
-    if as_json:
-        print(json.dumps(entries, indent=2))
-        return
-    rows = [(entry["id"], entry["changes"], ", ".join(entry["shapes"]), entry["paper"]) for entry in entries]
-    print_table(f"{len(rows)} variants", ("id", "what it changes", "shapes", "paper"), rows)
-
-
-def show_components(slot: str, as_json: bool) -> None:
     if slot != "all" and slot not in SLOTS:
-        raise ValueError(f"there is no slot {slot!r}: the slots are {', '.join(SLOTS)}")
-    # cross_attention shares attention's components: listed when asked for, not twice.
-    slots = [slot] if slot != "all" else [name for name in SLOTS if name != "cross_attention"]
-    entries = [entry for name in slots for entry in components(name)]
+        raise ValueError(f"there is no slot {slot!r}.{did_you_mean(slot, SLOTS)} The slots are {', '.join(SLOTS)}")
+    if words:
+        entries, explain = _of_variants(words, slot), True
+    elif name:
+        entries, explain = [component(slot, SLOTS[slot].get(name))], True
+    else:
+        # cross_attention shares attention's components: listed when asked for, not twice.
+        slots = [slot] if slot != "all" else [key for key in SLOTS if key != "cross_attention"]
+        entries, explain = [entry for key in slots for entry in components(key)], False
     if as_json:
         print(json.dumps(entries, indent=2, default=str))
         return
-    for name in slots:
-        rows = [
-            (
-                entry["name"],
-                entry["summary"],
-                "\n".join(f"{key} = {value!r}" for key, value in entry["fields"].items()),
-            )
-            for entry in entries
-            if entry["slot"] == name
+    for key in dict.fromkeys(entry["slot"] for entry in entries):
+        show(f"{key}: --{key} NAME --{key}.FIELD VALUE")
+        for entry in entries:
+            if entry["slot"] == key:
+                _show_component(entry, explain=explain, slot=False)
+    if not explain:
+        show()
+        show("`hf-xformers list --components SLOT.NAME` explains the fields of one.")
+
+
+def _of_variants(words: Sequence[str], slot: str) -> list[dict[str, Any]]:
+    from ..variants import config_class, resolve
+
+    found = []
+    for model_type in map(resolve, words):
+        found += [
+            component(key, spec) for key, spec in own_components(config_class(model_type)()) if slot in ("all", key)
         ]
-        print_table(f"{name}: --{name} NAME --{name}.FIELD VALUE", ("name", "what it is", "fields"), rows)
+    return [entry for number, entry in enumerate(found) if entry not in found[:number]]
+
+
+def _show_component(entry: dict[str, Any], *, changed: bool = False, explain: bool, slot: bool = True) -> None:
+    """A component, with the meaning of its fields a line each, or with their defaults alone."""
+    title = f"{entry['slot']}: {entry['name']}" if slot else entry["name"]
+    show(f"{'*' if changed else ' '} {title}: {entry['summary']}" if entry["summary"] else f"  {title}", hanging=6)
+    fields = {name: _value(value) for name, value in entry["fields"].items()}
+    if not explain:
+        show(", ".join(f"{name}={text}" for name, text in fields.items()), indent=6) if fields else None
+        return
+    for name, text in fields.items():
+        aliases = "".join(f" (or {alias})" for alias in entry["aliases"].get(name, ()))
+        show(f"{name}{aliases} = {text}: {entry['meanings'].get(name, '')}", indent=6, hanging=10)
+
+
+def _value(value: Any) -> str:
+    """A value as an option takes it."""
+    if isinstance(value, (list, tuple)) and not any(isinstance(item, (list, tuple)) for item in value):
+        return ",".join(map(str, value)) or "[]"
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(value)

@@ -11,8 +11,8 @@ from ..weight_decay import Undecayed
 
 @register("normalization", "layer_norm")
 class LayerNormSpec(Spec):
-    """y = g * (x - mean(x)) / sqrt(var(x) + eps) + b over the width (Ba et al. 2016, arXiv 1607.06450). eps: the
-    config's `layer_norm_eps`."""
+    """y = g * (x - mean(x)) / sqrt(var(x) + eps) + b over the width (Ba et al. 2016, arXiv 1607.06450). bias:
+    whether there is b. eps: the config's `layer_norm_eps`."""
 
     context_parallel = True
     summary = "mean and variance over the width"

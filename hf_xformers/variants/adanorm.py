@@ -18,6 +18,7 @@ class XFAdaNormConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="5.2",
     summary="layer norm without parameters, scaled by a function of the normalised value",
     paper="Xu et al. 2019",
     url="https://arxiv.org/abs/1911.07013",

@@ -31,6 +31,7 @@ class XFAdaptiveSpanConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="4.6",
     summary="each head has a learned span beyond which nothing is computed; a penalty keeps spans short",
     paper="Sukhbaatar et al. 2019",
     url="https://aclanthology.org/P19-1032/",

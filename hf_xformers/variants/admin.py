@@ -26,6 +26,7 @@ class XFAdminConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="5.2",
     summary="post-norm with a learned weight on each shortcut, started so that deep stacks stay stable",
     paper="Liu et al. 2020",
     url="https://arxiv.org/abs/2004.08249",

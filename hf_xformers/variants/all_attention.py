@@ -21,6 +21,7 @@ class XFAllAttentionConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="5.3",
     summary="learned keys and values in each attention layer take the feed-forward's place",
     paper="Sukhbaatar et al. 2019",
     url="https://arxiv.org/abs/1907.01470",

@@ -28,6 +28,7 @@ class XFBartConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="7",
     summary="encoder-decoder, learned positions and a norm on each side's embedding",
     paper="Lewis et al. 2020",
     url="https://arxiv.org/abs/1910.13461",

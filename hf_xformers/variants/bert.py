@@ -23,6 +23,7 @@ class XFBertConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="7",
     summary="dense softmax attention, learned positions, post-LN, GELU",
     paper="Devlin et al. 2019",
     url="https://arxiv.org/abs/1810.04805",

@@ -28,6 +28,7 @@ class XFComplexOrderConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="5.1",
     summary="each channel of a word turns with its place at the word's own frequency; states are complex",
     paper="Wang et al. 2020",
     url="https://arxiv.org/abs/1912.12333",

@@ -32,6 +32,7 @@ class XFCompressiveTransformerConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="6.4",
     summary="states that leave the segment memory are compressed into a second, coarser memory",
     paper="Rae et al. 2020",
     url="https://arxiv.org/abs/1911.05507",

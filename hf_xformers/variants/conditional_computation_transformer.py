@@ -40,7 +40,8 @@ class XFConditionalComputationTransformerConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
-    summary="gates for each token and sublayer, trained to a budget, closed ones skipped in evaluation",
+    section="6.3",
+    summary="gates per token and sublayer, trained to a budget, skipped where closed",
     paper="Bapna et al. 2020",
     url="https://arxiv.org/abs/2002.07106",
     equation=(

@@ -23,6 +23,7 @@ class XFCpeConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="5.1",
     summary="positions from a depthwise convolution over neighbours after the first layer",
     paper="Chu et al. 2021",
     url="https://arxiv.org/abs/2102.10882",

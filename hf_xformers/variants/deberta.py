@@ -28,6 +28,7 @@ class XFDebertaConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="5.1",
     summary="disentangled attention, and an enhanced mask decoder for masked language modelling",
     paper="He et al. 2021",
     url="https://arxiv.org/abs/2006.03654",

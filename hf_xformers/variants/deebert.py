@@ -31,6 +31,7 @@ class XFDeebertConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="6.3",
     summary="a classifier on every layer; a text leaves after the first one whose entropy is low",
     paper="Xin et al. 2020",
     url="https://arxiv.org/abs/2004.12993",

@@ -25,6 +25,7 @@ class XFDeltaNetConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="4.2",
     summary="a linear attention whose state is corrected by the delta rule, with deterministic features (DPFP)",
     paper="Schlag et al. 2021",
     url="https://arxiv.org/abs/2102.11174",

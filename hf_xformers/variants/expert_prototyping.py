@@ -16,6 +16,7 @@ class XFExpertPrototypingConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="5.3",
     summary="several routers, each of which sends a token to one expert of its own group",
     paper="Yang et al. 2021",
     url="https://arxiv.org/abs/2105.15082",

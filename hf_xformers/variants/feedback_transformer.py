@@ -28,6 +28,7 @@ class XFFeedbackTransformerConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="6.2",
     summary="attention over merged memories of all layers at earlier tokens, computed one token after the other",
     paper="Fan et al. 2020",
     url="https://arxiv.org/abs/2002.09402",

@@ -26,6 +26,7 @@ class XFFloaterConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="5.1",
     summary="queries, keys and values gain the solution of a learned differential equation at the token's place",
     paper="Liu et al. 2020",
     url="https://arxiv.org/abs/2003.09229",

@@ -26,6 +26,7 @@ class XFFunnelTransformerConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="6.1",
     summary="pairs of states are pooled between blocks, so deeper layers read a shorter sequence",
     paper="Dai et al. 2020",
     url="https://arxiv.org/abs/2006.03236",

@@ -21,6 +21,7 @@ class XFGPTConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="7",
     summary="causal decoder, post-LN, tanh-GELU",
     paper="Radford et al. 2018",
     url="https://openai.com/index/language-unsupervised/",

@@ -26,6 +26,7 @@ class XFGPT2Config(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="7",
     summary="causal decoder, pre-LN with a final norm",
     paper="Radford et al. 2019",
     url="https://openai.com/index/better-language-models/",

@@ -90,6 +90,7 @@ def _same(attention: Any, derived: dict[str, Any] | None) -> bool:
 
 
 INFO = VariantInfo(
+    section="4.1",
     summary="every second layer reads a sliding window only",
     paper="Brown et al. 2020",
     url="https://arxiv.org/abs/2005.14165",

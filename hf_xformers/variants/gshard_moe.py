@@ -16,6 +16,7 @@ class XFGShardMoEConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="5.3",
     summary="the best and, at random, the second-best of many feed-forward experts, up to a capacity",
     paper="Lepikhin et al. 2020",
     url="https://arxiv.org/abs/2006.16668",

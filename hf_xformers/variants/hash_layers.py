@@ -16,6 +16,7 @@ class XFHashLayersConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="5.3",
     summary="a fixed map from token ids to feed-forward experts, without router and loss",
     paper="Roller et al. 2021",
     url="https://arxiv.org/abs/2106.04426",

@@ -34,6 +34,7 @@ class XFHiTransformerConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="6.4",
     summary="sentence and document Transformers in turn; words reach other sentences through document vectors",
     paper="Wu et al. 2021",
     url="https://arxiv.org/abs/2106.01040",

@@ -41,6 +41,7 @@ class XFIndigoConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="5.1",
     summary="tokens in the order of their generation; a key stands left or right of the query, no more is known",
     paper="Gu et al. 2019",
     url="https://arxiv.org/abs/1902.01370",

@@ -22,6 +22,7 @@ class XFLearnableSinusoidalConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="5.1",
     summary="input sinusoids whose frequencies are learned",
     paper="Wang et al. 2021",
     url="https://openreview.net/forum?id=onxoVA9FxMw",

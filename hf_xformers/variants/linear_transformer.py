@@ -23,6 +23,7 @@ class XFLinearTransformerConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="4.2",
     summary="the softmax of scores becomes a product of features elu(x) + 1, summed once for all queries",
     paper="Katharopoulos et al. 2020",
     url="https://arxiv.org/abs/2006.16236",

@@ -20,6 +20,7 @@ class XFLinformerConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="4.3",
     summary="learned matrices over positions project keys and values to a short sequence before attention",
     paper="Wang et al. 2020",
     url="https://arxiv.org/abs/2006.04768",

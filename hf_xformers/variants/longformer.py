@@ -38,6 +38,7 @@ class XFLongformerConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="4.1",
     summary="a sliding window for all tokens, and global tokens with projections of their own",
     paper="Beltagy et al. 2020",
     url="https://arxiv.org/abs/2004.05150",

@@ -17,6 +17,7 @@ class XFLunaConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="4.3",
     summary="attention nested through a short memory of learned vectors that travels through the layers",
     paper="Ma et al. 2021",
     url="https://arxiv.org/abs/2106.01540",

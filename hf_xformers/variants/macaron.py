@@ -16,6 +16,7 @@ class XFMacaronConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="6.5",
     summary="attention between two half feed-forward steps",
     paper="Lu et al. 2019",
     url="https://arxiv.org/abs/1906.02762",

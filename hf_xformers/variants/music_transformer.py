@@ -24,6 +24,7 @@ class XFMusicTransformerConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="5.1",
     summary="scores gain the query times a learned vector per distance to the past",
     paper="Huang et al. 2019",
     url="https://arxiv.org/abs/1809.04281",

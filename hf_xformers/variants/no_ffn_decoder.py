@@ -28,6 +28,7 @@ class XFNoFFNDecoderConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="5.3",
     summary="decoder layers of self-attention and cross-attention alone",
     paper="Yang et al. 2020",
     url="https://arxiv.org/abs/2010.02648",

@@ -20,7 +20,8 @@ class XFNystromformerConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
-    summary="softmax attention approximated through landmarks (Nystrom method), and a depthwise convolution over values",
+    section="4.4",
+    summary="softmax attention approximated through landmarks (Nystrom), and a convolution over values",
     paper="Xiong et al. 2021",
     url="https://arxiv.org/abs/2102.03902",
     equation=r"\mathrm{softmax}\!\left(\tfrac{Q \tilde K^\top}{\sqrt d}\right) "

@@ -32,6 +32,7 @@ class XFPabeeConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="6.3",
     summary="a classifier on every layer; a text leaves when enough of them in a row agree",
     paper="Zhou et al. 2020",
     url="https://arxiv.org/abs/2006.04152",

@@ -18,6 +18,7 @@ class XFPerformerConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="4.2",
     summary="FAVOR+: the softmax kernel estimated by products of positive orthogonal random features",
     paper="Choromanski et al. 2021",
     url="https://arxiv.org/abs/2009.14794",

@@ -21,6 +21,7 @@ class XFPowerNormConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="5.2",
     summary="statistics over the batch's tokens, running in both passes, in place of each token's own",
     paper="Shen et al. 2020",
     url="https://arxiv.org/abs/2003.07845",

@@ -19,6 +19,7 @@ class XFProductKeyMemoryConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="5.3",
     summary="a layer's feed-forward is a memory of n^2 slots, of which each token reads the best few",
     paper="Lample et al. 2019",
     url="https://arxiv.org/abs/1907.05242",

@@ -23,6 +23,7 @@ class XFRTransformerConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="5.1",
     summary="each layer runs a recurrent network over every token's window, then attention without positions",
     paper="Wang et al. 2019",
     url="https://arxiv.org/abs/1907.05572",

@@ -17,6 +17,7 @@ class XFRealFormerConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="4.5",
     summary="a residual path carries attention scores from each layer to the next",
     paper="He et al. 2021",
     url="https://arxiv.org/abs/2012.11747",

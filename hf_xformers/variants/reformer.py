@@ -28,6 +28,7 @@ class XFReformerConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="4.1",
     summary="attention among tokens that share a hash bucket, shared queries and keys, reversible layers",
     paper="Kitaev et al. 2020",
     url="https://arxiv.org/abs/2001.04451",

@@ -21,6 +21,7 @@ class XFReZeroConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="5.2",
     summary="a learned scalar gate that starts at zero replaces every norm",
     paper="Bachlechner et al. 2020",
     url="https://arxiv.org/abs/2003.04887",

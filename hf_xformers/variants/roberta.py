@@ -25,6 +25,7 @@ class XFRobertaConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="7",
     summary="BERT without sentence pairs, trained on dynamic masks",
     paper="Liu et al. 2019",
     url="https://arxiv.org/abs/1907.11692",

@@ -24,6 +24,7 @@ class XFRoformerConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="5.1",
     summary="rotary positions: a score depends on the distance only",
     paper="Su et al. 2021",
     url="https://arxiv.org/abs/2104.09864",

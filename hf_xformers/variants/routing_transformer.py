@@ -24,6 +24,7 @@ class XFRoutingTransformerConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="4.1",
     summary="local heads with relative positions, and heads that attend inside k-means clusters",
     paper="Roy et al. 2021",
     url="https://arxiv.org/abs/2003.05997",

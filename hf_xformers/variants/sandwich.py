@@ -22,6 +22,7 @@ class XFSandwichConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="6.5",
     summary="the order of sublayers: s^k (sf)^(n-k) f^k",
     paper="Press et al. 2020",
     url="https://arxiv.org/abs/1911.03864",

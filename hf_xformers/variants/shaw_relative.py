@@ -28,6 +28,7 @@ class XFShawRelativeConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="5.1",
     summary="keys and values gain a learned vector per clipped distance",
     paper="Shaw et al. 2018",
     url="https://arxiv.org/abs/1803.02155",

@@ -25,6 +25,7 @@ class XFSparseTransformerConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="4.1",
     summary="each token reads its surroundings and every l-th or a few summary tokens; two steps reach every token",
     paper="Child et al. 2019",
     url="https://arxiv.org/abs/1904.10509",

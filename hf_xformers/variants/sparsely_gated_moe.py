@@ -16,6 +16,7 @@ class XFSparselyGatedMoEConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="5.3",
     summary="noisy gates choose k of many feed-forward experts, with losses on importance and load",
     paper="Shazeer et al. 2017",
     url="https://arxiv.org/abs/1701.06538",

@@ -28,6 +28,7 @@ class XFSwitchTransformerConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="5.3",
     summary="a router sends each token to one of many feed-forward experts, up to a capacity",
     paper="Fedus et al. 2022",
     url="https://arxiv.org/abs/2101.03961",

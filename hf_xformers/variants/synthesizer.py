@@ -16,7 +16,8 @@ class XFSynthesizerConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
-    summary="scores are a function of one token (dense) or learned per pair of places (random), not a product of two tokens",
+    section="4.5",
+    summary="scores from one token (dense) or learned per pair of places (random), not from two tokens",
     paper="Tay et al. 2021",
     url="https://arxiv.org/abs/2005.00743",
     equation=r"B_i = \mathrm{ReLU}(x_i W_1 + b_1) W_2 + b_2 \text{ (dense)}, \quad B = R \text{ (random)}, \qquad O = \mathrm{softmax}(B) V",

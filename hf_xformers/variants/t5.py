@@ -33,6 +33,7 @@ class XFT5Config(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="7",
     summary="score biases by relative distance, RMS norm, no biases",
     paper="Raffel et al. 2020",
     url="https://arxiv.org/abs/1910.10683",

@@ -17,6 +17,7 @@ class XFTalkingHeadsConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="4.6",
     summary="two learned matrices mix the heads, one before and one after the softmax",
     paper="Shazeer et al. 2020",
     url="https://arxiv.org/abs/2003.02436",

@@ -32,6 +32,7 @@ class XFTransformerConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="2",
     summary="dense softmax attention, sinusoids, post-LN",
     paper="Vaswani et al. 2017",
     url="https://arxiv.org/abs/1706.03762",

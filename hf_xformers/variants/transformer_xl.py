@@ -33,6 +33,7 @@ class XFTransformerXLConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="6.4",
     summary="every layer also reads its input of earlier segments, with relative positions in the scores",
     paper="Dai et al. 2019",
     url="https://arxiv.org/abs/1901.02860",

@@ -32,6 +32,7 @@ class XFTransparentAttentionConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="6.2",
     summary="each decoder layer reads its own softmax mixture of all encoder layers' outputs",
     paper="Bapna et al. 2018",
     url="https://arxiv.org/abs/1808.07561",

@@ -22,6 +22,7 @@ class XFTupeConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="5.1",
     summary="score terms of positions alone, with projections of their own",
     paper="Ke et al. 2021",
     url="https://arxiv.org/abs/2006.15595",

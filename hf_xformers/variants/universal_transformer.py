@@ -34,6 +34,7 @@ class XFUniversalTransformerConfig(XFormerConfig):
 
 
 INFO = VariantInfo(
+    section="6.3",
     summary="one layer's weights at every depth, with adaptive computation time per token",
     paper="Dehghani et al. 2019",
     url="https://arxiv.org/abs/1807.03819",

@@ -25,6 +25,7 @@ class XFVisionTransformerConfig(XFormerImageConfig):
 
 
 INFO = VariantInfo(
+    section="8",
     summary="patches of an image as tokens, with a class token and learned positions",
     paper="Dosovitskiy et al. 2021",
     url="https://arxiv.org/abs/2010.11929",

@@ -1,0 +1,166 @@
+"""What lists say about variants and components, taken from their classes."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ..components import SLOTS, Spec, field_aliases
+from ..families import CHANGES, SURVEY
+
+# Shape -> the head whose class a family has for it.
+SHAPES = {
+    "encoder": "ForMaskedLM",
+    "decoder": "ForCausalLM",
+    "seq2seq": "ForSeq2SeqLM",
+    "image": "ForImageClassification",
+}
+# What a variant has to have instead before it counts as a change of that slot.
+_PLAIN = {
+    "embedding": ("token", "patch"),
+    "position": ("none", "sinusoidal_absolute", "learned_absolute"),
+    "attention": ("dense",),
+    "cross_attention": ("dense",),
+    "normalization": ("layer_norm",),
+    "residual": ("post_ln", "pre_ln"),
+    "feedforward": ("relu", "gelu"),
+    "block": ("vanilla",),
+    "stack": ("plain",),
+    "head": ("linear", "transform"),
+}
+# Which of the survey's kinds of change the component of a slot is.
+_KIND = {
+    "position": "position",
+    "attention": "attention",
+    "cross_attention": "attention",
+    "normalization": "normalization",
+    "residual": "normalization",
+    "feedforward": "feedforward",
+    "block": "architecture",
+    "stack": "architecture",
+}
+_FIELD = re.compile(r"(?:^|(?<=[.;\n)] )|(?<=\n))((?:\w+,\s)*\w+):\s")
+
+
+def variants(names: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Every variant (or those named): `id`, `changes`, `section` of the survey, `kinds` of change, `shapes`, `paper`, `url`,
+    `cost`."""
+    from ..variants import config_class, model_types, resolve
+
+    entries = []
+    for model_type in map(resolve, names) if names else model_types():
+        cls = config_class(model_type)
+        info = cls.info
+        entries.append(
+            {
+                "id": model_type,
+                "changes": info.summary,
+                "section": info.section,
+                "kinds": kinds(cls),
+                "shapes": [shape for shape, head in SHAPES.items() if head in cls.heads],
+                "paper": info.paper,
+                "url": info.url,
+                "cost": info.cost,
+            }
+        )
+    return entries
+
+
+def kinds(config_class: Any) -> list[str]:
+    """What a variant changes, of `CHANGES`: what its section of the survey is about, and the kinds of its components."""
+    section = config_class.info.section
+    found = {SURVEY[section].changes} if section else set()
+    found |= {_KIND[slot] for slot, _ in replaced(config_class()) if slot in _KIND}
+    return [kind for kind in CHANGES if kind in found]
+
+
+def replaced(config: Any) -> list[tuple[str, Spec]]:
+    """(slot, component) wherever a layer or tower of a config has another component than a plain Transformer."""
+    found: list[tuple[str, Spec]] = []
+    for view in layers(config):
+        for slot, plain in _PLAIN.items():
+            spec = getattr(view, slot)
+            if spec.type not in plain and (slot, spec) not in found:
+                found.append((slot, spec))
+    return found
+
+
+def layers(config: Any) -> list[Any]:
+    """A config as every layer sees it; one view where all layers are alike."""
+    if not config.is_heterogeneous:
+        return [config]
+    return [config.layer(index) for index in range(config.num_hidden_layers)]
+
+
+def own_components(config: Any) -> list[tuple[str, Spec]]:
+    """(slot, component) of a variant's config, each once where layers differ; cross-attention where it has any."""
+    found: list[tuple[str, Spec]] = []
+    for slot in SLOTS:
+        for view in layers(config) if slot != "cross_attention" or "ForSeq2SeqLM" in config.heads else ():
+            if (slot, getattr(view, slot)) not in found:
+                found.append((slot, getattr(view, slot)))
+    return found
+
+
+def own_defaults(config_class: Any) -> dict[str, Any]:
+    """A variant's configuration fields (not its components) that differ from the free mix's, with their defaults."""
+    from ..configuration_xformer import XFormerConfig
+    from .arguments import offered_fields
+
+    general, own = XFormerConfig(), config_class()
+    known = {field.name for field in dataclasses.fields(general)}
+    names = [name for name in offered_fields(config_class) if name != "per_layer_config"]
+    return {
+        name: getattr(own, name) for name in names if name not in known or getattr(own, name) != getattr(general, name)
+    }
+
+
+def components(slot: str) -> list[dict[str, Any]]:
+    """Every component of a slot: as [`component`]."""
+    return [component(slot, SLOTS[slot].get(name)) for name in SLOTS[slot]]
+
+
+def component(slot: str, spec: type[Spec] | Spec) -> dict[str, Any]:
+    """`slot`, `name`, `summary`, and of the fields: `fields` with their defaults (of a spec object: its values), `aliases`
+    and `meanings`."""
+    cls = spec if isinstance(spec, type) else type(spec)
+    aliases: dict[str, list[str]] = {}
+    for alias, field in field_aliases(cls).items():
+        aliases.setdefault(field, []).append(alias)
+    values = _defaults(cls) if spec is cls else {name: getattr(spec, name) for name in _defaults(cls)}
+    return {
+        "slot": slot,
+        "name": cls.type,
+        "summary": cls.summary,
+        "fields": values,
+        "aliases": aliases,
+        "meanings": meanings(cls),
+    }
+
+
+def meanings(cls: type) -> dict[str, str]:
+    """What the fields of a dataclass mean: the sentences behind `field: ` in its docstring and its bases'."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    found: dict[str, str] = {}
+    for owner in cls.__mro__:
+        text = inspect.cleandoc(owner.__doc__ or "")
+        heads = [match for match in _FIELD.finditer(text) if names.issuperset(re.split(r",\s", match[1]))]
+        for head, following in zip(heads, [*heads[1:], None]):
+            end = len(text) if following is None else following.start()
+            meaning = " ".join(text[head.end() : end].split("\n\n")[0].split())
+            for name in re.split(r",\s", head[1]):
+                found.setdefault(name, meaning.rstrip(".;"))
+    return found
+
+
+def _defaults(cls: type) -> dict[str, Any]:
+    defaults: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        if field.default_factory is not dataclasses.MISSING:
+            defaults[field.name] = field.default_factory()
+        else:
+            defaults[field.name] = "required" if field.default is dataclasses.MISSING else field.default
+    return defaults
