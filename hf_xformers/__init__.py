@@ -1,4 +1,4 @@
-"""Every Transformer variant of *A Survey of Transformers* as a first-class citizen of the Hugging Face ecosystem.
+"""Transformer variants of *A Survey of Transformers* as first-class citizens of the Hugging Face ecosystem.
 
 Importing this package makes all variants known to transformers' Auto classes. Names are loaded when they are first used.
 """

@@ -1,10 +1,12 @@
-"""The command `hf-xformers` (also `python -m hf_xformers.cli`): one file of this folder per sub-command."""
+"""The command `hf-xformers` (also `python -m hf_xformers`): one file of this folder per sub-command."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 
 # sub-command -> (module of this folder, what it does); a module has `run(argv) -> exit code`. No module may have the
@@ -29,19 +31,34 @@ DEBUG_VARIABLE = "HF_XFORMERS_DEBUG"
 
 _USAGE = """usage: hf-xformers [--version] [--debug] COMMAND ...
 
+Some sixty variants of the Transformer as Hugging Face models, with components
+that can be mixed.
+
 {commands}
 
-`hf-xformers COMMAND --help` explains a command. --debug (or {debug}=1) shows the traceback of an error."""
+`hf-xformers COMMAND --help` explains a command.
+--debug (or {debug}=1) shows the traceback of an error."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a sub-command and returns the exit code: 0, 2 for input that cannot work, 130 when interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if not sys.stderr.isatty():  # bars that move are of no use in a file
+        for library in ("HF_HUB", "HF_DATASETS"):
+            os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
     debug = os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
     while arguments and arguments[0] == "--debug":
         debug, arguments = True, arguments[1:]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        lines = "\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())
+        lines = "\n".join(
+            textwrap.fill(
+                text,
+                max(40, shutil.get_terminal_size().columns),
+                initial_indent=f"  {name:<10} ",
+                subsequent_indent=" " * 13,
+            )
+            for name, (_, text) in COMMANDS.items()
+        )
         print(_USAGE.format(commands=lines, debug=DEBUG_VARIABLE))
         return 0
     if arguments[0] == "--version":
@@ -75,6 +92,6 @@ def _command(name: str):
         import difflib
 
         close = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"there is no command {name!r}: choose one of {', '.join(COMMANDS)}{hint}")
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"there is no command {name!r}.{hint} Choose one of {', '.join(COMMANDS)}")
     return importlib.import_module(f"{__name__}.{COMMANDS[name][0]}").run

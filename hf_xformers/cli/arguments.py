@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 from transformers.hf_argparser import HfArgumentParser
 
-from ..components import SLOTS, build_spec, field_aliases
+from ..components import SLOTS, build_spec, did_you_mean, field_aliases
 from ..objectives import OBJECTIVES
+from .parser import RefusingParser
 from .values import annotation, parse
 
 if TYPE_CHECKING:
@@ -27,17 +27,60 @@ if TYPE_CHECKING:
 
 # Fields that the objective, Trainer or a dotted option decides.
 _NOT_OFFERED = ("is_decoder", "is_encoder_decoder", "use_cache", "decoder", *SLOTS)
+# Of Trainer's options the ones that a help names.
+USUAL = (
+    "learning_rate",
+    "num_train_epochs",
+    "max_steps",
+    "per_device_train_batch_size",
+    "resume_from_checkpoint",
+)
 _YAML_SUFFIXES = (".yaml", ".yml", ".json")
 
 
-class Parser(HfArgumentParser):
-    """HfArgumentParser that raises ValueError where argparse would print its usage and exit."""
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: Any, *_: Any) -> None:
+        print(parser.format_help(full=True), end="")
+        parser.exit()
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **kwargs)
 
-    def error(self, message: str):
-        raise ValueError(f"{message} (see `{self.prog} --help`)")
+class Parser(RefusingParser, HfArgumentParser):
+    """HfArgumentParser whose help has the command's own options first, and Trainer's under `--help-all`.
+
+    kinds: the command's dataclasses, each a group of options. trainer: the class of Trainer's arguments, read last. read:
+    those of its options that the command reads (None: all); there are no others then. usage: what follows the command's
+    name.
+    """
+
+    def __init__(
+        self,
+        kinds: Sequence[type],
+        trainer: type,
+        *,
+        read: Collection[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__([*kinds, trainer], **kwargs)
+        self._trainer = {field.name for field in dataclasses.fields(trainer)}
+        self._trainer_name = trainer.__name__
+        self._read = read
+        self.more_groups: list[Any] = []
+        if read is None:
+            self.add_argument(
+                "--help-all", nargs=0, action=_HelpAll, help="also explain the options of Trainer and model"
+            )
+        else:
+            for action in [action for action in self._actions if action.dest in self._trainer - set(read)]:
+                self._drop(action)
+
+    def _drop(self, action: argparse.Action) -> None:
+        self.set_defaults(**{action.dest: action.default})
+        self._remove_action(action)
+        for group in self._action_groups:
+            if action in group._group_actions:
+                group._group_actions.remove(action)
+        for flag in action.option_strings:
+            del self._option_string_actions[flag]
 
     def into_dataclasses(self, tokens: Sequence[str]) -> tuple[Any, ...]:
         """The dataclasses and, where the parser has other options, their namespace.
@@ -47,13 +90,48 @@ class Parser(HfArgumentParser):
         *found, rest = self.parse_args_into_dataclasses(
             list(tokens), return_remaining_strings=True, look_for_args_file=False
         )
-        if rest:
-            unknown = rest[0].split("=")[0]
-            close = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"see `{self.prog} --help`"
-            kind = "option" if unknown.startswith("-") else "argument"
-            raise ValueError(f"there is no {kind} {unknown}; {hint}")
+        self.refuse_unknown(rest)
         return tuple(found)
+
+    def format_help(self, full: bool = False) -> str:
+        """The command's own options by group; full: Trainer's and the model's fields, too."""
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        usual = self._optionals._group_actions
+        groups = [group for group in self._action_groups if group not in (self._positionals, self._optionals)]
+        sections = [
+            (group.title, group.description, group._group_actions)
+            for group in groups
+            if full or group not in self.more_groups
+        ]
+        every = full or self._read is not None
+        own = [action for action in usual if action.dest not in self._trainer]
+        flags = [action for action in usual if action.dest in self._trainer]
+        needed = [action for action in flags if action.dest == "output_dir" and action.required]
+        sections.append(("other options", None, [*needed, *own]))
+        if every:
+            rest = [action for action in flags if action not in needed]
+            sections.append(("options of transformers' Trainer", None, rest))
+        for title, description, actions in sections:
+            formatter.start_section(title)
+            formatter.add_text(description)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        if not every:
+            usually = ", ".join(self._with_default(name) for name in USUAL)
+            formatter.add_text(
+                f"Every option of transformers' {self._trainer_name} works too; the most usual: {usually}."
+            )
+            for group in self.more_groups:
+                names = ", ".join(action.option_strings[0] for action in group._group_actions)
+                formatter.add_text(f"{group.title.capitalize()}: {names}.")
+            formatter.add_text("--help-all explains these. In names of options - is the same as _.")
+        return formatter.format_help()
+
+    def _with_default(self, name: str) -> str:
+        default = self.get_default(name)
+        return f"--{name}" + (f" (default {default})" if default not in (None, -1) else "")
 
 
 # ------------------------------------------------------------------------------------------------ dotted options
@@ -78,10 +156,9 @@ def split_dotted(tokens: Sequence[str], groups: Iterable[str]) -> tuple[list[str
             rest.append(token)
             continue
         if name not in groups:
-            close = difflib.get_close_matches(name, groups, n=1)
-            hint = f"; did you mean --{close[0]}.{path}?" if close else ""
+            hint = did_you_mean(f"--{name}.{path}", [f"--{group}.{path}" for group in groups]).replace("'", "")
             raise ValueError(
-                f"there is no option {option}: dotted options begin with {', '.join(sorted(groups))}{hint}"
+                f"there is no option {option}.{hint} Dotted options begin with {', '.join(sorted(groups))}"
             )
         if not equals:
             if index < len(tokens) and not tokens[index].startswith("--"):
@@ -107,14 +184,17 @@ def overlay(
     return merged
 
 
+def _default(config_class: type[XFormerConfig], name: str) -> Any:
+    field = next(field for field in dataclasses.fields(config_class) if field.name == name)
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
 def parse_component(
     config_class: type[XFormerConfig], slot: str, texts: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, Any]:
     """Texts of a component's fields as typed values under the fields' own names; of two names of one field the last
     counts, as of an option that is given twice. Unknown fields stay, for the component itself to refuse."""
-    default = next(field for field in dataclasses.fields(config_class) if field.name == slot)
-    own = default.default if default.default_factory is dataclasses.MISSING else default.default_factory()
-    name = texts.get("type") or build_spec(slot, own).type
+    name = texts.get("type") or build_spec(slot, _default(config_class, slot)).type
     spec_class = SLOTS[slot].get(name)
     known = {field.name for field in dataclasses.fields(spec_class)}
     aliases = field_aliases(spec_class)
@@ -184,19 +264,26 @@ def add_model_options(parser: Parser, config_class: type[XFormerConfig]) -> None
         "components", "A name, and fields as --SLOT.FIELD VALUE; see `hf-xformers list --components SLOT`."
     )
     for slot in SLOTS:
-        slots.add_argument(f"--{slot}", metavar="NAME", default=argparse.SUPPRESS)
+        own = build_spec(slot, _default(config_class, slot)).type
+        slots.add_argument(f"--{slot}", metavar="NAME", default=argparse.SUPPRESS, help=f"default: {own}")
     slots.add_argument(
         "--decoder.FIELD",
         metavar="VALUE",
         default=argparse.SUPPRESS,
         help="what an encoder-decoder's decoder has instead",
     )
-    fields = parser.add_argument_group("configuration fields")
+    fields = parser.add_argument_group(
+        "fields of the model's configuration",
+        f"Defaults of {config_class.model_type}; --size decides widths, layers, heads and the vocabulary of a new model.",
+    )
+    parser.more_groups.append(fields)
     taken = parser._option_string_actions
     for name in offered_fields(config_class):
         flags = [flag for flag in dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")) if flag not in taken]
         if flags:
-            fields.add_argument(*flags, dest=f"field:{name}", metavar="VALUE", default=argparse.SUPPRESS)
+            text = "by layer, as JSON" if name == "per_layer_config" else f"default: {_default(config_class, name)}"
+            text = text.replace("%", "%%")
+            fields.add_argument(*flags, dest=f"field:{name}", metavar="VALUE", default=argparse.SUPPRESS, help=text)
 
 
 def parse_fields(config_class: type[XFormerConfig], namespace: Any) -> dict[str, Any]:

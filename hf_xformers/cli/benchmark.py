@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..components import SLOTS
-from .console import console, print_table, say
+from ..components import SLOTS, did_you_mean
+from .console import cell_text, error_console, print_table, say
 from .parser import CommandParser
 from .values import annotation, parse
 
@@ -23,7 +23,9 @@ fails, runs out of memory or takes too long there is reported, and the others go
 
 Writes results.json, results.md, attention maps and, with matplotlib, plots (PNG and SVG) to --output_dir."""
 _EPILOG = """An entry of --variants is a variant, or LABEL=VARIANT; --set changes it, as in
-  --variants narrow=longformer,wide=longformer,mix=xformer --set narrow.attention.attention_window=128 \\
+
+  --variants narrow=longformer,wide=longformer,mix=xformer \\
+    --set narrow.attention.window=128 \\
     --set mix.attention=performer --set mix.num_key_value_heads=2"""
 
 
@@ -60,8 +62,6 @@ def make_parser() -> CommandParser:
         prog="hf-xformers benchmark",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
 
     def add(name: str, **settings: Any) -> None:
@@ -84,11 +84,11 @@ def make_parser() -> CommandParser:
             dest="shape",
             action="store_const",
             const=name,
-            help=f"compare as {name}s; by default the first of encoder, decoder, seq2seq that all of them are made for",
+            help=f"compare {name} models (default: the first of encoder, decoder, seq2seq that all are made for)",
         )
     add("batch_size", type=int, default=usual.batch_size, metavar="N", help="rows (default 1)")
-    add("dtype", choices=("float32", "bfloat16"), default=usual.dtype)
-    add("device", choices=("cpu", "cuda"), default=usual.device)
+    add("dtype", choices=("float32", "bfloat16"), default=usual.dtype, help=f"of weights (default {usual.dtype})")
+    add("device", choices=("cpu", "cuda"), default=usual.device, help=f"where (default {usual.device})")
     add(
         "threads",
         type=int,
@@ -173,7 +173,7 @@ def read_settings(options: argparse.Namespace) -> Settings:
         unknown = [task for task in tasks if task not in TASKS]
         if unknown:
             raise ValueError(
-                f"argument --tasks: unknown task {unknown[0]!r}{_close(unknown[0], TASKS)}; choose from {', '.join(TASKS)}, or all"
+                f"argument --tasks: unknown task {unknown[0]!r}.{did_you_mean(unknown[0], TASKS)} Choose from {', '.join(TASKS)}, or all"
             )
         short = [task for task in tasks if options.train_length < TASKS[task].shortest]
         if short:
@@ -217,11 +217,6 @@ def _lengths(text: str) -> list[int]:
     return lengths
 
 
-def _close(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=3)
-    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
-
-
 def read_entries(variants: str, changes: Sequence[str]) -> list[Entry]:
     """The entries of `--variants` with the changes of `--set`.
 
@@ -240,8 +235,8 @@ def read_entries(variants: str, changes: Sequence[str]) -> list[Entry]:
         if model_type is None:
             short = [entry.removeprefix("xf_") for entry in known]
             raise ValueError(
-                f"argument --variants: there is no variant {name!r}{_close(name.removeprefix('xf_'), short)}; `hf-xformers list` names "
-                "all of them"
+                f"argument --variants: there is no variant {name!r}.{did_you_mean(name.removeprefix('xf_'), short)} `hf-xformers list` "
+                "shows all of them"
             )
         label = label.strip() if equals else name.removeprefix("xf_")
         if label in chosen:
@@ -276,7 +271,7 @@ def _changes(config_class: Any, label: str, texts: dict[str, str]) -> tuple[dict
         elif field or name not in known:
             near = [*SLOTS, *known]
             raise ValueError(
-                f"argument --set: {config_class.model_type} has no component or field {option!r}{_close(name, near)}; see "
+                f"argument --set: {config_class.model_type} has no component or field {option!r}.{did_you_mean(name, near)} See "
                 "`hf-xformers list --components`"
             )
         else:
@@ -293,14 +288,26 @@ def _changes(config_class: Any, label: str, texts: dict[str, str]) -> tuple[dict
 
 
 def _measure(comparison: Comparison) -> None:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     missing = len(comparison.missing())
     kept = len(comparison.cells()) - missing
     if kept:
         say(f"{kept} of {kept + missing} cells are there already")
-    with Progress(*columns, console=console(error=True)) as progress:
+    if sys.stderr.isatty():
+        _measure_with_bar(comparison, missing)
+        return
+    begun: list[str] = []
+    for number, row in enumerate(comparison.run(lambda cell: begun.append(str(cell))), start=1):
+        found = {"speed": "ms", "quality": "accuracy"}.get(row["kind"])
+        figure = f", {found} {cell_text(row[found])}" if row["status"] == "ok" and found else ""
+        reason = "" if row["status"] == "ok" else f": {row['error']}"
+        say(f"{number}/{missing} {begun[-1]}: {row['status']}{figure}{reason}")
+
+
+def _measure_with_bar(comparison: Comparison, missing: int) -> None:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=error_console()) as progress:
         bar = progress.add_task("", total=missing)
         for row in comparison.run(lambda cell: progress.update(bar, description=str(cell).replace("[", r"\["))):
             progress.advance(bar)

@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser(prog="hf-xformers bundle", description=_DESCRIPTION, allow_abbrev=False)
+    parser = CommandParser(prog="hf-xformers bundle", description=_DESCRIPTION)
     parser.add_argument("checkpoint", type=Path, help="folder of a saved model of this package")
     parser.add_argument("--to", type=Path, required=True, help="where to write it; may be the checkpoint's own folder")
     return parser

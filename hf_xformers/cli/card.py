@@ -17,7 +17,7 @@ that `hf-xformers benchmark` measured for the variant. Without --to the card is 
 def run(argv: Sequence[str]) -> int:
     from ..hub.measured_card import make_card
 
-    parser = CommandParser(prog="hf-xformers card", description=_DESCRIPTION, allow_abbrev=False)
+    parser = CommandParser(prog="hf-xformers card", description=_DESCRIPTION)
     parser.add_argument(
         "name", metavar="VARIANT|FOLDER", help="a variant, with or without 'xf_', or a checkpoint folder"
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..components import SLOTS
 from .arguments import parse_component, parse_decoder, split_dotted
-from .console import print_facts, say
+from .console import in_options, print_facts, say
 from .parser import CommandParser
 from .values import parse
 
@@ -23,6 +23,16 @@ this package, gets these in place of its own: weights that still have a meaning 
 says which, and how far the outputs moved. `hf-xformers uptrain` continues the training."""
 _SLOTS = tuple(slot for slot in SLOTS if slot != "head")  # --head is the class to make
 _GROUPS = (*_SLOTS, "decoder")
+# Arguments of the functions below -> options.
+_OPTIONS = {
+    "overwrite=True": "--overwrite",
+    "direction": "--direction",
+    "head": "--head",
+    "max_length": "--max-length",
+    "num_key_value_heads": "--num-key-value-heads",
+    "per_layer_config": "--per-layer-config",
+    "decoder": "--decoder.FIELD",
+}
 
 
 def run(argv: Sequence[str]) -> int:
@@ -37,7 +47,8 @@ def run(argv: Sequence[str]) -> int:
         value is not None
         for value in (arguments.max_length, arguments.num_key_value_heads, arguments.per_layer_config)
     )
-    report = _swap(arguments, dotted) if swaps else _convert(arguments)
+    with in_options(_OPTIONS):
+        report = _swap(arguments, dotted) if swaps else _convert(arguments)
     content = json.dumps(report.to_dict(), indent=2)
     if report_file is not None:
         from ..saved_files import write_json
@@ -126,21 +137,26 @@ def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="hf-xformers convert",
         description=_DESCRIPTION,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--from", dest="source", required=True, metavar="MODEL", help="folder of a saved model, or Hub id"
     )
     parser.add_argument("--to", dest="target", required=True, metavar="DIR", help="folder to write; new or empty")
-    parser.add_argument("--head", help="class to make, such as Model or ForMaskedLM; default: what the source has")
-    parser.add_argument("--direction", choices=("auto", "to_ours", "to_theirs"), default="auto")
+    parser.add_argument(
+        "--head", metavar="CLASS", help="class to make, such as Model or ForMaskedLM; default: what the source has"
+    )
+    parser.add_argument(
+        "--direction",
+        choices=("auto", "to_ours", "to_theirs"),
+        default="auto",
+        help="to this package or to transformers; auto: by the model",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace what is in --to")
     parser.add_argument("--report", metavar="FILE", help="write every tensor's fate into a JSON file")
     parser.add_argument("--json", action="store_true", help="print every tensor's fate as JSON")
     swap = parser.add_argument_group("swap", "See `hf-xformers list --components SLOT` for names and fields.")
     for slot in _SLOTS:  # for the help; they are taken out before
-        swap.add_argument(f"--{slot}", metavar="NAME", default=argparse.SUPPRESS)
+        swap.add_argument(f"--{slot}", metavar="NAME", default=argparse.SUPPRESS, help="default: as in the source")
     swap.add_argument(
         "--decoder.SLOT",
         metavar="NAME",
@@ -157,5 +173,5 @@ def make_parser() -> argparse.ArgumentParser:
     swap.add_argument(
         "--text", metavar="FILE", help="sample on which the outputs are compared; default: Python's help"
     )
-    swap.add_argument("--seed", type=int, default=0, metavar="N", help="of the tensors that start anew")
+    swap.add_argument("--seed", type=int, default=0, metavar="N", help="of the tensors that start anew (default: 0)")
     return parser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,24 @@ from .pretrain import quiet_libraries
 _DESCRIPTION = """Evaluate a saved language model: masked, causal or span corruption.
 
 Data and rows are by default those of the model's training, so that the figures compare with its log; masks and spans are
-the same in every call. Every Trainer flag that matters for evaluation works, such as --per_device_eval_batch_size."""
+the same in every call."""
+# The options of Trainer that an evaluation reads.
+READ = (
+    "bf16",
+    "bf16_full_eval",
+    "data_seed",
+    "dataloader_num_workers",
+    "dataloader_pin_memory",
+    "ddp_backend",
+    "disable_tqdm",
+    "fp16",
+    "fp16_full_eval",
+    "per_device_eval_batch_size",
+    "seed",
+    "tf32",
+    "torch_compile",
+    "use_cpu",
+)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -45,7 +63,14 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     from ..training.scoring import Score, training_of
     from ..training.text import TextData
 
-    parser = Parser([Score, TextData, TrainingArguments], prog="hf-xformers evaluate", description=_DESCRIPTION)
+    parser = Parser(
+        [Score, TextData],
+        TrainingArguments,
+        read=READ,
+        prog="hf-xformers evaluate",
+        usage="hf-xformers evaluate [FILE.yaml] --model MODEL [OPTION VALUE ...]",
+        description=_DESCRIPTION,
+    )
     trained = training_of(first_look["model"]) if first_look.get("model") else {}
     shared = training_defaults("small")
     # Nothing is written; Trainer wants a folder all the same.
@@ -57,5 +82,5 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     }
     if trained.get("eval_streams"):  # how many texts are read side by side decides where each begins
         defaults["per_device_eval_batch_size"] = trained["eval_streams"]
-    parser.set_defaults(**defaults)
+    parser.set_defaults(**defaults, disable_tqdm=not sys.stderr.isatty())
     return parser

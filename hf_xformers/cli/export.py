@@ -6,11 +6,20 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from .console import print_facts
+from .console import in_options, print_facts
 from .parser import CommandParser
 
 _DESCRIPTION = """Write a saved encoder, with its head, as an ONNX graph of input_ids and attention_mask, for any batch and
 length, and compare it with the model under onnxruntime where that is installed (pip install onnx onnxscript onnxruntime)."""
+
+# Arguments of the function below -> options.
+_OPTIONS = {
+    "dynamic=False": "--fixed",
+    "length": "--length",
+    "batch": "--batch",
+    "opset": "--opset",
+    "tolerance": "--tolerance",
+}
 
 
 def run(argv: Sequence[str]) -> int:
@@ -33,18 +42,19 @@ def run(argv: Sequence[str]) -> int:
         )
     refuse_damaged_weights(source)
     model = load_ours(source, model_type, arguments.head)
-    try:
-        report = export_onnx(
-            model,  # type: ignore[arg-type]
-            output,
-            batch=arguments.batch,
-            length=arguments.length,
-            dynamic=not arguments.fixed,
-            tolerance=arguments.tolerance,
-            opset=arguments.opset,
-        )
-    except ImportError as error:
-        raise ValueError(str(error)) from error
+    with in_options(_OPTIONS):
+        try:
+            report = export_onnx(
+                model,  # type: ignore[arg-type]
+                output,
+                batch=arguments.batch,
+                length=arguments.length,
+                dynamic=not arguments.fixed,
+                tolerance=arguments.tolerance,
+                opset=arguments.opset,
+            )
+        except ImportError as error:
+            raise ValueError(str(error)) from error
     shape = f"{report.shape[0]} x {report.shape[1]}"
     difference = report.difference
     print_facts(
@@ -63,10 +73,12 @@ def run(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser(prog="hf-xformers export", description=_DESCRIPTION, allow_abbrev=False)
+    parser = CommandParser(prog="hf-xformers export", description=_DESCRIPTION)
     parser.add_argument("--model", required=True, metavar="DIR", help="folder of a saved model of this package")
     parser.add_argument("--output", required=True, metavar="FILE.onnx", help="file to write, or replace")
-    parser.add_argument("--head", help="class to export, such as Model or ForMaskedLM; default: what was saved")
+    parser.add_argument(
+        "--head", metavar="CLASS", help="class to export, such as Model or ForMaskedLM; default: what was saved"
+    )
     parser.add_argument("--opset", type=int, metavar="N", help="version of ONNX's operators; default: the exporter's")
     parser.add_argument(
         "--check", action="store_true", help="fail where onnxruntime is missing, and nothing is compared"

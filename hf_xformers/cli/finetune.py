@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..components import SLOTS
 from .arguments import Parser, add_model_options, parse_command, parse_component, parse_decoder, parse_fields
 from .console import print_facts, say
-from .pretrain import quiet_libraries
+from .pretrain import OUTPUT_HELP, quiet_libraries
 from .values import annotation, parse
 
 _DESCRIPTION = """Fine-tune a saved model, or a variant from random weights, on a task, and save it with its tokenizer,
 the metrics and the predictions of all held-out rows.
 
-usage with a file: hf-xformers finetune config.yaml [OPTION ...]; the file has the options by name.
-Works unchanged under a launcher: accelerate launch -m hf_xformers.cli finetune ..."""
+FILE.yaml has the options by name. Works unchanged under a launcher:
+
+  accelerate launch -m hf_xformers.cli finetune ..."""
 GROUPS = (*SLOTS, "decoder", "peft")
 
 
@@ -49,13 +51,20 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     from ..finetuning.options import ModelOptions, RunOptions, TaskData, TaskOptions
     from ..finetuning.presets import finetuning_defaults
 
-    kinds = [ModelOptions, TaskData, TaskOptions, RunOptions, Seq2SeqTrainingArguments]
-    parser = Parser(kinds, prog="hf-xformers finetune", description=_DESCRIPTION)
+    parser = Parser(
+        [ModelOptions, TaskData, TaskOptions, RunOptions],
+        Seq2SeqTrainingArguments,
+        prog="hf-xformers finetune",
+        usage="hf-xformers finetune [FILE.yaml] --task TASK --model MODEL\n"
+        "                            --data FILE --output_dir DIR [OPTION VALUE ...]",
+        description=_DESCRIPTION,
+    )
     look = first_look.get
     parser.set_defaults(**finetuning_defaults(look("task"), look("model"), look("size"), look("peft")))
+    parser.set_defaults(disable_tqdm=not sys.stderr.isatty())
     for action in parser._actions:
         if action.dest == "output_dir":
-            action.required = True
+            action.required, action.help, action.metavar = True, OUTPUT_HELP, "DIR"
     add_model_options(parser, _config_class(look("variant"), look("model")))
     methods = parser.add_argument_group("PEFT", "fields of the method's configuration in peft")
     methods.add_argument("--peft.FIELD", metavar="VALUE", default=None, help="such as --peft.r 16")

@@ -1,12 +1,113 @@
-"""The parser of the commands without Trainer flags."""
+"""How all commands read and explain their options."""
 
 from __future__ import annotations
 
 import argparse
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..components import did_you_mean
+
+_NOTHING = (None, False, "", argparse.SUPPRESS)
 
 
-class CommandParser(argparse.ArgumentParser):
-    """ArgumentParser that raises ValueError where argparse would print its usage and exit."""
+class HelpFormatter(argparse.HelpFormatter):
+    """One spelling of each option, the defaults, and paragraphs: indented lines of a text are examples, left as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        blocks = re.split(r"\n\s*\n", text)
+        return "\n\n".join(
+            block if block.startswith("  ") else textwrap.fill(" ".join(block.split()), width, break_on_hyphens=False)
+            for block in blocks
+        )
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if len(action.option_strings) < 2 or action.option_strings[0] == "-h":
+            return super()._format_action_invocation(action)
+        flag = action.option_strings[0]
+        value = (
+            ""
+            if action.nargs == 0
+            else f" {self._format_args(action, self._get_default_metavar_for_optional(action))}"
+        )
+        return f"{flag}{value}"
+
+    def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Any:
+        if self._many(action):
+            return lambda size: ("NAME",) * size
+        return super()._metavar_formatter(action, default_metavar)
+
+    @staticmethod
+    def _many(action: argparse.Action) -> bool:
+        """Whether an option has too many choices to stand behind it; they are then named in its help."""
+        return action.metavar is None and action.choices is not None and len(",".join(map(str, action.choices))) > 40
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        kinds: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
+        return kinds.get(action.type, "BOOL" if action.nargs == "?" else "VALUE")
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if self._many(action):
+            text = f"{text.rstrip('.')}: {', '.join(map(str, action.choices or ()))}"
+        listed = isinstance(action.default, (list, tuple))
+        if "default" in text.lower() or action.required or (listed and not action.default) or action.nargs == 0:
+            return text
+        if not listed and action.default in _NOTHING:
+            return text
+        shown = " ".join(map(str, action.default)) if listed else str(action.default)
+        return (
+            f"{text} (default: {shown})".strip().replace("%", "%%") if "%" in shown else f"{text} (default: {shown})"
+        )
+
+
+class RefusingParser(argparse.ArgumentParser):
+    """ArgumentParser that raises ValueError, the nearest known word first, where argparse would print its usage and exit."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", HelpFormatter)
+        kwargs["allow_abbrev"] = False
+        super().__init__(*args, **kwargs)
+        self._typed: list[str] = []
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        self._typed = [token.split("=")[0] for token in args or ()]
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str):
+        # An option with two spellings is called by the one that was typed.
+        def spelling(match: re.Match[str]) -> str:
+            names = match[0].split("/")
+            return next((name for name in names if name in self._typed), names[0])
+
+        message = re.sub(r"--[\w.-]+(?:/--[\w.-]+)+", spelling, message)
         raise ValueError(f"{message} (see `{self.prog} --help`)")
+
+    def refuse_unknown(self, rest: Sequence[str], more: Iterable[str] = ()) -> None:
+        """Raises ValueError for the first of the tokens that nobody read. more: options that are not the parser's own."""
+        if rest:
+            unknown = rest[0].split("=")[0]
+            kind = "option" if unknown.startswith("-") else "argument"
+            hint = did_you_mean(unknown, [*self._option_string_actions, *more]) if kind == "option" else ""
+            raise ValueError(f"there is no {kind} {unknown}.{hint.replace(chr(39), '')} See `{self.prog} --help`")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            raise argparse.ArgumentError(
+                action, f"there is no {value!r}.{did_you_mean(str(value), known)} Choose from {', '.join(known)}"
+            )
+
+
+class CommandParser(RefusingParser):
+    """The parser of the commands without Trainer flags."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        found, rest = self.parse_known_args(args, namespace)
+        self.refuse_unknown(rest)
+        return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """Pretrain a variant on text and save it with its tokenizer, ready for from_pretrained.
 
-usage with a file: hf-xformers pretrain config.yaml [OPTION ...]; the file has the options by name, components nested.
-Works unchanged under a launcher: accelerate launch -m hf_xformers.cli pretrain ..."""
+FILE.yaml has the options by name, components nested. Works unchanged under a launcher:
+
+  accelerate launch -m hf_xformers.cli pretrain ..."""
+OUTPUT_HELP = "Folder for the model, its checkpoints, log and figures."
 GROUPS = (*SLOTS, "objective", "decoder")
 
 
@@ -72,13 +75,19 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     from ..training.pretraining import ModelChoice, chosen_size
     from ..training.text import TextData
 
-    parser = Parser([ModelChoice, TextData, TrainingArguments], prog="hf-xformers pretrain", description=_DESCRIPTION)
+    parser = Parser(
+        [ModelChoice, TextData],
+        TrainingArguments,
+        prog="hf-xformers pretrain",
+        usage="hf-xformers pretrain [FILE.yaml] --output_dir DIR [OPTION VALUE ...]",
+        description=_DESCRIPTION,
+    )
     look = first_look.get
     choice = ModelChoice(variant=look("variant"), init_from=look("init_from"), size=look("size"))
-    parser.set_defaults(**training_defaults(chosen_size(choice)))
+    parser.set_defaults(**training_defaults(chosen_size(choice)), disable_tqdm=not sys.stderr.isatty())
     for action in parser._actions:
         if action.dest == "output_dir":
-            action.required = True
+            action.required, action.help, action.metavar = True, OUTPUT_HELP, "DIR"
     add_model_options(parser, _config_class(choice))
     return parser
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from .console import console, print_facts, print_table, say
+from .console import print_facts, print_table, say
 from .parser import CommandParser
 
 _DESCRIPTION = """Upload a saved model with its tokenizer, or an adapter alone, to the Hugging Face Hub in one commit, with a
@@ -32,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
         say("the card names no license: say it with --license, e.g. --license apache-2.0")
     if arguments.dry_run:
         print_table(f"would be uploaded to {arguments.repo}", ("file", "bytes"), sizes.items())
-        console().print(upload.card, markup=False, soft_wrap=True)
+        print(upload.card)
         return 0
     say(f"uploading {len(sizes)} files ({sum(sizes.values()):,} bytes) to {arguments.repo}")
     commit = push(
@@ -47,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> CommandParser:
-    parser = CommandParser(prog="hf-xformers push", description=_DESCRIPTION, allow_abbrev=False)
+    parser = CommandParser(prog="hf-xformers push", description=_DESCRIPTION)
     parser.add_argument("checkpoint", type=Path, help="folder of a saved model or adapter, or of a finished run")
     parser.add_argument("--repo", required=True, metavar="USER/NAME", help="the repository, made if there is none")
     parser.add_argument("--private", action="store_true", help="make a new repository private")
@@ -59,7 +59,7 @@ def make_parser() -> CommandParser:
     parser.add_argument(
         "--revision", metavar="BRANCH", help="branch to commit to, made if there is none (default: main)"
     )
-    parser.add_argument("--commit-message", metavar="TEXT")
+    parser.add_argument("--commit-message", metavar="TEXT", help="default: what is uploaded")
     parser.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing")
     parser.add_argument("--dry-run", action="store_true", help="show files, sizes and the card; connect to nothing")
     card = parser.add_argument_group("card", "What the folder does not say.")
@@ -69,5 +69,5 @@ def make_parser() -> CommandParser:
         "--base-model", "--base_model", metavar="USER/NAME", help="the model on the Hub that this one was made of"
     )
     card.add_argument("--dataset", nargs="+", default=[], metavar="ID", help="datasets on the Hub it was trained on")
-    card.add_argument("--tag", nargs="+", default=[], metavar="TAG")
+    card.add_argument("--tag", nargs="+", default=[], metavar="TAG", help="further tags of the card")
     return parser

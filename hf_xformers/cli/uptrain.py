@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .arguments import Parser, parse_command, parse_objective
-from .console import say
-from .pretrain import amount, quiet_libraries, report
+from .console import in_options, say
+from .pretrain import OUTPUT_HELP, amount, quiet_libraries, report
 
 _DESCRIPTION = """Continue the pretraining of a saved model, e.g. after `hf-xformers convert --attention ...`, on its own
 objective and tokenizer. With --teacher the model also learns to predict as another one does, which the source of the swap
 is made for; --hidden_weight adds the teacher's hidden states.
 
-usage with a file: hf-xformers uptrain config.yaml [OPTION ...]. Every Trainer flag works, --resume_from_checkpoint included,
-and so does a launcher: accelerate launch -m hf_xformers.cli uptrain ..."""
+FILE.yaml has the options by name. Works unchanged under a launcher:
+
+  accelerate launch -m hf_xformers.cli uptrain ..."""
+
+# What `pretrain` calls the model to start from.
+_OPTIONS = {"--init_from": "--model"}
 
 
 def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
@@ -26,7 +31,8 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     settings = parsed.groups.get("objective", {})
     objective = parse_objective(choice.objective or objective_of(choice.model), settings)
     quiet_libraries(args)
-    preparation = prepare(choice, source, args, objective_fields=objective)
+    with in_options(_OPTIONS):
+        preparation = prepare(choice, source, args, objective_fields=objective)
 
     def tell(prepared: Any) -> None:
         plan = prepared.plan
@@ -39,7 +45,8 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
         if prepared.checkpoint is not None:
             say(f"resuming from {prepared.checkpoint}")
 
-    summary = uptrain(preparation, distillation, args, callbacks=callbacks, on_prepared=tell)
+    with in_options(_OPTIONS):
+        summary = uptrain(preparation, distillation, args, callbacks=callbacks, on_prepared=tell)
     report(summary, str(args.output_dir), "uptrained")
     return 0
 
@@ -55,11 +62,17 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     from ..training.uptraining import Uptraining
 
     parser = Parser(
-        [Uptraining, Distillation, TextData, TrainingArguments], prog="hf-xformers uptrain", description=_DESCRIPTION
+        [Uptraining, Distillation, TextData],
+        TrainingArguments,
+        prog="hf-xformers uptrain",
+        usage="hf-xformers uptrain [FILE.yaml] --model DIR --output_dir DIR\n"
+        "                           [OPTION VALUE ...]",
+        description=_DESCRIPTION,
     )
     start = first_look.get("model")
+    parser.set_defaults(disable_tqdm=not sys.stderr.isatty())
     parser.set_defaults(**training_defaults("tiny" if start is None else chosen_size(ModelChoice(init_from=start))))
     for action in parser._actions:
         if action.dest == "output_dir":
-            action.required = True
+            action.required, action.help, action.metavar = True, OUTPUT_HELP, "DIR"
     return parser

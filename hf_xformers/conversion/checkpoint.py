@@ -223,7 +223,9 @@ def convert_checkpoint(
     found = "to_theirs" if ours else "to_ours"
     if direction not in ("auto", found):
         kind = converter.variant if ours else converter.model_type
-        raise ValueError(f"direction={direction!r} does not fit {os.fspath(source)!r}, which holds a {kind!r} model.")
+        raise ValueError(
+            f"`direction` {direction!r} does not fit {os.fspath(source)!r}, which holds a {kind!r} model."
+        )
     change = to_theirs if ours else to_ours
     model, report = change(load(source, converter, ours, head), converter, head)
     with replacing(folder) as scratch:

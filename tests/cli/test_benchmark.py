@@ -63,7 +63,7 @@ def test_training_only(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--variants", "longfromer"], r"there is no variant 'longfromer' \(did you mean 'longformer'"),
+        (["--variants", "longfromer"], r"there is no variant 'longfromer'\. Did you mean 'longformer'\?"),
         (["--variants", ","], "argument --variants: ',' names nothing"),
         (["--variants", "bert,bert"], None),
         (["--variants", "a=bert,a=longformer"], "the label 'a' stands for two entries"),
@@ -74,7 +74,7 @@ def test_training_only(tmp_path):
         (["--variants", "bert", "--lengths", "0"], "'0' is no number of tokens"),
         (["--variants", "bert", "--rounds", "0"], "argument --rounds: 0 is too small"),
         (["--variants", "bert", "--timeout", "0"], "argument --timeout: 0 must be greater than 0"),
-        (["--variants", "bert", "--train", "--tasks", "mqra"], r"unknown task 'mqra' \(did you mean 'mqar'\?\)"),
+        (["--variants", "bert", "--train", "--tasks", "mqra"], r"unknown task 'mqra'\. Did you mean 'mqar'\?"),
         (["--variants", "bert", "--train", "--train_length", "4"], "task 'mqar' needs at least 5 tokens, not 4"),
         (
             ["--variants", "bert", "--train_heads", "3"],
@@ -84,14 +84,17 @@ def test_training_only(tmp_path):
         (["--variants", "bert", "--set", "gpt.attention=x"], "is about 'gpt', which is none of bert"),
         (
             ["--variants", "bert", "--set", "bert.attentoin=x"],
-            r"no component or field 'attentoin' \(did you mean 'attention",
+            r"no component or field 'attentoin'\. Did you mean 'attention",
         ),
         (["--variants", "bert", "--set", "bert.attention.window=4"], "Unknown field 'window' of attention 'dense'"),
         (
             ["--variants", "bert", "--set", "bert.num_key_value_heads=x"],
             "--set bert.num_key_value_heads: 'x' is no valid",
         ),
-        (["--variants", "bert", "--level", "block"], "argument --level: invalid choice: 'block'"),
+        (
+            ["--variants", "bert", "--level", "block"],
+            "argument --level: there is no 'block'. Choose from layer, model",
+        ),
         (["--lengths", "16"], "the following arguments are required: --variants"),
     ],
 )

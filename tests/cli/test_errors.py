@@ -41,7 +41,7 @@ CASES = {
     ),
     "ill-typed component field": (["--attention.bias", "maybe"], ["--attention.bias: 'maybe'", "true or false"]),
     "component field out of range": (["--position.offset", "-1"], ["`offset` >= 0, got -1"]),
-    "unknown slot": (["--atention.bias", "1"], ["no option --atention.bias", "did you mean --attention.bias?"]),
+    "unknown slot": (["--atention.bias", "1"], ["no option --atention.bias", "Did you mean --attention.bias?"]),
     "ill-typed field": (["--hidden_size", "wide"], ["--hidden_size: 'wide'", "a whole number"]),
     "impossible geometry": (
         ["--hidden_size", "10", "--num_attention_heads", "4"],
@@ -59,7 +59,7 @@ CASES = {
     "missing file": (["--data", "nowhere.txt"], ["there is no file or folder 'nowhere.txt'", "give the path"]),
     "unknown option": (
         ["--lerning_rate", "1"],
-        ["there is no option --lerning_rate", "did you mean --learning_rate?"],
+        ["there is no option --lerning_rate. Did you mean --learning_rate?"],
     ),
     "stray argument": (["stray"], ["there is no argument stray"]),
     "ill-typed flag": (["--max_steps", "ten"], ["--max_steps", "invalid int value: 'ten'"]),
@@ -113,8 +113,8 @@ def test_empty_file_and_empty_folder(tmp_path, capsys):
     [
         ("a: [", "is no valid YAML"),
         ("- a\n- b", "must hold `option: value` lines, not a list"),
-        ("lerning_rate: 1", "did you mean --learning_rate?"),
-        ("max_steps: 1.5", "--max-steps: invalid int value: '1.5'"),
+        ("lerning_rate: 1", "Did you mean --learning_rate?"),
+        ("max_steps: 1.5", "argument --max_steps: invalid int value: '1.5'"),
         ("attention: {type: dense, bias: 3}", "--attention.bias: '3'"),
         ("attention: {type: dense, window: 3}", "Unknown field 'window' of attention 'dense'"),
         ("hidden_size: [1]", "--hidden_size: '[1]'"),
@@ -188,6 +188,16 @@ def test_evaluate(text, bert, tmp_path, capsys):
     config = json.loads((bert / "config.json").read_text())
     (bare / "config.json").write_text(json.dumps({**config, "vocab_size": 50}))
     assert "ids but config.vocab_size is 50" in message(model=bare)
+
+
+def test_an_option_is_called_by_the_name_that_was_typed(text, tmp_path, capsys):
+    run = ("--output_dir", tmp_path / "run")
+    assert "argument --max-steps: invalid" in refused(capsys, "pretrain", "--data", text, *run, "--max-steps", "ten")
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    message = refused(capsys, "uptrain", "--model", foreign, "--data", text, *run)
+    assert f"--model {str(foreign)!r} is a checkpoint of model type 'bert'" in message and "--init_from" not in message
 
 
 def test_other_runs_without_a_step(text, bert, tmp_path, capsys):

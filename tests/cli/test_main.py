@@ -27,7 +27,7 @@ def test_version(capsys):
 def test_unknown_command(capsys):
     assert main(["pretrian"]) == 2
     assert (
-        "there is no command 'pretrian'" in (error := capsys.readouterr().err) and "did you mean 'pretrain'" in error
+        "there is no command 'pretrian'" in (error := capsys.readouterr().err) and "Did you mean 'pretrain'?" in error
     )
 
 
@@ -39,23 +39,60 @@ def test_every_command_explains_itself(command, capsys):
     assert f"usage: hf-xformers {command}" in capsys.readouterr().out
 
 
-def test_pretrain_help_has_trainers_flags_and_the_models(capsys):
-    with pytest.raises(SystemExit):
-        main(["pretrain", "--variant", "bert", "--size", "small", "--help"])
-    out = capsys.readouterr().out
-    for option in ("--learning_rate", "--gradient_accumulation_steps", "--attention NAME", "--hidden_size", "--data"):
-        assert option in out
-    assert "0.0005" in out  # the learning rate of the size
+def explained(capsys, *argv, flag="--help"):
+    with pytest.raises(SystemExit) as ended:
+        main([*argv, flag])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_help_keeps_to_the_terminal(command, columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = explained(capsys, command).splitlines()
+    assert max(map(len, lines)) <= columns
+    if command in ("pretrain", "uptrain"):
+        assert len(lines) < 120
+
+
+def test_every_option_is_described(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in COMMANDS:
+        lines = explained(capsys, command).splitlines()
+        for line, following in zip(lines, [*lines[1:], ""]):
+            if line.startswith("  -") and "  " not in line.strip() and not line.endswith("\\"):
+                assert following.startswith(" " * 20), (command, line)
+
+
+def test_pretrain_help_has_its_own_options_first_and_trainers_on_request(capsys):
+    asked = ("pretrain", "--variant", "bert", "--size", "small")
+    out = explained(capsys, *asked)
+    assert out.index("--variant") < out.index("--data") < out.index("--attention NAME") < out.index("--learning_rate")
+    assert "--gradient_accumulation_steps" not in out and "--hidden_size" in out and "--help-all" in out
+    assert "--learning_rate (default 0.0005)" in " ".join(out.split())  # of the size
+    full = explained(capsys, *asked, flag="--help-all")
+    for option in ("--learning_rate", "--gradient_accumulation_steps", "--attention NAME", "--hidden_size VALUE"):
+        assert option in full
+    assert full.index("--data") < full.index("--gradient_accumulation_steps")
+
+
+def test_evaluate_offers_what_it_reads(capsys):
+    out = explained(capsys, "evaluate")
+    assert "--per_device_eval_batch_size" in out and "--use_cpu" in out
+    assert "--learning_rate" not in out and "--help-all" not in out
+    assert main(["evaluate", "--model", "anything", "--learning_rate", "1"]) == 2
+    assert "there is no option --learning_rate" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["flag", "variable"])
 def test_debug_keeps_the_traceback(how, monkeypatch):
-    argv = ["list", "nothing"]
+    argv = ["list", "nonsense"]
     if how == "variable":
         monkeypatch.setenv(hf_xformers.cli.DEBUG_VARIABLE, "1")
     else:
         argv = ["--debug", *argv]
-    with pytest.raises(ValueError, match="nothing"):
+    with pytest.raises(ValueError, match="nonsense"):
         main(argv)
 
 
@@ -89,9 +126,10 @@ def python(*arguments):
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
 
 
-def test_as_a_module_help_is_quick():
-    """`python -m hf_xformers.cli`, and without the libraries that take seconds to load."""
-    done = python("-X", "importtime", "-m", "hf_xformers.cli", "--help")
+@pytest.mark.parametrize("module", ["hf_xformers", "hf_xformers.cli"])
+def test_as_a_module_help_is_quick(module):
+    """Without the libraries that take seconds to load."""
+    done = python("-X", "importtime", "-m", module, "--help")
     assert done.returncode == 0 and "usage: hf-xformers" in done.stdout
     loaded = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time")}
     assert not loaded & {"torch", "transformers", "datasets", "numpy"}
