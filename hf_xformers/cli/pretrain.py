@@ -139,8 +139,10 @@ def report(summary: Mapping[str, Any], folder: str, title: str = "pretrained") -
         "seconds": summary["seconds"],
         "training loss (last logged)": summary["train_loss"],
         "held-out loss": summary.get("eval_loss"),
+        "... of token frequencies alone": summary.get("eval_floor_loss"),
         "held-out perplexity": summary.get("eval_perplexity"),
         "held-out accuracy": summary.get("eval_accuracy"),
+        "... of always the most frequent token": summary.get("eval_floor_accuracy"),
         **{
             name.removeprefix("eval_aux_") + " (held out)": value
             for name, value in summary.items()

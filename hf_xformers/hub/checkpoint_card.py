@@ -221,6 +221,7 @@ def _results(record: TrainingRecord, about: _About, datasets: list[str]) -> list
             verified=False,
         )
         for (split, metric), value in record.scores.items()
+        if not metric.startswith("floor_")  # what a model without learning has is no result of this one
     ]
 
 

@@ -41,6 +41,24 @@ def token_statistics(logits: Tensor, labels: Tensor, *, next_token: bool) -> Ten
     return result.index_add_(0, rows, columns)
 
 
+def label_counts(labels: Tensor, vocab_size: int, *, next_token: bool) -> Tensor:
+    """How often each of `vocab_size` ids is a target in labels [B, T] (-100: no target), [V] int64; next_token as above."""
+    if next_token:
+        labels = labels[:, 1:]
+    return torch.bincount(labels[labels != IGNORE_INDEX], minlength=vocab_size)
+
+
+def frequency_floor(counts: Tensor) -> dict[str, float]:
+    """What knowing nothing but how often each token is a target would reach on these very targets.
+
+    counts: [V], how often each id is one. `floor_accuracy`: always the most frequent token; `floor_loss`: their shares as
+    probabilities, the entropy in nats per token. No guess that leaves the text unread is better, and a model that has not
+    learned more ends there.
+    """
+    share = counts.double() / counts.sum().clamp(min=1)
+    return {"floor_accuracy": share.max().item(), "floor_loss": -torch.special.xlogy(share, share).sum().item()}
+
+
 def perplexity(loss: float) -> float:
     """exp(loss)."""
     return math.exp(min(loss, _LARGEST_EXPONENT))

@@ -172,6 +172,8 @@ def evaluate(
         "loss": figures["loss"],
         "perplexity": figures["perplexity"],
         "accuracy": figures["accuracy"],
+        "floor_loss": figures["floor_loss"],
+        "floor_accuracy": figures["floor_accuracy"],
         **kept,
         "seconds": figures["runtime"],
     }

@@ -20,7 +20,7 @@ from ..losses import labels_after_real_tokens
 from ..sequence_sharding import check_sharding, sharding_in_force
 from ..weight_decay import declared_undecayed
 from .checkpoints import STATE_FILE
-from .evaluation import summarise, token_statistics
+from .evaluation import IGNORE_INDEX, frequency_floor, label_counts, summarise, token_statistics
 from .randomness import preserved_randomness
 from .segments import SEGMENT_START, SegmentCarrier, StreamSampler
 
@@ -35,11 +35,12 @@ class XFormerTrainer(Trainer):
       divided by the tokens of the whole step, once per micro-batch; without care they would count as many times.)
     - With several processes, the rows that fill up the last batch of an epoch, which were in the first, count for nothing
       in a loss over the tokens of the whole step: what is learned does not depend on the number of processes.
-    - Evaluation reports loss, perplexity and accuracy over all labelled tokens, auxiliary losses apart, with the collator
-      `eval_collator`, and does not move the random generators: training is the same however often it is evaluated.
+    - Evaluation reports loss, perplexity and accuracy over all labelled tokens, what token frequencies alone would reach
+      (`floor_loss`, `floor_accuracy`), auxiliary losses apart, with the collator `eval_collator`, and does not move the
+      random generators: training is the same however often it is evaluated.
     - Weight decay leaves alone what components declare beside biases and norms: frequencies, spans, gates and the like.
-    - Losses that are NaN or infinite, which Trainer leaves out of the mean that it logs, are counted as `non_finite_losses` and
-      warned of; a checkpoint with such weights is not resumed.
+    - Losses that are NaN or infinite, which Trainer leaves out of the mean that it logs, are counted as
+      `non_finite_losses` and warned of; a checkpoint with such weights is not resumed.
     - Label smoothing shifts the labels of causal models of any family.
     - A checkpoint that is written over counts as incomplete until it is whole again, and saved configs keep their
       `use_cache` (Trainer switches it off for training).
@@ -57,6 +58,7 @@ class XFormerTrainer(Trainer):
         self._aux_batches = 0
         self._broken_losses: Tensor | None = None
         self._eval_aux_names: tuple[str, ...] = ()
+        self._eval_targets: Tensor | int = 0  # how often each token is a target
         kwargs.setdefault("compute_metrics", self._summarise)
         self.segments = SegmentCarrier() if segment_streams else None
         super().__init__(*args, **kwargs)
@@ -213,6 +215,7 @@ class XFormerTrainer(Trainer):
         if self.segments is not None:
             self.segments.leave(outputs, training=False)
         rows = token_statistics(outputs["logits"], inputs["labels"], next_token=self._predicts_next_token)
+        self._count_targets(inputs["labels"], outputs["logits"].shape[-1])
         loss = rows[:, 0].sum() / rows[:, 1].sum().clamp(min=1)
         losses = outputs.get("aux_losses") or {}
         self._eval_aux_names = tuple(sorted(losses))
@@ -220,8 +223,17 @@ class XFormerTrainer(Trainer):
         rows = torch.cat([rows, *columns], dim=1)
         return loss, rows, torch.zeros_like(rows[:, 0])  # Trainer wants labels beside predictions
 
+    def _count_targets(self, labels: Tensor, vocab_size: int) -> None:
+        """Adds the targets of a batch on all processes, without the rows that only fill the last batch."""
+        labels = self.accelerator.pad_across_processes(labels, dim=1, pad_index=IGNORE_INDEX)
+        labels = self.accelerator.gather_for_metrics(labels)
+        counts = label_counts(labels, vocab_size, next_token=self._predicts_next_token)
+        self._eval_targets = self._eval_targets + counts
+
     def _summarise(self, prediction: EvalPrediction) -> dict[str, float]:
-        return summarise(np.asarray(prediction.predictions), tuple(f"aux_{name}" for name in self._eval_aux_names))
+        names = tuple(f"aux_{name}" for name in self._eval_aux_names)
+        floor = frequency_floor(self._eval_targets) if isinstance(self._eval_targets, Tensor) else {}
+        return {**summarise(np.asarray(prediction.predictions), names), **floor}
 
     # ------------------------------------------------------------------------------------------------ segments
 
@@ -250,6 +262,7 @@ class XFormerTrainer(Trainer):
             columns.append(SEGMENT_START)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._eval_targets = 0
         if self.segments is not None:
             self.segments.evaluation = None
         return super().evaluation_loop(*args, **kwargs)

@@ -1,5 +1,7 @@
+import collections
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -167,6 +169,14 @@ def test_metrics_do_not_depend_on_the_batch_size(tmp_path, size):
         float((logits.argmax(-1)[target] == batch["labels"][target]).double().mean())
     )
     assert metrics["eval_tokens"] == int(target.sum())
+    assert_floor(metrics, batch["labels"][target].tolist())
+
+
+def assert_floor(metrics, targets):
+    """What the targets' own frequencies give: the share of the most frequent, and the mean of -log of each one's share."""
+    share = {token: count / len(targets) for token, count in collections.Counter(targets).items()}
+    assert metrics["eval_floor_accuracy"] == pytest.approx(max(share.values()))
+    assert metrics["eval_floor_loss"] == pytest.approx(-sum(math.log(share[t]) for t in targets) / len(targets))
 
 
 def test_evaluation_leaves_no_trace_in_training(tmp_path):
@@ -227,6 +237,7 @@ def test_causal_metrics_are_about_the_next_token(tmp_path):
     expected = -log.gather(-1, batch["labels"][:, 1:, None]).mean()
     assert metrics["eval_loss"] == pytest.approx(float(expected), rel=1e-6)
     assert metrics["eval_tokens"] == 8 * 8
+    assert_floor(metrics, batch["labels"][:, 1:].flatten().tolist())
 
 
 # ------------------------------------------------------------------------------------------------ saving
