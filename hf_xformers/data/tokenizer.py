@@ -1,8 +1,8 @@
 """Tokenizers: train one on a corpus, load one by name, and check that a tokenizer and a model configuration agree.
 
-A trained tokenizer serves every objective of the package: it has padding, unknown, class, separator and mask tokens
-(the class token is also `bos`, the separator also `eos`) and sentinels `<extra_id_0>`, `<extra_id_1>`, ... for span
-corruption. Training is deterministic: the same texts give the same ids in every process.
+A trained tokenizer has the special tokens of the models that it is for: BERT's (the class token is also `bos`, the
+separator also `eos`), GPT-2's or T5's, and sentinels `<extra_id_0>`, `<extra_id_1>`, ... for span corruption. Training is
+deterministic: the same texts give the same ids in every process.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 TokenizerKind = Literal["bpe", "wordpiece", "unigram"]
-Template = Literal["cls_sep", "bos", "eos", "none"]
+Template = Literal["cls_sep", "bos", "eos", "between", "none"]
+Style = Literal["bert", "gpt", "t5"]
 
-# In the order of their ids, 0 to 4.
+# Roles in the order of their ids.
 SPECIAL_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+_GPT_TOKENS = {"eos": "<|endoftext|>", "pad": "<|pad|>", "unk": "<|unk|>"}
+_T5_TOKENS = {"pad": "<pad>", "eos": "</s>", "unk": "<unk>"}
+_USUAL_TEMPLATE: dict[str, Template] = {"bert": "cls_sep", "gpt": "between", "t5": "eos"}
 _CHECKED_ROLES = ("pad", "bos", "eos", "cls", "sep", "mask")
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
 
@@ -33,7 +37,8 @@ def train_tokenizer(
     *,
     special_tokens: Mapping[str, str] | None = None,
     num_sentinels: int = 100,
-    template: Template = "cls_sep",
+    style: Style = "bert",
+    template: Template | None = None,
     lowercase: bool = False,
     model_max_length: int | None = None,
 ) -> PreTrainedTokenizerFast:
@@ -46,18 +51,23 @@ def train_tokenizer(
             `wordpiece` (Schuster and Nakajima 2012; Devlin et al. 2019) with BERT's normalisation;
             `unigram` (Kudo 2018) with NFKC and SentencePiece's word mark, as T5 and ALBERT: white space is not kept.
         vocab_size: number of ids wanted, special tokens and sentinels included; a small corpus may give fewer.
-        special_tokens: other spellings for some of the roles `pad, unk, cls, sep, mask`, for instance
-            `{"pad": "<pad>"}`. Their ids are 0 to 4 in this order.
+        special_tokens: other spellings for some of the style's roles, for instance `{"pad": "<pad>"}`.
+        style: whose special tokens, in the order of their ids from 0.
+            `bert`: `[PAD]`, `[UNK]`, `[CLS]` (also bos), `[SEP]` (also eos), `[MASK]`;
+            `gpt`: `<|endoftext|>` (bos and eos), `<|pad|>` and, but for `bpe`, `<|unk|>`;
+            `t5`: `<pad>`, `</s>` (eos), `<unk>`.
         num_sentinels: number of `<extra_id_i>`. They get the last ids, `<extra_id_0>` the very last, as in T5.
-        template: the special tokens around a text A or a pair A, B.
-            `cls_sep`: `[CLS] A [SEP]` and `[CLS] A [SEP] B [SEP]`, token types 0 up to the first `[SEP]`, then 1;
+        template: the special tokens around a text A or a pair A, B; [CLS] and [SEP] stand for bos and eos of other styles.
+            `cls_sep` (usual for `bert`): `[CLS] A [SEP]` and `[CLS] A [SEP] B [SEP]`, token types 0 up to the first
+            `[SEP]`, then 1;
             `bos`: `[CLS] A` and `[CLS] A [SEP] B`, open-ended prompts for causal models;
-            `eos`: `A [SEP]` and `A [SEP] B [SEP]`, T5's layout; `none`: the text alone.
+            `eos` (usual for `t5`): `A [SEP]` and `A [SEP] B [SEP]`;
+            `between` (usual for `gpt`): `A` and `A [SEP] B`; `none`: the texts alone.
         lowercase: fold case before everything else.
         model_max_length: longest input of the model in tokens, which the tokenizer truncates to on demand.
 
     Raises:
-        ValueError: unknown `kind`, `template` or role, two roles of one spelling, no text, or a `vocab_size` smaller
+        ValueError: unknown `kind`, `style`, `template` or role, a template that begins with a token the style has not, two roles of one spelling, no text, or a `vocab_size` smaller
             than the alphabet that the corpus needs.
         TypeError: `texts` is one string, or holds something that is neither a string nor a row with `text`.
     """
@@ -65,10 +75,17 @@ def train_tokenizer(
     from transformers import PreTrainedTokenizerFast
 
     _check_choice("kind", kind, TokenizerKind)
+    _check_choice("style", style, Style)
+    template = template or _USUAL_TEMPLATE[style]
     _check_choice("template", template, Template)
     if num_sentinels < 0:
         raise ValueError(f"num_sentinels={num_sentinels} is negative; take 0 for none or 100 as T5 does")
-    names = _special_names(special_tokens)
+    names = _special_names(special_tokens, _roles_of(style, kind))
+    start, end = names.get("cls", names["eos"] if style == "gpt" else None), names.get("sep", names.get("eos"))
+    if start is None and template in ("cls_sep", "bos"):
+        raise ValueError(
+            f"template={template!r} begins a text with a token that style={style!r} has not; take template='eos' or 'none'"
+        )
     corpus = RereadableTexts(texts)
     if not any(text.strip() for text in corpus):
         raise ValueError("texts holds no text to train a tokenizer on; give at least one non-blank string")
@@ -79,11 +96,12 @@ def train_tokenizer(
         for role, name in names.items()
     ]
     trainer = {"bpe": train_bpe, "wordpiece": train_wordpiece, "unigram": train_unigram}[kind]
-    backend = trainer(corpus, vocab_size, num_sentinels, specials, lowercase)
-    backend.post_processor = _post_processor(kind, template, names)
-    roles = {"pad": "pad", "unk": "unk", "cls": "cls", "sep": "sep", "mask": "mask", "bos": "cls", "eos": "sep"}
+    backend = trainer(corpus, vocab_size, num_sentinels, specials, lowercase, names.get("unk", ""))
+    backend.post_processor = _post_processor(kind, template, list(names.values()), start, end)
     by_role = dict(zip(names, specials, strict=True))
-    options: dict[str, Any] = {f"{role}_token": by_role[source] for role, source in roles.items()}
+    roles = {"bert": {"bos": "cls", "eos": "sep"}, "gpt": {"bos": "eos"}, "t5": {}}[style]
+    options: dict[str, Any] = {f"{role}_token": token for role, token in by_role.items()}
+    options |= {f"{role}_token": by_role[same] for role, same in roles.items()}
     if model_max_length is not None:
         options["model_max_length"] = model_max_length
     typed = ["token_type_ids"] if template == "cls_sep" else []
@@ -199,27 +217,34 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
             )
 
 
-def _post_processor(kind: str, template: str, names: Mapping[str, str]) -> Any:
+def _post_processor(kind: str, template: str, names: Sequence[str], cls: str | None, sep: str | None) -> Any:
+    """names: of the special tokens by id. cls, sep: what begins a text and what ends it."""
     from tokenizers import processors
 
-    cls, sep = names["cls"], names["sep"]
     single, pair = {
         "cls_sep": (f"{cls}:0 $A:0 {sep}:0", f"{cls}:0 $A:0 {sep}:0 $B:1 {sep}:1"),
         "bos": (f"{cls}:0 $A:0", f"{cls}:0 $A:0 {sep}:0 $B:0"),
         "eos": (f"$A:0 {sep}:0", f"$A:0 {sep}:0 $B:0 {sep}:0"),
+        "between": ("$A:0", f"$A:0 {sep}:0 $B:0"),
         "none": ("$A:0", "$A:0 $B:0"),
     }[template]
-    ids = [(name, index) for index, name in enumerate(names.values()) if name in (cls, sep)]
+    ids = [(name, index) for index, name in enumerate(names) if name in (cls, sep)]
     around = processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)
     # Byte-level pieces hold the space before a word; their offsets should not, or answers and entities shift by one.
     return processors.Sequence([processors.ByteLevel(trim_offsets=True), around]) if kind == "bpe" else around
 
 
-def _special_names(overrides: Mapping[str, str] | None) -> dict[str, str]:
-    unknown = sorted(set(overrides or {}) - set(SPECIAL_TOKENS))
+def _roles_of(style: str, kind: str) -> dict[str, str]:
+    """Role -> usual spelling, in the order of the ids. Bytes are never unknown."""
+    roles = {"bert": SPECIAL_TOKENS, "gpt": _GPT_TOKENS, "t5": _T5_TOKENS}[style]
+    return {role: name for role, name in roles.items() if not (style == "gpt" and kind == "bpe" and role == "unk")}
+
+
+def _special_names(overrides: Mapping[str, str] | None, roles: Mapping[str, str]) -> dict[str, str]:
+    unknown = sorted(set(overrides or {}) - set(roles))
     if unknown:
-        raise ValueError(f"special_tokens has the role {unknown[0]!r}; the roles are {', '.join(SPECIAL_TOKENS)}")
-    names = {**SPECIAL_TOKENS, **(overrides or {})}
+        raise ValueError(f"special_tokens has the role {unknown[0]!r}; the roles are {', '.join(roles)}")
+    names = {**roles, **(overrides or {})}
     repeated = [name for name, count in Counter(names.values()).items() if count > 1 or not name]
     if repeated:
         raise ValueError(f"special_tokens spells two roles {repeated[0]!r}; every role needs a spelling of its own")

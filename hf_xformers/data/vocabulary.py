@@ -38,7 +38,12 @@ class RereadableTexts:
 
 
 def train_bpe(
-    corpus: RereadableTexts, vocab_size: int, num_sentinels: int, specials: list[AddedToken], lowercase: bool
+    corpus: RereadableTexts,
+    vocab_size: int,
+    num_sentinels: int,
+    specials: list[AddedToken],
+    lowercase: bool,
+    unk: str,
 ) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -61,7 +66,12 @@ def train_bpe(
 
 
 def train_wordpiece(
-    corpus: RereadableTexts, vocab_size: int, num_sentinels: int, specials: list[AddedToken], lowercase: bool
+    corpus: RereadableTexts,
+    vocab_size: int,
+    num_sentinels: int,
+    specials: list[AddedToken],
+    lowercase: bool,
+    unk: str,
 ) -> Tokenizer:
     """WordPiece in two rounds, for the sake of determinism.
 
@@ -71,7 +81,6 @@ def train_wordpiece(
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-    unk = specials[1].content
     normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     alphabet = _alphabet(corpus, normalizer, _LIMIT_ALPHABET)
 
@@ -103,7 +112,12 @@ def train_wordpiece(
 
 
 def train_unigram(
-    corpus: RereadableTexts, vocab_size: int, num_sentinels: int, specials: list[AddedToken], lowercase: bool
+    corpus: RereadableTexts,
+    vocab_size: int,
+    num_sentinels: int,
+    specials: list[AddedToken],
+    lowercase: bool,
+    unk: str,
 ) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -123,12 +137,16 @@ def train_unigram(
     trainer = trainers.UnigramTrainer(
         vocab_size=vocab_size - num_sentinels,
         special_tokens=specials,
-        unk_token=specials[1].content,
+        unk_token=unk,
         show_progress=False,
     )
     scratch.train_from_iterator(corpus, trainer)
     pieces = json.loads(scratch.to_str())["model"]["vocab"]
-    backend = blank(models.Unigram(_canonical_pieces(pieces, len(specials)), unk_id=1))
+    backend = blank(
+        models.Unigram(
+            _canonical_pieces(pieces, len(specials)), unk_id=[token.content for token in specials].index(unk)
+        )
+    )
     backend.add_special_tokens(specials)
     return backend
 

@@ -214,7 +214,7 @@ def choose_tokenizer(
         kind=options.tokenizer_kind,  # type: ignore[arg-type]
         vocab_size=vocab_size,
         num_sentinels=0,
-        template="eos" if config.is_encoder_decoder else "cls_sep",
+        style="t5" if config.is_encoder_decoder else "bert",
         model_max_length=limit,
     )
 

@@ -39,7 +39,15 @@ from .run_folder import (
     start_anew,
 )
 from .segments import choose_streams
-from .text import STREAM_SHUFFLE_ROWS, TextData, load_splits, make_rows, open_tokenizer, train_tokenizer_for
+from .text import (
+    STREAM_SHUFFLE_ROWS,
+    TextData,
+    load_splits,
+    make_rows,
+    open_tokenizer,
+    train_tokenizer_for,
+    usual_sampling,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
@@ -259,7 +267,10 @@ class Preparation:
             "variant": config.model_type,
             "size": self.size,
             "objective": self.objective.to_dict(),
-            "data": dataclasses.asdict(self.source),
+            "data": {
+                **dataclasses.asdict(self.source),
+                "sample_by": self.source.sample_by or usual_sampling(self.objective),
+            },
             "block_size": self.block_size,
             "vocabulary": len(tokenizer),
             "train_rows": _rows(train),

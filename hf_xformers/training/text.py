@@ -90,18 +90,14 @@ def train_tokenizer_for(
     if isinstance(texts, IterableDataset):
         texts = list(_first_texts(texts))
     generative, two_towers = objective.head == "CausalLM", objective.head == "Seq2SeqLM"
-    tokenizer = train_tokenizer(
+    return train_tokenizer(
         texts,
         kind=kind,  # type: ignore[arg-type]
         vocab_size=vocab_size,
         num_sentinels=getattr(objective, "num_sentinels", 0),
-        template="none" if generative else "eos" if two_towers else "cls_sep",
+        style="gpt" if generative else "t5" if two_towers else "bert",
         model_max_length=max_length,
     )
-    if generative:
-        # Packed rows hold nothing but documents and what ends them, so that is also what a new text begins with.
-        tokenizer.bos_token = tokenizer.eos_token
-    return tokenizer
 
 
 def _first_texts(stream: Any) -> Iterator[str]:

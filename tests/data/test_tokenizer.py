@@ -371,3 +371,54 @@ def test_check_tokenizer(trained):
         check_tokenizer(sparse, config(vocab_size=3))
     with pytest.raises(ValueError, match=r"config.pad_token_id=0 is the ordinary token 'a'.*add_missing=\['pad'\]"):
         check_tokenizer(sparse, config(pad_token_id=0))
+
+
+# --- the special tokens of other models ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("style", ["gpt", "t5"])
+def test_special_tokens_are_those_of_the_models(style, kind, corpus, tmp_path):
+    made = train_tokenizer(corpus[:10], kind, 500, num_sentinels=4 if style == "t5" else 0, style=style)
+    made.save_pretrained(tmp_path)
+    for tokenizer in (made, load_tokenizer(tmp_path)):
+        assert not [token for token in tokenizer.get_vocab() if token in SPECIALS]
+        expected = ["<pad>", "</s>", "<unk>"] if style == "t5" else ["<|endoftext|>", "<|pad|>", "<|unk|>"]
+        assert tokens_by_id(tokenizer)[:2] == expected[:2]
+        end = expected.index("</s>" if style == "t5" else "<|endoftext|>")
+        assert tokenizer.eos_token_id == end and tokenizer.pad_token_id == 1 - end
+        assert tokenizer.bos_token_id == (0 if style == "gpt" else None)
+        assert tokenizer.mask_token is tokenizer.cls_token is tokenizer.sep_token is None
+        assert tokenizer.unk_token == (None if (style, kind) == ("gpt", "bpe") else expected[2])
+        a, b = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("first text", "the second"))
+        single, pair = tokenizer("first text")["input_ids"], tokenizer("first text", "the second")["input_ids"]
+        last = [end] if style == "t5" else []
+        assert single == [*a, *last] and pair == [*a, end, *b, *last]
+        assert set(tokenizer("a", "b")) == {"input_ids", "attention_mask"}
+        if tokenizer.unk_token:
+            assert (
+                tokenizer("\u6f22", add_special_tokens=False)["input_ids"][-1] == tokenizer.unk_token_id
+                or kind == "bpe"
+            )
+        assert tokenizer.decode(pair, skip_special_tokens=True).replace(" ", "") == "firsttextthesecond"
+    assert sentinel_ids(made) == (list(range(len(made) - 1, len(made) - 5, -1)) if style == "t5" else [])
+
+
+def test_styles_that_have_no_start(corpus):
+    with pytest.raises(ValueError, match="template='bos' begins a text with a token that style='t5' has not"):
+        train_tokenizer(corpus[:2], style="t5", template="bos")
+    with pytest.raises(ValueError, match="role 'cls'; the roles are pad, eos, unk"):
+        train_tokenizer(corpus[:2], style="t5", special_tokens={"cls": "x"})
+    tokenizer = train_tokenizer(corpus[:2], "bpe", 300, style="gpt", template="bos", num_sentinels=0)
+    assert tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+
+
+@pytest.mark.parametrize(
+    "objective, tokens", [("clm", ["<|endoftext|>", "<|pad|>"]), ("span", ["<pad>", "</s>", "<unk>"])]
+)
+def test_objectives_get_their_own_tokens(objective, tokens, corpus):
+    from hf_xformers.objectives import build_objective
+    from hf_xformers.training.text import train_tokenizer_for
+
+    made = train_tokenizer_for(build_objective(objective), corpus[:10], kind="bpe", vocab_size=500, max_length=64)
+    assert tokens_by_id(made)[: len(tokens)] == tokens and not set(SPECIALS) & set(made.get_vocab())

@@ -59,7 +59,8 @@ def test_the_objective_follows_from_the_variant(trained, objective):
 @pytest.mark.parametrize("objective", list(AUTO))
 def test_training_lowers_the_held_out_loss(trained, objective):
     losses = [entry["eval_loss"] for entry in history(trained[objective]) if "eval_loss" in entry]
-    assert losses[0] == pytest.approx(math.log(360 if objective != "span" else 460), rel=0.1)
+    # T5 begins with logits of variance 1, over which the mean loss is log V + 1/2.
+    assert losses[0] == pytest.approx(math.log(360) if objective != "span" else math.log(460) + 0.5, rel=0.1)
     assert losses[-1] < losses[0] - 0.7
 
 
@@ -180,16 +181,8 @@ def test_a_tokenizer_by_name_is_used_and_saved(trained, text, tmp_path):
 
 
 def test_a_tokenizer_without_a_mask_gets_one(trained, text, tmp_path):
-    bare = tmp_path / "bare"
-    tokenizer = AutoTokenizer.from_pretrained(trained["clm"])
-    tokenizer.save_pretrained(bare)
-    settings = json.loads((bare / "tokenizer_config.json").read_text())
-    content = json.loads((bare / "tokenizer.json").read_text())
-    mask = settings.pop("mask_token")
-    mask = mask["content"] if isinstance(mask, dict) else mask
-    content["added_tokens"] = [entry for entry in content["added_tokens"] if entry["content"] != mask]
-    (bare / "tokenizer_config.json").write_text(json.dumps(settings))
-    (bare / "tokenizer.json").write_text(json.dumps(content))
+    bare = trained["clm"]
+    assert AutoTokenizer.from_pretrained(bare).mask_token is None
     output = pretrain(text, tmp_path / "run", tokenizer=bare, vocab_size=None, objective="mlm")
     assert AutoTokenizer.from_pretrained(output).mask_token is not None
 

@@ -61,6 +61,7 @@ def test_evaluation_carries_the_memory(text, tmp_path, capsys):
         per_device_eval_batch_size=2,
         max_steps=20,
         learning_rate=0.01,
+        sample_by="line",
     )
     capsys.readouterr()
     tokenizer = AutoTokenizer.from_pretrained(output)
