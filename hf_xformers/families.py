@@ -14,31 +14,25 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from . import modeling_classifiers as classifiers
-from . import modeling_image, modeling_xformer
-from . import modeling_language as language
-from . import modeling_sentence_pairs as sentence_pairs
 from .auto_classes import register_config, register_model
+from .head_classes import CLASSES, IMAGE_CLASSES
 
-# head name -> (the class it derives from, the Auto class that resolves it)
-HEADS: dict[str, tuple[Any, str]] = {
-    "Model": (modeling_xformer.XFormerModel, "AutoModel"),
-    "ForMaskedLM": (language.XFormerForMaskedLM, "AutoModelForMaskedLM"),
-    "ForCausalLM": (language.XFormerForCausalLM, "AutoModelForCausalLM"),
-    "ForSeq2SeqLM": (language.XFormerForSeq2SeqLM, "AutoModelForSeq2SeqLM"),
-    "ForSequenceClassification": (
-        classifiers.XFormerForSequenceClassification,
-        "AutoModelForSequenceClassification",
-    ),
-    "ForTokenClassification": (classifiers.XFormerForTokenClassification, "AutoModelForTokenClassification"),
-    "ForQuestionAnswering": (classifiers.XFormerForQuestionAnswering, "AutoModelForQuestionAnswering"),
-    "ForMultipleChoice": (classifiers.XFormerForMultipleChoice, "AutoModelForMultipleChoice"),
-    "ForNextSentencePrediction": (
-        sentence_pairs.XFormerForNextSentencePrediction,
-        "AutoModelForNextSentencePrediction",
-    ),
-    "ForPreTraining": (sentence_pairs.XFormerForPreTraining, "AutoModelForPreTraining"),
-    "ForImageClassification": (modeling_image.XFormerForImageClassification, "AutoModelForImageClassification"),
+# Head name -> the Auto class that resolves it. What it derives from stands in `head_classes`.
+HEADS: dict[str, str] = {
+    head: "AutoModel" if head == "Model" else f"AutoModelF{head[1:]}"
+    for head in (
+        "Model",
+        "ForMaskedLM",
+        "ForCausalLM",
+        "ForSeq2SeqLM",
+        "ForSequenceClassification",
+        "ForTokenClassification",
+        "ForQuestionAnswering",
+        "ForMultipleChoice",
+        "ForNextSentencePrediction",
+        "ForPreTraining",
+        "ForImageClassification",
+    )
 }
 
 ENCODER_HEADS = (
@@ -126,11 +120,13 @@ def make_family(config_class: Any, prefix: str, heads: tuple[str, ...], info: Va
         raise ValueError(f"Unknown head {unknown[0]!r}; heads are: {', '.join(HEADS)}.")
     module = sys._getframe(1).f_globals["__name__"]
     register_config(config_class)
-    family = {}
+    family: dict[str, Any] = {}
+    classes = {**CLASSES, **IMAGE_CLASSES} if config_class.modality == "image" else CLASSES
     for head in heads:
-        base, auto = HEADS[head]
-        if head == "Model" and config_class.modality == "image":
-            base = modeling_image.XFormerImageModel
+        if head not in classes:  # this is the code of a checkpoint, which has no use for the head
+            family[head] = None
+            continue
+        base, auto = classes[head], HEADS[head]
         name = prefix + head
         if base.config_class is config_class and base.__name__ == name:  # the free mix is the base classes themselves
             register_model(auto, config_class, base)
@@ -141,5 +137,5 @@ def make_family(config_class: Any, prefix: str, heads: tuple[str, ...], info: Va
         register_model(auto, config_class, made)
         family[head] = made
     config_class.info = info
-    config_class.heads = tuple(heads)
+    config_class.heads = tuple(head for head in heads if family[head] is not None)
     return family

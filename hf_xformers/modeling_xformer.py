@@ -27,8 +27,8 @@ from .inputs import check_axes, refuse_unread
 from .modeling_outputs import TowerOutput, XFormerModelOutput, XFormerSeq2SeqModelOutput
 from .normalization.residual import norm_inputs
 from .parallel_plans import check_tensor_parallel, layers_apart
-from .precision import Float32Module, computing_dtype, float32_names
 from .pooling import pool
+from .precision import Float32Module, computing_dtype, float32_names
 from .sequence_sharding import check_sharded_call, sharding_in_force, why_not_context_parallel
 from .unpadding import Unpadding
 from .weight_decay import declared_undecayed

@@ -18,7 +18,7 @@ def run(argv: Sequence[str]) -> int:
     from ..training.folder_lock import folder_lock
 
     with folder_lock(arguments.to, option="--to"):
-        target = bundle(arguments.checkpoint, arguments.to)
+        target = bundle(arguments.checkpoint, arguments.to, all_heads=arguments.all_heads)
     code = sorted(target.glob("*.py"))
     print_facts(
         "self-contained",
@@ -36,4 +36,9 @@ def make_parser() -> CommandParser:
     parser = CommandParser(prog="hf-xformers bundle", description=_DESCRIPTION)
     parser.add_argument("checkpoint", type=Path, help="folder of a saved model of this package")
     parser.add_argument("--to", type=Path, required=True, help="where to write it; may be the checkpoint's own folder")
+    parser.add_argument(
+        "--all-heads",
+        action="store_true",
+        help="the classes of every head, for those who fine-tune it for something else",
+    )
     return parser

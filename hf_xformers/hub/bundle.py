@@ -32,6 +32,17 @@ def register_model(auto: str, config_class: Any, model_class: Any) -> None:
     """Nothing to do: see above."""
 '''
 
+_HEAD_CLASSES = '''"""The classes that the heads of this checkpoint derive from, by head name."""
+
+from typing import Any
+
+{imports}
+
+CLASSES: dict[str, Any] = {{
+{rows}}}
+IMAGE_CLASSES: dict[str, Any] = {{}}
+'''
+
 _ROOMS = '''"""The components that this checkpoint's config names, or could have named by default."""
 
 
@@ -46,12 +57,13 @@ def _others() -> None:
 '''
 
 
-def bundle(checkpoint: Any, directory: str | Path) -> Path:
+def bundle(checkpoint: Any, directory: str | Path, *, all_heads: bool = False) -> Path:
     """Writes a checkpoint with the code that it needs, so that
     `AutoModel....from_pretrained(directory, trust_remote_code=True)` works with transformers and torch alone.
 
     checkpoint: a model of this package, or the folder of one (weights as safetensors). directory: where the result goes;
-    the checkpoint's own folder is allowed. The code is this package's, as it is installed: only the files that the
+    the checkpoint's own folder is allowed. all_heads: carry the classes of every head of the family, for those who want to
+    fine-tune it for something else; by default those of the saved head and of the bare model. The code is this package's, as it is installed: only the files that the
     config's components need, flat in the folder, and `auto_map` in `config.json`. Where this package is installed and
     imported, the checkpoint loads with the installed code as before.
 
@@ -65,34 +77,36 @@ def bundle(checkpoint: Any, directory: str | Path) -> Path:
         source = Path(checkpoint).expanduser()
         files = checkpoint_files(source)
         config = load_config(source)
-        code = code_files(config)
+        heads = kept_heads(config, all_heads=all_heads)
+        code = code_files(config, heads)
         with saving_into(target) as staging:
             for name, path in files.items():
                 if path.resolve() != (target / name).resolve():
                     (staging / name).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(path, staging / name)
-            _write_code(staging, code, (source / CONFIG).read_text(encoding="utf-8"), config)
+            _write_code(staging, code, (source / CONFIG).read_text(encoding="utf-8"), config, heads)
     else:
         if not isinstance(checkpoint, PreTrainedModel):
             raise ValueError(
                 f"a bundle is made of a model or of the folder of a checkpoint, got {type(checkpoint).__name__}; give "
                 "a model of this package (of a PEFT model, what `merge_and_unload` returns)"
             )
-        code = code_files(checkpoint.config)
+        heads = kept_heads(checkpoint.config, type(checkpoint).__name__, all_heads=all_heads)
+        code = code_files(checkpoint.config, heads)
         with saving_into(target) as staging:
             checkpoint.save_pretrained(staging)
             config = load_config(staging)
-            _write_code(staging, code, (staging / CONFIG).read_text(encoding="utf-8"), config)
+            _write_code(staging, code, (staging / CONFIG).read_text(encoding="utf-8"), config, heads)
     for old in target.glob("*.py"):  # of an earlier bundle in this place
         if old.name not in code and old.read_text(encoding="utf-8", errors="replace").startswith(_MARK):
             old.unlink()
     return target
 
 
-def _write_code(folder: Path, code: dict[str, str], config_json: str, config: Any) -> None:
+def _write_code(folder: Path, code: dict[str, str], config_json: str, config: Any, heads: tuple[str, ...]) -> None:
     for name, text in code.items():
         (folder / name).write_text(text, encoding="utf-8")
-    (folder / CONFIG).write_text(with_auto_map(config_json, config), encoding="utf-8")
+    (folder / CONFIG).write_text(with_auto_map(config_json, config, heads), encoding="utf-8")
 
 
 def load_config(folder: Path) -> Any:
@@ -111,38 +125,49 @@ def load_config(folder: Path) -> Any:
     return CONFIG_MAPPING[model_type].from_pretrained(folder)
 
 
-def with_auto_map(config_json: str, config: Any) -> str:
+def kept_heads(config: Any, architecture: str | None = None, *, all_heads: bool = False) -> tuple[str, ...]:
+    """The heads that a checkpoint's code needs: that of `architecture` (by default the class that the config names), and none;
+    all of the family's where nothing says which it is."""
+    config_class = _installed(type(config))
+    found = model_classes(config_class, config_class.heads)
+    classes = (architecture,) if architecture is not None else tuple(config.architectures or ())
+    named = {head for head in config_class.heads if found[HEADS[head]].__name__ in classes}
+    return tuple(head for head in config_class.heads if all_heads or not named or head in named | {"Model"})
+
+
+def with_auto_map(config_json: str, config: Any, heads: tuple[str, ...]) -> str:
     """The text of `config.json` with the entries by which the Auto classes find the code."""
-    return json.dumps({**json.loads(config_json), "auto_map": auto_map(type(config))}, indent=2, sort_keys=True) + "\n"
+    entries = auto_map(_installed(type(config)), heads)
+    return json.dumps({**json.loads(config_json), "auto_map": entries}, indent=2, sort_keys=True) + "\n"
 
 
-def auto_map(config_class: Any) -> dict[str, str]:
-    """Auto class -> `file.Class`, for the config and every head of its family."""
-    classes = {"AutoConfig": config_class, **model_classes(config_class)}
+def auto_map(config_class: Any, heads: tuple[str, ...]) -> dict[str, str]:
+    """Auto class -> `file.Class`, for the config and these heads of its family."""
+    classes = {"AutoConfig": config_class, **model_classes(config_class, heads)}
     return {auto: f"{flat_name(cls.__module__)}.{cls.__name__}" for auto, cls in classes.items()}
 
 
-def model_classes(config_class: Any) -> dict[str, Any]:
-    """Auto class -> model class of every head of a family."""
+def model_classes(config_class: Any, heads: tuple[str, ...]) -> dict[str, Any]:
+    """Auto class -> model class of heads of a family."""
     import transformers
 
     found = {}
-    for head in config_class.heads:
-        auto = HEADS[head][1]
+    for head in heads:
+        auto = HEADS[head]
         found[auto] = getattr(transformers, auto)._model_mapping[config_class]
     return found
 
 
-def code_files(config: Any) -> dict[str, str]:
-    """File name -> source of the code that a config's model needs, whichever head of the family it gets."""
+def code_files(config: Any, heads: tuple[str, ...]) -> dict[str, str]:
+    """File name -> source of the code that a config's model needs with any of these heads of its family."""
     from .. import _NAMES, __version__
 
     config_class = _installed(type(config))
-    parts = sorted(_component_modules(config_class, config.to_dict()))
-    rooms, auto = f"{PACKAGE}.rooms", f"{PACKAGE}.auto_classes"
+    parts = sorted(_component_modules(config_class, config.to_dict(), heads))
+    rooms, auto, table = (f"{PACKAGE}.{name}" for name in ("rooms", "auto_classes", "head_classes"))
     names = {name: f"{PACKAGE}.{module}" for name, module in _NAMES.items()}
-    flattener = Flattener({rooms: "", auto: _AUTO_CLASSES}, names)
-    entries = {cls.__module__ for cls in (config_class, *model_classes(config_class).values())}
+    flattener = Flattener({rooms: "", auto: _AUTO_CLASSES, table: _head_classes(config_class, heads)}, names)
+    entries = {cls.__module__ for cls in (config_class, *model_classes(config_class, heads).values())}
     flattener.add([*entries, rooms, *parts])
     files = flattener.files()
     imported = [f"from .{flat_name(module)} import __name__" for module in parts]
@@ -154,6 +179,19 @@ def code_files(config: Any) -> dict[str, str]:
     )
     sources = {f"{flat_name(module)}.py": module.replace(".", "/") + ".py" for module in flattener.sources}
     return {name: _HEADER.format(version=__version__, module=sources[name]) + text for name, text in files.items()}
+
+
+def _head_classes(config_class: Any, heads: tuple[str, ...]) -> str:
+    """The table of `head_classes` with these heads alone."""
+    from ..head_classes import CLASSES, IMAGE_CLASSES
+
+    image = config_class.modality == "image"
+    chosen = {name: {**CLASSES, **IMAGE_CLASSES}[name] if image else CLASSES[name] for name in heads}
+    imports = sorted(
+        f"from .{cls.__module__.removeprefix(f'{PACKAGE}.')} import {cls.__name__}" for cls in chosen.values()
+    )
+    rows = "".join(f'    "{name}": {cls.__name__},\n' for name, cls in chosen.items())
+    return _HEAD_CLASSES.format(imports="\n".join(imports), rows=rows)
 
 
 def _body(lines: Iterable[str]) -> str:
@@ -174,14 +212,14 @@ def _installed(config_class: Any) -> Any:
     return config_class
 
 
-def _component_modules(config_class: Any, fields: dict[str, Any]) -> set[str]:
+def _component_modules(config_class: Any, fields: dict[str, Any], heads: tuple[str, ...]) -> set[str]:
     """The modules of every component that is looked up when this config, its variant's default, or either in the shape of
-    one of the family's heads is built."""
+    one of these heads is built."""
     given = {key: value for key, value in fields.items() if key not in ("model_type", "transformers_version")}
     shapes: list[dict[str, Any]] = [{}]
-    if "ForCausalLM" in config_class.heads:
+    if "ForCausalLM" in heads:
         shapes.append({"is_decoder": True, "is_encoder_decoder": False})
-    if "ForSeq2SeqLM" in config_class.heads:
+    if "ForSeq2SeqLM" in heads:
         shapes.append({"is_decoder": False, "is_encoder_decoder": True})
     if len(shapes) > 1:
         shapes.append({"is_decoder": False, "is_encoder_decoder": False})

@@ -11,7 +11,7 @@ from typing import Any
 from ..saved_files import read_object
 from .adapter_card import CONFIGS as ADAPTER_CONFIGS
 from .adapter_card import public_config, read_adapter
-from .bundle import code_files, load_config, with_auto_map
+from .bundle import code_files, kept_heads, load_config, with_auto_map
 from .checkpoint_card import CardFacts, checkpoint_card
 from .checkpoint_files import CONFIG, MARK, MODEL, checkpoint_files, kind_of
 from .training_record import HUB_ID
@@ -74,8 +74,9 @@ def prepare_upload(
                 f"{str(folder)!r} is an adapter, which has no code of its own; push its base model with --self-contained"
             )
         config = load_config(folder)
-        files |= {name: text.encode() for name, text in code_files(config).items()}
-        files[CONFIG] = with_auto_map((folder / CONFIG).read_text(encoding="utf-8"), config).encode()
+        heads = kept_heads(config)
+        files |= {name: text.encode() for name, text in code_files(config, heads).items()}
+        files[CONFIG] = with_auto_map((folder / CONFIG).read_text(encoding="utf-8"), config, heads).encode()
     if kind != MODEL:
         public = public_config(folder, kind, read_adapter(folder, kind, base_model))
         if public is not None:

@@ -424,6 +424,16 @@ def test_loads_from_the_hub(pushed, folders, tmp_path):
     assert "loaded transformers_modules.user.whole." in printed
 
 
+@pytest.mark.slow
+def test_the_snippet_of_a_self_contained_model(pushed, folders, tmp_path):
+    """It loads model and tokenizer where the package is not installed, and nothing asks anything."""
+    card = pushed.hub.files("user/whole")["README.md"].decode()
+    snippet = card.split("```python\n")[1].split("```")[0]
+    check = "assert tokenizer(['a b']).input_ids == [[2, 1]] and type(model).__name__ == 'XFBertForMaskedLM'\n"
+    online = {"HF_ENDPOINT": pushed.hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_writer"}
+    run_without_package(snippet + check, home=tmp_path / "home", timeout=100, **online)
+
+
 def test_cards_by_hand_stay(pushed, folders, tmp_path):
     """A card in the folder is taken; a generated one and a library's template are made anew. One in the repository stays."""
     files = pushed.hub.files("user/hand")

@@ -84,7 +84,11 @@ def test_engines_without_the_package(tmp_path):
         torch.manual_seed(0)
         model = make_strong(family(name)[head](cls(**tiny_fields(cls, shape)))).eval()
         bundle(model, source / name)
-        known = {"inputs": inputs_of(cls, shape), "auto": f"AutoModelF{head[1:]}", "auto_map": auto_map(cls)}
+        known = {
+            "inputs": inputs_of(cls, shape),
+            "auto": f"AutoModelF{head[1:]}",
+            "auto_map": auto_map(cls, ("Model", head)),
+        }
         with torch.no_grad():
             known["logits"] = model(**known["inputs"]).logits
             if name in ("gpt2", "t5"):
@@ -119,10 +123,10 @@ def siblings(name, text):
 def test_code_is_closed(model_type):
     """All files compile and import each other or what is always there; the loader finds all of them from every class."""
     cls = config_class(model_type)
-    files = code_files(cls(**tiny_fields(cls, "decoder" if cls().is_decoder else "encoder")))
+    files = code_files(cls(**tiny_fields(cls, "decoder" if cls().is_decoder else "encoder")), cls.heads)
     for name, text in files.items():
         assert "/" not in name and siblings(name, text) <= set(files), name
-    references = auto_map(cls)
+    references = auto_map(cls, cls.heads)
     assert len(references) == 1 + len(cls.heads)
     for reference in references.values():
         module, name = reference.split(".")
@@ -131,12 +135,29 @@ def test_code_is_closed(model_type):
 
 
 def test_only_what_is_used():
-    files = code_files(XFormerConfig())
+    files = code_files(XFormerConfig(), XFormerConfig.heads)
     assert "attention_dense.py" in files and "attention_performer.py" not in files
     mixed = XFormerConfig(num_hidden_layers=2, per_layer_config={1: {"attention": "performer"}}, decoder=None)
-    assert "attention_performer.py" in code_files(mixed)
+    assert "attention_performer.py" in code_files(mixed, mixed.heads)
     decoder = XFormerConfig(is_encoder_decoder=True, decoder={"position": "rotary"})
-    assert "position_rotary.py" in code_files(decoder)
+    assert "position_rotary.py" in code_files(decoder, decoder.heads)
+
+
+def test_only_the_heads_that_it_has(tmp_path):
+    cls = config_class("gpt2")
+    model = family("gpt2")["ForCausalLM"](cls(**tiny_fields(cls, "decoder")))
+    out = bundle(model, tmp_path / "out")
+    names = {path.name for path in out.glob("*.py")}
+    assert {"modeling_language.py", "variants_gpt2.py"} <= names
+    assert not {"modeling_image.py", "modeling_classifiers.py", "modeling_sentence_pairs.py", "pooling.py"} & names
+    assert set(json.loads((out / "config.json").read_text())["auto_map"]) == {
+        "AutoConfig",
+        "AutoModel",
+        "AutoModelForCausalLM",
+    }
+    bundle(out, out, all_heads=True)
+    assert (out / "modeling_classifiers.py").exists() and not (out / "modeling_image.py").exists()
+    assert "AutoModelForSequenceClassification" in (out / "config.json").read_text()
 
 
 TOGETHER = """
@@ -198,7 +219,7 @@ def test_of_a_folder(tmp_path):
     out = bundle(tmp_path / "run", tmp_path / "out")
     assert (out / "model.safetensors").read_bytes() == (tmp_path / "run" / "model.safetensors").read_bytes()
     assert (out / "README.md").read_text() == "# Mine\n" and not (out / "optimizer.pt").exists()
-    assert json.loads((out / "config.json").read_text())["auto_map"] == auto_map(cls)
+    assert json.loads((out / "config.json").read_text())["auto_map"] == auto_map(cls, ("Model",))
     assert "auto_map" not in (tmp_path / "run" / "config.json").read_text()
     (out / "attention_old.py").write_text((out / "rooms.py").read_text())
     (out / "mine.py").write_text("x = 1\n")
@@ -219,7 +240,7 @@ def test_component_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     import my_bundle_part  # noqa: F401
 
-    files = code_files(XFormerConfig(feedforward="my_bundle_part"))
+    files = code_files(XFormerConfig(feedforward="my_bundle_part"), ("Model",))
     text = files["my_bundle_part.py"]
     assert "from .components import Spec\nfrom .components import register\n" in text
     assert "from .feedforward_dense import (\n    DenseFeedForward,  # what it stands on\n)" in text
