@@ -134,7 +134,7 @@ def segment_means(x: Tensor, num_segments: int, mask: Tensor | None = None) -> t
     rows = x.transpose(1, 2).reshape(batch, length, heads * width)
     # Divided by a power of two before they are summed, which rounds nothing: sums of many tokens may outgrow float16.
     wide = accumulation_dtype(x.dtype)
-    power = torch.exp2(each.clamp(min=1).to(wide).log2().ceil())[..., None]
+    power = torch.exp2(count.clamp(min=1).to(wide).log2().ceil())[..., None]
     with torch.autocast(x.device.type, enabled=False):
         sums = (member / power).to(x.dtype) @ rows
     means = (sums.to(wide) * (power / count.clamp(min=1)[..., None])).to(x.dtype)
