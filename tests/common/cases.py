@@ -175,7 +175,7 @@ def _cases() -> list[Case]:
 CASES = _cases()
 TEXT_TYPES = [name for name in model_types() if config_class(name).modality == "text"]  # tests/vision has the others
 FAMILY_HEADS = [(name, head) for name in TEXT_TYPES for head in family(name)]
-AUTO = {head: auto for head, (_, auto) in HEADS.items()}
+AUTO = HEADS
 
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 each_causal_case = pytest.mark.parametrize("case", [case for case in CASES if case.causal], ids=str)

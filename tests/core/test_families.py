@@ -21,7 +21,7 @@ def test_every_family(name):
     for head, model_class in members.items():
         assert model_class.__name__ == prefix + head
         assert model_class.config_class is cls and issubclass(model_class, XFormerPreTrainedModel)
-        auto = getattr(transformers, HEADS[head][1])
+        auto = getattr(transformers, HEADS[head])
         assert auto._model_mapping[cls] is model_class
     info = cls.info
     for text in (info.summary, info.paper, info.url, info.equation, info.cost, info.bibtex):

@@ -49,7 +49,7 @@ def test_loss_and_saving(name, head, tmp_path):
         assert not idle, f"without gradient: {idle}"
         assert getattr(model(**given), "loss", None) is None
     model.save_pretrained(tmp_path)
-    loaded, report = getattr(transformers, HEADS[head][1]).from_pretrained(tmp_path, output_loading_info=True)
+    loaded, report = getattr(transformers, HEADS[head]).from_pretrained(tmp_path, output_loading_info=True)
     assert type(loaded) is type(model) and not any(report.values()), report
     assert torch.equal(result(aligned(loaded)(**given)), result(output))
     assert type(AutoConfig.from_pretrained(tmp_path)) is config_class(name)
