@@ -1,4 +1,4 @@
-"""Encoders as ONNX graphs, for runtimes without Python.
+"""Models as ONNX graphs, for runtimes without Python.
 
 ```python
 from hf_xformers.export import export_onnx
@@ -33,30 +33,66 @@ _RESULTS = ("logits", "last_hidden_state", "pooler_output", "start_logits", "end
 _USUAL_PATH = ("dense", "linear_transformer")
 
 
+# Loggers of what the exporter is made of; what matters of it is in the error or in the comparison.
+_TALKATIVE = ("torch.onnx", "onnxscript", "torch.export", "torch.fx", "torch.fx.experimental.symbolic_shapes")
+
+
 @dataclass(frozen=True)
 class OnnxReport:
-    """path: the file. outputs: names of what the graph gives. dynamic: whether batch and length may differ from call to call
+    """path: the file. inputs, outputs: names of what the graph reads and gives. dynamic: whether batch and length may differ from call to call
     (else they are `shape`). literal: whether attention is exported as its literal equation, whose memory grows with the square
     of the length. difference: largest absolute difference to the model under onnxruntime; None where that is not installed."""
 
     path: str
+    inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     dynamic: bool
     shape: tuple[int, int]
     literal: bool
     difference: float | None
 
+    @property
+    def shapes(self) -> str:
+        """What the graph takes, in words."""
+        if not self.dynamic:
+            return f"{self.shape[0]} x {self.shape[1]}" if "input_ids" in self.inputs else f"{self.shape[0]} images"
+        return "any batch and length" if "input_ids" in self.inputs else "any number of images"
+
 
 class _Plain(nn.Module):
-    """A model whose output is a tuple of tensors."""
+    """A model whose output is a tuple of tensors. What it keeps between steps has no place in one graph, so that decoders read the
+    whole text in every call."""
 
-    def __init__(self, model: nn.Module, names: tuple[str, ...]):
+    def __init__(self, model: XFormerPreTrainedModel, names: tuple[str, ...]):
         super().__init__()
         self.model, self.names = model, names
+        decodes = model.config.is_decoder or model.config.is_encoder_decoder
+        self.options = {"use_cache": False} if decodes else {}
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
-        output = self.model(input_ids=input_ids, attention_mask=attention_mask)
+    def results(self, **inputs: Tensor) -> tuple[Tensor, ...]:
+        output = self.model(**inputs, **self.options)
         return tuple(output[name] for name in self.names)
+
+
+class _ReadsText(_Plain):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
+        return self.results(input_ids=input_ids, attention_mask=attention_mask)
+
+
+class _ReadsTwoTexts(_Plain):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, decoder_input_ids: Tensor) -> tuple[Tensor, ...]:
+        return self.results(input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=decoder_input_ids)
+
+
+class _ReadsImages(_Plain):
+    def forward(self, pixel_values: Tensor) -> tuple[Tensor, ...]:
+        return self.results(pixel_values=pixel_values)
+
+
+def _plain(model: XFormerPreTrainedModel, names: tuple[str, ...]) -> _Plain:
+    if model.config.modality == "image":
+        return _ReadsImages(model, names)
+    return (_ReadsTwoTexts if model.config.is_encoder_decoder else _ReadsText)(model, names)
 
 
 def export_onnx(
@@ -69,8 +105,9 @@ def export_onnx(
     tolerance: float = 1e-4,
     opset: int | None = None,
 ) -> OnnxReport:
-    """Writes `model`, an encoder with or without a head, as an ONNX graph of `input_ids` and `attention_mask`, both int64
-    `[batch, length]`. The file, and one beside it for weights of more than 2 GB, are written whole or not at all.
+    """Writes `model`, with or without a head, as an ONNX graph: of `input_ids` and `attention_mask`, both int64 `[batch, length]`
+    and, of an encoder-decoder, `decoder_input_ids`; of an image model of `pixel_values`. Decoders are exported without their
+    cache: the graph gives the logits of all tokens of a text, and a generation calls it with the text so far. The file, and one beside it for weights of more than 2 GB, are written whole or not at all.
 
     Args:
         batch, length: the sample that is traced; with `dynamic=False` also the only shape that the graph takes.
@@ -80,28 +117,19 @@ def export_onnx(
 
     Raises:
         ImportError: onnx and onnxscript are not installed.
-        ValueError: the model decodes, or has no such graph (the message says what stands in the way), also of that opset, or
-            the graph differs.
+        ValueError: the model has no such graph (the message says what stands in the way), also of that opset, or the graph
+            differs.
     """
-    if model.config.is_decoder or model.config.is_encoder_decoder:
-        raise ValueError(
-            f"{type(model).__name__} decodes, and what it keeps between steps has no place in one graph; export an encoder "
-            "(a model built with `is_decoder=False` and `is_encoder_decoder=False`)."
-        )
-    if model.config.modality != "text":
-        raise ValueError(
-            f"{type(model).__name__} reads {model.config.modality}s; export_onnx takes models that read text."
-        )
     if batch < 2 or length < 2:
         raise ValueError(
-            f"the sample must be at least 2 x 2, as sizes of 1 are traced as fixed; got {batch} x {length}."
+            f"the sample must be at least 2 x 2, as sizes of 1 are traced as fixed; got {batch} x {length}: raise `batch` or `length`."
         )
     try:
         import onnxscript  # noqa: F401
     except ImportError:
         raise ImportError("ONNX graphs are made with onnx and onnxscript: pip install onnx onnxscript") from None
     if dynamic:
-        for layer in layer_configs(model.config):
+        for layer in _layers(model):
             if reason := layer.attention.why_one_length:
                 raise ValueError(
                     f"attention {layer.attention.type!r} has no graph for every length: {reason}; give `length` and "
@@ -110,19 +138,19 @@ def export_onnx(
     path = Path(path)
     if not path.absolute().parent.is_dir() or path.is_dir():
         raise ValueError(f"the graph cannot be written to {str(path)!r}; give a file in a folder that exists.")
-    literal = any(layer.attention.type not in _USUAL_PATH for layer in layer_configs(model.config))
+    literal = any(layer.attention.type not in _USUAL_PATH for layer in _layers(model))
     scratch = tempfile.TemporaryDirectory(dir=path.absolute().parent, prefix=".exporting-")
     with scratch as folder, _as_exported(model, literal), torch.no_grad():
         sample = _sample(model, batch, length)
-        output = model(*sample)
+        output = model(**sample)
         names = tuple(name for name in _RESULTS if isinstance(getattr(output, name, None), Tensor))
-        program = _trace(_Plain(model, names), sample, names, dynamic, opset, type(model).__name__)
+        program = _trace(_plain(model, names), sample, names, dynamic, opset, type(model).__name__)
         program.save(str(Path(folder) / path.name))
         shapes = _shapes(model, batch, length, dynamic)
         difference = _compare(model, Path(folder) / path.name, names, shapes, tolerance)
         for file in sorted(Path(folder).iterdir(), reverse=True):  # weights, then the graph that refers to them
             os.replace(file, path.absolute().parent / file.name)
-    return OnnxReport(str(path), names, dynamic, (batch, length), literal, difference)
+    return OnnxReport(str(path), tuple(sample), names, dynamic, (batch, length), literal, difference)
 
 
 @contextlib.contextmanager
@@ -145,35 +173,48 @@ def _as_exported(model: XFormerPreTrainedModel, literal: bool) -> Iterator[None]
             config.unpad_inputs = True
 
 
-def _sample(model: XFormerPreTrainedModel, batch: int, length: int) -> tuple[Tensor, Tensor]:
-    """Ids and a mask [batch, length] in which every row but the first is padded."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, model.config.vocab_size, (batch, length), generator=generator)
+def _layers(model: XFormerPreTrainedModel) -> list[Any]:
+    """The distinct layers of all towers."""
+    return [layer for tower in model.config.tower_configs() for layer in layer_configs(tower)]
+
+
+def _sample(model: XFormerPreTrainedModel, batch: int, length: int) -> dict[str, Tensor]:
+    """Inputs: ids and a mask [batch, length] in which every row but the first is padded, or images."""
+    generator, config = torch.Generator().manual_seed(0), model.config
+    if config.modality == "image":
+        size = (batch, config.num_channels, *config.image_shape)
+        return {"pixel_values": torch.randn(size, generator=generator).to(model.device, model.dtype)}
+    ids = torch.randint(0, config.vocab_size, (batch, length), generator=generator)
     lengths = torch.arange(batch).neg() + length
     mask = (torch.arange(length) < lengths.clamp(min=1)[:, None]).long()
-    return ids.to(model.device), mask.to(model.device)
+    given = {"input_ids": ids, "attention_mask": mask}
+    if config.is_encoder_decoder:  # of a length of its own
+        shape = (batch, max(2, length - 3))
+        given["decoder_input_ids"] = torch.randint(0, config.vocab_size, shape, generator=generator)
+    return {name: tensor.to(model.device) for name, tensor in given.items()}
 
 
 def _trace(
     module: nn.Module,
-    sample: tuple[Tensor, Tensor],
+    sample: dict[str, Tensor],
     names: tuple[str, ...],
     dynamic: bool,
     opset: int | None,
     model: str,
 ) -> Any:
-    free = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
-    shapes = {"input_ids": free, "attention_mask": free} if dynamic else None
+    axes = {name: range(2 if tensor.ndim == 2 else 1) for name, tensor in sample.items()}  # images have one size
+    free = {name: dict.fromkeys(places, torch.export.Dim.DYNAMIC) for name, places in axes.items()}
+    shapes = free if dynamic else None
     said = io.StringIO()
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(said), _silent("torch.onnx", "onnxscript"):
+        with warnings.catch_warnings(), contextlib.redirect_stdout(said), _silent(*_TALKATIVE):
             warnings.simplefilter("ignore")
             program = torch.onnx.export(
                 module.eval(),
-                sample,
+                tuple(sample.values()),
                 dynamo=True,
                 dynamic_shapes=shapes,
-                input_names=["input_ids", "attention_mask"],
+                input_names=list(sample),
                 output_names=list(names),
                 opset_version=opset,
                 custom_translation_table=_translations(),
@@ -184,7 +225,7 @@ def _trace(
         while cause.__cause__ is not None:
             cause = cause.__cause__  # type: ignore[assignment]
         first = str(cause).strip().splitlines()[0][:200] if str(cause).strip() else type(cause).__name__
-        remedy = "; dynamic=False may give a graph for one shape" if dynamic else ""
+        remedy = "; `dynamic=False` may give a graph for one shape" if dynamic else ""
         raise ValueError(f"{model} has no ONNX graph of its computation ({first}){remedy}.") from error
     made = None if program is None else program.model.opset_imports.get("")
     if opset is not None and made != opset:  # where a conversion fails, the exporter keeps its own version
@@ -248,7 +289,9 @@ def _translations() -> dict[Any, Any]:
 def _shapes(model: XFormerPreTrainedModel, batch: int, length: int, dynamic: bool) -> list[tuple[int, int]]:
     if not dynamic:
         return [(batch, length)]
-    most = model.base_model.trunk.max_length or 2 * length
+    towers = [tower for tower in (model.base_model.trunk, model.base_model.decoder) if tower is not None]
+    limits = [tower.max_length for tower in towers if tower.max_length is not None]
+    most = min(limits) if limits else length + 5
     return [(batch, length), (batch + 1, min(length + 5, most)), (1, max(length - 3, 1))]
 
 
@@ -268,20 +311,26 @@ def _compare(
         ) from error
     largest = 0.0
     for shape in shapes:
-        ids, mask = _sample(model, *shape)
-        output = model(ids, mask)
-        given = {"input_ids": ids.cpu().numpy(), "attention_mask": mask.cpu().numpy()}
+        inputs = _sample(model, *shape)
+        output = model(**inputs)
+        given = {name: tensor.cpu().numpy() for name, tensor in inputs.items()}
+        mask = None if len(inputs) != 2 else inputs["attention_mask"]  # a decoder's text is not padded
         for name, found in zip(names, session.run(list(names), given)):
             expected = output[name].float().cpu()
             apart = (torch.from_numpy(found).float() - expected).abs()
-            if expected.shape[:2] == mask.shape and expected.ndim > 1 and name not in ("pooler_output",):
+            if (
+                mask is not None
+                and expected.shape[:2] == mask.shape
+                and expected.ndim > 1
+                and name not in ("pooler_output",)
+            ):
                 keep = mask.cpu().bool()
                 apart, expected = apart[keep], expected[keep]
             largest = max(largest, apart.max().item())
             limit = tolerance * max(1.0, expected.abs().max().item())
             if apart.max().item() > limit:
                 raise ValueError(
-                    f"under onnxruntime `{name}` differs by {apart.max().item():.1e} on a batch {list(shape)}, more than "
+                    f"under onnxruntime `{name}` differs by {apart.max().item():.1e} on a batch of {shape[0]} x {shape[1]}, more than "
                     f"{limit:.1e}; the graph does not compute this model and is not written."
                 )
     return largest

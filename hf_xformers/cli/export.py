@@ -1,4 +1,4 @@
-"""`hf-xformers export`: a saved encoder as an ONNX graph."""
+"""`hf-xformers export`: a saved model as an ONNX graph."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from .console import in_options, print_facts
 from .parser import CommandParser
 
-_DESCRIPTION = """Write a saved encoder, with its head, as an ONNX graph of input_ids and attention_mask, for any batch and
-length, and compare it with the model under onnxruntime where that is installed (pip install onnx onnxscript onnxruntime)."""
-
+_DESCRIPTION = """Write a saved model, with its head, as an ONNX graph for any batch and length, and compare it with the model
+under onnxruntime where that is installed (pip install onnx onnxscript onnxruntime). Text models read input_ids and
+attention_mask, encoder-decoders decoder_input_ids as well, image models pixel_values. Decoders have no cache in the graph."""
 # Arguments of the function below -> options.
 _OPTIONS = {
     "dynamic=False": "--fixed",
@@ -19,6 +19,7 @@ _OPTIONS = {
     "batch": "--batch",
     "opset": "--opset",
     "tolerance": "--tolerance",
+    "head": "--head",
 }
 
 
@@ -41,9 +42,9 @@ def run(argv: Sequence[str]) -> int:
             "`hf-xformers convert --from ... --to ...`, or take optimum's exporter"
         )
     refuse_damaged_weights(source)
-    model = load_ours(source, model_type, arguments.head)
     with in_options(_OPTIONS):
         try:
+            model = load_ours(source, model_type, arguments.head)
             report = export_onnx(
                 model,  # type: ignore[arg-type]
                 output,
@@ -55,7 +56,6 @@ def run(argv: Sequence[str]) -> int:
             )
         except ImportError as error:
             raise ValueError(str(error)) from error
-    shape = f"{report.shape[0]} x {report.shape[1]}"
     difference = report.difference
     print_facts(
         "exported",
@@ -64,7 +64,8 @@ def run(argv: Sequence[str]) -> int:
             "bytes": output.stat().st_size,
             "model": type(model).__name__,
             "outputs": ", ".join(report.outputs),
-            "shapes": "any batch and length" if report.dynamic else shape,
+            "inputs": ", ".join(report.inputs),
+            "shapes": report.shapes,
             "attention": "literal equation, memory O(length^2)" if report.literal else "usual path",
             "largest difference": "not compared: pip install onnxruntime" if difference is None else difference,
         },
@@ -88,5 +89,7 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument("--fixed", action="store_true", help="a graph for --batch and --length alone")
     parser.add_argument("--batch", type=int, default=2, metavar="N", help="rows of the sample (default: 2)")
-    parser.add_argument("--length", type=int, default=16, metavar="N", help="tokens of the sample (default: 16)")
+    parser.add_argument(
+        "--length", type=int, default=16, metavar="N", help="tokens of the sample of text (default: 16)"
+    )
     return parser

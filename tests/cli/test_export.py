@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -49,6 +50,59 @@ def test_parity(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.onnx"]
 
 
+@pytest.mark.parametrize(
+    ("variant", "head", "shape"),
+    [
+        ("xf_gpt2", "ForCausalLM", "decoder"),
+        ("xf_vision_transformer", "ForImageClassification", "encoder"),
+        pytest.param("xf_t5", "ForSeq2SeqLM", "seq2seq", marks=pytest.mark.slow),
+    ],
+)
+def test_decoders_and_images(variant, head, shape, tmp_path):
+    """Inputs of other sizes than the sample's give the model's logits."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    torch.manual_seed(0)
+    cls = config_class(variant)
+    small = {"num_hidden_layers": 1, "num_decoder_layers": 1} if shape == "seq2seq" else {"num_hidden_layers": 1}
+    model = make_strong(family(variant)[head](cls(**{**tiny_fields(cls, shape), **small}))).eval()
+    report = export.export_onnx(model, tmp_path / "model.onnx")
+    assert report.dynamic and report.difference < 1e-4
+    generator = torch.Generator().manual_seed(5)
+    given = {
+        "input_ids": torch.randint(5, 60, (3, 11), generator=generator),
+        "attention_mask": torch.ones(3, 11).long(),
+    }
+    if shape == "seq2seq":
+        given["decoder_input_ids"] = torch.randint(5, 60, (3, 7), generator=generator)
+    if cls.modality == "image":
+        given = {
+            "pixel_values": torch.randn(3, 3, model.config.image_size, model.config.image_size, generator=generator)
+        }
+    assert report.inputs == tuple(given)
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
+    (found,) = session.run(None, {name: tensor.numpy() for name, tensor in given.items()})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(found), model(**given).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_nothing_is_said_beside_the_result(tmp_path, capfd, monkeypatch):
+    """Where a graph depends on the text, as Reformer's buckets do, torch's loggers print it whole, several times."""
+    pytest.importorskip("onnxscript")
+    save(tmp_path / "model")
+
+    def talk(*args, **options):
+        for name in ("torch.fx.experimental.symbolic_shapes", "torch.export.trace", "torch.onnx.internal"):
+            logging.getLogger(name).warning("a graph of many lines")
+        raise RuntimeError("that is all")
+
+    monkeypatch.setattr(torch.onnx, "export", talk)
+    levels = {name: logging.getLogger(name).level for name in export._TALKATIVE}
+    message = refused(capfd, "--model", tmp_path / "model", "--output", tmp_path / "model.onnx")
+    assert "that is all" in message and "--fixed may give" in message and "a graph of many lines" not in message
+    assert levels == {name: logging.getLogger(name).level for name in export._TALKATIVE}
+
+
 def test_an_opset_that_the_exporter_does_not_reach(tmp_path, capsys, monkeypatch):
     """It then keeps its own, and says so in a log."""
     pytest.importorskip("onnxscript")
@@ -66,8 +120,13 @@ def test_refusals(tmp_path, capsys, monkeypatch):
     save(encoder)
     save(decoder, "xf_gpt2", "ForCausalLM")
     file = tmp_path / "model.onnx"
-    message = refused(capsys, "--model", decoder, "--output", file)
-    assert "XFGPT2ForCausalLM decodes" in message and "export an encoder" in message
+    message = refused(capsys, "--model", decoder, "--output", file, "--length", 1)
+    assert "got 2 x 1: raise --batch or --length" in message
+    linformer = tmp_path / "linformer"
+    save(linformer, "xf_linformer", "ForMaskedLM")
+    message = refused(capsys, "--model", linformer, "--output", file)
+    assert "give --length and --fixed" in message and "dynamic" not in message
+    assert "say which --head it has" in refused(capsys, "--model", encoder, "--output", file, "--head", "ForPoetry")
     message = refused(capsys, "--model", encoder, "--output", tmp_path / "nowhere" / "model.onnx")
     assert "give a file in a folder that exists" in message
     assert "There is no folder" in refused(capsys, "--model", tmp_path / "nothing", "--output", file)
