@@ -408,6 +408,13 @@ def parse_command(
     return Parsed(tuple(found), merged, namespace)
 
 
+def named_option(argv: Sequence[str], name: str) -> str | None:
+    """The text of a plain option of a command line, or else of its file; None where it is not given."""
+    options, rest = take_file(argv)
+    given = _glance(rest).get(name) or options.get(name)
+    return None if given is None else str(given)
+
+
 def _bare_resume(tokens: Sequence[str]) -> list[str]:
     """`--resume_from_checkpoint` without a value means the newest checkpoint."""
     names = ("--resume_from_checkpoint", "--resume-from-checkpoint")

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .arguments import Parser, parse_command, parse_objective
+from .arguments import Parser, named_option, parse_command, parse_objective
 from .console import is_main_process, print_facts
 from .pretrain import quiet_libraries
 
@@ -36,6 +36,13 @@ READ = (
 
 
 def run(argv: Sequence[str]) -> int:
+    from ..finetuning.trained import does_a_task
+
+    model = named_option(argv, "model")
+    if model is not None and does_a_task(model):
+        from .predict import run_evaluation
+
+        return run_evaluation(argv)
     from ..training.scoring import choose_objective, evaluate, load_config, training_of
 
     parsed = parse_command(argv, ("objective",), make_parser)

@@ -113,12 +113,18 @@ def _peft_fields(method: str | None, texts: Mapping[str, str]) -> dict[str, Any]
 
 
 def report(summary: Mapping[str, Any], folder: str) -> None:
-    held_out = {
-        f"{key.removeprefix(f'{prefix}_')} ({split})": value
-        for split, prefix in (("validation", "eval"), ("test", "test"))
-        for key, value in summary.items()
-        if key.startswith(f"{prefix}_") and not key.endswith("_rows")
-    }
+    from .predict import beside_floor
+
+    rule = summary.get("trivial", {}).get("rule")
+    held_out: dict[str, Any] = {}
+    for split, prefix in (("validation", "eval"), ("test", "test")):
+        metrics = {
+            key.removeprefix(f"{prefix}_"): value
+            for key, value in summary.items()
+            if key.startswith(f"{prefix}_") and not key.endswith("_rows")
+        }
+        shown = beside_floor(metrics, summary.get(f"floor_{split}", {}), None)
+        held_out |= {f"{name} ({split})": text for name, text in shown.items()}
     facts = {
         "task": summary["task"],
         "variant": summary["variant"],
@@ -128,6 +134,7 @@ def report(summary: Mapping[str, Any], folder: str) -> None:
         "seconds": summary["seconds"],
         "best checkpoint": summary["best_checkpoint"],
         **held_out,
+        "floor": rule if any(f"floor_{split}" in summary for split in ("validation", "test")) else None,
         "saved in": folder,
     }
     print_facts("fine-tuned", facts)

@@ -93,6 +93,8 @@ def add_adapter(model: PreTrainedModel, method: str, head: str, new: Iterable[st
             fields.setdefault("feedforward_modules", scaled_before)
     else:
         fields.setdefault("num_virtual_tokens", VIRTUAL_TOKENS)
+        if head == "SequenceClassification":  # a new pooler is part of what was trained, and of what is saved
+            fields.setdefault("modules_to_save", _modules_to_save(model, new))
         if method == "prefix":
             fields = {**_cache_shape(model), **fields}
     config = cls(task_type=_TASK_TYPES.get(head), **fields)

@@ -248,7 +248,14 @@ class FineTuning:
             **{f"{split}_rows": len(part.rows) for split, part in encoded.items()},
             "seed": self.args.seed,
             "dataset": dataclasses.asdict(self.source),
+            # What `hf-xformers predict` and `evaluate` read, so that another file means the same to the model.
+            "task_options": self.task.recorded(),
+            "task_facts": self.task.facts(),
+            "task_config": {**self.task.config_fields(), "pad_token_id": config.pad_token_id},
         }
+        trivial = self.task.trivial(encoded["train"])
+        if trivial is not None:
+            plan["trivial"] = dataclasses.asdict(trivial)
         if self.start is None:
             plan["size"] = self.size
         labels = getattr(self.task, "labels", None)
@@ -290,6 +297,7 @@ class FineTuning:
         if validation is None or not validation.labelled:
             args.eval_strategy, args.load_best_model_at_end = IntervalStrategy.NO, False
             args.save_strategy = SaveStrategy.EPOCH if args.save_strategy == SaveStrategy.BEST else args.save_strategy
+        self._train = prepared.splits["train"]
         model = self._model(prepared)
         self._begin(prepared)
         collator = task.collator(prepared.tokenizer, model, args.seed)
@@ -353,7 +361,13 @@ class FineTuning:
         if self.args.should_save and rows:
             write_lines(self.folder / PREDICTIONS.format(split=name), rows)
         known = ("loss", "tokens", *self.task.metric_names)
-        return {key: value for key, value in metrics.items() if key.removeprefix(f"{prefix}_") in known}
+        found: dict[str, Any] = {
+            key: value for key, value in metrics.items() if key.removeprefix(f"{prefix}_") in known
+        }
+        trivial = self.task.trivial(self._train)
+        if rows and split.labelled and trivial is not None:
+            found[f"floor_{name}"] = self.task.floor(trivial, rows, split)
+        return found
 
     def _loss(self, prepared: Prepared) -> BalancedLoss | None:
         """What makes the loss in place of the model's head, if anything does."""

@@ -28,17 +28,27 @@ class TaskTrainer(XFormerTrainer):
     def __init__(self, *args: Any, task: Task, validation: Encoded | None, **kwargs: Any) -> None:
         self.task, self._split = task, validation
         self.rows: list[dict[str, Any]] = []
+        self._order: np.ndarray | None = None  # of the features, where it is not that of the split
         super().__init__(*args, compute_metrics=self._score, **kwargs)
         if task.mean_loss:
             self.model_accepts_loss_kwargs = False
 
-    def predict_rows(self, split: Encoded, prefix: str) -> tuple[list[dict[str, Any]], dict[str, float]]:
-        """(predicted rows, metrics named `<prefix>_...`) of a split."""
+    def predict_rows(
+        self, split: Encoded, prefix: str, *, by_length: bool = False
+    ) -> tuple[list[dict[str, Any]], dict[str, float]]:
+        """(predicted rows, metrics named `<prefix>_...`) of a split.
+
+        by_length: batches of like lengths, the longest first; the rows stay in their order.
+        """
         before, self._split = self._split, split
+        features = split.features
+        if by_length:
+            self._order = np.argsort([-_length(ids) for ids in features["input_ids"]], kind="stable")
+            features = features.select(self._order)
         try:
-            metrics = self.predict(split.features, metric_key_prefix=prefix).metrics or {}
+            metrics = self.predict(features, metric_key_prefix=prefix).metrics or {}
         finally:
-            self._split = before
+            self._split, self._order = before, None
         return self.rows, metrics
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
@@ -63,6 +73,8 @@ class TaskTrainer(XFormerTrainer):
             return loss, None, None
         kept = self.task.reduce(outputs, inputs, self._predicts_next_token)
         rows = kept[0].shape[0]
+        if self.task.mean_loss and loss is not None:
+            kept = (*kept, loss.float().expand(rows))  # Trainer's own mean takes every batch for a full one
         return loss, kept, torch.zeros(rows, device=kept[0].device)  # Trainer wants labels beside predictions
 
     def _generate(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -81,9 +93,22 @@ class TaskTrainer(XFormerTrainer):
             return {}
         found = evaluated.predictions
         kept: Sequence[np.ndarray] = found if isinstance(found, (tuple, list)) else (found,)
+        if self._order is not None:
+            places = np.argsort(self._order)
+            kept = [array[places] for array in kept]
+        means = self.task.mean_loss and self._split.labelled
+        if means:
+            *kept, losses = kept
         self.rows = self.task.predictions(kept, self._split)
         if not self._split.labelled:
             return {}
         metrics = self.task.score(self.rows) if self.rows else {}
+        if means:
+            return {**metrics, "loss": float(losses.mean(dtype=np.float64))}
         sums = self.task.token_sums(kept)
         return metrics if sums is None else {**metrics, "loss": summarise(sums)["loss"]}
+
+
+def _length(ids: Sequence[Any]) -> int:
+    """Tokens of a feature: of a list of choices those of the longest."""
+    return max(map(len, ids)) if len(ids) and isinstance(ids[0], Sequence) else len(ids)

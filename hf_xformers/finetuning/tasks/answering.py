@@ -54,6 +54,9 @@ class QuestionAnswering(Task):
         self.context_column = self.column(rows, context, CONTEXTS, "context", "text_pair_column")
         self.label_column = self.column(rows, options.label_column, ANSWERS, "answers", "label_column", answers)
 
+    def usual_texts(self, paired: bool) -> tuple[str, str | None]:
+        return QUESTIONS[0], CONTEXTS[0]
+
     def columns(self) -> dict[str, Any]:
         found = {"text_column": self.question_column, "text_pair_column": self.context_column}
         return {**found, "label_column": self.label_column}

@@ -104,6 +104,13 @@ class Task:
         """The columns found, as the options that name them."""
         return {}
 
+    def usual_texts(self, paired: bool) -> tuple[str, str | None]:
+        """Columns for texts that come without any: of the first, and of the second if rows are pairs of texts.
+
+        Raises ValueError where rows are more than texts.
+        """
+        raise ValueError(f"rows of {self.id} are more than a text; give a file of them")
+
     def facts(self) -> dict[str, Any]:
         """What else `settle` learnt from training rows, as JSON can hold it, for `restore`."""
         return {}

@@ -41,6 +41,9 @@ class WholeText(Task):
             pair = TEXT_PAIRS[self.text_column]
         self.text_columns = [self.text_column, *([pair] if pair else [])]
 
+    def usual_texts(self, paired: bool) -> tuple[str, str | None]:
+        return ("sentence1", "sentence2") if paired else ("text", None)
+
     def columns(self) -> dict[str, Any]:
         pair = self.text_columns[1] if len(self.text_columns) > 1 else None
         return {"text_column": self.text_column, "text_pair_column": pair, "label_column": self.label_column}

@@ -44,6 +44,9 @@ class _Generation(Task):
         self.find_columns(splits["train"])
         check_columns(splits, [self.text_column, self.target_column], optional_in_test=[self.target_column])
 
+    def usual_texts(self, paired: bool) -> tuple[str, str | None]:
+        return self.options.source_lang or "source", None
+
     def columns(self) -> dict[str, Any]:
         found = {"text_column": self.text_column, "target_column": self.target_column}
         return {**found, "max_target_length": self.max_target_length}
@@ -83,7 +86,7 @@ class _Generation(Task):
         from ...training.evaluation import token_statistics
 
         kept = [outputs["generated"]] if "generated" in outputs else []
-        if "labels" in inputs:
+        if inputs.get("labels") is not None:  # the collator names those that are missing, too
             kept.append(token_statistics(outputs["logits"], inputs["labels"], next_token=False))
         return tuple(kept)
 

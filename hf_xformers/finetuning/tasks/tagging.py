@@ -59,6 +59,9 @@ class TokenClassification(Task):
         usual = [name for name in (*first, *TAGS) if name != self.text_column]
         self.label_column = self.column(rows, options.label_column, usual, "tags", "label_column", answers)
 
+    def usual_texts(self, paired: bool) -> tuple[str, str | None]:
+        return WORDS[0], None
+
     def columns(self) -> dict[str, Any]:
         return {"text_column": self.text_column, "label_column": self.label_column}
 

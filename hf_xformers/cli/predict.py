@@ -1,0 +1,99 @@
+"""`hf-xformers predict`: what a fine-tuned model says of new rows; and `evaluate` for such models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .arguments import Parser, parse_command
+from .console import is_main_process, print_facts, say
+
+_DESCRIPTION = """Predict with a model or adapter that `hf-xformers finetune` trained: of every row of a file the label,
+tags, answer or text, with probabilities where the task has them, as JSONL or CSV in the order of the file.
+
+Task, columns and lengths are those of the training. For example
+  hf-xformers predict --model runs/reviews --text "a fine film"
+  hf-xformers predict --model runs/reviews --data new.csv --output predictions.csv"""
+_EVALUATION = """Evaluate a fine-tuned model or adapter: the task's metrics on rows with true answers, beside the trivial
+floor, what can be said without a model.
+
+Without --data: the split that its training held out. For example
+  hf-xformers evaluate --model runs/reviews --data test.csv --output predictions.jsonl"""
+
+
+def run(argv: Sequence[str]) -> int:
+    from ..finetuning.predicting import predict, write_predictions
+
+    wanted = _parsed(argv, "predict", _DESCRIPTION)
+    found = predict(wanted)
+    if not is_main_process():
+        return 0
+    if wanted.output is None:
+        for row in found.rows:
+            print(json.dumps(row, ensure_ascii=False))
+    else:
+        write_predictions(wanted.output, found.rows)
+        say(f"{len(found.rows):,} predictions of {found.trained.task.id} written to {wanted.output}")
+    if found.metrics:
+        say("measured on these rows: " + ", ".join(beside_floor(found.metrics, found.floor, found.rule).values()))
+    return 0
+
+
+def run_evaluation(argv: Sequence[str]) -> int:
+    """`hf-xformers evaluate` of a model for a task."""
+    from ..finetuning.predicting import predict, write_predictions
+
+    wanted = _parsed(argv, "evaluate", _EVALUATION)
+    if wanted.text:
+        raise ValueError(
+            "evaluate measures rows with true answers; give them with --data, or take `hf-xformers predict`"
+        )
+    found = predict(wanted, answers=True)
+    if not is_main_process():
+        return 0
+    if wanted.output is not None:
+        write_predictions(wanted.output, found.rows)
+    facts = {
+        "model": wanted.model,
+        "variant": found.trained.config.model_type,
+        "task": found.trained.task.id,
+        "split": found.split,
+        "rows": len(found.rows),
+    }
+    if wanted.json:
+        floor = {"rule": found.rule, **found.floor} if found.rule else None
+        print(json.dumps({**facts, "data": wanted.data, **found.metrics, "floor": floor}, indent=2))
+        return 0
+    shown = beside_floor(found.metrics, found.floor, found.rule)
+    data = " ".join(wanted.data) or "of the training"
+    print_facts("evaluated", {**facts, "data": data, **shown, "predictions": wanted.output})
+    return 0
+
+
+def beside_floor(metrics: Mapping[str, float], floor: Mapping[str, float], rule: str | None) -> dict[str, str]:
+    """Metrics as text, each with the trivial one, and what that is."""
+    shown = {
+        name: f"{value:.4g}" + (f" (floor {floor[name]:.4g})" if name in floor else "")
+        for name, value in metrics.items()
+    }
+    return {**shown, "floor": rule} if rule else shown
+
+
+def _parsed(argv: Sequence[str], command: str, description: str) -> Any:
+    from ..finetuning.predicting import Prediction
+
+    def make_parser(first_look: Mapping[str, Any]) -> Parser:
+        return Parser([Prediction], prog=f"hf-xformers {command}", description=description)
+
+    (wanted,) = parse_command(argv, (), make_parser).dataclasses
+    if not wanted.progress:
+        import datasets
+        from transformers.utils.logging import disable_progress_bar
+
+        datasets.disable_progress_bars()
+        disable_progress_bar()
+    return wanted
+
+
+__all__ = ["beside_floor", "run", "run_evaluation"]
