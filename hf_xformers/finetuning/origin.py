@@ -13,7 +13,7 @@ ORIGIN = "__origin__"  # a column of text such as "'train.csv', line 7"; rows of
 
 def with_origins(rows: Dataset, origins: Sequence[str]) -> Dataset:
     """The rows with their places beside them; without, where the places are of other rows."""
-    return rows.add_column(ORIGIN, list(origins)) if len(origins) == len(rows) else rows  # type: ignore[call-arg]
+    return rows.add_column(ORIGIN, list(origins)) if len(origins) == len(rows) else rows
 
 
 def columns_of(rows: Dataset) -> list[str]:

@@ -96,7 +96,8 @@ def squad_rows(articles: Sequence[Any], name: str) -> Dataset:
     """SQuAD's own JSON, articles of paragraphs of questions, as a row per question."""
     from datasets import Dataset
 
-    found, origins = [], []
+    found: list[dict[str, Any]] = []
+    origins: list[str] = []
     try:
         for article in articles:
             for paragraph in article["paragraphs"]:
