@@ -1,0 +1,62 @@
+"""What stands on the screen, and what goes into a pipe."""
+
+import pytest
+
+from hf_xformers.benchmark.entries import Entry
+from hf_xformers.benchmark.runner import Cell
+from hf_xformers.cli.benchmark import _measure
+from hf_xformers.cli.console import in_options, print_facts, print_table
+
+LONG = "words that go on and on until no terminal of an ordinary width can hold them in a single line any more"
+
+
+@pytest.mark.parametrize("columns", ["60", None])
+def test_tables_and_facts_keep_to_a_terminal_and_are_whole_in_a_pipe(columns, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    print_table("title", ("name", "text"), [("first", LONG), ("second", 1234567)])
+    print_facts("facts", {"one": LONG, "none": None, "two": 0.123456})
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert "\x1b" not in out and out.isascii() and "none" not in out
+    assert "1,234,567" in out and "0.1235" in out
+    if columns is None:
+        assert [line.split(maxsplit=1)[1] for line in lines if LONG[:10] in line] == [LONG, LONG]
+    else:
+        assert max(map(len, lines)) <= 60
+    words = [word for line in lines for word in line.split()]
+    assert [word for word in LONG.split() if word not in words] == []  # none is cut
+
+
+class Comparison:
+    """Two cells, of which one fails."""
+
+    done = [("performer", "ok", None), ("luna", "failed", "no memory")]
+
+    def cells(self):
+        return [Cell("speed", Entry(label, f"xf_{label}", {}, {}), "encoder", 512) for label, _, _ in self.done]
+
+    missing = cells
+
+    def run(self, before):
+        for cell, (label, status, error) in zip(self.cells(), self.done):
+            before(cell)
+            yield {"kind": "speed", "label": label, "at": 512, "status": status, "error": error, "ms": 1.5}
+
+
+def test_a_benchmark_reports_every_cell_in_a_pipe(capsys):
+    _measure(Comparison())
+    assert capsys.readouterr().err.splitlines() == [
+        "1/2 performer (encoder): 512 tokens: ok, ms 1.5",
+        "2/2 luna (encoder): 512 tokens: failed: no memory",
+    ]
+
+
+def test_refusals_in_the_words_of_the_command():
+    names = {"max_length": "--max-length", "overwrite=True": "--overwrite", "--init_from": "--model"}
+    with pytest.raises(ValueError) as refused, in_options(names):
+        raise ValueError("`max_length` of --init_from 'x' is 0; give `overwrite=True` or `other`")
+    assert str(refused.value) == "--max-length of --model 'x' is 0; give --overwrite or `other`"
+    with pytest.raises(ValueError, match="invalid literal"), in_options(names):  # a bug stays as it is
+        int("x")
