@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+from ..components import did_you_mean
 
 TASK_NAMES = (
     "text-classification",
@@ -109,8 +109,6 @@ def resolve_task(name: str) -> str:
     """The task of a name or alias. Raises ValueError for an unknown one, with the closest."""
     found = known_task(name)
     if found is None:
-        plain = name.strip().lower()
-        close = difflib.get_close_matches(plain, (*TASK_NAMES, *TASK_ALIASES), n=1, cutoff=0.4)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown task {name!r}: choose one of {', '.join(TASK_NAMES)}{hint}")
+        hint = did_you_mean(name.strip().lower(), (*TASK_NAMES, *TASK_ALIASES), cutoff=0.4)
+        raise ValueError(f"unknown task {name!r}.{hint} Choose one of {', '.join(TASK_NAMES)}")
     return found

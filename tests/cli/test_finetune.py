@@ -60,7 +60,7 @@ REQUESTS = {
     "both starts": ({"model": "m", "variant": "bert"}, ["give either --model"]),
     "unknown variant": ({"variant": "brt"}, ["Unknown variant 'brt'", "Did you mean 'bert'"]),
     "unknown size": ({"size": "huge"}, ["unknown size 'huge'"]),
-    "unknown task": ({"task": "text-clasification"}, ["unknown task", "did you mean 'text-classification'?"]),
+    "unknown task": ({"task": "text-clasification"}, ["unknown task", "Did you mean 'text-classification'?"]),
     "variant without the head": (
         {"task": "translation", "variant": "bert", "source_lang": "en", "target_lang": "de"},
         ["'xf_bert' has no ForSeq2SeqLM class", "xf_t5"],
@@ -85,7 +85,7 @@ REQUESTS = {
     "tokenizer": ({"tokenizer": "./nowhere"}, ["no tokenizer could be loaded from './nowhere'"]),
     "adapter without a model": ({"peft": "lora"}, ["--variant starts from random weights; give a --model"]),
     "fields without a method": ({"peft.r": 4}, ["--peft.FIELD options are about a method; name it with --peft"]),
-    "unknown option": ({"lerning_rate": 1}, ["did you mean --learning_rate?"]),
+    "unknown option": ({"lerning_rate": 1}, ["Did you mean --learning_rate?"]),
     "missing file": ({"validation_data": "nowhere.csv"}, ["there is no file or folder 'nowhere.csv'"]),
     "smoothed regression": (
         {"task": "regression", "label_smoothing_factor": 0.1},

@@ -84,7 +84,7 @@ REFUSED = {
     "unknown objective": ({"objective": "clmm"}, "unknown objective 'clmm'"),
     "length": ({"block_size": 64}, "covers only 32"),
     "teacher too short": ({"block_size": 32, "teacher": "SHORT"}, "too long for the teacher"),
-    "unknown option": ({"techer": "x"}, "did you mean --teacher?"),
+    "unknown option": ({"techer": "x"}, "Did you mean --teacher?"),
 }
 
 
