@@ -25,7 +25,8 @@ INFO = VariantInfo(
     paper="Wang et al. 2020",
     url="https://arxiv.org/abs/2006.04768",
     equation=r"\mathrm{softmax}\!\left(\frac{Q (E K)^\top}{\sqrt d}\right) F V, \qquad E, F \in \mathbb{R}^{k \times n}",
-    cost="time O(T k D), memory O(T k) for k projected rows; 2 k n parameters per layer, fewer with more sharing",
+    cost="time O(T k D), memory O(T k) for k projected rows, a quarter of max_position_embeddings unless projected_length "
+    "is given; 2 k n parameters per layer, fewer with more sharing",
     bibtex="""@article{wang2020linformer,
   title={Linformer: Self-Attention with Linear Complexity},
   author={Wang, Sinong and Li, Belinda Z. and Khabsa, Madian and Fang, Han and Ma, Hao},
