@@ -154,6 +154,22 @@ def test_chunks_keep_no_inner_activations():
         close(chunked, plain)
 
 
+@pytest.mark.parametrize("spec", [{"type": "gelu"}, {"type": "gelu", "approximate": "tanh"}], ids=str)
+def test_gelu_keeps_its_input_and_its_result(spec):
+    """Two tensors of the inner width for the backward pass, in either form."""
+    layer, kept = build(spec), {}
+    inputs = torch.randn(2, 50, layer.up_proj.in_features, dtype=layer.up_proj.weight.dtype)
+
+    def keep(tensor):
+        if tensor.shape[-1] == layer.up_proj.out_features and tensor.numel() == 100 * tensor.shape[-1]:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(inputs, None)
+    assert len(kept) == 2
+
+
 def test_activation_dropout():
     module = build("relu", activation_dropout_prob=0.5)
     states = vectors(2, 3)
