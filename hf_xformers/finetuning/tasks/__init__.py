@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ...components import did_you_mean
 from ..names import resolve_task
 from ..options import TaskOptions
 from .answering import QuestionAnswering
