@@ -1,7 +1,8 @@
-"""Makes every variant known to transformers' Auto classes as soon as those exist, without importing torch for it.
+"""Makes every variant known to transformers' Auto classes and to peft as soon as those exist, without importing torch for it.
 
 transformers imports torch only when its Auto classes are first used. Importing `hf_xformers` keeps to that: it enters
-the model types with lazy values, at once if the Auto classes are loaded already, else right after they load.
+the model types with lazy values, at once if the Auto classes are loaded already, else right after they load. In the same
+way peft, which is imported only by who adapts a model, learns which modules of every family its methods adapt.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ import importlib
 import importlib.abc
 import importlib.util
 import sys
-from collections.abc import ItemsView, Iterator, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, ValuesView
 from typing import Any
 
 _AUTO = "transformers.models.auto.configuration_auto"
+_ADAPTED = "peft.utils.constants"
+# A model of transformers with the same names of projections: what peft adapts of it, it adapts of ours.
+_NAMED_ALIKE = "llama"
 
 
 class LazyVariants(dict):
@@ -64,11 +68,29 @@ def _enter(auto_module: Any) -> None:
             importlib.import_module(module)
 
 
+def _enter_targets(constants: Any) -> None:
+    """Every method's default target modules, in peft's own tables: one per method, by model type."""
+    from .variants import model_types
+
+    for name, table in vars(constants).items():
+        if name.startswith("TRANSFORMERS_MODELS_TO_") and isinstance(table, dict) and _NAMED_ALIKE in table:
+            targets = table[_NAMED_ALIKE]
+            if (
+                name == "TRANSFORMERS_MODELS_TO_LNTUNING_TARGET_MODULES_MAPPING"
+            ):  # which adapts norms, ours by other names
+                targets = ["norm", "final_norm"]
+            for model_type in model_types():
+                table.setdefault(model_type, list(targets))
+
+
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Runs [`_enter`] once, right after transformers' Auto configs are imported."""
+    """Runs `enter` on a module once, right after it is imported."""
+
+    def __init__(self, name: str, enter: Callable[[Any], None]):
+        self.name, self.enter = name, enter
 
     def find_spec(self, fullname, path=None, target=None):
-        if fullname != _AUTO:
+        if fullname != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -79,7 +101,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             execute(module)
-            _enter(module)
+            self.enter(module)
 
         loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -87,7 +109,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 def install() -> None:
     """Called once by the package's import."""
-    if _AUTO in sys.modules:
-        _enter(sys.modules[_AUTO])
-    else:
-        sys.meta_path.insert(0, _AfterImport())
+    for name, enter in ((_AUTO, _enter), (_ADAPTED, _enter_targets)):
+        if name in sys.modules:
+            enter(sys.modules[name])
+        else:
+            sys.meta_path.insert(0, _AfterImport(name, enter))

@@ -342,7 +342,14 @@ class XFormerConfig(PreTrainedConfig):
         self.__dict__["auto_map"] = dict(value or {})
 
     def to_dict(self) -> dict[str, Any]:
-        return self._plain_fields(super().to_dict())
+        fields = self._plain_fields(super().to_dict())
+        # Absent rather than None where that says the same: generic code (peft's prefix tuning) multiplies by what it finds.
+        if (
+            fields.get("num_key_value_heads", 0) is None
+            and type(self).__dataclass_fields__["num_key_value_heads"].default is None
+        ):
+            del fields["num_key_value_heads"]
+        return fields
 
     def to_diff_dict(self) -> dict[str, Any]:
         return self._plain_fields(super().to_diff_dict())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -99,8 +98,7 @@ def add_adapter(model: PreTrainedModel, method: str, head: str, new: Iterable[st
             fields = {**_cache_shape(model), **fields}
     config = cls(task_type=_TASK_TYPES.get(head), **fields)
     try:
-        with _explicit_heads(model.config):
-            return peft.get_peft_model(model, config)
+        return peft.get_peft_model(model, config)
     except (TypeError, KeyError) as error:
         raise ValueError(
             f"--peft {method} cannot be put on {type(model).__name__} ({error}); choose another"
@@ -194,16 +192,3 @@ def _cache_shape(model: Any) -> dict[str, int]:
         "num_attention_heads": heads,
         "token_dim": heads * tower.head_width,
     }
-
-
-@contextlib.contextmanager
-def _explicit_heads(config: Any) -> Iterator[None]:
-    """peft reads the number of key and value heads, and takes no None for "as many as heads"."""
-    if getattr(config, "num_key_value_heads", 0) is not None:
-        yield
-        return
-    config.num_key_value_heads = config.num_attention_heads
-    try:
-        yield
-    finally:
-        config.num_key_value_heads = None

@@ -1,5 +1,9 @@
 """PEFT: which methods work with which task, what is trained, what is saved, and that it loads again."""
 
+import subprocess
+import sys
+
+import peft
 import pytest
 import torch
 from peft import AutoPeftModelForSequenceClassification
@@ -150,3 +154,53 @@ def test_a_bottleneck_adapter_loads_onto_its_base_again(pretrained, tmp_path):
             chances = model(**tokenizer(row["text"], return_tensors="pt")).logits.softmax(-1)[0]
         assert str(int(chances.argmax())) == row["prediction"]
         assert chances.max().item() == pytest.approx(row["probability"], abs=1e-5)
+
+
+def test_peft_knows_every_family_by_itself():
+    """peft's own defaults, for whoever imports this package and never runs its command."""
+    code = (
+        "import sys, hf_xformers; assert 'peft' not in sys.modules; import peft; "
+        "from hf_xformers.variants import model_types; from peft.utils import constants as tables; "
+        "kinds = [getattr(tables, f'TRANSFORMERS_MODELS_TO_{kind}_TARGET_MODULES_MAPPING') for kind in "
+        "('LORA', 'IA3', 'ADALORA', 'OFT', 'LNTUNING')]; "
+        "assert all(set(model_types()) <= set(kind) for kind in kinds)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["bert", "luna", "synthesizer", "reformer", "all_attention", "switch_transformer"])
+@pytest.mark.parametrize("method", ["LoraConfig", "IA3Config", "LNTuningConfig"])
+def test_default_targets_are_there(name, method):
+    """Families whose layers lack some of the usual projections included."""
+    sizes = {"vocab_size": 60, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model = family(name)["ForMaskedLM"](config_class(name)(**sizes, intermediate_size=16, max_position_embeddings=32))
+    adapted = peft.get_peft_model(model, getattr(peft, method)())
+    assert any(parameter.requires_grad for parameter in adapted.parameters())
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 2}, {"num_key_value_heads": 1, "head_dim": 8}])
+@pytest.mark.parametrize("head", ["CausalLM", "Seq2SeqLM"])
+def test_prefix_tuning_through_peft_alone(head, fields):
+    """Given nothing but the number of virtual tokens; a prefix in a shape of its own fails where it meets the keys."""
+    sizes = {
+        "vocab_size": 60,
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "intermediate_size": 16,
+    }
+    model, ids = (
+        family("xformer")[f"For{head}"](config_class("xformer")(**sizes, **fields)),
+        torch.randint(5, 60, (2, 6)),
+    )
+    task = {"CausalLM": "CAUSAL_LM", "Seq2SeqLM": "SEQ_2_SEQ_LM"}[head]
+    adapted = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type=task, num_virtual_tokens=3))
+    adapted(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in adapted.parameters() if parameter.requires_grad)
+
+
+def test_keys_that_say_nothing_are_left_out_of_dicts():
+    """`num_key_value_heads=None` is the default; a config made of the dict is the same one."""
+    kind = config_class("xformer")
+    assert "num_key_value_heads" not in kind().to_dict() and kind(**kind().to_dict()).num_key_value_heads is None
+    assert kind(num_key_value_heads=2).to_dict()["num_key_value_heads"] == 2
