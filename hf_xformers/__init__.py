@@ -6,6 +6,8 @@ Importing this package makes all variants known to transformers' Auto classes. N
 from __future__ import annotations
 
 import importlib
+import sys
+import types
 from typing import Any
 
 from . import _registration
@@ -57,4 +59,21 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_NAMES])
+    from .variants import public_names
+
+    return sorted({*globals(), *_NAMES, *(name for names in public_names().values() for name in names)})
+
+
+class _Package(types.ModuleType):
+    """This package as `help` sees it: with the classes of all variants, which nothing has loaded yet."""
+
+    @property
+    def __doc__(self) -> str:  # type: ignore[override]
+        from .variants import public_names
+
+        families = "\n".join(f"    {', '.join(names)}" for names in public_names().values())
+        general = ", ".join(name for name in _NAMES if not name.startswith("XF"))
+        return f"{vars(self)['__doc__']}\nFunctions and base classes: {general}.\n\nVariants:\n{families}\n"
+
+
+sys.modules[__name__].__class__ = _Package

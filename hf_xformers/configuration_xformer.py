@@ -101,6 +101,11 @@ class XFormerConfig(PreTrainedConfig):
         both, so a saved config says what was built.
     unpad_inputs: whether layers are given the real tokens of a batch alone, as one row, wherever they do not look at other
         tokens (faster the more padding there is; the same results). Not while decoding, recording or tracing.
+    Normalisation: layer_norm_eps (added to variances before their root is taken).
+    Special tokens (ids; `None`: there is none): pad_token_id, bos_token_id, eos_token_id, decoder_start_token_id (what an
+        encoder-decoder's decoder reads first; `None`: the padding token).
+    Generation and output: use_cache (whether a decoder keeps the state of what it has read), tie_word_embeddings (whether
+        the output reads the token table).
     Slots: embedding, position, attention, cross_attention, normalization, residual, feedforward, block, stack, head.
     decoder: fields of an encoder-decoder's decoder that differ from its encoder's, e.g. `{"attention": "dense"}`.
     per_layer_config: fields of single layers that differ, e.g. `{0: {"attention": "dense"}}` (transformers' own field).

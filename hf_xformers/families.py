@@ -10,11 +10,14 @@ XFPerformerModel = family["Model"]
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 from .auto_classes import register_config, register_model
+from .configuration_xformer import XFormerConfig
 from .head_classes import CLASSES, IMAGE_CLASSES
 
 # Head name -> the Auto class that resolves it. What it derives from stands in `head_classes`.
@@ -106,6 +109,32 @@ class VariantInfo:
             raise ValueError(f"There is no section {self.section!r} of the survey; take one of {', '.join(SURVEY)}.")
 
 
+def field_defaults(config_class: Any) -> dict[str, Any]:
+    """The default of every field of a config, by name; presets that are dicts are made anew."""
+    return {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(config_class)
+    }
+
+
+def _documented(config_class: Any) -> str:
+    """The docstring of a variant's config: its own, what the preset chooses, and what every field means."""
+    own = inspect.cleandoc(config_class.__doc__ or "")
+    if config_class is XFormerConfig:
+        return own
+    defaults, general = field_defaults(config_class), field_defaults(XFormerConfig)
+    chosen = [
+        f"    {name}: {default!r}"
+        for name, default in defaults.items()
+        if name not in general or general[name] != default
+    ]
+    parts = (
+        [own, "Fields whose defaults differ from those of `XFormerConfig`:\n" + "\n".join(chosen)] if chosen else [own]
+    )
+    _, _, meaning = inspect.cleandoc(XFormerConfig.__doc__ or "").partition("```\n\nGeometry")
+    return "\n\n".join([*parts, f"What the fields mean:\n\nGeometry{meaning}"])
+
+
 def make_family(config_class: Any, prefix: str, heads: tuple[str, ...], info: VariantInfo) -> dict[str, Any]:
     """Makes `prefix + head` for each of `heads`, registers config and classes with the Auto classes.
 
@@ -137,5 +166,6 @@ def make_family(config_class: Any, prefix: str, heads: tuple[str, ...], info: Va
         register_model(auto, config_class, made)
         family[head] = made
     config_class.info = info
+    config_class.__doc__ = _documented(config_class)
     config_class.heads = tuple(head for head in heads if family[head] is not None)
     return family

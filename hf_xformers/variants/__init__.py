@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
+from pathlib import Path
 from typing import Any
 
 from ..components import did_you_mean
@@ -16,6 +18,16 @@ def model_types() -> dict[str, str]:
     """Model type -> module of every variant, without importing any."""
     names = [info.name for info in pkgutil.iter_modules(__path__) if not info.name.startswith("_")]
     return {name if name == "xformer" else f"xf_{name}": f"{__name__}.{name}" for name in sorted(names)}
+
+
+def public_names() -> dict[str, list[str]]:
+    """Model type -> the public classes that its file defines, read from the files: none is imported."""
+    found = {}
+    for model_type, module in model_types().items():
+        name = module.rpartition(".")[2]
+        text = (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
+        found[model_type] = re.findall(r"^(?:class )?(XF\w+)(?:\(| = )", text, re.MULTILINE)
+    return found
 
 
 def resolve(name: str) -> str:

@@ -1,14 +1,21 @@
 """Families: names, registration, what a head makes of a config."""
 
+import dataclasses
+import inspect
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 import transformers
 
+import hf_xformers
 from hf_xformers import VariantInfo, XFormerConfig, make_family
 from hf_xformers.components import SpecLike
 from hf_xformers.families import ENCODER_HEADS, HEADS
 from hf_xformers.modeling_xformer import XFormerPreTrainedModel
-from hf_xformers.variants import config_class, family, model_types
+from hf_xformers.variants import config_class, family, model_types, public_names
 from tests.helpers import tiny_fields
 
 
@@ -82,3 +89,37 @@ def test_sizes_of_published_models(name):
         theirs = getattr(transformers, model_name)(getattr(transformers, config_name)(**THEIRS.get(name, {})))
         ours = family(name)[head](config_class(name)())
     assert ours.num_parameters() == theirs.num_parameters()
+
+
+def test_public_classes_are_listed_before_they_are_loaded():
+    """`dir` and `help` name every variant's classes, and every name is there."""
+    code = (
+        "import sys, hf_xformers; names = dir(hf_xformers); text = hf_xformers.__doc__; "
+        "assert 'torch' not in sys.modules and not any(m.startswith('hf_xformers.variants.') for m in sys.modules); "
+        "assert {'XFBertConfig', 'XFGPT2ForCausalLM', 'XFormerModel', 'Spec', 'convert_checkpoint'} <= set(names); "
+        "assert 'XFLongformerForQuestionAnswering' in text and text.startswith('Every Transformer variant')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    for model_type, names in public_names().items():
+        config = config_class(model_type)
+        prefix = config.__name__.removesuffix("Config")
+        listed = {*names, "XFormerConfig"}  # which is no family's own
+        assert {config.__name__, *(prefix + head for head in config.heads)} <= listed <= set(dir(hf_xformers))
+        assert all(getattr(hf_xformers, name).__name__ == name for name in names)
+
+
+@pytest.mark.parametrize("model_type", model_types())
+def test_configs_explain_their_fields(model_type):
+    """Every field that is ours by name, and what a preset chooses with its value."""
+    config = config_class(model_type)
+    general = {field.name: field.default for field in dataclasses.fields(XFormerConfig)}
+    fields = {
+        field.name: field.default if field.default is not dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(config)
+    }
+    ours = [kind for kind in config.__mro__ if kind.__module__.startswith("hf_xformers")]
+    names = {name for kind in ours for name in inspect.get_annotations(kind) if name in fields}
+    assert not [name for name in names if not re.search(rf"\b{name}\b", config.__doc__)]
+    for name in names:
+        if name in general and fields[name] != general[name]:
+            assert f"{name}: {fields[name]!r}" in config.__doc__
