@@ -177,7 +177,8 @@ class XFormerTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        refuse_non_finite(self.model if model is None else model, str(resume_from_checkpoint))
+        loaded: Any = self.model if model is None else model
+        refuse_non_finite(loaded, str(resume_from_checkpoint))
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         names = super().get_decay_parameter_names(model)
