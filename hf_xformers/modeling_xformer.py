@@ -28,6 +28,7 @@ from .modeling_outputs import TowerOutput, XFormerModelOutput, XFormerSeq2SeqMod
 from .normalization.residual import norm_inputs
 from .parallel_plans import check_tensor_parallel, layers_apart
 from .pooling import pool
+from .position.base import ScoreBias
 from .precision import Float32Module, computing_dtype, float32_names
 from .sequence_sharding import check_sharded_call, sharding_in_force, why_not_context_parallel
 from .unpadding import Unpadding
@@ -149,6 +150,11 @@ class XFormerTower(XFormerPreTrainedModel):
         self.cross = cross
         self.embedding = config.embedding.build(config)
         self.position = config.position.build(config)
+        if "score_bias" in config.position.acts and not isinstance(self.position.score_bias(), ScoreBias):
+            raise TypeError(
+                f"position {config.position.type!r} says that it adds a bias to scores, but its `score_bias()` gives a "
+                f"{type(self.position.score_bias()).__name__}; give a `hf_xformers.position.base.ScoreBias`."
+            )
         count = config.stack.num_layers(config)
         block = config.block
         self.layers = nn.ModuleList(

@@ -93,7 +93,7 @@ class BlockSparseAttention(Attention):
 
     def _bias(self, context: LayerContext) -> ScoreBias | None:
         bias = context.shared.get("score_bias")
-        return bias if hasattr(bias, "block") else None  # what score terms share is no bias
+        return bias if isinstance(bias, ScoreBias) else None  # what score terms share is no bias
 
     def _literal(self, context: LayerContext, queries: int) -> bool:
         """Whether the dense equation runs: asked for, or cheaper, or the keys are slots of which some are not written,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..context import LayerContext
 from ..ops.term_attention import applies
+from ..position.base import ScoreBias
 from ..position.distances import distances_of_block
 from .dense_attention import DenseAttention
 from .position_terms import BiasByDistance
@@ -30,12 +31,14 @@ class DenseWithBias(DenseAttention):
     def _in_blocks(self, context: LayerContext) -> bool:
         pairs = context.query_index.shape[0] * context.key_index.shape[0]
         usual = context.implementation == "sdpa" and not self.wants_weights(context)
+        bias = context.shared.get("score_bias")
         return (
             usual
             and not context.static
             and not torch.compiler.is_compiling()
             and self.num_heads * pairs >= self._bias_at_once
-            and hasattr(context.shared.get("score_bias"), "by_distance")
+            and isinstance(bias, ScoreBias)
+            and bias.relative
         )
 
     @property

@@ -15,7 +15,7 @@ from ..ops.products import widened
 from ..ops.shifted_rows import SharedRows
 from ..ops.term_attention import QueryBlock
 from ..ops.tile_attention import Pairs
-from ..position.base import LayerTerms
+from ..position.base import LayerTerms, ScoreBias
 from ..position.distances import distances_of_block
 from .base import Attention
 from .term_blocks import VisibleTerms
@@ -63,6 +63,29 @@ class BiasByDistance(VisibleTerms):
 
     def line(self, tables: tuple[Tensor, ...]) -> Tensor | None:
         return tables[0]
+
+
+class BiasOfPairs(VisibleTerms):
+    """A bias of which nothing is known but how to evaluate it on blocks of pairs. Its only table has the numbers of the heads."""
+
+    def __init__(self, bias: ScoreBias, context: LayerContext, num_keys: int) -> None:
+        super().__init__(context, num_keys)
+        self.bias = bias
+
+    def scores(self, block: QueryBlock, tables: tuple[Tensor, ...]) -> Tensor:
+        matrix = self.bias.block(self.context.query_index[block.rows], self.context.key_index[: block.keys])
+        return matrix[..., tables[0][:, 0].long(), :, :].expand(1, -1, -1, -1)
+
+    def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...]) -> Tensor:
+        heads = tables[0][:, 0].long()
+        queries, keys = self.context.query_index[pairs.query_at], self.context.key_index[pairs.key_at]
+        if queries.shape[1] == keys.shape[1] == 1:
+            return self.bias.block(queries[:, 0], keys[:, 0]).transpose(1, 2)[:, heads]
+        found = []  # heads that look at different pairs are evaluated one by one
+        for number, head in enumerate(heads.tolist()):
+            own = (x[:, number if x.shape[1] > 1 else 0] for x in (queries, keys))
+            found.append(self.bias.block(*own)[:, :, head])
+        return torch.stack(found, dim=1)
 
 
 class ScoreTerms(NamedTuple):
@@ -130,6 +153,9 @@ class WithScoreTerms(Attention):
             bias = context.shared.get("score_bias")
             if bias is None:
                 return None
+            if not bias.relative:
+                heads = torch.arange(self.num_heads, device=context.key_index.device)[:, None]
+                return ScoreTerms(self.scaling, (heads,), BiasOfPairs(bias, context, keys))
             line = bias.by_distance(distances_of_block(context, slice(None), keys))
             return ScoreTerms(self.scaling, (line,), BiasByDistance(context, keys))
         if not self.position_terms.changes_scores:

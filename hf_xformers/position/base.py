@@ -14,8 +14,10 @@ A position component acts in one or more of six ways (`PositionSpec.acts`):
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from ..components import Spec
@@ -31,12 +33,23 @@ class Rotation(Protocol):
     def __call__(self, heads: Tensor) -> Tensor: ...
 
 
-class ScoreBias(Protocol):
-    """An additive score term that can be evaluated on any block of pairs."""
+class ScoreBias(ABC):
+    """An additive score term that can be evaluated on any block of pairs. [`ScoreBias.block`] is all that a bias must offer.
 
+    relative: whether it is a function of the distance alone. Mechanisms then evaluate it once for each distance
+    ([`ScoreBias.by_distance`]) and not for each pair.
+    """
+
+    relative: ClassVar[bool] = False
+
+    @abstractmethod
     def block(self, query_index: Tensor, key_index: Tensor) -> Tensor:
         """query_index [..., Tq], key_index [..., Tk] (slots) -> bias [..., H, Tq, Tk]."""
-        ...
+
+    def by_distance(self, distance: Tensor) -> Tensor:
+        """distance (key - query) [...] -> bias [H, ...], where `relative`."""
+        flat = distance.flatten()
+        return self.block(torch.zeros_like(flat[:1]), flat).squeeze(-2).unflatten(-1, distance.shape)
 
 
 class Position(Undecayed, nn.Module):

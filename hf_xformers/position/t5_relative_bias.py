@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..components import register
-from .base import Position, PositionSpec
+from .base import Position, PositionSpec, ScoreBias
 
 
 def relative_buckets(distance: Tensor, *, bidirectional: bool, num_buckets: int, max_distance: int) -> Tensor:
@@ -31,8 +31,10 @@ def relative_buckets(distance: Tensor, *, bidirectional: bool, num_buckets: int,
     return bucket + torch.where(distance < exact, distance, far.clamp(max=num_buckets - 1))
 
 
-class T5RelativeBias(Position):
+class T5RelativeBias(Position, ScoreBias):
     """score_ij += b[h, bucket(j - i)], one table [buckets, H] for all layers of the tower."""
+
+    relative = True
 
     def __init__(self, config, spec: T5RelativeBiasSpec):
         super().__init__()
