@@ -23,8 +23,9 @@ CACHED_NUMBERS = 1 << 20  # of values read at once for the gradient of weights: 
 class TokenBatchNorm(Undecayed, nn.Module):
     """Batch normalisation over real tokens alone: y = g (x - mean) / sqrt(var + eps) + b per channel.
 
-    In training mean and (biased) variance are those of the real tokens of all processes, and running ones follow; in evaluation
-    the running ones are used, and a token's output depends on nothing else. A frozen norm (its weight needs no gradient, as
+    In training mean and (biased) variance are those of the real tokens of all processes, and running ones follow in the backward
+    pass: once for each step, also where checkpointing runs the forward pass twice. In evaluation the running ones are used,
+    and a token's output depends on nothing else. A frozen norm (its weight needs no gradient, as
     beside adapters) keeps its statistics and uses them in training too: what is saved then stays what was used.
     """
 
@@ -46,7 +47,7 @@ class TokenBatchNorm(Undecayed, nn.Module):
     def forward(self, tokens: Tensor, real: Tensor) -> Tensor:
         """tokens [N, C], real [N] boolean -> [N, C]."""
         values = wide(tokens)
-        mean, var = self.running_mean, self.running_var
+        mean, var, current = self.running_mean, self.running_var, None
         if self.training and self.weight.requires_grad:
             masked = values.masked_fill(~real[:, None], 0.0)
             sums = sum_over_processes(torch.cat([masked.sum(0), real.sum()[None].to(masked.dtype)]))
@@ -54,13 +55,35 @@ class TokenBatchNorm(Undecayed, nn.Module):
             mean = sums[:-1] / count.clamp(min=1)
             spread = (masked - mean).masked_fill(~real[:, None], 0.0).square().sum(0)
             var = sum_over_processes(spread) / count.clamp(min=1)
-            with torch.no_grad():
-                unbiased = var * count / (count - 1).clamp(min=1)
-                for running, current in ((self.running_mean, mean), (self.running_var, unbiased)):
-                    current = torch.where(count > 0, current.to(running.dtype), running)
-                    running.lerp_(current, self.momentum)
+            current = mean.detach(), var.detach() * count / (count - 1).clamp(min=1), count  # the variance unbiased
         scale = torch.rsqrt(var.to(values.dtype) + self.eps) * self.weight.to(values.dtype)
-        return ((values - mean.to(values.dtype)) * scale + self.bias).to(tokens.dtype)
+        output = ((values - mean.to(values.dtype)) * scale + self.bias).to(tokens.dtype)
+        if current is None:
+            return output
+        if torch.compiler.is_compiling():  # a graph cannot hold a backward pass that changes buffers
+            self.follow(*current)
+            return output
+        return _Follow.apply(output, self, *current)
+
+    @torch.no_grad()
+    def follow(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
+        """Moves the running statistics towards those of `count` tokens, if there are any."""
+        for running, current in ((self.running_mean, mean), (self.running_var, var)):
+            running.lerp_(torch.where(count > 0, current.to(running.dtype), running), self.momentum)
+
+
+class _Follow(torch.autograd.Function):
+    """Hands its input on; in the backward pass the norm follows the statistics of the step."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, norm: TokenBatchNorm, *current: Tensor) -> Tensor:
+        ctx.norm, ctx.current = norm, current
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.norm.follow(*ctx.current)
+        return grad, None, None, None, None
 
 
 def candidates(topk: int) -> tuple[tuple[int, int], ...]:
@@ -225,6 +248,11 @@ class ProductKeyMemorySpec(Spec):
         keys, topk = self.resolved_num_keys(config), self.resolved_topk(config)
         if topk > keys:
             raise ValueError(f"product_key_memory: `topk` {topk} exceeds `num_keys` {keys}; lower it or add keys.")
+        if topk == 1:
+            raise ValueError(
+                f"product_key_memory: a softmax over the one slot that `topk` 1 reads (a fourth of `num_keys` {keys}, unless set) is "
+                "constant, so keys and queries would learn nothing; set `topk` to 2 or more, or `num_keys` to 8 or more."
+            )
         for index in self.layers or ():
             if not 0 <= index:
                 raise ValueError(f"product_key_memory: `layers` counts from 0, got {index}.")

@@ -61,6 +61,26 @@ def test_gradient_checkpointing(case):
 
 
 @each_case
+def test_state_moves_once(case):
+    """Running statistics, centroids and counters are after a step with checkpointing what they are after one without."""
+    ids, mask = pad([tokens(9), tokens(5, seed=1)], 9, "right")
+    found = []
+    for kind in (None, True, False):
+        model = case.build().train()
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        if not before:
+            return
+        if kind is not None:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": kind})
+        for _ in range(2):  # as in accumulation
+            parameter_gradients(model, ids, mask)
+        found.append(dict(model.named_buffers()))
+    for after in found[1:]:
+        for name, buffer in after.items():
+            close(buffer, found[0][name])
+
+
+@each_case
 def test_training(case, tmp_path):
     """Every parameter gets a gradient, the loss falls on a fixed batch, and the trained model comes back as it was."""
     model = case.build(strong=False, dtype=torch.float32, **NO_DROPOUT).train()

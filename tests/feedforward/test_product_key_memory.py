@@ -184,8 +184,17 @@ def test_sizes():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"num_heads": 0}, {"key_dim": 3}, {"topk": 9}, {"layers": [-1]}, {"activation": "no"}]
+    "wrong",
+    [
+        {"num_heads": 0},
+        {"key_dim": 3},
+        {"topk": 9},
+        {"topk": 1},
+        {"num_keys": 7},
+        {"layers": [-1]},
+        {"activation": "no"},
+    ],
 )
 def test_refusals(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        make_config(feedforward={"type": "product_key_memory", "num_keys": 4, **wrong})
+        make_config(feedforward={"type": "product_key_memory", "num_keys": 8, **wrong})
