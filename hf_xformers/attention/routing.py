@@ -23,6 +23,7 @@ from ..ops.bucketed import clustered_attention, clustered_reference
 from ..ops.kmeans import ClusterSums, nearest_tokens, squared_distances, sums_of_clusters
 from ..ops.pattern_tiles import pattern_tiles
 from ..ops.patterns import block_local
+from ..ops.products import wide_products, widened
 from ..ops.tile_attention import tile_attention
 from .base import literal_softmax_attention
 from .bucketed import FEW_QUERIES, BucketedSpec, Stage, labels_of_all, recent_attention
@@ -30,6 +31,7 @@ from .position_terms import ScoreTerms, WithScoreTerms
 
 _LEAST_COUNT = 1e-6  # of a centroid that lost all its vectors; keeps its place
 _FIRST_STAGE = 64  # tokens; below, clusters of a few tokens would not be worth a stage of their own
+_ROUNDING = 32  # of affinities, in units of the last place of their bound: what the products before them leave
 _AFFINITIES_AT_ONCE = 1 << 21  # products of tokens with centroids: 8 MiB in float32
 
 
@@ -128,7 +130,7 @@ class RoutingAttention(WithScoreTerms):
 
     def nearest(self, vectors: Tensor) -> Tensor:
         """vectors [B, R, T, d] -> numbers of the nearest centroids of each stage [B, R, stages, T]."""
-        return self._by_stage(vectors @ self.centroids.to(vectors.dtype).mT)
+        return self._by_stage(wide_products(vectors, self.centroids))
 
     def _by_stage(self, affinity: Tensor) -> Tensor:
         """[B, R, T, K] -> [B, R, stages, T]."""
@@ -139,7 +141,7 @@ class RoutingAttention(WithScoreTerms):
         """Assigns normalised queries [B, R, T, d] (and keys, unless shared) to clusters."""
         centroids = self.centroids.clone() if self.training else self.centroids
         if not self.chooses:
-            stage_labels = torch.cat([self._by_stage(part) for part in self._affinities(query, centroids)], dim=1)
+            stage_labels = torch.cat([self._by_stage(part) for part, _ in self._affinities(query, centroids)], dim=1)
             return _Routes(centroids, self._of_own_stage(stage_labels, valid), stage_labels=stage_labels)
         labels, places = self._chosen(query, centroids, valid)
         if key is None:
@@ -172,21 +174,23 @@ class RoutingAttention(WithScoreTerms):
             counts, widths = spec.by_row(valid.sum(-1), self.clusters)
             absent = (torch.arange(centroids.shape[1], device=valid.device) >= counts[:, None])[:, None]  # [B, 1, K]
         labels, places, used = [], [], []
-        for affinity in self._affinities(vectors, centroids):
+        for affinity, tolerance in self._affinities(vectors, centroids):
             near = affinity if absent is None else affinity.masked_fill(absent[:, :, None], -torch.inf)
             labels.append(near.argmax(-1))
-            found = nearest_tokens(affinity, width, valid, widths)
+            found = nearest_tokens(affinity, width, valid, widths, tolerance)
             places.append(found[0])
             used.append(found[1] if absent is None else found[1] & ~absent[..., None])
         return torch.cat(labels, dim=1), (torch.cat(places, dim=1), None if valid is None else torch.cat(used, dim=1))
 
-    def _affinities(self, vectors: Tensor, centroids: Tensor) -> Iterator[Tensor]:
-        """vectors [B, R, T, d] with centroids [R, K, d], [B, some heads, T, K] at a time."""
-        centroids, heads = centroids.to(vectors.dtype), self.routed
+    def _affinities(self, vectors: Tensor, centroids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """vectors [B, R, T, d] with centroids [R, K, d], [B, some heads, T, K] at a time, and what rounding may make of
+        equal ones, [some heads, K, 1]: the vectors have length sqrt(d)."""
+        vectors, centroids = widened(vectors, centroids)
+        heads, rounding = self.routed, _ROUNDING * torch.finfo(vectors.dtype).eps * self.head_dim**0.5
         if not torch.compiler.is_compiling():  # with as many clusters as sqrt(T) affinities would outgrow all else
             heads = max(_AFFINITIES_AT_ONCE // max(vectors[:, 0, :, 0].numel() * centroids.shape[1], 1), 1)
         for some, own in zip(vectors.split(heads, dim=1), centroids.split(heads)):
-            yield some @ own.mT
+            yield wide_products(some, own), rounding * torch.linalg.vector_norm(own, dim=-1)[..., None]
 
     @torch.no_grad()
     def learn(self, clusters: list[ClusterSums]) -> None:

@@ -14,7 +14,11 @@ from .row_lookup import rows_of_tokens
 
 
 def nearest_tokens(
-    affinity: Tensor, width: int, valid: Tensor | None, widths: Tensor | None = None
+    affinity: Tensor,
+    width: int,
+    valid: Tensor | None,
+    widths: Tensor | None = None,
+    tolerance: Tensor | float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
     """The real tokens with the largest affinity to each centroid.
 
@@ -23,6 +27,8 @@ def nearest_tokens(
         width: tokens of a centroid, or T where there are fewer.
         valid: [B, T], True for a real token.
         widths: [B], tokens of a centroid by row, 1 to `width`, of which the rest is not used (only with `valid`).
+        tolerance: broadcastable to [B, R, K, 1]. Affinities that are so close to the least one that is taken count as equal to it:
+            the last bits of a product depend on where in a batch its row stands.
 
     Returns:
         Their places in order, [B, R, K, width], and which of them are used (`None`: all). Among equal tokens the earlier ones
@@ -33,11 +39,13 @@ def nearest_tokens(
         affinity = affinity.masked_fill(~valid[:, None, None], -torch.inf)
     width = min(width, affinity.shape[-1])
     if widths is not None:
-        return _nearest_by_row(affinity, width, valid, widths[:, None, None, None].clamp(max=width))
+        return _nearest_by_row(affinity, width, valid, widths[:, None, None, None].clamp(max=width), tolerance)
     least = affinity.topk(width, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-    places = _counted(affinity >= least, width)  # sorting all of them would take three times as long
+    near = affinity >= least - tolerance
+    places = _counted(near, width)  # sorting all of them would take three times as long
     if places is None:
-        above, equal = affinity > least, affinity == least
+        above = affinity > least + tolerance
+        equal = near & ~above
         room = width - above.sum(-1, keepdim=True)
         places = _in_order(above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= room)), width)
     if valid is None:
@@ -45,11 +53,14 @@ def nearest_tokens(
     return places, valid[:, None, None].expand_as(affinity).gather(-1, places)
 
 
-def _nearest_by_row(affinity: Tensor, width: int, valid: Tensor, widths: Tensor) -> tuple[Tensor, Tensor]:
+def _nearest_by_row(
+    affinity: Tensor, width: int, valid: Tensor, widths: Tensor, tolerance: Tensor | float
+) -> tuple[Tensor, Tensor]:
     """[`nearest_tokens`] of affinities [B, R, K, T], with a number of tokens for each row, [B, 1, 1, 1]."""
     falling = affinity.topk(width, dim=-1).values
     least = falling.gather(-1, (widths - 1).expand(*falling.shape[:3], 1))
-    above, equal = affinity > least, affinity == least
+    above = affinity > least + tolerance
+    equal = (affinity >= least - tolerance) & ~above
     room = widths - above.sum(-1, keepdim=True)
     places = _in_order(above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= room)), width)
     used = torch.arange(width, device=affinity.device) < widths
