@@ -31,8 +31,8 @@ INFO = VariantInfo(
     paper="Liu et al. 2020",
     url="https://arxiv.org/abs/2004.08249",
     equation=(
-        r"x_i = \mathrm{LN}(x_{i-1} \odot \omega_i + f_i(x_{i-1})), \qquad \omega_i^2 = 1 + \sum_{j<i} "
-        r"\mathrm{Var}[f_j(x_{j-1})] \text{ at the start}"
+        r"x_i = \mathrm{LN}(x_{i-1} \odot \omega_i + f_i(x_{i-1})), \qquad \omega_i^2 = "
+        r"\frac{n + 1}{\ln(n + 1)} - 1 \text{ at the start, for } n \text{ sublayers}"
     ),
     cost="that of the vanilla Transformer; D more parameters per sublayer",
     bibtex="""@inproceedings{liu2020understanding,
@@ -42,8 +42,8 @@ INFO = VariantInfo(
   year={2020}
 }""",
     notes=(
-        "The default start is the authors' later one, which needs no data: omega^2 = (n + 1) / ln(n + 1) - 1 for n "
-        "sublayers. `residual={'type': 'admin', 'start': 'profile'}` is the paper's: call "
+        "The start is the authors' later one, which needs no data. `residual={'type': 'admin', 'start': 'profile'}` is the "
+        "paper's, omega_i^2 = 1 + sum over j < i of Var[f_j(x_{j-1})]: call "
         "`hf_xformers.normalization.admin.profile(model, **batch)` once before training, which refuses to start "
         "otherwise. XFormerTrainer leaves omega out of weight decay."
     ),

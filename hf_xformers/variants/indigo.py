@@ -53,7 +53,11 @@ INFO = VariantInfo(
   journal={Transactions of the Association for Computational Linguistics},
   year={2019}
 }""",
-    notes="`insertion_positions` [B, T] gives each token's place in the finished text; without it, the order is left to right.",
+    notes=(
+        "`insertion_positions` [B, T] gives each token's place in the finished text; without it, the order is left to right. "
+        "`generate`, and all that is built on it, only appends words; `insert_tokens`, greedy and between two boundary tokens, "
+        "inserts them where the model says."
+    ),
 )
 
 _family = make_family(XFIndigoConfig, "XFIndigo", DECODER_HEADS, INFO)
