@@ -327,6 +327,61 @@ def refuse_packing(layers: list) -> None:
                 )
 
 
+def check_shared(layers: list) -> None:
+    """Refuses layers of one tower that do not fit each other: what they share has one owner and one size.
+
+    layers: the configs of all distinct layers, from the first one on.
+
+    Raises:
+        ValueError: names what is shared and what differs.
+    """
+    position = layers[0].position
+    sizes = [position.shared_sizes(layer) for layer in layers]
+    for index, found in enumerate(sizes):
+        if found != sizes[0]:
+            raise ValueError(
+                f"position {position.type!r} has the same tables for all layers, whose heads therefore have to be alike, but "
+                f"layer {index} has {layers[index].num_attention_heads} of width {layers[index].head_width} and layer 0 "
+                f"{layers[0].num_attention_heads} of width {layers[0].head_width}; give all layers the same heads."
+            )
+    decodes_memory = layers[0].is_decoder and layers[0].is_encoder_decoder
+    for slot in ("attention", "cross_attention") if decodes_memory else ("attention",):
+        _check_chain(slot, layers)
+
+
+def _check_chain(slot: str, layers: list) -> None:
+    specs = [getattr(layer, slot) for layer in layers]
+    for index, (layer, spec) in enumerate(zip(layers, specs, strict=True)):
+        if spec.hands_on(layer):
+            for holder in (layer.stack, layer.block):
+                if not holder.passes_streams:
+                    raise ValueError(
+                        f"{slot} {spec.type!r} hands tensors from layer to layer, which {holder.slot} {holder.type!r} cannot "
+                        "pass on; use another mechanism, e.g. 'dense', or the stack 'plain' and the block 'vanilla'."
+                    )
+        sizes = spec.shared_sizes(layer)
+        if sizes is None:
+            continue
+        first = specs[0].shared_sizes(layers[0]) if specs[0].type == spec.type else None
+        if spec.first_owns and first is None:
+            raise ValueError(
+                f"{slot} {spec.type!r} of layer {index} reads what layer 0 owns, which has {specs[0].type!r} as it is set; give "
+                f"layer 0 {spec.type!r} with the same fields, or layer {index} another mechanism."
+            )
+        if spec.runs_through and any(other.type != spec.type for other in specs):
+            others = ", ".join(sorted({repr(other.type) for other in specs if other.type != spec.type}))
+            raise ValueError(
+                f"{slot} {spec.type!r} carries a memory through all layers of a tower, of which some have {others}; give all "
+                f"layers {spec.type!r}, or none."
+            )
+        for other, (wider, kept) in enumerate(zip(layers, specs, strict=True)):
+            if kept.type == spec.type and kept.shared_sizes(wider) not in (None, sizes):
+                raise ValueError(
+                    f"{slot} {spec.type!r} shares tensors between layers, so their sizes have to be alike, but layer {index} "
+                    f"has {sizes} and layer {other} {kept.shared_sizes(wider)}; leave those out of `per_layer_config`."
+                )
+
+
 def refuse_unpadding(config) -> None:
     """Refuses `unpad_inputs` for components that mix tokens outside attention.
 

@@ -7,12 +7,13 @@ import dataclasses
 import difflib
 from typing import Any, ClassVar, Literal, cast
 
+import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from .components import SLOTS, Spec, SpecLike, build_spec, check_components, resolve_field_types
+from .components import SLOTS, Spec, SpecLike, build_spec, check_components, check_shared, resolve_field_types
 from .parallel_plans import fully_sharded_plan, tensor_parallel_plan
 
 Initializer = Literal["normal", "scaled_residual", "xavier", "small", "t5"]
@@ -28,6 +29,22 @@ _FOREIGN_KEYS = (
 )
 
 # What an encoder-decoder's towers cannot differ in: they share the token table, and one reads the other's states.
+# What single layers may have of their own; the rest belongs to the whole model.
+_OF_LAYERS = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "attention_probs_dropout_prob",
+    "activation_dropout_prob",
+    "layer_norm_eps",
+    "chunk_size_feed_forward",
+    "attention",
+    "cross_attention",
+    "normalization",
+    "feedforward",
+)
+
 _SHARED = ("vocab_size", "hidden_size", "is_decoder", "is_encoder_decoder", "decoder")
 
 
@@ -108,7 +125,8 @@ class XFormerConfig(PreTrainedConfig):
         the output reads the token table).
     Slots: embedding, position, attention, cross_attention, normalization, residual, feedforward, block, stack, head.
     decoder: fields of an encoder-decoder's decoder that differ from its encoder's, e.g. `{"attention": "dense"}`.
-    per_layer_config: fields of single layers that differ, e.g. `{0: {"attention": "dense"}}` (transformers' own field).
+    per_layer_config: fields of single layers that differ, e.g. `{0: {"attention": "dense"}}` (transformers' own field):
+        attention, cross_attention, feedforward, normalization, and the sizes and dropout inside them.
 
     Raises:
         TypeError: a field or a component field has a wrong type.
@@ -183,6 +201,10 @@ class XFormerConfig(PreTrainedConfig):
             value = build_spec(key, value)
         elif key == "per_layer_config" and value is not None:
             value = self._layers_with_specs(value)
+            count = self._getattr_without_heterogeneous_validation("num_hidden_layers")
+            beyond = [layer for layer in value if layer >= count]
+            if beyond:
+                raise ValueError(f"`per_layer_config` overrides layer {beyond[0]}, but there are {count}, from 0 on.")
         elif key == "decoder" and value is not None:
             self._refuse_unknown("`decoder`", value, allowed=("per_layer_config",), shared=_SHARED)
             value = _with_specs(value)
@@ -192,12 +214,21 @@ class XFormerConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         self._refuse_typos(kwargs)
+        self._check_base_fields()
         super().__post_init__(**kwargs)
+        self._check_layer_fields("`per_layer_config`")
         if self.decoder_start_token_id is None and self.is_encoder_decoder:
             self.decoder_start_token_id = self.pad_token_id
         self._check_geometry()
-        for view in self.tower_configs():
+        towers = self.tower_configs()
+        for view in towers:
             view.check_layers()
+        widths = [view.embedding.table_width(view) for view in towers]
+        if len(set(widths)) > 1:
+            raise ValueError(
+                f"Both towers read one token table, but embedding {towers[0].embedding.type!r} of the encoder has one of width "
+                f"{widths[0]} and {towers[1].embedding.type!r} of the decoder one of width {widths[1]}; give both the same."
+            )
 
     # ------------------------------------------------------------------------------------------------ validation
 
@@ -211,18 +242,51 @@ class XFormerConfig(PreTrainedConfig):
             if close:
                 raise ValueError(f"{type(self).__name__} has no field {key!r}; did you mean {close[0]!r}?")
 
-    def _layers_with_specs(self, layers: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    def _check_base_fields(self) -> None:
+        """Fields of transformers' own, which it reads before it checks them."""
+        if isinstance(self.dtype, str) and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(f"`dtype` is the name of a torch dtype such as 'bfloat16', got {self.dtype!r}.")
+        if self.id2label is None:
+            return
+        if not isinstance(self.id2label, dict):
+            raise TypeError(
+                f"`id2label` must be a dict of class numbers and names, such as {{0: 'no', 1: 'yes'}}, got {self.id2label!r}."
+            )
+        for key in self.id2label:
+            if not (isinstance(key, int) or (isinstance(key, str) and key.isdecimal())):
+                raise ValueError(f"`id2label` has class numbers from 0 on as keys, got {key!r}.")
+
+    def _layers_with_specs(self, layers: Any) -> dict[int, dict[str, Any]]:
         """Overrides by layer, as `per_layer_config` keeps them; JSON turned their keys into text."""
-        for layer, overrides in layers.items():
-            self._refuse_unknown(f"`per_layer_config[{layer!r}]`", overrides)
-        return {
-            int(layer) if isinstance(layer, str) and layer.isdigit() else layer: _with_specs(overrides)
-            for layer, overrides in layers.items()
-        }
+        if not isinstance(layers, dict):
+            raise TypeError(
+                f"`per_layer_config` must be a dict of layer numbers and their fields, such as "
+                f"{{0: {{'attention': 'dense'}}}}, got {type(layers).__name__}: {layers!r}."
+            )
+        found: dict[int, dict[str, Any]] = {}
+        for key, overrides in layers.items():
+            layer = int(key) if isinstance(key, str) and key.isdecimal() else key
+            if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0 or layer in found:
+                raise ValueError(
+                    f"`per_layer_config` has numbers of layers from 0 on as keys, each once, got {key!r}."
+                )
+            self._refuse_unknown(f"`per_layer_config[{key!r}]`", overrides)
+            found[layer] = _with_specs(overrides)
+        return found
+
+    def _check_layer_fields(self, where: str) -> None:
+        """Refuses a field that single layers differ in, where it belongs to the whole tower."""
+        for name in sorted((self.per_layer_attributes or set()) - set(_OF_LAYERS)):
+            raise ValueError(
+                f"{where} overrides {name!r}, which all layers of a tower have in common; single layers can have these of "
+                f"their own: {', '.join(_OF_LAYERS)}."
+            )
 
     def _refuse_unknown(
         self, where: str, overrides: dict[str, Any], allowed: tuple[str, ...] = (), shared: tuple[str, ...] = ()
     ) -> None:
+        if not isinstance(overrides, dict):
+            raise TypeError(f"{where} must be a dict of fields, got {type(overrides).__name__}: {overrides!r}.")
         valid = [field.name for field in dataclasses.fields(self)] + list(allowed)
         for key in overrides:
             if key in shared:
@@ -279,6 +343,7 @@ class XFormerConfig(PreTrainedConfig):
                     f"`num_key_value_heads` {kv_heads} must divide `num_attention_heads` {heads} (1: multi-query)."
                 )
             check_components(layer)
+        check_shared(layers)
 
     # ------------------------------------------------------------------------------------------------ towers
 
@@ -299,6 +364,7 @@ class XFormerConfig(PreTrainedConfig):
         view.__dict__.pop("_heterogeneity_spec", None)
         for key, value in overrides.items():
             setattr(view, key, value)
+        view._check_layer_fields("`decoder['per_layer_config']`")
         return view
 
     def tower_configs(self) -> list[XFormerConfig]:

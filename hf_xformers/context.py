@@ -42,9 +42,11 @@ class LayerContext:
             indices above are still those of the padded batch.
         inputs_embeds, position_ids: what the caller gave, for back-ends that build masks of their own.
         inputs: further model inputs that a component asked for by name (`Spec.inputs`) and the caller gave.
-        shared: results computed once per call and read by every layer (masks, rotary tables).
+        shared: results computed once per call and read by every layer (masks, rotary tables), and modules whose parameters
+            they read. No tensor with a gradient: a stack that runs layers again would lose it.
         streams: tensors with gradients that layers read and hand on (score biases, other layers' scores, extra
-            sequences). They travel through a layer's arguments, so that checkpointing follows them.
+            sequences). They travel through a layer's arguments, so that checkpointing follows them. What a layer hands on
+            leads with the batch, or with 1.
     """
 
     padding_mask: Tensor | None

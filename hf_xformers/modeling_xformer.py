@@ -164,7 +164,7 @@ class XFormerTower(XFormerPreTrainedModel):
             if isinstance(module, Attention):  # back-ends ask the tower's config, not one layer's view, for their name
                 module.config = config
         self.stack = config.stack.build(config)
-        self.final_norm = config.residual.build_final(config)
+        self.final_norm = config.residual.build_final(config.layer(max(config.num_hidden_layers - 1, 0)))
         self.max_length = config.position.max_length(config)
         self.extra_inputs = self.names_of_inputs(config)
         layers = layer_configs(config)

@@ -174,14 +174,14 @@ class AdaptiveSpanAttention(Attention):
         if self.relative_keys is not None:
             # A copy: a parameter that is sharded over devices is whole only inside its own layer.
             own = self.relative_keys.clone()
-            return own, {"adaptive_span_keys": own}
+            return own, {"adaptive_span_keys": own[None]}
         handed = context.streams.get("adaptive_span_keys")
         if handed is None:
             raise ValueError(
                 f"adaptive_span layer {self.layer_idx} was handed no relative keys, which layer 0 owns; make layer 0 "
                 "adaptive_span too, or set its `relative_keys=False` and choose a position component."
             )
-        return handed, None
+        return handed[0], None
 
     def _relative_rows(self, offset: Tensor) -> Tensor:
         """Rows of the relative keys for offsets i - j; those out of reach get some row."""
@@ -366,6 +366,7 @@ class AdaptiveSpanSpec(AttentionSpec):
     score_bias = True
     explicit_mask = True
     packed = True
+    first_owns = True
     conformance_exceptions: ClassVar[dict[str, str]] = ONE_MORE_OUTPUT
 
     max_span: int | None = None
@@ -378,6 +379,13 @@ class AdaptiveSpanSpec(AttentionSpec):
 
     def longest(self, config) -> int:
         return config.max_position_embeddings if self.max_span is None else self.max_span
+
+    def shared_sizes(self, config) -> tuple | None:
+        sizes = (self.longest(config), self.include_self, config.head_width)
+        return sizes if self.relative_keys else None
+
+    def hands_on(self, config) -> bool:
+        return self.relative_keys
 
     def cache_layer(self, config) -> SpanCacheLayer:
         return SpanCacheLayer(sliding_window=self.longest(config) + (0 if self.include_self else 1))

@@ -144,6 +144,11 @@ class AttentionSpec(Spec):
     single head beside the projections, and no exchange between heads. why_one_length: why a graph of it that is exported
     takes the length of its sample alone, if so.
 
+    max_global_tokens: bound on the global tokens of a row, where a mechanism has such tokens and bounds them.
+
+    Layers may share more than the call: [`AttentionSpec.shared_sizes`]. first_owns: the first layer owns what they share;
+    runs_through: every layer passes it on, up to the last.
+
     bias: biases on the projections. scale: factor on scores (`None`: 1 / sqrt(head width); T5: 1.0).
     """
 
@@ -158,9 +163,21 @@ class AttentionSpec(Spec):
     splits_heads: ClassVar[bool] = False
     why_one_length: ClassVar[str] = ""
     why_not_causal: ClassVar[str] = ""
+    max_global_tokens: ClassVar[int | None] = None
+    first_owns: ClassVar[bool] = False
+    runs_through: ClassVar[bool] = False
 
     bias: bool = True
     scale: float | int | None = None
+
+    def shared_sizes(self, config) -> tuple | None:
+        """What has to be alike in all layers of a tower with this mechanism, because they share tensors; None: they share
+        none."""
+        return None
+
+    def hands_on(self, config) -> bool:
+        """Whether each layer hands tensors to the next one."""
+        return False
 
     def projects_keys(self, config) -> bool:
         """Whether all heads have keys of their own, which `k_proj` makes."""

@@ -84,14 +84,14 @@ class LinformerAttention(Attention):
         if self.key_projection is not None:
             # A copy: a parameter that is sharded over devices is whole only inside its own layer.
             own = self.key_projection.clone()
-            return own, own, {STREAM: own}
+            return own, own, {STREAM: own[None]}
         handed = context.streams.get(STREAM)
         if handed is None:
             raise ValueError(
                 f"linformer layer {self.layer_idx} was handed no projection, which layer 0 owns; make layer 0 linformer with "
                 "`sharing='layerwise'` too, or choose another `sharing`."
             )
-        return handed, handed, None
+        return handed[0], handed[0], None
 
     # ------------------------------------------------------------------------------------------- forward
 
@@ -212,6 +212,7 @@ class LinformerSpec(AttentionSpec):
     causal = False
     cross = True
     rotation = False
+    first_owns = True
     why_not_causal = "each row of its short sequence mixes all positions, later ones too."
     contract_exceptions: ClassVar[dict[str, str]] = {
         "attention_weights": "the projection over positions has any sign, so weights of tokens need not be positive or sum to 1"
@@ -228,6 +229,12 @@ class LinformerSpec(AttentionSpec):
     def rows(self, config) -> int:
         """Rows k."""
         return max(self.longest(config) // 4, 1) if self.projected_length is None else self.projected_length
+
+    def shared_sizes(self, config) -> tuple | None:
+        return (self.rows(config), self.longest(config)) if self.sharing == "layerwise" else None
+
+    def hands_on(self, config) -> bool:
+        return self.sharing == "layerwise"
 
     def check_fields(self) -> None:
         for name in ("projected_length", "max_length"):

@@ -276,6 +276,7 @@ class LunaSpec(AttentionSpec):
     summary = "packs a text into a short memory that tokens then read: linear time"
     cross = True
     rotation = False
+    first_owns = runs_through = True
     contract_exceptions: ClassVar[dict[str, str]] = {
         "attention_weights:decoder": "the causal form averages products of features (section 3.4), which need not sum to 1",
         "attention_weights:seq2seq": "the causal form averages products of features (section 3.4), which need not sum to 1",
@@ -314,6 +315,12 @@ class LunaSpec(AttentionSpec):
             raise ValueError(
                 f"luna needs `pack_heads` that divide `hidden_size` {config.hidden_size}, got {self.pack_heads}."
             )
+
+    def shared_sizes(self, config) -> tuple:
+        return (self.projected_length,)
+
+    def hands_on(self, config) -> bool:
+        return True
 
     def cache_layer(self, config) -> RecurrentStateLayer:
         return RecurrentStateLayer()

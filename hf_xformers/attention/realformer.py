@@ -68,7 +68,7 @@ class RealFormerAttention(Attention):
         depth = None
         if self.spec.mean:
             before = context.streams.get(f"{self.chain}_depth")
-            depth = torch.ones((), device=query.device) if before is None else before + 1
+            depth = query.new_ones(1) if before is None else before + 1
             streams[f"{self.chain}_depth"] = depth
         scores, projected = (context.streams.get(f"{self.chain}_{name}") for name in ("scores", "queries"))
         by_scores = self._hands_on_scores(context, query.shape[2], key.shape[2])
@@ -158,6 +158,12 @@ class RealFormerSpec(AttentionSpec):
     packed = True
 
     mean: bool = False
+
+    def shared_sizes(self, config) -> tuple:
+        return (config.num_attention_heads, self.mean)
+
+    def hands_on(self, config) -> bool:
+        return True
 
     def build(self, config, **where) -> RealFormerAttention:
         return RealFormerAttention(config, self, **where)

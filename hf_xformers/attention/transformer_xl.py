@@ -342,6 +342,7 @@ class TransformerXLSpec(AttentionSpec):
     layers_apart = False  # layer 0 owns the biases of all
     rotation = False
     packed = True
+    first_owns = True
     reads_segment_memory: ClassVar[bool] = True
     pooled_queries: ClassVar[bool] = True
 
@@ -358,6 +359,9 @@ class TransformerXLSpec(AttentionSpec):
     def check(self, config) -> None:
         if config.hidden_size % 2:
             raise ValueError(f"transformer_xl's sinusoids need an even `hidden_size`, got {config.hidden_size}.")
+
+    def shared_sizes(self, config) -> tuple | None:
+        return (config.num_attention_heads, config.head_width) if self.share_biases else None
 
     def cache_layer(self, config) -> Any:
         """What the stack says; else room for its memory, or for all tokens."""

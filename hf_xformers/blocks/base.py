@@ -32,9 +32,10 @@ class SublayerPlan:
 
 class BlockSpec(Spec):
     """Base of block specs. unpads: nothing of it but its attentions looks at other tokens, or at where padding is; if not,
-    why_not_unpad says what does."""
+    why_not_unpad says what does. passes_streams: it carries what attention hands on to the next layer."""
 
     unpads: ClassVar[bool] = True
+    passes_streams: ClassVar[bool] = True
     why_not_unpad: ClassVar[str] = ""
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:

@@ -48,11 +48,6 @@ class HiLayer(Undecayed, XFormerLayer):
             entry = plan.get(prefix + kind) or plan[kind]  # shared sentence layers have no first ones
             frame = self.frame(entry)
             result: SublayerOutput = self.run_sublayer(entry, hidden_states, context, None, None, step)
-            if result.streams:
-                raise ValueError(
-                    f"{type(getattr(self, entry.name)).__name__} hands {', '.join(result.streams)} to the next layer, which "
-                    "block 'hi_transformer' cannot pass on; use another mechanism, e.g. 'dense'."
-                )
             hidden_states = frame.leave(hidden_states, result.output, result.gate, **frame.inputs(context))
             add_losses(losses, result.aux_losses)
         return hidden_states
@@ -103,6 +98,7 @@ class HiLayer(Undecayed, XFormerLayer):
 class HiTransformerBlockSpec(BlockSpec):
     """share_sentence_layers: in the first layer, the words' first Transformer is the second one."""
 
+    passes_streams: ClassVar[bool] = False
     unpads: ClassVar[bool] = False
     why_not_unpad: ClassVar[str] = "its sentences are rows"
 

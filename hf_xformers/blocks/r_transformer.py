@@ -96,9 +96,9 @@ class RTransformerBlockSpec(BlockSpec):
     rnn_per_layer: int = 1
 
     def check_fields(self) -> None:
-        for name in ("window", "rnn_per_layer"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"block 'r_transformer' needs `{name}` >= 1, got {getattr(self, name)}.")
+        for name, least in (("window", 2), ("rnn_per_layer", 1)):  # a window of one token has no state to carry
+            if getattr(self, name) < least:
+                raise ValueError(f"block 'r_transformer' needs `{name}` >= {least}, got {getattr(self, name)}.")
 
     def check(self, config) -> None:
         if self.window > config.max_position_embeddings:

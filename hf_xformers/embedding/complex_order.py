@@ -7,9 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..components import Spec, register
+from ..components import register
 from ..precision import Float32Module
 from ..weight_decay import Undecayed
+from .base import EmbeddingSpec
 
 
 class ComplexEmbedding(Undecayed, Float32Module):
@@ -58,7 +59,7 @@ class ComplexEmbedding(Undecayed, Float32Module):
 
 
 @register("embedding", "complex_order")
-class ComplexEmbeddingSpec(Spec):
+class ComplexEmbeddingSpec(EmbeddingSpec):
     """base: channels start at the frequencies base^(-2 floor(c / 2) / width), the same for every word, and are learned."""
 
     contract_exceptions: ClassVar[dict[str, str]] = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..components import Spec, register
+from ..components import register
+from .base import EmbeddingSpec
 
 
 class FactorizedEmbedding(nn.Module):
@@ -45,7 +46,7 @@ class FactorizedEmbedding(nn.Module):
 
 
 @register("embedding", "factorized")
-class FactorizedEmbeddingSpec(Spec):
+class FactorizedEmbeddingSpec(EmbeddingSpec):
     """width: e, of the token table."""
 
     summary = "a narrow token table and a projection onto the model's width (ALBERT, RoFormer)"
@@ -67,6 +68,9 @@ class FactorizedEmbeddingSpec(Spec):
                 f"embedding 'factorized' normalises the width {self.width}, for 'layer_norm' or 'rms_norm', got "
                 f"{config.normalization.type!r}."
             )
+
+    def table_width(self, config) -> int:
+        return self.width
 
     def build(self, config, **where) -> FactorizedEmbedding:
         return FactorizedEmbedding(config, self)

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..components import Spec, register
+from ..components import register
 from ..weight_decay import Undecayed
+from .base import EmbeddingSpec
 
 
 class PatchEmbedding(Undecayed, nn.Module):
@@ -98,7 +99,7 @@ class PatchEmbedding(Undecayed, nn.Module):
 
 
 @register("embedding", "patch")
-class PatchEmbeddingSpec(Spec):
+class PatchEmbeddingSpec(EmbeddingSpec):
     """class_token: a learned vector before the patches, whose state stands for the image. positions: a learned vector for
     the class token and each cell of the grid."""
 

@@ -6,7 +6,8 @@ import math
 
 from torch import Tensor, nn
 
-from ..components import Spec, register
+from ..components import register
+from .base import EmbeddingSpec
 
 
 class TokenEmbedding(nn.Module):
@@ -55,7 +56,7 @@ class TokenEmbedding(nn.Module):
 
 
 @register("embedding", "token")
-class TokenEmbeddingSpec(Spec):
+class TokenEmbeddingSpec(EmbeddingSpec):
     """scale: multiply token vectors by sqrt(hidden_size). normalize: normalise the sum before dropout (BERT, BART)."""
 
     context_parallel = True

@@ -199,6 +199,11 @@ class HashLayersSpec(ExpertsSpec):
 
     def check(self, config) -> None:
         super().check(config)
+        if not config.stack.keeps_tokens:
+            raise ValueError(
+                f"feedforward 'hash_layers' chooses experts by token id, but the layers of stack {config.stack.type!r} see "
+                "other states than the text's tokens; use 'switch_transformer', which chooses by state, or stack 'plain'."
+            )
         if self.reads_previous and config.stack.type not in _STACKS:
             raise ValueError(
                 f"feedforward 'hash_layers' with `hash={self.hash!r}` looks at the token before in the text, which stack "

@@ -19,7 +19,7 @@ class ReZero(Residual):
 
     def __init__(self, config, scale: float = 1.0, owner: ReZero | None = None):
         super().__init__(config, scale)
-        self.alpha = nn.Parameter(torch.full((1,), config.residual.init)) if owner is None else None
+        self.alpha = nn.Parameter(torch.full((1,), float(config.residual.init))) if owner is None else None
         # Outside the module tree: the owner registers the parameter, once.
         object.__setattr__(self, "_owner", self if owner is None else owner)
 

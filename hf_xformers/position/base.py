@@ -145,16 +145,23 @@ class PositionSpec(Spec):
     """Base of position specs.
 
     acts: the ways in which the component acts (see this module's text). extrapolates: whether positions beyond the
-    training length are defined. needs_causal: refused in an encoder.
+    training length are defined. needs_causal: refused in an encoder. shares_tables: its terms in every layer read tables
+    that its one module holds ([`Position.score_bias`]).
     """
 
     acts: ClassVar[frozenset[str]] = frozenset()
     extrapolates: ClassVar[bool] = True
     needs_causal: ClassVar[bool] = False
+    shares_tables: ClassVar[bool] = False
 
     def max_length(self, config) -> int | None:
         """Longest sequence (tokens) that positions exist for; None without a limit."""
         return None
+
+    def shared_sizes(self, config) -> tuple:
+        """What has to be alike in all layers of a tower, because they read the same tables."""
+        rotation = (config.head_width,) if "rotation" in self.acts else ()
+        return rotation + ((config.num_attention_heads,) if "score_bias" in self.acts else ())
 
     def build_terms(self, config, layer_idx: int) -> LayerTerms:
         """What stands on the attention of layer `layer_idx` (acts `score_terms` and `head_terms`)."""

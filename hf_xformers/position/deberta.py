@@ -153,6 +153,7 @@ class DebertaSpec(PositionSpec):
 
     summary = "content and relative position attend to each other in separate terms"
     acts = frozenset({"score_terms"})
+    shares_tables = True
 
     terms: tuple[str, ...] = ("c2p", "p2c")
     max_distance: int | None = None

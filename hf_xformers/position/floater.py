@@ -169,6 +169,7 @@ class FloaterSpec(PositionSpec):
 
     summary = "the path of a learned differential equation added to queries, keys and values of every layer"
     acts = frozenset({"head_terms"})
+    shares_tables = True
 
     delta: float = 0.01
     substeps: int = 5

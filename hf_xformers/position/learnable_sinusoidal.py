@@ -116,6 +116,7 @@ class RelativeSinusoidSpec(PositionSpec):
 
     summary = "scores gain the query times a sinusoid of the distance, with learned frequencies"
     acts = frozenset({"score_terms"})
+    shares_tables = True
 
     base: float | int = 10000.0
 
@@ -126,6 +127,9 @@ class RelativeSinusoidSpec(PositionSpec):
     def check(self, config) -> None:
         if config.head_width % 2:
             raise ValueError(f"learnable_sinusoidal_relative needs an even head width, got {config.head_width}.")
+
+    def shared_sizes(self, config) -> tuple:
+        return (config.head_width,)
 
     def build(self, config, **where) -> SharedSinusoid:
         return SharedSinusoid(config.head_width, self.base)

@@ -132,6 +132,7 @@ class TupeSpec(PositionSpec):
 
     summary = "positions attend to positions with projections of their own, apart from words"
     acts = frozenset({"score_terms"})
+    shares_tables = True
     extrapolates = False
 
     relative: bool = True
@@ -158,6 +159,9 @@ class TupeSpec(PositionSpec):
             raise ValueError(
                 "tupe with `untie_cls=True` treats position 0 as [CLS], which a decoder has not; leave `untie_cls` at None."
             )
+
+    def shared_sizes(self, config) -> tuple:
+        return (config.num_attention_heads, config.head_width)
 
     def max_length(self, config) -> int:
         return config.max_position_embeddings

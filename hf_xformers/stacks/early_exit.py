@@ -98,10 +98,13 @@ class EarlyExitStack(PlainStack):
             if stay.shape[0] == 0:
                 return StackOutput(final, whole, aux_losses)
             hidden_states, rows = hidden_states[stay], rows[stay]
-            streams = {name: _take(tensor, stay) for name, tensor in streams.items()}
+            prepared = context.streams
             context = take_rows(context, stay, position, hidden_states)
             for other in layers:
                 other.prepare(context, None)
+            # What no layer has touched is made anew with the rest; what layers hand on is cut.
+            handed = {name: _take(x, stay) for name, x in streams.items() if x is not prepared.get(name)}
+            streams = {**context.streams, **handed}
         if left is not None:
             hidden_states = torch.where(left[:, None, None], final, hidden_states)
         elif rows is not None:
@@ -208,6 +211,12 @@ class EntropyExitSpec(EarlyExitSpec):
             raise ValueError(
                 f"entropy_exit got {len(self.threshold)} thresholds, but {config.num_hidden_layers} layers have {count} exits "
                 "before the last; give one for each, or one number."
+            )
+
+        if self.training_stage == "ramps" and count < 1:
+            raise ValueError(
+                f"entropy_exit has no classifier before the last of {config.num_hidden_layers} layers to train in the stage "
+                "'ramps'; use `training_stage='trunk'` or more layers."
             )
 
     def build_exits(self, config) -> nn.Module:

@@ -162,6 +162,8 @@ class FunnelSpec(StackSpec):
     values of a block's first layer are not pooled. separate_cls: the first token is never pooled. truncate: with that, leave
     out the last token before pooling, so that lengths stay powers of two."""
 
+    passes_streams = keeps_tokens = False
+
     summary = "sequence halved from block to block, then brought back to its length"
     contract_exceptions: ClassVar[dict[str, str]] = {
         "attention_weights": "later blocks attend among fewer states, and pooled queries among more keys (section 2.2)",

@@ -8,6 +8,7 @@ from transformers.cache_utils import Cache
 
 from ..components import aliased, register
 from ..context import LayerContext
+from ..memory import take_slots
 from .base import StackOutput, StackSpec
 from .plain import PlainStack
 
@@ -15,7 +16,8 @@ from .plain import PlainStack
 class GlobalTokensStack(PlainStack):
     """n learned vectors g_1 .. g_n join every text, pass all layers, and are cut off after the last one.
 
-    They stand behind the text, at position 0, and are global: the model input `global_attention_mask` is set for them, so
+    They stand behind the text's last real token (padding is moved behind them and back after, so that it changes no
+    distance), at position 0, and are global: the model input `global_attention_mask` is set for them, so
     that they see and are seen by all in attention that knows global tokens (longformer; bigbird with
     `global_mode="etc"`), Zaheer et al. 2020 (arXiv 2007.14062), section 2. In dense attention they are just further tokens.
     Recorded states and weights of single layers include them.
@@ -24,6 +26,7 @@ class GlobalTokensStack(PlainStack):
     def __init__(self, config, spec: GlobalTokensSpec):
         super().__init__()
         self.tokens = nn.Parameter(torch.empty(spec.num_global_tokens, config.hidden_size))
+        self.most_in_text = config.layer(0).attention.max_global_tokens
 
     def initialize(self, config, init) -> None:
         init.normal_(self.tokens, mean=0.0, std=config.initializer_range)
@@ -47,15 +50,32 @@ class GlobalTokensStack(PlainStack):
         own = self.tokens.to(hidden_states.dtype).expand(batch, -1, -1)
         hidden_states = torch.cat([hidden_states, own], dim=1)
         wider = self._context(context, batch, own.shape[1])
+        order = None
+        if wider.padding_mask is not None:
+            order = torch.argsort((~wider.padding_mask).to(torch.uint8), dim=1, stable=True)
+            hidden_states = take_slots(hidden_states, order)
+            wider = self._ordered(wider, order)
         rotation, bias = position.rotation(wider.positions, hidden_states), position.score_bias()
         wider.shared.update(
             {name: one for name, one in (("rotation", rotation), ("score_bias", bias)) if one is not None}
         )
         result = super().forward(layers, hidden_states, wider, position=position, memory=memory, **more)
-        return StackOutput(result.hidden_states[:, :length], context, result.aux_losses)
+        hidden_states = result.hidden_states
+        if order is not None:
+            hidden_states = take_slots(hidden_states, order.argsort(1))
+        return StackOutput(hidden_states[:, :length], context, result.aux_losses)
 
     @staticmethod
-    def _context(context: LayerContext, batch: int, count: int) -> LayerContext:
+    def _ordered(context: LayerContext, order: Tensor) -> LayerContext:
+        """The context of the same tokens in the order [B, T] of slots."""
+        chosen = context.inputs["global_attention_mask"].gather(1, order)
+        return context.derive(
+            padding_mask=context.padding_mask.gather(1, order),
+            positions=context.positions.expand(order.shape[0], -1).gather(1, order),
+            inputs={**context.inputs, "global_attention_mask": chosen},
+        )
+
+    def _context(self, context: LayerContext, batch: int, count: int) -> LayerContext:
         """The context of texts with `count` more tokens."""
         length, device = context.query_index.shape[0], context.query_index.device
         mask, given = context.padding_mask, context.inputs.get("global_attention_mask")
@@ -64,8 +84,9 @@ class GlobalTokensStack(PlainStack):
         chosen = torch.zeros(batch, length, dtype=torch.bool, device=device) if given is None else given > 0
         chosen = torch.cat([chosen, chosen.new_ones(batch, count)], dim=1)
         inputs = {**context.inputs, "global_attention_mask": chosen}
-        if given is None:
-            inputs["max_global_tokens"] = count
+        most = 0 if given is None else context.inputs.get("max_global_tokens", self.most_in_text)
+        if most is not None:  # a bound on the text's own, which these join
+            inputs["max_global_tokens"] = most + count
         index = torch.arange(length + count, device=device)
         return context.derive(
             padding_mask=mask,
@@ -79,6 +100,8 @@ class GlobalTokensStack(PlainStack):
 @register("stack", "global_tokens")
 class GlobalTokensSpec(StackSpec):
     """num_global_tokens: learned tokens that join every text."""
+
+    keeps_tokens = False
 
     summary = "learned global tokens pass through all layers beside the text"
     inputs = ("global_attention_mask",)

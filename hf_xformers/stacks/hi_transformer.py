@@ -234,6 +234,8 @@ class HiTransformerSpec(StackSpec):
     segment_length: words of a sentence at most; longer ones are cut.
     """
 
+    passes_streams = keeps_tokens = False
+
     summary = "a text as sentences of words, for layers that work at both levels"
     inputs = ("sentence_ids",)
 
@@ -249,8 +251,7 @@ class HiTransformerSpec(StackSpec):
                 f"stack 'hi_transformer' needs layers that work at both levels, which block {config.block.type!r} does not; "
                 "set `block='hi_transformer'`."
             )
-        acts = config.position.acts & {"score_bias", "layer_input"}
-        if acts:
+        if config.position.acts & {"score_bias", "layer_input"} or config.position.shares_tables:
             raise ValueError(
                 f"position {config.position.type!r} acts inside layers on one sequence, which stack 'hi_transformer' has not; "
                 "use 'none' (the stack has positions of its own) or 'rotary'."

@@ -55,7 +55,7 @@ class ReversibleStack(Stack):
             past_key_values = None
         for layer in layers:
             layer.prepare(context, past_key_values)
-        run = _Run(layers, context, past_key_values)
+        run = _Run(layers, context, past_key_values, position)
         if len(layers) == 0 or not self._rebuilds(layers, context, past_key_values):
             first, second, losses = run.forward(hidden_states, hidden_states, memory, context.streams)
         else:
@@ -81,14 +81,19 @@ class _Run:
     layers: nn.ModuleList
     context: LayerContext
     past_key_values: Cache | None
+    position: nn.Module
     stream_names: tuple[str, ...] = ()
     reads_memory: bool = False
     loss_names: tuple[str, ...] = ()
     states: list[RandomState] = field(default_factory=list)
     parameters: list[nn.Parameter] = field(init=False)
+    of_position: list[nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.parameters = [parameter for parameter in self.layers.parameters() if parameter.requires_grad]
+        # Layers read tables of the position module (`context.shared["score_bias"]`): they are inputs like their own.
+        self.of_position = [parameter for parameter in self.position.parameters() if parameter.requires_grad]
+        own = [parameter for parameter in self.layers.parameters() if parameter.requires_grad]
+        self.parameters = own + self.of_position
 
     def forward(
         self, first: Tensor, second: Tensor, memory: Tensor | None, streams: dict[str, Tensor], record: bool = False
@@ -111,18 +116,14 @@ class _Run:
                 before_sublayer=keep,
             )
             first, handed_on, found = unpack_layer(output)
-            second = handed_on.pop(PARTNER)
-            if handed_on.keys() != streams.keys():
-                raise ValueError(
-                    f"Layer {step} hands tensors to the next one ({', '.join(handed_on)}), which reversible layers cannot "
-                    "rebuild; use stack 'plain' with this attention."
-                )
+            second = handed_on[PARTNER]
             add_losses(losses, found)
         return first, second, losses
 
 
 class _Reversible(torch.autograd.Function):
-    """Inputs: the embedding, the memory, the streams, all parameters of the layers. Outputs: both streams, the losses."""
+    """Inputs: the embedding, the memory, the streams, all parameters of the layers and of the position. Outputs: both
+    streams, the losses."""
 
     @staticmethod
     def forward(ctx, run: _Run, hidden_states: Tensor, *given: Tensor):
@@ -157,7 +158,7 @@ class _Reversible(torch.autograd.Function):
                     if loss.requires_grad:
                         targets.append(loss)
                         slopes.append(loss_grads[name])
-                inputs = [x for x in (*extra, *layer.parameters()) if x.requires_grad]
+                inputs = [x for x in (*extra, *layer.parameters(), *run.of_position) if x.requires_grad]
                 to_read, *found = torch.autograd.grad(targets, [read, *inputs], slopes, allow_unused=True)
             for tensor, grad in zip(inputs, found, strict=True):
                 if grad is not None:
@@ -217,6 +218,7 @@ class ReversibleStackSpec(StackSpec):
 
     packed = True
     summary = "reversible residual layers: activation memory does not grow with depth"
+    passes_streams = False  # a stream would have to be rebuilt like the layers' inputs
     layers_apart = False  # the backward pass runs a layer's sublayers one by one
     contract_exceptions: ClassVar[dict[str, str]] = {
         "gradient_checkpointing": "its layers run twice without it; tests/stacks/test_reversible.py tests it",

@@ -79,7 +79,7 @@ def test_every_slot_has_a_default():
         ({"decoder": {"position": "rotery"}}, ValueError, "Unknown position component 'rotery'.*'rotary'"),
         ({"per_layer_config": {0: {"attentio": "dense"}}}, ValueError, r"`per_layer_config\[0\]`.*mean 'attention'"),
         ({"per_layer_config": {0: {"feedforward": "rel"}}}, ValueError, "Unknown feedforward component 'rel'.*'relu'"),
-        ({"per_layer_config": {7: {"feedforward": "relu"}}}, ValueError, r"\[0, 2\); got \[7\]"),
+        ({"per_layer_config": {7: {"feedforward": "relu"}}}, ValueError, "overrides layer 7, but there are 2"),
         ({"per_layer_config": {1: {"num_attention_heads": 3}}}, ValueError, "`num_attention_heads` 3"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,

@@ -1,0 +1,13 @@
+"""The embedding contract."""
+
+from __future__ import annotations
+
+from ..components import Spec
+
+
+class EmbeddingSpec(Spec):
+    """Base of embedding specs."""
+
+    def table_width(self, config) -> int:
+        """Columns of the token table, which the towers of an encoder-decoder share."""
+        return config.hidden_size

@@ -1,0 +1,327 @@
+"""Random mixes: over all slots, all fields of their specs, shapes, heads, and overrides by layer and by tower."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from hf_xformers.components import SLOTS, names
+from tests.helpers import NO_DROPOUT
+
+HEADS = {
+    "encoder": ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"),
+    "decoder": ("Model", "ForCausalLM", "ForCausalLM", "ForCausalLM", "ForSequenceClassification"),
+    "seq2seq": ("Model", "ForSeq2SeqLM", "ForSeq2SeqLM", "ForSeq2SeqLM", "ForSequenceClassification"),
+}
+FLAGS = {
+    "encoder": {"is_decoder": False, "is_encoder_decoder": False},
+    "decoder": {"is_decoder": True, "is_encoder_decoder": False},
+    "seq2seq": {"is_decoder": False, "is_encoder_decoder": True},
+}
+VOCAB, POSITIONS = 40, 24
+GEOMETRY: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 16,
+    "max_position_embeddings": POSITIONS,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    **NO_DROPOUT,
+}
+
+# Values of fields whose type does not say them, or whose defaults are made for real models. A field that is named here is
+# always drawn; `slot.type.field` comes before `type.field`, which comes before `field`.
+SIZES = (1, 2, 3, 4, 5, 8)
+ALWAYS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        "num_landmarks num_keys stride summary_width max_span ramp segment_length memory_length "
+        "compressed_length reach clamp gate_size num_inducing memory_size".split(),
+        SIZES,
+    ),
+    **dict.fromkeys("chunk_size block_size chunk_length num_buckets".split(), (2, 4, 4, 8)),
+    **dict.fromkeys("window_size attention_window".split(), (2, 4, 4, 6, (2, 4), 3)),
+    **dict.fromkeys("num_random_blocks num_hashes num_global_blocks".split(), (1, 2)),
+    **dict.fromkeys("num_experts".split(), (2, 4, 4, 3)),
+    "factorized.width": (4, 8, 16),
+    "feedback.window": (2, 4, 16, 1),
+    "performer.num_features": (8, 16, 3),
+    "luna.projected_length": SIZES,
+    "linformer.projected_length": (None, 1, 2, 4, 8),
+    "nystromformer.conv_kernel_size": (None, 3, 5, 65),
+    "global_tokens.num_global_tokens": (1, 2, 5),
+    "global_attention.num_global_tokens": (1, 2),
+    "t5_relative_bias.num_buckets": (8, 4, 32),
+    "tupe.num_buckets": (8, 32, 4),
+    "reformer.num_buckets": (None, 2, 4, (2, 2), (2, 4), 8),
+    "routing_transformer.num_clusters": (1, 2, 4),
+    "routing_transformer.window_size": (1, 2, 4, 8),
+    "product_key_memory.num_keys": (8, 9, 8),
+    "product_key_memory.topk": (8, 8, None),
+    "all_attention.memory_size": (None, 1, 4, 8),
+    "floater.delta": (0.25, 0.5),
+    "floater.substeps": (1, 2),
+    "hi_transformer.segment_length": (1, 3, 4, 5, 32),
+    "redraw_interval": (1000, 1, 2),
+    "threshold": (-1, 0, 0.3, 0.5, 0.6, 0.65, (0.6,), (0.5, 0.1), ()),  # nats, of two classes: at most 0.69
+    "patience": (None, 0, 1, 2),
+}
+SOMETIMES: dict[str, tuple[Any, ...]] = {
+    "deberta.terms": (("c2p",), ("p2c",), ("c2p", "p2c"), ("c2p", "p2c", "p2p"), (), ("p2x",)),
+    "max_distance": (1, 2, 4, 20, None),
+    "shaw_relative.max_distance": (1, 2, 4, 20),
+    "dilation": (1, 2, (1, 2), ((1, 1, 2, 2), 1)),
+    "attention_dilation": (1, 2, (1, 2), (1, (1, 1, 2, 2))),
+    "cpe.layers": ((0,), (0, 1), (1,), (), (5,)),
+    "grid_size": (None, (3, 4), (2, 2)),
+    "hash_layers.layers": (None, (1,), (0, 1), (7,)),
+    "product_key_memory.layers": (None, (1,), (0, 1), (7,)),
+    "block_sizes": (None, (1, 1), (2,), (1,), (1, 1, 1), ()),
+    "block_repeats": (None, (1, 2), (2,), (2, 1)),
+    "dynamic": ((), ("x2l",), ("m2l", "m2w"), ("x2l", "x2w", "m2l", "m2w"), ("y",)),
+    "synthesizer.kind": (
+        "dense",
+        "random",
+        "fixed_random",
+        "factorized_dense",
+        "factorized_random",
+        "dense+dot",
+        "random+dot",
+        "dot",
+    ),
+    "activation": ("relu", "gelu", "silu", "nothing"),
+    "inner": ("relu", "gelu", "swiglu", "nothing"),
+    "rezero.init": (0.0, 0, 1, 0.5),
+    "adaptive_span.dynamic": (False, True),
+    "fraction": (0.5, 1.0, 0.25, 0, 1.5),
+    "passes": (1, 2, 3),
+    "layers_per_step": (1, 2, 3),
+    "base": (100.0, 10000, 1),
+    "theta": (100.0, 10000, 0),
+    "dropout": (0.0,),
+    "expert_dropout": (0.0, None),
+    "weight_dropout": (0.0,),
+    "seed": (0, 1),
+    "hash_seed": (0, 1),
+    "random_seed": (0, 1),
+}
+NUMBERS = {int: (0, 1, 2, 3, 4, 8, -1), float: (0.0, 0.5, 1.0, 2.0, -1.0)}
+
+# What other fields of a config may be, beside the geometry above.
+FIELDS: dict[str, tuple[Any, ...]] = {
+    "num_key_value_heads": (1, 2, 4, 3, 0),
+    "head_dim": (4, 6, 5, 8, 1),
+    "num_attention_heads": (1, 2, 4, 3, 8),
+    "num_hidden_layers": (1, 2, 3, 4),
+    "hidden_size": (12, 16, 17, 24),
+    "intermediate_size": (8, 12, 17, 1),
+    "type_vocab_size": (0, 2),
+    "initializer": ("normal", "scaled_residual", "xavier", "small", "t5"),
+    "layer_norm_eps": (1e-5, 1e-12),
+    "tie_word_embeddings": (True, False),
+    "unpad_inputs": (True, False),
+    "chunk_size_feed_forward": (0, 2, 4),
+    "attn_implementation": ("eager", "sdpa"),
+    "classifier_pooling": ("auto", "first", "mean", "last"),
+    "add_pooler": (True, False),
+    "num_decoder_layers": (1, 2, 3),
+    "initializer_range": (0.02, 1.0),
+    "dtype": ("float32", "bfloat16", "float32", "no_type"),
+    "id2label": ({0: "no", 1: "yes"}, {0: "a", 1: "b", 2: "c"}, {"0": "a", "1": "b"}, {"first": "a"}),
+}
+# What single layers are given, beside slots: every kind of field, those that cannot differ among them.
+LAYER_FIELDS: dict[str, tuple[Any, ...]] = {
+    **{name: FIELDS[name] for name in FIELDS if name not in ("attn_implementation", "num_decoder_layers")},
+    "vocab_size": (50,),
+    "max_position_embeddings": (16, 48),
+    "is_decoder": (True, False),
+    "is_encoder_decoder": (True, False),
+    "use_cache": (False,),
+    "pad_token_id": (3,),
+    "eos_token_id": (3,),
+    "num_decoder_layers": (1,),
+    "decoder": ({"attention": "dense"},),
+    "per_layer_config": ({0: {"attention": "dense"}},),
+    "hidden_dropout_prob": (0.0, 2.0),
+    "attention_probs_dropout_prob": (0.0, "much"),
+    "classifier_dropout": (0.0,),
+    "initializer_factor": (2.0,),
+    "pooler_activation": ("relu",),
+    "problem_type": ("regression",),
+    "head_width": (8,),
+    "tower": ("trunk",),
+    "output_attentions": (True,),
+    "typo_field": (1,),
+}
+BAD_LAYERS: tuple[Any, ...] = (
+    [{"attention": "dense"}],
+    3,
+    "first",
+    {"first": {"attention": "dense"}},
+    {-1: {"attention": "dense"}},
+    {7: {"attention": "dense"}},
+    {0: 5},
+    {0: ["attention"]},
+    {0.5: {"attention": "dense"}},
+    {},
+    {0: {}},
+    {True: {"attention": "dense"}},
+    {"0": {"attention": "dense"}, 0: {"feedforward": "relu"}},
+)
+BAD_DECODER: tuple[Any, ...] = (3, [1], {"stak": "plain"}, {"hidden_size": 8}, {}, {"position": 7}, {"decoder": {}})
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What was drawn: fields of `XFormerConfig`, the shape, and the class to build."""
+
+    shape: str
+    head: str
+    fields: dict[str, Any]
+
+    def line(self) -> str:
+        """A line that builds it again."""
+        given = ", ".join(f"{name}={value!r}" for name, value in self.fields.items() if GEOMETRY.get(name) != value)
+        return f"{self.shape} {self.head}: XFormerConfig({given})"
+
+
+def draw(seed: int) -> Mix:
+    """The mix of this seed."""
+    return Drawing(random.Random(seed)).mix()
+
+
+class Drawing:
+    """One mix in the making."""
+
+    def __init__(self, rng: random.Random):
+        self.rng = rng
+
+    def chance(self, probability: float) -> bool:
+        return self.rng.random() < probability
+
+    def mix(self) -> Mix:
+        shape = self.rng.choice(list(FLAGS))
+        fields = {**GEOMETRY, **FLAGS[shape]}
+        busy = self.rng.choice((0.1, 0.2, 0.2, 0.35, 0.6))
+        for slot in SLOTS:
+            if slot != "cross_attention" or shape == "seq2seq":
+                often = 2.0 if slot in ("attention", "position", "stack") else 1.0
+                if self.chance(min(often * busy, 0.9)):
+                    fields[slot] = self.spec(slot)
+        self._meet(fields)
+        for name, values in FIELDS.items():
+            if self.chance(0.06):
+                fields[name] = self.rng.choice(values)
+        if self.chance(0.18):
+            fields["per_layer_config"] = self.layers(fields["num_hidden_layers"])
+        if shape == "seq2seq" and self.chance(0.5):
+            fields["decoder"] = self.decoder(fields["num_hidden_layers"])
+        head = self.rng.choice(HEADS[shape])
+        stack = fields.get("stack")
+        if isinstance(stack, dict) and stack["type"].endswith("_exit") and self.chance(0.7):
+            head = "ForSequenceClassification"  # the one whose texts leave early
+        return Mix(shape, head, fields)
+
+    def _meet(self, fields: dict[str, Any]) -> None:
+        """Components that only work together are given to each other often, or they would never be seen at work."""
+        needs = {
+            ("stack", "funnel"): {"attention": "transformer_xl", "position": "none"},
+            ("stack", "segment_recurrent"): {"attention": "transformer_xl", "position": "none"},
+            ("stack", "compressive"): {"attention": "transformer_xl", "position": "none"},
+            ("stack", "hi_transformer"): {"block": "hi_transformer"},
+            ("block", "hi_transformer"): {"stack": "hi_transformer"},
+            ("stack", "feedback"): {"attention": "feedback"},
+            ("attention", "feedback"): {"stack": "feedback"},
+            ("attention", "conditional"): {"feedforward": "conditional", "stack": "conditional_computation"},
+            ("stack", "conditional_computation"): {"attention": "conditional", "feedforward": "conditional"},
+            ("attention", "complex_order"): {
+                "embedding": "complex_order",
+                "feedforward": "complex_parts",
+                "normalization": "complex_parts",
+                "position": "none",
+            },
+            ("attention", "transformer_xl"): {"position": "none"},
+            ("stack", "reversible"): {"residual": "pre_ln"},
+        }
+        for (slot, kind), wants in needs.items():
+            held = fields.get(slot)
+            if isinstance(held, dict) and held["type"] == kind and self.chance(0.8):
+                for other, name in wants.items():
+                    fields[other] = self.spec(other, name)
+                return
+
+    def spec(self, slot: str, name: str | None = None) -> dict[str, Any]:
+        """A component of `slot`, with some of its fields."""
+        name = name or self.rng.choice(names(slot))
+        kind = SLOTS[slot].get(name)
+        given: dict[str, Any] = {"type": name}
+        for field in dataclasses.fields(kind):
+            always = _of(ALWAYS, slot, name, field.name)
+            sometimes = _of(SOMETIMES, slot, name, field.name)
+            if always is not None:
+                given[field.name] = self.rng.choice(always)
+            elif self.chance(0.2):
+                given[field.name] = self.rng.choice(sometimes or _values(field.type, field.default))
+        return given
+
+    def layers(self, count: int) -> Any:
+        if self.chance(0.12):
+            return self.rng.choice(BAD_LAYERS)
+        found: dict[Any, dict[str, Any]] = {}
+        for layer in range(count):
+            if self.chance(0.6):
+                found[layer] = self.overrides(LAYER_FIELDS)
+        return found
+
+    def overrides(self, fields: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+        given: dict[str, Any] = {}
+        for _ in range(self.rng.choice((1, 1, 2))):
+            if self.chance(0.65):
+                slot = self.rng.choice([*SLOTS, "attention", "feedforward"])
+                given[slot] = self.spec(slot)
+            else:
+                name = self.rng.choice(list(fields))
+                given[name] = self.rng.choice(fields[name])
+        return given
+
+    def decoder(self, count: int) -> Any:
+        if self.chance(0.08):
+            return self.rng.choice(BAD_DECODER)
+        given: dict[str, Any] = {}
+        if self.chance(0.6):  # what most often cannot stand in a decoder
+            given.update({"stack": "plain", "attention": "dense"})
+        given.update(self.overrides(LAYER_FIELDS) if self.chance(0.7) else {})
+        if self.chance(0.15):
+            given["per_layer_config"] = self.layers(count)
+        return given
+
+
+def _of(table: dict[str, tuple[Any, ...]], slot: str, name: str, field: str) -> tuple[Any, ...] | None:
+    for key in (f"{slot}.{name}.{field}", f"{name}.{field}", field):
+        if key in table:
+            return table[key]
+    return None
+
+
+def _values(kind: Any, default: Any) -> tuple[Any, ...]:
+    """Values of a field of this type, valid and borderline ones."""
+    if kind is bool:
+        return (True, False)
+    if kind in NUMBERS:
+        return (default, *NUMBERS[kind])
+    if typing.get_origin(kind) is typing.Literal:
+        return typing.get_args(kind)
+    found = [default]
+    for part in typing.get_args(kind):
+        if part is type(None):
+            found.append(None)
+        elif part in NUMBERS:
+            found += NUMBERS[part]
+        elif part is bool or typing.get_origin(part) is typing.Literal:
+            found += _values(part, default)
+    return tuple(found)

@@ -1,0 +1,230 @@
+"""Mixes are refused in one sentence or work: those of a seed, and those that once did neither."""
+
+import re
+
+import pytest
+
+from tests.mixes.check import check
+from tests.mixes.draw import FLAGS, GEOMETRY, Mix, draw
+from tests.mixes.shrink import shrink
+
+COUNT = 150
+
+
+def mix_of(shape, head, **fields):
+    return Mix(shape, head, {**GEOMETRY, **FLAGS[shape], **fields})
+
+
+def test_drawn_mixes():
+    """A longer run by hand: `python -m tests.mixes --count 10000`."""
+    kinds = []
+    for seed in range(COUNT):
+        mix = draw(seed)
+        outcome = check(mix)
+        kinds.append(outcome.kind)
+        if outcome.third:
+            pytest.fail(f"[{seed}] {outcome.kind}: {outcome.detail}\n{shrink(mix, outcome, check).line()}")
+    assert kinds.count("works") > COUNT // 8  # or there would be nothing to see
+
+
+def test_drawing_is_seeded():
+    assert draw(3) == draw(3) != draw(4)
+
+
+RELATIVE = ("deberta", "tupe", "shaw_relative", "t5_relative_bias", "learnable_sinusoidal_relative")
+EXITS = {"type": "entropy_exit", "threshold": 0.65}
+WORKS = {
+    **{
+        f"reversible layers train {position}": (
+            "encoder",
+            "ForMaskedLM",
+            dict(stack="reversible", residual="pre_ln", position=position),
+        )
+        for position in RELATIVE
+    },
+    **{
+        f"padding behind global tokens, {position}": (
+            "encoder",
+            "ForMaskedLM",
+            dict(stack={"type": "global_tokens", "num_global_tokens": 2}, position=position),
+        )
+        for position in RELATIVE
+    },
+    **{
+        f"padding behind global tokens, {block}": (
+            "encoder",
+            "ForMaskedLM",
+            dict(stack={"type": "global_tokens", "num_global_tokens": 2}, block=block),
+        )
+        for block in ("cpe", "r_transformer")
+    },
+    "global tokens beside those of a task": (
+        "encoder",
+        "ForSequenceClassification",
+        dict(
+            stack={"type": "global_tokens", "num_global_tokens": 2},
+            attention={"type": "longformer", "attention_window": 4},
+        ),
+    ),
+    "a bound on global tokens is the text's": (
+        "encoder",
+        "ForQuestionAnswering",
+        dict(
+            stack={"type": "global_tokens", "num_global_tokens": 2},
+            attention={"type": "longformer", "attention_window": 4, "max_global_tokens": 1},
+        ),
+    ),
+    **{
+        f"texts leave early, {position}": (
+            "encoder",
+            "ForSequenceClassification",
+            dict(stack=EXITS, num_hidden_layers=3, position=position),
+        )
+        for position in ("deberta", "tupe", "floater", "t5_relative_bias")
+    },
+    **{
+        f"texts leave early, {attention['type']}": (
+            "encoder",
+            "ForSequenceClassification",
+            dict(stack=EXITS, num_hidden_layers=3, attention=attention),
+        )
+        for attention in (
+            {"type": "adaptive_span", "max_span": 8},
+            {"type": "transformer_xl"},
+            {"type": "realformer", "mean": True},
+            {"type": "luna", "projected_length": 4},
+            {"type": "linformer", "sharing": "layerwise"},
+        )
+    },
+    "norms by layer, the last one's at the end": (
+        "decoder",
+        "ForCausalLM",
+        dict(residual="pre_ln", per_layer_config={1: {"normalization": "rms_norm", "layer_norm_eps": 1e-3}}),
+    ),
+    "rezero from a whole number": ("encoder", "ForMaskedLM", dict(residual={"type": "rezero", "init": 1})),
+    "layers' numbers as text": ("encoder", "ForMaskedLM", dict(per_layer_config={"0": {"feedforward": "relu"}})),
+    "an override that changes nothing": (
+        "decoder",
+        "ForCausalLM",
+        dict(residual="pre_ln", per_layer_config={0: {"residual": "pre_ln"}}),
+    ),
+    "sparse gradients": (
+        "encoder",
+        "ForMaskedLM",
+        dict(feedforward={"type": "product_key_memory", "num_keys": 8, "topk": 8, "sparse_gradients": True}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_works(name):
+    shape, head, fields = WORKS[name]
+    outcome = check(mix_of(shape, head, **fields))
+    assert outcome.kind == "works", outcome
+
+
+HI = dict(stack={"type": "hi_transformer", "segment_length": 4}, block="hi_transformer", position="none")
+REVERSIBLE = dict(stack="reversible", residual="pre_ln")
+WHOLE = "all layers of a tower have in common"
+REFUSED = [
+    *[
+        (dict(per_layer_config={1: {name: value}}), f"overrides '{name}', which {WHOLE}")
+        for name, value in {
+            "residual": "pre_ln",
+            "position": "rotary",
+            "block": "macaron",
+            "embedding": "fix_norm",
+            "head": "transform",
+            "stack": "universal",
+            "hidden_size": 8,
+            "vocab_size": 50,
+            "num_hidden_layers": 3,
+            "hidden_dropout_prob": 0.1,
+            "initializer": "t5",
+            "is_decoder": True,
+            "use_cache": False,
+            "pad_token_id": 3,
+            "output_hidden_states": True,
+            "decoder": {"attention": "dense"},
+        }.items()
+    ],
+    *[
+        (dict(position=position, per_layer_config={1: fields}), f"'{position}' has the same tables for all layers")
+        for position, fields in (
+            ("rotary", {"head_dim": 8}),
+            ("t5_relative_bias", {"num_attention_heads": 2, "head_dim": 4}),
+            ("tupe", {"head_dim": 8}),
+        )
+    ],
+    *[
+        (
+            dict(attention=attention, position="none", per_layer_config={1: {"head_dim": 8}}),
+            "shares tensors between layers",
+        )
+        for attention in ("transformer_xl", "adaptive_span")
+    ],
+    (dict(per_layer_config=[{"attention": "dense"}]), "must be a dict of layer numbers .* got list"),
+    (dict(per_layer_config=3), "must be a dict of layer numbers .* got int: 3"),
+    (
+        dict(per_layer_config={"first": {"attention": "dense"}}),
+        "numbers of layers from 0 on as keys, each once, got 'first'",
+    ),
+    (dict(per_layer_config={-1: {"attention": "dense"}}), "got -1"),
+    (dict(per_layer_config={2: {"attention": "dense"}}), "overrides layer 2, but there are 2"),
+    (dict(per_layer_config={"0": {"feedforward": "relu"}, 0: {"feedforward": "relu"}}), "each once, got 0"),
+    (dict(per_layer_config={0: 5}), r"`per_layer_config\[0\]` must be a dict of fields, got int: 5"),
+    (dict(per_layer_config={0: {"head_width": 8}}), "'head_width', which is no field"),
+    (dict(per_layer_config={0: {"tower": "trunk"}}), "'tower', which is no field"),
+    (dict(dtype="no_type"), "name of a torch dtype such as 'bfloat16', got 'no_type'"),
+    (dict(id2label=3), "`id2label` must be a dict .* got 3"),
+    (dict(id2label={"first": "a"}), "class numbers from 0 on as keys, got 'first'"),
+    *[
+        (dict(feedforward="hash_layers", **stack), "see other states than the text's tokens")
+        for stack in (
+            dict(stack="global_tokens"),
+            dict(stack="funnel", attention="transformer_xl", position="none"),
+            HI,
+        )
+    ],
+    *[
+        (dict(HI, position=position), "acts inside layers on one sequence")
+        for position in ("learnable_sinusoidal_relative", "tupe")
+    ],
+    *[
+        (
+            dict(stack, attention=attention),
+            "hands tensors from layer to layer, which stack '(reversible|hi_transformer)' cannot",
+        )
+        for stack in (REVERSIBLE, HI)
+        for attention in ("adaptive_span", "luna", "realformer")
+    ],
+    (
+        dict(stack={"type": "entropy_exit", "training_stage": "ramps"}, num_hidden_layers=1),
+        "no classifier before the last of 1",
+    ),
+    (dict(block={"type": "r_transformer", "window": 1}), "needs `window` >= 2, got 1"),
+    (
+        dict(attention="luna", per_layer_config={1: {"attention": "dense"}}),
+        "carries a memory through all layers .* 'dense'",
+    ),
+    (
+        dict(attention="dense", per_layer_config={1: {"attention": "luna"}}),
+        "of layer 1 reads what layer 0 owns, which has 'dense'",
+    ),
+    (
+        dict(attention={"type": "linformer", "sharing": "layerwise"}, per_layer_config={0: {"attention": "dense"}}),
+        "'linformer' of layer 1 reads what layer 0 owns",
+    ),
+    (
+        dict(shape="seq2seq", decoder={"embedding": {"type": "factorized", "width": 8}, "head": "transform"}),
+        "read one token table",
+    ),
+]
+
+
+@pytest.mark.parametrize("fields, message", REFUSED, ids=[str(index) for index in range(len(REFUSED))])
+def test_refused(fields, message):
+    fields = dict(fields)
+    shape = fields.pop("shape", "encoder")
+    outcome = check(mix_of(shape, {"encoder": "ForMaskedLM", "seq2seq": "ForSeq2SeqLM"}[shape], **fields))
+    assert outcome.kind == "refused" and re.search(message, outcome.detail), outcome
