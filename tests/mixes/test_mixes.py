@@ -32,31 +32,46 @@ def test_drawing_is_seeded():
 
 
 RELATIVE = ("deberta", "tupe", "shaw_relative", "t5_relative_bias", "learnable_sinusoidal_relative")
-EXITS = {"type": "entropy_exit", "threshold": 0.65}
+GLOBAL = {"type": "global_tokens", "num_global_tokens": 2}
+LONGFORMER = {"type": "longformer", "attention_window": 4}
+LEAVING = {
+    **{position: {"position": position} for position in ("deberta", "tupe", "floater", "t5_relative_bias")},
+    "adaptive_span": {"attention": {"type": "adaptive_span", "max_span": 8}},
+    "transformer_xl": {"attention": "transformer_xl"},
+    "realformer": {"attention": {"type": "realformer", "mean": True}},
+    "luna": {"attention": {"type": "luna", "projected_length": 4}},
+    "linformer": {"attention": {"type": "linformer", "sharing": "layerwise"}},
+}
+
+
+def masked(**fields):
+    return ("encoder", "ForMaskedLM", fields)
+
+
 WORKS = {
     **{
-        f"reversible layers train {position}": (
-            "encoder",
-            "ForMaskedLM",
-            dict(stack="reversible", residual="pre_ln", position=position),
-        )
+        f"reversible layers train {position}": masked(stack="reversible", residual="pre_ln", position=position)
         for position in RELATIVE
     },
     **{
-        f"padding behind global tokens, {position}": (
-            "encoder",
-            "ForMaskedLM",
-            dict(stack={"type": "global_tokens", "num_global_tokens": 2}, position=position),
+        f"reversible layers train the table of {attention}": masked(
+            stack="reversible", residual="pre_ln", position="t5_relative_bias", attention=attention
         )
-        for position in RELATIVE
+        for attention in ("longformer", "reformer", "routing_transformer", "sparse_transformer", "talking_heads")
     },
+    **{f"padding behind global tokens, {position}": masked(stack=GLOBAL, position=position) for position in RELATIVE},
     **{
-        f"padding behind global tokens, {block}": (
-            "encoder",
-            "ForMaskedLM",
-            dict(stack={"type": "global_tokens", "num_global_tokens": 2}, block=block),
-        )
+        f"padding behind global tokens, {block}": masked(stack=GLOBAL, block=block)
         for block in ("cpe", "r_transformer")
+    },
+    **{
+        f"texts leave early at {threshold}, {name}": (
+            "encoder",
+            "ForSequenceClassification",
+            {"stack": {"type": "entropy_exit", "threshold": threshold}, "num_hidden_layers": 3, **fields},
+        )
+        for name, fields in LEAVING.items()
+        for threshold in (0.2, 0.5)
     },
     "global tokens beside those of a task": (
         "encoder",
@@ -66,36 +81,6 @@ WORKS = {
             attention={"type": "longformer", "attention_window": 4},
         ),
     ),
-    "a bound on global tokens is the text's": (
-        "encoder",
-        "ForQuestionAnswering",
-        dict(
-            stack={"type": "global_tokens", "num_global_tokens": 2},
-            attention={"type": "longformer", "attention_window": 4, "max_global_tokens": 1},
-        ),
-    ),
-    **{
-        f"texts leave early, {position}": (
-            "encoder",
-            "ForSequenceClassification",
-            dict(stack=EXITS, num_hidden_layers=3, position=position),
-        )
-        for position in ("deberta", "tupe", "floater", "t5_relative_bias")
-    },
-    **{
-        f"texts leave early, {attention['type']}": (
-            "encoder",
-            "ForSequenceClassification",
-            dict(stack=EXITS, num_hidden_layers=3, attention=attention),
-        )
-        for attention in (
-            {"type": "adaptive_span", "max_span": 8},
-            {"type": "transformer_xl"},
-            {"type": "realformer", "mean": True},
-            {"type": "luna", "projected_length": 4},
-            {"type": "linformer", "sharing": "layerwise"},
-        )
-    },
     "norms by layer, the last one's at the end": (
         "decoder",
         "ForCausalLM",
