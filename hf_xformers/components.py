@@ -287,6 +287,13 @@ def check_components(config) -> None:
             f"attention {attention.type!r} is causal only and cannot stand in an encoder; use it with `is_decoder=True` "
             f"(the causal LM classes do), or choose a bidirectional mechanism such as 'dense'."
         )
+    for slot in ("attention", "cross_attention"):
+        scale = getattr(config, slot).scale
+        if scale is not None and scale <= 0:
+            raise ValueError(
+                f"{slot} {getattr(config, slot).type!r} needs a positive `scale` on its scores, or None for 1 / sqrt(head "
+                f"width), got {scale}."
+            )
     if not cross.cross:
         raise ValueError(f"attention {cross.type!r} cannot read a memory as `cross_attention`; use 'dense' there.")
     for act, capability, what in (
@@ -352,14 +359,14 @@ def check_shared(layers: list) -> None:
 def _check_chain(slot: str, layers: list) -> None:
     specs = [getattr(layer, slot) for layer in layers]
     for index, (layer, spec) in enumerate(zip(layers, specs, strict=True)):
-        if spec.hands_on(layer):
-            for holder in (layer.stack, layer.block):
-                if not holder.passes_streams:
-                    raise ValueError(
-                        f"{slot} {spec.type!r} hands tensors from layer to layer, which {holder.slot} {holder.type!r} cannot "
-                        "pass on; use another mechanism, e.g. 'dense', or the stack 'plain' and the block 'vanilla'."
-                    )
         sizes = spec.shared_sizes(layer)
+        for holder, shares in ((layer.stack, spec.hands_on(layer)), (layer.block, sizes is not None)):
+            if shares and not holder.passes_streams:
+                raise ValueError(
+                    f"{slot} {spec.type!r} as it is set hands tensors from layer to layer, which {holder.slot} "
+                    f"{holder.type!r} cannot pass on; use another mechanism, e.g. 'dense', or the stack 'plain' and the block "
+                    "'vanilla'."
+                )
         if sizes is None:
             continue
         first = specs[0].shared_sizes(layers[0]) if specs[0].type == spec.type else None

@@ -32,7 +32,7 @@ class SublayerPlan:
 
 class BlockSpec(Spec):
     """Base of block specs. unpads: nothing of it but its attentions looks at other tokens, or at where padding is; if not,
-    why_not_unpad says what does. passes_streams: it carries what attention hands on to the next layer."""
+    why_not_unpad says what does. passes_streams: it carries what the attentions of several layers share."""
 
     unpads: ClassVar[bool] = True
     passes_streams: ClassVar[bool] = True

@@ -160,6 +160,7 @@ REFUSED = [
     (dict(per_layer_config={0: 5}), r"`per_layer_config\[0\]` must be a dict of fields, got int: 5"),
     (dict(per_layer_config={0: {"head_width": 8}}), "'head_width', which is no field"),
     (dict(per_layer_config={0: {"tower": "trunk"}}), "'tower', which is no field"),
+    (dict(attention={"type": "dense", "scale": -1}), "needs a positive `scale` .* got -1"),
     (dict(dtype="no_type"), "name of a torch dtype such as 'bfloat16', got 'no_type'"),
     (dict(id2label=3), "`id2label` must be a dict .* got 3"),
     (dict(id2label={"first": "a"}), "class numbers from 0 on as keys, got 'first'"),
@@ -182,6 +183,10 @@ REFUSED = [
         )
         for stack in (REVERSIBLE, HI)
         for attention in ("adaptive_span", "luna", "realformer")
+    ],
+    *[
+        (dict(HI, attention=attention), "hands tensors from layer to layer, which block 'hi_transformer' cannot")
+        for attention in ("transformer_xl",)
     ],
     (
         dict(stack={"type": "entropy_exit", "training_stage": "ramps"}, num_hidden_layers=1),
