@@ -42,13 +42,16 @@ def write_report(comparison: Comparison) -> list[str]:
     folder, settings = comparison.folder, comparison.settings
     speed, quality, maps = (comparison.rows(kind) for kind in ("speed", "quality", "map"))
     written = write_maps(folder, maps)
-    pictures = plot_all(folder, speed, quality, maps) if can_plot() else []
+    training = settings.training
+    measured = f"{_what(settings)}, batch {settings.batch_size}, {settings.dtype}"
+    trained = f"{training.layers} layers, {training.hidden_size} wide, {training.heads} heads, rows of {training.length} tokens"
+    titles = {"measured": measured, "trained": f"{trained}, float32"}
+    pictures = plot_all(folder, speed, quality, maps, **titles) if can_plot() else []
     parts = ["# Comparison", about(comparison.machine, settings.dtype)]
     if speed:
         parts += [f"## Time and memory: {_what(settings)}", _speed_note(settings), table(map(_told, speed), SPEED)]
         parts += disturbed(speed)
     if quality:
-        training = settings.training
         tasks = [f"- `{name}`: {TASKS[name].about}." for name in settings.tasks]
         parts += [
             "## Quality",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
+from xml.sax.saxutils import escape
 
 import torch
 from torch import Tensor
@@ -12,7 +13,10 @@ from torch import Tensor
 from ..components import SLOTS, build_spec
 
 LENGTH = 16
-_CELL, _GAP = 10, 24
+# Pixels: a pair of tokens; room beside, above and below a map for its axes, its bar and its title.
+_CELL, _GAP, _LEFT, _RIGHT, _TOP, _BELOW = 10, 8, 40, 52, 44, 32
+_LEAST_WIDTH = 340  # what the title needs
+_SHADES = 11
 # Parameters at which a mechanism shows its pattern in so few tokens: the papers' windows and blocks would hold them all.
 SMALL: dict[str, dict[str, Any]] = {
     "adaptive_span": {"start": 0.25, "ramp": 4},
@@ -135,24 +139,59 @@ def _maps(config: Any, length: int, factor: float) -> dict[str, Tensor]:
 
 
 def draw(maps: dict[str, Tensor]) -> str:
-    """SVG text: one square per (query row, key column), darker for more weight; pairs without weight stay white."""
-    width = sum(m.shape[1] * _CELL + _GAP for m in maps.values()) + _GAP
-    height = max(m.shape[0] for m in maps.values()) * _CELL + 2 * _GAP
+    """SVG text: for each map a square per (query row, key column), darker for more weight, with axes in tokens and a bar that
+    tells what the shades mean; pairs without weight stay white. Every map has its own scale."""
+    width = max(sum(weights.shape[1] * _CELL + _LEFT + _RIGHT for weights in maps.values()), _LEAST_WIDTH)
+    height = max((weights.shape[0] for weights in maps.values()), default=0) * _CELL + _TOP + _BELOW
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">']
     parts.append(f'<rect width="{width}" height="{height}" fill="white"/>')
-    left = _GAP
+    parts.append(_text(_GAP, 15, "attention weights: untrained, mean over heads, float64", size=11))
+    left = _LEFT
     for name, weights in maps.items():
-        parts.append(f'<text x="{left}" y="{_GAP - 8}" font-size="11">{name}: query (down), key (right)</text>')
-        peak = float(weights.max()) or 1.0
-        for row, values in enumerate(weights.tolist()):
-            for column, value in enumerate(values):
-                if value > 0:
-                    shade = 235 - round(200 * value / peak / 20) * 20
-                    x, y = left + column * _CELL, _GAP + row * _CELL
-                    fill = f"rgb({max(shade - 60, 0)},{max(shade - 20, 0)},235)"
-                    parts.append(f'<rect x="{x}" y="{y}" width="{_CELL}" height="{_CELL}" fill="{fill}"/>')
-        frame = f'width="{weights.shape[1] * _CELL}" height="{weights.shape[0] * _CELL}" fill="none" stroke="#888"'
-        parts.append(f'<rect x="{left}" y="{_GAP}" {frame}/>')
-        left += weights.shape[1] * _CELL + _GAP
+        parts += _panel(name, weights, left)
+        left += weights.shape[1] * _CELL + _RIGHT + _LEFT
     parts.append("</svg>")
     return "\n".join(parts) + "\n"
+
+
+def _panel(name: str, weights: Tensor, left: int) -> list[str]:
+    """One map, its axes and its bar, from `left` on."""
+    rows, columns = weights.shape
+    high, wide = rows * _CELL, columns * _CELL
+    peak = float(weights.max()) or 1.0
+    parts = [_text(left, _TOP - 8, f"{name}, {rows} x {columns}", size=11)]
+    for row, values in enumerate(weights.tolist()):
+        for column, value in enumerate(values):
+            if value > 0:
+                parts.append(_cell(left + column * _CELL, _TOP + row * _CELL, value / peak))
+    parts.append(_frame(left, _TOP, wide, high))
+    for row in sorted({0, rows // 2, rows - 1}):
+        parts.append(_text(left - 4, _TOP + row * _CELL + 8, str(row), anchor="end"))
+    for column in sorted({0, columns // 2, columns - 1}):
+        parts.append(_text(left + column * _CELL + _CELL // 2, _TOP + high + 11, str(column), anchor="middle"))
+    parts.append(_text(left + wide // 2, _TOP + high + 23, "key (token)", anchor="middle"))
+    x, y = left - 22, _TOP + high // 2
+    parts.append(_text(x, y, "query (token)", anchor="middle", more=f' transform="rotate(-90 {x} {y})"'))
+    bar = left + wide + 8
+    for step in range(_SHADES):  # from the most weight at the top down to the least
+        y = _TOP + step * high // _SHADES
+        parts.append(_cell(bar, y, 1 - step / (_SHADES - 1), _TOP + (step + 1) * high // _SHADES - y))
+    parts.append(_frame(bar, _TOP, _CELL, high))
+    parts.append(_text(bar + _CELL + 3, _TOP + 8, f"{peak:.2g}"))
+    parts.append(_text(bar + _CELL + 3, _TOP + high, "0"))
+    return parts
+
+
+def _cell(x: int, y: int, share: float, height: int = _CELL) -> str:
+    """A rectangle as dark as its share of the largest weight."""
+    shade = 235 - round(200 * share / 20) * 20
+    fill = f"rgb({max(shade - 60, 0)},{max(shade - 20, 0)},235)"
+    return f'<rect x="{x}" y="{y}" width="{_CELL}" height="{height}" fill="{fill}"/>'
+
+
+def _frame(x: int, y: int, width: int, height: int) -> str:
+    return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="none" stroke="#888"/>'
+
+
+def _text(x: int, y: int, text: str, *, size: int = 9, anchor: str = "start", more: str = "") -> str:
+    return f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}"{more}>{escape(text)}</text>'
