@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM
+from hf_xformers import XFormerConfig, XFormerForCausalLM
 from hf_xformers.attention import adaptive_span
 from hf_xformers.attention.adaptive_span import AdaptiveSpanAttention, SpanCacheLayer
 from hf_xformers.cache import make_cache
