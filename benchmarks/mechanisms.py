@@ -30,8 +30,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import initialization as init
 
 from hf_xformers import XFormerConfig
-from hf_xformers.context import LayerContext
-from hf_xformers.ops import _bucketed_op, _cluster_op, block_sparse_op
+from hf_xformers.core.context import LayerContext
+from hf_xformers.ops.block_sparse import op as block_sparse_op
+from hf_xformers.ops.bucketed import cluster_op as _cluster_op
+from hf_xformers.ops.bucketed import op as _bucketed_op
 
 
 @dataclass(frozen=True)

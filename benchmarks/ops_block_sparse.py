@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_xformers.ops.block_sparse import block_sparse_attention
-from hf_xformers.ops.patterns import (
+from hf_xformers.ops.block_sparse.attention import block_sparse_attention
+from hf_xformers.ops.block_sparse.patterns import (
     Pattern,
     band,
     block_local,

@@ -19,9 +19,9 @@ _registration.install()
 # public name -> module that defines it; names of variants are found by their prefix
 _NAMES = {
     "XFormerConfig": "variants.xformer",  # which registers its classes with the Auto classes
-    "Spec": "components",
-    "register": "components",
-    "build_spec": "components",
+    "Spec": "core.components",
+    "register": "core.components",
+    "build_spec": "core.components",
     "make_family": "families",
     "VariantInfo": "families",
     "from_transformers": "conversion",

@@ -13,8 +13,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from .components import SLOTS, Spec, SpecLike, build_spec, check_components, check_shared, resolve_field_types
-from .parallel_plans import fully_sharded_plan, tensor_parallel_plan
+from .core.components import SLOTS, Spec, SpecLike, build_spec, check_components, check_shared, resolve_field_types
+from .core.parallel_plans import fully_sharded_plan, tensor_parallel_plan
 
 Initializer = Literal["normal", "scaled_residual", "xavier", "small", "t5"]
 

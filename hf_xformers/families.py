@@ -18,7 +18,7 @@ from typing import Any
 
 from .auto_classes import register_config, register_model
 from .configuration_xformer import XFormerConfig
-from .head_classes import CLASSES, IMAGE_CLASSES
+from .modeling.head_classes import CLASSES, IMAGE_CLASSES
 
 # Head name -> the Auto class that resolves it. What it derives from stands in `head_classes`.
 HEADS: dict[str, str] = {

@@ -16,23 +16,23 @@ from transformers.utils import can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .attention.base import Attention
+from .attention.shared.base import Attention
 from .blocks.base import XFormerLayer
-from .cache import make_cache
-from .components import refuse_packing, refuse_unpadding
 from .configuration_xformer import XFormerConfig
-from .context import LayerContext, document_numbers, segments_from_positions, self_attention_cache
-from .initialization import start_linear
-from .inputs import check_axes, refuse_unread
-from .modeling_outputs import TowerOutput, XFormerModelOutput, XFormerSeq2SeqModelOutput
+from .core.cache import make_cache
+from .core.components import refuse_packing, refuse_unpadding
+from .core.context import LayerContext, document_numbers, segments_from_positions, self_attention_cache
+from .core.initialization import start_linear
+from .core.inputs import check_axes, refuse_unread
+from .core.outputs import TowerOutput, XFormerModelOutput, XFormerSeq2SeqModelOutput
+from .core.parallel_plans import check_tensor_parallel, layers_apart
+from .core.pooling import pool
+from .core.precision import Float32Module, computing_dtype, float32_names
+from .core.sequence_sharding import check_sharded_call, sharding_in_force, why_not_context_parallel
+from .core.unpadding import Unpadding
+from .core.weight_decay import declared_undecayed
 from .normalization.residual import norm_inputs
-from .parallel_plans import check_tensor_parallel, layers_apart
-from .pooling import pool
 from .position.base import ScoreBias
-from .precision import Float32Module, computing_dtype, float32_names
-from .sequence_sharding import check_sharded_call, sharding_in_force, why_not_context_parallel
-from .unpadding import Unpadding
-from .weight_decay import declared_undecayed
 
 logger = logging.get_logger(__name__)
 

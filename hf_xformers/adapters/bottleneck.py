@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from ..blocks.base import SublayerPlan, XFormerLayer
-from ..saved_files import saving_into, write_json
+from ..core.saved_files import saving_into, write_json
 
 KINDS = ("houlsby", "pfeiffer")
 CONFIG_FILE, WEIGHTS_FILE = "bottleneck_config.json", "bottleneck.safetensors"

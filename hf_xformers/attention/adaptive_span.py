@@ -10,17 +10,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
-from ..components import register
-from ..context import LayerContext, SublayerOutput, self_attention_cache
-from ..losses import ONE_MORE_OUTPUT
-from ..ops.block_sparse import block_sparse_attention
-from ..ops.patterns import band
-from ..ops.products import wide_products
-from ..ops.shifted_rows import shift_rows
-from ..ops.window_attention import window_attention
-from .base import Attention, AttentionSpec
-from .query_blocks import over_query_blocks, rows_at_once, shared_rows
-from .visibility import visible_block, visible_pairs
+from ..core.components import register
+from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.losses import ONE_MORE_OUTPUT
+from ..ops.block_sparse.attention import block_sparse_attention
+from ..ops.block_sparse.patterns import band
+from ..ops.common.products import wide_products
+from ..ops.common.shifted_rows import shift_rows
+from ..ops.score_terms.window import window_attention
+from .shared.base import Attention, AttentionSpec
+from .shared.query_blocks import over_query_blocks, rows_at_once, shared_rows
+from .shared.visibility import visible_block, visible_pairs
 
 TRIM = 64  # spans are rounded up to this many tokens, so that plans for them can be used again
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..components import register
-from ..context import LayerContext
-from .base import Attention, AttentionSpec, literal_softmax_attention
-from .visibility import boolean_mask
+from ..core.components import register
+from ..core.context import LayerContext
+from .shared.base import Attention, AttentionSpec, literal_softmax_attention
+from .shared.visibility import boolean_mask
 
 
 class AllAttention(Attention):

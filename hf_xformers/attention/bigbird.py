@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from ..components import aliased, register
-from ..ops import patterns
-from ..ops.pattern_base import Pattern
-from .base import AttentionSpec
+from ..core.components import aliased, register
+from ..ops.block_sparse import patterns
+from ..ops.block_sparse.pattern_base import Pattern
 from .bigbird_attention import BigBirdAttention
 from .block_sparse import INSIDE, check_at_least
 from .block_sparse_terms import BigBirdWithTerms
+from .shared.base import AttentionSpec
 
 
 @register("attention", "bigbird", aliases=("big_bird",))

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..context import LayerContext
-from .block_sparse_attention import BlockSparseAttention
+from ..core.context import LayerContext
 from .longformer_attention import given_globals
+from .shared.block_sparse import BlockSparseAttention
 
 
 class BigBirdAttention(BlockSparseAttention):

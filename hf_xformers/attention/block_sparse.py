@@ -6,12 +6,12 @@ from typing import ClassVar
 
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..components import aliased, register
-from ..ops import patterns
-from ..ops.pattern_base import Pattern
-from .base import AttentionSpec
-from .block_sparse_attention import BlockSparseAttention
+from ..core.components import aliased, register
+from ..ops.block_sparse import patterns
+from ..ops.block_sparse.pattern_base import Pattern
 from .block_sparse_terms import BlockSparseWithTerms
+from .shared.base import AttentionSpec
+from .shared.block_sparse import BlockSparseAttention
 
 INSIDE = {"score_terms", "head_terms"}  # acts of positions that have parameters inside attention
 

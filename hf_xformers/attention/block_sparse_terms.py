@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..context import LayerContext
-from ..ops.pattern_tiles import Rounds, pattern_tiles
-from ..ops.tile_attention import Tiles, take, tile_attention
-from .base import literal_softmax_attention
+from ..core.context import LayerContext
+from ..ops.score_terms.pattern_tiles import Rounds, pattern_tiles
+from ..ops.score_terms.tiles import Tiles, take, tile_attention
 from .bigbird_attention import BigBirdAttention
-from .block_sparse_attention import BlockSparseAttention
 from .longformer_attention import LongformerAttention
-from .position_terms import ScoreTerms, WithPositionTerms
+from .shared.base import literal_softmax_attention
+from .shared.block_sparse import BlockSparseAttention
+from .shared.position_terms import ScoreTerms, WithPositionTerms
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 

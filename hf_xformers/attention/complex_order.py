@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from ..components import register
-from ..context import LayerContext, SublayerOutput, self_attention_cache
-from ..ops.products import wide_products
-from .base import Attention, AttentionSpec
-from .query_blocks import last_key, over_query_blocks, rows_at_once, shared_rows, visible_softmax
-from .visibility import rows_can_be_empty, visible_block
+from ..core.components import register
+from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..ops.common.products import wide_products
+from .shared.base import Attention, AttentionSpec
+from .shared.query_blocks import last_key, over_query_blocks, rows_at_once, shared_rows, visible_softmax
+from .shared.visibility import rows_can_be_empty, visible_block
 
 _NAMES = ("q", "k", "v", "o")
 

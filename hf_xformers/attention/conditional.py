@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from ..components import register
-from ..context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.components import register
+from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..normalization.residual import norm_inputs
 from ..stacks.conditional_computation import Gates, check_stack, gate_usage
-from .base import AttentionSpec
 from .dense_attention import DenseAttention
+from .shared.base import AttentionSpec
 
 
 class ConditionalAttention(DenseAttention):

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..cache import RecurrentStateLayer
-from ..components import register
-from ..context import LayerContext, SublayerOutput
-from ..ops.delta_rule import delta_rule
-from ..ops.feature_maps import normalized_elu
-from ..ops.feature_pullbacks import NormalizedDPFP
-from ..ops.segments import accumulation_dtype
-from .base import Attention, AttentionSpec
-from .linear import state_layer
+from ..core.cache import RecurrentStateLayer
+from ..core.components import register
+from ..core.context import LayerContext, SublayerOutput
+from ..ops.common.segments import accumulation_dtype
+from ..ops.linear.delta_rule import delta_rule
+from ..ops.linear.feature_maps import normalized_elu
+from ..ops.linear.feature_pullbacks import NormalizedDPFP
+from .shared.base import Attention, AttentionSpec
+from .shared.linear import state_layer
 
 
 class DeltaNetAttention(Attention):

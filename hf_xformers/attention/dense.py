@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from ..components import register
-from .base import AttentionSpec
+from ..core.components import register
 from .dense_attention import DenseAttention
 from .dense_bias import DenseWithBias
 from .dense_terms import DenseWithTerms
+from .shared.base import AttentionSpec
 
 
 @register("attention", "dense", aliases=("vanilla", "softmax"))

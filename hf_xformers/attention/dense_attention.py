@@ -7,9 +7,9 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..context import LayerContext
-from .base import Attention, literal_softmax_attention
-from .visibility import boolean_mask
+from ..core.context import LayerContext
+from .shared.base import Attention, literal_softmax_attention
+from .shared.visibility import boolean_mask
 
 
 class DenseAttention(Attention):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..context import LayerContext
-from ..ops.term_attention import applies
+from ..core.context import LayerContext
+from ..ops.score_terms.blocks import applies
 from ..position.base import ScoreBias
 from ..position.distances import distances_of_block
 from .dense_attention import DenseAttention
-from .position_terms import BiasByDistance
-from .term_blocks import attend_with_terms
+from .shared.position_terms import BiasByDistance
+from .shared.term_blocks import attend_with_terms
 
 # Numbers (over heads) of a bias that is made as a whole, for all layers and rows of a batch: 32 MiB in float32.
 BIAS_AT_ONCE = 1 << 23

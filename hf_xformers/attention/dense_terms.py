@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..context import LayerContext
+from ..core.context import LayerContext
 from .dense_attention import DenseAttention
-from .position_terms import WithPositionTerms
-from .term_blocks import attend_with_terms, weights_with_terms
+from .shared.position_terms import WithPositionTerms
+from .shared.term_blocks import attend_with_terms, weights_with_terms
 
 
 class DenseWithTerms(WithPositionTerms, DenseAttention):

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..cache import RecurrentStateLayer
-from ..components import register
-from ..context import LayerContext, SublayerOutput
-from ..initialization import start_projections
-from ..ops.products import wide_products
-from ..ops.segments import accumulation_dtype
-from .base import Attention, AttentionSpec
+from ..core.cache import RecurrentStateLayer
+from ..core.components import register
+from ..core.context import LayerContext, SublayerOutput
+from ..core.initialization import start_projections
+from ..ops.common.products import wide_products
+from ..ops.common.segments import accumulation_dtype
+from .shared.base import Attention, AttentionSpec
 
 # What the stack hands to a layer. One step reads the older and the recent part of its window; a whole sequence at once
 # reads the first two, which then hold all windows, overlapping.

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..components import register
-from ..context import LayerContext
-from ..ops.feature_pullbacks import EluPlusOne, RelativeElu
-from ..ops.folded_linear_attention import folded_sums, read_folded_sums
-from .base import is_plain_linear
-from .linear import LinearAttention, LinearSpec
+from ..core.components import register
+from ..core.context import LayerContext
+from ..ops.linear.feature_pullbacks import EluPlusOne, RelativeElu
+from ..ops.linear.folded import folded_sums, read_folded_sums
+from .shared.base import is_plain_linear
+from .shared.linear import LinearAttention, LinearSpec
 
 
 class LinearTransformerAttention(LinearAttention):

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from ..components import register
-from ..context import LayerContext, SublayerOutput
-from .base import Attention, AttentionSpec, literal_softmax_attention
+from ..core.components import register
+from ..core.context import LayerContext, SublayerOutput
+from .shared.base import Attention, AttentionSpec, literal_softmax_attention
 
 STREAM = "linformer_projection"
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ..components import aliased, register
-from ..ops import patterns
-from ..ops.pattern_base import Pattern
-from .base import AttentionSpec
+from ..core.components import aliased, register
+from ..ops.block_sparse import patterns
+from ..ops.block_sparse.pattern_base import Pattern
 from .block_sparse import INSIDE, by_head, check_at_least, check_heads, check_layers, largest, of_layer, window_cache
 from .block_sparse_terms import LongformerWithTerms
 from .longformer_attention import LongformerAttention
+from .shared.base import AttentionSpec
 
 
 @register("attention", "longformer")

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..context import LayerContext, SublayerOutput
-from .block_sparse_attention import BlockSparseAttention
+from ..core.context import LayerContext, SublayerOutput
+from .shared.block_sparse import BlockSparseAttention
 
 
 def given_globals(context: LayerContext, most: int | None) -> tuple[Tensor | None, int | None]:

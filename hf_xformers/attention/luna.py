@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from ..cache import RecurrentStateLayer
-from ..components import register
-from ..context import LayerContext, SublayerOutput
-from ..initialization import start_projections
-from ..ops.feature_maps import elu_plus_one
-from ..ops.head_groups import over_head_groups
-from ..ops.linear_attention import LinearState, linear_attention
-from ..ops.products import wide_products
-from ..ops.segments import accumulation_dtype
-from .base import Attention, AttentionSpec, literal_softmax_attention
-from .linear import state_layer
+from ..core.cache import RecurrentStateLayer
+from ..core.components import register
+from ..core.context import LayerContext, SublayerOutput
+from ..core.initialization import start_projections
+from ..ops.common.head_groups import over_head_groups
+from ..ops.common.products import wide_products
+from ..ops.common.segments import accumulation_dtype
+from ..ops.linear.attention import LinearState, linear_attention
+from ..ops.linear.feature_maps import elu_plus_one
+from .shared.base import Attention, AttentionSpec, literal_softmax_attention
+from .shared.linear import state_layer
 
 STREAM = "luna_memory"
 

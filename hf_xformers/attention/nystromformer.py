@@ -7,12 +7,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ..components import aliased, register
-from ..context import LayerContext
+from ..core.components import aliased, register
+from ..core.context import LayerContext
+from ..ops.common.products import wide_products, widened
 from ..ops.head_convolution import convolve_heads
 from ..ops.nystrom import iterative_pinv, nystrom_attention, segment_means
-from ..ops.products import wide_products, widened
-from .base import Attention, AttentionSpec
+from .shared.base import Attention, AttentionSpec
 
 
 class HeadConvolution(nn.Conv2d):

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..components import aliased, register
-from ..context import LayerContext
-from ..initialization import seeded_generator
-from ..ops.feature_maps import hyperbolic_features, random_matrix
-from ..ops.feature_pullbacks import PositiveFeatures
-from .linear import LinearAttention, LinearSpec
+from ..core.components import aliased, register
+from ..core.context import LayerContext
+from ..core.initialization import seeded_generator
+from ..ops.linear.feature_maps import hyperbolic_features, random_matrix
+from ..ops.linear.feature_pullbacks import PositiveFeatures
+from .shared.linear import LinearAttention, LinearSpec
 
 
 def _hyperbolic(scale: float, x: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:

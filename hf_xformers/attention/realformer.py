@@ -7,14 +7,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from ..components import register
-from ..context import LayerContext, SublayerOutput
-from ..ops.block_sparse import block_sparse_attention
-from ..ops.patterns import full
-from ..ops.products import wide_products
-from .base import Attention, AttentionSpec
-from .query_blocks import visible_softmax
-from .visibility import visible_pairs
+from ..core.components import register
+from ..core.context import LayerContext, SublayerOutput
+from ..ops.block_sparse.attention import block_sparse_attention
+from ..ops.block_sparse.patterns import full
+from ..ops.common.products import wide_products
+from .shared.base import Attention, AttentionSpec
+from .shared.query_blocks import visible_softmax
+from .shared.visibility import visible_pairs
 
 _ALL = full()
 

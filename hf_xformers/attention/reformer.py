@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..components import aliased, register
-from ..context import LayerContext, SublayerOutput, self_attention_cache
-from ..initialization import seeded_normal, start_projections
-from ..ops.bucketed import Chunks, bucketed_attention, bucketed_reference
-from .bucketed import BucketedSpec, Stage, attend_in_buckets, labels_of_all, recent_attention
-from .position_terms import WithScoreTerms
+from ..core.components import aliased, register
+from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.initialization import seeded_normal, start_projections
+from ..ops.bucketed.attention import Chunks, bucketed_attention, bucketed_reference
+from .shared.bucketed import BucketedSpec, Stage, attend_in_buckets, labels_of_all, recent_attention
+from .shared.position_terms import WithScoreTerms
 
 _EPSILON = 1e-6  # added to the mean square of a key before it is brought to length 1, as in the released code
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from ..components import register
-from ..ops import patterns
-from ..ops.pattern_base import Pattern
+from ..core.components import register
+from ..ops.block_sparse import patterns
+from ..ops.block_sparse.pattern_base import Pattern
 from .block_sparse import BlockSparseSpec, check_at_least
 
 

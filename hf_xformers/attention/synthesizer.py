@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from ..components import register
-from ..context import LayerContext, SublayerOutput, self_attention_cache
-from ..initialization import start_projections
-from ..ops.products import wide_products
-from .base import Attention, AttentionSpec
-from .query_blocks import over_query_blocks, rows_at_once, shared_rows, visible_softmax
-from .visibility import boolean_mask, visible_pairs
+from ..core.components import register
+from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.initialization import start_projections
+from ..ops.common.products import wide_products
+from .shared.base import Attention, AttentionSpec
+from .shared.query_blocks import over_query_blocks, rows_at_once, shared_rows, visible_softmax
+from .shared.visibility import boolean_mask, visible_pairs
 
 KINDS = ("dot", "dense", "random", "fixed_random", "factorized_dense", "factorized_random")
 # Kinds that are products of a vector of the query and one of the key, so that fused attention computes them.

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from ..components import register
-from ..context import LayerContext, SublayerOutput, self_attention_cache
-from ..memory import SegmentCacheLayer, take_slots
-from ..ops.distance_products import distance_products
-from ..ops.products import wide_products
-from ..ops.shifted_rows import shift_rows
-from ..ops.term_attention import QueryBlock
-from .base import Attention, AttentionSpec
-from .query_blocks import visible_softmax
-from .term_blocks import VisibleTerms, attend_with_terms, blocks_of
+from ..core.components import register
+from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.segment_memory import SegmentCacheLayer, take_slots
+from ..ops.common.products import wide_products
+from ..ops.common.shifted_rows import shift_rows
+from ..ops.score_terms.blocks import QueryBlock
+from ..ops.score_terms.distance_products import distance_products
+from .shared.base import Attention, AttentionSpec
+from .shared.query_blocks import visible_softmax
+from .shared.term_blocks import VisibleTerms, attend_with_terms, blocks_of
 
 # What a stack with segment memory hands to attention: a stream with the memory that this step reads, [B, M, D], entered as
 # the layer's own input is; and in `context.shared` its length M, which of the slots [memory ; segment] are real
@@ -224,7 +224,7 @@ class TransformerXLAttention(Attention):
         if context.static or earlier is not None:
             raise ValueError(
                 f"transformer_xl keeps the last keys and values and a memory before them, which a {type(cache).__name__} has no "
-                "place for; leave `past_key_values` out, or make it with `hf_xformers.cache.make_cache(config)`."
+                "place for; leave `past_key_values` out, or make it with `hf_xformers.core.cache.make_cache(config)`."
             )
         return *cache.update(key, value, step), context.padding_mask
 

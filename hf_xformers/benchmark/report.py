@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import torch
 
+from ..core.saved_files import write_text
 from ..hub.attention_map import draw
-from ..saved_files import write_text
 from .measure import QUIET
 from .plots import HINT, can_plot, plot_all
 from .runner import Comparison

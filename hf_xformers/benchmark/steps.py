@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ..context import LayerContext
+from ..core.context import LayerContext
 from .entries import SHAPES, Entry, make_config
 
 WIDTH, HEADS = 512, 8  # of the attention layer

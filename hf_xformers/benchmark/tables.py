@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..saved_files import write_text
+from ..core.saved_files import write_text
 
 
 def table(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:

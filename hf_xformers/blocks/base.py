@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..components import Spec
-from ..context import LayerContext, SublayerOutput, add_losses
+from ..core.components import Spec
+from ..core.context import LayerContext, SublayerOutput, add_losses
 from ..normalization.residual import Residual
 
 # The stream that holds the other half of a pair of residual streams.

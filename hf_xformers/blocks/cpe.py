@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from ..components import register
-from ..context import LayerContext, SublayerOutput
+from ..core.components import register
+from ..core.context import LayerContext, SublayerOutput
 from ..normalization.residual import Residual
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 from .window_state import WindowCacheLayer, WindowSublayer, check_window_block

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..components import register
-from ..context import LayerContext, SublayerOutput, add_losses
+from ..core.components import register
+from ..core.context import LayerContext, SublayerOutput, add_losses
+from ..core.weight_decay import Undecayed
 from ..stacks.hi_transformer import NESTING, SENTENCE_POSITIONS, AttentivePooling, Levels
-from ..weight_decay import Undecayed
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..components import register
+from ..core.components import register
 from .base import BlockSpec, SublayerPlan
 
 

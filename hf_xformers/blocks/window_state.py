@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ..context import LayerContext, self_attention_cache
+from ..core.context import LayerContext, self_attention_cache
 
 
 class WindowCacheLayer(DynamicLayer):
@@ -74,7 +74,7 @@ class WindowSublayer(nn.Module):
         if not isinstance(layer, WindowCacheLayer):
             raise ValueError(
                 f"This model keeps a window of inputs beside keys and values, which the given {type(cache).__name__} has no "
-                "place for; leave `past_key_values` out, or make it with `hf_xformers.cache.make_cache(config)`."
+                "place for; leave `past_key_values` out, or make it with `hf_xformers.core.cache.make_cache(config)`."
             )
         before = layer.windows.get(self.name)
         joined = (

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from transformers.hf_argparser import HfArgumentParser
 
-from ..components import SLOTS, build_spec, did_you_mean, field_aliases
+from ..core.components import SLOTS, build_spec, did_you_mean, field_aliases
 from ..objectives import OBJECTIVES
 from .parser import RefusingParser
 from .values import annotation, parse

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..components import SLOTS, did_you_mean
+from ..core.components import SLOTS, did_you_mean
 from .console import cell_text, error_console, print_table, say
 from .parser import CommandParser
 from .values import annotation, parse

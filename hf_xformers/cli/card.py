@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..saved_files import write_text
+from ..core.saved_files import write_text
 from .console import say
 from .parser import CommandParser
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..components import SLOTS
+from ..core.components import SLOTS
 from .arguments import parse_component, parse_decoder, split_dotted
 from .console import in_options, print_facts, say
 from .parser import CommandParser
@@ -51,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
         report = _swap(arguments, dotted) if swaps else _convert(arguments)
     content = json.dumps(report.to_dict(), indent=2)
     if report_file is not None:
-        from ..saved_files import write_json
+        from ..core.saved_files import write_json
 
         write_json(report_file, report.to_dict())
     if arguments.json:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ..components import SLOTS, Spec, field_aliases
+from ..core.components import SLOTS, Spec, field_aliases
 from ..families import CHANGES, SURVEY
 
 # Shape -> the head whose class a family has for it.

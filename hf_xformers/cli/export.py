@@ -28,8 +28,8 @@ def run(argv: Sequence[str]) -> int:
     if arguments.check and importlib.util.find_spec("onnxruntime") is None:
         raise ValueError("--check compares under onnxruntime, which is not installed: pip install onnxruntime")
     from ..conversion.checkpoint import load_ours, model_type_of
+    from ..core.saved_files import refuse_damaged_weights
     from ..export import export_onnx
-    from ..saved_files import refuse_damaged_weights
     from ..variants import model_types
 
     source, output = arguments.model, Path(arguments.output).expanduser()

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..components import SLOTS
+from ..core.components import SLOTS
 from .arguments import Parser, add_model_options, parse_command, parse_component, parse_decoder, parse_fields
 from .console import print_facts, say
 from .pretrain import OUTPUT_HELP, quiet_libraries

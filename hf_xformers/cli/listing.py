@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..components import SLOTS, did_you_mean
+from ..core.components import SLOTS, did_you_mean
 from ..families import CHANGES, SURVEY
 from .console import print_facts, show
 from .descriptions import SHAPES, component, components, own_components, own_defaults, replaced, variants

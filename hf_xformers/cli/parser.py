@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..components import did_you_mean
+from ..core.components import did_you_mean
 
 _NOTHING = (None, False, "", argparse.SUPPRESS)
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..components import SLOTS
+from ..core.components import SLOTS
 from .arguments import (
     Parser,
     add_model_options,

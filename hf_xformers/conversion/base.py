@@ -12,8 +12,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ..components import SLOTS, Spec, build_spec
 from ..configuration_xformer import XFormerConfig
+from ..core.components import SLOTS, Spec, build_spec
 from ..variants import config_class
 from .rules import Entry, Rule, expand
 

@@ -11,11 +11,11 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from ..components import SLOTS
 from ..configuration_xformer import XFormerConfig
-from ..finite import refuse_non_finite
+from ..core.components import SLOTS
+from ..core.finite import refuse_non_finite
+from ..core.saved_files import read_object, refuse_damaged_weights, replacing
 from ..modeling_xformer import layer_configs
-from ..saved_files import read_object, refuse_damaged_weights, replacing
 from ..variants import config_class, family
 from .base import Converter, converter_for
 from .provenance import read_provenance, write_provenance

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..components import SLOTS
 from ..configuration_xformer import XFormerConfig
+from ..core.components import SLOTS
 
 
 @dataclass(frozen=True)

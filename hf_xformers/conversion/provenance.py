@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..saved_files import read_object, write_json
+from ..core.saved_files import read_object, write_json
 from .report import Report
 from .swap_report import SwapReport
 

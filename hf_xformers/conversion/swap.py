@@ -21,10 +21,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..blocks.base import SublayerPlan
-from ..components import SpecLike
 from ..configuration_xformer import XFormerConfig
+from ..core.components import SpecLike
+from ..core.saved_files import replacing
 from ..modeling_xformer import XFormerModel, XFormerPreTrainedModel, XFormerTower
-from ..saved_files import replacing
 from ..variants import family, model_types
 from .base import converter_for
 from .checkpoint import check_target, load, load_ours, model_type_of, open_tokenizer, save

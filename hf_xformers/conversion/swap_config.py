@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..components import SLOTS, Spec, build_spec, canonical_fields, did_you_mean
 from ..configuration_xformer import XFormerConfig
+from ..core.components import SLOTS, Spec, build_spec, canonical_fields, did_you_mean
 from ..modeling_xformer import layer_configs
 
 # What may change beside components: the weights that this touches can be derived.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..components import Spec
+from ..core.components import Spec
 
 
 class EmbeddingSpec(Spec):

@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..components import register
-from ..precision import Float32Module
-from ..weight_decay import Undecayed
+from ..core.components import register
+from ..core.precision import Float32Module
+from ..core.weight_decay import Undecayed
 from .base import EmbeddingSpec
 
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..components import register
-from ..weight_decay import Undecayed
+from ..core.components import register
+from ..core.weight_decay import Undecayed
 from .base import EmbeddingSpec
 
 

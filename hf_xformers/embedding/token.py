@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor, nn
 
-from ..components import register
+from ..core.components import register
 from .base import EmbeddingSpec
 
 

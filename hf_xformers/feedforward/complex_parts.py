@@ -7,8 +7,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from ..components import Spec, build_spec, register
-from ..context import LayerContext, SublayerOutput
+from ..core.components import Spec, build_spec, register
+from ..core.context import LayerContext, SublayerOutput
 from .dense import DenseFeedForwardSpec
 
 

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..components import Spec, register
-from ..context import LayerContext, SublayerOutput
-from ..initialization import start_projections
+from ..core.components import Spec, register
+from ..core.context import LayerContext, SublayerOutput
+from ..core.initialization import start_projections
 from ..normalization.residual import norm_inputs
 from ..stacks.conditional_computation import Gates, check_stack, gate_usage
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
-from ..components import Spec, register
-from ..context import LayerContext, SublayerOutput
-from ..initialization import start_projections
+from ..core.components import Spec, register
+from ..core.context import LayerContext, SublayerOutput
+from ..core.initialization import start_projections
 
 
 class DenseFeedForward(nn.Module):

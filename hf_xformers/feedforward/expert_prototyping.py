@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..components import aliased, register
-from ..context import LayerContext, SublayerOutput
+from ..core.components import aliased, register
+from ..core.context import LayerContext, SublayerOutput
 from .experts import ExpertsSpec, Router, balance_loss, documents, real_tokens, within_capacity
 
 

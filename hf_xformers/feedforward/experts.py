@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.integrations import moe as transformers_moe
 
-from ..components import Spec, aliased
-from ..context import LayerContext
-from ..ops.derivatives import first_derivative_only
+from ..core.components import Spec, aliased
+from ..core.context import LayerContext
+from ..ops.common.derivatives import first_derivative_only
 from .dense import DenseFeedForward
 
 

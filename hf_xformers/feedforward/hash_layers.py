@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..cache import RecurrentStateLayer
-from ..components import aliased, register
-from ..context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.cache import RecurrentStateLayer
+from ..core.components import aliased, register
+from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from .dense import DenseFeedForward
 from .experts import ExpertsSpec, real_tokens
 
@@ -59,7 +59,7 @@ def _last_id_layer(cache: Cache, context: LayerContext) -> LastIdLayer:
     if cache.get_seq_length() or not cache.layers:
         raise ValueError(
             f"feedforward 'hash_layers' hashes pairs of tokens, and the given {type(cache).__name__} does not hold the last one; "
-            "leave `past_key_values` out, or make it with `hf_xformers.cache.make_cache(config)`."
+            "leave `past_key_values` out, or make it with `hf_xformers.core.cache.make_cache(config)`."
         )
     cache.layers.append(LastIdLayer())
     return cache.layers[-1]

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from ..components import Spec, register
-from ..context import LayerContext, SublayerOutput
-from ..distributed import sum_over_processes
-from ..ops.derivatives import first_derivative_only
-from ..weight_decay import Undecayed
+from ..core.components import Spec, register
+from ..core.context import LayerContext, SublayerOutput
+from ..core.distributed import sum_over_processes
+from ..core.weight_decay import Undecayed
+from ..ops.common.derivatives import first_derivative_only
 from .dense import DenseFeedForward
 from .experts import real_tokens, wide
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..components import register
-from ..context import LayerContext, SublayerOutput
+from ..core.components import register
+from ..core.context import LayerContext, SublayerOutput
 from .experts import ExpertsSpec, Router, mean_over, real_tokens
 
 

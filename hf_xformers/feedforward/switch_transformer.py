@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..components import register
-from ..context import LayerContext, SublayerOutput
+from ..core.components import register
+from ..core.context import LayerContext, SublayerOutput
 from .experts import (
     ExpertsSpec,
     Router,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..configuration_xformer import XFormerConfig
-from ..finite import refuse_non_finite
-from ..saved_files import refuse_damaged_weights
+from ..core.finite import refuse_non_finite
+from ..core.saved_files import refuse_damaged_weights
 from ..training.building import SHAPE_OF_HEAD, component, longest_input
 from ..training.checkpoints import misfit
 from ..training.presets import size_fields, size_named

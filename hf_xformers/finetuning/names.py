@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..components import did_you_mean
+from ..core.components import did_you_mean
 
 TASK_NAMES = (
     "text-classification",

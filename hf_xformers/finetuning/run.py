@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..configuration_xformer import XFormerConfig
 from ..conversion.provenance import carry_provenance
-from ..saved_files import saving_into, write_json, write_text
+from ..core.saved_files import saving_into, write_json, write_text
 from ..training.building import choose_block_size, grown_positions, longest_sequence
 from ..training.checkpoints import checkpoint_to_resume
 from ..training.folder_lock import folder_lock

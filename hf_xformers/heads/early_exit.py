@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..losses import with_aux_losses
-from ..modeling_outputs import XFormerEarlyExitClassifierOutput
+from ..core.losses import with_aux_losses
+from ..core.outputs import XFormerEarlyExitClassifierOutput
+from ..core.pooling import pool
 from ..modeling_xformer import Pooler
-from ..pooling import pool
 from ..stacks.early_exit import EntropyExitSpec, PatienceExitSpec
 
 

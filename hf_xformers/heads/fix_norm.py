@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..components import Spec, register
+from ..core.components import Spec, register
 from .language_model import LanguageModelHead
 
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention.query_blocks import over_query_blocks, rows_at_once
-from ..components import Spec, register
+from ..attention.shared.query_blocks import over_query_blocks, rows_at_once
+from ..core.components import Spec, register
 from .language_model import LanguageModelHead
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from ..components import Spec, register
+from ..core.components import Spec, register
 
 
 class LanguageModelHead(nn.Module):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..saved_files import read_object
+from ..core.saved_files import read_object
 from .checkpoint_files import MARK, PEFT, Kind
 from .training_record import is_hub_id, read_summary_of
 

@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 import torch
 from torch import Tensor
 
-from ..components import SLOTS, build_spec
+from ..core.components import SLOTS, build_spec
 
 LENGTH = 16
 # Pixels: a pair of tokens; room beside, above and below a map for its axes, its bar and its title.

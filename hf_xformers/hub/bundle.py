@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..components import record_lookups
+from ..core.components import record_lookups
+from ..core.saved_files import saving_into
 from ..families import HEADS
-from ..saved_files import saving_into
 from .checkpoint_files import CONFIG, checkpoint_files
 from .flattening import PACKAGE, Flattener, flat_name, unseen
 
@@ -164,7 +164,7 @@ def code_files(config: Any, heads: tuple[str, ...]) -> dict[str, str]:
 
     config_class = _installed(type(config))
     parts = sorted(_component_modules(config_class, config.to_dict(), heads))
-    rooms, auto, table = (f"{PACKAGE}.{name}" for name in ("rooms", "auto_classes", "head_classes"))
+    rooms, auto, table = (f"{PACKAGE}.{name}" for name in ("core.rooms", "auto_classes", "modeling.head_classes"))
     names = {name: f"{PACKAGE}.{module}" for name, module in _NAMES.items()}
     flattener = Flattener({rooms: "", auto: _AUTO_CLASSES, table: _head_classes(config_class, heads)}, names)
     entries = {cls.__module__ for cls in (config_class, *model_classes(config_class, heads).values())}
@@ -183,13 +183,11 @@ def code_files(config: Any, heads: tuple[str, ...]) -> dict[str, str]:
 
 def _head_classes(config_class: Any, heads: tuple[str, ...]) -> str:
     """The table of `head_classes` with these heads alone."""
-    from ..head_classes import CLASSES, IMAGE_CLASSES
+    from ..modeling.head_classes import CLASSES, IMAGE_CLASSES
 
     image = config_class.modality == "image"
     chosen = {name: {**CLASSES, **IMAGE_CLASSES}[name] if image else CLASSES[name] for name in heads}
-    imports = sorted(
-        f"from .{cls.__module__.removeprefix(f'{PACKAGE}.')} import {cls.__name__}" for cls in chosen.values()
-    )
+    imports = sorted(f"from {cls.__module__} import {cls.__name__}" for cls in chosen.values())
     rows = "".join(f'    "{name}": {cls.__name__},\n' for name, cls in chosen.items())
     return _HEAD_CLASSES.format(imports="\n".join(imports), rows=rows)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..saved_files import read_object
+from ..core.saved_files import read_object
 from .model_card import PIPELINES
 
 # Head -> task of `transformers.pipeline`; None where it has none for the head.

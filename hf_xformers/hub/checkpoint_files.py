@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from ..saved_files import refuse_damaged_weights, safetensors_defect
+from ..core.saved_files import refuse_damaged_weights, safetensors_defect
 from .flattening import VISIBLE
 
 CONFIG = "config.json"

@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from ..components import SLOTS
+from ..core.components import SLOTS
 
 # Head -> task of `transformers.pipeline`, which has none for encoder-decoders of text.
 PIPELINES: dict[str, str | None] = {

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..components import SLOTS
 from ..conversion.provenance import Provenance, read_provenance
+from ..core.components import SLOTS
 from ..families import VariantInfo
 from ..modeling_xformer import layer_configs
 from .training_record import is_hub_id

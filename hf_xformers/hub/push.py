@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..saved_files import read_object
+from ..core.saved_files import read_object
 from .adapter_card import CONFIGS as ADAPTER_CONFIGS
 from .adapter_card import public_config, read_adapter
 from .bundle import code_files, kept_heads, load_config, with_auto_map

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..saved_files import read_object
+from ..core.saved_files import read_object
 from ..training.run_folder import SUMMARY_FILE
 
 # Figures that are no score: how long it took, on how much.

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..components import register
-from ..context import LayerContext
+from ..core.components import register
+from ..core.context import LayerContext
 from .residual import PostNorm, ResidualSpec
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..components import Spec, register
+from ..core.components import Spec, register
 
 
 class PartsNorm(nn.Module):

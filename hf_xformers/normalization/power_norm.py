@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..components import Spec, register
-from ..distributed import num_processes, sum_over_processes
-from ..ops.derivatives import first_derivative_only
-from ..weight_decay import Undecayed
+from ..core.components import Spec, register
+from ..core.distributed import num_processes, sum_over_processes
+from ..core.weight_decay import Undecayed
+from ..ops.common.derivatives import first_derivative_only
 
 
 class _RunningPower(torch.autograd.Function):

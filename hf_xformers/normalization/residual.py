@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..components import Spec, register
-from ..context import LayerContext
-from ..weight_decay import Undecayed
+from ..core.components import Spec, register
+from ..core.context import LayerContext
+from ..core.weight_decay import Undecayed
 
 
 def norm_inputs(norm: nn.Module, context: LayerContext | None) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..components import register
+from ..core.components import register
 from .residual import Residual, ResidualSpec
 
 

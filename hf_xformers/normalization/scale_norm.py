@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..components import Spec, register
-from ..weight_decay import Undecayed
+from ..core.components import Spec, register
+from ..core.weight_decay import Undecayed
 
 
 class ScaleNorm(Undecayed, nn.Module):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .derivatives import LITERAL, first_derivative_only
+from .common.derivatives import LITERAL, first_derivative_only
 
 BLOCK = 64
 # Shorter kernels leave most of a band matrix empty.

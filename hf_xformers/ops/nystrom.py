@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .segments import accumulation_dtype, check_padding_mask
+from .common.segments import accumulation_dtype, check_padding_mask
 
 
 def nystrom_attention(

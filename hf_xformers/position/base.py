@@ -20,11 +20,11 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..components import Spec
-from ..context import LayerContext
-from ..ops.term_attention import QueryBlock
-from ..ops.tile_attention import Pairs
-from ..weight_decay import Undecayed
+from ..core.components import Spec
+from ..core.context import LayerContext
+from ..core.weight_decay import Undecayed
+from ..ops.score_terms.blocks import QueryBlock
+from ..ops.score_terms.tiles import Pairs
 
 
 class Rotation(Protocol):

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..components import register
-from ..context import LayerContext
-from ..ops.distance_products import distance_products
-from ..ops.term_attention import QueryBlock
-from ..ops.tile_attention import Pairs
+from ..core.components import register
+from ..core.context import LayerContext
+from ..ops.score_terms.blocks import QueryBlock
+from ..ops.score_terms.distance_products import distance_products
+from ..ops.score_terms.tiles import Pairs
 from .base import LayerTerms, Position, PositionSpec
 from .distances import (
     Near,

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..context import LayerContext
-from ..ops.shifted_rows import shift_rows
-from ..ops.tile_attention import Pairs
+from ..core.context import LayerContext
+from ..ops.common.shifted_rows import shift_rows
+from ..ops.score_terms.tiles import Pairs
 
 # Vectors that [`pick_rows`] takes at least at a time: fewer do not multiply at full speed.
 LEAST_VECTORS = 64

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..components import register
-from ..context import LayerContext
-from ..ops.products import widened
-from ..precision import Float32Module
+from ..core.components import register
+from ..core.context import LayerContext
+from ..core.precision import Float32Module
+from ..ops.common.products import widened
 from .base import LayerTerms, Position, PositionSpec
 
 BIASES = "floater_biases"  # the stream of biases of all layers, [positions, 3, layers, D]

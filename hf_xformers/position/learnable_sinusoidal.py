@@ -7,9 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..components import register
-from ..context import LayerContext
-from ..precision import Float32Module
+from ..core.components import register
+from ..core.context import LayerContext
+from ..core.precision import Float32Module
 from .base import LayerTerms, Position, PositionSpec
 
 

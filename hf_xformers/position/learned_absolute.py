@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..components import register
+from ..core.components import register
 from .base import Position, PositionSpec
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..components import register
+from ..core.components import register
 from .base import Position, PositionSpec
 from .sinusoidal_absolute import sinusoids
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..components import register
-from ..context import LayerContext
-from ..ops.term_attention import QueryBlock
-from ..ops.tile_attention import Pairs
+from ..core.components import register
+from ..core.context import LayerContext
+from ..ops.score_terms.blocks import QueryBlock
+from ..ops.score_terms.tiles import Pairs
 from .base import LayerTerms, Position, PositionSpec
 from .distances import pick_rows, slot_distances, spread_queries, sum_by_distance
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..components import register
+from ..core.components import register
 from .base import Position, PositionSpec, ScoreBias
 
 

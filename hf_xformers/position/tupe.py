@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..components import register
-from ..context import LayerContext
+from ..core.components import register
+from ..core.context import LayerContext
 from .base import LayerTerms, Position, PositionSpec, key_positions
 from .distances import distances_of_block
 from .t5_relative_bias import relative_buckets

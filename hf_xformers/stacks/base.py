@@ -9,10 +9,10 @@ from typing import ClassVar
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..components import Spec
-from ..context import LayerContext
-from ..memory import SegmentMemory
-from ..weight_decay import Undecayed
+from ..core.components import Spec
+from ..core.context import LayerContext
+from ..core.segment_memory import SegmentMemory
+from ..core.weight_decay import Undecayed
 
 
 @dataclass

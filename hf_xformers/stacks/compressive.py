@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..attention.transformer_xl import KEY_USAGE, MEMORY_ORDER
-from ..components import register
-from ..context import LayerContext
-from ..memory import CompressiveMemory, MemoryCacheLayer, SegmentMemory, take_slots
+from ..core.components import register
+from ..core.context import LayerContext
+from ..core.segment_memory import CompressiveMemory, MemoryCacheLayer, SegmentMemory, take_slots
 from .segment_recurrent import SegmentRecurrentSpec, SegmentRecurrentStack
 
 
@@ -98,7 +98,7 @@ class CompressiveStack(SegmentRecurrentStack):
         if not isinstance(slot, MemoryCacheLayer):
             raise ValueError(
                 f"The compressive stack generates from its memory, which a {type(cache).__name__} has no place for; leave "
-                "`past_key_values` out, or make it with `hf_xformers.cache.make_cache(config)`."
+                "`past_key_values` out, or make it with `hf_xformers.core.cache.make_cache(config)`."
             )
         return slot
 

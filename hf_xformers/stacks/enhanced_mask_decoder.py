@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..attention.position_terms import KEY_STATES
+from ..attention.shared.position_terms import KEY_STATES
 from ..blocks.base import unpack_layer
-from ..components import register
-from ..context import LayerContext, add_losses
+from ..core.components import register
+from ..core.context import LayerContext, add_losses
 from .base import StackOutput, StackSpec
 from .plain import PlainStack
 

@@ -11,9 +11,9 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from ..attention.feedback import STREAMS
 from ..blocks.base import unpack_layer
-from ..cache import RecurrentStateLayer
-from ..components import register
-from ..context import LayerContext, add_losses, self_attention_cache
+from ..core.cache import RecurrentStateLayer
+from ..core.components import register
+from ..core.context import LayerContext, add_losses, self_attention_cache
 from .base import Stack, StackOutput, StackSpec, memory_by_step
 
 
@@ -76,7 +76,7 @@ class FeedbackStack(Stack):
             if not isinstance(slot, RecurrentStateLayer):
                 raise ValueError(
                     f"The feedback stack keeps a window of memories, which a {type(cache).__name__} has no place for; leave "
-                    "`past_key_values` out, or make it with `hf_xformers.cache.make_cache(config)`."
+                    "`past_key_values` out, or make it with `hf_xformers.core.cache.make_cache(config)`."
                 )
             if slot.state:
                 return slot.state["keys"], slot.state["values"]

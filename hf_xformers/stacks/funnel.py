@@ -10,9 +10,9 @@ from transformers.cache_utils import Cache
 
 from ..attention.transformer_xl import GRID, KEY_COUNT, KEY_REAL, KEY_STATES, Grid
 from ..blocks.base import unpack_layer
-from ..components import register
-from ..context import LayerContext, add_losses
-from ..memory import take_slots
+from ..core.components import register
+from ..core.context import LayerContext, add_losses
+from ..core.segment_memory import take_slots
 from .base import Stack, StackOutput, StackSpec
 
 

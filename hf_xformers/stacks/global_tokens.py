@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..components import aliased, register
-from ..context import LayerContext
-from ..memory import take_slots
+from ..core.components import aliased, register
+from ..core.context import LayerContext
+from ..core.segment_memory import take_slots
 from .base import StackOutput, StackSpec
 from .plain import PlainStack
 

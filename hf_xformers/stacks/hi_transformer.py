@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..components import register
-from ..context import LayerContext
+from ..core.components import register
+from ..core.context import LayerContext
 from .base import StackOutput, StackSpec
 from .plain import PlainStack
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..blocks.base import unpack_layer
-from ..components import register
-from ..context import LayerContext, add_losses
+from ..core.components import register
+from ..core.context import LayerContext, add_losses
 from .base import Stack, StackOutput, StackSpec, memory_by_step
 
 

@@ -13,9 +13,9 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from ..blocks.base import PARTNER, SublayerPlan, XFormerLayer, unpack_layer
-from ..components import register
-from ..context import LayerContext, add_losses
-from ..ops.derivatives import first_derivative_only
+from ..core.components import register
+from ..core.context import LayerContext, add_losses
+from ..ops.common.derivatives import first_derivative_only
 from .base import Stack, StackOutput, StackSpec, memory_by_step
 
 logger = logging.get_logger(__name__)

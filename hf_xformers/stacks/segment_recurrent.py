@@ -10,9 +10,9 @@ from transformers.cache_utils import Cache
 
 from ..attention.transformer_xl import MEMORY_LENGTH, MEMORY_ORDER, MEMORY_REAL, SEGMENT_MEMORY
 from ..blocks.base import unpack_layer
-from ..components import register
-from ..context import LayerContext, add_losses, self_attention_cache
-from ..memory import MemoryCacheLayer, SegmentMemory, join_masks
+from ..core.components import register
+from ..core.context import LayerContext, add_losses, self_attention_cache
+from ..core.segment_memory import MemoryCacheLayer, SegmentMemory, join_masks
 from .base import Stack, StackOutput, StackSpec
 
 

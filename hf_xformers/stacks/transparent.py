@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from ..components import register
-from ..context import LayerContext
+from ..core.components import register
+from ..core.context import LayerContext
 from .base import StackOutput, StackSpec
 from .plain import PlainStack
 

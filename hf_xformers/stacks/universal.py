@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..blocks.base import unpack_layer
-from ..components import register
-from ..context import LayerContext, add_losses
-from ..losses import ONE_MORE_OUTPUT
+from ..core.components import register
+from ..core.context import LayerContext, add_losses
+from ..core.losses import ONE_MORE_OUTPUT
 from ..position.sinusoidal_absolute import sinusoids
 from .base import Stack, StackOutput, StackSpec, memory_by_step
 

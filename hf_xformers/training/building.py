@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..components import SLOTS, build_spec, canonical_fields
+from ..core.components import SLOTS, build_spec, canonical_fields
 from ..objectives import OBJECTIVES, Objective
 from .presets import size_fields, size_named
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..saved_files import safetensors_defect, weight_files, weights_defect
+from ..core.saved_files import safetensors_defect, weight_files, weights_defect
 
 # Trainer writes this file last, so it marks a save that came to its end.
 STATE_FILE = "trainer_state.json"

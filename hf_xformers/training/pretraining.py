@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..components import SLOTS, canonical_fields
 from ..conversion.provenance import carry_provenance
-from ..finite import refuse_non_finite
+from ..core.components import SLOTS, canonical_fields
+from ..core.finite import refuse_non_finite
+from ..core.saved_files import refuse_damaged_weights, saving_into, write_json
 from ..objectives import Objective, build_objective
-from ..saved_files import refuse_damaged_weights, saving_into, write_json
 from .building import (
     build_config,
     build_model,

@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..saved_files import STAGING, read_object, saving_into
+from ..core.saved_files import STAGING, read_object, saving_into
 from .checkpoints import STATE_FILE, checkpoints
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..finite import refuse_non_finite
+from ..core.finite import refuse_non_finite
+from ..core.saved_files import refuse_damaged_weights
 from ..objectives import Objective, build_objective
-from ..saved_files import refuse_damaged_weights
 from .building import choose_block_size, language_objectives
 from .checkpoints import misfit
 from .run_folder import read_summary, saved_config

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 from transformers.trainer_callback import TrainerCallback
 
-from ..memory import SegmentMemory
+from ..core.segment_memory import SegmentMemory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -51,7 +51,7 @@ def choose_streams(wanted: bool | None, config: PreTrainedConfig, head: str, *, 
 
 
 def _variants_with_memory() -> list[str]:
-    from ..components import SLOTS
+    from ..core.components import SLOTS
     from ..variants import config_class, model_types
     from .building import component
 

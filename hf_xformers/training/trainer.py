@@ -15,10 +15,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalPrediction
 from transformers.utils import logging
 
 from ..configuration_xformer import XFormerConfig
-from ..finite import refuse_non_finite
-from ..losses import labels_after_real_tokens
-from ..sequence_sharding import check_sharding, sharding_in_force
-from ..weight_decay import declared_undecayed
+from ..core.finite import refuse_non_finite
+from ..core.losses import labels_after_real_tokens
+from ..core.sequence_sharding import check_sharding, sharding_in_force
+from ..core.weight_decay import declared_undecayed
 from .checkpoints import STATE_FILE
 from .evaluation import IGNORE_INDEX, frequency_floor, label_counts, summarise, token_statistics
 from .randomness import preserved_randomness

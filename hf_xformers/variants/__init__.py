@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..components import did_you_mean
+from ..core.components import did_you_mean
 
 
 def model_types() -> dict[str, str]:

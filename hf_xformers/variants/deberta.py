@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from ..auto_classes import register_model
-from ..components import SpecLike
 from ..configuration_xformer import XFormerConfig
+from ..core.components import SpecLike
 from ..families import ENCODER_HEADS, VariantInfo, make_family
 
 

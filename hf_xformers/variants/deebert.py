@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import field
 from typing import ClassVar
 
-from ..components import SpecLike
 from ..configuration_xformer import XFormerConfig
+from ..core.components import SpecLike
 from ..families import VariantInfo, make_family
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from ..components import SpecLike
 from ..configuration_xformer import Initializer, XFormerConfig
+from ..core.components import SpecLike
 from ..families import DECODER_HEADS, VariantInfo, make_family
 
 # What the banded layers follow from.

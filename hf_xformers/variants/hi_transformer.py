@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ..components import SpecLike
 from ..configuration_xformer import XFormerConfig
+from ..core.components import SpecLike
 from ..families import ENCODER_HEADS, VariantInfo, make_family
 
 

@@ -12,13 +12,13 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
 
 from ..auto_classes import register_model
-from ..cache import make_cache
-from ..components import SpecLike
 from ..configuration_xformer import Initializer, XFormerConfig
+from ..core.cache import make_cache
+from ..core.components import SpecLike
+from ..core.losses import token_cross_entropy, with_aux_losses
+from ..core.outputs import XFormerCausalLMOutput
 from ..families import DECODER_HEADS, VariantInfo, make_family
 from ..heads.insertion import InsertionHead, place_log_likelihood, slot_scores
-from ..losses import token_cross_entropy, with_aux_losses
-from ..modeling_outputs import XFormerCausalLMOutput
 
 
 class XFIndigoConfig(XFormerConfig):

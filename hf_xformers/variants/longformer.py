@@ -6,8 +6,8 @@ import copy
 from dataclasses import field
 from typing import Literal
 
-from ..components import SpecLike
 from ..configuration_xformer import XFormerConfig
+from ..core.components import SpecLike
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 

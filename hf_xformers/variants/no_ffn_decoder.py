@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
-from ..components import SpecLike
 from ..configuration_xformer import Initializer, XFormerConfig
+from ..core.components import SpecLike
 from ..families import SEQ2SEQ_HEADS, VariantInfo, make_family
 
 

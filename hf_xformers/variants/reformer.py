@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import field
 
-from ..components import SpecLike
 from ..configuration_xformer import Initializer, XFormerConfig
+from ..core.components import SpecLike
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 

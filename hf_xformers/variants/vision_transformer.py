@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ..components import SpecLike
 from ..configuration_image import XFormerImageConfig
+from ..core.components import SpecLike
 from ..families import IMAGE_HEADS, VariantInfo, make_family
 
 

@@ -6,7 +6,7 @@ import torch
 from transformers import initialization as init
 
 from hf_xformers import XFormerConfig
-from hf_xformers.context import LayerContext
+from hf_xformers.core.context import LayerContext
 
 SIZES = {
     "vocab_size": 40,

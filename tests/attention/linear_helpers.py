@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_xformers.cache import make_cache
+from hf_xformers.core.cache import make_cache
 from tests.attention.score_helpers import make_context, run_layers
 from tests.helpers import close
 

@@ -13,8 +13,8 @@ import tests.common.test_outputs as outputs
 import tests.common.test_padding as padding
 import tests.common.test_training as training
 from hf_xformers import XFormerConfig
-from hf_xformers.attention import query_blocks
-from hf_xformers.context import LayerContext
+from hf_xformers.attention.shared import query_blocks
+from hf_xformers.core.context import LayerContext
 from hf_xformers.variants import family
 from tests.common.cases import Case
 

@@ -9,8 +9,8 @@ from transformers.cache_utils import DynamicCache
 from hf_xformers import XFormerConfig, XFormerForCausalLM
 from hf_xformers.attention import adaptive_span
 from hf_xformers.attention.adaptive_span import AdaptiveSpanAttention, SpanCacheLayer
-from hf_xformers.cache import make_cache
-from hf_xformers.ops import window_attention
+from hf_xformers.core.cache import make_cache
+from hf_xformers.ops.score_terms import window as window_attention
 from hf_xformers.position.t5_relative_bias import T5RelativeBias, T5RelativeBiasSpec
 from tests.attention.score_helpers import (
     GEOMETRY,

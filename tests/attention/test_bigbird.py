@@ -9,8 +9,8 @@ from transformers import BigBirdConfig, BigBirdModel
 from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention
 
 from hf_xformers import XFormerConfig, XFormerForMaskedLM
-from hf_xformers.ops.pattern_atoms import RandomBlocks
-from hf_xformers.ops.patterns import block_local, block_table, per_head
+from hf_xformers.ops.block_sparse.pattern_atoms import RandomBlocks
+from hf_xformers.ops.block_sparse.patterns import block_local, block_table, per_head
 from hf_xformers.variants.bigbird import XFBigBirdConfig, XFBigBirdForMaskedLM, XFBigBirdModel
 from tests.attention.pattern_helpers import allowed_by, by_hand, check_against_loops
 from tests.attention.score_helpers import (

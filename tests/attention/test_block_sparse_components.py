@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM
-from hf_xformers.cache import make_cache
-from hf_xformers.components import build_spec
+from hf_xformers.core.cache import make_cache
+from hf_xformers.core.components import build_spec
 from hf_xformers.position.t5_relative_bias import T5RelativeBias, T5RelativeBiasSpec
 from tests.attention.pattern_helpers import allowed_by, by_hand, check_against_loops
 from tests.attention.score_helpers import (

@@ -13,7 +13,9 @@ from transformers import AutoConfig
 from transformers import initialization as init
 
 import hf_xformers  # noqa: F401  (registers the families)
-from hf_xformers.ops import _bucketed_op, _cluster_op, block_sparse_op
+from hf_xformers.ops.block_sparse import op as block_sparse_op
+from hf_xformers.ops.bucketed import cluster_op as _cluster_op
+from hf_xformers.ops.bucketed import op as _bucketed_op
 from tests.attention.group_helpers import context
 
 LENGTHS = (128, 512, 2048, 4096)

@@ -5,7 +5,7 @@ import torch
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from hf_xformers import XFormerConfig
-from hf_xformers.ops.feature_maps import dpfp_reference
+from hf_xformers.ops.linear.feature_maps import dpfp_reference
 from tests.attention.linear_helpers import check_no_future, in_pieces, state_sizes
 from tests.attention.score_helpers import (
     GEOMETRY,

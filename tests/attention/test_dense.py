@@ -7,8 +7,8 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM
-from hf_xformers.attention.base import literal_softmax_attention
-from hf_xformers.context import LayerContext
+from hf_xformers.attention.shared.base import literal_softmax_attention
+from hf_xformers.core.context import LayerContext
 from tests.helpers import close, make_strong, tokens
 
 WIDTH, HEADS = 16, 4

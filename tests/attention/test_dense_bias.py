@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from hf_xformers import XFormerConfig, XFormerModel
-from hf_xformers.attention import dense_bias, query_blocks
-from hf_xformers.ops.diagonal_attention import blocks_of_tiles
-from hf_xformers.ops.term_attention import Blocks
+from hf_xformers.attention import dense_bias
+from hf_xformers.attention.shared import query_blocks
+from hf_xformers.ops.score_terms.blocks import Blocks
+from hf_xformers.ops.score_terms.diagonal import blocks_of_tiles
 
 LENGTH = 23
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_xformers.components import SLOTS, names
+from hf_xformers.core.components import SLOTS, names
 from tests.attention.score_helpers import HEADS, WIDTH, build_layers, make_context, run_layers
 
 LENGTH, LONG = 21, 100.0

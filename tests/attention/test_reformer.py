@@ -11,7 +11,7 @@ from transformers import DynamicCache, ReformerConfig, StaticCache
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM
-from hf_xformers.attention.bucketed import BucketLayer
+from hf_xformers.attention.shared.bucketed import BucketLayer
 from tests.attention.group_helpers import SIZES, build_layer, context, states
 
 SMALL = {"type": "reformer", "chunk_length": 4, "num_hashes": 3, "num_buckets": 4}

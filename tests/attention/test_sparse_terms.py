@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerModel
-from hf_xformers.attention import bucketed, routing
-from hf_xformers.attention.position_terms import ScoreTerms
-from hf_xformers.ops import tile_attention as tiles
-from hf_xformers.ops.tile_attention import Tiles, tile_attention
+from hf_xformers.attention import routing_transformer as routing
+from hf_xformers.attention.shared import bucketed
+from hf_xformers.attention.shared.position_terms import ScoreTerms
+from hf_xformers.ops.score_terms import tiles
+from hf_xformers.ops.score_terms.tiles import Tiles, tile_attention
 from hf_xformers.position import distances
 from tests.helpers import close, make_strong, pad, tokens
 

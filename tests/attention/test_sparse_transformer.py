@@ -7,8 +7,8 @@ import torch
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from hf_xformers import XFormerConfig
-from hf_xformers.cache import make_cache
-from hf_xformers.ops import patterns
+from hf_xformers.core.cache import make_cache
+from hf_xformers.ops.block_sparse import patterns
 from hf_xformers.variants.gpt2 import XFGPT2Config, XFGPT2ForCausalLM
 from hf_xformers.variants.gpt3_alternating import (
     XFGPT3AlternatingConfig,

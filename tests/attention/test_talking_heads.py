@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCa
 from transformers.models.deberta.modeling_deberta import DisentangledSelfAttention
 
 from hf_xformers import XFormerConfig
-from hf_xformers.attention.query_blocks import over_query_blocks
+from hf_xformers.attention.shared.query_blocks import over_query_blocks
 from hf_xformers.attention.talking_heads import DYNAMIC
 from hf_xformers.position.t5_relative_bias import T5RelativeBias, T5RelativeBiasSpec
 from tests.attention.score_helpers import (

@@ -13,8 +13,8 @@ from hf_xformers.attention.transformer_xl import (
     SEGMENT_MEMORY,
     relative_sinusoids,
 )
-from hf_xformers.memory import join_masks, slot_order
-from hf_xformers.ops.shifted_rows import shift_rows
+from hf_xformers.core.segment_memory import join_masks, slot_order
+from hf_xformers.ops.common.shifted_rows import shift_rows
 from tests.attention.score_helpers import (
     HEADS,
     PADDING,

@@ -5,7 +5,7 @@ import pytest
 from hf_xformers.cli.arguments import file_tokens, offered_fields, overlay, parse_command, split_dotted
 from hf_xformers.cli.pretrain import GROUPS, make_parser, model_options
 from hf_xformers.cli.values import annotation, parse
-from hf_xformers.components import SLOTS
+from hf_xformers.core.components import SLOTS
 from hf_xformers.variants import config_class
 
 

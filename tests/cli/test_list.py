@@ -5,7 +5,7 @@ import pytest
 
 from hf_xformers.cli import main
 from hf_xformers.cli.descriptions import meanings, variants
-from hf_xformers.components import SLOTS
+from hf_xformers.core.components import SLOTS
 from hf_xformers.families import SURVEY
 from hf_xformers.variants import config_class, model_types
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_xformers import XFormerConfig
-from hf_xformers.components import SLOTS
+from hf_xformers.core.components import SLOTS
 from hf_xformers.families import HEADS
 from hf_xformers.variants import config_class, family, model_types
 from tests.helpers import make_strong, tiny_fields

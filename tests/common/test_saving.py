@@ -8,7 +8,7 @@ import transformers
 from transformers import AutoConfig
 
 from hf_xformers import XFormerConfig
-from hf_xformers.components import Spec
+from hf_xformers.core.components import Spec
 from hf_xformers.variants import model_types
 from tests.common.cases import AUTO, each_case
 from tests.helpers import aligned, pad, tokens

@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from hf_xformers.components import SLOTS, names
+from hf_xformers.core.components import SLOTS, names
 from hf_xformers.variants import config_class, family, model_types
 from tests.common.cases import ALL, CASES, SHAPES
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 import hf_xformers
-from hf_xformers import components
 from hf_xformers.conversion import from_transformers, swap_checkpoint, swap_components
+from hf_xformers.core import components
 
 # (case, components that equal dense attention as long as the text is inside the window)
 WIDE = [

@@ -8,7 +8,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, En
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForSeq2SeqLM
 from hf_xformers.attention.dense import DenseSpec
-from hf_xformers.cache import make_cache
+from hf_xformers.core.cache import make_cache
 from tests.helpers import close, make_strong, tokens
 
 SMALL = dict(vocab_size=40, hidden_size=16, num_attention_heads=4, num_hidden_layers=3, intermediate_size=16)

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from hf_xformers import Spec, build_spec, register
-from hf_xformers.components import SLOTS, Slot, aliased, names
+from hf_xformers.core.components import SLOTS, Slot, aliased, names
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM, build_spec
-from hf_xformers.attention.base import AttentionSpec
-from hf_xformers.components import SLOTS, Spec
+from hf_xformers.attention.shared.base import AttentionSpec
+from hf_xformers.core.components import SLOTS, Spec
 from hf_xformers.variants import config_class, model_types
 
 SMALL = dict(vocab_size=40, hidden_size=16, num_attention_heads=4, num_hidden_layers=2, intermediate_size=16)

@@ -5,8 +5,8 @@ import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerModel
-from hf_xformers.cache import make_cache
-from hf_xformers.context import LayerContext, add_losses, segments_from_positions, self_attention_cache
+from hf_xformers.core.cache import make_cache
+from hf_xformers.core.context import LayerContext, add_losses, segments_from_positions, self_attention_cache
 from tests.helpers import NO_DROPOUT, close, make_strong, tokens
 
 SMALL = dict(vocab_size=40, hidden_size=16, num_attention_heads=4, num_hidden_layers=1, intermediate_size=16)

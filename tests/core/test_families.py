@@ -12,7 +12,7 @@ import transformers
 
 import hf_xformers
 from hf_xformers import VariantInfo, XFormerConfig, make_family
-from hf_xformers.components import SpecLike
+from hf_xformers.core.components import SpecLike
 from hf_xformers.families import ENCODER_HEADS, HEADS
 from hf_xformers.modeling_xformer import XFormerPreTrainedModel
 from hf_xformers.variants import config_class, family, model_types, public_names

@@ -13,7 +13,7 @@ from hf_xformers import (
     XFormerForSeq2SeqLM,
     XFormerForTokenClassification,
 )
-from hf_xformers.losses import next_token_cross_entropy, token_cross_entropy, with_aux_losses
+from hf_xformers.core.losses import next_token_cross_entropy, token_cross_entropy, with_aux_losses
 from tests.helpers import NO_DROPOUT, close, make_strong, tokens
 
 SMALL = dict(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_xformers import XFormerConfig, XFormerForMaskedLM, XFormerModel
-from hf_xformers.precision import float32_names
+from hf_xformers.core.precision import float32_names
 from tests.helpers import make_strong, tokens
 
 SIZES = dict(

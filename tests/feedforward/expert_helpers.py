@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import initialization
 
 from hf_xformers import XFormerConfig, build_spec
-from hf_xformers.context import LayerContext
+from hf_xformers.core.context import LayerContext
 from tests.helpers import make_strong
 
 WIDTH, INNER = 6, 10

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_xformers import XFormerConfig, build_spec
-from hf_xformers.components import names
+from hf_xformers.core.components import names
 from tests.helpers import close, make_strong
 
 WIDTH, INNER = 6, 10
@@ -194,7 +194,7 @@ def test_parameter_counts():
 
 
 def test_every_dense_form_is_tested():
-    from hf_xformers.components import SLOTS
+    from hf_xformers.core.components import SLOTS
     from hf_xformers.feedforward.dense import DenseFeedForwardSpec
 
     dense = {name for name in names("feedforward") if issubclass(SLOTS["feedforward"].get(name), DenseFeedForwardSpec)}

@@ -149,7 +149,7 @@ def test_only_the_heads_that_it_has(tmp_path):
     out = bundle(model, tmp_path / "out")
     names = {path.name for path in out.glob("*.py")}
     assert {"modeling_language.py", "variants_gpt2.py"} <= names
-    assert not {"modeling_image.py", "modeling_classifiers.py", "modeling_sentence_pairs.py", "pooling.py"} & names
+    assert not {"modeling_image.py", "modeling_classifiers.py", "modeling_sentence_pairs.py"} & names
     assert set(json.loads((out / "config.json").read_text())["auto_map"]) == {
         "AutoConfig",
         "AutoModel",
@@ -221,7 +221,7 @@ def test_of_a_folder(tmp_path):
     assert (out / "README.md").read_text() == "# Mine\n" and not (out / "optimizer.pt").exists()
     assert json.loads((out / "config.json").read_text())["auto_map"] == auto_map(cls, ("Model",))
     assert "auto_map" not in (tmp_path / "run" / "config.json").read_text()
-    (out / "attention_old.py").write_text((out / "rooms.py").read_text())
+    (out / "attention_old.py").write_text((out / "core_rooms.py").read_text())
     (out / "mine.py").write_text("x = 1\n")
     before = (out / "config.json").read_bytes()
     assert bundle(out, out) == out  # in place, and again
@@ -242,31 +242,31 @@ def test_component_of_ones_own(tmp_path, monkeypatch):
 
     files = code_files(XFormerConfig(feedforward="my_bundle_part"), ("Model",))
     text = files["my_bundle_part.py"]
-    assert "from .components import Spec\nfrom .components import register\n" in text
+    assert "from .core_components import Spec\nfrom .core_components import register\n" in text
     assert "from .feedforward_dense import (\n    DenseFeedForward,  # what it stands on\n)" in text
 
 
 def test_import_statements():
     source = (
         "from __future__ import annotations\n"
-        "from .. import modeling_outputs as outputs\n"
-        "from ..ops import patterns\n\n\n"
+        "from ..core import outputs\n"
+        "from ..ops.block_sparse import patterns\n\n\n"
         "def late():\n"
-        "    é = 1; from ..ops.patterns import band as b  # why\n"
-        "    from ..ops import nystrom, segments\n"
+        "    é = 1; from ..ops.block_sparse.patterns import band as b  # why\n"
+        "    from ..ops import linear, nystrom\n"
     )
     flattener = Flattener({"hf_xformers.attention.mine": source}, {})
     flattener.add(["hf_xformers.attention.mine"])
     assert flattener.files()["attention_mine.py"] == (
         "from __future__ import annotations\n"
-        "from . import modeling_outputs as outputs\n"
-        "from . import ops_patterns as patterns\n\n\n"
+        "from . import core_outputs as outputs\n"
+        "from . import ops_block_sparse_patterns as patterns\n\n\n"
         "def late():\n"
-        "    é = 1; from .ops_patterns import band as b  # why\n"
+        "    é = 1; from .ops_block_sparse_patterns import band as b  # why\n"
+        "    from . import ops_linear as linear\n"
         "    from . import ops_nystrom as nystrom\n"
-        "    from . import ops_segments as segments\n"
     )
-    for bad, match in (("import hf_xformers.cache\n", "cannot"), (None, "no Python file")):
+    for bad, match in (("import hf_xformers.core.cache\n", "cannot"), (None, "no Python file")):
         flattener = Flattener({} if bad is None else {"mine": bad}, {})
         with pytest.raises(ValueError, match=match):
             flattener.add(["mine"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import StaticCache
 
-from hf_xformers.cache import stateful_part
+from hf_xformers.core.cache import stateful_part
 from tests.common.cases import CASES
 from tests.helpers import close, pad, tokens
 
@@ -44,7 +44,7 @@ def test_static_cache(case, caplog, monkeypatch):
 
 
 def test_own_state_is_named(caplog, monkeypatch):
-    from hf_xformers import modeling_language
+    from hf_xformers.modeling import language as modeling_language
 
     said = []
     monkeypatch.setattr(modeling_language.logger, "warning_once", said.append)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_xformers import XFormerConfig
-from hf_xformers.unpadding import Unpadding
+from hf_xformers.core.unpadding import Unpadding
 from tests.common.cases import CASES, FLAGS
 from tests.helpers import close, close_gradients, gradients, pad, tokens
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_xformers import XFormerConfig
-from hf_xformers.context import LayerContext
+from hf_xformers.core.context import LayerContext
 from hf_xformers.stacks.base import Stack
 from hf_xformers.variants import family
 from tests.helpers import make_strong, pad, tokens

@@ -8,7 +8,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
-from hf_xformers.components import SLOTS, names
+from hf_xformers.core.components import SLOTS, names
 from tests.helpers import NO_DROPOUT
 
 HEADS = {

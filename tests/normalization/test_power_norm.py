@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_xformers import XFormerConfig, XFormerForMaskedLM, build_spec
-from hf_xformers.components import names
+from hf_xformers.core.components import names
 from tests.helpers import NO_DROPOUT, close, close_gradients, make_strong
 
 WIDTH = 6

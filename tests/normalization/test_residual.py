@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hf_xformers import XFormerConfig, XFormerModel
-from hf_xformers.components import build_spec
+from hf_xformers.core.components import build_spec
 from tests.helpers import close, make_strong
 
 WIDTH, HEADS, INNER, LAYERS = 16, 4, 24, 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hf_xformers.ops.patterns import (
+from hf_xformers.ops.block_sparse.patterns import (
     Pattern,
     band,
     block_local,

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_xformers.ops.block_sparse import block_sparse_attention
-from hf_xformers.ops.patterns import band, causal
+from hf_xformers.ops.block_sparse.attention import block_sparse_attention
+from hf_xformers.ops.block_sparse.patterns import band, causal
 
 from .pattern_cases import CASES
 

@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_xformers.ops import _bucketed_op as op
-from hf_xformers.ops.bucketed import (
+from hf_xformers.ops.bucketed import op
+from hf_xformers.ops.bucketed.attention import (
     Chunks,
     Recent,
     bucketed_attention,

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from hf_xformers.ops import distance_products as module
-from hf_xformers.ops.distance_products import distance_products
+from hf_xformers.ops.score_terms import distance_products as module
+from hf_xformers.ops.score_terms.distance_products import distance_products
 
 HEADS, WIDTH = 3, 5
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_xformers.ops.exponential import exp_
+from hf_xformers.ops.common.exponential import exp_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from hf_xformers.ops.feature_maps import (
+from hf_xformers.ops.linear.attention import kernel_attention
+from hf_xformers.ops.linear.feature_maps import (
     dpfp,
     dpfp_reference,
     elu_plus_one,
@@ -18,7 +19,6 @@ from hf_xformers.ops.feature_maps import (
     sum_normalize,
     trigonometric_features,
 )
-from hf_xformers.ops.linear_attention import kernel_attention
 
 MAPS = {"positive": positive_features, "hyperbolic": hyperbolic_features, "trigonometric": trigonometric_features}
 DIM = 8

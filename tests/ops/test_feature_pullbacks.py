@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hf_xformers.ops.feature_maps import dpfp_reference, elu_plus_one, positive_features, sum_normalize
-from hf_xformers.ops.feature_pullbacks import EluPlusOne, NormalizedDPFP, PositiveFeatures
-from hf_xformers.ops.segments import features_of
+from hf_xformers.ops.common.segments import features_of
+from hf_xformers.ops.linear.feature_maps import dpfp_reference, elu_plus_one, positive_features, sum_normalize
+from hf_xformers.ops.linear.feature_pullbacks import EluPlusOne, NormalizedDPFP, PositiveFeatures
 
 LEAD = torch.Size((2, 3))
 

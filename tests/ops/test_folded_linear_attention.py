@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hf_xformers.ops.feature_maps import elu_plus_one
-from hf_xformers.ops.folded_linear_attention import folded_sums, read_folded_sums
+from hf_xformers.ops.linear.feature_maps import elu_plus_one
+from hf_xformers.ops.linear.folded import folded_sums, read_folded_sums
 
 HEADS, DEPTH, OF_VALUES, STATES, OUT = 3, 4, 5, 7, 6
 

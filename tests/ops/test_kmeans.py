@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hf_xformers.ops import kmeans
-from hf_xformers.ops.kmeans import nearest_tokens, squared_distances, sums_of_clusters
+from hf_xformers.ops.bucketed import kmeans
+from hf_xformers.ops.bucketed.kmeans import nearest_tokens, squared_distances, sums_of_clusters
 
 
 def test_places_are_counted_or_sorted_out():

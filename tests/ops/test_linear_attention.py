@@ -6,21 +6,21 @@ import math
 import pytest
 import torch
 
-from hf_xformers.ops.feature_maps import (
-    elu_plus_one,
-    hyperbolic_features,
-    positive_features,
-    random_features_reference,
-    random_matrix,
-    trigonometric_features,
-)
-from hf_xformers.ops.linear_attention import (
+from hf_xformers.ops.linear.attention import (
     LinearState,
     kernel_attention,
     linear_attention,
     linear_attention_read,
     linear_attention_reference,
     linear_attention_write,
+)
+from hf_xformers.ops.linear.feature_maps import (
+    elu_plus_one,
+    hyperbolic_features,
+    positive_features,
+    random_features_reference,
+    random_matrix,
+    trigonometric_features,
 )
 
 B, H, T, F, DV = 2, 3, 37, 5, 4

@@ -9,8 +9,8 @@ import random
 import pytest
 import torch
 
-from hf_xformers.ops.pattern_base import pattern_from_key
-from hf_xformers.ops.patterns import (
+from hf_xformers.ops.block_sparse.pattern_base import pattern_from_key
+from hf_xformers.ops.block_sparse.patterns import (
     Pattern,
     band,
     block_local,

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_xformers.ops import diagonal_attention, term_attention
-from hf_xformers.ops.term_attention import Blocks
+from hf_xformers.ops.score_terms import blocks as term_attention
+from hf_xformers.ops.score_terms import diagonal as diagonal_attention
+from hf_xformers.ops.score_terms.blocks import Blocks
 
 BATCH, HEADS, WIDTH, FURTHER = 2, 4, 6, 3
 

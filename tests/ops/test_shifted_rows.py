@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_xformers.ops.shifted_rows import SharedRows, shift_rows
+from hf_xformers.ops.common.shifted_rows import SharedRows, shift_rows
 
 
 @pytest.mark.parametrize("bounds", [[(0, 2), (0, 5), (0, 7)], [(0, 3), (2, 6), (5, 7)], [(0, 7)] * 3])

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from hf_xformers.ops import window_attention as module
-from hf_xformers.ops.window_attention import window_attention, window_attention_reference
+from hf_xformers.ops.score_terms import window as module
+from hf_xformers.ops.score_terms.window import window_attention, window_attention_reference
 
 B, H, D = 2, 3, 4
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, build_spec
-from hf_xformers.components import names
+from hf_xformers.core.components import names
 from tests.helpers import close, make_strong, pad, tokens
 from tests.position.test_matrix import ROWS, SIZES
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_xformers import XFormerConfig
-from hf_xformers.components import names
+from hf_xformers.core.components import names
 from hf_xformers.variants import family
 from tests.common.cases import FLAGS, SHAPES
 from tests.helpers import close, make_strong, pad, tokens

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hf_xformers import XFormerConfig, XFormerModel
-from hf_xformers.components import SLOTS, names, register
+from hf_xformers.core.components import SLOTS, names, register
 from hf_xformers.position.base import Position, PositionSpec, ScoreBias
 from tests.helpers import close, make_strong, tokens
 

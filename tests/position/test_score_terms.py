@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM
-from hf_xformers.attention import query_blocks
+from hf_xformers.attention.shared import query_blocks
 from hf_xformers.position.deberta import log_buckets
 from hf_xformers.position.t5_relative_bias import relative_buckets
 from tests.attention.score_helpers import (

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hf_xformers import XFormerConfig
-from hf_xformers.cache import make_cache
-from hf_xformers.memory import CompressiveMemory, SegmentMemory
+from hf_xformers.core.cache import make_cache
+from hf_xformers.core.segment_memory import CompressiveMemory, SegmentMemory
 from tests.attention.score_helpers import HEADS, WIDTH
 from tests.helpers import close, pad, tokens
 from tests.stacks.test_segment_recurrent import build as build_xl

@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForSeq2SeqLM, XFormerModel
-from hf_xformers.cache import make_cache
+from hf_xformers.core.cache import make_cache
 from hf_xformers.stacks.feedback import Window
 from tests.helpers import NO_DROPOUT, close, close_gradients, gradients, make_strong, pad, tokens
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AlbertConfig, AlbertModel
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForSeq2SeqLM, XFormerModel
-from hf_xformers.context import LayerContext
+from hf_xformers.core.context import LayerContext
 from hf_xformers.position.base import Position
 from tests.helpers import NO_DROPOUT, close, make_strong, pad, tokens
 

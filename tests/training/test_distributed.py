@@ -11,8 +11,8 @@ import torch
 from hf_xformers import XFormerConfig, XFormerForSeq2SeqLM
 from hf_xformers.blocks.base import XFormerLayer
 from hf_xformers.blocks.vanilla import VanillaBlockSpec
-from hf_xformers.components import SLOTS, register
-from hf_xformers.parallel_plans import check_tensor_parallel, layers_apart, tensor_parallel_plan
+from hf_xformers.core.components import SLOTS, register
+from hf_xformers.core.parallel_plans import check_tensor_parallel, layers_apart, tensor_parallel_plan
 from hf_xformers.variants import config_class
 from tests.training.distributed_jobs import BALANCED, RUNS, SHARDED_RUNS, SPLIT, breadth_cases, case_of
 from tests.training.processes import result, run_jobs

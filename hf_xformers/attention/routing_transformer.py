@@ -1,0 +1,510 @@
+"""Routing attention: local heads, and heads that attend inside clusters found by online k-means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ..core.components import aliased, register
+from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.initialization import seeded_normal, start_projections
+from ..ops.block_sparse.attention import block_sparse_attention
+from ..ops.block_sparse.patterns import block_local
+from ..ops.bucketed.attention import clustered_attention, clustered_reference
+from ..ops.bucketed.kmeans import ClusterSums, nearest_tokens, squared_distances, sums_of_clusters
+from ..ops.common.products import wide_products, widened
+from ..ops.score_terms.bucket_tiles import cluster_attention
+from ..ops.score_terms.pattern_tiles import pattern_tiles
+from ..ops.score_terms.tiles import tile_attention
+from .shared.base import literal_softmax_attention
+from .shared.bucketed import FEW_QUERIES, BucketedSpec, Stage, labels_of_all, recent_attention
+from .shared.position_terms import ScoreTerms, WithScoreTerms
+
+_LEAST_COUNT = 1e-6  # of a centroid that lost all its vectors; keeps its place
+_FIRST_STAGE = 64  # tokens; below, clusters of a few tokens would not be worth a stage of their own
+_ROUNDING = 32  # of affinities, in units of the last place of their bound: what the products before them leave
+_AFFINITIES_AT_ONCE = 1 << 21  # products of tokens with centroids: 8 MiB in float32
+
+
+@dataclass
+class _Routes:
+    """What a forward pass decided: the centroids it used, and who is in which cluster.
+
+    query_labels, key_labels [B, R, T]: nearest centroids (keys: None when shared). query_places, key_places: the w
+    nearest tokens of each centroid [B, R, K, w] by rising position, and which of these places are used. stage_labels
+    [B, R, stages, T]: the nearest of the centroids of each stage, where tokens choose.
+    """
+
+    centroids: Tensor
+    query_labels: Tensor
+    key_labels: Tensor | None = None
+    query_places: tuple[Tensor, Tensor | None] | None = None
+    key_places: tuple[Tensor, Tensor | None] | None = None
+    stage_labels: Tensor | None = None
+
+
+class RoutingAttention(WithScoreTerms):
+    """Roy, Saffar, Vaswani, Grangier 2021 (arXiv 2003.05997), section 4.1 and algorithm 1.
+
+    The first heads are local: blocks of `block_size` tokens, a query reads its own block and the one before (an encoder
+    also the one after). The last `num_routing_heads` are routed: with x~ = LN(x) per head without scale or bias,
+    and centroids mu_c,
+
+        mu(x)  = argmax_c x~ mu_c
+        o_i    = sum_{j : mu(k_j) = mu(q_i)} softmax_j(scale * q~_i k~_j) v_j     (eq. 11 of the survey)
+
+    where a cluster holds w = `window_size` tokens. As in the paper (section 4.1, "complexity") there are k = sqrt(n) clusters of
+    w = n / k tokens for a text of n tokens, unless the config has numbers: of the centroids the first k, for each row
+    of the batch by its real tokens, in a strictly causal model for the text up to about the token itself ([`Stage`]).
+
+    Encoder: each centroid takes the w nearest queries and the w nearest keys;
+    a token in several clusters gets the mean, one in none gets 0. Decoder: keys are the queries (shared projection), a
+    token belongs to its own nearest centroid and reads the w most recent tokens of that cluster, itself included (strict
+    causality; it can be cached). The paper lets decoders choose the w nearest of the whole text as well; that form is
+    available and cannot generate.
+
+    Training moves centroids by exponential averages of the vectors nearest to them, over all real tokens of the batch
+    and all processes: m <- lam m + (1 - lam) sum x~, c <- lam c + (1 - lam) n, mu = m / c (released code; counts start at 1),
+    and adds the commitment loss beta * mean |x~ - stopgrad(mu(x))|^2 (auxiliary loss `routing_commitment`).
+
+    The released code has no temperature (`scale=1.0`), which lets the own key dominate; the default is 1 / sqrt(d).
+    Shapes: [B, T, D] -> [B, T, D]. Time O(T * (K + w) * d) per routed head, so O(T^1.5 d). State: keys, values, labels.
+    """
+
+    def __init__(self, config, spec: RoutingSpec, *, layer_idx: int, cross: bool = False):
+        super().__init__(config, spec, layer_idx=layer_idx, cross=cross)
+        self.routed = spec.routed_heads(config, layer_idx)
+        self.local = self.num_heads - self.routed
+        self.shared = spec.shares(config)
+        self.clusters = spec.most_clusters(config)
+        self.stages, self.stage_clusters = self._stages(config)
+        self.blocks = block_local(spec.block_size, before=1, after=0 if self.is_causal else 1)
+        key_heads = self.local if self.shared else self.num_heads
+        del self.k_proj
+        if key_heads:
+            self.k_proj = nn.Linear(config.hidden_size, key_heads * self.head_dim, bias=spec.bias)
+        if self.routed:
+            self.register_buffer("centroids", self.draw_centroids())
+            self.register_buffer("counts", torch.ones(self.routed, self.clusters))
+
+    def initialize(self, config, init) -> None:
+        keys = [self.k_proj] if hasattr(self, "k_proj") else []
+        start_projections(config, init, inputs=(self.q_proj, *keys, self.v_proj), output=self.o_proj)
+        if config.initializer == "t5":
+            std = config.initializer_factor * (config.hidden_size * self.head_dim) ** -0.5
+            init.normal_(self.q_proj.weight, mean=0.0, std=std)
+        if self.routed:
+            init.copy_(self.centroids, self.draw_centroids())
+            init.ones_(self.counts)
+
+    def draw_centroids(self) -> Tensor:
+        """[routed heads, clusters, d]: random directions, the same in every process."""
+        shape = (self.routed, self.clusters, self.head_dim)
+        return _normalized(seeded_normal(shape, "routing", self.layer_idx))
+
+    # ------------------------------------------------------------------------------------------- clusters
+
+    @property
+    def chooses(self) -> bool:
+        """Whether clusters choose tokens (balanced) instead of tokens choosing clusters."""
+        return not self.is_causal or self.spec.causal_form == "paper"
+
+    def _stages(self, config) -> tuple[list[Stage], list[int]]:
+        """Of a strictly causal model: the stages, and the number of clusters of each."""
+        spec, ends = self.spec, [config.max_position_embeddings]
+        if spec.num_clusters is None or spec.window_size is None:
+            while ends[0] > _FIRST_STAGE:
+                ends.insert(0, max(-(-ends[0] // 4), _FIRST_STAGE))
+        counts = [min(spec.clusters(end), self.clusters) for end in ends]
+        begins = [0, *ends[:-1]]
+        return [Stage(begin, spec.window(end) - 1) for begin, end in zip(begins, ends, strict=True)], counts
+
+    def nearest(self, vectors: Tensor) -> Tensor:
+        """vectors [B, R, T, d] -> numbers of the nearest centroids of each stage [B, R, stages, T]."""
+        return self._by_stage(wide_products(vectors, self.centroids))
+
+    def _by_stage(self, affinity: Tensor) -> Tensor:
+        """[B, R, T, K] -> [B, R, stages, T]."""
+        return torch.stack([affinity[..., :count].argmax(-1) for count in self.stage_clusters], dim=2).int()
+
+    @torch.no_grad()
+    def route(self, query: Tensor, key: Tensor | None, valid: Tensor | None) -> _Routes:
+        """Assigns normalised queries [B, R, T, d] (and keys, unless shared) to clusters."""
+        centroids = self.centroids.clone() if self.training else self.centroids
+        if not self.chooses:
+            stage_labels = torch.cat([self._by_stage(part) for part, _ in self._affinities(query, centroids)], dim=1)
+            return _Routes(centroids, self._of_own_stage(stage_labels, valid), stage_labels=stage_labels)
+        labels, places = self._chosen(query, centroids, valid)
+        if key is None:
+            return _Routes(centroids, labels, None, places, places)
+        key_labels, key_places = self._chosen(key, centroids, valid)
+        return _Routes(centroids, labels, key_labels, places, key_places)
+
+    def _of_own_stage(self, labels: Tensor, valid: Tensor | None) -> Tensor:
+        """Labels by stage [B, R, stages, T] -> of the stage that each token stands in, [B, R, T], in a whole text."""
+        place = torch.arange(labels.shape[3], device=labels.device)[None] if valid is None else valid.cumsum(-1) - 1
+        begins = torch.tensor([stage.begin for stage in self.stages[1:]], device=labels.device)
+        number = torch.bucketize(place, begins, right=True)[:, None, None]
+        return labels.gather(2, number.expand(*labels.shape[:2], 1, -1))[:, :, 0]
+
+    def _chosen(
+        self, vectors: Tensor, centroids: Tensor, valid: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
+        """vectors [B, R, T, d] -> nearest centroids [B, R, T], and the tokens that centroids choose."""
+        spec, length = self.spec, vectors.shape[2]
+        exporting = torch.compiler.is_exporting()  # a graph for every length has room for the most clusters
+        clusters = self.clusters if exporting else min(spec.clusters(length), self.clusters)
+        centroids = centroids[:, :clusters]
+        width, absent, widths = spec.window_size or -(-length // clusters), None, None
+        by_row = spec.num_clusters is None or spec.window_size is None
+        if by_row and (valid is not None or exporting):
+            valid = torch.ones_like(vectors[:, 0, :, 0], dtype=torch.bool) if valid is None else valid
+            # The square root rises in steps: a shorter text can have larger clusters, by less than one token.
+            most = 1 if spec.num_clusters else clusters
+            width = spec.window_size or torch.sym_max(most, -(-length // self.clusters))
+            counts, widths = spec.by_row(valid.sum(-1), self.clusters)
+            absent = (torch.arange(centroids.shape[1], device=valid.device) >= counts[:, None])[:, None]  # [B, 1, K]
+        labels, places, used = [], [], []
+        for affinity, tolerance in self._affinities(vectors, centroids):
+            near = affinity if absent is None else affinity.masked_fill(absent[:, :, None], -torch.inf)
+            labels.append(near.argmax(-1))
+            found = nearest_tokens(affinity, width, valid, widths, tolerance)
+            places.append(found[0])
+            used.append(found[1] if absent is None else found[1] & ~absent[..., None])
+        return torch.cat(labels, dim=1), (torch.cat(places, dim=1), None if valid is None else torch.cat(used, dim=1))
+
+    def _affinities(self, vectors: Tensor, centroids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """vectors [B, R, T, d] with centroids [R, K, d], [B, some heads, T, K] at a time, and what rounding may make of
+        equal ones, [some heads, K, 1]: the vectors have length sqrt(d)."""
+        vectors, centroids = widened(vectors, centroids)
+        heads, rounding = self.routed, _ROUNDING * torch.finfo(vectors.dtype).eps * self.head_dim**0.5
+        if not torch.compiler.is_compiling():  # with as many clusters as sqrt(T) affinities would outgrow all else
+            heads = max(_AFFINITIES_AT_ONCE // max(vectors[:, 0, :, 0].numel() * centroids.shape[1], 1), 1)
+        for some, own in zip(vectors.split(heads, dim=1), centroids.split(heads)):
+            yield wide_products(some, own), rounding * torch.linalg.vector_norm(own, dim=-1)[..., None]
+
+    @torch.no_grad()
+    def learn(self, clusters: list[ClusterSums]) -> None:
+        """Moves the centroids towards the vectors nearest to them; one step per forward pass, the same in all processes."""
+        precise = torch.promote_types(self.centroids.dtype, torch.float32)
+        sums = torch.zeros_like(self.centroids, dtype=precise)
+        counts = torch.zeros_like(self.counts, dtype=precise)
+        for found in clusters:
+            sums += found.sums.to(precise)
+            counts += found.counts.to(precise)
+        if dist.is_available() and dist.is_initialized():
+            both = torch.cat([sums, counts[..., None]], dim=-1)
+            dist.all_reduce(both)
+            sums, counts = both[..., :-1], both[..., -1]
+        decay = self.spec.ema_decay
+        old = decay * self.counts.to(precise)
+        total = old + (1 - decay) * counts
+        moved = (old[..., None] * self.centroids + (1 - decay) * sums) / total.clamp(min=_LEAST_COUNT)[..., None]
+        # One without vectors stays where it is, also when its weight has decayed to nothing.
+        self.centroids.copy_(torch.where(counts[..., None] > 0, moved, self.centroids.to(precise)))
+        self.counts.copy_(total.clamp(min=_LEAST_COUNT))
+
+    def commitment(self, centroids: Tensor, clusters: list[ClusterSums], valid: Tensor | None) -> Tensor:
+        """beta * mean squared distance between vectors and their centroids [R, K, d], over real tokens."""
+        losses = []
+        for found in clusters:
+            total = squared_distances(found, centroids)
+            tokens = found.vectors.shape[0] // self.routed if valid is None else valid.sum().clamp(min=1)
+            losses.append(total / (tokens * self.routed * self.head_dim))
+        return self.spec.commitment_weight * torch.stack(losses).mean()
+
+    # ------------------------------------------------------------------------------------------- forward
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        step: int | None = None,
+    ) -> SublayerOutput:
+        step = self.layer_idx if step is None else step
+        query, value = self.heads(self.q_proj(hidden_states)), self.heads(self.v_proj(hidden_states))
+        key = self.heads(self.k_proj(hidden_states)) if hasattr(self, "k_proj") else query[:, :0]
+        (local_query, routed_query), (local_value, routed_value) = self._parted(query), self._parted(value)
+        local_key, routed_key = (key, None) if self.shared else self._parted(key)
+        rotation = context.shared.get("rotation")
+        if rotation is not None:  # positions are for the local heads; routing is by content
+            local_query, local_key = rotation(local_query), rotation(local_key)
+        routed_query = _normalized_heads(routed_query)
+        routed_key = None if routed_key is None else _normalized_heads(routed_key)
+        routes, aux_losses = None, None
+        if self.routed:
+            routes, aux_losses = self._routes(routed_query, routed_key, context, step)
+        routed_key = routed_query if routed_key is None else routed_key
+        cache = self_attention_cache(past_key_values)
+        if cache is not None:
+            if self.spec.why_not_generate():
+                raise ValueError(self.spec.why_not_generate())
+            key, value = cache.update(torch.cat([local_key, routed_key], dim=1), value, step)
+            (local_key, routed_key), (local_value, routed_value) = self._parted(key), self._parted(value)
+        parts = []
+        added = self.score_terms(context)
+        of_local = None if added is None else added.of_heads(slice(0, self.local))
+        of_routed = None if added is None else added.of_heads(slice(self.local, None))
+        if self.local:
+            parts.append(self._local(local_query, local_key, local_value, context, of_local))
+        if self.routed:
+            inputs = (routed_query, routed_key, routed_value)
+            parts.append(self._routed(*inputs, routes, context, cache, step, of_routed))
+        if self.wants_weights(context):  # what is returned is what is used, so that gradients reach it
+            weights = torch.cat([seen for _, seen in parts], dim=1)
+            dropped = F.dropout(weights, self.dropout, self.training)
+            output = dropped @ value
+            output = (output if added is None else output + added.values(dropped)).transpose(1, 2)
+        else:
+            weights, outputs = None, [part.transpose(1, 2) for part, _ in parts]
+            output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        return SublayerOutput(self.o_proj(output.flatten(2)), weights, aux_losses=aux_losses)
+
+    def _parted(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The local and the routed heads of [B, H, T, d]. Cutting nothing off costs a copy in the backward pass."""
+        if self.local and self.routed:
+            return x.split((self.local, self.routed), dim=1)
+        return (x, x[:, :0]) if self.local else (x[:, :0], x)
+
+    def _routes(
+        self, query: Tensor, key: Tensor | None, context: LayerContext, step: int
+    ) -> tuple[_Routes, dict[str, Tensor] | None]:
+        """The routes of this call, found and learnt from once: when activations are computed again (reversible layers,
+        checkpointing), centroids have moved already, and their decisions must stay as they were."""
+        valid = context.query_padding_mask
+        routes = context.shared.get(("routing", step))
+        # What is frozen (under adapters) stays as it is.
+        learns = routes is None and self.training and self.q_proj.weight.requires_grad
+        commits = self.training and self.spec.commitment_weight != 0
+        if routes is None:
+            routes = context.shared[("routing", step)] = self.route(query, key, valid)
+        clusters, count = [], self.clusters
+        if learns or commits:
+            clusters.append(sums_of_clusters(query, routes.query_labels, count, valid))
+            if key is not None:
+                clusters.append(sums_of_clusters(key, routes.key_labels, count, valid))
+        if learns:
+            self.learn(clusters)
+        return routes, {"routing_commitment": self.commitment(routes.centroids, clusters, valid)} if commits else None
+
+    def _dropout(self, context: LayerContext) -> float:
+        """Of each part's weights; where they are wanted, it falls on all of them together instead."""
+        return self.dropout if self.training and not self.wants_weights(context) else 0.0
+
+    def _local(
+        self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, added: ScoreTerms | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Own block and neighbours; positions count from a row's first real token."""
+        dropout = self._dropout(context)
+        few = added is not None and query.shape[2] <= FEW_QUERIES and not context.fresh
+        if self.wants_weights(context) or context.static or few:
+
+            def reference(scale: float, bias: Tensor | None = None, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
+                mask = self._local_mask(context)
+                output, weights = literal_softmax_attention(query, key, value, mask, bias, scale, dropout)
+                return output.transpose(1, 2), weights
+
+            if added is not None:
+                return added.from_matrix(reference, query, key, value, dropout)
+            return reference(self.scaling, dropout=dropout)
+        place = {
+            "key_padding_mask": context.padding_mask,
+            "causal": self.is_causal,
+            "q_offset": key.shape[2] - query.shape[2],
+        }
+        if added is not None:
+            found = pattern_tiles(self.blocks, *query.shape[1:3], key.shape[2], **place, device=query.device)
+            rounds = found[0][1]  # one pattern for all heads
+            scaled = query * added.scale
+            return tile_attention(scaled, key, value, added.tables, added.terms, rounds, dropout), None
+        output = block_sparse_attention(
+            query,
+            key,
+            value,
+            self.blocks,
+            scale=self.scaling,
+            dropout_p=dropout,
+            **place,
+        )
+        return output, None
+
+    def _local_mask(self, context: LayerContext) -> Tensor:
+        """Who reads whom in the local heads, [B or 1, 1, T, S]."""
+        padding = context.padding_mask
+        lead = context.key_index.new_zeros(1) if padding is None else padding.int().argmax(-1)
+        queries = (context.query_index[None] - lead[:, None])[:, :, None]
+        keys = (context.key_index[None] - lead[:, None])[:, None]
+        size = self.spec.block_size
+        away = keys.div(size, rounding_mode="floor") - queries.div(size, rounding_mode="floor")
+        mask = (away >= -1) & (away <= 1) & (queries >= 0)
+        if self.is_causal:
+            mask = mask & (keys <= queries)
+        if padding is not None:
+            mask = mask & padding[:, None, :]
+        return mask[:, None]
+
+    def _routed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        routes: _Routes,
+        context: LayerContext,
+        cache: Cache | None,
+        step: int,
+        added: ScoreTerms | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        literal, dropout = self.wants_weights(context), self._dropout(context)
+        if not self.chooses:
+            labels = labels_of_all(routes.stage_labels, key, cache, step, self.nearest)
+            return recent_attention(
+                *(query, key, value, labels, self.stages, context),
+                literal=literal,
+                num_labels=self.clusters,
+                own_key_last=False,
+                distinct=False,
+                scale=self.scaling,
+                dropout=dropout,
+                added=added,
+            )
+        (query_index, query_valid), (key_index, key_valid) = routes.query_places, routes.key_places
+        options = {"query_valid": query_valid, "key_valid": key_valid, "causal": self.is_causal}
+        chosen = (query_index, key_index)
+        if added is not None and literal:
+            reference = partial(clustered_reference, query, key, value, *chosen, **options)
+            return added.from_matrix(reference, query, key, value, dropout)
+        if added is not None:
+            inputs = (query * added.scale, key, value, added.tables, added.terms)
+            return cluster_attention(*inputs, *chosen, **options, dropout=dropout), None
+        options.update(scale=self.scaling, dropout_p=dropout)
+        if literal:
+            return clustered_reference(query, key, value, *chosen, **options)
+        return clustered_attention(query, key, value, *chosen, **options), None
+
+
+def _normalized(vectors: Tensor) -> Tensor:
+    """LayerNorm over the last axis without scale or bias."""
+    return F.layer_norm(vectors, vectors.shape[-1:])
+
+
+def _normalized_heads(vectors: Tensor) -> Tensor:
+    """[`_normalized`] of [B, R, T, d], heads beside each other in memory, as they come from a projection."""
+    return _normalized(vectors.transpose(1, 2)).transpose(1, 2)
+
+
+@register("attention", "routing_transformer", aliases=("routing",))
+class RoutingSpec(BucketedSpec):
+    """num_clusters: centroids per routed head (`None`: the square root of the text's length, or the length by `window_size`).
+    window_size: tokens per cluster (`None`: the text's length by the number of clusters). num_routing_heads: routed heads of a layer
+    (`None`: half of them). first_routing_layer: layers before it are local only. block_size: tokens per block of the
+    local heads. ema_decay: of the centroids' averages. commitment_weight: factor on the auxiliary loss. share_qk: keys
+    of routed heads are their queries (`None`: in decoders, where it is needed). causal_form: what a decoder reads, `strict`
+    or the `paper`'s form, in which later tokens change which tokens a cluster holds; that one cannot generate.
+    """
+
+    summary = "local heads, and heads that attend inside k-means clusters"
+    later_tokens = "which tokens a cluster holds"
+    tensor_parallel = False  # its sums over processes are those of data parallelism
+    contract_exceptions: ClassVar[dict[str, str]] = {
+        "gradient_checkpointing": "each training pass moves the centroids, so a second one has another commitment loss; "
+        "tests/attention/test_routing.py compares passes from equal centroids",
+        "attention_weights:encoder": "a token that no cluster chose reads nothing (algorithm 1), so its weights sum to 0",
+        "attention_weights:seq2seq": "a token that no cluster chose reads nothing (algorithm 1), so its weights sum to 0",
+    }
+
+    num_clusters: int | None = aliased(None, "clusters")
+    window_size: int | None = aliased(None, "window")
+    num_routing_heads: int | None = None
+    first_routing_layer: int = 0
+    block_size: int = 256
+    ema_decay: float | int = 0.999
+    commitment_weight: float | int = 1e-4
+    share_qk: bool | None = None
+
+    def check_fields(self) -> None:
+        leasts = {"num_clusters": 1, "window_size": 1, "first_routing_layer": 0, "block_size": 1}
+        for name, least in leasts.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"routing_transformer needs `{name}` >= {least}, got {value}.")
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"routing_transformer needs 0 <= `ema_decay` < 1, got {self.ema_decay}.")
+        if self.commitment_weight < 0:
+            raise ValueError(f"routing_transformer needs `commitment_weight` >= 0, got {self.commitment_weight}.")
+
+    def check(self, config) -> None:
+        heads = config.num_attention_heads
+        if self.num_routing_heads is not None and not 0 <= self.num_routing_heads <= heads:
+            raise ValueError(
+                f"routing_transformer needs 0 <= `num_routing_heads` <= {heads} heads, got {self.num_routing_heads}."
+            )
+        if config.key_value_heads != heads:
+            raise ValueError(
+                f"routing_transformer clusters each head by itself, so it cannot have {config.key_value_heads} key/value heads "
+                f"for {heads} heads; leave `num_key_value_heads` unset."
+            )
+        if not config.is_decoder:
+            return
+        if self.share_qk is False:
+            raise ValueError(
+                "routing_transformer in a decoder needs shared queries and keys, or a token would ask in one cluster and "
+                "answer in another; leave `share_qk` unset."
+            )
+        self.check_causal_form(config)
+
+    def shares(self, config) -> bool:
+        """Whether routed heads share queries and keys."""
+        return config.is_decoder if self.share_qk is None else self.share_qk
+
+    def projects_keys(self, config) -> bool:
+        return not self.shares(config)
+
+    def clusters(self, length: int) -> int:
+        """Clusters of a text of so many tokens."""
+        if self.num_clusters is not None:
+            return self.num_clusters
+        if self.window_size is not None:
+            return max(-(-length // self.window_size), 1)
+        return math.isqrt(max(length, 1) - 1) + 1
+
+    def window(self, length: int) -> int:
+        """Tokens per cluster of a text of so many."""
+        return self.window_size or max(-(-length // self.clusters(length)), 1)
+
+    def most_clusters(self, config) -> int:
+        """Clusters of the longest text that positions are made for: there are as many centroids."""
+        return self.clusters(config.max_position_embeddings)
+
+    def by_row(self, lengths: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        """[`clusters`], at most `most`, and [`window`] of texts of `lengths` [B] tokens."""
+        if self.num_clusters is not None:
+            counts = torch.full_like(lengths, self.num_clusters)
+        elif self.window_size is not None:
+            counts = (-(-lengths // self.window_size)).clamp(1, most)
+        else:
+            squares = torch.arange(most, device=lengths.device).square()
+            counts = (lengths[:, None] > squares).sum(-1).clamp(min=1)
+        if self.window_size is not None:
+            return counts, torch.full_like(lengths, self.window_size)
+        return counts, (-(-lengths // counts)).clamp(min=1)
+
+    def routed_heads(self, config, layer_idx: int) -> int:
+        """Routed heads of a layer."""
+        if layer_idx < self.first_routing_layer:
+            return 0
+        return config.num_attention_heads // 2 if self.num_routing_heads is None else self.num_routing_heads
+
+    def build(self, config, **where) -> RoutingAttention:
+        return RoutingAttention(config, self, **where)

@@ -1,0 +1,1 @@
+"""What several attention mechanisms use."""

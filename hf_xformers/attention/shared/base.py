@@ -1,0 +1,230 @@
+"""The attention contract and what all mechanisms share: projections, rotation, cache, cross-attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from ...core.components import Spec
+from ...core.context import LayerContext, SublayerOutput, self_attention_cache
+from ...core.initialization import start_projections
+from ...core.weight_decay import Undecayed
+from ...ops.common.products import wide_products
+
+
+class Attention(Undecayed, nn.Module):
+    """Multi-head attention up to the mechanism itself.
+
+    A mechanism implements [`Attention.attend`] on per-head tensors (and [`Attention.prepare`] for what all layers can
+    share); one with other projections or another state overrides more. Contract, for every mechanism:
+
+    - padding comes as a boolean mask [B, S], True = real token; causality from the context;
+    - no padded or later position changes a valid output, at any length, 1 and odd ones included; a row whose keys are
+      all padding gives zeros, in the gradient as well;
+    - the literal equation runs when attention weights are wanted or `attn_implementation="eager"`, with the same
+      parameters and the same result as the fast path;
+    - with a cache, token by token equals the whole sequence at once.
+    """
+
+    def __init__(self, config, spec: AttentionSpec, *, layer_idx: int, cross: bool = False):
+        super().__init__()
+        self.config, self.spec, self.layer_idx, self.cross = config, spec, layer_idx, cross
+        width, self.head_dim = config.hidden_size, config.head_width
+        self.num_heads, self.num_key_value_heads = config.num_attention_heads, config.key_value_heads
+        self.num_key_value_groups = self.num_heads // self.num_key_value_heads
+        self.is_causal = config.is_decoder and not cross
+        self.scaling = self.head_dim**-0.5 if spec.scale is None else spec.scale
+        self.dropout = config.attention_probs_dropout_prob
+        self.q_proj = nn.Linear(width, self.num_heads * self.head_dim, bias=spec.bias)
+        self.k_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
+        self.v_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, width, bias=spec.bias)
+
+    @property
+    def takes_unpadded(self) -> bool:
+        """Whether it reads real tokens alone (`context.unpadding`): projections do, and lay them out in rows for the rest."""
+        kind = type(self)
+        return not self.cross and kind.forward is Attention.forward and kind.project_self is Attention.project_self
+
+    # ------------------------------------------------------------------------------------------- for mechanisms
+
+    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+        """Called once per forward call and layer before the first layer runs: put into `context.shared` what layers
+        can share, under a key that names it, unless it is there already. What carries gradients goes into
+        `context.streams` instead."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+        """query [B, H, T, d], key and value [B, K, S, d] -> (output [B, T, H, d], weights [B, H, T, S] or None)."""
+        raise NotImplementedError
+
+    def wants_weights(self, context: LayerContext) -> bool:
+        """Whether the literal path must run."""
+        return context.output_attentions or context.implementation == "eager"
+
+    def initialize(self, config, init) -> None:
+        """Projections as the config's initializer says (the generic rule has run before)."""
+        start_projections(config, init, inputs=(self.k_proj, self.v_proj), output=self.o_proj)
+        if config.initializer == "t5":  # the query carries the 1 / sqrt(d) that T5's scores lack
+            std = config.initializer_factor * (config.hidden_size * self.head_dim) ** -0.5
+            init.normal_(self.q_proj.weight, mean=0.0, std=std)
+
+    # ------------------------------------------------------------------------------------------- shared machinery
+
+    def heads(self, projected: Tensor) -> Tensor:
+        """[B, T, heads * d] -> [B, heads, T, d]."""
+        return projected.view(*projected.shape[:-1], -1, self.head_dim).transpose(1, 2)
+
+    def repeated(self, x: Tensor) -> Tensor:
+        """Keys or values [B, K, S, d], one for each head."""
+        return x.repeat_interleave(self.num_key_value_groups, dim=1) if self.num_key_value_groups > 1 else x
+
+    def project_self(
+        self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache | None, step: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, and the keys and values of all tokens seen so far."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (self.heads(context.padded(project(hidden_states))) for project in projections)
+        rotation = context.shared.get("rotation")
+        if rotation is not None:
+            query, key = rotation(query), rotation(key)
+            if getattr(rotation, "values", False):
+                value = rotation(value)
+        cache = self_attention_cache(past_key_values)
+        if cache is not None:
+            key, value = cache.update(key, value, step)
+        return query, key, value
+
+    def project_cross(
+        self, hidden_states: Tensor, memory: Tensor, past_key_values: Cache | None, step: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of the tokens, and keys and values of the memory [B, S, D], computed once per generated text."""
+        query = self.heads(self.q_proj(hidden_states))
+        cached = isinstance(past_key_values, EncoderDecoderCache)
+        if cached and past_key_values.is_updated.get(step):
+            layer = past_key_values.cross_attention_cache.layers[step]
+            return query, layer.keys, layer.values
+        key, value = self.heads(self.k_proj(memory)), self.heads(self.v_proj(memory))
+        if cached:
+            key, value = past_key_values.cross_attention_cache.update(key, value, step)
+            past_key_values.is_updated[step] = True
+        return query, key, value
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        step: int | None = None,
+    ) -> SublayerOutput:
+        """hidden_states [B, T, D] (and, for cross-attention, memory [B, S, D]) -> [B, T, D].
+
+        step: execution step, which is the cache slot; `None`: this layer's index.
+        """
+        step = self.layer_idx if step is None else step
+        if self.cross:
+            query, key, value = self.project_cross(hidden_states, memory, past_key_values, step)
+        else:
+            query, key, value = self.project_self(hidden_states, context, past_key_values, step)
+        output, weights = self.attend(query, key, value, context)
+        output = self.o_proj(context.packed(output.flatten(2)))
+        return SublayerOutput(output, weights)
+
+
+@dataclass(kw_only=True)
+class AttentionSpec(Spec):
+    """Base of attention specs: fields every mechanism has, and what it can do.
+
+    splits_heads: whether tensor parallelism may give each process some of the heads: no parameter, buffer or pattern of a
+    single head beside the projections, and no exchange between heads. why_one_length: why a graph of it that is exported
+    takes the length of its sample alone, if so.
+
+    max_global_tokens: bound on the global tokens of a row, where a mechanism has such tokens and bounds them.
+
+    Layers may share more than the call: [`AttentionSpec.shared_sizes`]. first_owns: the first layer owns what they share;
+    runs_through: every layer passes it on, up to the last.
+
+    bias: biases on the projections. scale: factor on scores (`None`: 1 / sqrt(head width); T5: 1.0).
+    """
+
+    causal: ClassVar[bool] = True
+    bidirectional: ClassVar[bool] = True
+    cross: ClassVar[bool] = False
+    score_bias: ClassVar[bool] = False
+    score_terms: ClassVar[bool] = False
+    head_terms: ClassVar[bool] = False
+    rotation: ClassVar[bool] = True
+    explicit_mask: ClassVar[bool] = False
+    splits_heads: ClassVar[bool] = False
+    why_one_length: ClassVar[str] = ""
+    why_not_causal: ClassVar[str] = ""
+    max_global_tokens: ClassVar[int | None] = None
+    first_owns: ClassVar[bool] = False
+    runs_through: ClassVar[bool] = False
+
+    bias: bool = True
+    scale: float | int | None = None
+
+    def shared_sizes(self, config) -> tuple | None:
+        """What has to be alike in all layers of a tower with this mechanism, because they share tensors; None: they share
+        none."""
+        return None
+
+    def hands_on(self, config) -> bool:
+        """Whether each layer hands tensors to the next one."""
+        return False
+
+    def projects_keys(self, config) -> bool:
+        """Whether all heads have keys of their own, which `k_proj` makes."""
+        return True
+
+    def why_not_generate(self) -> str:
+        """Why a decoder with this attention cannot generate text, in a sentence; empty if it can."""
+        return ""
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether the weight and bias of a projection are all there is to it, so that a mechanism may use them without calling it:
+    no adapter, hook, offloading, quantisation or sharding."""
+    if type(module) is not nn.Linear or "forward" in vars(module) or type(module.weight) is not nn.Parameter:
+        return False
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return not any(hooks)
+
+
+def literal_softmax_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale * Q K^T + bias) V with masked pairs excluded, written out; scores in float32 at least.
+
+    query [B, H, T, d], key and value [B, K, S, d] (K divides H); mask [B or 1, 1 or H, T or 1, S] boolean, True = may
+    attend; bias broadcastable to [B, H, T, S] -> output [B, T, H, d], weights [B, H, T, S]. A row that may attend to
+    nothing has zero weights and zero output.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = wide_products(query, key) * scaling
+    if bias is not None:
+        scores = scores + bias
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    weights = torch.softmax(scores, dim=-1).to(query.dtype)
+    if mask is not None:
+        weights = weights.masked_fill(~mask, 0.0)
+    dropped = nn.functional.dropout(weights, dropout) if dropout else weights
+    return torch.matmul(dropped, value).transpose(1, 2), weights
+
+
+__all__ = ["Attention", "AttentionSpec", "is_plain_linear", "literal_softmax_attention"]

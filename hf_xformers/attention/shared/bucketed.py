@@ -1,0 +1,254 @@
+"""What mechanisms that sort tokens into buckets share: the cache of labels, and short queries over a long cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from ...core.context import LayerContext
+from ...ops.bucketed.attention import Chunks, Recent, bucketed_attention, bucketed_reference
+from ...ops.score_terms.bucket_tiles import bucket_tiles
+from ...ops.score_terms.tiles import Tiles, tile_attention
+from .base import AttentionSpec
+from .position_terms import ScoreTerms
+
+# Up to this many queries against a cache meet all keys at once; more of them run the whole sequence again.
+FEW_QUERIES = 16
+
+
+class BucketLayer(DynamicLayer):
+    """Keys, values and the labels [B, H, R, S] of the keys: a token's bucket is found once and for all."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.labels: Tensor | None = None
+
+    def add_labels(self, labels: Tensor) -> Tensor:
+        """Appends the labels of new tokens; returns all of them."""
+        self.labels = labels if self.labels is None else torch.cat([self.labels, labels], dim=-1)
+        return self.labels
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        if self.labels is not None:
+            self.labels = function(self.labels)
+
+    def offload(self) -> None:
+        super().offload()
+        self._map(lambda labels: labels.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        super().prefetch()
+        if self.is_initialized:
+            self._map(lambda labels: labels.to(self.device, non_blocking=True))
+
+    def reset(self) -> None:
+        super().reset()
+        self.labels = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if tokens_to_remove < 0:
+            self._map(lambda labels: labels[..., :tokens_to_remove])
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._map(lambda labels: labels.index_select(0, beam_idx.to(labels.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._map(lambda labels: labels.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._map(lambda labels: labels[indices])
+
+
+def attend_in_buckets(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    labels: Tensor,
+    sets: Recent | Chunks,
+    added: ScoreTerms,
+    dropout: float,
+    *,
+    valid: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """[`bucketed_attention`] with terms for the last T tokens, [B, H, T, d]; options: of [`bucket_tiles`]."""
+    first = key.shape[2] - query.shape[2]
+    rounds = bucket_tiles(labels, sets, valid=valid, first=first, **options)
+    output = tile_attention(query * added.scale, key, value, added.tables, added.terms, rounds, dropout)
+    return output if valid is None else output.masked_fill(~valid[:, None, first:, None], 0.0)
+
+
+def labels_of_all(
+    labels: Tensor, keys: Tensor, cache: Cache | None, step: int, find: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Labels of all `keys` [B, H, S, d], given those of the new ones; `find` is asked where the cache keeps none."""
+    if cache is None:
+        return labels
+    layer = cache.layers[step]
+    return layer.add_labels(labels) if isinstance(layer, BucketLayer) else find(keys)
+
+
+class Stage(NamedTuple):
+    """What tokens from some position on read: the `window` most recent ones of their label among labels of this stage.
+
+    How fine buckets should be depends on the length of the text, which a causal model does not know: its later tokens must
+    change no earlier result. So a token takes the buckets of a text that ends about where it stands, and the keys
+    before it are labelled anew for each stage, 4 times as long as the one before. A stage runs over the text up to its end, so
+    that all of them together cost a third more than the last.
+    """
+
+    begin: int
+    window: int
+
+
+def recent_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    labels: Tensor,
+    stages: Sequence[Stage],
+    context: LayerContext,
+    *,
+    literal: bool,
+    num_labels: int,
+    own_key_last: bool,
+    distinct: bool,
+    scale: float,
+    dropout: float,
+    added: ScoreTerms | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """[`Recent`] sets for queries [B, H, T, d] over all keys [B, H, S, d] -> output [B, H, T, d] and weights or None.
+
+    labels: [B, H, stages * R, S], the rounds of one stage after those of another; a row's positions count its real tokens.
+    added: what a position adds to the scores.
+    """
+    valid, length = context.padding_mask, key.shape[2]
+    sets: dict[str, Any] = {"own_key_last": own_key_last, "distinct": distinct}
+    given = labels.unflatten(2, (len(stages), -1)).unbind(2)
+    used = [(stage, own) for stage, own in zip(stages, given, strict=True) if stage.begin < length]
+    place = torch.arange(length, device=key.device)[None] if valid is None else valid.cumsum(-1) - 1
+    reached = [stage.begin for stage, _ in used[1:]]
+    number = torch.bucketize(
+        place, torch.tensor(reached, device=key.device), right=True
+    )  # [B or 1, S], of their stages
+    few = query.shape[2] <= FEW_QUERIES and not context.fresh
+    if literal or few:
+        asked = number[:, context.query_index][:, None, :, None]
+
+        def reference(**options: Any) -> tuple[Tensor, Tensor]:
+            output = weights = None
+            for at, (stage, own) in enumerate(used):
+                found = bucketed_reference(
+                    query,
+                    key,
+                    value,
+                    own,
+                    Recent(stage.window),
+                    query_index=context.query_index,
+                    valid=valid,
+                    **sets,
+                    **options,
+                )
+                output = found[0] if output is None else torch.where(asked == at, found[0], output)
+                weights = found[1] if weights is None else torch.where(asked == at, found[1], weights)
+            return output, weights
+
+        if added is not None:
+            output, weights = added.from_matrix(reference, query, key, value, dropout)
+        else:
+            output, weights = reference(scale=scale, dropout_p=dropout)
+        return output, weights if literal else None
+    if added is not None:
+        rounds: list[list[Tiles]] = []
+        first = length - query.shape[2]
+        for at, (stage, own) in enumerate(used):
+            # Keys beyond the stage's end are after all of its queries: absent, so that no tile holds them.
+            real = valid if at == len(used) - 1 else number <= at
+            real = real if valid is None or real is valid else real & valid
+            real = None if real is None else real.expand(key.shape[0], -1)
+            found = bucket_tiles(own, Recent(stage.window), valid=real, first=first, num_labels=num_labels, **sets)
+            if len(used) > 1:
+                found = [[_of_stage(tiles, number[:, first:] == at) for tiles in tiled] for tiled in found]
+            rounds = [[*one, *other] for one, other in zip(rounds, found, strict=True)] if rounds else found
+        output = tile_attention(query * added.scale, key, value, added.tables, added.terms, rounds, dropout)
+        return output if valid is None else output.masked_fill(~valid[:, None, first:, None], 0.0), None
+    if not context.fresh:  # the queries of cached tokens are gone; their results are not asked for
+        query = torch.zeros_like(key).index_copy(2, context.query_index, query)
+    sets.update(num_labels=num_labels, scale=scale, dropout_p=dropout)
+    inputs = (query, key, value)
+    if len(used) == 1:
+        output = bucketed_attention(*inputs, used[0][1], Recent(used[0][0].window), valid=valid, **sets)
+    else:
+        output = _by_stages(inputs, used, valid, sets)
+    return output if context.fresh else output.index_select(2, context.query_index), None
+
+
+def _by_stages(
+    inputs: tuple[Tensor, Tensor, Tensor], used: list[tuple[Stage, Tensor]], valid: Tensor | None, sets: dict[str, Any]
+) -> Tensor:
+    """Each stage over the text up to its end."""
+    order = None
+    if valid is not None:  # real tokens first, so that places are positions
+        order = (~valid).int().argsort(dim=-1, stable=True)
+        valid = valid.gather(1, order)
+        inputs = tuple(_rearranged(x, order) for x in inputs)
+    parts = []
+    for at, (stage, labels) in enumerate(used):
+        end = inputs[0].shape[2] if at == len(used) - 1 else used[at + 1][0].begin
+        if order is not None:
+            labels = labels.gather(3, order[:, None, None].expand_as(labels))
+        query, key, value = (x[:, :, :end] for x in inputs)
+        real = None if valid is None else valid[:, :end]
+        output = bucketed_attention(query, key, value, labels[..., :end], Recent(stage.window), valid=real, **sets)
+        parts.append(output[:, :, stage.begin :])
+    output = torch.cat(parts, dim=2)
+    return output if order is None else _rearranged(output, order.argsort(dim=-1))
+
+
+def _rearranged(x: Tensor, order: Tensor) -> Tensor:
+    """[B, H, T, d] in the order [B, T]."""
+    return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def _of_stage(tiles: Tiles, chosen: Tensor) -> Tiles:
+    """The tiles with only those queries that are chosen, [B or 1, T]."""
+    at = tiles.query_at
+    own = chosen[:, None].expand(*at.shape[:2], -1).gather(2, at.clamp(min=0).flatten(2)).view_as(at)
+    return replace(tiles, query_at=torch.where(own, at, -1))
+
+
+@dataclass(kw_only=True)
+class BucketedSpec(AttentionSpec):
+    """Base of the specs. causal_form: what a decoder reads, `strict` or the `paper`'s form, in which later tokens change the
+    buckets; that one cannot generate."""
+
+    score_bias: ClassVar[bool] = True
+    score_terms: ClassVar[bool] = True
+    later_tokens: ClassVar[str]  # what they change in the paper's form
+
+    causal_form: Literal["strict", "paper"] = "strict"
+
+    def check_causal_form(self, config) -> None:
+        """Refuses a decoder in the paper's form that is set to generate."""
+        if self.causal_form == "paper" and config.use_cache:
+            raise ValueError(f"{self.why_not_generate()} To train it all the same, set `use_cache=False`.")
+
+    def why_not_generate(self) -> str:
+        if self.causal_form == "strict":
+            return ""
+        return (
+            f"{self.type} with causal_form='paper' cannot generate: later tokens change {self.later_tokens}. Use "
+            "causal_form='strict'."
+        )
+
+    def cache_layer(self, config) -> BucketLayer:
+        return BucketLayer()

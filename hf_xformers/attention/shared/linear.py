@@ -1,0 +1,247 @@
+"""What mechanisms whose weights are products of features share: the paths, the state for decoding, cross-attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+
+from ...core.cache import RecurrentStateLayer
+from ...core.context import LayerContext, SublayerOutput, self_attention_cache
+from ...ops.common.products import wide_products, widened
+from ...ops.linear.attention import (
+    LinearState,
+    kernel_attention,
+    linear_attention,
+    linear_attention_read,
+)
+from ...ops.linear.kernels import vanishes
+from .base import Attention, AttentionSpec
+
+
+class LinearAttention(Attention):
+    """o_i = sum_j phi(q_i) phi(k_j) v_j / sum_j phi(q_i) phi(k_j) over all j that i may see.
+
+    A mechanism says what phi is ([`LinearAttention.phi`], [`LinearAttention.phi_params`]). Three forms: two matrix products
+    (encoder, cross-attention), a scan over chunks of `chunk_size` tokens (decoder), one step with a state (a token with a
+    cache). Time O(T F d) per head for F features, memory O(T D). State: sum phi(k) v^T and sum phi(k), the same size at
+    any length; in cross-attention those of the memory take the place of its keys and values.
+
+    There are no attention probabilities to drop: `attention_probs_dropout_prob` has no effect. The literal path writes the
+    matrix [T, S] out; when it reads a cached text, whose keys are gone, it gives no weights.
+    """
+
+    eps: float = 0.0
+
+    def __init__(self, config, spec: LinearSpec, **where):
+        super().__init__(config, spec, **where)
+        self.chunk_size = spec.chunk_size
+
+    # ------------------------------------------------------------------------------------------- for mechanisms
+
+    def phi(self, x: Tensor, *params: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """[B, H, t, d] -> features [B, H, t, F], or those and the logarithm of a factor [B, H, t]; token by token."""
+        raise NotImplementedError
+
+    @property
+    def query_phi(self) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
+        """phi of a query, times any factor of its own, which cancels."""
+        return self.phi
+
+    def phi_params(self, context: LayerContext) -> tuple[Tensor, ...]:
+        """The tensors that `phi` needs beside its input."""
+        return ()
+
+    def at_once(self, states: Tensor, context: LayerContext) -> Tensor | None:
+        """The output [B, T, D] of the whole sublayer, where a mechanism has a shorter way to it than through its heads."""
+        return None
+
+    # ------------------------------------------------------------------------------------------- forward
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        step: int | None = None,
+    ) -> SublayerOutput:
+        step = self.layer_idx if step is None else step
+        whole = self.at_once(hidden_states, context)
+        if whole is not None:
+            return SublayerOutput(whole, None)
+        query = self.heads(self.q_proj(hidden_states))
+        if self.cross:
+            output, weights = self._read_memory(query, memory, context, past_key_values, step)
+        else:
+            key, value = self._keys_and_values(hidden_states)
+            output, weights = self._read_tokens(query, key, value, context, past_key_values, step)
+        output = self.o_proj(output.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1))
+        return SublayerOutput(output, weights)
+
+    def _keys_and_values(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, S, D] -> [B, H, S, d] twice; grouped heads are repeated, as a state belongs to a query's head."""
+        key, value = self.heads(self.k_proj(states)), self.heads(self.v_proj(states))
+        return self.repeated(key), self.repeated(value)
+
+    def _read_tokens(
+        self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, past: Cache | None, step: int
+    ) -> tuple[Tensor, Tensor | None]:
+        layer = state_layer(past, step)
+        state = LinearState(**layer.state) if layer is not None and layer.state else None
+        mask, rotation, weights = context.query_padding_mask, context.shared.get("rotation"), None
+        if self.wants_weights(context) and state is None:
+            visible = _visible(query, key, mask, self.is_causal)
+            output, weights = self._literal(query, key, value, visible, context, rotation)
+            if layer is None:
+                return output, weights
+            _, state = self._mix(query, key, value, mask, context, None, rotation)
+        else:
+            output, state = self._mix(query, key, value, mask, context, state, rotation)
+        if layer is not None:
+            layer.advance(query.shape[2], **_named(state))
+        return output, weights
+
+    def _read_memory(
+        self, query: Tensor, memory: Tensor | None, context: LayerContext, past: Cache | None, step: int
+    ) -> tuple[Tensor, Tensor | None]:
+        mask = context.memory_padding_mask
+        if self.wants_weights(context):
+            key, value = self._keys_and_values(memory)
+            return self._literal(query, key, value, _visible(query, key, mask, False), context, None)
+        cached = isinstance(past, EncoderDecoderCache) and not context.static
+        if cached and past.is_updated.get(step):
+            state = _unpack(past.cross_attention_cache.layers[step])
+            features, _ = _pair(self.query_phi(*widened(query), *self.phi_params(context)))
+            return linear_attention_read(features, state, eps=self.eps).to(query.dtype), None
+        key, value = self._keys_and_values(memory)
+        output, state = self._mix(query, key, value, mask, context, None, None)
+        if cached:
+            past.cross_attention_cache.update(*_pack(state), step)
+            past.is_updated[step] = True
+        return output, None
+
+    def _mix(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        context: LayerContext,
+        state: LinearState | None,
+        rotation: Callable[[Tensor], Tensor] | None,
+    ) -> tuple[Tensor, LinearState]:
+        """The engine: output [B, H, T, d] and the state after these keys."""
+        params = self.phi_params(context)
+        options = {
+            "causal": self.is_causal,
+            "key_padding_mask": mask,
+            "state": state,
+            "return_state": True,
+            "chunk_size": self.chunk_size,
+            "eps": self.eps,
+        }
+        if rotation is None:  # features are made piece by piece, and again in the backward pass
+            return kernel_attention(query, key, value, self.query_phi, *params, key_map=self.phi, **options)
+        phi_q, _ = _pair(self.query_phi(*widened(query), *params))
+        phi_k, logs = _pair(self.phi(*widened(key), *params))
+        options |= {"rotated_q": rotation(phi_q), "rotated_k": rotation(phi_k)}
+        return linear_attention(phi_q, phi_k, value, log_weight=logs, **options)
+
+    def _literal(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        visible: Tensor | None,
+        context: LayerContext,
+        rotation: Callable[[Tensor], Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The matrix of all products, divided by its row sums -> output [B, H, T, d], weights [B, H, T, S]."""
+        params = self.phi_params(context)
+        phi_q, _ = _pair(self.query_phi(*widened(query), *params))
+        phi_k, logs = _pair(self.phi(*widened(key), *params))
+        products = wide_products(phi_q, phi_k)
+        dtype = products.dtype
+        factors = products.new_ones(()) if visible is None else visible.to(dtype)
+        if logs is not None:
+            # Relative to the largest factor that a query sees: a later key changes nothing, not even by underflow.
+            logs = logs.to(dtype)[:, :, None, :].expand_as(products)
+            logs = logs if visible is None else logs.masked_fill(~visible, -torch.inf)
+            top = logs.detach().amax(-1, keepdim=True)
+            factors = (logs - top.masked_fill(top == -torch.inf, 0.0)).exp()
+        sums = (products * factors).sum(-1, keepdim=True) + self.eps
+        if rotation is not None:
+            products = wide_products(rotation(phi_q), rotation(phi_k))
+        empty = vanishes(sums)
+        weights = (products * factors / sums.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
+        return wide_products(weights, value.mT).to(value.dtype), weights.to(value.dtype)
+
+
+def state_layer(past_key_values: Cache | None, step: int) -> RecurrentStateLayer | None:
+    """Where a mechanism with a recurrent state keeps it; None without a cache.
+
+    Raises:
+        ValueError: the cache has no place for a state.
+    """
+    cache = self_attention_cache(past_key_values)
+    if cache is None:
+        return None
+    layer = cache.layers[step] if step < len(cache.layers) else None
+    if not isinstance(layer, RecurrentStateLayer):
+        raise ValueError(
+            f"This attention keeps a state instead of keys and values, which the given {type(cache).__name__} has no place "
+            "for; leave `past_key_values` out, or make it with `hf_xformers.core.cache.make_cache(config)`."
+        )
+    return layer
+
+
+def _visible(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
+    """Who may read whom, [B or 1, 1, T, S]; None if everybody may."""
+    visible = None if mask is None else mask[:, None, None, :]
+    if not causal:
+        return visible
+    order = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    return order[None, None] if visible is None else order & visible
+
+
+def _pair(features: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+    return (features, None) if isinstance(features, Tensor) else (features[0], features[1])
+
+
+def _named(state: LinearState) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in state._asdict().items() if tensor is not None}
+
+
+def _pack(state: LinearState) -> tuple[Tensor, Tensor]:
+    """A state in the form of keys and values, [B, H, F, d] and [B, H, F or F + 1, 1], which an ordinary cache keeps."""
+    kv, z, scale = state
+    return kv, (z if scale is None else torch.cat([z, scale[..., None]], dim=-1))[..., None]
+
+
+def _unpack(layer: DynamicLayer) -> LinearState:
+    kv, z = layer.keys, layer.values[..., 0]
+    width = kv.shape[2]
+    return LinearState(kv, z[..., :width], z[..., width] if z.shape[-1] > width else None)
+
+
+class LinearSpec(AttentionSpec):
+    """Base of the specs of linear attention. chunk_size: tokens per quadratic block of the causal scan."""
+
+    cross = True
+    rotation = False
+
+    chunk_size: int = 64
+
+    def check_fields(self) -> None:
+        if self.chunk_size < 1:
+            raise ValueError(f"{self.type} needs `chunk_size` >= 1, got {self.chunk_size}.")
+
+    def cache_layer(self, config) -> RecurrentStateLayer:
+        return RecurrentStateLayer()
+
+
+__all__ = ["LinearAttention", "LinearSpec", "state_layer"]

@@ -1,0 +1,121 @@
+"""Outputs of transformers with one more field: the auxiliary losses collected inside the model, by name. They stand beside
+a loss, and wherever gradients are recorded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import modeling_outputs as base
+from transformers.utils import ModelOutput
+
+from .segment_memory import SegmentMemory
+
+
+@dataclass
+class TowerOutput(base.BaseModelOutputWithPastAndCrossAttentions):
+    """last_hidden_state [B, T, D]; padding_mask: boolean [B, T] that belongs to it (None: nothing is padded); memories
+    [B, steps of the decoder, T, D]: what each decoder layer reads, from an encoder that gives them different ones (the
+    batch comes first, so that beams expand it); segment_memory: what the next segment of the text may read of this one,
+    from a stack with such a memory."""
+
+    padding_mask: torch.Tensor | None = None
+    aux_losses: dict[str, torch.Tensor] | None = None
+    memories: torch.Tensor | None = None
+    segment_memory: SegmentMemory | None = None
+
+
+@dataclass
+class XFormerModelOutput(base.BaseModelOutputWithPoolingAndCrossAttentions):
+    """padding_mask: boolean [B, T'] that belongs to last_hidden_state, where its length is not the input's."""
+
+    aux_losses: dict[str, torch.Tensor] | None = None
+    segment_memory: SegmentMemory | None = None
+    padding_mask: torch.Tensor | None = None
+
+
+@dataclass
+class XFormerSeq2SeqModelOutput(base.Seq2SeqModelOutput):
+    aux_losses: dict[str, torch.Tensor] | None = None
+
+
+@dataclass
+class XFormerMaskedLMOutput(base.MaskedLMOutput):
+    aux_losses: dict[str, torch.Tensor] | None = None
+    segment_memory: SegmentMemory | None = None
+
+
+@dataclass
+class XFormerCausalLMOutput(base.CausalLMOutputWithCrossAttentions):
+    aux_losses: dict[str, torch.Tensor] | None = None
+    segment_memory: SegmentMemory | None = None
+
+
+@dataclass
+class XFormerSeq2SeqLMOutput(base.Seq2SeqLMOutput):
+    aux_losses: dict[str, torch.Tensor] | None = None
+
+
+@dataclass
+class XFormerSequenceClassifierOutput(base.SequenceClassifierOutput):
+    aux_losses: dict[str, torch.Tensor] | None = None
+    segment_memory: SegmentMemory | None = None
+
+
+@dataclass
+class XFormerEarlyExitClassifierOutput(XFormerSequenceClassifierOutput):
+    """exit_layers [B]: the layer (1, 2, ...) whose classifier gave each row's logits; None in training."""
+
+    exit_layers: torch.LongTensor | None = None
+
+
+@dataclass
+class XFormerTokenClassifierOutput(base.TokenClassifierOutput):
+    aux_losses: dict[str, torch.Tensor] | None = None
+    segment_memory: SegmentMemory | None = None
+
+
+@dataclass
+class XFormerQuestionAnsweringOutput(base.QuestionAnsweringModelOutput):
+    aux_losses: dict[str, torch.Tensor] | None = None
+    segment_memory: SegmentMemory | None = None
+
+
+@dataclass
+class XFormerMultipleChoiceOutput(base.MultipleChoiceModelOutput):
+    aux_losses: dict[str, torch.Tensor] | None = None
+    segment_memory: SegmentMemory | None = None
+
+
+@dataclass
+class XFormerSentencePairOutput(base.NextSentencePredictorOutput):
+    aux_losses: dict[str, torch.Tensor] | None = None
+    segment_memory: SegmentMemory | None = None
+
+
+@dataclass
+class XFormerForPreTrainingOutput(ModelOutput):
+    """loss: masked LM + sentence pair (+ auxiliary); prediction_logits [B, T, V]; seq_relationship_logits [B, 2]."""
+
+    loss: torch.FloatTensor | None = None
+    prediction_logits: torch.FloatTensor | None = None
+    seq_relationship_logits: torch.FloatTensor | None = None
+    hidden_states: tuple[torch.FloatTensor] | None = None
+    attentions: tuple[torch.FloatTensor] | None = None
+    aux_losses: dict[str, torch.Tensor] | None = None
+    segment_memory: SegmentMemory | None = None
+
+
+@dataclass
+class XFormerSeq2SeqSequenceClassifierOutput(base.Seq2SeqSequenceClassifierOutput):
+    aux_losses: dict[str, torch.Tensor] | None = None
+
+
+@dataclass
+class XFormerSeq2SeqQuestionAnsweringOutput(base.Seq2SeqQuestionAnsweringModelOutput):
+    aux_losses: dict[str, torch.Tensor] | None = None
+
+
+@dataclass
+class XFormerImageClassifierOutput(base.ImageClassifierOutput):
+    aux_losses: dict[str, torch.Tensor] | None = None

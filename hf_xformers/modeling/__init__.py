@@ -1,0 +1,1 @@
+"""What stands on the trunk: language models, classifiers, sentence pairs and images."""

@@ -1,0 +1,32 @@
+"""The classes that every family's heads derive from, by head name. A checkpoint that carries its code has a shorter table: that
+of its own heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..modeling_xformer import XFormerModel
+from .classifiers import (
+    XFormerForMultipleChoice,
+    XFormerForQuestionAnswering,
+    XFormerForSequenceClassification,
+    XFormerForTokenClassification,
+)
+from .image import XFormerForImageClassification, XFormerImageModel
+from .language import XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM
+from .sentence_pairs import XFormerForNextSentencePrediction, XFormerForPreTraining
+
+CLASSES: dict[str, Any] = {
+    "Model": XFormerModel,
+    "ForMaskedLM": XFormerForMaskedLM,
+    "ForCausalLM": XFormerForCausalLM,
+    "ForSeq2SeqLM": XFormerForSeq2SeqLM,
+    "ForSequenceClassification": XFormerForSequenceClassification,
+    "ForTokenClassification": XFormerForTokenClassification,
+    "ForQuestionAnswering": XFormerForQuestionAnswering,
+    "ForMultipleChoice": XFormerForMultipleChoice,
+    "ForNextSentencePrediction": XFormerForNextSentencePrediction,
+    "ForPreTraining": XFormerForPreTraining,
+    "ForImageClassification": XFormerForImageClassification,
+}
+IMAGE_CLASSES: dict[str, Any] = {"Model": XFormerImageModel}  # in place of the above where images go in

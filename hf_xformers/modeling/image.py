@@ -1,0 +1,82 @@
+"""Models that read images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.utils import can_return_tuple
+
+from ..core import outputs
+from ..core.losses import with_aux_losses
+from ..modeling_xformer import XFormerModel, XFormerPreTrainedModel
+
+
+class XFormerImageModel(XFormerModel):
+    """The bare X-former of images: hidden states of the patches without a head."""
+
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+
+    @can_return_tuple
+    def forward(
+        self, pixel_values: Tensor | None = None, interpolate_pos_encoding: bool = False, **kwargs: Any
+    ) -> outputs.XFormerModelOutput:
+        """
+        Args:
+            pixel_values: [B, C, H, W], as an image processor gives them.
+            interpolate_pos_encoding: allow another H and W than the config's `image_size`; positions are resized.
+        """
+        if pixel_values is None:
+            raise ValueError("Give `pixel_values` [batch, channels, height, width].")
+        embeds = self.trunk.embedding.patches(pixel_values, interpolate_pos_encoding)
+        return super().forward(inputs_embeds=embeds, **kwargs)
+
+
+class XFormerForImageClassification(XFormerPreTrainedModel):
+    """Classification of whole images: a linear map of the class token's state, or of the patches' mean."""
+
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+
+    def __init__(self, config):
+        config = self.shaped(config, is_decoder=False, is_encoder_decoder=False)
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = XFormerImageModel(config, add_pooler=False)
+        self.model.under_a_head = True
+        self.dropout = nn.Dropout(config.classifier_dropout or 0.0)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def pooled(self, hidden_states: Tensor) -> Tensor:
+        """[B, T, D] -> [B, D] by `classifier_pooling`: `first` and `auto` are the class token, `mean` is that of all patches;
+        without a class token `auto` is the mean."""
+        token = self.config.embedding.class_token
+        how = self.config.classifier_pooling
+        if how == "mean" or (how == "auto" and not token):
+            return hidden_states[:, int(token) :].mean(dim=1)
+        return hidden_states[:, -1 if how == "last" else 0]
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: Tensor | None = None,
+        labels: Tensor | None = None,
+        interpolate_pos_encoding: bool = False,
+        **kwargs: Any,
+    ) -> outputs.XFormerImageClassifierOutput:
+        """pixel_values: [B, C, H, W]; labels: [B] class ids, [B] or [B, num_labels] numbers (regression), or
+        [B, num_labels] 0/1 (multi-label). logits: [B, num_labels]."""
+        base = self.model(pixel_values, interpolate_pos_encoding=interpolate_pos_encoding, **kwargs)
+        logits = self.classifier(self.dropout(self.pooled(base.last_hidden_state)))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        return outputs.XFormerImageClassifierOutput(
+            loss=with_aux_losses(loss, base.aux_losses),
+            logits=logits,
+            hidden_states=base.hidden_states,
+            attentions=base.attentions,
+            aux_losses=self.reported(base.aux_losses, loss),
+        )

@@ -1,0 +1,268 @@
+"""Language models: masked, causal and sequence to sequence. Each class says which shape (encoder, causal decoder,
+encoder-decoder) it needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.modeling_utils import slice_logits_to_keep
+from transformers.utils import can_return_tuple, logging
+
+from ..core import outputs
+from ..core.cache import make_cache, stateful_part
+from ..core.inputs import check_axes, check_token_labels
+from ..core.losses import labels_after_real_tokens, next_token_cross_entropy, token_cross_entropy, with_aux_losses
+from ..core.sequence_sharding import sharding_in_force
+from ..modeling_xformer import XFormerModel, XFormerPreTrainedModel
+
+logger = logging.get_logger(__name__)
+
+
+class LanguageModel(XFormerPreTrainedModel):
+    """A base model and a vocabulary head, tied to the token table unless the config unties it."""
+
+    reads_pooler = False
+    reads_every_token = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = XFormerModel(config, add_pooler=self.reads_pooler)
+        self.model.under_a_head = True
+        self.lm_head = config.head.build(config)
+        self._tied_weights_keys = {"lm_head.decoder.weight": "model.trunk.embedding.tokens.weight"}
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head.decoder
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.lm_head.decoder = value
+
+    def get_encoder(self, modality: str | None = None) -> nn.Module:
+        return self.model.get_encoder(modality)
+
+    def get_decoder(self) -> nn.Module:
+        return self.model.get_decoder()
+
+
+class _Generative(LanguageModel, GenerationMixin):
+    """Generation with the cache that the config's mechanisms declare."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        # A state that cannot forget its last tokens: transformers then refuses to decode with an assistant.
+        self._is_stateful = not make_cache(config).is_croppable
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        tower = self.config.tower("decoder") if self.config.is_encoder_decoder else self.config
+        for index in range(tower.num_hidden_layers):
+            if reason := tower.layer(index).attention.why_not_generate():
+                raise ValueError(reason)
+        given = model_kwargs.get("past_key_values") is not None
+        # The other implementations hold keys and values, which a stateful mechanism has not.
+        ours = generation_config.cache_implementation in (None, "dynamic") or self._is_stateful
+        if not given and generation_config.use_cache is not False and ours:
+            model_kwargs["past_key_values"] = make_cache(self.config)
+            if generation_config.cache_implementation not in (None, "dynamic"):
+                logger.warning_once(
+                    f"`cache_implementation={generation_config.cache_implementation!r}` holds keys and values, but "
+                    f"{stateful_part(tower)} keeps another state; generating with its own cache."
+                )
+            return
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return True  # transformers goes by the class's name, and its own Reformer keeps another kind of cache
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        # Inputs that a component asks for are in no signature, where transformers looks for typos.
+        known = self.model.trunk.extra_inputs
+        super()._validate_model_kwargs({name: value for name, value in model_kwargs.items() if name not in known})
+
+    def _expand_inputs_for_generation(self, expand_size: int = 1, **kwargs: Any) -> Any:
+        # transformers repeats tensors for beams; a segment memory is an object of several.
+        carried = kwargs.pop("segment_memory", None)
+        input_ids, inputs = super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)
+        if carried is not None:
+            inputs["segment_memory"] = carried.repeat_interleave(expand_size)
+        return input_ids, inputs
+
+
+class XFormerForMaskedLM(LanguageModel):
+    """An encoder that predicts masked tokens."""
+
+    def __init__(self, config):
+        super().__init__(self.shaped(config, is_decoder=False, is_encoder_decoder=False))
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> outputs.XFormerMaskedLMOutput:
+        """labels: [B, T], the original id where a token is to be predicted, -100 elsewhere. logits: [B, T, V]."""
+        count = kwargs.pop("num_items_in_batch", None)
+        base = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        logits = self.lm_head(base.last_hidden_state)
+        check_token_labels(labels, logits)
+        loss = None if labels is None else token_cross_entropy(logits, labels, count)
+        return outputs.XFormerMaskedLMOutput(
+            loss=with_aux_losses(loss, base.aux_losses),
+            logits=logits,
+            hidden_states=base.hidden_states,
+            attentions=base.attentions,
+            aux_losses=self.reported(base.aux_losses, loss),
+            segment_memory=base.segment_memory,
+        )
+
+
+class XFormerForCausalLM(_Generative):
+    """A decoder that predicts the next token."""
+
+    def __init__(self, config):
+        super().__init__(self.shaped(config, is_decoder=True, is_encoder_decoder=False))
+        self.model.trunk.reads_tokens_alone = True
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> outputs.XFormerCausalLMOutput:
+        """labels: [B, T] like `input_ids` (the shift is inside), -100 where there is no target; a text's first token is none
+        where padding stands before it. logits: [B, T, V], or of the last `logits_to_keep` positions."""
+        count, shift_labels = kwargs.pop("num_items_in_batch", None), kwargs.pop("shift_labels", None)
+        base = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.lm_head(slice_logits_to_keep(base.last_hidden_state, logits_to_keep))
+        check_token_labels(labels, logits)
+        loss = None
+        if shift_labels is not None:  # the caller shifted already (sequence parallelism): position t's own target
+            loss = token_cross_entropy(logits, shift_labels, count)
+        elif labels is not None:
+            if sharding_in_force():
+                raise ValueError(
+                    "Under context parallelism the next token may be in another process; give `shift_labels`, the labels "
+                    "shifted by one before they are divided like `input_ids`."
+                )
+            loss = next_token_cross_entropy(logits, labels_after_real_tokens(labels, attention_mask), count)
+        return outputs.XFormerCausalLMOutput(
+            loss=with_aux_losses(loss, base.aux_losses),
+            logits=logits,
+            past_key_values=base.past_key_values,
+            hidden_states=base.hidden_states,
+            attentions=base.attentions,
+            aux_losses=self.reported(base.aux_losses, loss),
+            segment_memory=base.segment_memory,
+        )
+
+
+class XFormerForSeq2SeqLM(_Generative):
+    """An encoder-decoder that predicts a target text."""
+
+    def __init__(self, config):
+        super().__init__(self.shaped(config, is_decoder=False, is_encoder_decoder=True))
+
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+        """[B, T] labels (-100: padding) -> decoder inputs [B, T], for data collators."""
+        return self.model.shift_right(labels)
+
+    def _read_late(
+        self, labels: Tensor, decoder_input_ids: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The decoder's inputs and mask for `labels`. Padding of the labels is padding of the inputs made of them, by this
+        model or by a data collator beforehand; rows of other inputs are taken as they are."""
+        read = self.model.read_from_labels(labels) if mask is None else mask
+        if decoder_input_ids is None:
+            return self.model.shift_right(labels), read
+        if mask is None and decoder_input_ids.shape == labels.shape and self.config.decoder_start_token_id is not None:
+            mask = read | (decoder_input_ids != self.model.shift_right(labels)).any(-1, keepdim=True)
+        return decoder_input_ids, mask
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        encoder_outputs: Any | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> outputs.XFormerSeq2SeqLMOutput:
+        """labels: [B, T_target] ids, -100 where there is no target; the decoder reads them shifted right. logits:
+        [B, T_target, V]."""
+        count = kwargs.pop("num_items_in_batch", None)
+        check_axes("labels", labels)
+        if labels is not None:
+            use_cache = False if use_cache is None else use_cache
+            if decoder_inputs_embeds is None:
+                decoder_input_ids, decoder_attention_mask = self._read_late(
+                    labels, decoder_input_ids, decoder_attention_mask
+                )
+        base = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask,
+            token_type_ids=token_type_ids,
+            inputs_embeds=inputs_embeds,
+            decoder_inputs_embeds=decoder_inputs_embeds,
+            encoder_outputs=encoder_outputs,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.lm_head(slice_logits_to_keep(base.last_hidden_state, logits_to_keep))
+        check_token_labels(labels, logits)
+        loss = None if labels is None else token_cross_entropy(logits, labels, count)
+        return outputs.XFormerSeq2SeqLMOutput(
+            loss=with_aux_losses(loss, base.aux_losses),
+            logits=logits,
+            past_key_values=base.past_key_values,
+            decoder_hidden_states=base.decoder_hidden_states,
+            decoder_attentions=base.decoder_attentions,
+            cross_attentions=base.cross_attentions,
+            encoder_last_hidden_state=base.encoder_last_hidden_state,
+            encoder_hidden_states=base.encoder_hidden_states,
+            encoder_attentions=base.encoder_attentions,
+            aux_losses=self.reported(base.aux_losses, loss),
+        )

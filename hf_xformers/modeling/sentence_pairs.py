@@ -1,0 +1,103 @@
+"""Models of pairs of sentences, with and without masked tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.utils import can_return_tuple
+
+from ..core import outputs
+from ..core.inputs import check_token_labels
+from ..core.losses import token_cross_entropy, with_aux_losses
+from ..core.pooling import pool
+from .classifiers import Classifier
+from .language import LanguageModel
+
+
+class XFormerForNextSentencePrediction(Classifier):
+    """Two-way classification of a pair of texts: next sentence (BERT) or sentence order (ALBERT). Class 0: B follows A."""
+
+    def __init__(self, config):
+        super().__init__(self.shaped(config, is_decoder=False, is_encoder_decoder=False), 2)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> outputs.XFormerSentencePairOutput:
+        """labels: [B], 0 = B follows A, 1 = it does not. logits: [B, 2]."""
+        base = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        logits = self.classifier(self.pooled(base, attention_mask))
+        loss = None if labels is None else F.cross_entropy(logits.float(), labels.view(-1))
+        recorded = self.recorded(base, loss)
+        return outputs.XFormerSentencePairOutput(
+            loss=with_aux_losses(loss, base.aux_losses), logits=logits, **recorded
+        )
+
+
+class XFormerForPreTraining(LanguageModel):
+    """BERT's two objectives at once: masked tokens, and a two-way label for the pair of texts."""
+
+    reads_pooler = True
+
+    def __init__(self, config):
+        config = self.shaped(config, is_decoder=False, is_encoder_decoder=False)
+        super().__init__(config)
+        self.classifier = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        next_sentence_label: Tensor | None = None,
+        **kwargs: Any,
+    ) -> outputs.XFormerForPreTrainingOutput:
+        """labels: [B, T] as in masked LM; next_sentence_label: [B], 0 = B follows A. The loss is the sum of the two and is
+        returned when both labels are given."""
+        count = kwargs.pop("num_items_in_batch", None)
+        base = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        logits = self.lm_head(base.last_hidden_state)
+        check_token_labels(labels, logits)
+        vector = base.pooler_output
+        vector = pool(base.last_hidden_state, attention_mask, "first") if vector is None else vector
+        pair_logits = self.classifier(vector)
+        loss = None
+        if labels is not None and next_sentence_label is not None:
+            loss = token_cross_entropy(logits, labels, count)
+            loss = loss + F.cross_entropy(pair_logits.float(), next_sentence_label.view(-1))
+        return outputs.XFormerForPreTrainingOutput(
+            loss=with_aux_losses(loss, base.aux_losses),
+            prediction_logits=logits,
+            seq_relationship_logits=pair_logits,
+            hidden_states=base.hidden_states,
+            attentions=base.attentions,
+            aux_losses=self.reported(base.aux_losses, loss),
+        )

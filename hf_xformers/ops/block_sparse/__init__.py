@@ -1,0 +1,1 @@
+"""Attention over patterns of positions, block by block."""

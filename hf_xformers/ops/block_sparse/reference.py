@@ -1,0 +1,107 @@
+"""Attention over a pattern as the dense equation says it: the oracle of the fast engine, and the path with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..common.products import wide_products
+from .pattern_base import Pattern, PerHead
+
+ScoreBias = Callable[[Tensor, Tensor], Tensor]
+
+
+def counts_positions(pattern: Pattern, score_bias: ScoreBias | None, bias_is_relative: bool) -> bool:
+    """Whether anything depends on positions and not only on distances."""
+    return pattern.period != 1 or (score_bias is not None and not bias_is_relative)
+
+
+def row_spans(real: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, S], True for a real token -> the first one of each row, and the number of places from it to the last one, [B] each;
+    0 and S where a row has none."""
+    lead, trail = real.int().argmax(1), real.int().flip(1).argmax(1)
+    return lead, real.shape[1] - trail - lead
+
+
+def block_sparse_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | Sequence[Pattern],
+    *,
+    key_padding_mask: Tensor | None = None,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    score_bias: ScoreBias | None = None,
+    bias_is_relative: bool = False,
+    segment_ids: Tensor | None = None,
+    global_mask: Tensor | None = None,
+    global_q: Tensor | None = None,
+    global_k: Tensor | None = None,
+    global_v: Tensor | None = None,
+    side_k: Tensor | None = None,
+    side_v: Tensor | None = None,
+    side_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The arguments and meaning of `block_sparse_attention`, computed with T x T scores, a mask and one softmax.
+
+    Returns:
+        the output [B, H, T_q, d_v] and the weights [B, H, T_q, T_k] ([.., T_k + S] with side keys), zero where hidden.
+    """
+    heads, groups = q.shape[1], q.shape[1] // k.shape[1]
+    pattern = PerHead(tuple(pattern)) if isinstance(pattern, Sequence) else pattern
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    real = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if key_padding_mask is None else key_padding_mask
+    lead, lengths = (x[:, None] for x in row_spans(real))
+    lead = lead if counts_positions(pattern, score_bias, bias_is_relative) else torch.zeros_like(lead)
+    q_at = torch.arange(q_offset, q_offset + q.shape[2], device=q.device) - lead
+    k_at = torch.arange(k_offset, k_offset + k.shape[2], device=q.device) - lead
+    pairs = (q_at[:, :, None], k_at[:, None, :])
+    within = (*pairs, k_offset + lengths[..., None])
+    allowed = torch.stack([pattern.for_head(head).allows_within(*within) for head in range(heads)], 1)
+
+    def scores(query: Tensor, key: Tensor) -> Tensor:
+        return wide_products(query, key.repeat_interleave(groups, 1)) * scale
+
+    logits, values = scores(q, k), v.repeat_interleave(groups, 1)
+    if score_bias is not None:
+        logits = logits + score_bias(q_at.clamp(min=0), k_at.clamp(min=0))
+    if global_mask is not None:
+        allowed = allowed | (global_mask & real)[:, None, None, :]
+    if causal:
+        allowed = allowed & (pairs[1] <= pairs[0])[:, None]
+    if segment_ids is not None:
+        first = q_offset - k_offset
+        own = segment_ids[:, first : first + q.shape[2]]
+        allowed = allowed & (own[:, None, :, None] == segment_ids[:, None, None, :])
+    allowed = allowed & real[:, None, None, :]
+    if side_k is not None:
+        if side_mask is None:
+            side_mask = torch.ones_like(side_k[:, 0, :, 0], dtype=torch.bool)
+        side_mask = side_mask[:, None, None] if side_mask.ndim == 2 else side_mask[:, None]
+        allowed = torch.cat([allowed, side_mask.expand(-1, heads, q.shape[2], -1)], 3)
+        logits = torch.cat([logits, scores(q, side_k)], 3)
+        values = torch.cat([values, side_v.repeat_interleave(groups, 1)], 2)
+    weights = _masked_softmax(logits, allowed & (q_at >= 0)[:, None, :, None], v.dtype)
+    out = torch.dropout(weights, dropout_p, dropout_p > 0) @ values
+    if global_mask is not None and not causal:
+        # Rows of global tokens: every real key, with their own projections where given.
+        logits = scores(q if global_q is None else global_q, k if global_k is None else global_k)
+        row_weights = _masked_softmax(logits, real[:, None, None, :], v.dtype)
+        row_values = (v if global_v is None else global_v).repeat_interleave(groups, 1)
+        is_row = (global_mask & real)[:, None, :, None]
+        out = torch.where(is_row, torch.dropout(row_weights, dropout_p, dropout_p > 0) @ row_values, out)
+        weights = torch.where(is_row, row_weights, weights)
+    return out, weights
+
+
+def _masked_softmax(logits: Tensor, allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Softmax over the allowed entries, as `dtype`; a row without any is zero, and so is its gradient."""
+    hidden = ~allowed
+    weights = torch.softmax(logits.masked_fill(hidden, torch.finfo(logits.dtype).min), -1)
+    return weights.masked_fill(hidden, 0.0).to(dtype)

@@ -1,0 +1,1 @@
+"""Attention inside buckets and clusters of tokens."""

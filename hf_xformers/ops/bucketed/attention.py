@@ -1,0 +1,326 @@
+"""Softmax attention among tokens that share a bucket: sort by content, attend in chunks, scatter back.
+
+Every token carries one label (bucket, cluster) per round. In a round, tokens are ordered by (label, position) and read
+near tokens in that order; :class:`Recent` and :class:`Chunks` say which. A query's result is one softmax over the union of
+its rounds (Kitaev et al. 2020, arXiv 2001.04451, appendix A), or over the multiset, in which a key counts once per round.
+
+:func:`bucketed_attention` is the fast engine, :func:`bucketed_reference` the literal equation over all pairs, and
+:func:`clustered_attention` serves clusters that choose their tokens (balanced k-means) instead of tokens choosing one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..common.products import wide_products
+from .cluster_op import forward_op as clusters_op
+from .op import Layout, default_chunk, forward_op, sorted_codes
+
+OWN_KEY = -1e5  # score of the own key as the last resort (appendix A)
+
+
+@dataclass(frozen=True)
+class Recent:
+    """A query reads the `window` nearest earlier tokens of its own label, and itself.
+
+    Causal in the strict sense: no later token changes what an earlier one reads. window: tokens, >= 0.
+    """
+
+    window: int
+
+    def __post_init__(self) -> None:
+        if self.window < 0:
+            raise ValueError(f"Recent needs window >= 0, got {self.window}.")
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The order is cut into chunks; a query reads its own chunk and some around it.
+
+    size: tokens per chunk. before, after: chunks before and after the own one. causal: later positions are hidden (but they
+    do move chunk borders, so this form is causal by masking only). own_label: of those, only tokens of the own
+    label. circular: chunks of all rounds form one ring, so that the first chunk of a round looks back into the last one of
+    the round before (the released code of Reformer).
+    """
+
+    size: int
+    before: int = 1
+    after: int = 0
+    causal: bool = False
+    own_label: bool = True
+    circular: bool = False
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or self.before < 0 or self.after < 0:
+            raise ValueError(
+                f"Chunks needs size >= 1, before >= 0 and after >= 0, got {self.size}, {self.before} and {self.after}."
+            )
+        if self.circular and self.own_label:
+            raise ValueError("A circular order passes from one round's labels to another's; set own_label=False.")
+
+
+def bucketed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    labels: Tensor,
+    sets: Recent | Chunks,
+    *,
+    num_labels: int,
+    valid: Tensor | None = None,
+    distinct: bool = True,
+    own_key_last: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Attention of every token to the tokens near it in the order of each round.
+
+    Time O(R T W d) and memory O(T d) for R rounds and windows of W tokens; with `distinct`, O(R^2 T W) cheap comparisons.
+
+    Args:
+        q, k, v: [B, H, T, d], [B, H, T, d] and [B, H, T, d_v]; any T.
+        labels: [B, H, R, T] integers, 0 <= label < num_labels.
+        sets: which tokens a query reads.
+        valid: [B, T], True for a real token. Others are read by none and give zeros, also in the gradient.
+        distinct: a key that several rounds hold counts once (else once per round).
+        own_key_last: a token reads itself only if there is nothing else (shared queries and keys); its own score is
+            the constant -1e5.
+        scale: factor on scores, by default 1 / sqrt(d).
+        dropout_p: dropout on the weights of each round.
+        chunk_size: chunk length of the computation for [`Recent`]; changes no result.
+
+    Returns:
+        [B, H, T, d_v].
+
+    Raises:
+        ValueError: shapes do not fit together, or options have no meaning together.
+    """
+    _check(q, k, v, labels, valid, dropout_p)
+    if q.shape[2] == 0:
+        return torch.zeros_like(v)
+    with torch.no_grad():
+        layout, (order, rank, code) = sorted_layout(
+            labels, sets, num_labels, valid, distinct=distinct, own_key_last=own_key_last, chunk_size=chunk_size
+        )
+        # The seed comes from the global generator, as for any dropout, and is replayed by gradient checkpointing.
+        seed = torch.randint(2**31, ()) if dropout_p > 0 else None
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    q, k, v = _autocast(q, k, v)
+    return forward_op(q, k, v, order, rank, code, valid, seed, layout.to_list(), scale, dropout_p)[0]
+
+
+def sorted_layout(
+    labels: Tensor,
+    sets: Recent | Chunks,
+    num_labels: int,
+    valid: Tensor | None,
+    *,
+    distinct: bool,
+    own_key_last: bool,
+    chunk_size: int | None = None,
+) -> tuple[Layout, tuple[Tensor, Tensor, Tensor]]:
+    """How the tokens of each round stand in chunks: the layout, and order, rank and codes, [B, H, R, T] each.
+
+    Raises:
+        ValueError: a circular order of distinct keys.
+    """
+    if isinstance(sets, Chunks) and sets.circular and distinct:
+        raise ValueError("A circular order counts a key once per window; set distinct=False.")
+    length, rounds = labels.shape[3], labels.shape[2]
+    distinct = distinct and rounds > 1
+    if isinstance(sets, Recent):
+        size = min(chunk_size or default_chunk(sets.window, length), length)
+        before = min(-(-sets.window // size), -(-length // size) - 1)
+        layout = Layout(size, before, 0, 0, sets.window, False, False, own_key_last, distinct)
+        recent, own_label = sets.window, True
+    else:
+        chunks = -(-length // sets.size)
+        ring = chunks * rounds if sets.circular else chunks
+        before = min(sets.before, ring - 1)
+        after = min(sets.after, ring - 1 - before if sets.circular else ring - 1)
+        bounds = (0, 0) if sets.circular else (-after, before)
+        layout = Layout(sets.size, before, after, *bounds, sets.causal, sets.circular, own_key_last, distinct)
+        recent, own_label = None, sets.own_label
+    return layout, sorted_codes(labels, valid, num_labels, recent, layout, own_label)
+
+
+def bucketed_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    labels: Tensor,
+    sets: Recent | Chunks,
+    *,
+    query_index: Tensor | None = None,
+    valid: Tensor | None = None,
+    distinct: bool = True,
+    own_key_last: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same over all pairs: count how often each key is in a query's sets, then one softmax.
+
+    Args:
+        q: [B, H, T, d]; k, v: [B, H, S, d]; labels [B, H, R, S].
+        query_index: [T], slots of the queries among the S tokens (default: all of them).
+        bias: added to the scaled scores, broadcastable to [B, H, T, S].
+        The others as in :func:`bucketed_attention`.
+
+    Returns:
+        Output [B, H, T, d_v] and weights [B, H, T, S], zero where nothing is read.
+    """
+    keys = torch.arange(k.shape[2], device=k.device)
+    queries = keys if query_index is None else query_index
+    real = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if valid is None else valid
+    real_query = real.index_select(1, queries)
+    pairs = real_query[:, None, :, None] & real[:, None, None, :]
+    later, own = keys[None, :] > queries[:, None], keys[None, :] == queries[:, None]
+    counts = q.new_zeros(*q.shape[:3], keys.shape[0])
+    if isinstance(sets, Chunks):
+        rank = _ranks(labels, real)
+        chunks = -(-keys.shape[0] // sets.size)
+    for a in range(labels.shape[2]):
+        same = labels[:, :, a].index_select(2, queries)[..., None] == labels[:, :, a, None, :]
+        if isinstance(sets, Recent):
+            mates = same & pairs & ~later
+            # How many mates stand between key and query, both included: at most the window and the query itself.
+            nearer = mates.flip(-1).cumsum(-1).flip(-1)
+            counts += mates & (nearer <= sets.window + 1)
+            continue
+        chunk = rank[:, :, a].index_select(2, queries)[..., None] // sets.size
+        for b in range(labels.shape[2]) if sets.circular else (a,):
+            away = rank[:, :, b, None, :] // sets.size + chunks * (b - a) - chunk
+            if sets.circular:
+                ring = chunks * labels.shape[2]
+                near = ((-away) % ring <= sets.before) | (away % ring <= sets.after)
+            else:
+                near = (away >= -sets.before) & (away <= sets.after)
+            near = near & pairs
+            if sets.own_label:
+                near = near & same
+            if sets.causal:
+                near = near & ~later
+            counts += near
+    if distinct:
+        counts = counts.clamp(max=1)
+    scores = wide_products(q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if bias is None else scores + bias
+    if own_key_last:
+        scores = scores.masked_fill(own, OWN_KEY)
+    hidden = counts == 0
+    scores = (scores + counts.to(scores.dtype).clamp(min=1).log()).masked_fill(hidden, torch.finfo(scores.dtype).min)
+    weights = torch.softmax(scores, dim=-1).masked_fill(hidden, 0.0).to(q.dtype)
+    return torch.dropout(weights, dropout_p, dropout_p > 0) @ v, weights
+
+
+def clustered_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_index: Tensor,
+    key_index: Tensor,
+    *,
+    causal: bool = False,
+    query_valid: Tensor | None = None,
+    key_valid: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Attention inside clusters that have chosen their tokens: gather, attend, scatter the mean back.
+
+    A token that several clusters chose gets the mean of its results, one that none chose gets zeros (Roy et al. 2021,
+    arXiv 2003.05997, algorithm 1). Time O(C w^2 d), memory O(C w d).
+
+    Args:
+        q, k, v: [B, H, T, d], [B, H, S, d], [B, H, S, d_v].
+        query_index, key_index: [B, H, C, w] and [B, H, C, u], the tokens of each cluster; where `causal`, by rising position.
+        causal: a query reads keys at its own position and before.
+        query_valid, key_valid: boolean, shaped like the indices; False for a place that is not used.
+
+    Returns:
+        [B, H, T, d_v].
+    """
+    with torch.no_grad():
+        seed = torch.randint(2**31, ()) if dropout_p > 0 else None  # as in `bucketed_attention`
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    inputs = (*_autocast(q, k, v), query_index, key_index, query_valid, key_valid)
+    return clusters_op(*inputs, seed, causal, scale, dropout_p)[0]
+
+
+def clustered_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_index: Tensor,
+    key_index: Tensor,
+    *,
+    causal: bool = False,
+    query_valid: Tensor | None = None,
+    key_valid: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same over all pairs, cluster by cluster: output [B, H, T, d_v] and weights [B, H, T, S]. bias: added to the scaled
+    scores, broadcastable to [B, H, T, S]."""
+    scores = wide_products(q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if bias is None else scores + bias
+    weights, count = torch.zeros_like(scores), torch.zeros_like(scores[..., :1])
+    later = torch.arange(k.shape[2], device=k.device)[None, :] > torch.arange(q.shape[2], device=q.device)[:, None]
+    for cluster in range(query_index.shape[2]):
+        asks, answers = scores.new_zeros(scores.shape[:3]), scores.new_zeros(*scores.shape[:2], scores.shape[3])
+        for member, index, used in ((asks, query_index, query_valid), (answers, key_index, key_valid)):
+            places = index[:, :, cluster]
+            member.scatter_(2, places, 1.0 if used is None else 0.0)
+            if used is not None:
+                member.scatter_add_(2, places, used[:, :, cluster].to(member.dtype))
+        allowed = (asks[..., None] > 0) & (answers[..., None, :] > 0)
+        if causal:
+            allowed = allowed & ~later
+        part = torch.softmax(scores.masked_fill(~allowed, torch.finfo(scores.dtype).min), dim=-1)
+        weights = weights + part.masked_fill(~allowed, 0.0)
+        count = count + asks[..., None]
+    weights = (weights / count.clamp(min=1)).to(q.dtype)
+    return torch.dropout(weights, dropout_p, dropout_p > 0) @ v, weights
+
+
+def _ranks(labels: Tensor, real: Tensor) -> Tensor:
+    """[B, H, R, S] -> each token's place in the order by (padding, label, position), counted pair by pair."""
+    last = labels.masked_fill(~real[:, None, None], int(labels.max()) + 1 if labels.numel() else 0)
+    places = torch.arange(labels.shape[-1], device=labels.device)
+    smaller = last[..., None, :] < last[..., :, None]
+    equal = (last[..., None, :] == last[..., :, None]) & (places[None, :] < places[:, None])
+    return (smaller | equal).sum(-1)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as autocast casts the inputs of dense attention."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, labels: Tensor, valid: Tensor | None, dropout_p: float) -> None:
+    if q.ndim != 4 or q.shape != k.shape or q.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} must be [B, H, T, d], [B, H, T, d] and "
+            "[B, H, T, d_v]: every token is a query and a key."
+        )
+    if labels.ndim != 4 or (*labels.shape[:2], labels.shape[3]) != tuple(q.shape[:3]):
+        raise ValueError(f"labels must be [B, H, rounds, T] for q {tuple(q.shape)}, got {tuple(labels.shape)}.")
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(f"labels are bucket numbers; give integers, not {labels.dtype}.")
+    if valid is not None and (valid.dtype != torch.bool or tuple(valid.shape) != (q.shape[0], q.shape[2])):
+        raise ValueError(
+            f"valid must be a boolean mask [B, T] = {(q.shape[0], q.shape[2])} of real tokens, got {valid.dtype} "
+            f"{tuple(valid.shape)}."
+        )
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p={dropout_p} is not a probability below 1.")

@@ -1,0 +1,1 @@
+"""Attention through feature maps and running states."""

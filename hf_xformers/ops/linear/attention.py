@@ -1,0 +1,312 @@
+"""Normalised kernel attention in linear time, from feature-mapped queries and keys.
+
+With positive (or at least mostly positive) features `phi` of width `F`,
+
+    out_i = sum_j w_j (phi(q_i) . phi(k_j)) v_j / sum_j w_j (phi(q_i) . phi(k_j)),
+
+where `j` runs over the visible keys and the optional `w_j = exp(log_weight_j)` are weights of the keys. Because the
+features factorise the weight, the sums over `j` are two small matrices. Katharopoulos et al., "Transformers are RNNs",
+ICML 2020, equations 4-6 (bidirectional) and 8-12 (causal).
+
+Three forms of the same function: two matrix products (bidirectional), a scan over chunks (causal: quadratic inside a
+chunk, a state between chunks), and one recurrent step (a single new token with a state).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..common.segments import accumulation_dtype, check_padding_mask, masked
+from .kernels import LOG_ZERO, CausalScan, Read, Write, guard, inverse_or_zero
+
+
+class LinearState(NamedTuple):
+    """What linear attention remembers of the keys so far; constant in the sequence length.
+
+    The true sums are `kv * exp(log_scale)` and `z * exp(log_scale)`; `log_scale` is None when no key carries a
+    `log_weight`. All tensors are float32 (float64 for float64 inputs), whatever the dtype of the inputs.
+    """
+
+    kv: Tensor  # [B, H, F, dv], sum of phi(k_j)^T v_j
+    z: Tensor  # [B, H, F], sum of phi(k_j)
+    log_scale: Tensor | None = None  # [B, H], running maximum of log_weight
+
+
+def linear_attention(
+    phi_q: Tensor,
+    phi_k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    key_padding_mask: Tensor | None = None,
+    log_weight: Tensor | None = None,
+    rotated_q: Tensor | None = None,
+    rotated_k: Tensor | None = None,
+    state: LinearState | tuple | None = None,
+    return_state: bool = False,
+    chunk_size: int = 64,
+    eps: float = 0.0,
+    min_denominator: float = 0.0,
+    normalize: bool = True,
+) -> Tensor | tuple[Tensor, LinearState]:
+    """Attention whose weights are dot products of features.
+
+    Args:
+        phi_q: features of the queries, `[B, H, T, F]`. Nothing is scaled here.
+        phi_k: features of the keys, `[B, H, S, F]`; `S == T` when causal.
+        v: values, `[B, H, S, dv]`.
+        causal: query `i` sees keys `0..i` (and everything in `state`).
+        key_padding_mask: `[B, S]`, True = real token. Applied to the features, so that maps with phi(0) != 0 are safe.
+        log_weight: `[B, H, S]`, logarithm of a weight of each key. Summed under a running maximum, so any magnitude is
+            safe, and no query is touched by the weight of a later key, not even by underflow.
+        rotated_q, rotated_k: same shapes as the features; replace them in the numerator only (rotary positions with a
+            kernelised attention: rotated features may be negative and must stay out of the denominator).
+        state: sums over earlier keys, as returned with `return_state`; not rotated twice, not masked.
+        return_state: also return the sums over `state` and all keys of this call.
+        chunk_size: tokens per quadratic block of the causal scan.
+        eps: added to the denominator (with `log_weight`: to the denominator relative to the largest weight so far).
+        min_denominator: denominators smaller than this in magnitude (relative, likewise) are replaced by it, with
+            their sign; for features whose products can be negative.
+        normalize: False leaves the denominator out (fast-weight sum rule, Luna's causal function).
+
+    Returns:
+        `[B, H, T, dv]` in the dtype of `v`; with `return_state` also a [`LinearState`]. A query that sees no key gets
+        0. Sums run in float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: shapes that do not fit, a mask that is not `[B, S]`, `chunk_size < 1`, one rotated tensor without
+            the other, or `normalize=False` together with `log_weight` or rotated features.
+    """
+    _check(phi_q, phi_k, v, causal, key_padding_mask, log_weight, rotated_q, rotated_k, chunk_size, normalize)
+    keys = _Keys(phi_k, rotated_k, v, key_padding_mask, log_weight)
+    start = _initial_state(phi_k.shape[-1], log_weight is not None, v, state)
+    out, end = _attend(phi_q, rotated_q, keys, start, causal, chunk_size, (eps, min_denominator, normalize))
+    return (out, end) if return_state else out
+
+
+def linear_attention_write(
+    phi_k: Tensor,
+    v: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    log_weight: Tensor | None = None,
+    rotated_k: Tensor | None = None,
+    state: LinearState | tuple | None = None,
+) -> LinearState:
+    """The sums over a set of keys, for [`linear_attention_read`]: what cross-attention computes and caches once.
+
+    Arguments as in [`linear_attention`].
+    """
+    _check(phi_k, phi_k, v, False, key_padding_mask, log_weight, rotated_k, rotated_k, 1, True)
+    start = _initial_state(phi_k.shape[-1], log_weight is not None, v, state)
+    return _add_keys(start, _Keys(phi_k, rotated_k, v, key_padding_mask, log_weight))
+
+
+def linear_attention_read(
+    phi_q: Tensor,
+    state: LinearState | tuple,
+    *,
+    rotated_q: Tensor | None = None,
+    eps: float = 0.0,
+    min_denominator: float = 0.0,
+    normalize: bool = True,
+) -> Tensor:
+    """Attention of features `[B, H, T, F]` to the sums of a state; arguments as in [`linear_attention`]."""
+    return Read.apply(phi_q, rotated_q, state[0], state[1], phi_q.dtype, eps, min_denominator, normalize, None)
+
+
+def kernel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    feature_map: Callable[..., Tensor | tuple[Tensor, Tensor]],
+    *params: Tensor,
+    key_map: Callable[..., Tensor | tuple[Tensor, Tensor]] | None = None,
+    causal: bool,
+    key_padding_mask: Tensor | None = None,
+    state: LinearState | tuple | None = None,
+    return_state: bool = False,
+    chunk_size: int = 64,
+    eps: float = 0.0,
+    min_denominator: float = 0.0,
+) -> Tensor | tuple[Tensor, LinearState]:
+    """[`linear_attention`] with the feature map inside, evaluated on one segment of the sequence at a time.
+
+    Wide features (256 random ones for a head of 64, say) then cost memory for a segment only, forward and backward, at
+    the price of computing them twice in training.
+
+    Args:
+        q, k: queries and keys, `[B, H, T, d]` and `[B, H, S, d]`, scaled as the map wants them.
+        feature_map: deterministic function `feature_map(x, *params)` of pieces `[B, H, t, d]`, token by token, giving
+            features `[B, H, t, F]` or a pair of features and log factors `[B, H, t]`, such as `positive_features`.
+            Only `x` and `params` receive gradients: pass learned tensors as params.
+        key_map: another function for the keys.
+    The others, the result and the errors are those of [`linear_attention`].
+    """
+    _check(q, k, v, causal, key_padding_mask, None, None, None, chunk_size, True)
+    key_map, options, dtype = key_map or feature_map, (eps, min_denominator, True), accumulation_dtype(v.dtype)
+    # One key tells how wide the features are and whether they come with a log factor.
+    one_key = k if k.shape[2] == 1 else k[:, :, :1].detach()
+    phi_k, log_weight = _pair(key_map(one_key.to(dtype), *params))
+    start = _initial_state(phi_k.shape[-1], log_weight is not None, v, state)
+    if start.log_scale is not None and log_weight is None:
+        raise ValueError("The state was written by a feature map with log factors, but this feature map gives none.")
+    if causal and k.shape[2] == 1:
+        phi_q, _ = _pair(feature_map(q.to(dtype), *params))
+        out, end = _step(phi_q, None, _Keys(phi_k, None, v, key_padding_mask, log_weight), start, options)
+    else:
+        keys = _Keys(k, None, v, key_padding_mask, None, key_map, params)
+        out, end = _attend(q, None, keys, start, causal, chunk_size, options, feature_map)
+    return (out, end) if return_state else out
+
+
+def linear_attention_reference(
+    phi_q: Tensor,
+    phi_k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    key_padding_mask: Tensor | None = None,
+    log_weight: Tensor | None = None,
+    rotated_q: Tensor | None = None,
+    rotated_k: Tensor | None = None,
+    eps: float = 0.0,
+    normalize: bool = True,
+) -> Tensor:
+    """The equation written out over all pairs, `O(T S)`; arguments as in [`linear_attention`]."""
+    visible = phi_q.new_ones(phi_q.shape[2], phi_k.shape[2])
+    if causal:
+        visible = visible.tril()
+    if key_padding_mask is not None:
+        visible = visible * key_padding_mask[:, None, None, :]
+    if log_weight is not None:
+        visible = visible * (log_weight - log_weight.amax(-1, keepdim=True)).exp()[:, :, None, :]
+    denominator = ((phi_q @ phi_k.mT) * visible).sum(-1, keepdim=True) + eps
+    rows = phi_q if rotated_q is None else rotated_q
+    columns = phi_k if rotated_k is None else rotated_k
+    numerator = ((rows @ columns.mT) * visible) @ v
+    if not normalize:
+        return numerator
+    return torch.where(denominator == 0, 0.0, numerator / torch.where(denominator == 0, 1.0, denominator))
+
+
+def _check(phi_q, phi_k, v, causal, mask, log_weight, rotated_q, rotated_k, chunk_size, normalize) -> None:
+    batch, heads, length, width = phi_k.shape
+    if phi_q.shape[:2] != (batch, heads) or phi_q.shape[3] != width or v.shape[:3] != (batch, heads, length):
+        raise ValueError(
+            f"Features of queries {tuple(phi_q.shape)}, features of keys {tuple(phi_k.shape)} and values "
+            f"{tuple(v.shape)} must be [B, H, T, F], [B, H, S, F] and [B, H, S, dv]."
+        )
+    if causal and phi_q.shape[2] != length:
+        raise ValueError(f"Causal attention needs as many queries as keys, got {phi_q.shape[2]} and {length}.")
+    check_padding_mask(mask, batch, length)
+    if log_weight is not None and log_weight.shape != (batch, heads, length):
+        raise ValueError(f"log_weight must be {(batch, heads, length)}, got {tuple(log_weight.shape)}.")
+    if (rotated_q is None) != (rotated_k is None):
+        raise ValueError("rotated_q and rotated_k belong together: give both or neither.")
+    if rotated_q is not None and (rotated_q.shape != phi_q.shape or rotated_k.shape != phi_k.shape):
+        raise ValueError("rotated_q and rotated_k must have the shapes of phi_q and phi_k.")
+    if not normalize and (log_weight is not None or rotated_q is not None):
+        raise ValueError("normalize=False has no denominator, so it takes neither log_weight nor rotated features.")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
+
+
+class _Keys(NamedTuple):
+    """Keys of one call: features, or raw keys with their map."""
+
+    k: Tensor
+    rotated: Tensor | None
+    v: Tensor
+    mask: Tensor | None
+    log_weight: Tensor | None
+    feature_map: Callable | None = None
+    params: tuple[Tensor, ...] = ()
+
+
+def _attend(q, rotated_q, keys: _Keys, start: LinearState, causal, chunk_size, options, feature_map=None):
+    if not causal:
+        end = _add_keys(start, keys)
+        out = Read.apply(q, rotated_q, end.kv, end.z, keys.v.dtype, *options, feature_map, *keys.params)
+        return out, end
+    if q.shape[2] == 1:
+        return _step(q, rotated_q, keys, start, options)
+    out, *end = CausalScan.apply(
+        *(q, keys.k, rotated_q, keys.rotated, keys.v, keys.mask, _log_weight(start, keys), *start),
+        *(chunk_size, *options, feature_map, keys.feature_map, *keys.params),
+    )
+    return out, LinearState(*end) if start.log_scale is not None else LinearState(*end[:2])
+
+
+def _pair(features) -> tuple[Tensor, Tensor | None]:
+    return (features, None) if isinstance(features, Tensor) else (features[0], features[1])
+
+
+def _step(phi_q, rotated_q, keys: _Keys, start: LinearState, options) -> tuple[Tensor, LinearState]:
+    """One token, `[B, H, 1, *]`: it joins the state first and reads then, so it sees itself."""
+    eps, minimum, normalize = options
+    kv, z, scale = start
+    dtype = kv.dtype
+    with torch.autocast(kv.device.type, enabled=False):
+        k, v = keys.k.to(dtype), keys.v.to(dtype)
+        b = k if keys.rotated is None else keys.rotated.to(dtype)
+        keep = None if keys.mask is None else keys.mask[:, None, :, None]
+        k, b = masked(k, keep), masked(b, keep)
+        joining = k
+        logs = _log_weight(start, keys)
+        if scale is not None and logs is not None:
+            logs = logs.to(dtype).clamp(min=LOG_ZERO)[..., None]
+            logs = logs if keep is None else logs.masked_fill(~keep, LOG_ZERO)
+            total = torch.maximum(scale, logs.detach()[..., 0, 0])
+            old, weight = (scale - total).exp()[..., None], (logs - total[..., None, None]).exp()
+            kv, z, scale, v, joining = kv * old[..., None], z * old, total, v * weight, k * weight
+        kv = torch.addcmul(kv, b.mT, v)
+        z = z + joining[:, :, 0]
+        q = phi_q.to(dtype)
+        out = (q if rotated_q is None else rotated_q.to(dtype)) @ kv
+        if normalize:
+            out = out * inverse_or_zero(guard(q @ z[..., None], eps, minimum))
+    return out.to(keys.v.dtype), LinearState(kv, z, scale)
+
+
+def _add_keys(start: LinearState, keys: _Keys) -> LinearState:
+    scaled = start.log_scale is not None
+    kv, z, scale = Write.apply(
+        *(keys.k, keys.rotated, keys.v, keys.mask, _log_weight(start, keys), start.z.shape[-1], scaled),
+        *(keys.feature_map, *keys.params),
+    )
+    if start.log_scale is None:
+        return LinearState(start.kv + kv, start.z + z)
+    total = torch.maximum(start.log_scale, scale)
+    old, new = (start.log_scale - total).exp(), (scale - total).exp()
+    kv = start.kv * old[..., None, None] + kv * new[..., None, None]
+    return LinearState(kv, start.z * old[..., None] + z * new[..., None], total)
+
+
+def _log_weight(start: LinearState, keys: _Keys) -> Tensor | None:
+    """The weights given, or 0 where a weighted state meets keys without weights."""
+    if keys.log_weight is None and keys.feature_map is None and start.log_scale is not None:
+        return start.z.new_zeros(keys.k.shape[:3])
+    return keys.log_weight
+
+
+def _initial_state(width: int, scaled: bool, v: Tensor, state: tuple | None) -> LinearState:
+    batch, heads, _, value_width = v.shape
+    if state is None:
+        kv = torch.zeros(batch, heads, width, value_width, dtype=accumulation_dtype(v.dtype), device=v.device)
+        z = torch.zeros_like(kv[..., 0])
+        return LinearState(kv, z, torch.full_like(z[..., 0], LOG_ZERO) if scaled else None)
+    kv, z = state[:2]
+    if kv.shape != (batch, heads, width, value_width) or z.shape != (batch, heads, width):
+        raise ValueError(
+            f"state holds {tuple(kv.shape)} and {tuple(z.shape)}, but these keys and values need "
+            f"{(batch, heads, width, value_width)} and {(batch, heads, width)}."
+        )
+    scale = state[2] if len(state) > 2 else None
+    if scale is None and scaled:
+        scale = torch.zeros_like(z[..., 0])  # earlier keys had weight 1
+    return LinearState(kv, z, scale)

@@ -1,0 +1,1 @@
+"""Attention whose scores have terms of their own."""
