@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import can_return_tuple, logging
@@ -26,7 +25,7 @@ from .core.initialization import start_linear
 from .core.inputs import check_axes, refuse_unread
 from .core.outputs import TowerOutput, XFormerModelOutput, XFormerSeq2SeqModelOutput
 from .core.parallel_plans import check_tensor_parallel, layers_apart
-from .core.pooling import pool
+from .core.pooling import Pooler
 from .core.precision import Float32Module, computing_dtype, float32_names
 from .core.sequence_sharding import check_sharded_call, sharding_in_force, why_not_context_parallel
 from .core.unpadding import Unpadding
@@ -413,23 +412,6 @@ def layer_configs(config: XFormerConfig) -> list[XFormerConfig]:
     if not config.is_heterogeneous:
         return [config]
     return [config.layer(index) for index in range(config.num_hidden_layers)]
-
-
-class Pooler(nn.Module):
-    """tanh(W h_0 + b) of the first real token (Devlin et al. 2019), in a decoder of the last, which alone has read the whole
-    text; the config may choose another activation."""
-
-    inputs: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(self, config: XFormerConfig):
-        super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.activation = ACT2FN[config.pooler_activation]
-        self.token = "last" if config.is_decoder else "first"
-
-    def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """[B, T, D], padding_mask [B, T] boolean or None (nothing is padded) -> [B, D]."""
-        return self.activation(self.dense(pool(hidden_states, padding_mask, self.token)))
 
 
 class XFormerModel(XFormerPreTrainedModel):

@@ -7,8 +7,8 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.gates import Gates, check_stack, gate_usage
 from ..normalization.residual import norm_inputs
-from ..stacks.conditional_computation import Gates, check_stack, gate_usage
 from .dense_attention import DenseAttention
 from .shared.base import AttentionSpec
 

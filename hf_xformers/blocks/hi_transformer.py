@@ -11,8 +11,8 @@ from transformers.cache_utils import Cache
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, add_losses
 from ..core.weight_decay import Undecayed
-from ..stacks.hi_transformer import NESTING, SENTENCE_POSITIONS, AttentivePooling, Levels
 from .base import BlockSpec, SublayerPlan, XFormerLayer
+from .nesting import NESTING, SENTENCE_POSITIONS, AttentivePooling, Levels
 
 
 class HiLayer(Undecayed, XFormerLayer):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 
 def pool(hidden_states: Tensor, mask: Tensor | None, how: str) -> Tensor:
@@ -21,3 +24,20 @@ def pool(hidden_states: Tensor, mask: Tensor | None, how: str) -> Tensor:
     # In a row of padding alone, its first slot.
     index = real.long().argmax(-1) if how == "first" else torch.where(real, order, 0).amax(-1)
     return hidden_states[torch.arange(hidden_states.shape[0], device=mask.device), index]
+
+
+class Pooler(nn.Module):
+    """tanh(W h_0 + b) of the first real token (Devlin et al. 2019), in a decoder of the last, which alone has read the whole
+    text; the config may choose another activation."""
+
+    inputs: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, config):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = ACT2FN[config.pooler_activation]
+        self.token = "last" if config.is_decoder else "first"
+
+    def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """[B, T, D], padding_mask [B, T] boolean or None (nothing is padded) -> [B, D]."""
+        return self.activation(self.dense(pool(hidden_states, padding_mask, self.token)))

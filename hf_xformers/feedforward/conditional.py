@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from ..core.components import Spec, register
 from ..core.context import LayerContext, SublayerOutput
+from ..core.gates import Gates, check_stack, gate_usage
 from ..core.initialization import start_projections
 from ..normalization.residual import norm_inputs
-from ..stacks.conditional_computation import Gates, check_stack, gate_usage
 
 
 class Part(nn.Module):

@@ -62,12 +62,14 @@ class Stack(Undecayed, nn.Module):
 
 
 class StackSpec(Spec):
-    """Base of stack specs. gives_memories: as an encoder, it makes a memory for each decoder layer. unpads: it takes the real
+    """Base of stack specs. gives_memories: as an encoder, it makes a memory for each decoder layer.
+    feeds_gates: gives gates inside sublayers their noise and their budget (`core/gates.py`). unpads: it takes the real
     tokens of a batch as one row (`unpad_inputs`); if not, why_not_unpad says what keeps it from that. has_exits: there is a
     classifier after every layer, each with a loss of its own. passes_streams: it carries what layers hand on to the next ones.
     keeps_tokens: its layers see the text's tokens, all of them, each in its place."""
 
     gives_memories: ClassVar[bool] = False
+    feeds_gates: ClassVar[bool] = False
     unpads: ClassVar[bool] = False
     has_exits: ClassVar[bool] = False
     passes_streams: ClassVar[bool] = True

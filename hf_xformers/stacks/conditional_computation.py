@@ -8,47 +8,9 @@ from transformers.cache_utils import Cache
 
 from ..core.components import register
 from ..core.context import LayerContext
+from ..core.gates import ALL, NOISE, OPEN, Gates
 from .base import StackOutput, StackSpec
 from .plain import PlainStack
-
-_NOISE = "gate_noise"
-_OPEN, _ALL = "gates_open", "gates_all"
-
-
-class Gates(nn.Module):
-    """n gates for each token (Bapna et al. 2020, arXiv 2002.07106).
-
-    G(x) = W_2 relu(W_1 x). Training: g = sigmoid(G(x) + alpha * eps), eps ~ N(0, 1), where alpha grows, so that only
-    values far from 0 survive the noise. Evaluation: g = 1 if G(x) >= 0, else 0. Float32 at least. At the start most gates
-    are open (`gate_bias`), so that an untrained model is a whole one.
-    """
-
-    def __init__(self, config, count: int):
-        super().__init__()
-        self.inner = nn.Linear(config.hidden_size, config.stack.gate_size)
-        self.outer = nn.Linear(config.stack.gate_size, count)
-
-    def initialize(self, config, init) -> None:
-        init.constant_(self.outer.bias, config.stack.gate_bias)
-
-    def forward(self, tokens: Tensor, context: LayerContext) -> Tensor:
-        """[B, T, D] -> [B, T, n] in the dtype of `tokens`."""
-        logits = self.outer(torch.relu(self.inner(tokens)))
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        if not self.training:
-            return (logits >= 0).to(tokens.dtype)
-        return torch.sigmoid(logits + context.shared[_NOISE] * torch.randn_like(logits)).to(tokens.dtype)
-
-
-def gate_usage(*gates: tuple[Tensor, Tensor | None]) -> dict[str, Tensor]:
-    """Sums for the budget: of each (gates [B, T, n], real tokens [B, T] or None), how much is open, and of how much."""
-    opened, total = [], []
-    for gate, real in gates:
-        wide = gate if gate.dtype == torch.float64 else gate.float()
-        weight = torch.ones_like(wide) if real is None else real.unsqueeze(-1).to(wide.dtype).expand_as(wide)
-        opened.append((wide * weight).sum())
-        total.append(weight.sum())
-    return {_OPEN: torch.stack(opened).sum(), _ALL: torch.stack(total).sum()}
 
 
 class ConditionalStack(PlainStack):
@@ -79,7 +41,7 @@ class ConditionalStack(PlainStack):
         **more,
     ) -> StackOutput:
         if self.training:
-            context.shared[_NOISE] = self.spec.noise_max * (self.passes / self.spec.noise_steps).clamp(max=1.0)
+            context.shared[NOISE] = self.spec.noise_max * (self.passes / self.spec.noise_steps).clamp(max=1.0)
             gate = next((module for module in layers.modules() if isinstance(module, Gates)), None)
             if gate is not None and gate.outer.weight.requires_grad and torch.is_grad_enabled():
                 self.passes += 1
@@ -92,7 +54,7 @@ class ConditionalStack(PlainStack):
             past_key_values=past_key_values,
             **more,
         )
-        opened, total = result.aux_losses.pop(_OPEN, None), result.aux_losses.pop(_ALL, None)
+        opened, total = result.aux_losses.pop(OPEN, None), result.aux_losses.pop(ALL, None)
         if opened is not None and total is not None:
             share = opened / total.clamp(min=1)
             result.aux_losses["budget"] = self.spec.budget_weight * (share - self.spec.budget).abs()
@@ -108,6 +70,7 @@ class ConditionalComputationSpec(StackSpec):
     `noise_steps` training passes.
     """
 
+    feeds_gates = True
     packed = True
     summary = "gates switch sublayers off token by token, within a budget"
 
@@ -136,12 +99,3 @@ class ConditionalComputationSpec(StackSpec):
 
     def build(self, config, **where) -> ConditionalStack:
         return ConditionalStack(self)
-
-
-def check_stack(component, config) -> None:
-    """Gates need the stack that feeds them."""
-    if config.stack.type != "conditional_computation":
-        raise ValueError(
-            f"{component.slot} 'conditional' has gates that the stack {config.stack.type!r} gives no noise and no budget; "
-            "set `stack='conditional_computation'`."
-        )

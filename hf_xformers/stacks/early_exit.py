@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..blocks.base import unpack_layer
-from ..core.components import register
 from ..core.context import LayerContext, add_losses
 from .base import StackOutput, StackSpec
 from .plain import PlainStack
@@ -172,90 +171,3 @@ class EarlyExitSpec(StackSpec):
                 "`per_layer_config`."
             )
         return EarlyExitStack(config.num_hidden_layers)
-
-
-@register("stack", "entropy_exit", aliases=("deebert",))
-class EntropyExitSpec(EarlyExitSpec):
-    """A text leaves after the first layer whose classifier's entropy is below a threshold (DeeBERT).
-
-    threshold: S in nats, one for all layers or one for each of the first L - 1; negative: never leave there. It acts in
-    evaluation mode. training_stage: `trunk` trains all layers with the last classifier; `ramps` trains the classifiers
-    inside, with all the rest frozen (`model.exits.begin_ramps(model)` turns to it).
-    """
-
-    summary = "a text leaves after the first layer whose classifier has low entropy"
-
-    threshold: float | int | tuple = -1
-    training_stage: Literal["trunk", "ramps"] = "trunk"
-
-    @property
-    def exits_early(self) -> bool:
-        """Whether any row can leave before the last layer."""
-        return any(value > 0 for value in self._values())
-
-    def _values(self) -> tuple:
-        return self.threshold if isinstance(self.threshold, tuple) else (self.threshold,)
-
-    def at(self, layer: int) -> float:
-        """The threshold after layer 1, 2, ..."""
-        values = self._values()
-        return float(values[layer - 1] if len(values) > 1 else values[0])
-
-    def check_fields(self) -> None:
-        if not self._values() or not all(isinstance(value, (int, float)) for value in self._values()):
-            raise ValueError(f"entropy_exit's `threshold` is a number or one for each layer, got {self.threshold!r}.")
-
-    def check(self, config) -> None:
-        count = config.num_hidden_layers - 1
-        if isinstance(self.threshold, tuple) and len(self.threshold) != count:
-            raise ValueError(
-                f"entropy_exit got {len(self.threshold)} thresholds, but {config.num_hidden_layers} layers have {count} exits "
-                "before the last; give one for each, or one number."
-            )
-
-        if self.training_stage == "ramps" and count < 1:
-            raise ValueError(
-                f"entropy_exit has no classifier before the last of {config.num_hidden_layers} layers to train in the stage "
-                "'ramps'; use `training_stage='trunk'` or more layers."
-            )
-
-    def build_exits(self, config) -> nn.Module:
-        from ..heads.early_exit import EntropyExits
-
-        return EntropyExits(config, self)
-
-
-@register("stack", "patience_exit", aliases=("pabee",))
-class PatienceExitSpec(EarlyExitSpec):
-    """A text leaves when `patience` classifiers in a row have confirmed the answer before theirs (PABEE).
-
-    patience: P; 0: never leave early; `None`: half the layers (6 of 12, what the paper recommends). It acts in evaluation
-    mode. regression_threshold: tau, how far two numbers may be apart that still confirm one another.
-    """
-
-    summary = "a text leaves when enough classifiers in a row agree"
-
-    patience: int | None = None
-    regression_threshold: float | int = 0.1
-
-    def resolved(self, config) -> int:
-        """P for this config."""
-        return config.num_hidden_layers // 2 if self.patience is None else self.patience
-
-    def check_fields(self) -> None:
-        if self.patience is not None and self.patience < 0:
-            raise ValueError(f"patience_exit needs `patience` >= 0 (0: use all layers), got {self.patience}.")
-        if self.regression_threshold <= 0:
-            raise ValueError(f"patience_exit needs `regression_threshold` > 0, got {self.regression_threshold}.")
-
-    def check(self, config) -> None:
-        if self.patience is not None and self.patience >= max(config.num_hidden_layers, 1):
-            raise ValueError(
-                f"patience_exit with `patience` {self.patience} never leaves {config.num_hidden_layers} layers early; choose "
-                "less than the number of layers, or 0 to use all on purpose."
-            )
-
-    def build_exits(self, config) -> nn.Module:
-        from ..heads.early_exit import PatienceExits
-
-        return PatienceExits(config, self)

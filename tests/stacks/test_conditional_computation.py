@@ -8,8 +8,8 @@ from torch import nn
 
 from hf_xformers import XFormerConfig, XFormerForMaskedLM, XFormerForSeq2SeqLM, XFormerModel
 from hf_xformers.attention.conditional import ConditionalAttention
+from hf_xformers.core.gates import Gates
 from hf_xformers.feedforward.conditional import ConditionalFeedForward, Part
-from hf_xformers.stacks.conditional_computation import Gates
 from tests.helpers import NO_DROPOUT, close, close_gradients, gradients, make_strong, pad, tokens
 
 SIZES = {

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification
 
 from hf_xformers import XFormerConfig, XFormerForSequenceClassification, XFormerForTokenClassification, XFormerModel
-from hf_xformers.heads.early_exit import entropy
+from hf_xformers.stacks.entropy_exit import entropy
 from tests.helpers import NO_DROPOUT, close, close_gradients, make_strong, pad, tokens
 
 LAYERS, LABELS = 5, 3

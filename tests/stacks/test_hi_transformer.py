@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hf_xformers import XFormerConfig, XFormerForMaskedLM, XFormerForSequenceClassification, XFormerModel
-from hf_xformers.stacks.hi_transformer import make_nesting, sentence_ids_of
+from hf_xformers.blocks.nesting import make_nesting, sentence_ids_of
 from tests.helpers import NO_DROPOUT, close, close_gradients, make_strong, pad, tokens
 
 WIDTH, SIZE, HEADS = 4, 16, 2

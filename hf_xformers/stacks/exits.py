@@ -1,0 +1,116 @@
+"""The classifiers inside an early-exit stack, and what they decide during one call."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.losses import with_aux_losses
+from ..core.outputs import XFormerEarlyExitClassifierOutput
+
+
+class EarlyExits(nn.Module):
+    """Classifiers after layers 1 .. L - 1 of a sequence classifier; the one after layer L is the model's own.
+
+    They read a layer's states as the last classifier reads the last layer's: through the final norm where there is one.
+    """
+
+    def logits(self, model: nn.Module, layer: int, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
+        """[R, T, D] after layer 1, 2, ... -> [R, num_labels]."""
+        raise NotImplementedError
+
+    def rule(self, model: nn.Module, batch: int) -> Any | None:
+        """`rule(layer, logits [R, C], rows [R] or None) -> [R] boolean`, or None if no row can leave early."""
+        raise NotImplementedError
+
+    def training_loss(self, losses: list[Tensor]) -> Tensor:
+        """The objective from the losses of the classifiers 1 .. L."""
+        raise NotImplementedError
+
+    trunk_learns = True  # False: no gradient goes into the layers and the last classifier
+
+    def classify(self, model: nn.Module, labels: Tensor | None, inputs: dict[str, Any]):
+        """The whole forward pass of `model`, an `XFormerForSequenceClassification`."""
+        watch: _Collector | _Run | None = None
+        if model.training and labels is not None:
+            watch = _Collector()
+        elif not model.training:
+            given = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+            rule = self.rule(model, given.shape[0])
+            watch = None if rule is None else _Run(self, model, rule)
+        frozen = watch is not None and model.training and not self.trunk_learns
+        with torch.no_grad() if frozen else nullcontext():
+            base = model.model(**inputs, exit_watch=watch)
+            logits = model.classifier(model.dropout(model.pooled(base, inputs.get("attention_mask"))))
+        exit_layers = None
+        if not model.training:
+            count = torch.full_like(logits[:, 0], model.config.num_hidden_layers, dtype=torch.long)
+            exit_layers = count
+            if isinstance(watch, _Run) and watch.running is not None:
+                logits = torch.where(watch.running[:, None], logits, watch.answers)
+                exit_layers = torch.where(watch.running, count, watch.layers)
+        loss = None
+        if labels is not None:
+
+            def loss_of(answers: Tensor) -> Tensor:
+                return model.loss_function(labels=labels, pooled_logits=answers, config=model.config)
+
+            if isinstance(watch, _Collector):
+                inner = [self.logits(model, number, *seen) for number, seen in enumerate(watch.seen, start=1)]
+                loss = self.training_loss([loss_of(answers) for answers in (*inner, logits)])
+            else:
+                loss = loss_of(logits)
+        return XFormerEarlyExitClassifierOutput(
+            loss=with_aux_losses(loss, base.aux_losses),
+            logits=logits,
+            exit_layers=exit_layers,
+            **model.recorded(base, loss),
+        )
+
+
+class _Collector:
+    """Keeps every layer's output, for the losses of a training step."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Tensor, Tensor | None]] = []
+
+    def __call__(self, layer: int, hidden_states: Tensor, padding_mask: Tensor | None, rows: Tensor | None) -> None:
+        self.seen.append((hidden_states, padding_mask))
+
+
+class _Run:
+    """The exits of one batch: answers [B, C] and layers [B] of the rows that left, `running` [B]: those that did not."""
+
+    def __init__(self, exits: EarlyExits, model: nn.Module, rule: Any):
+        self.exits, self.model, self.rule = exits, model, rule
+        self.answers: Tensor | None = None
+        self.layers: Tensor | None = None
+        self.running: Tensor | None = None
+
+    def __call__(self, layer: int, hidden_states: Tensor, padding_mask: Tensor | None, rows: Tensor | None) -> Tensor:
+        logits = self.exits.logits(self.model, layer, hidden_states, padding_mask)
+        leaves = self.rule(layer, logits, rows)
+        if self.running is None:
+            self.answers = torch.zeros_like(logits)
+            self.layers = torch.zeros_like(leaves, dtype=torch.long)
+            self.running = torch.ones_like(leaves)
+        if rows is None:  # the whole batch, among it rows that have left before
+            leaves = leaves & self.running
+            everyone = leaves
+        else:
+            logits = torch.zeros_like(self.answers).index_copy(0, rows, logits)
+            everyone = torch.zeros_like(self.running).index_copy(0, rows, leaves)
+        self.answers = torch.where(everyone[:, None], logits, self.answers)
+        self.layers = torch.where(everyone, layer, self.layers)
+        self.running = self.running & ~everyone
+        return leaves
+
+
+def final_norm(model: nn.Module, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
+    norm = model.model.trunk.final_norm
+    if norm is None:
+        return hidden_states
+    return norm(hidden_states, mask=padding_mask) if getattr(norm, "over_tokens", False) else norm(hidden_states)
