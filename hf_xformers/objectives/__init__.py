@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from . import base
 from .base import OBJECTIVES, Collator, Objective, build_objective, register
 from .causal_lm import CausalLMCollator, CausalLMObjective
 from .masked_lm import MaskedLMCollator, MaskedLMObjective, word_unit_ids
@@ -16,7 +13,6 @@ __all__ = [
     "CausalLMCollator",
     "CausalLMObjective",
     "Collator",
-    "EpochCallback",
     "MaskedLMCollator",
     "MaskedLMObjective",
     "NextSentenceObjective",
@@ -30,9 +26,3 @@ __all__ = [
     "sentence_pairs",
     "word_unit_ids",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "EpochCallback":
-        return base.EpochCallback
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -262,7 +262,7 @@ class Collator:
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose noise the next batches get; see `EpochCallback`."""
+        """Choose the epoch whose noise the next batches get; see `training.EpochCallback`."""
         self._epoch.fill_(int(epoch))
 
     def as_static(self: AnyCollator) -> AnyCollator:
@@ -317,12 +317,3 @@ def keyed_generator(seed: int, epoch: int, ids: Tensor) -> torch.Generator:
     digest = hashlib.blake2b(struct.pack("<qq", seed, epoch), digest_size=8)
     digest.update(ids.contiguous().numpy().astype("<i8", copy=False).tobytes())
     return torch.Generator().manual_seed(int.from_bytes(digest.digest(), "little", signed=True))
-
-
-def __getattr__(name: str) -> Any:
-    # The callback needs transformers' Trainer, which is slow to import; an objective does not.
-    if name == "EpochCallback":
-        from .callback import EpochCallback
-
-        return EpochCallback
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
