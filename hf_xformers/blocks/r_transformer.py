@@ -55,7 +55,12 @@ class LocalRNN(WindowSublayer):
 
     def _advance(self, given: Tensor, hidden: Tensor, cell: Tensor, first: bool) -> tuple[Tensor, Tensor]:
         """One step of all windows: given [B, T, gates * D], hidden and cell [B, T, D]."""
-        carried = self.state_proj.bias if first else self.state_proj(hidden)
+        if not first:
+            carried = self.state_proj(hidden)
+        elif self.window > 1:
+            carried = self.state_proj.bias  # of the zero state
+        else:  # a window of one token carries no state, but every parameter has to have a gradient (zero here)
+            carried = self.state_proj(torch.zeros_like(given[:1, :1, : self.state_proj.in_features]))
         if self.kind == "rnn":
             return torch.tanh(given + carried), cell
         if self.kind == "gru":
@@ -96,9 +101,9 @@ class RTransformerBlockSpec(BlockSpec):
     rnn_per_layer: int = 1
 
     def check_fields(self) -> None:
-        for name, least in (("window", 2), ("rnn_per_layer", 1)):  # a window of one token has no state to carry
-            if getattr(self, name) < least:
-                raise ValueError(f"block 'r_transformer' needs `{name}` >= {least}, got {getattr(self, name)}.")
+        for name in ("window", "rnn_per_layer"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"block 'r_transformer' needs `{name}` >= 1, got {getattr(self, name)}.")
 
     def check(self, config) -> None:
         if self.window > config.max_position_embeddings:

@@ -100,8 +100,8 @@ def test_the_token_before_while_decoding(kind):
 
 
 def test_the_token_before_has_conditions():
-    with pytest.raises(ValueError, match="hash='bigram'.*stack 'funnel' does not show it; use `hash='random'`"):
-        XFormerConfig(**SIZES, feedforward={**SPEC, "hash": "bigram"}, stack="funnel")
+    with pytest.raises(ValueError, match="hash='bigram'.*stack 'universal' does not show it; use `hash='random'`"):
+        XFormerConfig(**SIZES, feedforward={**SPEC, "hash": "bigram"}, stack="universal")
     net, ids = model(hash="bigram"), ids_of(1, 4)
     with pytest.raises(
         ValueError, match="hashes pairs of tokens, and the given DynamicCache does not hold the last one"

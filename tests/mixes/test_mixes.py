@@ -87,6 +87,7 @@ WORKS = {
         dict(residual="pre_ln", per_layer_config={1: {"normalization": "rms_norm", "layer_norm_eps": 1e-3}}),
     ),
     "rezero from a whole number": ("encoder", "ForMaskedLM", dict(residual={"type": "rezero", "init": 1})),
+    "a window of one token": ("encoder", "ForMaskedLM", dict(block={"type": "r_transformer", "window": 1})),
     "layers' numbers as text": ("encoder", "ForMaskedLM", dict(per_layer_config={"0": {"feedforward": "relu"}})),
     "an override that changes nothing": (
         "decoder",
@@ -192,7 +193,6 @@ REFUSED = [
         dict(stack={"type": "entropy_exit", "training_stage": "ramps"}, num_hidden_layers=1),
         "no classifier before the last of 1",
     ),
-    (dict(block={"type": "r_transformer", "window": 1}), "needs `window` >= 2, got 1"),
     (
         dict(attention="luna", per_layer_config={1: {"attention": "dense"}}),
         "carries a memory through all layers .* 'dense'",
