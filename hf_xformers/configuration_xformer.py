@@ -219,7 +219,6 @@ class XFormerConfig(PreTrainedConfig):
         self._check_layer_fields("`per_layer_config`")
         if self.decoder_start_token_id is None and self.is_encoder_decoder:
             self.decoder_start_token_id = self.pad_token_id
-        self._check_geometry()
         towers = self.tower_configs()
         for view in towers:
             view.check_layers()
@@ -332,6 +331,7 @@ class XFormerConfig(PreTrainedConfig):
         """Checks every distinct layer of this one-tower view; see [`check_components`]."""
         layers = list(self.per_layer_config) if self.is_heterogeneous else [self]
         for layer in layers:
+            layer._check_geometry()
             heads, kv_heads = layer.num_attention_heads, layer.num_key_value_heads
             if layer.head_dim is None and layer.hidden_size % heads:
                 raise ValueError(

@@ -147,8 +147,10 @@ class XFormerTower(XFormerPreTrainedModel):
     def __init__(self, config: XFormerConfig, *, cross: bool = False):
         super().__init__(config)
         self.cross = cross
-        self.embedding = config.embedding.build(config)
-        self.position = config.position.build(config)
+        # Where norms and heads differ by layer, what stands before the layers goes by the first, and what follows by the last.
+        first, last = config.layer(0), config.layer(max(config.num_hidden_layers - 1, 0))
+        self.embedding = config.embedding.build(first)
+        self.position = config.position.build(first)
         if "score_bias" in config.position.acts and not isinstance(self.position.score_bias(), ScoreBias):
             raise TypeError(
                 f"position {config.position.type!r} says that it adds a bias to scores, but its `score_bias()` gives a "
@@ -163,7 +165,7 @@ class XFormerTower(XFormerPreTrainedModel):
             if isinstance(module, Attention):  # back-ends ask the tower's config, not one layer's view, for their name
                 module.config = config
         self.stack = config.stack.build(config)
-        self.final_norm = config.residual.build_final(config.layer(max(config.num_hidden_layers - 1, 0)))
+        self.final_norm = config.residual.build_final(last)
         self.max_length = config.position.max_length(config)
         self.extra_inputs = self.names_of_inputs(config)
         layers = layer_configs(config)

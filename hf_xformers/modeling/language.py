@@ -31,7 +31,7 @@ class LanguageModel(XFormerPreTrainedModel):
         super().__init__(config)
         self.model = XFormerModel(config, add_pooler=self.reads_pooler)
         self.model.under_a_head = True
-        self.lm_head = config.head.build(config)
+        self.lm_head = config.head.build(config.layer(max(config.num_hidden_layers - 1, 0)))
         self._tied_weights_keys = {"lm_head.decoder.weight": "model.trunk.embedding.tokens.weight"}
         self.post_init()
 

@@ -37,6 +37,7 @@ class FeedbackStack(Stack):
 
     def __init__(self, config, spec: FeedbackSpec):
         super().__init__()
+        config = config.layer(0)  # all are alike in what is read here, as `FeedbackSpec.build` sees to
         self.window = config.attention.window
         self.num_key_value_heads, self.head_dim = config.key_value_heads, config.head_width
         layers = config.num_hidden_layers
@@ -210,6 +211,7 @@ class FeedbackSpec(StackSpec):
     normalise a memory before its projections, as layers that normalise their input do (turn it off for post-LN layers).
     """
 
+    keeps_tokens = False  # they come one at a time
     summary = "every layer reads all layers' outputs of earlier steps, one step after the other"
 
     share_kv: bool = True
@@ -224,9 +226,13 @@ class FeedbackSpec(StackSpec):
 
     def build(self, config, **where) -> FeedbackStack:
         views = [config.layer(index) for index in range(config.num_hidden_layers)]
-        if len({(view.attention.window, view.key_value_heads, view.head_width) for view in views}) > 1:
+        kinds = [
+            (view.attention.window, view.attention.bias, view.key_value_heads, view.head_width, view.normalization)
+            for view in views
+        ]
+        if any(kind != kinds[0] for kind in kinds):
             raise ValueError(
                 "The feedback stack gives all layers the same memories, so `per_layer_config` cannot change the attention's "
-                "window, the head width or the number of key/value heads."
+                "window or bias, the head width, the number of key/value heads or the normalisation."
             )
         return FeedbackStack(config, self)

@@ -11,7 +11,7 @@ from tests.mixes.shrink import shrink
 COUNT = 150
 
 
-def mix_of(shape, head, **fields):
+def mix_of(shape, head, /, **fields):
     return Mix(shape, head, {**GEOMETRY, **FLAGS[shape], **fields})
 
 
@@ -86,6 +86,16 @@ WORKS = {
         "ForCausalLM",
         dict(residual="pre_ln", per_layer_config={1: {"normalization": "rms_norm", "layer_norm_eps": 1e-3}}),
     ),
+    "norms by layer, the embedding's and the head's too": (
+        "encoder",
+        "ForMaskedLM",
+        dict(
+            embedding={"type": "factorized", "width": 8},
+            head="transform",
+            position="tupe",
+            per_layer_config={1: {"layer_norm_eps": 1e-3}},
+        ),
+    ),
     "rezero from a whole number": ("encoder", "ForMaskedLM", dict(residual={"type": "rezero", "init": 1})),
     "a window of one token": ("encoder", "ForMaskedLM", dict(block={"type": "r_transformer", "window": 1})),
     "layers' numbers as text": ("encoder", "ForMaskedLM", dict(per_layer_config={"0": {"feedforward": "relu"}})),
@@ -109,10 +119,25 @@ def test_works(name):
     assert outcome.kind == "works", outcome
 
 
+HEAD = {"encoder": "ForMaskedLM", "decoder": "ForCausalLM", "seq2seq": "ForSeq2SeqLM"}
 HI = dict(stack={"type": "hi_transformer", "segment_length": 4}, block="hi_transformer", position="none")
 REVERSIBLE = dict(stack="reversible", residual="pre_ln")
 WHOLE = "all layers of a tower have in common"
 REFUSED = [
+    (
+        dict(shape="decoder", feedforward="hash_layers", stack="feedback", attention="feedback"),
+        "see other states than",
+    ),
+    (
+        dict(
+            shape="decoder",
+            stack="feedback",
+            attention="feedback",
+            per_layer_config={0: {"normalization": "rms_norm"}},
+        ),
+        "feedback stack gives all layers the same memories",
+    ),
+    (dict(shape="seq2seq", decoder={"hidden_dropout_prob": 2.0}), r"probability in \[0, 1\), got 2.0"),
     *[
         (dict(per_layer_config={1: {name: value}}), f"overrides '{name}', which {WHOLE}")
         for name, value in {
@@ -216,5 +241,5 @@ REFUSED = [
 def test_refused(fields, message):
     fields = dict(fields)
     shape = fields.pop("shape", "encoder")
-    outcome = check(mix_of(shape, {"encoder": "ForMaskedLM", "seq2seq": "ForSeq2SeqLM"}[shape], **fields))
+    outcome = check(mix_of(shape, HEAD[shape], **fields))
     assert outcome.kind == "refused" and re.search(message, outcome.detail), outcome
