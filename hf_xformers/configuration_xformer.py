@@ -28,7 +28,6 @@ _FOREIGN_KEYS = (
     "layer_norm_epsilon",  # other models' name of `layer_norm_eps`, which generic code sets on any config
 )
 
-# What an encoder-decoder's towers cannot differ in: they share the token table, and one reads the other's states.
 # What single layers may have of their own; the rest belongs to the whole model.
 _OF_LAYERS = (
     "num_attention_heads",
@@ -45,7 +44,21 @@ _OF_LAYERS = (
     "feedforward",
 )
 
-_SHARED = ("vocab_size", "hidden_size", "is_decoder", "is_encoder_decoder", "decoder")
+# What an encoder-decoder's towers cannot differ in: they share the token table, one reads the other's states, and there is
+# one task.
+_SHARED = (
+    "vocab_size",
+    "hidden_size",
+    "is_decoder",
+    "is_encoder_decoder",
+    "decoder",
+    "id2label",
+    "label2id",
+    "problem_type",
+    "architectures",
+    "dtype",
+    "transformers_version",
+)
 
 
 def _plain(value: Any) -> Any:

@@ -137,6 +137,7 @@ REFUSED = [
         ),
         "feedback stack gives all layers the same memories",
     ),
+    (dict(shape="seq2seq", decoder={"id2label": {0: "a"}}), "overrides 'id2label', which both towers share"),
     (dict(shape="seq2seq", decoder={"hidden_dropout_prob": 2.0}), r"probability in \[0, 1\), got 2.0"),
     *[
         (dict(per_layer_config={1: {name: value}}), f"overrides '{name}', which {WHOLE}")
