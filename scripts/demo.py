@@ -1,9 +1,10 @@
 #!/usr/bin/env python
-"""Shows what `scripts/demo.sh` trained: loads the folder through the Auto classes and lets the model speak.
+"""The two halves of `scripts/demo.sh`: trains a model with `hf-xformers pretrain`, and lets the saved folder speak.
 
-    python scripts/demo.py runs/demo-mlm --objective mlm --length 2048
+    python scripts/demo.py train mlm
+    python scripts/demo.py show mlm
 
-Everything here is plain transformers. The one line that a user of hf_xformers adds is `import hf_xformers`, which
+What `show` does is plain transformers. The one line that a user of hf_xformers adds is `import hf_xformers`, which
 registers the families with the Auto classes.
 """
 
@@ -11,11 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
+import os
+import shlex
 import statistics
 import sys
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -28,99 +33,194 @@ from transformers import (
     AutoTokenizer,
     pipeline,
 )
+from transformers.utils import logging
 
 from hf_xformers import XFormerConfig  # importing the package registers the families
+from hf_xformers.training.building import grown_positions
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from measure import interleaved_seconds, memory_in_fresh_process
 
 AUTO_CLASS = {"mlm": AutoModelForMaskedLM, "clm": AutoModelForCausalLM, "span": AutoModelForSeq2SeqLM}
 PROMPTS = {
-    "mlm": ["Return the {mask} of the list.", "Raise an error if the {mask} is not found."],
-    "clm": ["Return a new", "This function"],
-    "span": ["Return the {mask} of the list.", "Raise an error if {mask} is not found."],
+    "mlm": [
+        "Return a {mask} of strings.",
+        "Raise an {mask} if the name is not found.",
+        "The default {mask} is None.",
+        "New in {mask} 3.8.",
+        "This {mask} returns the name of the file.",
+        "Return True if the object {mask} a string.",
+        "If the argument {mask} given, it must be an integer.",
+        "Return the {mask} of items in the list.",
+    ],
+    "clm": ["Return a new", "This method", "If the file does not exist,", "Raises"],
+    "span": [
+        "Return a {mask} of strings.",
+        "Raise an {mask} if the name is not found.",
+        "Return True if the object {mask} a string.",
+        "The {mask} argument is optional.",
+    ],
 }
-console = Console()
+LONG = 4096  # tokens at which a training step is measured
+console = Console(highlight=False)
 
 
-def main() -> int:
+@dataclass(frozen=True)
+class Demo:
+    """objective, variant: of `hf-xformers pretrain`. options: of the tiny model that learns within minutes. length: tokens of
+    a row. batch: rows of a step."""
+
+    objective: str
+    variant: str
+    options: str
+    steps: int
+    length: int = 256
+    batch: int = 8
+    learning_rate: str = "5e-3"
+
+
+# Few layers, norms before the sublayers, positions that speak from the first step, no dropout in so short a run, and a small
+# vocabulary of whole words: each of them takes part in leaving the plateau of token frequencies early.
+_COMMON = "--tokenizer_kind wordpiece --vocab_size 2048 --num_hidden_layers 2 --hidden_dropout_prob 0"
+_WINDOW = "--attention_probs_dropout_prob 0 --block cpe --attention.attention_window 128"
+DEMOS = {
+    "mlm": Demo("mlm", "longformer", f"{_COMMON} --residual pre_ln --position rotary {_WINDOW}", steps=1000),
+    "clm": Demo("clm", "linear_transformer", f"{_COMMON} --residual pre_ln --position rotary", steps=1000),
+    "t5": Demo("span", "t5", f"{_COMMON} --attention longformer --decoder.attention dense {_WINDOW}", steps=900),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("model", type=Path, help="folder that `hf-xformers pretrain` wrote")
-    parser.add_argument("--objective", choices=list(AUTO_CLASS), default="mlm")
-    parser.add_argument(
-        "--length", type=int, help="tokens of a row in training: compares time and memory there with dense"
-    )
-    arguments = parser.parse_args()
-    if not (arguments.model / "config.json").is_file():
-        parser.error(f"{arguments.model} has no config.json; run scripts/demo.sh first")
-
-    torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    model = AUTO_CLASS[arguments.objective].from_pretrained(arguments.model).eval()
-    console.print(
-        f"{AUTO_CLASS[arguments.objective].__name__}.from_pretrained gave a [bold]{type(model).__name__}[/] with "
-        f"{model.num_parameters():,} parameters and a vocabulary of {len(tokenizer):,}."
-    )
-    print_losses(arguments.model)
-    print_answers(arguments.objective, model, tokenizer)
-    if arguments.length is not None:
-        print_costs(arguments.objective, arguments.model, arguments.length)
-    print_places(arguments.model)
+    parser.add_argument("part", choices=("train", "show"))
+    parser.add_argument("demo", nargs="?", choices=list(DEMOS), default="mlm")
+    arguments = parser.parse_args(argv)
+    folder = Path("runs") / f"demo-{arguments.demo}"
+    if arguments.part == "train":
+        return train(arguments.demo, folder)
+    if not (folder / "config.json").is_file():
+        parser.error(f"{folder} has no config.json; train first: python scripts/demo.py train {arguments.demo}")
+    show(DEMOS[arguments.demo].objective, folder)
     return 0
 
 
-def print_losses(folder: Path) -> None:
-    """The held-out loss before and after training, as the Trainer recorded it."""
-    state = folder / "trainer_state.json"
-    history = json.loads(state.read_text())["log_history"] if state.is_file() else []
-    losses = [(entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry]
-    if len(losses) < 2:
-        console.print(f"{state} has no evaluations before and after training to compare.")
-        return
-    table = Table("", "step", "held-out loss", "perplexity", title="before and after")
-    for name, (step, loss) in (("before", losses[0]), ("after", losses[-1])):
-        table.add_row(name, str(step), f"{loss:.3f}", f"{math.exp(min(loss, 700)):,.1f}")
+# ------------------------------------------------------------------------------------------------ train
+
+
+def command(name: str, folder: Path) -> list[str]:
+    """The arguments of `hf-xformers`, with what the environment changes."""
+    demo, given = DEMOS[name], os.environ.get
+    variant, size = given("VARIANT") or demo.variant, given("SIZE") or "tiny"
+    tuned = variant == demo.variant and size == "tiny"
+    steps = int(given("STEPS") or demo.steps)
+    batch = given("BATCH") or str(demo.batch)
+    rate = given("LEARNING_RATE") or (demo.learning_rate if tuned else None)
+    return [
+        *shlex.split(f"pretrain --variant {variant} --objective {demo.objective} --data stdlib --size {size}"),
+        *shlex.split(f"--output_dir {folder} --max_steps {steps} --block_size {given('LENGTH') or demo.length}"),
+        *shlex.split(f"--per_device_train_batch_size {batch} --per_device_eval_batch_size {batch}"),
+        *(["--learning_rate", rate] if rate else []),
+        *(shlex.split(demo.options) if tuned else []),
+        *shlex.split(f"--eval_on_start true --eval_steps {steps} --logging_steps {-(-steps // 10)}"),
+        *shlex.split("--save_strategy no --disable_tqdm true --seed 0"),
+    ]
+
+
+def train(name: str, folder: Path) -> int:
+    """Runs the command and says which it is."""
+    from hf_xformers.cli import main as hf_xformers
+
+    arguments = command(name, folder)
+    console.print(f"$ hf-xformers {shlex.join(arguments)}\n", markup=False)
+    return hf_xformers(arguments)
+
+
+# ------------------------------------------------------------------------------------------------ show
+
+
+def show(objective: str, folder: Path) -> None:
+    torch.manual_seed(0)
+    logging.set_verbosity_error()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AUTO_CLASS[objective].from_pretrained(folder).eval()
+    console.print(
+        f"\nA new process: {AUTO_CLASS[objective].__name__}.from_pretrained('{folder}') gives {type(model).__name__} with "
+        f"{model.num_parameters():,} parameters and a vocabulary of {len(tokenizer):,}.\n"
+    )
+    print_learning(folder)
+    print_answers(objective, model, tokenizer)
+    print_costs(objective, folder)
+
+
+def print_learning(folder: Path) -> None:
+    """Held-out figures before and after training, as the Trainer recorded them, beside what token frequencies reach."""
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    before, *_, after = [entry for entry in history if "eval_loss" in entry]
+    table = Table("on held-out text", title="what it learned", title_justify="left")
+    for column in ("before", "token frequencies", f"after {after['step']} steps"):
+        table.add_column(column, justify="right")
+    for name, key, form in (("loss (nats per token)", "loss", ".2f"), ("accuracy", "accuracy", ".1%")):
+        values = before[f"eval_{key}"], after[f"eval_floor_{key}"], after[f"eval_{key}"]
+        table.add_row(name, *(format(value, form) for value in values))
+    console.print(table)
+    times = after["eval_accuracy"] / after["eval_floor_accuracy"]
+    console.print(f"Right {times:.1f} times as often as always guessing the most frequent token.\n")
+
+
+def print_answers(objective: str, model: Any, tokenizer: Any) -> None:
+    """What the model makes of a few prompts."""
+    table = Table("prompt", "answer", title="what it says", title_justify="left")
+    answers = {"mlm": fill_masks, "clm": continue_texts, "span": fill_gaps}[objective]
+    for prompt, answer in answers(model, tokenizer):
+        table.add_row(*(one_line(text).replace("[", r"\[") for text in (prompt, answer)))
     console.print(table)
 
 
-def print_answers(objective: str, model, tokenizer) -> None:
-    """What the model makes of a few prompts. It is tiny and hardly trained: expect frequent words, not sense."""
-    table = Table("prompt", "answer", title="what it says")
-    if objective == "mlm":
-        fill = pipeline("fill-mask", model=model, tokenizer=tokenizer, top_k=3)
-        for prompt in PROMPTS[objective]:
-            text = prompt.format(mask=tokenizer.mask_token)
-            guesses = fill(text)
-            table.add_row(
-                plain(text), plain(", ".join(f"{g['token_str'].strip()} ({g['score']:.2f})" for g in guesses))
-            )
-    elif objective == "clm":
-        write = pipeline("text-generation", model=model, tokenizer=tokenizer)
-        for prompt in PROMPTS[objective]:
-            (answer,) = write(prompt, max_new_tokens=20, do_sample=False, return_full_text=False)
-            table.add_row(plain(prompt), plain(answer["generated_text"]))
-    else:  # transformers 5 has no pipeline for encoder-decoders
-        for prompt in PROMPTS[objective]:
-            text = prompt.format(mask="<extra_id_0>")
-            ids = model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=20, do_sample=False)
-            table.add_row(plain(text), plain(tokenizer.decode(ids[0])))
-    console.print(table)
+def fill_masks(model: Any, tokenizer: Any) -> list[tuple[str, str]]:
+    """The three likeliest tokens with their probabilities."""
+    fill = pipeline("fill-mask", model=model, tokenizer=tokenizer, top_k=3)
+    texts = [prompt.format(mask=tokenizer.mask_token) for prompt in PROMPTS["mlm"]]
+    return [
+        (text, ", ".join(f"{guess['token_str'].strip()} {guess['score']:.0%}" for guess in fill(text)))
+        for text in texts
+    ]
 
 
-def plain(text: str) -> str:
-    """Text that rich shows as it is: a `[MASK]` is no markup."""
-    return text.replace("[", r"\[")
+def continue_texts(model: Any, tokenizer: Any) -> list[tuple[str, str]]:
+    """The likeliest continuation of a few tokens, without saying the same three tokens twice."""
+    write = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    options = {"max_new_tokens": 24, "do_sample": False, "no_repeat_ngram_size": 3, "return_full_text": False}
+    return [(prompt, write(prompt, **options)[0]["generated_text"]) for prompt in PROMPTS["clm"]]
+
+
+def fill_gaps(model: Any, tokenizer: Any) -> list[tuple[str, str]]:
+    """What the decoder says for the first sentinel; transformers 5 has no pipeline for encoder-decoders."""
+    rows = []
+    for prompt in PROMPTS["span"]:
+        inputs = tokenizer(prompt.format(mask="<extra_id_0>"), return_tensors="pt")
+        ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0].tolist()
+        start, stop = (tokenizer.convert_tokens_to_ids(f"<extra_id_{index}>") for index in range(2))
+        first = ids[ids.index(start) + 1 :] if start in ids else ids
+        first = first[: first.index(stop)] if stop in first else first
+        rows.append((prompt.format(mask="___"), tokenizer.decode(first, skip_special_tokens=True)))
+    return rows
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+# ------------------------------------------------------------------------------------------------ cost
 
 
 def training_step(objective: str, folder: str, dense: bool, length: int) -> Callable[[], None]:
     """Forward and backward of one row of `length` tokens, with the folder's model or the same one with dense attention; both
     without attention dropout, for which dense attention would leave its fast kernel."""
     config = AutoConfig.from_pretrained(folder, attention_probs_dropout_prob=0.0)
-    if dense:
-        fields = config.to_dict()
-        for key in ("model_type", "transformers_version", "architectures"):
-            fields.pop(key, None)
-        config = XFormerConfig(**{**fields, "attention": "dense"})
+    fields = {**config.to_dict(), **grown_positions(config, length)}
+    for key in ("model_type", "transformers_version", "architectures"):
+        fields.pop(key, None)
+    config = XFormerConfig(**{**fields, "attention": "dense"}) if dense else type(config)(**fields)
     model = AUTO_CLASS[objective].from_config(config).train()
     ids = torch.randint(0, config.vocab_size, (1, length))
 
@@ -131,32 +231,31 @@ def training_step(objective: str, folder: str, dense: bool, length: int) -> Call
     return step
 
 
-def print_costs(objective: str, folder: Path, length: int) -> None:
+def print_costs(objective: str, folder: Path) -> None:
     """Time and memory of a training step beside dense attention's, measured here and now."""
     kind = AutoConfig.from_pretrained(folder).attention.type
     if kind == "dense":
         return
-    with console.status(f"measuring a training step on {length:,} tokens, with {kind} and with dense attention ..."):
-        names = {kind: False, "dense": True}
-        steps = {name: training_step(objective, str(folder), dense, length) for name, dense in names.items()}
-        seconds = {name: statistics.median(runs) for name, runs in interleaved_seconds(steps, rounds=5).items()}
-        memory = {
-            name: memory_in_fresh_process(training_step, objective, str(folder), dense, length, repeats=1)
-            for name, dense in names.items()
-        }
-    table = Table("attention", "seconds", "peak MiB", title=f"a training step on one row of {length:,} tokens")
+    length = int(os.environ.get("COST_LENGTH") or LONG)
+    names = {kind: False, "dense": True}
+    steps = {name: training_step(objective, str(folder), dense, length) for name, dense in names.items()}
+    with warnings.catch_warnings(record=True) as remarks:  # that other programs ran meanwhile, say
+        warnings.simplefilter("always")
+        seconds = {name: statistics.median(runs) for name, runs in interleaved_seconds(steps, rounds=3).items()}
+    memory = {
+        name: memory_in_fresh_process(training_step, objective, str(folder), dense, length, repeats=1)
+        for name, dense in names.items()
+    }
+    table = Table("attention", title=f"a training step on one row of {length:,} tokens", title_justify="left")
+    for column in ("seconds", "peak MiB"):
+        table.add_column(column, justify="right")
     for name in names:
         table.add_row(name, f"{seconds[name]:.2f}", f"{memory[name] / 2**20:,.0f}")
     faster, smaller = seconds["dense"] / seconds[kind], memory["dense"] / memory[kind]
-    table.add_row("dense / " + kind, f"{faster:.1f} times", f"{smaller:.1f} times")
+    table.add_row(f"dense / {kind}", f"{faster:.1f} times", f"{smaller:.1f} times")
     console.print(table)
-
-
-def print_places(folder: Path) -> None:
-    table = Table("file", "KiB", title=f"where things are: {folder}")
-    for path in sorted(path for path in folder.iterdir() if path.is_file()):
-        table.add_row(path.name, f"{path.stat().st_size / 1024:,.0f}")
-    console.print(table)
+    for remark in remarks:
+        console.print(f"Note: {remark.message}", markup=False)
 
 
 if __name__ == "__main__":

@@ -123,11 +123,13 @@ def model_options(config_class: type[XFormerConfig], parsed: Any, choice: Any) -
 
 
 def quiet_libraries(args: Any) -> None:
-    """Progress bars of data preparation only where there is somebody to see them."""
+    """Progress bars of data preparation and of saving only where there is somebody to see them."""
     import datasets
+    from transformers.utils import logging
 
     if args.disable_tqdm or not args.should_save:
         datasets.disable_progress_bars()
+        logging.disable_progress_bar()
 
 
 def report(summary: Mapping[str, Any], folder: str, title: str = "pretrained") -> None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import (
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.training_args import TrainingArguments
 
 from ..objectives import Collator
 
-__all__ = ["EpochCallback", "ExactSaves"]
+__all__ = ["EpochCallback", "ExactSaves", "LogLines", "LogLinesUnderBar", "speak_plainly"]
 
 
 class ExactSaves(TrainerCallback):
@@ -70,3 +76,52 @@ class EpochCallback(TrainerCallback):
     ) -> None:
         self.collator.set_epoch(self._next)
         self._next += 1
+
+
+def log_line(logs: dict[str, Any], state: TrainerState) -> str:
+    """What Trainer logged, as a line for people: held-out figures beside the floor, what token frequencies alone reach."""
+    parts = [f"step {state.global_step}/{state.max_steps}"]
+    if "eval_loss" in logs:
+        for name, form in (("loss", ".3f"), ("accuracy", ".1%")):
+            value, floor = logs.get(f"eval_{name}"), logs.get(f"eval_floor_{name}")
+            beside = "" if floor is None else f" (floor {floor:{form}})"
+            parts += [] if value is None else [f"{name} {value:{form}}{beside}"]
+        parts[1] = f"held out: {parts[1]}"
+        prefix = "eval_"
+    elif "train_runtime" in logs:
+        parts.append(f"done in {logs['train_runtime']:.0f} s")
+        prefix = None
+    else:
+        shown = {"loss": ".3f", "learning_rate": ".2g", "epoch": ".2f"}
+        parts += [f"{name.replace('_', ' ')} {logs[name]:{form}}" for name, form in shown.items() if name in logs]
+        prefix = ""
+    aux = {} if prefix is None else {k: v for k, v in logs.items() if k.startswith(f"{prefix}aux_")}
+    parts += [f"{name.removeprefix(f'{prefix}aux_')} {value:.3g}" for name, value in aux.items()]
+    return ", ".join(parts)
+
+
+class LogLines(PrinterCallback):
+    """Prints [`log_line`] where Trainer prints a dict."""
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
+        if state.is_local_process_zero and logs:
+            print(log_line(logs, state), flush=True)
+
+
+class LogLinesUnderBar(ProgressCallback):
+    """The same above a progress bar."""
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero and self.training_bar is not None and logs:
+            self.training_bar.write(log_line(logs, state))
+
+
+def speak_plainly(trainer: Any) -> None:
+    """Puts lines for people in place of the dicts that a Trainer prints."""
+    for theirs, ours in ((PrinterCallback, LogLines), (ProgressCallback, LogLinesUnderBar)):
+        if trainer.pop_callback(theirs) is not None:
+            trainer.add_callback(ours)

@@ -296,7 +296,7 @@ def train(
     from transformers.trainer_callback import TrainerState
     from transformers.trainer_utils import IntervalStrategy
 
-    from .callbacks import EpochCallback, ExactSaves
+    from .callbacks import EpochCallback, ExactSaves, speak_plainly
     from .trainer import XFormerTrainer
 
     model = start_model(prepared, args)
@@ -319,6 +319,7 @@ def train(
         callbacks=[EpochCallback(collator), ExactSaves(), *callbacks],
         segment_streams=streams,
     )
+    speak_plainly(trainer)
     summary = {**prepared.plan, "parameters": model.num_parameters(), "processes": args.world_size}
     folder = Path(str(args.output_dir))
     if args.should_save:

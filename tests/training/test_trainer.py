@@ -297,3 +297,28 @@ def test_a_save_at_the_end_of_an_epoch_waits_for_its_evaluation(tmp_path):
     state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
     assert state["epoch"] == 1.0
     assert [entry["step"] for entry in state["log_history"] if "eval_loss" in entry] == [2]
+
+
+# ------------------------------------------------------------------------------------------------ what is printed
+
+
+def test_lines_for_people(tmp_path, capsys):
+    from hf_xformers.training.callbacks import speak_plainly
+
+    model = causal_model()
+    args = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, max_steps=2, logging_steps=1,
+        eval_strategy="steps", eval_steps=2, save_strategy="no",
+    )  # fmt: skip
+    trainer = XFormerTrainer(
+        model=model, args=args, data_collator=collate, train_dataset=causal_rows(), eval_dataset=causal_rows()
+    )
+    speak_plainly(trainer)
+    trainer.train()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("step 1/2, loss ") and lines[-1].startswith("step 2/2, done in ")
+    (held_out,) = [line for line in lines if "held out" in line]
+    metrics = trainer.evaluate()
+    assert f"loss {metrics['eval_loss']:.3f} (floor {metrics['eval_floor_loss']:.3f})" in held_out
+    assert f"accuracy {metrics['eval_accuracy']:.1%} (floor {metrics['eval_floor_accuracy']:.1%})" in held_out
+    assert max(map(len, lines)) <= 80 and not any("{" in line for line in lines)

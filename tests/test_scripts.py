@@ -1,0 +1,195 @@
+"""What the headers of scripts and benchmarks show: every form of the demo at a few steps, every example's options."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO_HEADER = [line for line in (ROOT / "scripts" / "demo.sh").read_text().splitlines() if line.startswith("#   ")]
+SMALL = {"STEPS": "2", "LENGTH": "48", "BATCH": "2", "COST_LENGTH": "64"}
+
+
+def load(path: Path):
+    """A script as a module, found by the name that its processes import it under."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def search_path(monkeypatch):
+    for folder in ("scripts", "benchmarks"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    modules = dict(sys.modules)
+    yield
+    for name in set(sys.modules) - set(modules):
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(
+            (str(ROOT / "scripts"), str(ROOT / "benchmarks"))
+        ):
+            del sys.modules[name]
+
+
+# ------------------------------------------------------------------------------------------------ demo
+
+
+def demo_forms() -> list[tuple[str, dict[str, str]]]:
+    """(which demo, environment) of every form in the header of demo.sh."""
+    forms = []
+    for line in DEMO_HEADER:
+        before, _, after = line.removeprefix("#   ").partition("scripts/demo.sh")
+        environment = dict(word.split("=") for word in before.split())
+        which = (after.split() or ["mlm"])[0].strip("[]")
+        forms += [(name, environment) for name in which.split("|")]
+    return forms
+
+
+@pytest.fixture
+def short_corpus(monkeypatch):
+    """A tenth of the text, for speed."""
+    module = importlib.import_module("hf_xformers.data.stdlib_corpus")  # the package has a function of this name
+    documents = module.stdlib_documents()
+    monkeypatch.setattr(module, "stdlib_documents", lambda: documents[::12])
+
+
+@pytest.mark.parametrize("which, environment", demo_forms())
+def test_demo(which, environment, search_path, short_corpus, tmp_path, monkeypatch, capsys):
+    for name, value in {**SMALL, **environment, "STEPS": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    demo = load(ROOT / "scripts" / "demo.py")
+    if environment or which != "mlm":  # one form is enough for what takes processes of their own
+        monkeypatch.setattr(demo, "memory_in_fresh_process", lambda *args, **options: 2**20)
+    assert demo.main(["train", which]) == 0
+    assert demo.main(["show", which]) == 0
+    printed = capsys.readouterr().out
+    assert f"$ hf-xformers pretrain --variant {environment.get('VARIANT', demo.DEMOS[which].variant)}" in printed
+    assert "token frequencies" in printed and "times as often as always guessing" in printed
+    assert len(demo.PROMPTS["mlm"]) == 8 and demo.one_line(printed).count("Return a") >= 1
+    config = json.loads((tmp_path / "runs" / f"demo-{which}" / "config.json").read_text())
+    dense = config["attention"]["type"] == "dense"
+    assert ("a training step on one row of 64 tokens" in printed) is not dense
+    shown = printed[printed.index("A new process") :]
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "[PAD]" not in shown and "<extra_id_" not in shown
+
+
+def test_demo_command_leaves_the_tuned_options_out_for_other_models(search_path, monkeypatch):
+    demo = load(ROOT / "scripts" / "demo.py")
+    tuned = demo.command("mlm", Path("runs"))
+    assert "--residual" in tuned and "1000" in tuned
+    for name, value in (("VARIANT", "bert"), ("SIZE", "small")):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, value)
+            assert "--residual" not in demo.command("mlm", Path("runs")) and value in demo.command("mlm", Path("runs"))
+
+
+def test_demo_shell_script(tmp_path):
+    """What the shell adds: the set-up, then both halves with the environment's Python; an unknown demo is refused."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "demo.sh", tmp_path / "scripts" / "demo.sh")
+    shutil.copy(ROOT / "scripts" / "demo.py", tmp_path / "scripts" / "demo.py")
+    (tmp_path / "scripts" / "setup.sh").write_text("echo set up\n")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text('#!/usr/bin/env bash\necho "$@"\n')
+    python.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name != "HF_XFORMERS_VENV"}
+    for given, which in (([], "mlm"), (["t5"], "t5")):
+        done = subprocess.run(
+            ["bash", str(tmp_path / "scripts" / "demo.sh"), *given], capture_output=True, text=True, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines() == [
+            "set up",
+            f"scripts/demo.py train {which}",
+            f"scripts/demo.py show {which}",
+        ]
+
+
+# ------------------------------------------------------------------------------------------------ examples
+
+
+class Parsed(Exception):
+    """The command line was understood; what would follow takes minutes."""
+
+
+def examples(path: Path) -> list[list[str]]:
+    """The arguments of every `python <path> ...` in a script's docstring, with what is optional."""
+    found = []
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    name = f"{path.parent.name}/{path.name}"
+    for line in docstring.splitlines():
+        match = re.search(rf"python {re.escape(name)}(.*)", line)
+        if match:
+            text = re.split(r"\s{2,}|#", match[1].strip())[0]
+            text = re.sub(r"[\[\]]", "", text).replace("...", "").replace(" DIR", " .").replace(" N", " 1")
+            found.append(shlex.split(text))
+    return found
+
+
+SCRIPTS = [path for folder in ("scripts", "benchmarks") for path in sorted((ROOT / folder).glob("*.py"))]
+SHOWN = [(path, arguments) for path in SCRIPTS for arguments in examples(path)]
+
+
+def test_there_are_examples():
+    assert len(SHOWN) >= 16
+    assert {"conformance", "demo", "decoding", "pretraining"} <= {path.stem for path, _ in SHOWN}
+
+
+@pytest.mark.parametrize("path, arguments", SHOWN, ids=lambda value: getattr(value, "stem", " "))
+def test_examples_are_understood(path, arguments, search_path, monkeypatch):
+    """Run up to where the measuring would begin."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(self, *given):
+        parse(self, *given)
+        raise Parsed
+
+    module = load(path)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+    with pytest.raises(Parsed):
+        (module.benchmark if path.stem == "finetuning" else module.main)()
+
+
+@pytest.mark.parametrize(
+    "name, arguments",
+    {
+        "ops_linear": ["--lengths", "64", "--rounds", "1", "--only", "elu"],
+        "padding_removal": [
+            "--length",
+            "32",
+            "--batch",
+            "2",
+            "--layers",
+            "1",
+            "--hidden-size",
+            "64",
+            "--repeats",
+            "1",
+        ],
+    }.items(),
+)
+def test_benchmarks_run(name, arguments, search_path, monkeypatch, tmp_path):
+    """Those that can be made small, all the way, without touching the stored results."""
+    module = load(ROOT / "benchmarks" / f"{name}.py")
+    if hasattr(module, "write_results"):
+        monkeypatch.setattr(module, "write_results", lambda *args, **options: tmp_path / name)
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    module.main()
