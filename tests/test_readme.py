@@ -31,10 +31,46 @@ def test_python_examples(tmp_path):
     assert "did you mean 'theta'" in done.stdout.lower()
 
 
-def commands() -> list[str]:
+def console_lines() -> list[str]:
     joined = TEXT.replace("\\\n", " ")
     blocks = re.findall(r"```console\n(.*?)```", joined, flags=re.DOTALL)
-    return [line for block in blocks for line in block.splitlines() if line.startswith("hf-xformers")]
+    return [line for block in blocks for line in block.splitlines()]
+
+
+def commands() -> list[str]:
+    return [line for line in console_lines() if line.startswith("hf-xformers")]
+
+
+def launched() -> list[list[str]]:
+    """The words of the `accelerate launch` lines, without variables in front."""
+    lines = [shlex.split(line) for line in console_lines() if "accelerate launch" in line]
+    return [words[words.index("accelerate") + 2 :] for words in lines]
+
+
+def test_every_console_line_is_tried():
+    """Here, or in the tests of what it starts: the demo in test_scripts.py; the installation and the tests by running them."""
+    others = [line for line in console_lines() if line not in commands() and "accelerate launch" not in line]
+    assert [line.split("#")[0].strip() for line in others] == [
+        "bash scripts/demo.sh",
+        "bash scripts/test.sh",
+        "pip install -e .",
+    ]
+
+
+@pytest.mark.parametrize("words", launched(), ids=lambda words: Path(words[1]).stem)
+def test_launch_lines(words):
+    """The launcher reads its options and file, and `pretrain` knows what comes behind; test_accelerate_files.py starts two
+    processes."""
+    from accelerate.commands.launch import launch_command_parser
+
+    from hf_xformers.cli.pretrain import make_parser
+
+    launcher = launch_command_parser().parse_args(words)
+    assert (ROOT / launcher.config_file).is_file() and launcher.module
+    assert launcher.training_script == "hf_xformers.cli" and launcher.training_script_args[0] == "pretrain"
+    options = launcher.training_script_args[1:]
+    known = make_parser({"variant": options[options.index("--variant") + 1]})._option_string_actions
+    assert all(word in known for word in options if word.startswith("--"))
 
 
 def write_rows(folder: Path) -> None:
