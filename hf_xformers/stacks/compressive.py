@@ -193,6 +193,11 @@ class CompressiveSpec(SegmentRecurrentSpec):
             )
         if self.reconstruction_weight < 0:
             raise ValueError(f"compressive needs `reconstruction_weight` >= 0, got {self.reconstruction_weight}.")
+        if self.compression == "conv" and self.reconstruction_weight == 0:
+            raise ValueError(
+                "compressive's convolution learns from the reconstruction loss alone, so `reconstruction_weight` must be above "
+                "0; for a compression that learns nothing use 'mean' or 'max'."
+            )
 
     def build(self, config, **where) -> CompressiveStack:
         self.refuse_two_towers(config)

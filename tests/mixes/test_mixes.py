@@ -137,6 +137,10 @@ REFUSED = [
         ),
         "feedback stack gives all layers the same memories",
     ),
+    (
+        dict(attention="transformer_xl", position="none", stack={"type": "compressive", "reconstruction_weight": 0}),
+        "learns from the reconstruction loss alone",
+    ),
     (dict(shape="seq2seq", decoder={"id2label": {0: "a"}}), "overrides 'id2label', which both towers share"),
     (dict(shape="seq2seq", decoder={"hidden_dropout_prob": 2.0}), r"probability in \[0, 1\), got 2.0"),
     *[
