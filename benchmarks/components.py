@@ -2,11 +2,11 @@
 
 python benchmarks/components.py [--lengths 512,4096] [--rounds 3] [--only rotary] [--no-peers]
 
-Each case is a model with one layer (hidden 512, 8 heads, a feed-forward eight wide, batch 1, float32, no dropout), forward +
-backward on `inputs_embeds`, against the same model with dense attention, no position and post-norm layer norm. Peers are
-transformers' models of the same geometry. Ratios below 1 are faster or smaller. Time is the median of paired rounds,
-memory the growth of the peak over one step in a process of its own. Rows replace those of the same case and length in
-`results/components.json`.
+Each case is a model with one layer (hidden 512, 8 heads, a feed-forward eight wide, batch 1, float32, no dropout),
+forward + backward on `inputs_embeds`, against the same model with dense attention, no position and post-norm layer
+norm. Peers are transformers' models of the same geometry. Ratios below 1 are faster or smaller. Time is the median of
+paired rounds, memory the growth of the peak over one step in a process of its own. Rows replace those of the same case
+and length in `results/components.json`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from hf_xformers import XFormerConfig, XFormerModel
 
 @dataclass(frozen=True)
 class Case:
-    """slot: the component's kind; fields: of the config; causal: in a decoder; peers: makers by name, called with the length."""
+    """slot: the component's kind; fields: of the config; causal: in a decoder; peers: makers by name, called with the
+    length."""
 
     slot: str
     fields: dict[str, Any]
@@ -151,8 +152,9 @@ def main() -> None:
         columns = ["slot", "component", "T", "time ratio", "memory ratio"]
         columns += ["peer", "peer time ratio", "peer memory ratio", "time / peer", "memory / peer"]
         note = (
-            "A model of one layer (hidden 512, 8 heads, feed-forward eight wide, batch 1), forward + backward, against the same "
-            "with dense attention, no position and post-norm layer norm (causal where the case is); peers of the same geometry."
+            "A model of one layer (hidden 512, 8 heads, feed-forward eight wide, batch 1), forward + backward, against"
+            " the same with dense attention, no position and post-norm layer norm (causal where the case is); peers of"
+            " the same geometry."
         )
         write_results("components", rows, columns, "Positions, norms and residuals against the plain choice", note)
 

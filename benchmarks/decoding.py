@@ -128,9 +128,10 @@ def main() -> None:
     rows = measure(contexts, given.tokens, given.rounds, given.piece, layers=given.layers, width=given.width)
     columns = ["model", "context", "tokens/s", "against dense", "cache KiB", "reading s"]
     note = (
-        f"{given.layers} layers, hidden {given.width}, {HEADS} heads, batch 1: {given.tokens} tokens after a context that was read "
-        f"in pieces of {given.piece}. `against dense`: ratio of tokens per second, above 1 is faster; `cache KiB`: what the "
-        "cache holds after the context; `reading s`: seconds for the context. The models differ in their attention alone."
+        f"{given.layers} layers, hidden {given.width}, {HEADS} heads, batch 1: {given.tokens} tokens after a context"
+        f" that was read in pieces of {given.piece}. `against dense`: ratio of tokens per second, above 1 is faster;"
+        " `cache KiB`: what the cache holds after the context; `reading s`: seconds for the context. The models"
+        " differ in their attention alone."
     )
     print(write_results(given.name, rows, columns, "Generating with a state of constant size", note))
 

@@ -2,8 +2,9 @@
 
 python benchmarks/feedforwards.py [--lengths 512,2048,4096,8192] [--rounds 5] [--only switch] [--no-peers]
 
-Each case is one sublayer (hidden 512, inner width 2048, batch 1, float32), forward + backward, against `relu` of the same
-widths. Ratios below 1 are faster or smaller. Memory is the growth of the peak over one step in a process of its own.
+Each case is one sublayer (hidden 512, inner width 2048, batch 1, float32), forward + backward, against `relu` of the
+same widths. Ratios below 1 are faster or smaller. Memory is the growth of the peak over one step in a process of its
+own.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ def main() -> None:
             rows.append(row)
             print(row, flush=True)
     note = (
-        "One feed-forward sublayer, hidden 512, inner width 2048, batch 1, forward + backward, against a dense one with ReLU. "
-        "Product keys replace it by 4 heads of 128 x 128 keys and 32 read values."
+        "One feed-forward sublayer, hidden 512, inner width 2048, batch 1, forward + backward, against a dense one"
+        " with ReLU. Product keys replace it by 4 heads of 128 x 128 keys and 32 read values."
     )
     columns = ["variant", "case", "T", "time ratio", "memory ratio", "peer", "peer time ratio", "peer memory ratio"]
     write_results("feedforwards", rows, columns, "Feed-forward components against dense ones", note)

@@ -5,11 +5,11 @@ python benchmarks/finetuning.py --data DIR [--tasks sst2,wnut17,multi30k] [--var
     [--max_train_rows N] [-- OPTION ...]
 
 DIR holds `sst2/{train,dev}.tsv` (sentence, label, no header), `wnut17/{train,dev}.conll` and
-`multi30k/{train,val,test_2016_flickr}.{en,de}`. Each variant starts from random weights, or from `--pretrain_steps` of masked LM
-(span corruption for translation) on the task's own training texts, through the command `hf-xformers finetune`, whose
-further options follow `--` (rows of the table name them). Baselines: the majority class; the tags that the training rows give a word most often
-(a word that they do not have is outside); the source text as its own translation. Rows replace those of the same task,
-variant, start and options in `results/finetuning.json`.
+`multi30k/{train,val,test_2016_flickr}.{en,de}`. Each variant starts from random weights, or from `--pretrain_steps` of
+masked LM (span corruption for translation) on the task's own training texts, through the command `hf-xformers
+finetune`, whose further options follow `--` (rows of the table name them). Baselines: the majority class; the tags
+that the training rows give a word most often (a word that they do not have is outside); the source text as its own
+translation. Rows replace those of the same task, variant, start and options in `results/finetuning.json`.
 """
 
 from __future__ import annotations
@@ -169,11 +169,11 @@ def write(row: dict[str, Any], name: str) -> None:
     old = json.loads(path.read_text())["rows"] if path.exists() else []
     rows = sorted([*(other for other in old if key(other) != key(row)), row], key=key)
     note = (
-        "In percent; the baseline needs no model. Epochs are evaluated and the best one's weights are taken, chosen on the "
-        "validation rows that are reported, so `validation` is optimistic; where the options say `eval_strategy no`, the "
-        "weights are the last ones and nothing is chosen. `test` rows choose nothing. `rate`: peak learning rate, absent where "
-        "it was not recorded. Sizes and steps are small: the table shows that training works, not how well a mechanism can "
-        "do."
+        "In percent; the baseline needs no model. Epochs are evaluated and the best one's weights are taken, chosen on"
+        " the validation rows that are reported, so `validation` is optimistic; where the options say `eval_strategy"
+        " no`, the weights are the last ones and nothing is chosen. `test` rows choose nothing. `rate`: peak learning"
+        " rate, absent where it was not recorded. Sizes and steps are small: the table shows that training works, not"
+        " how well a mechanism can do."
     )
     write_results(name, rows, COLUMNS, "Fine-tuning: do variants learn?", note)
 

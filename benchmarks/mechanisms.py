@@ -2,12 +2,13 @@
 
 python benchmarks/mechanisms.py [--lengths 2048,4096,8192] [--only longformer,performer] [--rounds 3] [--no-peers]
 
-Each case is one attention sublayer (hidden 512, 8 heads, batch 1, float32), forward + backward, against dense attention of the
-same geometry (scaled_dot_product_attention, causal where the case is) and against peers with the same parameters.
-Ratios below 1 are faster, smaller, or less arithmetic than dense. The FLOP ratio counts matrix products; causal dense
-attention counts the half that its kernel computes. Time is the median of paired rounds, memory the growth of the peak
-over one step in a process of its own. Cases with peers that take gigabytes belong in runs of their own: in a heap of that size
-every other step of the run is slower. Rows replace those of the same case and length in `results/mechanisms.json`.
+Each case is one attention sublayer (hidden 512, 8 heads, batch 1, float32), forward + backward, against dense
+attention of the same geometry (scaled_dot_product_attention, causal where the case is) and against peers with the same
+parameters. Ratios below 1 are faster, smaller, or less arithmetic than dense. The FLOP ratio counts matrix products;
+causal dense attention counts the half that its kernel computes. Time is the median of paired rounds, memory the growth
+of the peak over one step in a process of its own. Cases with peers that take gigabytes belong in runs of their own: in
+a heap of that size every other step of the run is slower. Rows replace those of the same case and length in
+`results/mechanisms.json`.
 """
 
 from __future__ import annotations
@@ -373,12 +374,13 @@ def main() -> None:
         order = list(CASES)
         rows.sort(key=lambda row: (order.index(row["case"]) if row["case"] in order else -1, row["T"]))
         note = (
-            "One attention sublayer with its projections, hidden 512, 8 heads, batch 1, forward + backward. Ratios to dense "
-            "attention (SDPA) of the same geometry, causal where the case is; peers with the same parameters, the best by time "
-            "and the best by memory. What takes more than 1.5 times what its FLOP ratio says (Reformer with several hashes or at "
-            "16384, BigBird at 16384, Transformer-XL at 8192, talking heads, random Synthesizer) gathers, sorts or reads tables, "
-            "which are no FLOPs. FLOPs / peer is the arithmetic that either really does: most of it are the projections, which both have, so "
-            "that half of a peer's time is out of reach where it is above a half."
+            "One attention sublayer with its projections, hidden 512, 8 heads, batch 1, forward + backward. Ratios to"
+            " dense attention (SDPA) of the same geometry, causal where the case is; peers with the same parameters,"
+            " the best by time and the best by memory. What takes more than 1.5 times what its FLOP ratio says"
+            " (Reformer with several hashes or at 16384, BigBird at 16384, Transformer-XL at 8192, talking heads,"
+            " random Synthesizer) gathers, sorts or reads tables, which are no FLOPs. FLOPs / peer is the arithmetic"
+            " that either really does: most of it are the projections, which both have, so that half of a peer's time"
+            " is out of reach where it is above a half."
         )
         write_results("mechanisms", rows, COLUMNS, "Attention mechanisms against dense attention and peers", note)
 

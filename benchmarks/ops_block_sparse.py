@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/ops_block_sparse.py --lengths 1024 4096 --patterns band bigbird
 
 Every cell runs in a process of its own. Times are the least CPU time of several runs in milliseconds (forward under
-no_grad, and forward + backward). Memory is the growth of the resident set during the first forward + backward beyond its
-inputs. Columns "x" are dense divided by sparse time, so above 1 is a gain. Causal patterns are compared with dense causal
-attention.
+no_grad, and forward + backward). Memory is the growth of the resident set during the first forward + backward beyond
+its inputs. Columns "x" are dense divided by sparse time, so above 1 is a gain. Causal patterns are compared with dense
+causal attention.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ def measure(name: str, length: int, repeats: int) -> dict[str, float]:
 
         def run(*qkv: Tensor) -> Tensor:
             return F.scaled_dot_product_attention(*qkv, is_causal=name == "dense_causal")
+
     elif name == "hf_longformer":
         run = longformer_layer(length)
     else:
@@ -150,12 +151,14 @@ def main() -> None:
                 label = "dense_causal" if is_causal else "dense"
                 dense[is_causal] = base = cell(label, length)
                 print(
-                    f"{length:6} {label:16} {base['forward']:8.1f} {'':6} {base['both']:9.1f} {'':6} {base['peak']:9.1f}"
+                    f"{length:6} {label:16} {base['forward']:8.1f} {'':6} {base['both']:9.1f} {'':6}"
+                    f" {base['peak']:9.1f}"
                 )
             base, own = dense[is_causal], cell(name, length)
             print(
-                f"{length:6} {name:16} {own['forward']:8.1f} {base['forward'] / own['forward']:6.2f} {own['both']:9.1f} "
-                f"{base['both'] / own['both']:6.2f} {own['peak']:9.1f} {own['peak'] / base['peak']:8.2f}"
+                f"{length:6} {name:16} {own['forward']:8.1f} {base['forward'] / own['forward']:6.2f}"
+                f" {own['both']:9.1f} {base['both'] / own['both']:6.2f} {own['peak']:9.1f}"
+                f" {own['peak'] / base['peak']:8.2f}"
             )
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/padding_removal.py --variant bert --fill 0.5 --length 256 --batch 16
 
-Lengths are drawn uniformly such that `fill` of the slots are real tokens. Prints one line per path and their ratio; both paths
-are run on the same batch, alternately, and the median of `--repeats` runs counts.
+Lengths are drawn uniformly such that `fill` of the slots are real tokens. Prints one line per path and their ratio;
+both paths are run on the same batch, alternately, and the median of `--repeats` runs counts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import hf_xformers  # noqa: F401  (registers the variants)
 
 
 def batch(rows: int, length: int, fill: float, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids and mask [rows, length]; lengths spread evenly around `fill`, the longest as far above as the shortest below."""
+    """ids and mask [rows, length]; lengths spread evenly around `fill`, the longest as far above as the shortest
+    below."""
     spread = min(fill, 1 - fill)
     lengths = torch.linspace(fill - spread, fill + spread, rows).mul(length).round().clamp(1, length)
     mask = (torch.arange(length) < lengths[:, None]).long()

@@ -1,7 +1,8 @@
 """One attention layer of other implementations, as callables: forward and backward on [1, T, WIDTH].
 
-Classes of transformers run as a model of one layer whose feed-forward is eight wide, on `inputs_embeds`; packages from the
-package index run their attention module. Geometry and mechanism parameters are those of the case they are compared with.
+Classes of transformers run as a model of one layer whose feed-forward is eight wide, on `inputs_embeds`; packages from
+the package index run their attention module. Geometry and mechanism parameters are those of the case they are compared
+with.
 """
 
 from __future__ import annotations
@@ -153,8 +154,8 @@ def funnel(length: int, blocks: tuple[int, ...] = (2, 2, 2), readers: int = 0, i
 
 
 def performer_pytorch(length: int, features: int = 256, causal: bool = False, product: str = "torch"):
-    """product: how causal sums are made, "torch" or "c++" (the extension of pytorch-fast-transformers, which the package
-    itself takes up on CUDA only)."""
+    """product: how causal sums are made, "torch" or "c++" (the extension of pytorch-fast-transformers, which the
+    package itself takes up on CUDA only)."""
     from performer_pytorch import SelfAttention
     from performer_pytorch.performer_pytorch import causal_linear_attention
 
@@ -167,8 +168,9 @@ def performer_pytorch(length: int, features: int = 256, causal: bool = False, pr
 
 
 def fast_transformers(length: int, attention: str, causal: bool = False, **fields):
-    """A layer of pytorch-fast-transformers. Its extensions are compiled when it is installed, with torch there already:
-    pip install --no-build-isolation pytorch-fast-transformers (where an `nvcc` is on the path but no CUDA, take it off)."""
+    """A layer of pytorch-fast-transformers. Its extensions are compiled when it is installed, with torch there
+    already: pip install --no-build-isolation pytorch-fast-transformers (where an `nvcc` is on the path but no CUDA,
+    take it off)."""
     from fast_transformers import attention as kinds
     from fast_transformers.masking import FullMask, LengthMask, TriangularCausalMask
 

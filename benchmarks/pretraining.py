@@ -3,17 +3,19 @@
 HF_HUB_OFFLINE=1 python benchmarks/pretraining.py [--corpora stdlib,shakespeare,wikitext2] [--only xf_performer,...]
 
 Every variant is pretrained from nothing at size tiny (hidden 128, four layers) by `hf-xformers pretrain`, on the
-same rows in the same order, one thread. Causal language models, which learn from every token, are compared with `gpt2`;
-variants that are none with `bert` on masked tokens, for more steps, or with `t5` on span corruption. `loss` is the held-out loss (nats per target) after all steps; `at equal time` is the loss that the
-baseline had reached in the processor time that the variant's run took (at most after all its steps), by linear
-interpolation between its evaluations.
+same rows in the same order, one thread. Causal language models, which learn from every token, are compared with
+`gpt2`; variants that are none with `bert` on masked tokens, for more steps, or with `t5` on span corruption. `loss` is
+the held-out loss (nats per target) after all steps; `at equal time` is the loss that the baseline had reached in the
+processor time that the variant's run took (at most after all its steps), by linear interpolation between its
+evaluations.
 
-All stand on one backbone, `pre-LN`: presets whose residual paths are post-LN take a few hundred steps to learn more than the
-frequencies of tokens, whatever their mechanism, and would all show that number. For masked tokens the same holds of
-positions that are added to the input, so that those of convolutions (`CPE`) take their place or, in a stack with positions of
-its own, rotary ones. `plain twin` is the loss of the very same configuration with dense attention, where attention is what the
-variant changes, or with the plain choice of what it does change. `stdlib` comes with Python; the others are read from
-$HF_XFORMERS_DATA. Rows that `results/pretraining.json` has already (same steps and backbone) are not run again.
+All stand on one backbone, `pre-LN`: presets whose residual paths are post-LN take a few hundred steps to learn more
+than the frequencies of tokens, whatever their mechanism, and would all show that number. For masked tokens the same
+holds of positions that are added to the input, so that those of convolutions (`CPE`) take their place or, in a stack
+with positions of its own, rotary ones. `plain twin` is the loss of the very same configuration with dense attention,
+where attention is what the variant changes, or with the plain choice of what it does change. `stdlib` comes with
+Python; the others are read from $HF_XFORMERS_DATA. Rows that `results/pretraining.json` has already (same steps and
+backbone) are not run again.
 """
 
 from __future__ import annotations
@@ -143,8 +145,8 @@ def on_backbone(variant: str, objective: str) -> tuple[str, list[str]]:
 
 
 def plain_twin(variant: str) -> str | None:
-    """What remains of the variant's preset at this size with dense attention, or with the plain choice in `PLAIN`, as text;
-    None where neither says what is left."""
+    """What remains of the variant's preset at this size with dense attention, or with the plain choice in `PLAIN`, as
+    text; None where neither says what is left."""
     from hf_xformers.training.presets import size_fields
     from hf_xformers.variants import config_class
 
@@ -173,8 +175,9 @@ class Runs:
     def result(
         self, variant: str, corpus: str, objective: str, options: list[str] | None = None, key: str | None = None
     ) -> dict[str, Any]:
-        """Evaluations (step, loss) of a run and its processor seconds; or `error`, a line, which is printed too. key: what
-        makes runs the same, if not the variant. The first run of a corpus and objective makes the tokenizer of all."""
+        """Evaluations (step, loss) of a run and its processor seconds; or `error`, a line, which is printed too. key:
+        what makes runs the same, if not the variant. The first run of a corpus and objective makes the tokenizer of
+        all."""
         backbone = on_backbone(variant, objective)[1]
         whole = (corpus, objective, f"{key or variant} {backbone}")
         if whole not in self.done:
@@ -255,14 +258,15 @@ def at_seconds(run: dict[str, Any], seconds: float) -> float:
 
 def write(rows: list[dict[str, Any]]) -> None:
     note = (
-        "Held-out loss after a few hundred steps from nothing at size tiny (hidden 128, 4 layers, rows of 128 tokens, 8 rows a "
-        "step), beside dense attention's: gpt2 for causal language models, bert for masked tokens, t5 for span corruption. "
-        "Backbone `pre-LN`: a post-LN preset with its residual paths changed, as those take a few hundred steps to learn more "
-        "than the frequencies of tokens; `CPE`: a preset for masked tokens with the positions of convolutions, as learned ones "
-        "take as long there; bert itself has both. `rotary`: the same in a stack that has positions of its own. "
-        f"`{TWIN}`: the very same configuration with dense attention, where attention is what the variant changes, or with a "
-        "dense network, layer norm, plain residual paths, the vanilla order, layers of their own, where that is. "
-        "At this length nothing sub-quadratic is expected to be faster."
+        "Held-out loss after a few hundred steps from nothing at size tiny (hidden 128, 4 layers, rows of 128 tokens,"
+        " 8 rows a step), beside dense attention's: gpt2 for causal language models, bert for masked tokens, t5 for"
+        " span corruption. Backbone `pre-LN`: a post-LN preset with its residual paths changed, as those take a few"
+        " hundred steps to learn more than the frequencies of tokens; `CPE`: a preset for masked tokens with the"
+        " positions of convolutions, as learned ones take as long there; bert itself has both. `rotary`: the same in"
+        f" a stack that has positions of its own. `{TWIN}`: the very same configuration with dense attention, where"
+        " attention is what the variant changes, or with a dense network, layer norm, plain residual paths, the"
+        " vanilla order, layers of their own, where that is. At this length nothing sub-quadratic is expected to be"
+        " faster."
     )
     write_results("pretraining", rows, COLUMNS, "Pretraining against the dense baseline", note)
 

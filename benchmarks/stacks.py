@@ -3,10 +3,10 @@
 python benchmarks/stacks.py [--lengths 512,2048,4096] [--rounds 3] [--only funnel] [--no-peers]
 
 Each case is a model (hidden 512, 8 heads, feed-forward 2048, batch 1, float32, no dropout), forward + backward on
-`inputs_embeds`, against xf_bert with as many layers (causal where the case is). Transformer-XL reads the text in segments of
-512 tokens with a memory of as many, each with its backward pass. Peers have the same geometry. Ratios below 1 are faster or
-smaller. Time is the median of paired rounds, memory the growth of the peak over one step in a process of its own. Rows
-replace those of the same case and length in `results/stacks.json`.
+`inputs_embeds`, against xf_bert with as many layers (causal where the case is). Transformer-XL reads the text in
+segments of 512 tokens with a memory of as many, each with its backward pass. Peers have the same geometry. Ratios
+below 1 are faster or smaller. Time is the median of paired rounds, memory the growth of the peak over one step in a
+process of its own. Rows replace those of the same case and length in `results/stacks.json`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ SEGMENT = 512
 
 @dataclass(frozen=True)
 class Case:
-    """layers: of the case and of its baseline; fields: of the config; segments: read one after the other, with memory."""
+    """layers: of the case and of its baseline; fields: of the config; segments: read one after the other, with
+    memory."""
 
     variant: str
     layers: int
@@ -117,9 +118,9 @@ def make(name: str, length: int) -> Callable[[], None]:
 COLUMNS = ["variant", "case", "layers", "T", "time ratio", "memory ratio", "ms", "peak MiB"]
 COLUMNS += ["peer", "peer time ratio", "peer memory ratio", "time / peer", "memory / peer"]
 NOTE = (
-    "A model (hidden 512, 8 heads, feed-forward 2048, batch 1), forward + backward, against a plain stack of as many dense "
-    "layers (xf_bert; xf_gpt2 where the case is causal), and against peers of the same geometry. Transformer-XL: segments of "
-    "512 tokens one after the other, with a memory of 512."
+    "A model (hidden 512, 8 heads, feed-forward 2048, batch 1), forward + backward, against a plain stack of as many"
+    " dense layers (xf_bert; xf_gpt2 where the case is causal), and against peers of the same geometry."
+    " Transformer-XL: segments of 512 tokens one after the other, with a memory of 512."
 )
 
 

@@ -1,6 +1,7 @@
 """What papers say about training, at small scale: sparse feed-forwards beat dense ones, pre-LN needs no warm-up.
 
-HF_HUB_OFFLINE=1 python benchmarks/training_claims.py [--claims experts,"small start",warmup] [--seeds 0,1] [--steps N] [--no-write]
+HF_HUB_OFFLINE=1 python benchmarks/training_claims.py [--claims experts,"small start",warmup] [--seeds 0,1] [--steps N]
+[--no-write]
 
 Every model is a causal language model of hidden 64 trained from nothing on the documentation of Python's standard
 library (320 tokens of vocabulary, rows of 128, 8 rows a step, no dropout, Xavier start, AdamW), with the same rows in
@@ -13,8 +14,8 @@ experts: a pre-LN backbone of 4 layers whose feed-forwards are dense, Switch, GS
     dense network. The learning rate is the dense model's best (rows of it at others show that), as it would be easy
     to beat at a lower one. Switch's experts have a capacity in training; GShard's in a causal model, and both in
     evaluation, have none, so that an output depends on earlier tokens alone (the papers do have some).
-small start: the same, with a tenth of the usual variance for every weight, the dense model's too, which is how the Switch
-    paper starts (Fedus et al. 2022, section 2.4).
+small start: the same, with a tenth of the usual variance for every weight, the dense model's too, which is how the
+    Switch paper starts (Fedus et al. 2022, section 2.4).
 warmup: a backbone of 6 layers with the norm after or before the sum, or ReZero; the learning rate falls linearly from
     its peak to 0, after a linear warm-up or at once (Xiong et al. 2020; Bachlechner et al. 2021). At a lower peak,
     post-LN shows when the warm-up matters.
@@ -255,19 +256,20 @@ def write(found: Mapping[tuple[str, int], dict[str, Any]], cases: list[Case]) ->
 
 
 NOTE = (
-    "Causal language models of hidden 64 on the documentation of Python's standard library (320 tokens of vocabulary, rows "
-    "of 128, 8 rows a step, no dropout, Xavier start). loss: held-out nats per token, a mean over seeds; spread: highest less "
-    "lowest; seconds: of the processor, per run. A model that knows how frequent tokens are, and nothing else, has {:.2f}. "
-    "gain: for each seed, how much lower the loss is than the dense model's or, in `warmup`, than without a warm-up. experts: "
-    "pre-LN, 4 layers, networks of inner width 64; Switch and GShard have 8 such experts in every other layer, a product-key "
-    "memory of 4096 slots stands in the third; the learning rate is the best of three for the dense model. small start: the "
-    "same with a tenth of the usual variance for all weights, as in the Switch paper. warmup: 6 layers; the warm-up is a share "
-    "of the steps, the learning rate falls linearly to 0 after it. Found: GShard beats the dense model with every seed, and "
-    "so do product keys, by most where the values have 4 times the learning rate, as in the paper. So does Switch where "
-    "experts and dense networks start alike, both from the usual scale or both from a tenth of the variance, which costs "
-    "either model more than experts gain; where only the experts start so low, it does not reliably. At 0.003 post-LN without a warm-up "
-    "learns nothing but how frequent tokens are; it trains with one, and pre-LN and ReZero train without. At 0.001 post-LN "
-    "trains without one as well."
+    "Causal language models of hidden 64 on the documentation of Python's standard library (320 tokens of vocabulary,"
+    " rows of 128, 8 rows a step, no dropout, Xavier start). loss: held-out nats per token, a mean over seeds; spread:"
+    " highest less lowest; seconds: of the processor, per run. A model that knows how frequent tokens are, and nothing"
+    " else, has {:.2f}. gain: for each seed, how much lower the loss is than the dense model's or, in `warmup`, than"
+    " without a warm-up. experts: pre-LN, 4 layers, networks of inner width 64; Switch and GShard have 8 such experts"
+    " in every other layer, a product-key memory of 4096 slots stands in the third; the learning rate is the best of"
+    " three for the dense model. small start: the same with a tenth of the usual variance for all weights, as in the"
+    " Switch paper. warmup: 6 layers; the warm-up is a share of the steps, the learning rate falls linearly to 0 after"
+    " it. Found: GShard beats the dense model with every seed, and so do product keys, by most where the values have 4"
+    " times the learning rate, as in the paper. So does Switch where experts and dense networks start alike, both from"
+    " the usual scale or both from a tenth of the variance, which costs either model more than experts gain; where"
+    " only the experts start so low, it does not reliably. At 0.003 post-LN without a warm-up learns nothing but how"
+    " frequent tokens are; it trains with one, and pre-LN and ReZero train without. At 0.001 post-LN trains without"
+    " one as well."
 )
 
 

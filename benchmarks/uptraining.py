@@ -1,12 +1,13 @@
 """What a swap of components costs, and how soon training makes up for it.
 
-A BERT is trained on the text that comes with Python, its attention is swapped, and the result is trained for a tenth of the
-steps, alone and with the source as teacher. "recovered" is the part of the masked-LM gap between a random model and the
-source that is closed: (random - loss) / (random - source), on held-out text. Beside it stands what the same tenth of the
-steps makes of a random BERT.
+A BERT is trained on the text that comes with Python, its attention is swapped, and the result is trained for a tenth
+of the steps, alone and with the source as teacher. "recovered" is the part of the masked-LM gap between a random model
+and the source that is closed: (random - loss) / (random - source), on held-out text. Beside it stands what the same
+tenth of the steps makes of a random BERT.
 
 python benchmarks/uptraining.py [--size small] [--steps 4000] [--swaps band_attention,longformer,num_key_value_heads]
-    [--learning-rate 2e-3] [--work DIR] [-- OPTION ...]      # OPTION: further ones of `hf-xformers pretrain` for the source
+    [--learning-rate 2e-3] [--work DIR] [-- OPTION ...]      # OPTION: further ones of `hf-xformers pretrain` for the
+    source
 python benchmarks/uptraining.py --conversion     # time and memory of a swap of BERT-base, alone
 
 A smoke run: --size tiny --steps 40 --hidden-size 32 --layers 1 --block-size 32 --batch-size 4 --no-write
@@ -50,7 +51,8 @@ def run(*arguments: Any) -> None:
 
 
 def trained(folder: Path, *arguments: Any) -> float:
-    """Held-out loss, nats per masked token, of the model that a command trains in `folder`, if it has not been there."""
+    """Held-out loss, nats per masked token, of the model that a command trains in `folder`, if it has not been
+    there."""
     summary = folder / "training_summary.json"
     if not summary.exists() or "eval_loss" not in json.loads(summary.read_text()):
         run(*arguments, "--output_dir", folder, "--overwrite_output_dir", "true")
@@ -162,10 +164,11 @@ def main() -> None:
         rows,
         columns,
         "Uptraining after a swap of components",
-        f"A BERT ({' '.join([settings, *options.extra])}) trained for {options.steps} steps on the documentation of Python's "
-        "standard library; masked-LM losses on held-out text (nats per masked token) of a random model, the source, the swapped "
-        "model before training, and after a tenth of the steps, alone and with the source as teacher. Recovered: the part of "
-        "the gap between random and source that is closed; the same of the random model trained for a tenth of the steps.",
+        f"A BERT ({' '.join([settings, *options.extra])}) trained for {options.steps} steps on the documentation of"
+        " Python's standard library; masked-LM losses on held-out text (nats per masked token) of a random model, the"
+        " source, the swapped model before training, and after a tenth of the steps, alone and with the source as"
+        " teacher. Recovered: the part of the gap between random and source that is closed; the same of the random"
+        " model trained for a tenth of the steps.",
     )
 
 

@@ -1,6 +1,7 @@
 """Transformer variants of *A Survey of Transformers* as first-class citizens of the Hugging Face ecosystem.
 
-Importing this package makes all variants known to transformers' Auto classes. Names are loaded when they are first used.
+Importing this package makes all variants known to transformers' Auto classes. Names are loaded when they are first
+used.
 """
 
 from __future__ import annotations

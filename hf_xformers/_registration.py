@@ -1,8 +1,9 @@
-"""Makes every variant known to transformers' Auto classes and to peft as soon as those exist, without importing torch for it.
+"""Makes every variant known to transformers' Auto classes and to peft as soon as those exist, without importing torch
+for it.
 
 transformers imports torch only when its Auto classes are first used. Importing `hf_xformers` keeps to that: it enters
-the model types with lazy values, at once if the Auto classes are loaded already, else right after they load. In the same
-way peft, which is imported only by who adapts a model, learns which modules of every family its methods adapt.
+the model types with lazy values, at once if the Auto classes are loaded already, else right after they load. In the
+same way peft, which is imported only by who adapts a model, learns which modules of every family its methods adapt.
 """
 
 from __future__ import annotations

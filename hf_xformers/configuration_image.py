@@ -9,8 +9,8 @@ from .core.components import SpecLike
 
 
 class XFormerImageConfig(XFormerConfig):
-    """Fields of an X-former whose input is an image; base of the families that read images. Token fields (`vocab_size`,
-    special tokens) have no effect.
+    """Fields of an X-former whose input is an image; base of the families that read images. Token fields
+    (`vocab_size`, special tokens) have no effect.
 
     image_size: pixels, one number for squares or (height, width). patch_size: pixels, alike; divides `image_size`.
     num_channels: of the image.
@@ -45,7 +45,8 @@ class XFormerImageConfig(XFormerConfig):
         for size, patch in zip(self.image_shape, self.patch_shape, strict=True):
             if size % patch:
                 raise ValueError(
-                    f"`image_size` {self.image_size} is not a multiple of `patch_size` {self.patch_size}; change one of them."
+                    f"`image_size` {self.image_size} is not a multiple of `patch_size` {self.patch_size}; change one"
+                    " of them."
                 )
         if self.num_channels < 1:
             raise ValueError(f"`num_channels` must be at least 1, got {self.num_channels}.")

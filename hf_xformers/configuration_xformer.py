@@ -44,8 +44,8 @@ _OF_LAYERS = (
     "feedforward",
 )
 
-# What an encoder-decoder's towers cannot differ in: they share the token table, one reads the other's states, and there is
-# one task.
+# What an encoder-decoder's towers cannot differ in: they share the token table, one reads the other's states, and
+# there is one task.
 _SHARED = (
     "vocab_size",
     "hidden_size",
@@ -104,7 +104,8 @@ class XFormerConfig(PreTrainedConfig):
     r"""
     Configuration of an X-former: the vanilla Transformer's geometry and one component for each slot.
 
-    A slot takes a component name, a dict (`{"type": name, field: value}`) or a spec object, and always stores the spec:
+    A slot takes a component name, a dict (`{"type": name, field: value}`) or a spec object, and always stores the
+    spec:
 
     ```python
     >>> from hf_xformers import XFormerConfig
@@ -122,24 +123,25 @@ class XFormerConfig(PreTrainedConfig):
     Regularisation (probabilities): hidden_dropout_prob, attention_probs_dropout_prob, activation_dropout_prob,
         classifier_dropout (`None`: `hidden_dropout_prob`).
     Initialisation: initializer (`normal`: N(0, initializer_range); `scaled_residual`: the same with output
-        projections divided by sqrt(2 * layers), GPT-2; `xavier`: Glorot uniform, Vaswani et al.; `small`: Nguyen & Salazar
-        2019; `t5`: Raffel et al.), initializer_range (standard deviation), initializer_factor (multiplies the last three).
-    Pooling: add_pooler (a layer on the first token, in a decoder on the last, for classifiers), pooler_activation (its name
-        in transformers' table; BERT: tanh), classifier_pooling (what a classifier without a pooler reads: `auto` is the
-        first token, in decoders the last).
-    Shape: is_decoder (causal self-attention), is_encoder_decoder (two towers and cross-attention). The head classes set
-        both, so a saved config says what was built.
-    unpad_inputs: whether layers are given the real tokens of a batch alone, as one row, wherever they do not look at other
-        tokens (faster the more padding there is; the same results). Not while decoding, recording or tracing.
+        projections divided by sqrt(2 * layers), GPT-2; `xavier`: Glorot uniform, Vaswani et al.; `small`: Nguyen &
+        Salazar 2019; `t5`: Raffel et al.), initializer_range (standard deviation), initializer_factor (multiplies the
+        last three).
+    Pooling: add_pooler (a layer on the first token, in a decoder on the last, for classifiers), pooler_activation (its
+        name in transformers' table; BERT: tanh), classifier_pooling (what a classifier without a pooler reads: `auto`
+        is the first token, in decoders the last).
+    Shape: is_decoder (causal self-attention), is_encoder_decoder (two towers and cross-attention). The head classes
+        set both, so a saved config says what was built.
+    unpad_inputs: whether layers are given the real tokens of a batch alone, as one row, wherever they do not look at
+        other tokens (faster the more padding there is; the same results). Not while decoding, recording or tracing.
     Normalisation: layer_norm_eps (added to variances before their root is taken).
-    Special tokens (ids; `None`: there is none): pad_token_id, bos_token_id, eos_token_id, decoder_start_token_id (what an
-        encoder-decoder's decoder reads first; `None`: the padding token).
-    Generation and output: use_cache (whether a decoder keeps the state of what it has read), tie_word_embeddings (whether
-        the output reads the token table).
+    Special tokens (ids; `None`: there is none): pad_token_id, bos_token_id, eos_token_id, decoder_start_token_id (what
+        an encoder-decoder's decoder reads first; `None`: the padding token).
+    Generation and output: use_cache (whether a decoder keeps the state of what it has read), tie_word_embeddings
+        (whether the output reads the token table).
     Slots: embedding, position, attention, cross_attention, normalization, residual, feedforward, block, stack, head.
     decoder: fields of an encoder-decoder's decoder that differ from its encoder's, e.g. `{"attention": "dense"}`.
-    per_layer_config: fields of single layers that differ, e.g. `{0: {"attention": "dense"}}` (transformers' own field):
-        attention, cross_attention, feedforward, normalization, and the sizes and dropout inside them.
+    per_layer_config: fields of single layers that differ, e.g. `{0: {"attention": "dense"}}` (transformers' own
+        field): attention, cross_attention, feedforward, normalization, and the sizes and dropout inside them.
 
     Raises:
         TypeError: a field or a component field has a wrong type.
@@ -158,8 +160,10 @@ class XFormerConfig(PreTrainedConfig):
     info: ClassVar[Any] = None
     heads: ClassVar[tuple[str, ...]] = ()
     conformance_exceptions: ClassVar[dict[str, str]] = {
-        "test_tied_head_has_a_tp_plan_entry": "the plan leaves the token table whole in every process, and with it the head "
-        "that is tied to it; both are read as plain weights"
+        "test_tied_head_has_a_tp_plan_entry": (
+            "the plan leaves the token table whole in every process, and with it the head "
+            "that is tied to it; both are read as plain weights"
+        )
     }
 
     vocab_size: int = 32000
@@ -238,8 +242,9 @@ class XFormerConfig(PreTrainedConfig):
         widths = [view.embedding.table_width(view) for view in towers]
         if len(set(widths)) > 1:
             raise ValueError(
-                f"Both towers read one token table, but embedding {towers[0].embedding.type!r} of the encoder has one of width "
-                f"{widths[0]} and {towers[1].embedding.type!r} of the decoder one of width {widths[1]}; give both the same."
+                f"Both towers read one token table, but embedding {towers[0].embedding.type!r} of the encoder has one"
+                f" of width {widths[0]} and {towers[1].embedding.type!r} of the decoder one of width {widths[1]}; give"
+                " both the same."
             )
 
     # ------------------------------------------------------------------------------------------------ validation
@@ -262,7 +267,8 @@ class XFormerConfig(PreTrainedConfig):
             return
         if not isinstance(self.id2label, dict):
             raise TypeError(
-                f"`id2label` must be a dict of class numbers and names, such as {{0: 'no', 1: 'yes'}}, got {self.id2label!r}."
+                "`id2label` must be a dict of class numbers and names, such as {0: 'no', 1: 'yes'}, got"
+                f" {self.id2label!r}."
             )
         for key in self.id2label:
             if not (isinstance(key, int) or (isinstance(key, str) and key.isdecimal())):
@@ -272,7 +278,7 @@ class XFormerConfig(PreTrainedConfig):
         """Overrides by layer, as `per_layer_config` keeps them; JSON turned their keys into text."""
         if not isinstance(layers, dict):
             raise TypeError(
-                f"`per_layer_config` must be a dict of layer numbers and their fields, such as "
+                "`per_layer_config` must be a dict of layer numbers and their fields, such as "
                 f"{{0: {{'attention': 'dense'}}}}, got {type(layers).__name__}: {layers!r}."
             )
         found: dict[int, dict[str, Any]] = {}
@@ -290,8 +296,8 @@ class XFormerConfig(PreTrainedConfig):
         """Refuses a field that single layers differ in, where it belongs to the whole tower."""
         for name in sorted((self.per_layer_attributes or set()) - set(_OF_LAYERS)):
             raise ValueError(
-                f"{where} overrides {name!r}, which all layers of a tower have in common; single layers can have these of "
-                f"their own: {', '.join(_OF_LAYERS)}."
+                f"{where} overrides {name!r}, which all layers of a tower have in common; single layers can have these"
+                f" of their own: {', '.join(_OF_LAYERS)}."
             )
 
     def _refuse_unknown(
@@ -327,7 +333,8 @@ class XFormerConfig(PreTrainedConfig):
                 raise ValueError(f"`{name}` must not be negative, got {value}.")
         if self.pooler_activation not in ACT2FN:
             raise ValueError(
-                f"`pooler_activation`: unknown activation {self.pooler_activation!r}; known: {', '.join(sorted(ACT2FN))}."
+                f"`pooler_activation`: unknown activation {self.pooler_activation!r}; known:"
+                f" {', '.join(sorted(ACT2FN))}."
             )
         rates = (
             "hidden_dropout_prob",
@@ -417,8 +424,8 @@ class XFormerConfig(PreTrainedConfig):
 
     @property
     def auto_map(self) -> dict[str, str]:
-        """Where the code of a self-contained checkpoint stands, by Auto class; empty where there is none (trl reads it of
-        every config whose class is not transformers' own)."""
+        """Where the code of a self-contained checkpoint stands, by Auto class; empty where there is none (trl reads it
+        of every config whose class is not transformers' own)."""
         return self.__dict__.setdefault("auto_map", {})
 
     @auto_map.setter
@@ -427,7 +434,8 @@ class XFormerConfig(PreTrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         fields = self._plain_fields(super().to_dict())
-        # Absent rather than None where that says the same: generic code (peft's prefix tuning) multiplies by what it finds.
+        # Absent rather than None where that says the same: generic code (peft's prefix tuning) multiplies by what it
+        # finds.
         if (
             fields.get("num_key_value_heads", 0) is None
             and type(self).__dataclass_fields__["num_key_value_heads"].default is None

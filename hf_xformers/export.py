@@ -39,9 +39,10 @@ _TALKATIVE = ("torch.onnx", "onnxscript", "torch.export", "torch.fx", "torch.fx.
 
 @dataclass(frozen=True)
 class OnnxReport:
-    """path: the file. inputs, outputs: names of what the graph reads and gives. dynamic: whether batch and length may differ from call to call
-    (else they are `shape`). literal: whether attention is exported as its literal equation, whose memory grows with the square
-    of the length. difference: largest absolute difference to the model under onnxruntime; None where that is not installed."""
+    """path: the file. inputs, outputs: names of what the graph reads and gives. dynamic: whether batch and length may
+    differ from call to call (else they are `shape`). literal: whether attention is exported as its literal equation,
+    whose memory grows with the square of the length. difference: largest absolute difference to the model under
+    onnxruntime; None where that is not installed."""
 
     path: str
     inputs: tuple[str, ...]
@@ -60,8 +61,8 @@ class OnnxReport:
 
 
 class _Plain(nn.Module):
-    """A model whose output is a tuple of tensors. What it keeps between steps has no place in one graph, so that decoders read the
-    whole text in every call."""
+    """A model whose output is a tuple of tensors. What it keeps between steps has no place in one graph, so that
+    decoders read the whole text in every call."""
 
     def __init__(self, model: XFormerPreTrainedModel, names: tuple[str, ...]):
         super().__init__()
@@ -105,24 +106,27 @@ def export_onnx(
     tolerance: float = 1e-4,
     opset: int | None = None,
 ) -> OnnxReport:
-    """Writes `model`, with or without a head, as an ONNX graph: of `input_ids` and `attention_mask`, both int64 `[batch, length]`
-    and, of an encoder-decoder, `decoder_input_ids`; of an image model of `pixel_values`. Decoders are exported without their
-    cache: the graph gives the logits of all tokens of a text, and a generation calls it with the text so far. The file, and one beside it for weights of more than 2 GB, are written whole or not at all.
+    """Writes `model`, with or without a head, as an ONNX graph: of `input_ids` and `attention_mask`, both int64
+    `[batch, length]` and, of an encoder-decoder, `decoder_input_ids`; of an image model of `pixel_values`. Decoders
+    are exported without their
+    cache: the graph gives the logits of all tokens of a text, and a generation calls it with the text so far. The
+        file, and one beside it for weights of more than 2 GB, are written whole or not at all.
 
     Args:
         batch, length: the sample that is traced; with `dynamic=False` also the only shape that the graph takes.
-        tolerance: how far onnxruntime, if it is installed, may be from the model on real tokens, relative to the largest
-            output. Another shape than the sample's is compared as well where shapes are dynamic.
+        tolerance: how far onnxruntime, if it is installed, may be from the model on real tokens, relative to the
+            largest output. Another shape than the sample's is compared as well where shapes are dynamic.
         opset: version of ONNX's operators; None: that of torch's exporter.
 
     Raises:
         ImportError: onnx and onnxscript are not installed.
-        ValueError: the model has no such graph (the message says what stands in the way), also of that opset, or the graph
-            differs.
+        ValueError: the model has no such graph (the message says what stands in the way), also of that opset, or the
+            graph differs.
     """
     if batch < 2 or length < 2:
         raise ValueError(
-            f"the sample must be at least 2 x 2, as sizes of 1 are traced as fixed; got {batch} x {length}: raise `batch` or `length`."
+            f"the sample must be at least 2 x 2, as sizes of 1 are traced as fixed; got {batch} x {length}: raise"
+            " `batch` or `length`."
         )
     try:
         import onnxscript  # noqa: F401
@@ -267,7 +271,8 @@ def _translations() -> dict[Any, Any]:
         return op.ReduceSum(op.Cast(before, to=6 if out_int32 else 7), [-1], keepdims=0)
 
     def grouped_matmul(rows: Any, weight: Any, ends: Any) -> Any:
-        # Every expert reads its rows and zeros in place of the others': rows stay where they are, at E times the products.
+        # Every expert reads its rows and zeros in place of the others': rows stay where they are, at E times the
+        # products.
         last = op.Unsqueeze(op.Cast(ends, to=7), [0])
         places = op.Unsqueeze(op.Range(0, op.Squeeze(op.Shape(rows, start=0, end=1)), 1), [1])
         expert = op.ReduceSum(op.Cast(op.LessOrEqual(last, places), to=7), [1], keepdims=1)
@@ -306,8 +311,8 @@ def _compare(
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     except Exception as error:  # its classes have no base of their own
         raise ValueError(
-            f"onnxruntime {onnxruntime.__version__} does not run the graph ({str(error).splitlines()[0][:200]}); give another "
-            "`opset`."
+            f"onnxruntime {onnxruntime.__version__} does not run the graph ({str(error).splitlines()[0][:200]}); give"
+            " another `opset`."
         ) from error
     largest = 0.0
     for shape in shapes:
@@ -330,7 +335,7 @@ def _compare(
             limit = tolerance * max(1.0, expected.abs().max().item())
             if apart.max().item() > limit:
                 raise ValueError(
-                    f"under onnxruntime `{name}` differs by {apart.max().item():.1e} on a batch of {shape[0]} x {shape[1]}, more than "
-                    f"{limit:.1e}; the graph does not compute this model and is not written."
+                    f"under onnxruntime `{name}` differs by {apart.max().item():.1e} on a batch of {shape[0]} x"
+                    f" {shape[1]}, more than {limit:.1e}; the graph does not compute this model and is not written."
                 )
     return largest

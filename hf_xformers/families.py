@@ -55,7 +55,8 @@ ALL_HEADS = (*ENCODER_HEADS, "ForCausalLM", "ForSeq2SeqLM")
 
 @dataclass(frozen=True)
 class Section:
-    """A section of *A Survey of Transformers* (Lin et al. 2022): its title, and what its systems change, one of `CHANGES`."""
+    """A section of *A Survey of Transformers* (Lin et al. 2022): its title, and what its systems change, one of
+    `CHANGES`."""
 
     title: str
     changes: str

@@ -63,9 +63,9 @@ class XFormerPreTrainedModel(PreTrainedModel):
             last = config.tower_configs()[-1]
             if not last.stack.gives_every_token(last):
                 raise ValueError(
-                    f"{type(self).__name__} predicts something for every token, but stack {last.stack.type!r} ends with fewer "
-                    'states than tokens here; let it come back to the length of the text, e.g. `stack={"type": "funnel", '
-                    '"upsample": True}`.'
+                    f"{type(self).__name__} predicts something for every token, but stack {last.stack.type!r} ends"
+                    " with fewer states than tokens here; let it come back to the length of the text, e.g."
+                    ' `stack={"type": "funnel", "upsample": True}`.'
                 )
         self.model_tags = ["hf_xformers", config.model_type]  # what `push_to_hub` writes into the model card
 
@@ -80,8 +80,9 @@ class XFormerPreTrainedModel(PreTrainedModel):
             initialize(config, init)
 
     def _initialize_weights(self, module: nn.Module, *_: Any, **__: Any) -> None:
-        # transformers leaves out every module without parameters of its own where a model's code is not its own, to spare
-        # what was loaded. Those are the components here, and their starts spare it themselves: they go through `init`.
+        # transformers leaves out every module without parameters of its own where a model's code is not its own, to
+        # spare what was loaded. Those are the components here, and their starts spare it themselves: they go through
+        # `init`.
         super()._initialize_weights(module)
 
     def post_init(self) -> None:
@@ -92,9 +93,9 @@ class XFormerPreTrainedModel(PreTrainedModel):
         self._no_split_modules = layers if layers_apart(self.config) else set()
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the parameters that weight decay must leave alone: what components declare ([`Undecayed`]), and the biases
-        and norms that Trainer leaves out by itself. `XFormerTrainer` heeds all of it. A plain Trainer asks no model, so give
-        it an optimizer whose groups do: `Trainer(..., optimizers=(optimizer, None))`."""
+        """Names of the parameters that weight decay must leave alone: what components declare ([`Undecayed`]), and the
+        biases and norms that Trainer leaves out by itself. `XFormerTrainer` heeds all of it. A plain Trainer asks no
+        model, so give it an optimizer whose groups do: `Trainer(..., optimizers=(optimizer, None))`."""
         names = declared_undecayed(self)
         for prefix, module in self.named_modules():
             for name, _ in module.named_parameters(recurse=False):
@@ -120,15 +121,16 @@ class XFormerPreTrainedModel(PreTrainedModel):
         return super()._resolve_parallel_plans(distributed_config)
 
     def reported(self, aux_losses: dict[str, Tensor] | None, loss: Tensor | None = None) -> dict[str, Tensor] | None:
-        """The auxiliary losses that an output gives: beside a loss, in training, and wherever gradients are recorded. An
-        output for use alone has none: pipelines cut outputs into rows, which these losses are not made of. The base model
-        under a head leaves that to the head."""
+        """The auxiliary losses that an output gives: beside a loss, in training, and wherever gradients are recorded.
+        An output for use alone has none: pipelines cut outputs into rows, which these losses are not made of. The base
+        model under a head leaves that to the head."""
         needed = loss is not None or self.under_a_head or self.training or torch.is_grad_enabled()
         return aux_losses if needed else None
 
     @staticmethod
     def shaped(config: XFormerConfig, *, is_decoder: bool, is_encoder_decoder: bool) -> XFormerConfig:
-        """`config` in the shape that a head needs; a copy when that changes anything, so the caller's stays as it is."""
+        """`config` in the shape that a head needs; a copy when that changes anything, so the caller's stays as it
+        is."""
         if config.is_decoder == is_decoder and config.is_encoder_decoder == is_encoder_decoder:
             return config
         fields = config.to_dict()
@@ -142,19 +144,21 @@ class XFormerPreTrainedModel(PreTrainedModel):
 
 
 class XFormerTower(XFormerPreTrainedModel):
-    """Embedding, position, layers and final norm: an encoder, a decoder-only model, or one side of an encoder-decoder."""
+    """Embedding, position, layers and final norm: an encoder, a decoder-only model, or one side of an
+    encoder-decoder."""
 
     def __init__(self, config: XFormerConfig, *, cross: bool = False):
         super().__init__(config)
         self.cross = cross
-        # Where norms and heads differ by layer, what stands before the layers goes by the first, and what follows by the last.
+        # Where norms and heads differ by layer, what stands before the layers goes by the first, and what follows by
+        # the last.
         first, last = config.layer(0), config.layer(max(config.num_hidden_layers - 1, 0))
         self.embedding = config.embedding.build(first)
         self.position = config.position.build(first)
         if "score_bias" in config.position.acts and not isinstance(self.position.score_bias(), ScoreBias):
             raise TypeError(
-                f"position {config.position.type!r} says that it adds a bias to scores, but its `score_bias()` gives a "
-                f"{type(self.position.score_bias()).__name__}; give a `hf_xformers.position.base.ScoreBias`."
+                f"position {config.position.type!r} says that it adds a bias to scores, but its `score_bias()` gives a"
+                f" {type(self.position.score_bias()).__name__}; give a `hf_xformers.position.base.ScoreBias`."
             )
         count = config.stack.num_layers(config)
         block = config.block
@@ -215,8 +219,8 @@ class XFormerTower(XFormerPreTrainedModel):
         **kwargs: Any,
     ) -> TowerOutput:
         """input_ids [B, T] or inputs_embeds [B, T, D]; attention_mask [B, cached + T], 1 = real (or a prepared
-        [B, 1, T, S] mask, for mechanisms with explicit scores); encoder_hidden_states [B, M, D], or one memory for each
-        execution step [B, steps, M, D]."""
+        [B, 1, T, S] mask, for mechanisms with explicit scores); encoder_hidden_states [B, M, D], or one memory for
+        each execution step [B, steps, M, D]."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
         check_axes("input_ids", input_ids)
@@ -242,8 +246,8 @@ class XFormerTower(XFormerPreTrainedModel):
         if context.segment_ids is not None and past_key_values is not None and self._can_inspect():
             if given_cache:
                 raise ValueError(
-                    "`position_ids` restart inside a row (packed documents), but a cache continues one text per row; leave "
-                    "`past_key_values` out, or give an `attention_mask` to say that rows are not packed."
+                    "`position_ids` restart inside a row (packed documents), but a cache continues one text per row;"
+                    " leave `past_key_values` out, or give an `attention_mask` to say that rows are not packed."
                 )
             past_key_values, use_cache = None, False  # nothing could go on from a row of several texts
         given = {**kwargs, "input_ids": input_ids}
@@ -376,15 +380,16 @@ class XFormerTower(XFormerPreTrainedModel):
         )
 
     def leave_out(self, token_type_ids: Tensor) -> None:
-        """What a model without a type table makes of types: nothing, as most tokenizers give them whether a model reads them
-        or not. Types that differ are reported once, with the first call (later ones are not worth waiting for the device)."""
+        """What a model without a type table makes of types: nothing, as most tokenizers give them whether a model
+        reads them or not. Types that differ are reported once, with the first call (later ones are not worth waiting
+        for the device)."""
         if self.types_were_read or not self._can_inspect():
             return
         self.types_were_read = True
         if bool(token_type_ids.any()):
             logger.warning(
-                "`token_type_ids` are left out: this model has `type_vocab_size=0` and cannot tell a second text from the "
-                "first by them; build it with `type_vocab_size=2` if it shall."
+                "`token_type_ids` are left out: this model has `type_vocab_size=0` and cannot tell a second text from"
+                " the first by them; build it with `type_vocab_size=2` if it shall."
             )
 
     @staticmethod
@@ -396,8 +401,8 @@ class XFormerTower(XFormerPreTrainedModel):
         return layer_configs(self.config)
 
     def _check_length(self, positions: Tensor) -> None:
-        """Called only where it can fail, as reading the largest position waits for the device: for rows longer than what
-        positions exist for (padding may still make them fit), and for positions that the caller chose."""
+        """Called only where it can fail, as reading the largest position waits for the device: for rows longer than
+        what positions exist for (padding may still make them fit), and for positions that the caller chose."""
         if not self._can_inspect():
             return
         longest = int(positions.max()) + 1
@@ -419,8 +424,8 @@ def layer_configs(config: XFormerConfig) -> list[XFormerConfig]:
 class XFormerModel(XFormerPreTrainedModel):
     """The bare X-former: hidden states without a head.
 
-    `trunk` is the only tower of an encoder or a decoder-only model, and the encoder of an encoder-decoder, whose second
-    tower is `decoder`.
+    `trunk` is the only tower of an encoder or a decoder-only model, and the encoder of an encoder-decoder, whose
+    second tower is `decoder`.
     """
 
     def __init__(self, config: XFormerConfig, add_pooler: bool = True):
@@ -541,8 +546,9 @@ class XFormerModel(XFormerPreTrainedModel):
         memory, memories = encoder_outputs.last_hidden_state, getattr(encoder_outputs, "memories", None)
         if memories is None and self.trunk.config.stack.gives_memories:
             raise ValueError(
-                f"With stack {self.trunk.config.stack.type!r} each decoder layer reads a memory of its own, which the given "
-                "`encoder_outputs` lack; give the output object of this model's encoder, not its last state alone."
+                f"With stack {self.trunk.config.stack.type!r} each decoder layer reads a memory of its own, which the"
+                " given `encoder_outputs` lack; give the output object of this model's encoder, not its last state"
+                " alone."
             )
         if decoder_input_ids is None and decoder_inputs_embeds is None:
             if input_ids is None:
@@ -585,8 +591,8 @@ class XFormerModel(XFormerPreTrainedModel):
         )
 
     def shift_right(self, ids: Tensor) -> Tensor:
-        """[B, T] ids (or labels, -100 read as padding) -> decoder inputs: the start token stands before the first id, wherever
-        padding puts that.
+        """[B, T] ids (or labels, -100 read as padding) -> decoder inputs: the start token stands before the first id,
+        wherever padding puts that.
 
         Raises `ValueError` where the config names no start token."""
         start, pad = self.config.decoder_start_token_id, self.config.pad_token_id
@@ -599,9 +605,9 @@ class XFormerModel(XFormerPreTrainedModel):
 
     @staticmethod
     def read_from_labels(labels: Tensor) -> Tensor:
-        """[B, T] labels -> boolean mask of the decoder inputs that [`shift_right`] makes of them: real from the first label
-        (the start token stands there) to the last. What would follow the last label has nothing to predict, and is not
-        there either where the text stands alone."""
+        """[B, T] labels -> boolean mask of the decoder inputs that [`shift_right`] makes of them: real from the first
+        label (the start token stands there) to the last. What would follow the last label has nothing to predict, and
+        is not there either where the text stands alone."""
         labelled = (labels != -100).long()
         return (labelled.cumsum(-1) > 0) & (labelled.flip(-1).cumsum(-1).flip(-1) > 0)
 

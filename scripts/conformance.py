@@ -32,8 +32,8 @@ from discovery import KINDS, discover, load_overrides, print_families  # noqa: E
 from report import print_report, summarise  # noqa: E402
 from transformers_tests import Unavailable, cache_folder, lay_out  # noqa: E402
 
-# One family for each engine, kind of stack, and thing that a model does in its own way: what `--sample` tests. The whole set
-# takes about a minute a family.
+# One family for each engine, kind of stack, and thing that a model does in its own way: what `--sample` tests. The
+# whole set takes about a minute a family.
 SAMPLE = (
     "xf_bert",
     "xf_gpt2",

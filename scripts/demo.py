@@ -67,8 +67,8 @@ console = Console(highlight=False)
 
 @dataclass(frozen=True)
 class Demo:
-    """objective, variant: of `hf-xformers pretrain`. options: of the tiny model that learns within minutes. length: tokens of
-    a row. batch: rows of a step."""
+    """objective, variant: of `hf-xformers pretrain`. options: of the tiny model that learns within minutes. length:
+    tokens of a row. batch: rows of a step."""
 
     objective: str
     variant: str
@@ -79,8 +79,8 @@ class Demo:
     learning_rate: str = "5e-3"
 
 
-# Few layers, norms before the sublayers, positions that speak from the first step, no dropout in so short a run, and a small
-# vocabulary of whole words: each of them takes part in leaving the plateau of token frequencies early.
+# Few layers, norms before the sublayers, positions that speak from the first step, no dropout in so short a run, and a
+# small vocabulary of whole words: each of them takes part in leaving the plateau of token frequencies early.
 _COMMON = "--tokenizer_kind wordpiece --vocab_size 2048 --num_hidden_layers 2 --hidden_dropout_prob 0"
 _WINDOW = "--attention_probs_dropout_prob 0 --block cpe --attention.attention_window 128"
 DEMOS = {
@@ -144,8 +144,8 @@ def show(objective: str, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AUTO_CLASS[objective].from_pretrained(folder).eval()
     console.print(
-        f"\nA new process: {AUTO_CLASS[objective].__name__}.from_pretrained('{folder}') gives {type(model).__name__} with "
-        f"{model.num_parameters():,} parameters and a vocabulary of {len(tokenizer):,}.\n"
+        f"\nA new process: {AUTO_CLASS[objective].__name__}.from_pretrained('{folder}') gives {type(model).__name__}"
+        f" with {model.num_parameters():,} parameters and a vocabulary of {len(tokenizer):,}.\n"
     )
     print_learning(folder)
     print_answers(objective, model, tokenizer)
@@ -153,7 +153,8 @@ def show(objective: str, folder: Path) -> None:
 
 
 def print_learning(folder: Path) -> None:
-    """Held-out figures before and after training, as the Trainer recorded them, beside what token frequencies reach."""
+    """Held-out figures before and after training, as the Trainer recorded them, beside what token frequencies
+    reach."""
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     before, *_, after = [entry for entry in history if "eval_loss" in entry]
     table = Table("on held-out text", title="what it learned", title_justify="left")
@@ -214,8 +215,8 @@ def one_line(text: str) -> str:
 
 
 def training_step(objective: str, folder: str, dense: bool, length: int) -> Callable[[], None]:
-    """Forward and backward of one row of `length` tokens, with the folder's model or the same one with dense attention; both
-    without attention dropout, for which dense attention would leave its fast kernel."""
+    """Forward and backward of one row of `length` tokens, with the folder's model or the same one with dense
+    attention; both without attention dropout, for which dense attention would leave its fast kernel."""
     config = AutoConfig.from_pretrained(folder, attention_probs_dropout_prob=0.0)
     fields = {**config.to_dict(), **grown_positions(config, length)}
     for key in ("model_type", "transformers_version", "architectures"):

@@ -1,9 +1,11 @@
-"""Tries the lowest versions that pyproject.toml admits: installs exactly those into a fresh environment and uses the package.
+"""Tries the lowest versions that pyproject.toml admits: installs exactly those into a fresh environment and uses the
+package.
 
     python scripts/lower_bounds.py                     in a temporary folder that is removed afterwards
     python scripts/lower_bounds.py --folder /tmp/low   in this one, which stays (and is used again)
 
-Needs a package index that pip can reach; torch alone may be several hundred MB. A bound that fails here has to be raised.
+Needs a package index that pip can reach; torch alone may be several hundred MB. A bound that fails here has to be
+raised.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+from transformers import TrainingArguments
 
 import hf_xformers
 from hf_xformers.training import XFormerTrainer
@@ -46,8 +49,15 @@ def saved(model):
 
 
 print(len(model_types()), "families")
-for name, auto in (("xf_bert", AutoModelForMaskedLM), ("xf_longformer", AutoModelForMaskedLM), ("xf_gpt2", AutoModelForCausalLM),
-                   ("xf_delta_net", AutoModelForCausalLM), ("xf_performer", AutoModelForCausalLM), ("xf_t5", AutoModelForSeq2SeqLM)):
+AUTO = {
+    "xf_bert": AutoModelForMaskedLM,
+    "xf_longformer": AutoModelForMaskedLM,
+    "xf_gpt2": AutoModelForCausalLM,
+    "xf_delta_net": AutoModelForCausalLM,
+    "xf_performer": AutoModelForCausalLM,
+    "xf_t5": AutoModelForSeq2SeqLM,
+}
+for name, auto in AUTO.items():
     model = auto.from_config(AutoConfig.for_model(name, **SIZES))
     model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
     model.eval()
@@ -64,7 +74,9 @@ get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))(input_ids
 print("adapters work")
 with tempfile.TemporaryDirectory() as folder:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("xf_gpt2", **SIZES))
-    arguments = TrainingArguments(output_dir=folder, max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True)
+    arguments = TrainingArguments(
+        output_dir=folder, max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True
+    )
     rows = Dataset.from_dict({"input_ids": ids.tolist(), "labels": ids.tolist()})
     XFormerTrainer(model=model, args=arguments, train_dataset=rows).train()
 print("training works")

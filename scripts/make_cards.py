@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Writes the model card and attention map of every variant to `model_cards/`, with measured rows where there are any."""
+"""Writes the model card and attention map of every variant to `model_cards/`, with measured rows where there are
+any."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ def tiny_fields(config_class: type, kind: str = "encoder", **changes: Any) -> di
 
 @torch.no_grad()
 def make_strong(model: nn.Module, seed: int = 1, amount: float = 0.1) -> nn.Module:
-    """Adds noise to every parameter, so that scores, biases, gates and norms all matter in a comparison: at their usual
-    start attention is nearly uniform, and a bug in it would hide below the tolerance."""
+    """Adds noise to every parameter, so that scores, biases, gates and norms all matter in a comparison: at their
+    usual start attention is nearly uniform, and a bug in it would hide below the tolerance."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * amount
@@ -50,8 +50,8 @@ def tokens(*shape: int, seed: int = 0, low: int = FIRST_FREE_ID, high: int = VOC
 
 
 def aligned(model):
-    """The model with its weights in fresh memory. Those that were loaded lie where the file has them, and on some processors the
-    last bit of a product depends on how its operands are aligned."""
+    """The model with its weights in fresh memory. Those that were loaded lie where the file has them, and on some
+    processors the last bit of a product depends on how its operands are aligned."""
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
     return model

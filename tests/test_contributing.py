@@ -26,7 +26,8 @@ literal = model(ids, use_cache=False, output_attentions=True)
 torch.testing.assert_close(fast, literal.logits, atol=1e-5, rtol=1e-5)
 weights = literal.attentions[0]
 assert torch.allclose(weights.sum(-1), torch.ones(2, 2, 9)) and weights.triu(1).abs().max() == 0
-torch.testing.assert_close(model.generate(ids, max_new_tokens=5), model.generate(ids, max_new_tokens=5, use_cache=False))
+expected = model.generate(ids, max_new_tokens=5, use_cache=False)
+torch.testing.assert_close(model.generate(ids, max_new_tokens=5), expected)
 model.save_pretrained(sys.argv[1] + "/saved")
 again = AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/saved").eval()
 torch.testing.assert_close(again(ids).logits, model(ids).logits)
@@ -34,7 +35,8 @@ assert again.config.attention.slope == 0.3
 mask = torch.ones_like(ids); mask[0, 6:] = 0
 encoder = AutoModelForMaskedLM.from_config(config).eval()
 other = ids.clone(); other[0, 6:] = 7
-torch.testing.assert_close(encoder(ids, attention_mask=mask).logits[0, :6], encoder(other, attention_mask=mask).logits[0, :6])
+found, expected = (encoder(x, attention_mask=mask).logits[0, :6] for x in (ids, other))
+torch.testing.assert_close(found, expected)
 try:
     AutoConfig.for_model("xf_distance_decay", attention={"type": "distance_decay", "slope": -1})
 except ValueError as error:

@@ -48,7 +48,8 @@ def launched() -> list[list[str]]:
 
 
 def test_every_console_line_is_tried():
-    """Here, or in the tests of what it starts: the demo in test_scripts.py; the installation and the tests by running them."""
+    """Here, or in the tests of what it starts: the demo in test_scripts.py; the installation and the tests by running
+    them."""
     others = [line for line in console_lines() if line not in commands() and "accelerate launch" not in line]
     assert [line.split("#")[0].strip() for line in others] == [
         "bash scripts/demo.sh",
@@ -59,8 +60,8 @@ def test_every_console_line_is_tried():
 
 @pytest.mark.parametrize("words", launched(), ids=lambda words: Path(words[1]).stem)
 def test_launch_lines(words):
-    """The launcher reads its options and file, and `pretrain` knows what comes behind; test_accelerate_files.py starts two
-    processes."""
+    """The launcher reads its options and file, and `pretrain` knows what comes behind; test_accelerate_files.py starts
+    two processes."""
     from accelerate.commands.launch import launch_command_parser
 
     from hf_xformers.cli.pretrain import make_parser

@@ -1,4 +1,5 @@
-"""Bottleneck adapters (Houlsby et al. 2019, Pfeiffer et al. 2021), which `peft` does not have: several per model, by name.
+"""Bottleneck adapters (Houlsby et al. 2019, Pfeiffer et al. 2021), which `peft` does not have: several per model, by
+name.
 
 add_adapter(model, "reviews", "houlsby")      # frozen base; trains the adapter, the norms and the head
 ... train ...

@@ -1,7 +1,8 @@
 """Bottleneck adapters inside the residual frames of layers, one of several active at a time.
 
 An adapter is a(h) = h + act(h W_d + b_d) W_u + b_u. It is hooked into a layer's residual frames, so that neither the
-model's code nor the names of its tensors change: a base checkpoint loads into an adapted model and the other way round.
+model's code nor the names of its tensors change: a base checkpoint loads into an adapted model and the other way
+round.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ _STATE = "_bottleneck_adapters"
 class AdapterConfig:
     """Settings of an adapter.
 
-    kind: `houlsby`, one after every sublayer before the residual sum, with the norms trained along (Houlsby et al. 2019,
-    section 2.1: LN(x + a(f(x)))); `pfeiffer`, one per layer after the feed-forward: with the sum s = x + f(x), y =
-    LN(s + act(LN(s) W_d) W_u), the norm used twice as it is (Pfeiffer et al. 2021, appendix); in frames without a norm
-    after the sum it stands where Houlsby's does.
-    bottleneck: inner width; None: hidden width / reduction_factor. act: activation; None: gelu (houlsby), relu (pfeiffer).
-    init_scale: standard deviation of the fresh maps, so that a fresh adapter hardly changes anything. train_norms: train
-    the layers' norms along; None: as the paper of `kind`.
+    kind: `houlsby`, one after every sublayer before the residual sum, with the norms trained along (Houlsby et al.
+    2019, section 2.1: LN(x + a(f(x)))); `pfeiffer`, one per layer after the feed-forward: with the sum s = x + f(x), y
+    = LN(s + act(LN(s) W_d) W_u), the norm used twice as it is (Pfeiffer et al. 2021, appendix); in frames without a
+    norm after the sum it stands where Houlsby's does.
+    bottleneck: inner width; None: hidden width / reduction_factor. act: activation; None: gelu (houlsby), relu
+    (pfeiffer).
+    init_scale: standard deviation of the fresh maps, so that a fresh adapter hardly changes anything. train_norms:
+    train the layers' norms along; None: as the paper of `kind`.
 
     Raises ValueError for an unknown kind or activation, and for a width below 1.
     """
@@ -92,7 +94,8 @@ class Bottleneck(nn.Module):
 
 
 class _Hook:
-    """Runs the active adapter of a residual frame. An object, not a function, so that copies of a model have their own."""
+    """Runs the active adapter of a residual frame. An object, not a function, so that copies of a model have their
+    own."""
 
     def __init__(self, frame: Any, after_norm: bool):
         self.frame, self.after_norm = frame, after_norm
@@ -123,8 +126,8 @@ class _State:
 
 
 def add_adapter(model: Any, name: str, kind: str | AdapterConfig = "houlsby", **fields: Any) -> Any:
-    """Adds a fresh adapter under a name, activates it, and freezes everything but what it trains: itself, the norms (if
-    its configuration says so) and the head.
+    """Adds a fresh adapter under a name, activates it, and freezes everything but what it trains: itself, the norms
+    (if its configuration says so) and the head.
 
     Raises:
         ValueError: a name that is taken or is no identifier, a model without this package's layers, or settings that
@@ -153,8 +156,8 @@ def add_adapter(model: Any, name: str, kind: str | AdapterConfig = "houlsby", **
 
 
 def activate(model: Any, name: str | None) -> None:
-    """Makes the adapter `name` the active one, with its norms and head, or with None restores the base. Only what belongs
-    to the active adapter is trainable; without one, everything is.
+    """Makes the adapter `name` the active one, with its norms and head, or with None restores the base. Only what
+    belongs to the active adapter is trainable; without one, everything is.
 
     Raises ValueError for an unknown name.
     """
@@ -231,8 +234,8 @@ def save_adapter(model: Any, folder: str | Path, name: str | None = None) -> Non
 def load_adapter(model: Any, folder: str | Path, name: str | None = None) -> str:
     """Adds the adapter of a folder under `name` (default: the one it was saved under), activates it, returns the name.
 
-    Raises ValueError for a folder without an adapter, a damaged file, a model of another class or shape than it was trained
-    on, and a name that is taken. The model is then as it was before.
+    Raises ValueError for a folder without an adapter, a damaged file, a model of another class or shape than it was
+    trained on, and a name that is taken. The model is then as it was before.
     """
     from safetensors import SafetensorError
 
@@ -242,11 +245,13 @@ def load_adapter(model: Any, folder: str | Path, name: str | None = None) -> str
         saved = load_file(folder / WEIGHTS_FILE)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(
-            f"{str(folder)!r} holds no bottleneck adapter that can be read ({error}); give a folder that save_adapter wrote"
+            f"{str(folder)!r} holds no bottleneck adapter that can be read ({error}); give a folder that save_adapter"
+            " wrote"
         ) from error
     if about["architecture"] != type(model).__name__:
         raise ValueError(
-            f"the adapter in {str(folder)!r} is for {about['architecture']}, not {type(model).__name__}; load that class"
+            f"the adapter in {str(folder)!r} is for {about['architecture']}, not {type(model).__name__}; load that"
+            " class"
         )
     before = active_adapter(model)
     name = name or about["name"]

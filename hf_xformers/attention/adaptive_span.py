@@ -53,14 +53,15 @@ class _UnitClamp(torch.autograd.Function):
 class AdaptiveSpanAttention(Attention):
     """A_h[i, j] = m_h(x) exp(s_ij) / sum_r m_h(x_r) exp(s_ir), with m_h(x) = clamp((R + z_h - x) / R, 0, 1).
 
-    Sukhbaatar, Grave, Bojanowski and Joulin 2019 (arXiv 1905.07799), section 3. x counts from 0 at the nearest previous
-    token (with `include_self` at the token itself) up to S - 1, S = `max_span`; an encoder (not in the paper) reads
-    both sides, x = |i - j| - 1. s_ij = (q_i k_j + q_i p_(i-j)) / sqrt(d), where the relative keys p are shared by heads and
+    Sukhbaatar, Grave, Bojanowski and Joulin 2019 (arXiv 1905.07799), section 3. x counts from 0 at the nearest
+    previous token (with `include_self` at the token itself) up to S - 1, S = `max_span`; an encoder (not in the paper)
+    reads both sides, x = |i - j| - 1. s_ij = (q_i k_j + q_i p_(i-j)) / sqrt(d), where the relative keys p are shared
+    by heads and
     layers: the first layer owns them and hands them on. z_h = S u_h, u_h learned in [0, 1]; dynamic spans are
     z_(h,i) = S sigmoid(v_h x_i + b_h) for every token. The loss gains coef * S * mean_h u_h in every layer ("span").
 
-    A number u outside [0, 1] counts as the border, and its gradient only leads inwards, so no step of an optimiser needs
-    a clamp afterwards. (Weight decay shortens spans too, so `span` is left out of it.)
+    A number u outside [0, 1] counts as the border, and its gradient only leads inwards, so no step of an optimiser
+    needs a clamp afterwards. (Weight decay shortens spans too, so `span` is left out of it.)
 
     Keys farther than ceil(max z) + R are never computed: time O(T (max z + R) D), memory O(T D). With a score bias
     or dynamic spans, scores are made block by block of queries, else in tiles that stay in a processor's cache.
@@ -199,7 +200,8 @@ class AdaptiveSpanAttention(Attention):
         relative: Tensor | None,
         context: LayerContext,
     ) -> tuple[Tensor, Tensor]:
-        """The equation as written -> output [B, T, H, d], weights [B, H, T, S] (zeros for tokens that a cache dropped)."""
+        """The equation as written -> output [B, T, H, d], weights [B, H, T, S] (zeros for tokens that a cache
+        dropped)."""
         key, value = self.repeated(key), self.repeated(value)
         dropped = context.key_index.shape[0] - key.shape[2]
         places = context.key_index[dropped:]
@@ -358,9 +360,9 @@ def _not_zero(sums: Tensor) -> Tensor:
 @register("attention", "adaptive_span")
 class AdaptiveSpanSpec(AttentionSpec):
     """max_span: longest span in tokens (`None`: `max_position_embeddings`). ramp: tokens over which a span fades out.
-    start: first value of the spans, as a part of max_span. loss_coef: weight of the mean span in the loss (per token of
-    span). include_self: whether a token reads itself, which the paper leaves to the residual connection. relative_keys:
-    learned keys by distance. dynamic: each token chooses its spans."""
+    start: first value of the spans, as a part of max_span. loss_coef: weight of the mean span in the loss (per token
+    of span). include_self: whether a token reads itself, which the paper leaves to the residual connection.
+    relative_keys: learned keys by distance. dynamic: each token chooses its spans."""
 
     summary = "each head learns how far back it reads"
     score_bias = True

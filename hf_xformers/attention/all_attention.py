@@ -18,9 +18,9 @@ from .shared.visibility import boolean_mask
 class AllAttention(Attention):
     """o_i = sum_j a_ij v_j + sum_n a_in M^V_n, a_i = softmax over the keys of the text and the memory M^K together.
 
-    Sukhbaatar et al. 2019 (arXiv 1907.01470), eqs. 8-10. Each head has N keys and values of its own, which have no position
-    and are always visible. As in the authors' code a stored key is multiplied by sqrt(d) and a stored value by sqrt(N), which
-    scales their gradients. Cost: O(T (S + N) D) time; state: keys and values of the text.
+    Sukhbaatar et al. 2019 (arXiv 1907.01470), eqs. 8-10. Each head has N keys and values of its own, which have no
+    position and are always visible. As in the authors' code a stored key is multiplied by sqrt(d) and a stored value
+    by sqrt(N), which scales their gradients. Cost: O(T (S + N) D) time; state: keys and values of the text.
     """
 
     def __init__(self, config, spec: AllAttentionSpec, **where):

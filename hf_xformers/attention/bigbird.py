@@ -15,9 +15,9 @@ from .shared.base import AttentionSpec
 
 @register("attention", "bigbird", aliases=("big_bird",))
 class BigBirdSpec(AttentionSpec):
-    """block_size: b, tokens. window_blocks: w, odd, the own block included. num_random_blocks: r. num_global_blocks: g at each
-    end (ITC). global_mode: itc, or etc with the stack `global_tokens`. random_seed: of the draws. attention_type:
-    original_full is dense attention with the same parameters."""
+    """block_size: b, tokens. window_blocks: w, odd, the own block included. num_random_blocks: r. num_global_blocks: g
+    at each end (ITC). global_mode: itc, or etc with the stack `global_tokens`. random_seed: of the draws.
+    attention_type: original_full is dense attention with the same parameters."""
 
     summary = "a window, random blocks and global tokens"
     causal = False
@@ -49,7 +49,8 @@ class BigBirdSpec(AttentionSpec):
         )
         if self.window_blocks % 2 == 0:
             raise ValueError(
-                f"bigbird's window has as many blocks on both sides, so `window_blocks` is odd, got {self.window_blocks}."
+                "bigbird's window has as many blocks on both sides, so `window_blocks` is odd, got"
+                f" {self.window_blocks}."
             )
 
     def pattern(self, config, layer_idx: int) -> Pattern:

@@ -19,9 +19,10 @@ class BigBirdAttention(BlockSparseAttention):
     - global tokens, which see and are seen by all. ITC ("internal"): those of a text's first and last g blocks. ETC
       ("extended"): those of the model input `global_attention_mask`, which the stack `global_tokens` adds and sets.
 
-    N(i) is a set: a block that is found twice counts once. Draws are a hash of seed, layer, head and block: the same in
-    training, evaluation and after a reload. They are uniform over the blocks of the text, whatever its length, outside of
-    window and global blocks; a text ends with its last real token, so that neither padding nor other texts change N(i).
+    N(i) is a set: a block that is found twice counts once. Draws are a hash of seed, layer, head and block: the same
+    in training, evaluation and after a reload. They are uniform over the blocks of the text, whatever its length,
+    outside of window and global blocks; a text ends with its last real token, so that neither padding nor other texts
+    change N(i).
 
     Time and memory O(T b (w + r + 2 g)).
     """

@@ -25,8 +25,8 @@ def check_layers(name: str, field: str, value, config) -> None:
     """A tuple by layer has one entry per layer. Raises `ValueError` otherwise."""
     if isinstance(value, tuple) and len(value) != config.num_hidden_layers:
         raise ValueError(
-            f"{name} has {len(value)} entries in `{field}` for {config.num_hidden_layers} layers; give one number, or one "
-            "per layer."
+            f"{name} has {len(value)} entries in `{field}` for {config.num_hidden_layers} layers; give one number, or"
+            " one per layer."
         )
 
 
@@ -78,8 +78,8 @@ class BlockSparseSpec(AttentionSpec):
 class BandSpec(BlockSparseSpec):
     """Sliding window (the band of the survey, section 4.1.1). Time and memory O(T window).
 
-    window_size: keys on each side of a token; in a decoder, keys that a token reads, its own included. One number, or a
-    tuple with one per layer.
+    window_size: keys on each side of a token; in a decoder, keys that a token reads, its own included. One number, or
+    a tuple with one per layer.
     """
 
     summary = "a sliding window"
@@ -102,8 +102,8 @@ class BandSpec(BlockSparseSpec):
 
 @register("attention", "global_attention", aliases=("global",))
 class GlobalSpec(BandSpec):
-    """A sliding window and global tokens: the first tokens of a text read all others and are read by all. In a decoder they
-    are only read, so that nothing looks ahead. Time and memory O(T (window + global tokens)).
+    """A sliding window and global tokens: the first tokens of a text read all others and are read by all. In a decoder
+    they are only read, so that nothing looks ahead. Time and memory O(T (window + global tokens)).
 
     num_global_tokens: how many. window_size: as for `band_attention`.
     """
@@ -129,8 +129,8 @@ class GlobalSpec(BandSpec):
 class DilatedSpec(BandSpec):
     """A window with holes: token i reads i + g t for |t| <= window, in a decoder -window < t <= 0. Time O(T window).
 
-    With the same g > 1 in all heads and layers, tokens of different residues mod g never meet: leave some head or layer
-    at 1. (Longformer's paper counts the hole: its 1 is g = 2.)
+    With the same g > 1 in all heads and layers, tokens of different residues mod g never meet: leave some head or
+    layer at 1. (Longformer's paper counts the hole: its 1 is g = 2.)
 
     dilation: g, one number, a tuple with one per layer, or in it tuples with one per head. strided: no limit to the
     window, so that i reads all j = i mod g, in time O(T^2 / g). window_size: as for `band_attention`, in steps of g.
@@ -169,8 +169,8 @@ def check_heads(name: str, dilation, config) -> None:
     for entry in dilation if isinstance(dilation, tuple) else ():
         if isinstance(entry, tuple) and len(entry) != config.num_attention_heads:
             raise ValueError(
-                f"{name} has {len(entry)} gaps for a layer of {config.num_attention_heads} heads; give one number, or one "
-                "per head."
+                f"{name} has {len(entry)} gaps for a layer of {config.num_attention_heads} heads; give one number, or"
+                " one per head."
             )
 
 
@@ -183,9 +183,9 @@ def by_head(make, value) -> Pattern:
 class RandomSpec(BlockSparseSpec):
     """Every block of tokens reads itself and a few other blocks, drawn uniformly (the survey, section 4.1.1; BigBird).
 
-    Drawn anew for every layer and head, once and for all: the same in training, evaluation and after a reload. A decoder
-    draws among earlier blocks, an encoder among all blocks of a text up to its last real token, so that texts of every length
-    have as many and padding changes no draw. Time O(T blocks block_size).
+    Drawn anew for every layer and head, once and for all: the same in training, evaluation and after a reload. A
+    decoder draws among earlier blocks, an encoder among all blocks of a text up to its last real token, so that texts
+    of every length have as many and padding changes no draw. Time O(T blocks block_size).
 
     num_random_blocks: other blocks that are drawn. block_size: tokens; 1: single tokens. random_seed: of the draws.
     """
@@ -208,8 +208,8 @@ class RandomSpec(BlockSparseSpec):
 
 @register("attention", "block_local_attention", aliases=("block_local",))
 class BlockLocalSpec(BlockSparseSpec):
-    """Blocks of tokens that read themselves, and whole neighbouring blocks where wanted (the survey, section 4.1.1; Liu et
-    al. 2018, arXiv 1801.10198, section 4.2.4). Time O(T block_size (1 + neighbours)).
+    """Blocks of tokens that read themselves, and whole neighbouring blocks where wanted (the survey, section 4.1.1;
+    Liu et al. 2018, arXiv 1801.10198, section 4.2.4). Time O(T block_size (1 + neighbours)).
 
     Without neighbours no layer carries anything from one block to another; mix it with other layers.
 
@@ -229,7 +229,8 @@ class BlockLocalSpec(BlockSparseSpec):
     def check(self, config) -> None:
         if config.is_decoder and self.blocks_after:
             raise ValueError(
-                f"block_local_attention in a decoder cannot read later blocks, got `blocks_after` {self.blocks_after}; use 0."
+                f"block_local_attention in a decoder cannot read later blocks, got `blocks_after` {self.blocks_after};"
+                " use 0."
             )
 
     def pattern(self, config, layer_idx: int) -> Pattern:

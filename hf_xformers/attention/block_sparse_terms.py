@@ -21,11 +21,11 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 class BlockSparseWithTerms(WithPositionTerms, BlockSparseAttention):
-    """softmax over N(i) of (scale * q_i k_j + term_ij), times v_j [+ term of the values], the terms as the config's position
-    says and N(i) as the pattern and the global tokens do.
+    """softmax over N(i) of (scale * q_i k_j + term_ij), times v_j [+ term of the values], the terms as the config's
+    position says and N(i) as the pattern and the global tokens do.
 
-    Time grows with the number of pairs in the pattern's blocks; in memory are those of a few heads, also in training. Positions
-    that only add to queries, keys and values leave the engine of [`BlockSparseAttention`] in place.
+    Time grows with the number of pairs in the pattern's blocks; in memory are those of a few heads, also in training.
+    Positions that only add to queries, keys and values leave the engine of [`BlockSparseAttention`] in place.
     """
 
     def attend(
@@ -133,8 +133,8 @@ def _rows(index: Tensor, taken: Tensor, padding: Tensor | None, keys: int) -> Ti
 
 
 class LongformerWithTerms(BlockSparseWithTerms, LongformerAttention):
-    """Longformer's attention with what a position adds inside it; its global tokens' own queries and keys have the same
-    terms."""
+    """Longformer's attention with what a position adds inside it; its global tokens' own queries and keys have the
+    same terms."""
 
     def _global_rows(self, hidden_states: Tensor, context: LayerContext) -> Inputs | None:
         rows = super()._global_rows(hidden_states, context)

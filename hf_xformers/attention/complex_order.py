@@ -20,14 +20,15 @@ _NAMES = ("q", "k", "v", "o")
 
 
 class ComplexAttention(Attention):
-    """score_ij = |sum_c q_ic k_jc| / sqrt(d), softmax over real scores, complex values (Wang et al. 2020, arXiv 1912.12333,
-    released code). d: complex channels of a head, half its width.
+    """score_ij = |sum_c q_ic k_jc| / sqrt(d), softmax over real scores, complex values (Wang et al. 2020, arXiv
+    1912.12333, released code). d: complex channels of a head, half its width.
 
-    States are [real | imaginary]. A projection is real and serves both parts, or with `weights="full"` is the complex product
-    z W of W = W_r + i W_i, whose W_i (`q_imaginary`, ...) starts at 0. Each head keeps its two parts side by side.
+    States are [real | imaginary]. A projection is real and serves both parts, or with `weights="full"` is the complex
+    product z W of W = W_r + i W_i, whose W_i (`q_imaginary`, ...) starts at 0. Each head keeps its two parts side by
+    side.
 
-    Time: twice the products of vanilla attention. Memory: the scores of one block of queries, O(S), also in training; O(H
-    T S) on the literal path. State: keys and values of all tokens seen.
+    Time: twice the products of vanilla attention. Memory: the scores of one block of queries, O(S), also in training;
+    O(H T S) on the literal path. State: keys and values of all tokens seen.
     """
 
     spec: ComplexOrderSpec
@@ -131,9 +132,9 @@ class ComplexAttention(Attention):
 
 @register("attention", "complex_order")
 class ComplexOrderSpec(AttentionSpec):
-    """product: of a query and a key, `bilinear` (released code) or `hermitian` (the key conjugated, so that states that
-    turn at one common frequency give scores that depend on the distance alone). weights: of the projections, `shared_real`
-    (released code: real, the same for both parts) or `full` (complex)."""
+    """product: of a query and a key, `bilinear` (released code) or `hermitian` (the key conjugated, so that states
+    that turn at one common frequency give scores that depend on the distance alone). weights: of the projections,
+    `shared_real` (released code: real, the same for both parts) or `full` (complex)."""
 
     summary = "scores are moduli of complex products"
     cross = True
@@ -147,8 +148,8 @@ class ComplexOrderSpec(AttentionSpec):
     def check(self, config) -> None:
         if config.hidden_size % 2 or config.head_width % 2:
             raise ValueError(
-                f"attention 'complex_order' needs an even `hidden_size` and head width (two parts), got {config.hidden_size} "
-                f"and {config.head_width}."
+                "attention 'complex_order' needs an even `hidden_size` and head width (two parts), got"
+                f" {config.hidden_size} and {config.head_width}."
             )
 
     def build(self, config, **where) -> ComplexAttention:

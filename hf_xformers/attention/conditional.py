@@ -16,9 +16,9 @@ from .shared.base import AttentionSpec
 class ConditionalAttention(DenseAttention):
     """f(x) = g_q * LN_out(softmax attention of LN_in(x) over g_s * s) (Bapna et al. 2020, arXiv 2002.07106).
 
-    s is LN_in(x), or the memory in cross-attention; g_q and g_s [B, T, 1] are gates of the asking and of the read token. A
-    closed g_s multiplies the vector before the key and value projections, so that the token is still read, as their
-    biases; it keeps its place in the cache. Norms are inside: the residual frame is 'bare'.
+    s is LN_in(x), or the memory in cross-attention; g_q and g_s [B, T, 1] are gates of the asking and of the read
+    token. A closed g_s multiplies the vector before the key and value projections, so that the token is still read, as
+    their biases; it keeps its place in the cache. Norms are inside: the residual frame is 'bare'.
     """
 
     def __init__(self, config, spec: ConditionalAttentionSpec, *, layer_idx: int, cross: bool = False):

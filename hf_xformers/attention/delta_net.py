@@ -20,18 +20,19 @@ from .shared.linear import state_layer
 
 
 class DeltaNetAttention(Attention):
-    """S_i = S_{i-1} + beta_i phi(k_i)^T (v_i - phi(k_i) S_{i-1}),   o_i = scale * phi(q_i) S_i,   beta_i = sigmoid(w x_i).
+    """S_i = S_{i-1} + beta_i phi(k_i)^T (v_i - phi(k_i) S_{i-1}),   o_i = scale * phi(q_i) S_i,   beta_i = sigmoid(w
+    x_i).
 
-    Schlag, Irie and Schmidhuber 2021 (arXiv 2102.11174), section 4: each token reads what the state S [F, d] holds for its
-    key and writes the difference to its value with strength beta, one number per head. phi is `dpfp` (F = 2 d nu) or
-    elu(x) + 1, divided by its sum (section 4.2), which keeps the update stable; there is no denominator. The released code
-    multiplies the result by 1 / sqrt(d), and so does this (`scale`).
+    Schlag, Irie and Schmidhuber 2021 (arXiv 2102.11174), section 4: each token reads what the state S [F, d] holds for
+    its key and writes the difference to its value with strength beta, one number per head. phi is `dpfp` (F = 2 d nu)
+    or elu(x) + 1, divided by its sum (section 4.2), which keeps the update stable; there is no denominator. The
+    released code multiplies the result by 1 / sqrt(d), and so does this (`scale`).
 
-    A whole text is computed in chunks (Yang et al. 2024, arXiv 2406.06484): time O(T (C + d) F) per head, memory O(T D). A
-    token with a cache takes one step. State: S, the same size at any length. A padded token leaves it untouched.
+    A whole text is computed in chunks (Yang et al. 2024, arXiv 2406.06484): time O(T (C + d) F) per head, memory O(T
+    D). A token with a cache takes one step. State: S, the same size at any length. A padded token leaves it untouched.
 
-    The weights given out are those that the rule implies for earlier values: they can be negative and do not sum to one. A cached
-    text gives none. `attention_probs_dropout_prob` has no effect, as there are no probabilities.
+    The weights given out are those that the rule implies for earlier values: they can be negative and do not sum to
+    one. A cached text gives none. `attention_probs_dropout_prob` has no effect, as there are no probabilities.
     """
 
     def __init__(self, config, spec: DeltaNetSpec, **where):
@@ -92,7 +93,9 @@ class DeltaNetSpec(AttentionSpec):
 
     summary = "fast weights that are corrected by the delta rule: linear time, causal"
     contract_exceptions: ClassVar[dict[str, str]] = {
-        "attention_weights": "what the delta rule reads of earlier values can be negative and does not sum to 1 (section 4)"
+        "attention_weights": (
+            "what the delta rule reads of earlier values can be negative and does not sum to 1 (section 4)"
+        )
     }
     bidirectional = False
     rotation = False

@@ -15,8 +15,8 @@ from .shared.visibility import boolean_mask
 class DenseAttention(Attention):
     """o_i = sum_j softmax_j(scale * q_i k_j + b_ij) v_j over all j that i may see.
 
-    Vaswani et al. 2017 (arXiv 1706.03762), eq. 1. Cost O(T S D) time; memory O(T) with the fused kernels, O(H T S) on the
-    literal path. State: keys and values of all tokens seen.
+    Vaswani et al. 2017 (arXiv 1706.03762), eq. 1. Cost O(T S D) time; memory O(T) with the fused kernels, O(H T S) on
+    the literal path. State: keys and values of all tokens seen.
     """
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:

@@ -15,8 +15,8 @@ from .shared.term_blocks import attend_with_terms
 
 # Numbers (over heads) of a bias that is made as a whole, for all layers and rows of a batch: 32 MiB in float32.
 BIAS_AT_ONCE = 1 << 23
-# The same where the bias is trained on a processor in full precision: torch's kernels would write all scores out for its
-# gradient, so that tiles pay from about 256 tokens on.
+# The same where the bias is trained on a processor in full precision: torch's kernels would write all scores out for
+# its gradient, so that tiles pay from about 256 tokens on.
 TRAINED_BIAS_AT_ONCE = 1 << 19
 
 
@@ -24,8 +24,8 @@ class DenseWithBias(DenseAttention):
     """softmax_j(scale * q_i k_j + b_ij) v_j with the bias b of the config's position.
 
     A short text has its bias [H, T, S] made once, for all layers. A long one whose bias is a number for each distance
-    has it made for a block of queries at a time, in every layer and again in the backward pass: O(T + S) memory, also in
-    training.
+    has it made for a block of queries at a time, in every layer and again in the backward pass: O(T + S) memory, also
+    in training.
     """
 
     def _in_blocks(self, context: LayerContext) -> bool:

@@ -14,9 +14,9 @@ from .shared.term_blocks import attend_with_terms, weights_with_terms
 class DenseWithTerms(WithPositionTerms, DenseAttention):
     """softmax_j(scale * q_i k_j + term_ij) v_j [+ term of the values], the terms as the config's position says.
 
-    No fused kernel knows the derivative of such terms: they are made in blocks of queries and made again in the backward
-    pass. Memory: the scores of a few blocks, O(S), also in training; O(H T S) on the literal path. Positions that only add
-    to queries, keys and values leave the kernels of [`DenseAttention`] in place.
+    No fused kernel knows the derivative of such terms: they are made in blocks of queries and made again in the
+    backward pass. Memory: the scores of a few blocks, O(S), also in training; O(H T S) on the literal path. Positions
+    that only add to queries, keys and values leave the kernels of [`DenseAttention`] in place.
     """
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:

@@ -22,12 +22,13 @@ STREAMS = ("feedback_keys", "feedback_values", "feedback_recent_keys", "feedback
 
 
 class FeedbackAttention(Attention):
-    """o_t = sum_{s=1..W} softmax_s(scale * q_t (k_{t-s} + p_s)) v_{t-s} over the W steps before t, t itself not among them.
+    """o_t = sum_{s=1..W} softmax_s(scale * q_t (k_{t-s} + p_s)) v_{t-s} over the W steps before t, t itself not among
+    them.
 
     Fan et al. 2020 (arXiv 2002.09402), section 3: k and v are projections of each step's merged memory, made by the
-    'feedback' stack; p_s [d] is this layer's learned vector for distance s, the same for all heads. A step before the text,
-    or one of padding, has k = v = 0 and keeps its share of the softmax, as in the authors' code: it is an empty memory, not
-    a masked one, so that a text begins the same with padding before it and without.
+    'feedback' stack; p_s [d] is this layer's learned vector for distance s, the same for all heads. A step before the
+    text, or one of padding, has k = v = 0 and keeps its share of the softmax, as in the authors' code: it is an empty
+    memory, not a masked one, so that a text begins the same with padding before it and without.
     """
 
     def __init__(self, config, spec: FeedbackAttentionSpec, *, layer_idx: int, cross: bool = False):
@@ -108,12 +109,15 @@ class FeedbackAttentionSpec(AttentionSpec):
     bidirectional = False
     rotation = False
     contract_exceptions: ClassVar[dict[str, str]] = {
-        "attention_weights": "a token does not read itself, and empty memories before the text keep their share of the weight"
+        "attention_weights": (
+            "a token does not read itself, and empty memories before the text keep their share of the weight"
+        )
     }
 
     conformance_exceptions: ClassVar[dict[str, str]] = {
-        "test_retain_grad_hidden_states_attentions": "weights are computed by place in the window; those by key are a copy, "
-        "which the output does not depend on"
+        "test_retain_grad_hidden_states_attentions": (
+            "weights are computed by place in the window; those by key are a copy, which the output does not depend on"
+        )
     }
 
     window: int = 512
@@ -125,8 +129,8 @@ class FeedbackAttentionSpec(AttentionSpec):
     def check(self, config) -> None:
         if config.stack.type != "feedback":
             raise ValueError(
-                f"attention 'feedback' reads memories that only stack 'feedback' makes, not {config.stack.type!r}; set "
-                "`stack='feedback'`."
+                f"attention 'feedback' reads memories that only stack 'feedback' makes, not {config.stack.type!r}; set"
+                " `stack='feedback'`."
             )
 
     def cache_layer(self, config) -> RecurrentStateLayer:

@@ -18,12 +18,12 @@ from .shared.linear import LinearAttention, LinearSpec
 class LinearTransformerAttention(LinearAttention):
     """o_i = sum_j phi(q_i) phi(k_j) v_j / sum_j phi(q_i) phi(k_j), phi(x) = elu(x) + 1.
 
-    Katharopoulos et al. 2020 (arXiv 2006.16236), eqs. 4-9. Queries and keys are not scaled (released code). With rotary
-    positions phi(q) and phi(k) are rotated in the numerator alone (Su et al. 2021, eq. 19), whose weights can be negative
-    and need not sum to one.
+    Katharopoulos et al. 2020 (arXiv 2006.16236), eqs. 4-9. Queries and keys are not scaled (released code). With
+    rotary positions phi(q) and phi(k) are rotated in the numerator alone (Su et al. 2021, eq. 19), whose weights can
+    be negative and need not sum to one.
 
-    An encoder reads texts longer than its states are wide with the projections of values and outputs folded into the sums
-    ([`folded_sums`]), as long as these projections are plain ones.
+    An encoder reads texts longer than its states are wide with the projections of values and outputs folded into the
+    sums ([`folded_sums`]), as long as these projections are plain ones.
     """
 
     phi = EluPlusOne()
@@ -35,8 +35,8 @@ class LinearTransformerAttention(LinearAttention):
 
     @property
     def query_phi(self) -> Callable[..., Tensor]:
-        """Features relative to their largest, which cancels where nothing is added to the denominator: those of a query of
-        large negative numbers would underflow."""
+        """Features relative to their largest, which cancels where nothing is added to the denominator: those of a
+        query of large negative numbers would underflow."""
         return self.phi if self.eps else self.relative_phi
 
     def _folds(self, states: Tensor, context: LayerContext) -> bool:
@@ -65,8 +65,8 @@ class LinearTransformerAttention(LinearAttention):
 
 @register("attention", "linear_transformer", aliases=("linear",))
 class LinearTransformerSpec(LinearSpec):
-    """chunk_size: tokens per quadratic block of the causal scan. eps: added to the denominator; the features are positive,
-    so it needs none, but the released code has 1e-6."""
+    """chunk_size: tokens per quadratic block of the causal scan. eps: added to the denominator; the features are
+    positive, so it needs none, but the released code has 1e-6."""
 
     splits_heads = True
     summary = "weights are products of features elu(x) + 1: linear time, a state of constant size"

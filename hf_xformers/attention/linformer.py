@@ -19,16 +19,16 @@ STREAM = "linformer_projection"
 class LinformerAttention(Attention):
     """o_i = softmax(scale * q_i (E K)^T) (F V) with learned E, F [k, n] over positions.
 
-    Wang et al. 2020 (arXiv 2006.04768), section 4, eq. 7. n is `max_length`; a text of T tokens uses the first T columns,
-    counted over its real tokens, so padding on either side takes none. Keys and values of padding are zero before the
-    projection, and the short sequence needs no mask.
+    Wang et al. 2020 (arXiv 2006.04768), section 4, eq. 7. n is `max_length`; a text of T tokens uses the first T
+    columns, counted over its real tokens, so padding on either side takes none. Keys and values of padding are zero
+    before the projection, and the short sequence needs no mask.
 
-    Sharing: `none` (E_h and F_h for every head), `headwise` (E and F per layer), `key_value` (E = F per layer), `layerwise`
-    (one matrix for all layers, owned by layer 0 and handed on). Where heads share, tokens are projected to k rows first and
-    to keys and values then: E (X W + b) = (E X) W + (E 1) b.
+    Sharing: `none` (E_h and F_h for every head), `headwise` (E and F per layer), `key_value` (E = F per layer),
+    `layerwise` (one matrix for all layers, owned by layer 0 and handed on). Where heads share, tokens are projected to
+    k rows first and to keys and values then: E (X W + b) = (E X) W + (E 1) b.
 
-    Time O(T k D), memory O(T k). The weights given out are those of tokens, softmax(q (E K)^T) F: they can be negative and
-    need not sum to one.
+    Time O(T k D), memory O(T k). The weights given out are those of tokens, softmax(q (E K)^T) F: they can be negative
+    and need not sum to one.
 
     Raises:
         ValueError: a row has more than `max_length` tokens.
@@ -38,8 +38,8 @@ class LinformerAttention(Attention):
         super().__init__(config, spec, layer_idx=layer_idx, cross=cross)
         if cross and spec.sharing == "layerwise":
             raise ValueError(
-                "linformer as cross-attention has no layers below to share its projection with; choose another `sharing` "
-                "than 'layerwise' there."
+                "linformer as cross-attention has no layers below to share its projection with; choose another"
+                " `sharing` than 'layerwise' there."
             )
         self.length, rows = spec.longest(config), spec.rows(config)
         shape = (self.num_key_value_heads, rows, self.length) if spec.sharing == "none" else (rows, self.length)
@@ -72,8 +72,8 @@ class LinformerAttention(Attention):
             longest = int(padding.sum(-1).max())  # padding takes no column
         if longest > self.length:
             raise ValueError(
-                f"The sequence has {longest} tokens, but this linformer projects {self.length}; shorten it, or build the model "
-                "with a larger `max_length` of the attention (or `max_position_embeddings`)."
+                f"The sequence has {longest} tokens, but this linformer projects {self.length}; shorten it, or build"
+                " the model with a larger `max_length` of the attention (or `max_position_embeddings`)."
             )
 
     def _projections(self, context: LayerContext) -> tuple[Tensor, Tensor, dict[str, Tensor] | None]:
@@ -88,8 +88,8 @@ class LinformerAttention(Attention):
         handed = context.streams.get(STREAM)
         if handed is None:
             raise ValueError(
-                f"linformer layer {self.layer_idx} was handed no projection, which layer 0 owns; make layer 0 linformer with "
-                "`sharing='layerwise'` too, or choose another `sharing`."
+                f"linformer layer {self.layer_idx} was handed no projection, which layer 0 owns; make layer 0"
+                " linformer with `sharing='layerwise'` too, or choose another `sharing`."
             )
         return handed[0], handed[0], None
 
@@ -215,7 +215,9 @@ class LinformerSpec(AttentionSpec):
     first_owns = True
     why_not_causal = "each row of its short sequence mixes all positions, later ones too."
     contract_exceptions: ClassVar[dict[str, str]] = {
-        "attention_weights": "the projection over positions has any sign, so weights of tokens need not be positive or sum to 1"
+        "attention_weights": (
+            "the projection over positions has any sign, so weights of tokens need not be positive or sum to 1"
+        )
     }
 
     projected_length: int | None = None

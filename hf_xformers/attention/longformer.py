@@ -22,8 +22,8 @@ class LongformerSpec(AttentionSpec):
     """attention_window: W, even; a token sees W / 2 tokens on each side. One number, or a tuple with one per layer.
     attention_dilation: the gap g, one number, a tuple with one per layer, or in it tuples with one per head.
     separate_global_projections: whether global tokens have projections of their own. max_global_tokens: bound on the
-    global tokens of a row (`None`: they are counted in each call; a compiled graph, which cannot count, then makes room for
-    all tokens, at quadratic cost)."""
+    global tokens of a row (`None`: they are counted in each call; a compiled graph, which cannot count, then makes
+    room for all tokens, at quadratic cost)."""
 
     summary = "a sliding window and global tokens with their own projections"
     explicit_mask = True
@@ -46,7 +46,8 @@ class LongformerSpec(AttentionSpec):
         for width in windows:
             if width % 2:
                 raise ValueError(
-                    f"longformer needs an even `attention_window` (half of it on each side), got {width}; use {width + 1}."
+                    f"longformer needs an even `attention_window` (half of it on each side), got {width}; use"
+                    f" {width + 1}."
                 )
 
     def check(self, config) -> None:
@@ -63,9 +64,9 @@ class LongformerSpec(AttentionSpec):
         return window_cache(largest(self.attention_window) // 2 * largest(self.attention_dilation) + 1)
 
     def task_inputs(self, task: str, config, input_ids: Tensor | None, mask: Tensor) -> dict[str, Any]:
-        """Global tokens that a head chooses when the caller does not, as transformers' Longformer does: for whole texts the
-        first real token, for questions the tokens before the first separator (`sep_token_id`), for choices those after it
-        (without a separator: none, and the first token). mask [B, T], True = real."""
+        """Global tokens that a head chooses when the caller does not, as transformers' Longformer does: for whole
+        texts the first real token, for questions the tokens before the first separator (`sep_token_id`), for choices
+        those after it (without a separator: none, and the first token). mask [B, T], True = real."""
         if config.is_decoder:
             return {}
         chosen = mask & (mask.cumsum(-1) == 1)

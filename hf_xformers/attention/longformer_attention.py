@@ -11,8 +11,10 @@ from .shared.block_sparse import BlockSparseAttention
 
 
 def given_globals(context: LayerContext, most: int | None) -> tuple[Tensor | None, int | None]:
-    """The model input `global_attention_mask` [B, T] as a boolean mask of real tokens, and the largest number of them in a
-    row: the input `max_global_tokens` or `most`, where they bound it, else counted once per call. A graph that is being
+    """The model input `global_attention_mask` [B, T] as a boolean mask of real tokens, and the largest number of them
+    in a
+    row: the input `max_global_tokens` or `most`, where they bound it, else counted once per call. A graph that is
+        being
     recorded cannot count, and makes room for all tokens. (None, 0) where there are none.
 
     Raises:
@@ -25,7 +27,8 @@ def given_globals(context: LayerContext, most: int | None) -> tuple[Tensor | Non
         length = context.query_index.shape[0]
         if context.causal:
             raise ValueError(
-                "`global_attention_mask` was given to a causal decoder, whose tokens cannot read later ones; leave it out."
+                "`global_attention_mask` was given to a causal decoder, whose tokens cannot read later ones; leave it"
+                " out."
             )
         if given.ndim != 2 or given.shape[1] != length:
             raise ValueError(
@@ -41,7 +44,8 @@ def given_globals(context: LayerContext, most: int | None) -> tuple[Tensor | Non
             found = int(chosen.sum(-1).max()) if chosen.numel() else 0
             if most is not None and found > most:
                 raise ValueError(
-                    f"A row of `global_attention_mask` has {found} tokens, more than `max_global_tokens` {most}; raise that."
+                    f"A row of `global_attention_mask` has {found} tokens, more than `max_global_tokens` {most}; raise"
+                    " that."
                 )
             most = found
         context.shared["global_tokens"] = (None, 0) if most == 0 else (chosen, most)
@@ -51,14 +55,15 @@ def given_globals(context: LayerContext, most: int | None) -> tuple[Tensor | Non
 class LongformerAttention(BlockSparseAttention):
     """Beltagy, Peters and Cohan 2020 (arXiv 2004.05150), section 3.1, with window W and global tokens G.
 
-    Token i not in G: softmax over {j : |i - j| <= W / 2} and G with the projections Q, K, V. Token i in G: softmax over all
-    tokens with Q_g, K_g, V_g, which start as copies of Q, K, V. G comes as the model input `global_attention_mask`
-    [B, T], 1 = global; padding never is.
+    Token i not in G: softmax over {j : |i - j| <= W / 2} and G with the projections Q, K, V. Token i in G: softmax
+    over all tokens with Q_g, K_g, V_g, which start as copies of Q, K, V. G comes as the model input
+    `global_attention_mask` [B, T], 1 = global; padding never is.
 
     Heads of a layer may have gaps ("dilation", section 3.1): |i - j| = g t, t <= W / 2. A decoder reads
     {i - g t : 0 <= t <= W / 2} and has no global tokens (the paper's character model).
 
-    Time and memory O(T (W + |G|)), |G| that of the row with most. State: keys and values of the last g W / 2 + 1 tokens.
+    Time and memory O(T (W + |G|)), |G| that of the row with most. State: keys and values of the last g W / 2 + 1
+    tokens.
     """
 
     def __init__(self, config, spec, **where):

@@ -31,20 +31,22 @@ class LunaAttention(Attention):
 
         Yp = Attn(P Wpq, X Wpk, X Wpv),   Yx = Attn(X Wq, Yp Wk, Yp Wv) Wo,   P' = LN(P + Yp)         (eqs. 2, 3, 5)
 
-    Keys and values are tied by default (Wpk = Wpv, Wk = Wv). P starts as a parameter of the first layer and is the stream
-    `luna_memory`; P' goes to the next layer. In an encoder a text of T tokens uses the first T vectors only (dynamic
-    projection, section 3.3). In cross-attention the encoder's text is packed, and the decoder's tokens read it.
+    Keys and values are tied by default (Wpk = Wpv, Wk = Wv). P starts as a parameter of the first layer and is the
+    stream `luna_memory`; P' goes to the next layer. In an encoder a text of T tokens uses the first T vectors only
+    (dynamic projection, section 3.3). In cross-attention the encoder's text is packed, and the decoder's tokens read
+    it.
 
     Decoder (section 3.4): with f(A, B, C)_t = A_t / t * sum_{j<=t} B_j^T C_j and omega = elu + 1,
 
-        a_j = omega(scale * (P Wpq) (x_j Wk)),   u_t = softmax(f(scale * X Wq, X Wk, a)_t),   Yx_t = f(u, a, X Wv)_t Wo.
+        a_j = omega(scale * (P Wpq) (x_j Wk)),   u_t = softmax(f(scale * X Wq, X Wk, a)_t),   Yx_t = f(u, a, X Wv)_t
+        Wo.
 
     P is then the same in all layers, as packing a whole text would show the future; only cross-attention changes it. t
     counts real tokens. All l vectors take part, since a decoder does not know its length.
 
-    Time O(T l D), memory O(T (D + H l)). State in a decoder: sum x_j Wk a_j and sum a_j x_j Wv, [d, l] and [l, d] per head (one
-    of them when tied), and t. The weights given out are products of the two steps; in a decoder they do not sum to one.
-    `attention_probs_dropout_prob` acts on both softmaxes of an encoder.
+    Time O(T l D), memory O(T (D + H l)). State in a decoder: sum x_j Wk a_j and sum a_j x_j Wv, [d, l] and [l, d] per
+    head (one of them when tied), and t. The weights given out are products of the two steps; in a decoder they do not
+    sum to one. `attention_probs_dropout_prob` acts on both softmaxes of an encoder.
     """
 
     def __init__(self, config, spec: LunaSpec, *, layer_idx: int, cross: bool = False):
@@ -107,8 +109,8 @@ class LunaAttention(Attention):
             return handed
         if self.memory is None:
             raise ValueError(
-                f"luna layer {self.layer_idx} was handed no memory, which the layers below it carry; make all layers from the "
-                "first one luna."
+                f"luna layer {self.layer_idx} was handed no memory, which the layers below it carry; make all layers"
+                " from the first one luna."
             )
         return self.memory[None].clone()  # a parameter that is sharded over devices is whole only inside its own layer
 
@@ -269,22 +271,29 @@ def _sums(kv: Tensor) -> Tensor:
 
 @register("attention", "luna")
 class LunaSpec(AttentionSpec):
-    """projected_length: vectors l of the memory. pack_heads: heads of the packing (`None`: as many as the attention has).
-    tie_kv: keys are values. dynamic_projection: in an encoder a text uses no more vectors than it has tokens. chunk_size:
-    tokens per quadratic block of a decoder's scans."""
+    """projected_length: vectors l of the memory. pack_heads: heads of the packing (`None`: as many as the attention
+    has).
+    tie_kv: keys are values. dynamic_projection: in an encoder a text uses no more vectors than it has tokens.
+    chunk_size: tokens per quadratic block of a decoder's scans."""
 
     summary = "packs a text into a short memory that tokens then read: linear time"
     cross = True
     rotation = False
     first_owns = runs_through = True
     contract_exceptions: ClassVar[dict[str, str]] = {
-        "attention_weights:decoder": "the causal form averages products of features (section 3.4), which need not sum to 1",
-        "attention_weights:seq2seq": "the causal form averages products of features (section 3.4), which need not sum to 1",
+        "attention_weights:decoder": (
+            "the causal form averages products of features (section 3.4), which need not sum to 1"
+        ),
+        "attention_weights:seq2seq": (
+            "the causal form averages products of features (section 3.4), which need not sum to 1"
+        ),
     }
 
     conformance_exceptions: ClassVar[dict[str, str]] = {
-        "test_retain_grad_hidden_states_attentions": "an encoder's output is made of the two steps one after the other; the "
-        "weights given out are their product, which it does not depend on"
+        "test_retain_grad_hidden_states_attentions": (
+            "an encoder's output is made of the two steps one after the other; the "
+            "weights given out are their product, which it does not depend on"
+        )
     }
 
     projected_length: int = 128
@@ -303,12 +312,12 @@ class LunaSpec(AttentionSpec):
         heads = config.num_attention_heads
         if config.key_value_heads != heads:
             raise ValueError(
-                f"luna does not group heads, so it cannot have {config.key_value_heads} key/value heads for {heads} heads; leave "
-                "`num_key_value_heads` unset."
+                f"luna does not group heads, so it cannot have {config.key_value_heads} key/value heads for {heads}"
+                " heads; leave `num_key_value_heads` unset."
             )
         if heads * config.head_width != config.hidden_size:
             raise ValueError(
-                f"luna adds what it packs to a memory as wide as the model, so heads must make up `hidden_size` "
+                "luna adds what it packs to a memory as wide as the model, so heads must make up `hidden_size` "
                 f"{config.hidden_size}, not {heads * config.head_width}; leave `head_dim` unset."
             )
         if self.pack_heads is not None and config.hidden_size % self.pack_heads:

@@ -16,7 +16,8 @@ from .shared.base import Attention, AttentionSpec
 
 
 class HeadConvolution(nn.Conv2d):
-    """A kernel [K, 1] for each head, in products of matrices. It is called as a module, so that adapters and hooks on it count."""
+    """A kernel [K, 1] for each head, in products of matrices. It is called as a module, so that adapters and hooks on
+    it count."""
 
     def forward(self, input: Tensor, literal: bool = False) -> Tensor:
         """input [B, H, T, d] -> [B, H, T, d]; literal: by torch's own convolution."""
@@ -27,12 +28,13 @@ class NystromAttention(Attention):
     """O = softmax(Q K~^T) pinv(softmax(Q~ K~^T)) softmax(Q~ K^T) V + DWConv(V), all scores times `scale`.
 
     Xiong et al. 2021 (arXiv 2102.03902), eqs. 11-14: the landmarks Q~ and K~ are means of `num_landmarks` segments of
-    consecutive real tokens, of equal length up to one token, the pseudo-inverse is `pinv_iterations` steps of an iteration made of products. A text of no
-    more tokens than landmarks gets exact attention. DWConv convolves each head's values over the sequence with a kernel of
-    its own (the paper's skip connection). Padding enters neither landmarks nor convolution.
+    consecutive real tokens, of equal length up to one token, the pseudo-inverse is `pinv_iterations` steps of an
+    iteration made of products. A text of no more tokens than landmarks gets exact attention. DWConv convolves each
+    head's values over the sequence with a kernel of its own (the paper's skip connection). Padding enters neither
+    landmarks nor convolution.
 
-    Time O(T m d) per head, memory O(T m). The weights given out are those of the approximation without the convolution:
-    they can be negative and sum to one only roughly. They have no dropout, as in the released code:
+    Time O(T m d) per head, memory O(T m). The weights given out are those of the approximation without the
+    convolution: they can be negative and sum to one only roughly. They have no dropout, as in the released code:
     `attention_probs_dropout_prob` has no effect.
     """
 
@@ -103,9 +105,9 @@ def _softmax(scores: Tensor, allowed: Tensor) -> Tensor:
 @register("attention", "nystromformer", aliases=("nystrom",))
 class NystromSpec(AttentionSpec):
     """num_landmarks: segments of the text. conv_kernel_size: tokens under the kernel of the convolution over
-    values, odd (`None`: no convolution). pinv_iterations: steps of the inverse (`None`: exact pseudo-inverse, which is not
-    always the better approximation). pinv_init: its start, by the norms of each matrix, or `global`, by the largest of all
-    (transformers' Nystromformer), which lets the rest of the batch change a result."""
+    values, odd (`None`: no convolution). pinv_iterations: steps of the inverse (`None`: exact pseudo-inverse, which is
+    not always the better approximation). pinv_init: its start, by the norms of each matrix, or `global`, by the
+    largest of all (transformers' Nystromformer), which lets the rest of the batch change a result."""
 
     summary = "softmax attention through a few landmarks (Nystrom method): linear time"
     causal = False
@@ -126,7 +128,8 @@ class NystromSpec(AttentionSpec):
                 raise ValueError(f"nystromformer needs `{name}` >= 1, got {value}.")
         if self.conv_kernel_size is not None and self.conv_kernel_size % 2 == 0:
             raise ValueError(
-                f"nystromformer centres its convolution on a token, so `conv_kernel_size` must be odd, got {self.conv_kernel_size}."
+                "nystromformer centres its convolution on a token, so `conv_kernel_size` must be odd, got"
+                f" {self.conv_kernel_size}."
             )
 
     def build(self, config, **where) -> NystromAttention:

@@ -29,15 +29,18 @@ class PerformerAttention(LinearAttention):
         phi(x) = exp(-|x|^2 / 2) / sqrt(m) * [exp(w_r x)], r = 1..m                         (`positive`)
         phi(x) = exp(-|x|^2 / 2) / sqrt(2 m) * [exp(w_r x), exp(-w_r x)], r = 1..m          (`hyperbolic`)
 
-    The rows are orthogonal in blocks of d and have the lengths of normal vectors. All heads of a layer share them. They are
-    a saved buffer, drawn from `seed`, the layer and the number of the draw, so that all processes hold the same ones.
+    The rows are orthogonal in blocks of d and have the lengths of normal vectors. All heads of a layer share them.
+    They are a saved buffer, drawn from `seed`, the layer and the number of the draw, so that all processes hold the
+    same ones.
 
-    What keeps exponentials in range is taken from a query's own features and from the keys seen so far, never from later
-    keys, and nothing is added to the features: released implementations subtract the maximum over all keys and add a
+    What keeps exponentials in range is taken from a query's own features and from the keys seen so far, never from
+    later keys, and nothing is added to the features: released implementations subtract the maximum over all keys and
+        add a
     small number, which lets the future and the rest of the batch change a result.
 
-    Redrawing (section 4.2 of the paper): every `redraw_interval` training passes, counted in the buffer `passes`; between
-    passes by [`redraw_features`]. Evaluation, frozen projections (under adapters) and compiled training never redraw.
+    Redrawing (section 4.2 of the paper): every `redraw_interval` training passes, counted in the buffer `passes`;
+    between passes by [`redraw_features`]. Evaluation, frozen projections (under adapters) and compiled training never
+    redraw.
     """
 
     def __init__(self, config, spec: PerformerSpec, **where):
@@ -104,8 +107,8 @@ class PerformerAttention(LinearAttention):
 def redraw_features(model: nn.Module) -> int:
     """Gives every FAVOR+ layer of `model` its next random features; returns how many layers there were.
 
-    For training loops that draw by a schedule of their own (with `redraw_interval=0`) or compile the model. Not for the
-    middle of generating a text, whose state belongs to the features it was made with.
+    For training loops that draw by a schedule of their own (with `redraw_interval=0`) or compile the model. Not for
+    the middle of generating a text, whose state belongs to the features it was made with.
     """
     layers = [module for module in model.modules() if isinstance(module, PerformerAttention)]
     for layer in layers:
@@ -115,9 +118,10 @@ def redraw_features(model: nn.Module) -> int:
 
 @register("attention", "performer", aliases=("favor",))
 class PerformerSpec(LinearSpec):
-    """num_features: random rows m. feature_kind: `positive` (m features) or `hyperbolic` (2 m features, less variance).
-    orthogonal: rows orthogonal in blocks of the head width. regularized: all rows of length sqrt(d), a kernel other than
-    softmax (the paper's SMREG). redraw_interval: training passes between draws (0: never). seed: of the draws.
+    """num_features: random rows m. feature_kind: `positive` (m features) or `hyperbolic` (2 m features, less
+    variance).
+    orthogonal: rows orthogonal in blocks of the head width. regularized: all rows of length sqrt(d), a kernel other
+    than softmax (the paper's SMREG). redraw_interval: training passes between draws (0: never). seed: of the draws.
     chunk_size: tokens per quadratic block of the causal scan."""
 
     splits_heads = True

@@ -22,15 +22,16 @@ _ALL = full()
 class RealFormerAttention(Attention):
     """Z^l = q^l (k^l)^T / sqrt(d) + Z^(l-1), Z^(-1) = 0; o = softmax(Z^l) v, with mean: softmax(Z^l / (l + 1)) v.
 
-    He, Ravula, Kanagal and Ainslie 2020 (arXiv 2012.11747), section 3; the mean is an option of the released code, advised
-    there for 30 layers and more. The chain starts in each forward call; self- and cross-attention have chains of their own.
-    Masks and position biases act in every layer and are not part of what is handed on.
+    He, Ravula, Kanagal and Ainslie 2020 (arXiv 2012.11747), section 3; the mean is an option of the released code,
+    advised there for 30 layers and more. The chain starts in each forward call; self- and cross-attention have chains
+    of their own. Masks and position biases act in every layer and are not part of what is handed on.
 
-    The sum of products is a product of joined projections, Z^l = [q^0 .. q^l] [k^0 .. k^l]^T / sqrt(d). So the layers hand
-    on either the scores, [B, H, T, S], or all projections so far, [B, H, T, l d] and [B, K, S, l d], whichever takes
-    less memory at these lengths: scores up to T = S = (layers + 1) d and for single tokens, projections beyond, where no T x S
-    tensor exists. Time: with scores that of vanilla attention and one addition; with projections the products Q K^T cost
-    l + 1 times as much.
+    The sum of products is a product of joined projections, Z^l = [q^0 .. q^l] [k^0 .. k^l]^T / sqrt(d). So the layers
+    hand on either the scores, [B, H, T, S], or all projections so far, [B, H, T, l d] and [B, K, S, l d], whichever
+    takes less memory at these lengths: scores up to T = S = (layers + 1) d and for single tokens, projections beyond,
+        where no T x S
+    tensor exists. Time: with scores that of vanilla attention and one addition; with projections the products Q K^T
+    cost l + 1 times as much.
 
     Raises:
         ValueError: a layer's scores do not fit to those handed on (other numbers of heads, or another length).
@@ -141,8 +142,8 @@ class RealFormerAttention(Attention):
     def _check_fit(self, what: str, handed: torch.Size, own: torch.Size) -> None:
         if handed != own:
             raise ValueError(
-                f"realformer layer {self.layer_idx} has {what} {list(own)}, but the layers below hand on {list(handed)}; all "
-                "layers of a chain need the same numbers of heads and the same length."
+                f"realformer layer {self.layer_idx} has {what} {list(own)}, but the layers below hand on"
+                f" {list(handed)}; all layers of a chain need the same numbers of heads and the same length."
             )
 
 

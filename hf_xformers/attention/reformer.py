@@ -32,15 +32,18 @@ class ReformerAttention(WithScoreTerms):
         o_i    = sum_j softmax_j(scale * q_i k_j) v_j over the union of P_i^a over rounds a,
 
     j != i unless nothing else is left. A causal model reads, in each round, the `chunk_length` most recent tokens of
-    its bucket: what a token reads is then settled when it arrives (strict causality; it can be cached). The paper's form cuts
-    the sorted order into chunks and reads the own chunk and the one before, so that a later token can move an earlier one
-    into another chunk; encoders use it, decoders on request.
+    its bucket: what a token reads is then settled when it arrives (strict causality; it can be cached). The paper's
+        form cuts
+    the sorted order into chunks and reads the own chunk and the one before, so that a later token can move an earlier
+    one into another chunk; encoders use it, decoders on request.
 
-    The number of buckets b is that of the text's length, about 2 T / chunk_length as in the paper, unless the config has one:
-    of each row's real tokens by themselves; in a strictly causal model of the text up to about the token itself ([`Stage`]).
+    The number of buckets b is that of the text's length, about 2 T / chunk_length as in the paper, unless the config
+    has one: of each row's real tokens by themselves; in a strictly causal model of the text up to about the token
+        itself ([`Stage`]).
     Fewer buckets take the first columns of R_a.
 
-    Shapes: hidden states [B, T, D] -> [B, T, D]; labels [B, H, rounds, T]. Time O(rounds * T * (chunk_length * d + log T)).
+    Shapes: hidden states [B, T, D] -> [B, T, D]; labels [B, H, rounds, T]. Time O(rounds * T * (chunk_length * d + log
+        T)).
     Rotations are a buffer, drawn from `hash_seed` for each layer and round. State: keys, values, labels.
     """
 
@@ -83,8 +86,8 @@ class ReformerAttention(WithScoreTerms):
 
     @torch.no_grad()
     def hash(self, keys: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Bucket numbers of keys [B, H, T, d], valid [B, T] True for a real token -> [B, H, rounds, T], in a strictly causal
-        model [B, H, stages * rounds, T]. With several factors a bucket is a tuple of hashes."""
+        """Bucket numbers of keys [B, H, T, d], valid [B, T] True for a real token -> [B, H, rounds, T], in a strictly
+        causal model [B, H, stages * rounds, T]. With several factors a bucket is a tuple of hashes."""
         keys = keys.to(torch.promote_types(keys.dtype, torch.float32))
         turned = [keys @ rotations for rotations in self.rotations.to(keys.dtype).unbind(0)]
         if self.stage_powers:
@@ -100,7 +103,8 @@ class ReformerAttention(WithScoreTerms):
         return torch.stack([self._bucket(each, kind) for kind in kinds for each in turned], dim=2).int()
 
     def _bucket(self, turned: Tensor, factors: Sequence[int | Tensor]) -> Tensor:
-        """Turned keys [B, H, T, b/2] -> bucket numbers [B, H, T] among the product of factors, numbers or those of each row [B]."""
+        """Turned keys [B, H, T, b/2] -> bucket numbers [B, H, T] among the product of factors, numbers or those of
+        each row [B]."""
         bucket, base, start = 0, 1, 0
         for factor, room in zip(factors, self.factors, strict=True):
             columns = turned[..., start : start + room // 2]
@@ -118,7 +122,8 @@ class ReformerAttention(WithScoreTerms):
         return bucket
 
     def _factors(self, power: int) -> tuple[int, ...]:
-        """2^power buckets as factors no larger than those of the rotations: one hash while the last of them has room."""
+        """2^power buckets as factors no larger than those of the rotations: one hash while the last of them has
+        room."""
         if len(self.factors) == 1:
             return (2**power,)
         if 2**power <= self.factors[-1]:
@@ -155,8 +160,8 @@ class ReformerAttention(WithScoreTerms):
         step = self.layer_idx if step is None else step
         query, value = self.heads(self.q_proj(hidden_states)), self.heads(self.v_proj(hidden_states))
         key = self.keys(query)
-        # When activations are computed again (reversible layers, checkpointing), the buckets stay those of the first time:
-        # a key that was rebuilt with another rounding may fall on the other side of a border.
+        # When activations are computed again (reversible layers, checkpointing), the buckets stay those of the first
+        # time: a key that was rebuilt with another rounding may fall on the other side of a border.
         labels = context.shared.get(("reformer", step))
         if labels is None:
             labels = context.shared[("reformer", step)] = self.hash(key, context.query_padding_mask)
@@ -225,10 +230,11 @@ class _UnitLength(torch.autograd.Function):
 class ReformerSpec(BucketedSpec):
     """num_hashes: rounds of hashing. num_buckets: buckets per round, an even number or a list of even factors (`None`:
     2 T / chunk_length for a text of T tokens, as in the paper, as powers of two). chunk_length: tokens per chunk.
-    chunks_before, chunks_after: chunks read around the own one; a strict decoder reads the chunk_length * chunks_before most
-    recent tokens of a bucket. causal_form: what a decoder reads, `strict` or the `paper`'s form, in which later tokens
-    move chunk borders; that one cannot generate. sets: `bucket` (the paper's sets) or `chunk` (the released code's: all tokens
-    of the chunks, whatever their bucket, once per round, and chunks of all rounds in a ring; padding then changes results).
+    chunks_before, chunks_after: chunks read around the own one; a strict decoder reads the chunk_length *
+    chunks_before most recent tokens of a bucket. causal_form: what a decoder reads, `strict` or the `paper`'s form, in
+    which later tokens move chunk borders; that one cannot generate. sets: `bucket` (the paper's sets) or `chunk` (the
+    released code's: all tokens of the chunks, whatever their bucket, once per round, and chunks of all rounds in a
+    ring; padding then changes results).
     deduplicate: a key in several rounds counts once (else once per round). hash_seed: seed of the rotations.
     """
 
@@ -236,12 +242,16 @@ class ReformerSpec(BucketedSpec):
     rotation = False
     later_tokens = "which keys an earlier one reads"
     contract_exceptions: ClassVar[dict[str, str]] = {
-        "half_precision": "a key near a border falls into another bucket after rounding; tests/attention/test_reformer.py "
-        "compares precisions with equal buckets",
+        "half_precision": (
+            "a key near a border falls into another bucket after rounding; tests/attention/test_reformer.py "
+            "compares precisions with equal buckets"
+        ),
     }
     conformance_exceptions: ClassVar[dict[str, str]] = {
-        "test_eager_matches_sdpa_inference*bf16*": "a key near a border falls into another bucket after rounding; "
-        "tests/attention/test_reformer.py compares both paths with equal buckets",
+        "test_eager_matches_sdpa_inference*bf16*": (
+            "a key near a border falls into another bucket after rounding; "
+            "tests/attention/test_reformer.py compares both paths with equal buckets"
+        ),
     }
 
     bias: bool = False
@@ -264,8 +274,8 @@ class ReformerSpec(BucketedSpec):
         for factor in factors:
             if factor < 2 or factor % 2:
                 raise ValueError(
-                    f"reformer hashes into pairs of opposite buckets, so `num_buckets` {self.num_buckets} must be made of "
-                    "even numbers of at least 2."
+                    f"reformer hashes into pairs of opposite buckets, so `num_buckets` {self.num_buckets} must be made"
+                    " of even numbers of at least 2."
                 )
 
     def check(self, config) -> None:
@@ -278,7 +288,8 @@ class ReformerSpec(BucketedSpec):
             return
         if self.chunks_after:
             raise ValueError(
-                f"reformer in a decoder cannot read `chunks_after` {self.chunks_after}; set it to 0, or use an encoder."
+                f"reformer in a decoder cannot read `chunks_after` {self.chunks_after}; set it to 0, or use an"
+                " encoder."
             )
         if self.causal_form == "strict" and (self.sets == "chunk" or self.chunks_before < 1):
             raise ValueError(
@@ -292,7 +303,8 @@ class ReformerSpec(BucketedSpec):
         return False
 
     def bucket_factors(self, config) -> tuple[int, ...]:
-        """The factors of the number of buckets, where it follows the text of the longest that positions are made for."""
+        """The factors of the number of buckets, where it follows the text of the longest that positions are made
+        for."""
         if self.num_buckets is not None:
             return (self.num_buckets,) if isinstance(self.num_buckets, int) else tuple(self.num_buckets)
         power = max(math.ceil(math.log2(max(2 * config.max_position_embeddings / self.chunk_length, 2))), 1)

@@ -55,29 +55,32 @@ class _Routes:
 class RoutingAttention(WithScoreTerms):
     """Roy, Saffar, Vaswani, Grangier 2021 (arXiv 2003.05997), section 4.1 and algorithm 1.
 
-    The first heads are local: blocks of `block_size` tokens, a query reads its own block and the one before (an encoder
+    The first heads are local: blocks of `block_size` tokens, a query reads its own block and the one before (an
+        encoder
     also the one after). The last `num_routing_heads` are routed: with x~ = LN(x) per head without scale or bias,
     and centroids mu_c,
 
         mu(x)  = argmax_c x~ mu_c
         o_i    = sum_{j : mu(k_j) = mu(q_i)} softmax_j(scale * q~_i k~_j) v_j     (eq. 11 of the survey)
 
-    where a cluster holds w = `window_size` tokens. As in the paper (section 4.1, "complexity") there are k = sqrt(n) clusters of
-    w = n / k tokens for a text of n tokens, unless the config has numbers: of the centroids the first k, for each row
-    of the batch by its real tokens, in a strictly causal model for the text up to about the token itself ([`Stage`]).
+    where a cluster holds w = `window_size` tokens. As in the paper (section 4.1, "complexity") there are k = sqrt(n)
+    clusters of w = n / k tokens for a text of n tokens, unless the config has numbers: of the centroids the first k,
+    for each row of the batch by its real tokens, in a strictly causal model for the text up to about the token itself
+    ([`Stage`]).
 
     Encoder: each centroid takes the w nearest queries and the w nearest keys;
     a token in several clusters gets the mean, one in none gets 0. Decoder: keys are the queries (shared projection), a
-    token belongs to its own nearest centroid and reads the w most recent tokens of that cluster, itself included (strict
-    causality; it can be cached). The paper lets decoders choose the w nearest of the whole text as well; that form is
-    available and cannot generate.
+    token belongs to its own nearest centroid and reads the w most recent tokens of that cluster, itself included
+    (strict causality; it can be cached). The paper lets decoders choose the w nearest of the whole text as well; that
+    form is available and cannot generate.
 
     Training moves centroids by exponential averages of the vectors nearest to them, over all real tokens of the batch
-    and all processes: m <- lam m + (1 - lam) sum x~, c <- lam c + (1 - lam) n, mu = m / c (released code; counts start at 1),
-    and adds the commitment loss beta * mean |x~ - stopgrad(mu(x))|^2 (auxiliary loss `routing_commitment`).
+    and all processes: m <- lam m + (1 - lam) sum x~, c <- lam c + (1 - lam) n, mu = m / c (released code; counts start
+    at 1), and adds the commitment loss beta * mean |x~ - stopgrad(mu(x))|^2 (auxiliary loss `routing_commitment`).
 
     The released code has no temperature (`scale=1.0`), which lets the own key dominate; the default is 1 / sqrt(d).
-    Shapes: [B, T, D] -> [B, T, D]. Time O(T * (K + w) * d) per routed head, so O(T^1.5 d). State: keys, values, labels.
+    Shapes: [B, T, D] -> [B, T, D]. Time O(T * (K + w) * d) per routed head, so O(T^1.5 d). State: keys, values,
+    labels.
     """
 
     def __init__(self, config, spec: RoutingSpec, *, layer_idx: int, cross: bool = False):
@@ -183,8 +186,8 @@ class RoutingAttention(WithScoreTerms):
         return torch.cat(labels, dim=1), (torch.cat(places, dim=1), None if valid is None else torch.cat(used, dim=1))
 
     def _affinities(self, vectors: Tensor, centroids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """vectors [B, R, T, d] with centroids [R, K, d], [B, some heads, T, K] at a time, and what rounding may make of
-        equal ones, [some heads, K, 1]: the vectors have length sqrt(d)."""
+        """vectors [B, R, T, d] with centroids [R, K, d], [B, some heads, T, K] at a time, and what rounding may make
+        of equal ones, [some heads, K, 1]: the vectors have length sqrt(d)."""
         vectors, centroids = widened(vectors, centroids)
         heads, rounding = self.routed, _ROUNDING * torch.finfo(vectors.dtype).eps * self.head_dim**0.5
         if not torch.compiler.is_compiling():  # with as many clusters as sqrt(T) affinities would outgrow all else
@@ -194,7 +197,8 @@ class RoutingAttention(WithScoreTerms):
 
     @torch.no_grad()
     def learn(self, clusters: list[ClusterSums]) -> None:
-        """Moves the centroids towards the vectors nearest to them; one step per forward pass, the same in all processes."""
+        """Moves the centroids towards the vectors nearest to them; one step per forward pass, the same in all
+        processes."""
         precise = torch.promote_types(self.centroids.dtype, torch.float32)
         sums = torch.zeros_like(self.centroids, dtype=precise)
         counts = torch.zeros_like(self.counts, dtype=precise)
@@ -406,22 +410,30 @@ def _normalized_heads(vectors: Tensor) -> Tensor:
 
 @register("attention", "routing_transformer", aliases=("routing",))
 class RoutingSpec(BucketedSpec):
-    """num_clusters: centroids per routed head (`None`: the square root of the text's length, or the length by `window_size`).
-    window_size: tokens per cluster (`None`: the text's length by the number of clusters). num_routing_heads: routed heads of a layer
-    (`None`: half of them). first_routing_layer: layers before it are local only. block_size: tokens per block of the
-    local heads. ema_decay: of the centroids' averages. commitment_weight: factor on the auxiliary loss. share_qk: keys
-    of routed heads are their queries (`None`: in decoders, where it is needed). causal_form: what a decoder reads, `strict`
-    or the `paper`'s form, in which later tokens change which tokens a cluster holds; that one cannot generate.
+    """num_clusters: centroids per routed head (`None`: the square root of the text's length, or the length by
+    `window_size`).
+    window_size: tokens per cluster (`None`: the text's length by the number of clusters). num_routing_heads: routed
+    heads of a layer (`None`: half of them). first_routing_layer: layers before it are local only. block_size: tokens
+    per block of the local heads. ema_decay: of the centroids' averages. commitment_weight: factor on the auxiliary
+    loss. share_qk: keys of routed heads are their queries (`None`: in decoders, where it is needed). causal_form: what
+    a decoder reads, `strict` or the `paper`'s form, in which later tokens change which tokens a cluster holds; that
+    one cannot generate.
     """
 
     summary = "local heads, and heads that attend inside k-means clusters"
     later_tokens = "which tokens a cluster holds"
     tensor_parallel = False  # its sums over processes are those of data parallelism
     contract_exceptions: ClassVar[dict[str, str]] = {
-        "gradient_checkpointing": "each training pass moves the centroids, so a second one has another commitment loss; "
-        "tests/attention/test_routing.py compares passes from equal centroids",
-        "attention_weights:encoder": "a token that no cluster chose reads nothing (algorithm 1), so its weights sum to 0",
-        "attention_weights:seq2seq": "a token that no cluster chose reads nothing (algorithm 1), so its weights sum to 0",
+        "gradient_checkpointing": (
+            "each training pass moves the centroids, so a second one has another commitment loss; "
+            "tests/attention/test_routing.py compares passes from equal centroids"
+        ),
+        "attention_weights:encoder": (
+            "a token that no cluster chose reads nothing (algorithm 1), so its weights sum to 0"
+        ),
+        "attention_weights:seq2seq": (
+            "a token that no cluster chose reads nothing (algorithm 1), so its weights sum to 0"
+        ),
     }
 
     num_clusters: int | None = aliased(None, "clusters")
@@ -452,15 +464,15 @@ class RoutingSpec(BucketedSpec):
             )
         if config.key_value_heads != heads:
             raise ValueError(
-                f"routing_transformer clusters each head by itself, so it cannot have {config.key_value_heads} key/value heads "
-                f"for {heads} heads; leave `num_key_value_heads` unset."
+                f"routing_transformer clusters each head by itself, so it cannot have {config.key_value_heads}"
+                f" key/value heads for {heads} heads; leave `num_key_value_heads` unset."
             )
         if not config.is_decoder:
             return
         if self.share_qk is False:
             raise ValueError(
-                "routing_transformer in a decoder needs shared queries and keys, or a token would ask in one cluster and "
-                "answer in another; leave `share_qk` unset."
+                "routing_transformer in a decoder needs shared queries and keys, or a token would ask in one cluster"
+                " and answer in another; leave `share_qk` unset."
             )
         self.check_causal_form(config)
 

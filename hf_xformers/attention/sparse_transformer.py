@@ -13,16 +13,16 @@ from .block_sparse import BlockSparseSpec, check_at_least
 
 @register("attention", "sparse_transformer", aliases=("sparse",))
 class SparseTransformerSpec(BlockSparseSpec):
-    """Two sets of keys whose composition reaches every token (Child, Gray, Radford and Sutskever 2019, arXiv 1904.10509,
-    section 4), with stride l near sqrt(T):
+    """Two sets of keys whose composition reaches every token (Child, Gray, Radford and Sutskever 2019, arXiv
+    1904.10509, section 4), with stride l near sqrt(T):
 
     - strided: A1 = {j : i - l < j <= i}, A2 = {j <= i : (i - j) mod l = 0}, for data with a period of l (images);
-    - fixed: A1 = {j <= i : floor(j / l) = floor(i / l)}, A2 = A1 and {j <= i : j mod l >= l - c}, for text. The c summary
-      columns alone would leave the first tokens without any key; the released code always adds the own block.
+    - fixed: A1 = {j <= i : floor(j / l) = floor(i / l)}, A2 = A1 and {j <= i : j mod l >= l - c}, for text. The c
+      summary columns alone would leave the first tokens without any key; the released code always adds the own block.
 
-    An encoder (not in the paper) drops "j <= i". Time and memory O(T (l + T / l)) strided, O(T (l + c T / l)) fixed: with a
-    constant c and l near sqrt(T) both are O(T sqrt(T)). A pattern has one stride for texts of all lengths, or a later token
-    would change what an earlier one reads; so it is the root of the longest that positions are made for.
+    An encoder (not in the paper) drops "j <= i". Time and memory O(T (l + T / l)) strided, O(T (l + c T / l)) fixed:
+    with a constant c and l near sqrt(T) both are O(T sqrt(T)). A pattern has one stride for texts of all lengths, or a
+    later token would change what an earlier one reads; so it is the root of the longest that positions are made for.
 
     kind: strided or fixed. stride: l, tokens (`None`: sqrt(max_position_embeddings)). summary_width: c (`None`: 8, the
     least of the paper's; a quarter of a stride that is given). factorization: `merged`,
@@ -47,8 +47,8 @@ class SparseTransformerSpec(BlockSparseSpec):
         width = self.width_in(stride)
         if width * self.num_verts > stride:
             raise ValueError(
-                f"sparse_transformer has no room for {self.num_verts} runs of {width} summary columns in a `stride` of "
-                f"{stride}; lower `num_verts` or `summary_width`."
+                f"sparse_transformer has no room for {self.num_verts} runs of {width} summary columns in a `stride` of"
+                f" {stride}; lower `num_verts` or `summary_width`."
             )
 
     def check(self, config) -> None:
@@ -56,8 +56,8 @@ class SparseTransformerSpec(BlockSparseSpec):
         counts = {"heads": config.num_attention_heads, "layers": config.num_hidden_layers}
         if counts.get(self.factorization) == 1:
             raise ValueError(
-                f"sparse_transformer cannot spread its two sets of keys over {self.factorization}, of which there is one; use "
-                "factorization='merged'."
+                f"sparse_transformer cannot spread its two sets of keys over {self.factorization}, of which there is"
+                " one; use factorization='merged'."
             )
 
     def stride_of(self, config) -> int:

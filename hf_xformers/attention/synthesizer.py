@@ -36,8 +36,9 @@ class SynthesizerAttention(Attention):
       ("softmax"), (1 - s) dot + s other with s = sigmoid of one ("sigmoid", released code), or the sum ("sum").
 
     A place is a token's number among the real tokens of its row, so that padding on the left moves no table, whatever
-    `position_ids` say. dot, dense and factorized_random are products of vectors of width d, d + 1 and `rank`, and a mixture
-    of them is a product of the joined vectors: they run in fused attention in O(T) memory. The others need their scores
+    `position_ids` say. dot, dense and factorized_random are products of vectors of width d, d + 1 and `rank`, and a
+    mixture of them is a product of the joined vectors: they run in fused attention in O(T) memory. The others need
+        their scores
     written out, which happens in blocks of queries; where those depend on places alone they have no batch axis.
     Time O(T^2 D) as in dense attention. State: the values of all tokens seen, and keys in mixtures with dot.
 
@@ -116,8 +117,8 @@ class SynthesizerAttention(Attention):
             longest = int(padding.sum(-1).max())  # padding takes no place
         if longest > self.length:
             raise ValueError(
-                f"The sequence has {longest} tokens, but this synthesizer's tables have {self.length} places; shorten it, or "
-                "build the model with a larger `max_length` of the attention (or `max_position_embeddings`)."
+                f"The sequence has {longest} tokens, but this synthesizer's tables have {self.length} places; shorten"
+                " it, or build the model with a larger `max_length` of the attention (or `max_position_embeddings`)."
             )
 
     def _rows(self, table: Tensor, places: Tensor) -> Tensor:
@@ -256,8 +257,8 @@ class SynthesizerAttention(Attention):
     ) -> Tensor:
         """Scores in blocks of queries -> [B, T, H, d].
 
-        Keys are sorted by place, real tokens first, and queries too where they are the same tokens: then row and column
-        of a table are a slice, the causal order is that of places, and no score depends on padding.
+        Keys are sorted by place, real tokens first, and queries too where they are the same tokens: then row and
+        column of a table are a slice, the causal order is that of places, and no score depends on padding.
         """
         at, places = context.shared["places"]
         order, fresh = context.shared.get("real_first"), context.fresh
@@ -328,10 +329,11 @@ def _take(x: Tensor, order: Tensor) -> Tensor:
 
 @register("attention", "synthesizer")
 class SynthesizerSpec(AttentionSpec):
-    """kind: where scores come from, one of dot, dense, random, fixed_random, factorized_dense, factorized_random or several
-    joined by "+". max_length: places in the tables (`None`: `max_position_embeddings`). rank: of factorized_random.
-    factor: width a of factorized_dense, a divisor of max_length (`None`: the one next to its square root). mixture: how
-    several kinds mix. share_heads: one table for all heads."""
+    """kind: where scores come from, one of dot, dense, random, fixed_random, factorized_dense, factorized_random or
+    several joined by "+". max_length: places in the tables (`None`: `max_position_embeddings`). rank: of
+    factorized_random.
+    factor: width a of factorized_dense, a divisor of max_length (`None`: the one next to its square root). mixture:
+    how several kinds mix. share_heads: one table for all heads."""
 
     summary = "scores made from each token alone, or learned"
     explicit_mask = True
@@ -365,8 +367,8 @@ class SynthesizerSpec(AttentionSpec):
             )
         if len(set(members)) < len(members) or members == ("dot",):
             raise ValueError(
-                f"synthesizer `kind` {self.kind!r} must name different kinds, dot only beside others; for dot products alone "
-                "use attention 'dense'."
+                f"synthesizer `kind` {self.kind!r} must name different kinds, dot only beside others; for dot products"
+                " alone use attention 'dense'."
             )
         if self.mixture == "sigmoid" and len(members) > 1 and (len(members) != 2 or "dot" not in members):
             raise ValueError(f"synthesizer with mixture 'sigmoid' mixes dot and one other kind, got {self.kind!r}.")
@@ -381,8 +383,8 @@ class SynthesizerSpec(AttentionSpec):
             raise ValueError(f"synthesizer needs a `factor` that divides its {length} places, got {self.factor}.")
         if "rotation" in config.position.acts and "dot" not in self.members:
             raise ValueError(
-                f"position {config.position.type!r} rotates queries and keys, which synthesizer of kind {self.kind!r} lacks; use "
-                "an input-level position such as 'learned_absolute', or a mixture with dot."
+                f"position {config.position.type!r} rotates queries and keys, which synthesizer of kind {self.kind!r}"
+                " lacks; use an input-level position such as 'learned_absolute', or a mixture with dot."
             )
 
     def build(self, config, **where) -> SynthesizerAttention:

@@ -22,16 +22,16 @@ DYNAMIC = ("x2l", "m2l", "x2w", "m2w")  # by query (x) or by key (m), to the sco
 class TalkingHeadsAttention(Attention):
     """J_k = q_k k_k^T / sqrt(d); L_h = sum_k J_k P^l[k, h]; W = softmax(L); U_v = sum_h W_h P^w[h, v]; o_v = U_v v_v.
 
-    Shazeer, Lan, Cheng, Ding and Hou 2020 (arXiv 2003.02436), with as many key heads, softmax heads and value heads as one
-    likes (`num_attention_heads` counts the softmax heads). Masks and position biases belong to L, after the first mixing;
-    dropout belongs to U, after the second. With dynamic projections P^l and P^w gain a linear function of the query's token
-    x or of the key's token m.
+    Shazeer, Lan, Cheng, Ding and Hou 2020 (arXiv 2003.02436), with as many key heads, softmax heads and value heads as
+    one likes (`num_attention_heads` counts the softmax heads). Masks and position biases belong to L, after the first
+    mixing; dropout belongs to U, after the second. With dynamic projections P^l and P^w gain a linear function of the
+    query's token x or of the key's token m.
 
     The weights given out are W, whose rows sum to one; those of U need not, and may be negative.
 
-    Time: that of vanilla attention and (key heads + value heads) * softmax heads products per pair. Memory: the scores of
-    one block of queries, O(S), also in training; O(heads T S) on the literal path. State: keys and values of all tokens
-    seen; what a key's token adds to the projections is stored behind them.
+    Time: that of vanilla attention and (key heads + value heads) * softmax heads products per pair. Memory: the scores
+    of one block of queries, O(S), also in training; O(heads T S) on the literal path. State: keys and values of all
+    tokens seen; what a key's token adds to the projections is stored behind them.
     """
 
     def __init__(self, config, spec: TalkingHeadsSpec, **where):
@@ -192,7 +192,8 @@ def _mix(x: Tensor, mixing: Tensor | None, by_query: Tensor | None, by_key: Tens
 @register("attention", "talking_heads")
 class TalkingHeadsSpec(AttentionSpec):
     """num_key_heads, num_value_heads: heads of scores before and of weights after the mixing (`None`: as many as
-    `num_attention_heads`, which counts those of the softmax). mix_scores, mix_weights: the first and the second mixing.
+    `num_attention_heads`, which counts those of the softmax). mix_scores, mix_weights: the first and the second
+    mixing.
     dynamic: which projections depend on tokens as well, of x2l, m2l, x2w, m2w (by query x or key m, of scores l or
     weights w). start: of the mixing matrices; identity is plain multi-head attention."""
 
@@ -230,8 +231,8 @@ class TalkingHeadsSpec(AttentionSpec):
     def check(self, config) -> None:
         if config.num_key_value_heads not in (None, config.num_attention_heads):
             raise ValueError(
-                f"talking_heads does not group heads (`num_key_value_heads` is {config.num_key_value_heads}); leave that at "
-                "None and set `num_key_heads` and `num_value_heads` of the mechanism."
+                f"talking_heads does not group heads (`num_key_value_heads` is {config.num_key_value_heads}); leave"
+                " that at None and set `num_key_heads` and `num_value_heads` of the mechanism."
             )
         for mixed, number, name in zip(
             (self.mix_scores, self.mix_weights),
@@ -241,8 +242,8 @@ class TalkingHeadsSpec(AttentionSpec):
         ):
             if not mixed and number != config.num_attention_heads:
                 raise ValueError(
-                    f"talking_heads with {number} as `{name}` and {config.num_attention_heads} attention heads needs the mixing "
-                    f"between them; switch it on or make the numbers equal."
+                    f"talking_heads with {number} as `{name}` and {config.num_attention_heads} attention heads needs"
+                    " the mixing between them; switch it on or make the numbers equal."
                 )
 
     def build(self, config, **where) -> TalkingHeadsAttention:

@@ -1,4 +1,5 @@
-"""Transformer-XL's attention: scores with relative positions, over the segment and what is remembered of earlier ones."""
+"""Transformer-XL's attention: scores with relative positions, over the segment and what is remembered of earlier
+ones."""
 
 from __future__ import annotations
 
@@ -21,25 +22,26 @@ from .shared.base import Attention, AttentionSpec
 from .shared.query_blocks import visible_softmax
 from .shared.term_blocks import VisibleTerms, attend_with_terms, blocks_of
 
-# What a stack with segment memory hands to attention: a stream with the memory that this step reads, [B, M, D], entered as
-# the layer's own input is; and in `context.shared` its length M, which of the slots [memory ; segment] are real
-# [B, M + T] (None: all), and the order in which they stand [B, M + T] (None: as they are).
+# What a stack with segment memory hands to attention: a stream with the memory that this step reads, [B, M, D],
+# entered as the layer's own input is; and in `context.shared` its length M, which of the slots [memory ; segment] are
+# real [B, M + T] (None: all), and the order in which they stand [B, M + T] (None: as they are).
 SEGMENT_MEMORY = "segment_memory"
 MEMORY_LENGTH, MEMORY_REAL, MEMORY_ORDER = "segment_memory_length", "segment_memory_real", "segment_memory_order"
-# What a stack that pools queries hands to attention: a stream with the states [B, S, D] that keys and values are made of,
-# entered as the layer's own input is; and in `context.shared` which of them are real [B, S] (None: all), and the [`Grid`].
+# What a stack that pools queries hands to attention: a stream with the states [B, S, D] that keys and values are made
+# of, entered as the layer's own input is; and in `context.shared` which of them are real [B, S] (None: all), and the
+# [`Grid`].
 KEY_STATES = "key_states"
 KEY_REAL, KEY_COUNT, GRID = "key_states_real", "key_states_count", "position_grid"
-# Where a stack wants to know how much attention each key got: a dict in `context.shared`, step -> [B, M + T], the sums over
-# heads and queries, in the order of the keys.
+# Where a stack wants to know how much attention each key got: a dict in `context.shared`, step -> [B, M + T], the sums
+# over heads and queries, in the order of the keys.
 KEY_USAGE = "key_usage"
 BIASES = ("transformer_xl_content_bias", "transformer_xl_position_bias")
 TABLE = "transformer_xl_table"
 
 
 def relative_sinusoids(distance: Tensor, width: int, like: Tensor) -> Tensor:
-    """R_d = [sin(d / 10000^(2i/width)) | cos(...)], distance [n] -> [n, width] in the dtype of `like`; computed in float32
-    at least."""
+    """R_d = [sin(d / 10000^(2i/width)) | cos(...)], distance [n] -> [n, width] in the dtype of `like`; computed in
+    float32 at least."""
     wide = torch.float64 if like.dtype == torch.float64 else torch.float32
     exponent = torch.arange(0, width, 2, device=distance.device, dtype=wide) / width
     angles = distance.to(wide)[:, None] * torch.pow(
@@ -74,7 +76,8 @@ class Grid:
 
 
 def count_usage(context: LayerContext, step: int, weights: Tensor, rows: slice, keys: int) -> None:
-    """Adds the attention [B, H, t, s] that the real ones of the queries `rows` pay to what each of `keys` keys has got."""
+    """Adds the attention [B, H, t, s] that the real ones of the queries `rows` pay to what each of `keys` keys has
+    got."""
     usage = context.shared.get(KEY_USAGE)
     if usage is None:
         return
@@ -89,13 +92,14 @@ class TransformerXLAttention(Attention):
     """score_ij = ((q_i + u) k_j + (q_i + v) W_R R_{i-j}) / sqrt(d) (Dai et al. 2019, arXiv 1901.02860, section 3.3).
 
     q_i k_j + q_i W_R R_{i-j} + u k_j + v W_R R_{i-j}: content, content-dependent position, global content bias, global
-    position bias. R is a sinusoid of the distance i - j (positive for earlier keys, negative for later ones in an encoder),
-    which counts slots: a memory of M states stands right before the segment. u and v [H, d] are the same in all layers
-    unless `share_biases` is off.
+    position bias. R is a sinusoid of the distance i - j (positive for earlier keys, negative for later ones in an
+    encoder), which counts slots: a memory of M states stands right before the segment. u and v [H, d] are the same in
+    all layers unless `share_biases` is off.
 
-    Time: twice the products of vanilla attention, and (M + T) D^2 for W_R R, which does not depend on the batch. Memory: the
-    scores of one block of queries, O(M + T), also in training; O(H T (M + T)) on the literal path. State: keys and values
-    of the last tokens, as many as the stack's memory is long (all of them under a stack without memory).
+    Time: twice the products of vanilla attention, and (M + T) D^2 for W_R R, which does not depend on the batch.
+    Memory: the scores of one block of queries, O(M + T), also in training; O(H T (M + T)) on the literal path. State:
+    keys and values of the last tokens, as many as the stack's memory is long (all of them under a stack without
+    memory).
     """
 
     undecayed = ("content_bias", "position_bias")
@@ -119,7 +123,8 @@ class TransformerXLAttention(Attention):
             if bias is not None:
                 init.normal_(bias, mean=0.0, std=config.initializer_range)
 
-    # ------------------------------------------------------------------------------------------------ what layers share
+    # ------------------------------------------------------------------------------------------------ what layers
+    # share
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
         if self.spec.share_biases and self.content_bias is not None:
@@ -223,8 +228,9 @@ class TransformerXLAttention(Attention):
             return layer.extend(key, value, real, hidden_states.shape[1])
         if context.static or earlier is not None:
             raise ValueError(
-                f"transformer_xl keeps the last keys and values and a memory before them, which a {type(cache).__name__} has no "
-                "place for; leave `past_key_values` out, or make it with `hf_xformers.core.cache.make_cache(config)`."
+                "transformer_xl keeps the last keys and values and a memory before them, which a"
+                f" {type(cache).__name__} has no place for; leave `past_key_values` out, or make it with"
+                " `hf_xformers.core.cache.make_cache(config)`."
             )
         return *cache.update(key, value, step), context.padding_mask
 
@@ -250,8 +256,8 @@ class TransformerXLAttention(Attention):
     def visible(
         self, rows: slice, keys: slice, grid: Grid, context: LayerContext, real: Tensor | None, order: bool = True
     ) -> Tensor | None:
-        """Which of `keys` the queries `rows` may see, [B or 1, 1, t or 1, s] (None: all); `order=False`: not minding that they
-        may be later."""
+        """Which of `keys` the queries `rows` may see, [B or 1, 1, t or 1, s] (None: all); `order=False`: not minding
+        that they may be later."""
         mask, reach, order = None, self.spec.reach, order and self.is_causal
         if order or reach is not None:
             distance = grid.distances(rows, keys, context.query_index.device) * grid.stride
@@ -271,7 +277,8 @@ class TransformerXLAttention(Attention):
 
 
 class RelativeTerms(VisibleTerms):
-    """(q_i + v) W_R R by distance in one call. Tables: W_R R [H, distances, d], the largest first, and v - u [H, 1, d]."""
+    """(q_i + v) W_R R by distance in one call. Tables: W_R R [H, distances, d], the largest first, and v - u [H, 1,
+    d]."""
 
     def __init__(
         self,
@@ -335,8 +342,8 @@ class RelativeTerms(VisibleTerms):
 @register("attention", "transformer_xl", aliases=("transformer_xl_relative",))
 class TransformerXLSpec(AttentionSpec):
     """share_biases: one u and one v for all layers, which stand in layer 0 (off: one pair per layer). clamp: distances
-    (tokens) beyond which all count as this one, for texts longer than those trained on. reach: how far back (in an encoder:
-    to either side) a query sees, in tokens; with a memory at least as long, every query sees as many keys."""
+    (tokens) beyond which all count as this one, for texts longer than those trained on. reach: how far back (in an
+    encoder: to either side) a query sees, in tokens; with a memory at least as long, every query sees as many keys."""
 
     summary = "content and relative-position scores with two global biases"
     layers_apart = False  # layer 0 owns the biases of all

@@ -32,7 +32,8 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing to compare: a variant (model type) under a label, with components and configuration fields of its own."""
+    """One thing to compare: a variant (model type) under a label, with components and configuration fields of its
+    own."""
 
     label: str
     variant: str
@@ -83,8 +84,8 @@ def choose_shapes(
 
 
 def make_config(entry: Entry, shape: str, length: int, size: str = "tiny", **fields: Any) -> XFormerConfig:
-    """The configuration of an entry for rows of `length` tokens, without dropout: its variant at a size, then `fields`, then
-    its own components and fields.
+    """The configuration of an entry for rows of `length` tokens, without dropout: its variant at a size, then
+    `fields`, then its own components and fields.
 
     Raises:
         ValueError: parts that do not fit together.

@@ -1,9 +1,9 @@
 """Time and peak memory of callables, side by side in one run, as ratios to a baseline.
 
-Times are interleaved (A B C, A B C, ...) so that a machine whose speed drifts treats all alike; the figure is the median of
-pairwise ratios. On a CPU they are processor seconds, which other programs on the machine disturb least; on CUDA, seconds
-between two events on the device. Memory is the growth of the process's peak resident size over one call, measured in a
-fresh process (Linux: the peak counter is reset first); on CUDA, the allocator's peak.
+Times are interleaved (A B C, A B C, ...) so that a machine whose speed drifts treats all alike; the figure is the
+median of pairwise ratios. On a CPU they are processor seconds, which other programs on the machine disturb least; on
+CUDA, seconds between two events on the device. Memory is the growth of the process's peak resident size over one call,
+measured in a fresh process (Linux: the peak counter is reset first); on CUDA, the allocator's peak.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 import psutil
 import torch
 
-# glibc moves the size from which a block gets pages of its own (and gives them back when freed) upwards as a program runs;
-# then what a call freed stays with the heap and hides in the next call's growth.
+# glibc moves the size from which a block gets pages of its own (and gives them back when freed) upwards as a program
+# runs; then what a call freed stays with the heap and hides in the next call's growth.
 _M_MMAP_THRESHOLD, _OWN_PAGES_FROM = -3, 1 << 20
 _M_TRIM_THRESHOLD, _NEVER = -1, (1 << 31) - 1
 _BLOCK = 1 << 26
@@ -32,7 +32,8 @@ QUIET = 0.1  # of all processors
 
 
 def machine(device: str | None = None) -> dict[str, Any]:
-    """What a stored result must say about where it was measured. device: cpu or cuda; None: CUDA where there is one."""
+    """What a stored result must say about where it was measured. device: cpu or cuda; None: CUDA where there is
+    one."""
     import transformers
 
     processor = platform.processor() or platform.machine()
@@ -90,8 +91,8 @@ def interleaved_seconds(
 
     On a CPU, memory that is freed stays with this process from now on ([`keep_freed_memory`]).
 
-    Warns where other programs kept more than `QUIET` of the processors busy: they share the way to memory, so that a call
-    that lives by it seems slower than it is beside one that computes.
+    Warns where other programs kept more than `QUIET` of the processors busy: they share the way to memory, so that a
+    call that lives by it seems slower than it is beside one that computes.
     """
     seconds = Seconds((name, []) for name in calls)
     cuda = on_cuda(device)
@@ -154,11 +155,11 @@ def measures_memory(device: str | None = None) -> bool:
 
 @contextlib.contextmanager
 def keep_freed_memory() -> Iterator[None]:
-    """What is freed stays with the process as long as it lives, and the heap gets once more what it grew by inside, at most half
-    of what the machine has left (glibc; elsewhere nothing).
+    """What is freed stays with the process as long as it lives, and the heap gets once more what it grew by inside, at
+    most half of what the machine has left (glibc; elsewhere nothing).
 
-    Otherwise every large tensor takes new pages from the system now and then, as the heap happens to lie, and a page costs more
-    than writing to it does: the same call took up to a half longer from one round to the next.
+    Otherwise every large tensor takes new pages from the system now and then, as the heap happens to lie, and a page
+    costs more than writing to it does: the same call took up to a half longer from one round to the next.
     """
     if not _set_heap((_M_MMAP_THRESHOLD, _NEVER), (_M_TRIM_THRESHOLD, _NEVER)):
         yield
@@ -239,5 +240,6 @@ def memory_in_fresh_process(
 
 
 def forked_memory(make: Callable[..., Callable[[], Any]], *arguments: Any, timeout: float = 600.0) -> int:
-    """As [`memory_in_fresh_process`], once, in a fork of this process: quick, but only before any backward pass here."""
+    """As [`memory_in_fresh_process`], once, in a fork of this process: quick, but only before any backward pass
+    here."""
     return _in_child("fork", make, arguments, timeout)

@@ -98,8 +98,8 @@ def milliseconds(value: float) -> str:
 
 
 def log_ticks(low: float, high: float, steps: Sequence[float], base: float, most: int = 8) -> list[float]:
-    """Round values that span [low, high] (both above 0), at most `most` + 1 of them: powers of `base` times `steps`, thinned
-    to the powers, then to every second one, and so on, until they are few enough."""
+    """Round values that span [low, high] (both above 0), at most `most` + 1 of them: powers of `base` times `steps`,
+    thinned to the powers, then to every second one, and so on, until they are few enough."""
     first, last = math.floor(math.log(low, base)), math.ceil(math.log(high, base))
     candidates = [[base**power * step for power in range(first, last + 1) for step in steps]]
     candidates += [

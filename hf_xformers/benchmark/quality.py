@@ -17,8 +17,8 @@ from .tasks import TASKS, SpecialIds, chance, head_for, inputs_for, read_task
 
 @dataclass(frozen=True)
 class Training:
-    """Settings of a training run. Steps of `batch_size` new rows each; AdamW; the learning rate rises over a tenth of the
-    steps and falls to zero over the last fifth. evaluations: how often held-out rows are scored, evenly."""
+    """Settings of a training run. Steps of `batch_size` new rows each; AdamW; the learning rate rises over a tenth of
+    the steps and falls to zero over the last fifth. evaluations: how often held-out rows are scored, evenly."""
 
     steps: int = 400
     batch_size: int = 64

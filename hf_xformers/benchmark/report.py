@@ -44,7 +44,10 @@ def write_report(comparison: Comparison) -> list[str]:
     written = write_maps(folder, maps)
     training = settings.training
     measured = f"{_what(settings)}, batch {settings.batch_size}, {settings.dtype}"
-    trained = f"{training.layers} layers, {training.hidden_size} wide, {training.heads} heads, rows of {training.length} tokens"
+    trained = (
+        f"{training.layers} layers, {training.hidden_size} wide, {training.heads} heads, rows of {training.length}"
+        " tokens"
+    )
     titles = {"measured": measured, "trained": f"{trained}, float32"}
     pictures = plot_all(folder, speed, quality, maps, **titles) if can_plot() else []
     parts = ["# Comparison", about(comparison.machine, settings.dtype)]
@@ -55,10 +58,12 @@ def write_report(comparison: Comparison) -> list[str]:
         tasks = [f"- `{name}`: {TASKS[name].about}." for name in settings.tasks]
         parts += [
             "## Quality",
-            f"Models of {training.layers} layers, {training.hidden_size} wide, {training.heads} heads, trained from the same "
-            f"seed on the same rows of {training.length} tokens, {training.batch_size} a step, and scored on "
-            f"{training.held_out} held-out rows. `accuracy` and `loss` (nats) are per answer; chance is the most frequent "
-            "answer of the training rows. `seconds` are those of training alone.",
+            (
+                f"Models of {training.layers} layers, {training.hidden_size} wide, {training.heads} heads, trained"
+                f" from the same seed on the same rows of {training.length} tokens, {training.batch_size} a step, and"
+                f" scored on {training.held_out} held-out rows. `accuracy` and `loss` (nats) are per answer; chance is"
+                " the most frequent answer of the training rows. `seconds` are those of training alone."
+            ),
             "\n".join(tasks),
             table(map(_told, quality), QUALITY),
         ]
@@ -74,8 +79,8 @@ def write_report(comparison: Comparison) -> list[str]:
         parts += ["## Pictures", "\n\n".join(shown)]
         if maps:
             parts.append(
-                "Attention maps: weights of untrained models on 16 tokens, averaged over heads (query down, key right), with "
-                "windows and blocks small enough for that; white: no weight."
+                "Attention maps: weights of untrained models on 16 tokens, averaged over heads (query down, key"
+                " right), with windows and blocks small enough for that; white: no weight."
             )
     if not can_plot():
         parts.append(f"No plots: {HINT}.")
@@ -90,8 +95,8 @@ def disturbed(speed: Iterable[dict[str, Any]]) -> list[str]:
     if most <= QUIET * (psutil.cpu_count() or 1):
         return []
     return [
-        f"While some of this was measured, other programs kept up to {most:.1f} processors busy: ratios of what goes through "
-        "memory come out too high then. Measure again (`--overwrite_output_dir`) when the machine is quiet."
+        f"While some of this was measured, other programs kept up to {most:.1f} processors busy: ratios of what goes"
+        " through memory come out too high then. Measure again (`--overwrite_output_dir`) when the machine is quiet."
     ]
 
 
@@ -126,7 +131,8 @@ def _speed_note(settings: Any) -> str:
     elif settings.threads == 1:
         clock = "processor seconds"
     return (
-        f"Forward and backward, batch {settings.batch_size}. `ms`: median of {settings.rounds} rounds ({clock}), each entry in turn "
-        "with dense attention (scaled_dot_product_attention) of the same shape in the same process; `time ratio`: median of the ratios in each "
-        "round, below 1 is faster than dense. `peak MiB`: growth of the peak memory over one step in a process of its own."
+        f"Forward and backward, batch {settings.batch_size}. `ms`: median of {settings.rounds} rounds ({clock}), each"
+        " entry in turn with dense attention (scaled_dot_product_attention) of the same shape in the same process;"
+        " `time ratio`: median of the ratios in each round, below 1 is faster than dense. `peak MiB`: growth of the"
+        " peak memory over one step in a process of its own."
     )

@@ -1,4 +1,5 @@
-"""A comparison: its cells one after the other, each in fresh processes, stored after every one so that it can be resumed."""
+"""A comparison: its cells one after the other, each in fresh processes, stored after every one so that it can be
+resumed."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ class Settings:
     """What decides the figures of a comparison.
 
     lengths: tokens per row; none: no time and memory. level: layer or model (of `size`). rounds: timed, after one that
-    is not. max_memory: MiB that a process may take beyond its start; timeout: seconds of a process. tasks: what to train
-    on, as `training` says; none: no training. maps: attention maps as well.
+    is not. max_memory: MiB that a process may take beyond its start; timeout: seconds of a process. tasks: what to
+    train on, as `training` says; none: no training. maps: attention maps as well.
     """
 
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
@@ -93,8 +94,8 @@ class Comparison:
         twice = [label for label in labels if labels.count(label) > 1 or label == "dense"]
         if twice:
             raise ValueError(
-                f"the label {twice[0]!r} stands for two entries ({'dense' if twice[0] == 'dense' else 'of yours'}); give "
-                "each its own, as in `narrow=longformer,wide=longformer`"
+                f"the label {twice[0]!r} stands for two entries ({'dense' if twice[0] == 'dense' else 'of yours'});"
+                " give each its own, as in `narrow=longformer,wide=longformer`"
             )
         self.entries, self.settings, self.folder = list(entries), settings, Path(folder).expanduser()
         self.shapes = choose_shapes(self.entries, settings.shape)
@@ -205,8 +206,8 @@ class Comparison:
             return fresh
         if not resume:
             raise ValueError(
-                f"{str(path)!r} holds results already; give --resume to add to them, --overwrite_output_dir to begin again, "
-                "or another folder"
+                f"{str(path)!r} holds results already; give --resume to add to them, --overwrite_output_dir to begin"
+                " again, or another folder"
             )
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
@@ -218,8 +219,8 @@ class Comparison:
             if differing:
                 name = differing[0]
                 raise ValueError(
-                    f"{str(path)!r} was measured with {what} {name}={old.get(name)!r}, not {new[name]!r}: figures would "
-                    "not compare; take another folder, or --overwrite_output_dir"
+                    f"{str(path)!r} was measured with {what} {name}={old.get(name)!r}, not {new[name]!r}: figures"
+                    " would not compare; take another folder, or --overwrite_output_dir"
                 )
         changed = [label for label, entry in fresh["entries"].items() if old_entries.get(label, entry) != entry]
         if changed:

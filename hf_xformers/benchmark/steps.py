@@ -41,7 +41,8 @@ def step(
 
 
 def attention_of(config: Any) -> tuple[Any, int]:
-    """The attention that is measured for a configuration, and its layer: the first that is not dense, else layer 0's."""
+    """The attention that is measured for a configuration, and its layer: the first that is not dense, else layer
+    0's."""
     specs = [config.layer(index).attention for index in range(config.num_hidden_layers)]
     found = [index for index, spec in enumerate(specs) if spec.type != "dense"]
     index = found[0] if found else 0
@@ -49,7 +50,8 @@ def attention_of(config: Any) -> tuple[Any, int]:
 
 
 def layer_config(entry: Entry, shape: str, length: int) -> Any:
-    """The configuration for [`attention_layer`]: 512 wide, 8 heads, without positions where the variant allows that."""
+    """The configuration for [`attention_layer`]: 512 wide, 8 heads, without positions where the variant allows
+    that."""
     geometry: dict[str, Any] = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "intermediate_size": 4 * WIDTH}
     geometry["vocab_size"] = VOCABULARY
     bare = Entry(entry.label, entry.variant, {"position": {"type": "none"}, **entry.components}, entry.fields)
@@ -89,8 +91,8 @@ def _layer_step(entry: Entry, shape: str, length: int, batch_size: int, options:
             output = module(states, context).output
         except (KeyError, ValueError, TypeError, AttributeError) as error:  # what a stack prepares is missing
             raise ValueError(
-                f"the attention of {entry.variant!r} works inside its stack, not as a layer on its own ({error}); take "
-                "`--level model`"
+                f"the attention of {entry.variant!r} works inside its stack, not as a layer on its own ({error}); take"
+                " `--level model`"
             ) from error
         output.sum().backward()
         module.zero_grad(set_to_none=True)

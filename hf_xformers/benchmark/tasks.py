@@ -1,4 +1,5 @@
-"""Tasks with held-out rows that show what a mechanism can learn, and the form in which models of each shape get them."""
+"""Tasks with held-out rows that show what a mechanism can learn, and the form in which models of each shape get
+them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Task:
 
     about: what is asked, and where the task comes from. classes: how many for whole rows; None: tokens are scored.
     at_question: a model that fills gaps answers one place before the gap, where the question stands.
-    make: (length, rows, held-out rows, seed) -> two parts, each with `input_ids`, `labels` and perhaps `attention_mask`.
+    make: (length, rows, held-out rows, seed) -> two parts, each with `input_ids`, `labels` and perhaps
+    `attention_mask`.
     """
 
     about: str
@@ -35,7 +37,8 @@ class Task:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """The shapes that suit the task, best first: tokens are predicted as a causal model does, rows read as a whole."""
+        """The shapes that suit the task, best first: tokens are predicted as a causal model does, rows read as a
+        whole."""
         return ("encoder", "decoder", "seq2seq") if self.classes else ("decoder", "encoder", "seq2seq")
 
 

@@ -54,7 +54,8 @@ def perform(job: dict[str, Any]) -> Any:
 
 
 def limit_memory(limit_mib: float | None, device: str) -> None:
-    """From here on this process may take so many MiB more; what asks for more is an error of its own, not of the machine."""
+    """From here on this process may take so many MiB more; what asks for more is an error of its own, not of the
+    machine."""
     if limit_mib is None:
         return
     limit = int(limit_mib * 2**20)

@@ -21,8 +21,8 @@ PARTNER = "residual_partner"
 
 @dataclass(frozen=True)
 class SublayerPlan:
-    """One sublayer of a layer: its attribute name, what it does, the factor on its output, and a feed-forward's part of
-    `intermediate_size`."""
+    """One sublayer of a layer: its attribute name, what it does, the factor on its output, and a feed-forward's part
+    of `intermediate_size`."""
 
     name: str
     kind: Literal["attention", "cross_attention", "feedforward"]
@@ -31,8 +31,8 @@ class SublayerPlan:
 
 
 class BlockSpec(Spec):
-    """Base of block specs. unpads: nothing of it but its attentions looks at other tokens, or at where padding is; if not,
-    why_not_unpad says what does. passes_streams: it carries what the attentions of several layers share."""
+    """Base of block specs. unpads: nothing of it but its attentions looks at other tokens, or at where padding is; if
+    not, why_not_unpad says what does. passes_streams: it carries what the attentions of several layers share."""
 
     unpads: ClassVar[bool] = True
     passes_streams: ClassVar[bool] = True
@@ -49,9 +49,9 @@ class BlockSpec(Spec):
 class XFormerLayer(GradientCheckpointingLayer):
     """One layer: for each planned sublayer f, `x = leave(x, f(enter(x)))` with the config's residual frame.
 
-    Sublayer functions stand under their planned names (`attention.q_proj`, `feedforward.up_proj`), their frames beside them
-    (`attention_residual.norm`). The layer knows nothing about its depth: `step` is an argument, so one layer can run at
-    many depths.
+    Sublayer functions stand under their planned names (`attention.q_proj`, `feedforward.up_proj`), their frames beside
+    them (`attention_residual.norm`). The layer knows nothing about its depth: `step` is an argument, so one layer can
+    run at many depths.
     """
 
     def __init__(self, config, block: BlockSpec, *, layer_idx: int, cross: bool = False):

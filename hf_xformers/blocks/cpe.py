@@ -17,11 +17,11 @@ from .window_state import WindowCacheLayer, WindowSublayer, check_window_block
 
 
 class PositionGenerator(WindowSublayer):
-    """DWConv_k(x), depthwise, with bias and zeros beyond the borders, which are what tells where they are (Chu et al. 2021,
-    arXiv 2102.10882, section 3.3).
+    """DWConv_k(x), depthwise, with bias and zeros beyond the borders, which are what tells where they are (Chu et al.
+    2021, arXiv 2102.10882, section 3.3).
 
-    Text: in one dimension; in a decoder the kernel reads the last k tokens. Images: tokens in rows of a grid, in an encoder;
-    tokens before the grid (class tokens) pass by. Cost O(T D k) or O(T D k^2). State: the last k - 1 inputs.
+    Text: in one dimension; in a decoder the kernel reads the last k tokens. Images: tokens in rows of a grid, in an
+    encoder; tokens before the grid (class tokens) pass by. Cost O(T D k) or O(T D k^2). State: the last k - 1 inputs.
     """
 
     def __init__(self, config, spec: CPEBlockSpec, layer_idx: int):
@@ -97,8 +97,8 @@ class CPELayer(XFormerLayer):
 class CPEBlockSpec(BlockSpec):
     """x <- x + DWConv_k(x) after some layers.
 
-    layers: after which (the paper: the first). kernel: odd width k >= 3. grid_size: rows and columns of an image's tokens (`None`: text). border: `zeros`, or
-    `circular`, which tells no position (for images that wrap around).
+    layers: after which (the paper: the first). kernel: odd width k >= 3. grid_size: rows and columns of an image's
+    tokens (`None`: text). border: `zeros`, or `circular`, which tells no position (for images that wrap around).
     """
 
     unpads: ClassVar[bool] = False

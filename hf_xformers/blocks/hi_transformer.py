@@ -23,8 +23,8 @@ class HiLayer(Undecayed, XFormerLayer):
     d_1 .. d_S = DocumentTransformer(s_1 + p_1, ..., s_S + p_S)
     [h_i ; _] <- SentenceTransformer_2(h_i1, ..., h_iW, d_i + u)
 
-    Each Transformer is one attention and one feed-forward sublayer. u, which is learned, tells the text's vector from a
-    word. A sentence without words takes no part. Cost O(T W D + S^2 D) besides projections.
+    Each Transformer is one attention and one feed-forward sublayer. u, which is learned, tells the text's vector from
+    a word. A sentence without words takes no part. Cost O(T W D + S^2 D) besides projections.
     """
 
     undecayed = ("document_mark",)

@@ -23,8 +23,8 @@ class MacaronBlockSpec(BlockSpec):
     def check(self, config) -> None:
         if int(config.intermediate_size * self.inner_scale) < 1:
             raise ValueError(
-                f"macaron gives each feed-forward {self.inner_scale} of `intermediate_size` {config.intermediate_size}, "
-                "which is less than 1; enlarge one of them."
+                f"macaron gives each feed-forward {self.inner_scale} of `intermediate_size`"
+                f" {config.intermediate_size}, which is less than 1; enlarge one of them."
             )
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:

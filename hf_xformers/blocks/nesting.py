@@ -18,9 +18,9 @@ SENTENCE_POSITIONS = "sentence_positions"
 class Nesting:
     """How the tokens of a text stand in sentences: S sentences of at most W words.
 
-    slot: [B, T] place of each token among the S * W places of its row (padding: S * W); source: [B, S * W] the token of
-    each place (T: none). Both None if places and tokens are the same, in order. words: [B, S, W] boolean, which places
-    hold a token. whole: whether all do.
+    slot: [B, T] place of each token among the S * W places of its row (padding: S * W); source: [B, S * W] the token
+    of each place (T: none). Both None if places and tokens are the same, in order. words: [B, S, W] boolean, which
+    places hold a token. whole: whether all do.
     """
 
     sentences: int
@@ -115,8 +115,8 @@ class AttentivePooling(nn.Module):
 
 @dataclass
 class Levels:
-    """The nesting and the state bundle of each kind of sublayer: over the words of a sentence, the same with the text's
-    vector after them, and over the sentences of the text."""
+    """The nesting and the state bundle of each kind of sublayer: over the words of a sentence, the same with the
+    text's vector after them, and over the sentences of the text."""
 
     nesting: Nesting
     words: LayerContext

@@ -10,8 +10,8 @@ from .base import BlockSpec, SublayerPlan
 class NoFFNBlockSpec(BlockSpec):
     """Self-attention, cross-attention in a decoder with a memory, and nothing else.
 
-    In a decoder that reads an encoder (Yang et al. 2020, arXiv 2010.02648) or around attention with a persistent memory, which
-    does the feed-forward's work (Sukhbaatar et al. 2019, arXiv 1907.01470).
+    In a decoder that reads an encoder (Yang et al. 2020, arXiv 2010.02648) or around attention with a persistent
+    memory, which does the feed-forward's work (Sukhbaatar et al. 2019, arXiv 1907.01470).
     """
 
     packed = True
@@ -22,8 +22,9 @@ class NoFFNBlockSpec(BlockSpec):
         reads = config.is_decoder and config.is_encoder_decoder
         if not reads and config.attention.type != "all_attention":
             raise ValueError(
-                f"block 'no_ffn' leaves a stack of attention {config.attention.type!r} alone without any nonlinear map of a token; use "
-                "attention 'all_attention', or the block in an encoder-decoder's decoder (`decoder={'block': 'no_ffn'}`)."
+                f"block 'no_ffn' leaves a stack of attention {config.attention.type!r} alone without any nonlinear map"
+                " of a token; use attention 'all_attention', or the block in an encoder-decoder's decoder"
+                " (`decoder={'block': 'no_ffn'}`)."
             )
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:

@@ -17,8 +17,8 @@ GATES = {"rnn": 1, "gru": 3, "lstm": 4}
 
 
 class LocalRNN(WindowSublayer):
-    """h_t = the last state of a recurrent network over x_{t-M+1} .. x_t, from a zero state; zeros stand before the text
-    (Wang et al. 2019, arXiv 1907.05572, section 3.2).
+    """h_t = the last state of a recurrent network over x_{t-M+1} .. x_t, from a zero state; zeros stand before the
+    text (Wang et al. 2019, arXiv 1907.05572, section 3.2).
 
     All windows advance together: M steps, each on the whole text shifted, so nothing of size T M D is unfolded. Cost
     O(T M D^2). State: the last M - 1 inputs.

@@ -11,8 +11,8 @@ class SandwichBlockSpec(BlockSpec):
     """s^k (s f)^(n-k) f^k for n layers (Press et al. 2020, arXiv 1911.03864, section 4).
 
     The first k layers keep only their attention, and the last one takes the feed-forward sublayers they gave up; so
-    every layer still has one attention, and parameters and cache are those of the vanilla order. Cross-attention follows
-    each self-attention.
+    every layer still has one attention, and parameters and cache are those of the vanilla order. Cross-attention
+    follows each self-attention.
 
     coefficient: k, 0 <= k < layers (0: the vanilla order); `None`: 3/8 of the layers, the paper's best for 16.
     """
@@ -30,7 +30,8 @@ class SandwichBlockSpec(BlockSpec):
     def check(self, config) -> None:
         if not 0 <= self.resolved(config) < max(config.num_hidden_layers, 1):
             raise ValueError(
-                f"sandwich needs 0 <= `coefficient` < layers, got {self.coefficient} for {config.num_hidden_layers} layers."
+                f"sandwich needs 0 <= `coefficient` < layers, got {self.coefficient} for {config.num_hidden_layers}"
+                " layers."
             )
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:

@@ -1,4 +1,5 @@
-"""What sublayers that read a short window of earlier tokens share: the window's inputs, padding, the state for decoding."""
+"""What sublayers that read a short window of earlier tokens share: the window's inputs, padding, the state for
+decoding."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from ..core.context import LayerContext, self_attention_cache
 
 
 class WindowCacheLayer(DynamicLayer):
-    """Keys and values, and the last inputs [B, n, D] of sublayers with a window, by name. These cannot be rolled back, so
-    decoding that drops tokens again (assisted generation) is refused by transformers."""
+    """Keys and values, and the last inputs [B, n, D] of sublayers with a window, by name. These cannot be rolled back,
+    so decoding that drops tokens again (assisted generation) is refused by transformers."""
 
     is_croppable = False
 
@@ -28,8 +29,8 @@ class WindowCacheLayer(DynamicLayer):
 
     def crop(self, *args, **kwargs) -> None:
         raise ValueError(
-            "A window of inputs cannot be rolled back with keys and values; decode without an assistant model (which drops "
-            "tokens)."
+            "A window of inputs cannot be rolled back with keys and values; decode without an assistant model (which"
+            " drops tokens)."
         )
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -64,7 +65,8 @@ class WindowSublayer(nn.Module):
     def with_past(
         self, hidden_states: Tensor, count: int, context: LayerContext, past_key_values: Cache | None, step: int | None
     ) -> Tensor:
-        """The inputs [B, count + T, D]: the `count` last ones before these (zeros where there are none), then these."""
+        """The inputs [B, count + T, D]: the `count` last ones before these (zeros where there are none), then
+        these."""
         states = self.real_inputs(hidden_states, context)
         cache = self_attention_cache(past_key_values)
         if cache is None:
@@ -73,8 +75,9 @@ class WindowSublayer(nn.Module):
         layer = cache.layers[step] if step < len(cache.layers) else None
         if not isinstance(layer, WindowCacheLayer):
             raise ValueError(
-                f"This model keeps a window of inputs beside keys and values, which the given {type(cache).__name__} has no "
-                "place for; leave `past_key_values` out, or make it with `hf_xformers.core.cache.make_cache(config)`."
+                f"This model keeps a window of inputs beside keys and values, which the given {type(cache).__name__}"
+                " has no place for; leave `past_key_values` out, or make it with"
+                " `hf_xformers.core.cache.make_cache(config)`."
             )
         before = layer.windows.get(self.name)
         joined = (
@@ -90,6 +93,6 @@ def check_window_block(name: str, config) -> None:
     """Refuses mechanisms whose cache has no place for a window. Raises `ValueError`."""
     if config.is_decoder and config.attention.type != "dense":
         raise ValueError(
-            f"block {name!r} keeps a window of inputs beside the keys and values of attention 'dense', which attention "
-            f"{config.attention.type!r} has no place for in a decoder; use 'dense' there."
+            f"block {name!r} keeps a window of inputs beside the keys and values of attention 'dense', which attention"
+            f" {config.attention.type!r} has no place for in a decoder; use 'dense' there."
         )

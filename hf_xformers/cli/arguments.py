@@ -47,9 +47,9 @@ class _HelpAll(argparse.Action):
 class Parser(RefusingParser, HfArgumentParser):
     """HfArgumentParser whose help has the command's own options first, and Trainer's under `--help-all`.
 
-    kinds: the command's dataclasses, each a group of options. trainer: the class of Trainer's arguments, read last. read:
-    those of its options that the command reads (None: all); there are no others then. usage: what follows the command's
-    name.
+    kinds: the command's dataclasses, each a group of options. trainer: the class of Trainer's arguments, read last.
+    read: those of its options that the command reads (None: all); there are no others then. usage: what follows the
+    command's name.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class Parser(RefusingParser, HfArgumentParser):
 def split_dotted(tokens: Sequence[str], groups: Iterable[str]) -> tuple[list[str], dict[str, dict[str, str]]]:
     """Takes `--<group> NAME` and `--<group>.<field> VALUE` out of a command line.
 
-    Returns the other tokens, and for each group its fields as text, the name under `type`. An option without a value is
-    true.
+    Returns the other tokens, and for each group its fields as text, the name under `type`. An option without a value
+    is true.
     """
     groups = set(groups)
     rest: list[str] = []
@@ -175,7 +175,8 @@ def split_dotted(tokens: Sequence[str], groups: Iterable[str]) -> tuple[list[str
 def overlay(
     below: Mapping[str, Mapping[str, str]], above: Mapping[str, Mapping[str, str]]
 ) -> dict[str, dict[str, str]]:
-    """Dotted options of two sources; a name in `above` that differs from `below`'s drops the fields that went with it."""
+    """Dotted options of two sources; a name in `above` that differs from `below`'s drops the fields that went with
+    it."""
     merged: dict[str, dict[str, str]] = {name: dict(fields) for name, fields in below.items()}
     for name, fields in above.items():
         old = merged.get(name, {})
@@ -221,7 +222,8 @@ def parse_objective(name: str, texts: Mapping[str, Any]) -> dict[str, Any]:
 def parse_decoder(
     config_class: type[XFormerConfig], texts: Mapping[str, str], complete: bool = True
 ) -> dict[str, Any]:
-    """`--decoder.attention dense --decoder.attention.window 64 --decoder.hidden_dropout_prob 0` as the field `decoder`.
+    """`--decoder.attention dense --decoder.attention.window 64 --decoder.hidden_dropout_prob 0` as the field
+    `decoder`.
 
     complete: fill in a component's other fields; else it has those that were given.
     """
@@ -274,7 +276,8 @@ def add_model_options(parser: Parser, config_class: type[XFormerConfig]) -> None
     )
     fields = parser.add_argument_group(
         "fields of the model's configuration",
-        f"Defaults of {config_class.model_type}; --size decides widths, layers, heads and the vocabulary of a new model.",
+        f"Defaults of {config_class.model_type}; --size decides widths, layers, heads and the vocabulary of a new"
+        " model.",
     )
     parser.more_groups.append(fields)
     taken = parser._option_string_actions
@@ -388,8 +391,8 @@ def parse_command(
 ) -> Parsed:
     """Reads file and command line.
 
-    groups: names of dotted options. make_parser: makes the parser from a first look at the plain options (text by name),
-    on which its defaults and further options may depend.
+    groups: names of dotted options. make_parser: makes the parser from a first look at the plain options (text by
+    name), on which its defaults and further options may depend.
     """
     options, rest = take_file(argv)
     groups = list(groups)
@@ -419,9 +422,11 @@ def _bare_resume(tokens: Sequence[str]) -> list[str]:
     """`--resume_from_checkpoint` without a value means the newest checkpoint."""
     names = ("--resume_from_checkpoint", "--resume-from-checkpoint")
     return [
-        f"{token}=True"
-        if token in names and (index + 1 == len(tokens) or tokens[index + 1].startswith("--"))
-        else token
+        (
+            f"{token}=True"
+            if token in names and (index + 1 == len(tokens) or tokens[index + 1].startswith("--"))
+            else token
+        )
         for index, token in enumerate(tokens)
     ]
 

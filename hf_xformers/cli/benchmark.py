@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from ..benchmark.entries import Entry
     from ..benchmark.runner import Comparison, Settings
 
-_DESCRIPTION = """Compare variants with each other and with dense attention: time and peak memory of forward and backward at
-growing lengths and, with --train, what small models of them learn on tasks. Every figure comes from a fresh process; what
-fails, runs out of memory or takes too long there is reported, and the others go on.
+_DESCRIPTION = """Compare variants with each other and with dense attention: time and peak memory of forward and
+backward at growing lengths and, with --train, what small models of them learn on tasks. Every figure comes from a
+fresh process; what fails, runs out of memory or takes too long there is reported, and the others go on.
 
 Writes results.json, results.md, attention maps and, with matplotlib, plots (PNG and SVG) to --output_dir."""
 _EPILOG = """An entry of --variants is a variant, or LABEL=VARIANT; --set changes it, as in
@@ -158,7 +158,8 @@ def read_settings(options: argparse.Namespace) -> Settings:
             raise ValueError(f"argument --{name}: {getattr(options, name):g} must be greater than 0")
     if options.train_hidden_size % options.train_heads:
         raise ValueError(
-            f"--train_hidden_size {options.train_hidden_size} cannot be divided among --train_heads {options.train_heads}"
+            f"--train_hidden_size {options.train_hidden_size} cannot be divided among --train_heads"
+            f" {options.train_heads}"
         )
     if options.device == "cuda":
         import torch
@@ -173,7 +174,8 @@ def read_settings(options: argparse.Namespace) -> Settings:
         unknown = [task for task in tasks if task not in TASKS]
         if unknown:
             raise ValueError(
-                f"argument --tasks: unknown task {unknown[0]!r}.{did_you_mean(unknown[0], TASKS)} Choose from {', '.join(TASKS)}, or all"
+                f"argument --tasks: unknown task {unknown[0]!r}.{did_you_mean(unknown[0], TASKS)} Choose from"
+                f" {', '.join(TASKS)}, or all"
             )
         short = [task for task in tasks if options.train_length < TASKS[task].shortest]
         if short:
@@ -211,7 +213,8 @@ def _lengths(text: str) -> list[int]:
     for part in _names(text, "--lengths"):
         if not part.isdecimal() or int(part) < 1:
             raise ValueError(
-                f"argument --lengths: {part!r} is no number of tokens; give whole numbers with commas between them, as in 512,1024"
+                f"argument --lengths: {part!r} is no number of tokens; give whole numbers with commas between them, as"
+                " in 512,1024"
             )
         lengths.append(int(part))
     return lengths
@@ -221,7 +224,8 @@ def read_entries(variants: str, changes: Sequence[str]) -> list[Entry]:
     """The entries of `--variants` with the changes of `--set`.
 
     Raises:
-        ValueError: an unknown variant (the message has near ones), label, component or field, or a value that does not fit.
+        ValueError: an unknown variant (the message has near ones), label, component or field, or a value that does not
+        fit.
     """
     from ..benchmark.entries import Entry
     from ..variants import config_class, model_types
@@ -235,8 +239,8 @@ def read_entries(variants: str, changes: Sequence[str]) -> list[Entry]:
         if model_type is None:
             short = [entry.removeprefix("xf_") for entry in known]
             raise ValueError(
-                f"argument --variants: there is no variant {name!r}.{did_you_mean(name.removeprefix('xf_'), short)} `hf-xformers list` "
-                "shows all of them"
+                f"argument --variants: there is no variant {name!r}.{did_you_mean(name.removeprefix('xf_'), short)}"
+                " `hf-xformers list` shows all of them"
             )
         label = label.strip() if equals else name.removeprefix("xf_")
         if label in chosen:
@@ -271,8 +275,8 @@ def _changes(config_class: Any, label: str, texts: dict[str, str]) -> tuple[dict
         elif field or name not in known:
             near = [*SLOTS, *known]
             raise ValueError(
-                f"argument --set: {config_class.model_type} has no component or field {option!r}.{did_you_mean(name, near)} See "
-                "`hf-xformers list --components`"
+                f"argument --set: {config_class.model_type} has no component or field"
+                f" {option!r}.{did_you_mean(name, near)} See `hf-xformers list --components`"
             )
         else:
             fields[name] = parse(text, annotation(config_class, name), f"--set {label}.{name}")

@@ -9,9 +9,9 @@ from ..core.saved_files import write_text
 from .console import say
 from .parser import CommandParser
 
-_DESCRIPTION = """Write the model card of a variant (what it changes, its equation, cost, components, an example, the citation)
-or of a checkpoint folder (its geometry and training), with a picture of the attention map and, with --results, the rows
-that `hf-xformers benchmark` measured for the variant. Without --to the card is printed."""
+_DESCRIPTION = """Write the model card of a variant (what it changes, its equation, cost, components, an example, the
+citation) or of a checkpoint folder (its geometry and training), with a picture of the attention map and, with
+--results, the rows that `hf-xformers benchmark` measured for the variant. Without --to the card is printed."""
 
 
 def run(argv: Sequence[str]) -> int:

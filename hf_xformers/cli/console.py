@@ -1,6 +1,7 @@
 """What the commands print: results on standard output, messages on standard error, and only in the main process.
 
-A terminal gets text that is wrapped at its width; a pipe or a file gets one line for each thing, nothing cut, no colours.
+A terminal gets text that is wrapped at its width; a pipe or a file gets one line for each thing, nothing cut, no
+colours.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def is_refusal(error: Exception) -> bool:
 
 @contextmanager
 def in_options(names: Mapping[str, str]) -> Iterator[None]:
-    """Says a refusal in the options of a command where the function below speaks of its own: names are arguments as they
-    stand between backticks (`name` or `name=value`), or options of another command."""
+    """Says a refusal in the options of a command where the function below speaks of its own: names are arguments as
+    they stand between backticks (`name` or `name=value`), or options of another command."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -94,7 +95,8 @@ def _origin(error: Exception) -> traceback.FrameSummary | None:
 
 
 def print_error(error: Exception, text: str | None = None) -> None:
-    """One paragraph: `text`, or what the error says. Every process prints its own: a file may be missing on one machine only."""
+    """One paragraph: `text`, or what the error says. Every process prints its own: a file may be missing on one
+    machine only."""
     rank = os.environ.get("RANK", "0")
     who = "hf-xformers" if rank == "0" else f"hf-xformers (process {rank})"
     text = " ".join((text or str(error)).split()) or type(error).__name__
@@ -107,7 +109,8 @@ def print_error(error: Exception, text: str | None = None) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> None:
-    """A title and aligned columns. Where the terminal is too narrow for a row, its last column goes on below itself."""
+    """A title and aligned columns. Where the terminal is too narrow for a row, its last column goes on below
+    itself."""
     cells = [[*columns], *([cell_text(value) for value in row] for row in rows)]
     widths = [max(len(row[index]) for row in cells) for index in range(len(columns))]
     show(title)

@@ -1,5 +1,5 @@
-"""`hf-xformers convert`: checkpoints of transformers' own families as this package's variants and back, and other components
-for a trained model."""
+"""`hf-xformers convert`: checkpoints of transformers' own families as this package's variants and back, and other
+components for a trained model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from .console import in_options, print_facts, say
 from .parser import CommandParser
 from .values import parse
 
-_DESCRIPTION = """Convert a saved model of transformers (BERT, RoBERTa, RoFormer, DeBERTa-v2, GPT, GPT-2, BART, T5) into this
-package's variant, with its tokenizer, or one of this package's variants back. The direction follows from the model.
+_DESCRIPTION = """Convert a saved model of transformers (BERT, RoBERTa, RoFormer, DeBERTa-v2, GPT, GPT-2, BART, T5)
+into this package's variant, with its tokenizer, or one of this package's variants back. The direction follows from the
+model.
 
-With components (--SLOT NAME, --SLOT.FIELD VALUE), --max-length or --num-key-value-heads the model, of transformers or of
-this package, gets these in place of its own: weights that still have a meaning are kept, the others start anew, and a report
-says which, and how far the outputs moved. `hf-xformers uptrain` continues the training."""
+With components (--SLOT NAME, --SLOT.FIELD VALUE), --max-length or --num-key-value-heads the model, of transformers or
+of this package, gets these in place of its own: weights that still have a meaning are kept, the others start anew, and
+a report says which, and how far the outputs moved. `hf-xformers uptrain` continues the training."""
 _SLOTS = tuple(slot for slot in SLOTS if slot != "head")  # --head is the class to make
 _GROUPS = (*_SLOTS, "decoder")
 # Arguments of the functions below -> options.

@@ -46,8 +46,8 @@ _FIELD = re.compile(r"(?:^|(?<=[.;\n)] )|(?<=\n))((?:\w+,\s)*\w+):\s")
 
 
 def variants(names: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Every variant (or those named): `id`, `changes`, `section` of the survey, `kinds` of change, `shapes`, `paper`, `url`,
-    `cost`."""
+    """Every variant (or those named): `id`, `changes`, `section` of the survey, `kinds` of change, `shapes`, `paper`,
+    `url`, `cost`."""
     from ..variants import config_class, model_types, resolve
 
     entries = []
@@ -70,7 +70,8 @@ def variants(names: Sequence[str] = ()) -> list[dict[str, Any]]:
 
 
 def kinds(config_class: Any) -> list[str]:
-    """What a variant changes, of `CHANGES`: what its section of the survey is about, and the kinds of its components."""
+    """What a variant changes, of `CHANGES`: what its section of the survey is about, and the kinds of its
+    components."""
     section = config_class.info.section
     found = {SURVEY[section].changes} if section else set()
     found |= {_KIND[slot] for slot, _ in replaced(config_class()) if slot in _KIND}
@@ -124,8 +125,8 @@ def components(slot: str) -> list[dict[str, Any]]:
 
 
 def component(slot: str, spec: type[Spec] | Spec) -> dict[str, Any]:
-    """`slot`, `name`, `summary`, and of the fields: `fields` with their defaults (of a spec object: its values), `aliases`
-    and `meanings`."""
+    """`slot`, `name`, `summary`, and of the fields: `fields` with their defaults (of a spec object: its values),
+    `aliases` and `meanings`."""
     cls = spec if isinstance(spec, type) else type(spec)
     aliases: dict[str, list[str]] = {}
     for alias, field in field_aliases(cls).items():

@@ -14,8 +14,8 @@ from .pretrain import quiet_libraries
 
 _DESCRIPTION = """Evaluate a saved language model: masked, causal or span corruption.
 
-Data and rows are by default those of the model's training, so that the figures compare with its log; masks and spans are
-the same in every call."""
+Data and rows are by default those of the model's training, so that the figures compare with its log; masks and spans
+are the same in every call."""
 # The options of Trainer that an evaluation reads.
 READ = (
     "bf16",

@@ -9,9 +9,10 @@ from pathlib import Path
 from .console import in_options, print_facts
 from .parser import CommandParser
 
-_DESCRIPTION = """Write a saved model, with its head, as an ONNX graph for any batch and length, and compare it with the model
-under onnxruntime where that is installed (pip install onnx onnxscript onnxruntime). Text models read input_ids and
-attention_mask, encoder-decoders decoder_input_ids as well, image models pixel_values. Decoders have no cache in the graph."""
+_DESCRIPTION = """Write a saved model, with its head, as an ONNX graph for any batch and length, and compare it with
+the model under onnxruntime where that is installed (pip install onnx onnxscript onnxruntime). Text models read
+input_ids and attention_mask, encoder-decoders decoder_input_ids as well, image models pixel_values. Decoders have no
+cache in the graph."""
 # Arguments of the function below -> options.
 _OPTIONS = {
     "dynamic=False": "--fixed",
@@ -38,8 +39,8 @@ def run(argv: Sequence[str]) -> int:
     model_type = model_type_of(source)
     if model_type not in model_types():
         raise ValueError(
-            f"{source!r} holds a model of type {model_type!r}, which is none of this package's variants; convert it first with "
-            "`hf-xformers convert --from ... --to ...`, or take optimum's exporter"
+            f"{source!r} holds a model of type {model_type!r}, which is none of this package's variants; convert it"
+            " first with `hf-xformers convert --from ... --to ...`, or take optimum's exporter"
         )
     refuse_damaged_weights(source)
     with in_options(_OPTIONS):

@@ -7,9 +7,18 @@ import os
 import re
 
 _REMEDIES = {
-    errno.ENOSPC: "there is no space left on the disk; what was saved before is still there: free some space, or take another disk",
-    errno.EDQUOT: "your quota of the disk is used up; what was saved before is still there: free some space, or take another disk",
-    errno.EFBIG: "a file would be larger than the limit for files (`ulimit -f`, or the disk's own); raise it, or take another disk",
+    errno.ENOSPC: (
+        "there is no space left on the disk; what was saved before is still there: free some space, or take another"
+        " disk"
+    ),
+    errno.EDQUOT: (
+        "your quota of the disk is used up; what was saved before is still there: free some space, or take another"
+        " disk"
+    ),
+    errno.EFBIG: (
+        "a file would be larger than the limit for files (`ulimit -f`, or the disk's own); raise it, or take another"
+        " disk"
+    ),
     errno.EROFS: "the disk can be read only; take a place on another one",
     errno.EACCES: "there is no permission; change the rights, or take another place",
     errno.EPERM: "the system does not permit it; change the rights, or take another place",
@@ -26,8 +35,8 @@ _REMEDIES = {
 def explain(error: BaseException) -> str | None:
     """What to tell somebody about a failure of files and disks; None for any other error.
 
-    Libraries written in Rust (safetensors, tokenizers) give the system's number in their text alone, and torch's writer of
-    archives no reason at all.
+    Libraries written in Rust (safetensors, tokenizers) give the system's number in their text alone, and torch's
+    writer of archives no reason at all.
     """
     if isinstance(error, OSError) and error.errno is not None:
         name = error.filename2 or error.filename
@@ -41,11 +50,14 @@ def explain(error: BaseException) -> str | None:
     if type(error).__name__ == "SafetensorError":
         return f"a file of weights is no whole safetensors file ({text}); copy, download or save it again"
     if type(error).__name__ == "UnpicklingError":
-        return "a file of weights holds code or is damaged, and is not read; take the model as safetensors, or copy it again"
+        return (
+            "a file of weights holds code or is damaged, and is not read; take the model as safetensors, or copy it"
+            " again"
+        )
     if isinstance(error, RuntimeError) and ("inline_container" in text or "PytorchStream" in text):
         return (
-            "a file of torch's cannot be written or read to its end; what was saved before is still there: see that the disk has "
-            "space and no limit for files (`ulimit -f`) is in the way"
+            "a file of torch's cannot be written or read to its end; what was saved before is still there: see that"
+            " the disk has space and no limit for files (`ulimit -f`) is in the way"
         )
     return None
 

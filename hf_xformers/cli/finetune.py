@@ -35,7 +35,8 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
         prepared = made.prepare()
         sizes = ", ".join(f"{len(split.rows):,} {name}" for name, split in prepared.splits.items())
         say(
-            f"{prepared.config.model_type}, {prepared.task.id}: {sizes} rows of up to {prepared.task.max_length} tokens"
+            f"{prepared.config.model_type}, {prepared.task.id}: {sizes} rows of up to {prepared.task.max_length}"
+            " tokens"
         )
         if prepared.checkpoint is not None:
             say(f"resuming from {prepared.checkpoint}")
@@ -55,8 +56,10 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
         [ModelOptions, TaskData, TaskOptions, RunOptions],
         Seq2SeqTrainingArguments,
         prog="hf-xformers finetune",
-        usage="hf-xformers finetune [FILE.yaml] --task TASK --model MODEL\n"
-        "                            --data FILE --output_dir DIR [OPTION VALUE ...]",
+        usage=(
+            "hf-xformers finetune [FILE.yaml] --task TASK --model MODEL\n"
+            "                            --data FILE --output_dir DIR [OPTION VALUE ...]"
+        ),
         description=_DESCRIPTION,
     )
     look = first_look.get

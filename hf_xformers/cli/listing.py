@@ -13,8 +13,8 @@ from .console import print_facts, show
 from .descriptions import SHAPES, component, components, own_components, own_defaults, replaced, variants
 from .parser import CommandParser
 
-_DESCRIPTION = """The variants, in the sections of "A Survey of Transformers" (Lin et al. 2022). With the name of a variant:
-everything about it. With another word: the variants that mention it."""
+_DESCRIPTION = """The variants, in the sections of "A Survey of Transformers" (Lin et al. 2022). With the name of a
+variant: everything about it. With another word: the variants that mention it."""
 _LEGEND = (
     "E encoder, D decoder, S encoder-decoder (seq2seq), I images. `hf-xformers list VARIANT` tells all about one."
 )
@@ -57,7 +57,10 @@ def make_parser() -> CommandParser:
         nargs="?",
         const="all",
         metavar="SLOT[.NAME]",
-        help=f"components instead: of a slot ({', '.join(SLOTS)}), or of all; with a name, or of a VARIANT, their fields are explained",
+        help=(
+            f"components instead: of a slot ({', '.join(SLOTS)}), or of all; with a name, or of a VARIANT, their"
+            " fields are explained"
+        ),
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -175,7 +178,8 @@ def _show_components(where: str, words: Sequence[str], as_json: bool) -> None:
     slot, _, name = where.partition(".")
     if slot in model_types() or f"xf_{slot}" in model_types():
         raise ValueError(
-            f"--components {slot!r} is a variant and no slot; `hf-xformers list {slot} --components` shows its components"
+            f"--components {slot!r} is a variant and no slot; `hf-xformers list {slot} --components` shows its"
+            " components"
         )
     if slot != "all" and slot not in SLOTS:
         raise ValueError(f"there is no slot {slot!r}.{did_you_mean(slot, SLOTS)} The slots are {', '.join(SLOTS)}")

@@ -14,7 +14,8 @@ _NOTHING = (None, False, "", argparse.SUPPRESS)
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """One spelling of each option, the defaults, and paragraphs: indented lines of a text are examples, left as they are."""
+    """One spelling of each option, the defaults, and paragraphs: indented lines of a text are examples, left as they
+    are."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         blocks = re.split(r"\n\s*\n", text)
@@ -67,7 +68,8 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class RefusingParser(argparse.ArgumentParser):
-    """ArgumentParser that raises ValueError, the nearest known word first, where argparse would print its usage and exit."""
+    """ArgumentParser that raises ValueError, the nearest known word first, where argparse would print its usage and
+    exit."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", HelpFormatter)
@@ -75,7 +77,9 @@ class RefusingParser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
         self._typed: list[str] = []
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
         self._typed = [token.split("=")[0] for token in args or ()]
         return super().parse_known_args(args, namespace)
 
@@ -89,7 +93,8 @@ class RefusingParser(argparse.ArgumentParser):
         raise ValueError(f"{message} (see `{self.prog} --help`)")
 
     def refuse_unknown(self, rest: Sequence[str], more: Iterable[str] = ()) -> None:
-        """Raises ValueError for the first of the tokens that nobody read. more: options that are not the parser's own."""
+        """Raises ValueError for the first of the tokens that nobody read. more: options that are not the parser's
+        own."""
         if rest:
             unknown = rest[0].split("=")[0]
             kind = "option" if unknown.startswith("-") else "argument"

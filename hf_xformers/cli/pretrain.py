@@ -51,12 +51,14 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
 def _tell(prepared: Prepared) -> None:
     config, plan = prepared.config, prepared.plan
     say(
-        f"{config.model_type}, objective {plan['objective']['type']}: {amount(plan['train_rows'])} rows of {plan['block_size']} "
-        f"tokens to train on, {amount(plan['validation_rows'])} held out, {plan['vocabulary']:,} tokens in the vocabulary"
+        f"{config.model_type}, objective {plan['objective']['type']}: {amount(plan['train_rows'])} rows of"
+        f" {plan['block_size']} tokens to train on, {amount(plan['validation_rows'])} held out, {plan['vocabulary']:,}"
+        " tokens in the vocabulary"
     )
     if plan["train_streams"] is not None:
         say(
-            f"in {plan['train_streams']} streams of text, each row with the memory of the one before (--segment_streams)"
+            f"in {plan['train_streams']} streams of text, each row with the memory of the one before"
+            " (--segment_streams)"
         )
     if prepared.checkpoint is not None:
         say(f"resuming from {prepared.checkpoint}")

@@ -8,10 +8,10 @@ from pathlib import Path
 from .console import print_facts, print_table, say
 from .parser import CommandParser
 
-_DESCRIPTION = """Upload a saved model with its tokenizer, or an adapter alone, to the Hugging Face Hub in one commit, with a
-card that holds the figures of its training. Needs a token: `hf auth login`, or HF_TOKEN. A README.md in the folder is
-uploaded as it is; one that somebody wrote in the repository stays. States of the optimizer, logs, predictions and the
-checkpoints of the run are not uploaded."""
+_DESCRIPTION = """Upload a saved model with its tokenizer, or an adapter alone, to the Hugging Face Hub in one commit,
+with a card that holds the figures of its training. Needs a token: `hf auth login`, or HF_TOKEN. A README.md in the
+folder is uploaded as it is; one that somebody wrote in the repository stays. States of the optimizer, logs,
+predictions and the checkpoints of the run are not uploaded."""
 
 
 def run(argv: Sequence[str]) -> int:

@@ -10,9 +10,9 @@ from .arguments import Parser, parse_command, parse_objective
 from .console import in_options, say
 from .pretrain import OUTPUT_HELP, amount, quiet_libraries, report
 
-_DESCRIPTION = """Continue the pretraining of a saved model, e.g. after `hf-xformers convert --attention ...`, on its own
-objective and tokenizer. With --teacher the model also learns to predict as another one does, which the source of the swap
-is made for; --hidden_weight adds the teacher's hidden states.
+_DESCRIPTION = """Continue the pretraining of a saved model, e.g. after `hf-xformers convert --attention ...`, on its
+own objective and tokenizer. With --teacher the model also learns to predict as another one does, which the source of
+the swap is made for; --hidden_weight adds the teacher's hidden states.
 
 FILE.yaml has the options by name. Works unchanged under a launcher:
 
@@ -65,8 +65,10 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
         [Uptraining, Distillation, TextData],
         TrainingArguments,
         prog="hf-xformers uptrain",
-        usage="hf-xformers uptrain [FILE.yaml] --model DIR --output_dir DIR\n"
-        "                           [OPTION VALUE ...]",
+        usage=(
+            "hf-xformers uptrain [FILE.yaml] --model DIR --output_dir DIR\n"
+            "                           [OPTION VALUE ...]"
+        ),
         description=_DESCRIPTION,
     )
     start = first_look.get("model")

@@ -1,7 +1,8 @@
 """Checkpoints of transformers' own families in this package's layout, and back.
 
-One file per family (`bert.py`, ...) holds the whole correspondence as data, which both directions read: config fields and a
-table of weight rules (`rules.py`). `transfer.py` applies it to a loaded model, `checkpoint.py` to folders and Hub ids.
+One file per family (`bert.py`, ...) holds the whole correspondence as data, which both directions read: config fields
+and a table of weight rules (`rules.py`). `transfer.py` applies it to a loaded model, `checkpoint.py` to folders and
+Hub ids.
 
 ```python
 >>> from hf_xformers.conversion import convert_checkpoint, from_transformers, to_transformers
@@ -40,7 +41,8 @@ def _told(converted: tuple[PreTrainedModel, Report]) -> PreTrainedModel:
 
 
 def from_transformers(model_or_path: PreTrainedModel | str | Path, head: str | None = None) -> PreTrainedModel:
-    """Our model with the weights of one of transformers' BERT, RoBERTa, RoFormer, DeBERTa-v2, GPT, GPT-2, BART or T5 models.
+    """Our model with the weights of one of transformers' BERT, RoBERTa, RoFormer, DeBERTa-v2, GPT, GPT-2, BART or T5
+    models.
 
     model_or_path: a loaded model (which stays as it is and shares no memory with the result), a folder, or a Hub id.
     head: our head's name (`Model`, `ForMaskedLM`, `ForSequenceClassification`, ...); by default the one that fits. The

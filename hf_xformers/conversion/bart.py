@@ -1,8 +1,9 @@
 """BART: `bart` <-> `xf_bart`.
 
-Without `position_ids`, transformers counts padding on the left as positions and ours does not. `final_logits_bias` is a buffer
-there and the output projection's bias, a parameter, here: our model counts `vocab_size` more parameters. Both towers of ours
-read one token table; with `tie_word_embeddings=False` transformers keeps three, which convert while they are equal.
+Without `position_ids`, transformers counts padding on the left as positions and ours does not. `final_logits_bias` is
+a buffer there and the output projection's bias, a parameter, here: our model counts `vocab_size` more parameters. Both
+towers of ours read one token table; with `tie_word_embeddings=False` transformers keeps three, which convert while
+they are equal.
 """
 
 from __future__ import annotations

@@ -54,10 +54,10 @@ Rules = tuple[Rule, ...]
 class Head:
     """One of transformers' classes and our head for the same task.
 
-    theirs: class name. ours: head name. prefix: of the base model's tensors in their class. groups: the rule groups that
-    make up the model. pooling: what `classifier_pooling` has to come to for the two to agree. two_towers: whether
-    this pair is an encoder-decoder, where a family has both kinds. causal: what their `is_decoder` has to be, where that
-    is not free. settings: fields of our config that this class of theirs comes to, and needs on the way back.
+    theirs: class name. ours: head name. prefix: of the base model's tensors in their class. groups: the rule groups
+    that make up the model. pooling: what `classifier_pooling` has to come to for the two to agree. two_towers: whether
+    this pair is an encoder-decoder, where a family has both kinds. causal: what their `is_decoder` has to be, where
+    that is not free. settings: fields of our config that this class of theirs comes to, and needs on the way back.
     """
 
     theirs: str
@@ -80,12 +80,13 @@ class Converter:
 
     fields: our config field -> theirs (the first of several is read, all are written). to_ours, to_theirs: the fields
     that need more than a new name. groups: weight rules by part of the model, or a function from our config to them;
-    required: the parts that a checkpoint cannot lack. heads: class pairs, the best first where several share a side. training_only: their fields that act in
-    training alone, so that a loss there is a note. unread: their fields that nothing listed here reads, or that
-    `to_ours` checks by itself. unread_ours: the same for ours. ties_by_weights: their config cannot untie the output
-    projection; a checkpoint with two tables does. unread_alone: their fields that a model of one tower does not read,
-    where the family has both kinds. renamed: other names that a layout of theirs has for tensors, and those of the rules; layout: the fields of their
-    config with which their class has a place for these names.
+    required: the parts that a checkpoint cannot lack. heads: class pairs, the best first where several share a side.
+    training_only: their fields that act in training alone, so that a loss there is a note. unread: their fields that
+    nothing listed here reads, or that `to_ours` checks by itself. unread_ours: the same for ours. ties_by_weights:
+    their config cannot untie the output projection; a checkpoint with two tables does. unread_alone: their fields that
+    a model of one tower does not read, where the family has both kinds. renamed: other names that a layout of theirs
+    has for tensors, and those of the rules; layout: the fields of their config with which their class has a place for
+    these names.
     """
 
     model_type: str
@@ -107,7 +108,8 @@ class Converter:
     # ------------------------------------------------------------------------------------------------ configs
 
     def config_to_ours(self, config: PreTrainedConfig, notes: list[str] | None = None) -> XFormerConfig:
-        """Our config for one of transformers'. Settings that only matter in training and get lost are added to `notes`.
+        """Our config for one of transformers'. Settings that only matter in training and get lost are added to
+        `notes`.
 
         Raises:
             ValueError: the config says something that the variant cannot express.
@@ -125,8 +127,8 @@ class Converter:
                 continue
             if name not in self.training_only:
                 raise ValueError(
-                    f"A {self.model_type!r} model with {name}={value!r} does not convert: {self.variant} computes what "
-                    f"{name}={carried!r} does."
+                    f"A {self.model_type!r} model with {name}={value!r} does not convert: {self.variant} computes what"
+                    f" {name}={carried!r} does."
                 )
             if notes is not None:
                 notes.append(f"{name}={value!r} becomes {carried!r} (it acts in training only)")
@@ -148,8 +150,8 @@ class Converter:
         back = self._our_config(theirs)
         if config.is_encoder_decoder != back.is_encoder_decoder:
             raise ValueError(
-                f"is_encoder_decoder={config.is_encoder_decoder!r} has no counterpart in transformers for {self.model_type!r} "
-                "models."
+                f"is_encoder_decoder={config.is_encoder_decoder!r} has no counterpart in transformers for"
+                f" {self.model_type!r} models."
             )
         for mine, carried in zip(config.tower_configs(), back.tower_configs(), strict=True):
             slots = [
@@ -159,13 +161,14 @@ class Converter:
                 value, kept = getattr(mine, name), getattr(carried, name)
                 if value != kept and name not in self.unread_ours:
                     raise ValueError(
-                        f"{name}={_shown(value)} has no counterpart in transformers: every {self.model_type!r} model of "
-                        f"this size has {_shown(kept)}; only what {self.variant} presets can be converted."
+                        f"{name}={_shown(value)} has no counterpart in transformers: every {self.model_type!r} model"
+                        f" of this size has {_shown(kept)}; only what {self.variant} presets can be converted."
                     )
             pooler, kept = mine.pooler_activation, carried.pooler_activation
             if mine.add_pooler and pooler != kept:
                 raise ValueError(
-                    f"pooler_activation={pooler!r} has no counterpart: the pooler of this {self.model_type!r} model has {kept!r}."
+                    f"pooler_activation={pooler!r} has no counterpart: the pooler of this {self.model_type!r} model"
+                    f" has {kept!r}."
                 )
             for name in _DROPOUTS:
                 value, kept = _dropout(mine, name), _dropout(carried, name)

@@ -56,8 +56,8 @@ def model_type_of(source: str | Path) -> str | None:
         fields, _ = PreTrainedConfig.get_config_dict(name)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{name!r} is neither a folder nor a Hub repository that can be read: {_first_line(error)} Correct the name, or copy or "
-            "download it again."
+            f"{name!r} is neither a folder nor a Hub repository that can be read: {_first_line(error)} Correct the"
+            " name, or copy or download it again."
         ) from error
     return fields.get("model_type")
 
@@ -91,8 +91,8 @@ def _variant_again(source: str | Path) -> str:
             there, wanted = getattr(layer, slot).type, getattr(preset, slot).type
             if there != wanted:
                 raise ValueError(
-                    f"{os.fspath(source)!r} came from {variant!r} and has {slot} {there!r}, which that family does not; swap it "
-                    f"back first (`hf-xformers convert --{slot} {wanted}`), or keep the model as it is."
+                    f"{os.fspath(source)!r} came from {variant!r} and has {slot} {there!r}, which that family does"
+                    f" not; swap it back first (`hf-xformers convert --{slot} {wanted}`), or keep the model as it is."
                 )
     return variant
 
@@ -127,7 +127,8 @@ def _loaded(model_class: Any, name: str, config: PreTrainedConfig) -> Source:
         model, info = model_class.from_pretrained(name, config=config, output_loading_info=True)
     except pickle.UnpicklingError as error:  # of a Hub id; a folder was looked into before
         raise ValueError(
-            f"The weights of {name!r} hold code beside tensors, which is not run; take a model that has them as safetensors."
+            f"The weights of {name!r} hold code beside tensors, which is not run; take a model that has them as"
+            " safetensors."
         ) from error
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         reason = _first_line(error)
@@ -146,7 +147,8 @@ def load_ours(source: str | Path, model_type: str, head: str | None) -> PreTrain
     another head than the saved one the tensors start anew.
 
     Raises:
-        ValueError: there is no such head, or the weights are missing, damaged, of other sizes or not those of the class.
+        ValueError: there is no such head, or the weights are missing, damaged, of other sizes or not those of the
+        class.
     """
     name = os.fspath(source)
     config = AutoConfig.from_pretrained(name)
@@ -156,8 +158,8 @@ def load_ours(source: str | Path, model_type: str, head: str | None) -> PreTrain
     chosen = head or saved
     if chosen not in classes:
         raise ValueError(
-            f"{name!r} holds {named!r}, and {model_type} has no such class or head {chosen!r}; say which `head` it has: "
-            f"{', '.join(classes)}."
+            f"{name!r} holds {named!r}, and {model_type} has no such class or head {chosen!r}; say which `head` it"
+            f" has: {', '.join(classes)}."
         )
     found = _loaded(classes[chosen], name, config)
     absent, extra = sorted(found.absent), list(found.extra)
@@ -168,7 +170,8 @@ def load_ours(source: str | Path, model_type: str, head: str | None) -> PreTrain
         if keys:
             shown = ", ".join(map(repr, keys[:6])) + (f" and {len(keys) - 6} more" if len(keys) > 6 else "")
             raise ValueError(
-                f"The checkpoint {name!r} {what} {shown}; copy or download weights and config.json again from one place."
+                f"The checkpoint {name!r} {what} {shown}; copy or download weights and config.json again from one"
+                " place."
             )
     return found.model
 
@@ -259,7 +262,8 @@ def open_tokenizer(source: str | Path) -> Any | None:
     except (OSError, ValueError) as error:
         if local.is_dir():  # there is one, and it would be lost
             raise ValueError(
-                f"The tokenizer of {os.fspath(source)!r} cannot be read: {_first_line(error)} Copy or download it again."
+                f"The tokenizer of {os.fspath(source)!r} cannot be read: {_first_line(error)} Copy or download it"
+                " again."
             ) from error
         return None
 

@@ -1,8 +1,8 @@
 """DeBERTa, second version (its settings of v2 and v3): `deberta-v2` <-> `xf_deberta`.
 
-transformers predicts masked tokens from the last layer's states, without the paper's enhanced mask decoder: the stack is
-`plain`. A masked language model with `legacy=False`, which always reads the token table, comes back with `legacy=True`;
-a published checkpoint whose head is in that layout is read in it, whatever its config says.
+transformers predicts masked tokens from the last layer's states, without the paper's enhanced mask decoder: the stack
+is `plain`. A masked language model with `legacy=False`, which always reads the token table, comes back with
+`legacy=True`; a published checkpoint whose head is in that layout is read in it, whatever its config says.
 The bias of a relative key projection of its own adds the same to all scores of a query: ours has none.
 """
 
@@ -23,8 +23,9 @@ def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
     terms = tuple(config.pos_att_type or ())
     if not config.relative_attention or not terms or set(terms) - {"c2p", "p2c"}:
         raise ValueError(
-            f"A 'deberta-v2' model with relative_attention={config.relative_attention!r} and "
-            f"pos_att_type={config.pos_att_type!r} does not convert: xf_deberta has relative attention with 'c2p', 'p2c' or both."
+            f"A 'deberta-v2' model with relative_attention={config.relative_attention!r} and"
+            f" pos_att_type={config.pos_att_type!r} does not convert: xf_deberta has relative attention with 'c2p',"
+            " 'p2c' or both."
         )
     width = config.hidden_size
     plain = {

@@ -1,9 +1,9 @@
 """What the tensors of a swapped component are made of, where the old component's still have a meaning.
 
-A tensor that both components have under one name and in one shape is kept; no rule is needed for that. The rules here are for
-the rest: each reads the old part and the new part of a model and returns tensors for the new one. Rules of a slot run for every
-component in it; rules of single components after them, on what is there then. What no rule makes starts as the component
-itself says.
+A tensor that both components have under one name and in one shape is kept; no rule is needed for that. The rules here
+are for the rest: each reads the old part and the new part of a model and returns tensors for the new one. Rules of a
+slot run for every component in it; rules of single components after them, on what is there then. What no rule makes
+starts as the component itself says.
 
 ```python
 from hf_xformers.conversion.derivations import Derived, derives
@@ -30,8 +30,8 @@ from ..core.components import SLOTS
 
 @dataclass(frozen=True)
 class Part:
-    """One component of a model. config: its layer's view. tensors: by name inside the part; the new part's have shapes only
-    (they are on the meta device)."""
+    """One component of a model. config: its layer's view. tensors: by name inside the part; the new part's have shapes
+    only (they are on the meta device)."""
 
     spec: Any  # whose fields depend on its type
     config: XFormerConfig
@@ -52,7 +52,8 @@ _RULES: dict[tuple[str, str | None], list[Rule]] = {}
 
 
 def derives(slot: str, *types: str) -> Callable[[Rule], Rule]:
-    """Decorator: enters a rule for a slot, or for single components (names) of it. Raises `ValueError` for another slot."""
+    """Decorator: enters a rule for a slot, or for single components (names) of it. Raises `ValueError` for another
+    slot."""
     if slot not in SLOTS:
         raise ValueError(f"Unknown slot {slot!r}; the slots are: {', '.join(SLOTS)}.")
 
@@ -89,8 +90,8 @@ def _lacks(old: Part, new: Part, name: str) -> bool:
 
 
 def regrouped(tensor: Tensor, heads: int, width: int) -> Tensor:
-    """Key or value projections [K * width, ...] for another number of heads: the mean of those that one head now stands for
-    (Ainslie et al. 2023, arXiv 2305.13245, section 2.1), or copies where there are more than before."""
+    """Key or value projections [K * width, ...] for another number of heads: the mean of those that one head now
+    stands for (Ainslie et al. 2023, arXiv 2305.13245, section 2.1), or copies where there are more than before."""
     before = tensor.shape[0] // width
     common = math.lcm(before, heads)
     split = tensor.view(before, width, *tensor.shape[1:]).repeat_interleave(common // before, dim=0)
@@ -196,8 +197,8 @@ def experts(old: Part, new: Part) -> dict[str, Derived]:
 
 @derives("position", "learned_absolute")
 def position_table(old: Part, new: Part) -> dict[str, Derived]:
-    """A table of another length or offset: repeated from its start (Beltagy et al. 2020, section 5), or cut; or the table
-    of the sinusoids that it replaces."""
+    """A table of another length or offset: repeated from its start (Beltagy et al. 2020, section 5), or cut; or the
+    table of the sinusoids that it replaces."""
     name = "table.weight"
     wanted, offset = new.tensors[name], new.spec.offset
     count = wanted.shape[0] - offset

@@ -1,7 +1,7 @@
 """GPT-2: `gpt2` <-> `xf_gpt2`.
 
-Without `position_ids`, transformers counts padding on the left as positions and ours does not; with the position ids that
-`generate` makes, the two agree.
+Without `position_ids`, transformers counts padding on the left as positions and ours does not; with the position ids
+that `generate` makes, the two agree.
 """
 
 from __future__ import annotations

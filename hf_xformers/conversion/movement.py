@@ -21,9 +21,9 @@ _OUTPUTS = ("logits", "prediction_logits", "start_logits", "seq_relationship_log
 class Movement:
     """Outputs before and after, on `rows` rows of `length` tokens of `text`.
 
-    kl_mean, kl_max: KL(before || after) of the predictions in nats, over `predictions` of them; None for a model without
-    predictions. agreement: share whose most likely class is the same. states: relative change of the last hidden
-    states, |after - before| / |before|, of a model without predictions.
+    kl_mean, kl_max: KL(before || after) of the predictions in nats, over `predictions` of them; None for a model
+    without predictions. agreement: share whose most likely class is the same. states: relative change of the last
+    hidden states, |after - before| / |before|, of a model without predictions.
     """
 
     text: str
@@ -51,9 +51,9 @@ def movement(
 ) -> Movement:
     """Compares two models of this package with the same head.
 
-    texts: the sample, by default the help texts that come with Python. Without a tokenizer the sample is random tokens. A
-    masked language model is asked for every 7th token, which it does not see, if the tokenizer has a mask; others are
-    asked everywhere. Rows are as long as both models allow, 512 tokens in all.
+    texts: the sample, by default the help texts that come with Python. Without a tokenizer the sample is random
+    tokens. A masked language model is asked for every 7th token, which it does not see, if the tokenizer has a mask;
+    others are asked everywhere. Rows are as long as both models allow, 512 tokens in all.
     """
     length = min(_TOKENS, *(limit for model in (before, after) for limit in _limits(model)))
     rows = max(1, _TOKENS // length)
@@ -90,8 +90,8 @@ def movement(
 
 
 def _outputs(model: PreTrainedModel, row: Tensor, wanted: Tensor) -> Tensor | None:
-    """Logits [predictions, classes] for one row of ids, of tokens those that are wanted; None for a model that predicts
-    nothing."""
+    """Logits [predictions, classes] for one row of ids, of tokens those that are wanted; None for a model that
+    predicts nothing."""
     if type(model).__name__.endswith("ForMultipleChoice"):
         return model(input_ids=torch.stack([row, row.flip(0)])[None]).logits
     output = model(input_ids=row[None])

@@ -1,7 +1,7 @@
 """RoBERTa: `roberta` <-> `xf_roberta`.
 
-transformers numbers positions from `pad_token_id + 1` and counts the tokens that are not the padding token; ours counts those
-that the attention mask keeps. The two agree whenever the mask says what the padding is.
+transformers numbers positions from `pad_token_id + 1` and counts the tokens that are not the padding token; ours
+counts those that the attention mask keeps. The two agree whenever the mask says what the padding is.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """RoFormer: `roformer` <-> `xf_roformer`.
 
-transformers keeps the sines and cosines as a frozen table; ours computes them, for any length. Its classifier for several
-choices reads the last place of a row, ours the last token that the attention mask keeps: they agree where rows are not
-padded on the right. With `rotary_value` it counts padding on the left as positions and ours does not.
+transformers keeps the sines and cosines as a frozen table; ours computes them, for any length. Its classifier for
+several choices reads the last place of a row, ours the last token that the attention mask keeps: they agree where rows
+are not padded on the right. With `rotary_value` it counts padding on the left as positions and ours does not.
 """
 
 from __future__ import annotations

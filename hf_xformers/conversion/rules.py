@@ -1,8 +1,8 @@
 """The language of the weight tables: one list of rules per family, read in both directions.
 
-A rule names tensors of transformers' model and of ours, and an operation with its inverse. In names, `@` stands for the
-base model's prefix (`bert.` or nothing; `model.` or nothing), `{i}` for a layer of the only tower or of the encoder, `{j}`
-for a layer of an encoder-decoder's decoder, and a final `.*` for `.weight` and `.bias`.
+A rule names tensors of transformers' model and of ours, and an operation with its inverse. In names, `@` stands for
+the base model's prefix (`bert.` or nothing; `model.` or nothing), `{i}` for a layer of the only tower or of the
+encoder, `{j}` for a layer of an encoder-decoder's decoder, and a final `.*` for `.weight` and `.bias`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ NONE = Operation("no counterpart", _same, _same)
 
 @dataclass(frozen=True)
 class Rule:
-    """`theirs` and `ours`: names of tensors as the module's text says; `operation` leads from the first to the second."""
+    """`theirs` and `ours`: names of tensors as the module's text says; `operation` leads from the first to the
+    second."""
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
@@ -130,8 +131,8 @@ class Entry:
 
 
 def expand(rules: tuple[Rule, ...], group: str, prefixes: tuple[str, str], layers: tuple[int, int]) -> list[Entry]:
-    """The concrete entries of `rules`. prefixes: what `@` stands for in (their, our) names; layers: of the only tower or
-    encoder, and of the decoder (0 without one)."""
+    """The concrete entries of `rules`. prefixes: what `@` stands for in (their, our) names; layers: of the only tower
+    or encoder, and of the decoder (0 without one)."""
     entries = []
     for rule in rules:
         names = (*rule.theirs, *rule.ours)

@@ -1,9 +1,11 @@
-"""Other components for a trained model: what still has a meaning is kept, the rest starts anew, and a report says what.
+"""Other components for a trained model: what still has a meaning is kept, the rest starts anew, and a report says
+what.
 
 ```python
 >>> from hf_xformers.conversion import swap_components
 
->>> model, report = swap_components("path/to/bert", attention={"type": "longformer", "attention_window": 256}, max_length=4096)
+>>> model, report = swap_components("path/to/bert", attention={"type": "longformer", "attention_window": 256},
+max_length=4096)
 >>> print(report.summary())
 ```
 """
@@ -52,21 +54,22 @@ def swap_components(
 ) -> tuple[PreTrainedModel, SwapReport]:
     """A trained model with other components, and the account of every tensor.
 
-    source: a model of this package or one that converts (a loaded one stays as it is and shares no memory with the result),
-    a folder, or a Hub id. changes: components by slot (`attention="longformer"`, or a dict whose fields without a `type`
-    change the component that is there), `num_key_value_heads`, `decoder` (fields of an encoder-decoder's decoder) and
-    `per_layer_config`. max_length: tokens that positions shall cover. head: our head's name, by default the source's.
-    texts, tokenizer: the sample on which the movement of the outputs is measured (`measure=False`: not at all), by default
-    the help texts that come with Python and the source's own tokenizer. seed: of what starts anew.
+    source: a model of this package or one that converts (a loaded one stays as it is and shares no memory with the
+    result), a folder, or a Hub id. changes: components by slot (`attention="longformer"`, or a dict whose fields
+    without a `type` change the component that is there), `num_key_value_heads`, `decoder` (fields of an
+    encoder-decoder's decoder) and `per_layer_config`. max_length: tokens that positions shall cover. head: our head's
+    name, by default the source's.
+    texts, tokenizer: the sample on which the movement of the outputs is measured (`measure=False`: not at all), by
+    default the help texts that come with Python and the source's own tokenizer. seed: of what starts anew.
 
-    A component keeps the settings that it shares with the one it replaces (say, `bias` of any attention). The result is of
-    the source's variant while no component changes its type, and of the free mix (`XFormer...`) from then on; it is in
-    evaluation mode.
+    A component keeps the settings that it shares with the one it replaces (say, `bias` of any attention). The result
+    is of the source's variant while no component changes its type, and of the free mix (`XFormer...`) from then on; it
+    is in evaluation mode.
 
     Raises:
         TypeError: `source` is neither a model nor a path.
-        ValueError: nothing to change, a change that no weight would survive, components that cannot work together, or a
-            checkpoint that is damaged or incomplete.
+        ValueError: nothing to change, a change that no weight would survive, components that cannot work together, or
+            a checkpoint that is damaged or incomplete.
     """
     if max_length is not None:
         changes["max_length"] = max_length
@@ -243,8 +246,8 @@ def _plan(layer: Any) -> tuple[SublayerPlan, ...]:
 
 
 def _moved_norms(old: XFormerTower, new: XFormerTower) -> tuple[dict[str, Derived], set[str]]:
-    """Post-LN to pre-LN and back. What normalised the output of a sublayer now normalises the input of the next: the norm
-    after sublayer s and the one before sublayer s + 1 see the same states (Xiong et al. 2020, figure 1)."""
+    """Post-LN to pre-LN and back. What normalised the output of a sublayer now normalises the input of the next: the
+    norm after sublayer s and the one before sublayer s + 1 see the same states (Xiong et al. 2020, figure 1)."""
     kinds = (old.config.residual.type, new.config.residual.type)
     alike = [entry.name for layer in old.layers for entry in _plan(layer)] == [
         entry.name for layer in new.layers for entry in _plan(layer)

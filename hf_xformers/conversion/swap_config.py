@@ -77,8 +77,9 @@ def _layer(overrides: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str,
 
 
 def carried(slot: str, given: Any, old: Any) -> dict[str, Any]:
-    """The component `given` for `slot` as a dict, with the settings that it shares with `old`: the fields of their nearest
-    common class, and biases and activation of any feed-forward network. A dict without `type` changes `old` itself.
+    """The component `given` for `slot` as a dict, with the settings that it shares with `old`: the fields of their
+    nearest common class, and biases and activation of any feed-forward network. A dict without `type` changes `old`
+    itself.
 
     Raises:
         ValueError, TypeError: as [`build_spec`].

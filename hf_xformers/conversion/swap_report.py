@@ -15,10 +15,11 @@ class SwapReport:
     """What a swap did, by tensor name of this package's models.
 
     source, target: class names, both ours. changes: (before, after) by configuration field. kept: the same tensors.
-    derived: (tensors of the source, tensor of the target, how); without sources where a neutral value keeps the function.
-    new: started as the component's paper says. dropped: tensors of the source that nothing was made of. movement: how far
-    the outputs moved before any training. conversion: how a model of transformers became one of ours first. notes: what
-    else to know.
+    derived: (tensors of the source, tensor of the target, how); without sources where a neutral value keeps the
+    function.
+    new: started as the component's paper says. dropped: tensors of the source that nothing was made of. movement: how
+    far the outputs moved before any training. conversion: how a model of transformers became one of ours first. notes:
+    what else to know.
     """
 
     source: str
@@ -39,8 +40,8 @@ class SwapReport:
     def summary(self) -> str:
         """A few lines for people: counts, what was derived and how, names of what is new or dropped, the movement."""
         lines = [
-            f"{self.source} -> {self.target}: {len(self.kept)} tensors kept, {len(self.derived)} derived, {len(self.new)} "
-            f"new, {len(self.dropped)} dropped"
+            f"{self.source} -> {self.target}: {len(self.kept)} tensors kept, {len(self.derived)} derived,"
+            f" {len(self.new)} new, {len(self.dropped)} dropped"
         ]
         for name, (before, after) in self.changes.items():
             lines.append(f"  {name}: {_short(before)} -> {_short(after)}")

@@ -1,7 +1,7 @@
 """T5 (v1.0 and v1.1): `t5` <-> `xf_t5`.
 
-transformers says whether decoder outputs are scaled by hidden_size^-0.5 (`scale_decoder_outputs`, v1.0), and ties the output
-projection unless a checkpoint brings one of its own (v1.1). Here the first is the head's `scale`, the second
+transformers says whether decoder outputs are scaled by hidden_size^-0.5 (`scale_decoder_outputs`, v1.0), and ties the
+output projection unless a checkpoint brings one of its own (v1.1). Here the first is the head's `scale`, the second
 `tie_word_embeddings`.
 """
 

@@ -1,4 +1,5 @@
-"""Builds the counterpart of a loaded model: its config, its tensors, its generation settings, and the account of it."""
+"""Builds the counterpart of a loaded model: its config, its tensors, its generation settings, and the account of
+it."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def to_ours(source: Source, converter: Converter, head: str | None = None) -> tu
     pair = converter.head_of_theirs(type(model).__name__)
     if pair is None:
         raise ValueError(
-            f"{type(model).__name__} has no counterpart; these do: {', '.join(entry.theirs for entry in converter.heads)}."
+            f"{type(model).__name__} has no counterpart; these do:"
+            f" {', '.join(entry.theirs for entry in converter.heads)}."
         )
     name = head or pair.ours
     check_head(converter, name)
@@ -97,8 +99,9 @@ def to_ours(source: Source, converter: Converter, head: str | None = None) -> tu
             setattr(config, key, value)
     if wanted is pair and pair.causal is not None and bool(config.is_decoder) != pair.causal:
         raise ValueError(
-            f"{pair.theirs} with is_decoder={config.is_decoder!r} does not convert: {converter.variant}'s {pair.ours} attends "
-            f"{'to earlier tokens alone' if pair.causal else 'to both sides'}; set `is_decoder={pair.causal}` in its config."
+            f"{pair.theirs} with is_decoder={config.is_decoder!r} does not convert: {converter.variant}'s {pair.ours}"
+            f" attends {'to earlier tokens alone' if pair.causal else 'to both sides'}; set `is_decoder={pair.causal}`"
+            " in its config."
         )
     left = _Side(type(model), pair, pair.groups, pair.prefix, pair.ours)
     groups = converter.required if wanted is None else wanted.groups
@@ -110,8 +113,8 @@ def to_ours(source: Source, converter: Converter, head: str | None = None) -> tu
 
 
 def to_theirs(source: Source, converter: Converter, head: str | None = None) -> tuple[PreTrainedModel, Report]:
-    """transformers' model for one of ours; head: ours, by default the model's own. Where transformers has no such class, the
-    bare model is made.
+    """transformers' model for one of ours; head: ours, by default the model's own. Where transformers has no such
+    class, the bare model is made.
 
     Raises:
         ValueError: the config or a tensor has no counterpart; the message names it.
@@ -151,8 +154,9 @@ def _check_towers(converter: Converter, model: PreTrainedModel, name: str) -> No
     other = next((head for head in converter.heads if head.ours == name and head.two_towers is not None), None)
     if other is not None and other.two_towers != model.config.is_encoder_decoder:
         raise ValueError(
-            f"{type(model).__name__} does not convert to the head {name!r}, which has {'two towers' if other.two_towers else 'one tower'}; "
-            f"load the checkpoint as {other.theirs} and convert that."
+            f"{type(model).__name__} does not convert to the head {name!r}, which has"
+            f" {'two towers' if other.two_towers else 'one tower'}; load the checkpoint as {other.theirs} and convert"
+            " that."
         )
 
 
@@ -186,15 +190,15 @@ def _check_pooling(converter: Converter, config: XFormerConfig, left: _Side, wan
     for name, value in wanted.settings.items():
         if getattr(config, name) != value:
             raise ValueError(
-                f"{name}={getattr(config, name)!r} has no counterpart: {wanted.theirs} does what {name}={value!r} says. Convert "
-                "the bare model with `head='Model'`."
+                f"{name}={getattr(config, name)!r} has no counterpart: {wanted.theirs} does what {name}={value!r}"
+                " says. Convert the bare model with `head='Model'`."
             )
     entries = converter.entries(wanted.groups, ("", ""), config)
     pooled = any("pooler." in name for entry in entries for name in entry.ours)
     if pooled and wanted.ours != "Model" and not config.add_pooler:
         raise ValueError(
-            f"A classifier without a pooler (`add_pooler=False`) has no counterpart: {wanted.theirs} reads the first token "
-            "through one. Convert the bare model with `head='Model'`."
+            f"A classifier without a pooler (`add_pooler=False`) has no counterpart: {wanted.theirs} reads the first"
+            " token through one. Convert the bare model with `head='Model'`."
         )
 
 
@@ -235,9 +239,9 @@ def _transfer(
             unmapped.append(name)
     if unmapped:
         raise ValueError(
-            f"{report.source} holds tensors that {report.target} has no place for: {_listed(unmapped)}. Nothing was "
-            "converted, so that nothing is lost unnoticed; copy or download weights and config.json again from one place, or "
-            "load and save the model to leave these tensors behind."
+            f"{report.source} holds tensors that {report.target} has no place for: {_listed(unmapped)}. Nothing was"
+            " converted, so that nothing is lost unnoticed; copy or download weights and config.json again from one"
+            " place, or load and save the model to leave these tensors behind."
         )
     if source.borrowed:  # loading takes tensors as they are; the two models must not share memory
         made = {name: tensor.detach().clone() for name, tensor in made.items()}
@@ -274,7 +278,8 @@ def _apply(
     missing = [name for group, names in lacking.items() if group in present | {*converter.required} for name in names]
     if missing:
         raise ValueError(
-            f"The {report.source} checkpoint lacks {_listed(missing)}; copy or download it again, or save the whole model."
+            f"The {report.source} checkpoint lacks {_listed(missing)}; copy or download it again, or save the whole"
+            " model."
         )
     made: dict[str, Tensor] = {}
     for entry in entries:
@@ -313,8 +318,8 @@ def _apply(
 
 
 def _known_names(converter: Converter, config: XFormerConfig, side: int, *, optional: bool = False) -> set[str]:
-    """Names of the tensors of any class of one side (0: theirs, 1: ours) that a rule speaks of; optional: without those
-    of required groups."""
+    """Names of the tensors of any class of one side (0: theirs, 1: ours) that a rule speaks of; optional: without
+    those of required groups."""
     groups = [group for group in converter.groups if not (optional and group in converter.required)]
     names: set[str] = set()
     for head in converter.heads:

@@ -1,1 +1,2 @@
-"""What every component relies on and what knows no mechanism: specs, the call's context, caches, memories, outputs, losses."""
+"""What every component relies on and what knows no mechanism: specs, the call's context, caches, memories, outputs,
+losses."""

@@ -67,7 +67,8 @@ class RecurrentStateLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
             raise ValueError(
-                "A recurrent state cannot forget its last tokens; decode without an assistant model (which drops tokens)."
+                "A recurrent state cannot forget its last tokens; decode without an assistant model (which drops"
+                " tokens)."
             )
 
 

@@ -1,8 +1,8 @@
 """Component slots, their specs and registries.
 
 An X-former is the vanilla Transformer with one or more *components* replaced. A component is described by a *spec*: a
-small strict dataclass that stands in the same file as the module it configures and registers itself under a name in one
-of the slots below. A config stores one spec per slot; the model builds its modules from them.
+small strict dataclass that stands in the same file as the module it configures and registers itself under a name in
+one of the slots below. A config stores one spec per slot; the model builds its modules from them.
 
 This file imports none of the rooms: a room is imported the first time one of its names is looked up.
 """
@@ -35,9 +35,11 @@ class Spec:
     `build(config, **where)`, which returns the component's module.
 
     inputs: further model inputs that the component reads, by keyword name; they reach it in `context.inputs`.
-    tensor_parallel: whether the component gives the same in every process of a tensor-parallel group. layers_apart: whether
-    parameters of a layer are read inside that layer's call alone, so that they may be sharded layer by layer (FSDP).
-    packed: of attentions, blocks and stacks, whether it keeps the documents of a packed row apart (`context.segment_ids`).
+    tensor_parallel: whether the component gives the same in every process of a tensor-parallel group. layers_apart:
+    whether parameters of a layer are read inside that layer's call alone, so that they may be sharded layer by layer
+    (FSDP).
+    packed: of attentions, blocks and stacks, whether it keeps the documents of a packed row apart
+    (`context.segment_ids`).
     context_parallel: whether it is right where each process is given a part of every text (single tokens with their
     positions, and SDPA in causal order without a mask or bias).
     """
@@ -161,8 +163,8 @@ def resolve_field_types(cls: type) -> None:
 
 
 def aliased(default: Any, *names: str) -> Any:
-    """A spec's field with a default and further names that users may give it by: the short word that kindred components
-    share, such as `window`. A config stores and shows the field's own name."""
+    """A spec's field with a default and further names that users may give it by: the short word that kindred
+    components share, such as `window`. A config stores and shows the field's own name."""
     return dataclasses.field(default=default, metadata={"aliases": names})
 
 
@@ -244,8 +246,8 @@ def build_spec(slot: str, value: SpecLike) -> Spec:
         for alias, field_name in aliases.items():
             valid[field_name] += f" (or {alias})"
         raise ValueError(
-            f"Unknown field {unknown[0]!r} of {slot} {name!r}.{did_you_mean(unknown[0], [*valid, *aliases])} Its fields "
-            f"are: {', '.join(valid.values()) or 'none'}."
+            f"Unknown field {unknown[0]!r} of {slot} {name!r}.{did_you_mean(unknown[0], [*valid, *aliases])} Its"
+            f" fields are: {', '.join(valid.values()) or 'none'}."
         )
     for key, entry in fields.items():
         if isinstance(entry, list):  # JSON has no tuples; frozen sequences keep specs comparable and hashable by value
@@ -278,21 +280,21 @@ def check_components(config) -> None:
     attention, position, cross = config.attention, config.position, config.cross_attention
     if config.is_decoder and not attention.causal:
         raise ValueError(
-            f"attention {attention.type!r} has no causal form and cannot stand in a decoder: {attention.why_not_causal} "
-            f"Use it in an encoder, or give the decoder another mechanism, e.g. "
-            f"`decoder={{'attention': 'dense'}}` in an encoder-decoder."
+            f"attention {attention.type!r} has no causal form and cannot stand in a decoder:"
+            f" {attention.why_not_causal} Use it in an encoder, or give the decoder another mechanism, e.g."
+            " `decoder={'attention': 'dense'}` in an encoder-decoder."
         )
     if not config.is_decoder and not attention.bidirectional:
         raise ValueError(
-            f"attention {attention.type!r} is causal only and cannot stand in an encoder; use it with `is_decoder=True` "
-            f"(the causal LM classes do), or choose a bidirectional mechanism such as 'dense'."
+            f"attention {attention.type!r} is causal only and cannot stand in an encoder; use it with"
+            " `is_decoder=True` (the causal LM classes do), or choose a bidirectional mechanism such as 'dense'."
         )
     for slot in ("attention", "cross_attention"):
         scale = getattr(config, slot).scale
         if scale is not None and scale <= 0:
             raise ValueError(
-                f"{slot} {getattr(config, slot).type!r} needs a positive `scale` on its scores, or None for 1 / sqrt(head "
-                f"width), got {scale}."
+                f"{slot} {getattr(config, slot).type!r} needs a positive `scale` on its scores, or None for 1 /"
+                f" sqrt(head width), got {scale}."
             )
     if not cross.cross:
         raise ValueError(f"attention {cross.type!r} cannot read a memory as `cross_attention`; use 'dense' there.")
@@ -304,13 +306,13 @@ def check_components(config) -> None:
     ):
         if act in position.acts and not getattr(attention, capability):
             raise ValueError(
-                f"position {position.type!r} {what}, which attention {attention.type!r} has no place for; use an input-level "
-                f"position such as 'sinusoidal_absolute' or 'learned_absolute', or attention 'dense'."
+                f"position {position.type!r} {what}, which attention {attention.type!r} has no place for; use an"
+                " input-level position such as 'sinusoidal_absolute' or 'learned_absolute', or attention 'dense'."
             )
     if position.needs_causal and not config.is_decoder:
         raise ValueError(
             f"position {position.type!r} only works in a causal decoder; give the encoder another position such as "
-            f"'learned_absolute'."
+            "'learned_absolute'."
         )
     if config.unpad_inputs:
         refuse_unpadding(config)
@@ -329,8 +331,8 @@ def refuse_packing(layers: list) -> None:
             spec = getattr(layer, slot)
             if not spec.packed:
                 raise ValueError(
-                    f"`position_ids` restart inside a row (packed documents), which {slot} {spec.type!r} cannot keep apart; "
-                    "give one document per row, or an `attention_mask` to say that rows are not packed."
+                    f"`position_ids` restart inside a row (packed documents), which {slot} {spec.type!r} cannot keep"
+                    " apart; give one document per row, or an `attention_mask` to say that rows are not packed."
                 )
 
 
@@ -347,9 +349,10 @@ def check_shared(layers: list) -> None:
     for index, found in enumerate(sizes):
         if found != sizes[0]:
             raise ValueError(
-                f"position {position.type!r} has the same tables for all layers, whose heads therefore have to be alike, but "
-                f"layer {index} has {layers[index].num_attention_heads} of width {layers[index].head_width} and layer 0 "
-                f"{layers[0].num_attention_heads} of width {layers[0].head_width}; give all layers the same heads."
+                f"position {position.type!r} has the same tables for all layers, whose heads therefore have to be"
+                f" alike, but layer {index} has {layers[index].num_attention_heads} of width"
+                f" {layers[index].head_width} and layer 0 {layers[0].num_attention_heads} of width"
+                f" {layers[0].head_width}; give all layers the same heads."
             )
     decodes_memory = layers[0].is_decoder and layers[0].is_encoder_decoder
     for slot in ("attention", "cross_attention") if decodes_memory else ("attention",):
@@ -363,29 +366,30 @@ def _check_chain(slot: str, layers: list) -> None:
         for holder, shares in ((layer.stack, spec.hands_on(layer)), (layer.block, sizes is not None)):
             if shares and not holder.passes_streams:
                 raise ValueError(
-                    f"{slot} {spec.type!r} as it is set hands tensors from layer to layer, which {holder.slot} "
-                    f"{holder.type!r} cannot pass on; use another mechanism, e.g. 'dense', or the stack 'plain' and the block "
-                    "'vanilla'."
+                    f"{slot} {spec.type!r} as it is set hands tensors from layer to layer, which {holder.slot}"
+                    f" {holder.type!r} cannot pass on; use another mechanism, e.g. 'dense', or the stack 'plain' and"
+                    " the block 'vanilla'."
                 )
         if sizes is None:
             continue
         first = specs[0].shared_sizes(layers[0]) if specs[0].type == spec.type else None
         if spec.first_owns and first is None:
             raise ValueError(
-                f"{slot} {spec.type!r} of layer {index} reads what layer 0 owns, which has {specs[0].type!r} as it is set; give "
-                f"layer 0 {spec.type!r} with the same fields, or layer {index} another mechanism."
+                f"{slot} {spec.type!r} of layer {index} reads what layer 0 owns, which has {specs[0].type!r} as it is"
+                f" set; give layer 0 {spec.type!r} with the same fields, or layer {index} another mechanism."
             )
         if spec.runs_through and any(other.type != spec.type for other in specs):
             others = ", ".join(sorted({repr(other.type) for other in specs if other.type != spec.type}))
             raise ValueError(
-                f"{slot} {spec.type!r} carries a memory through all layers of a tower, of which some have {others}; give all "
-                f"layers {spec.type!r}, or none."
+                f"{slot} {spec.type!r} carries a memory through all layers of a tower, of which some have {others};"
+                f" give all layers {spec.type!r}, or none."
             )
         for other, (wider, kept) in enumerate(zip(layers, specs, strict=True)):
             if kept.type == spec.type and kept.shared_sizes(wider) not in (None, sizes):
                 raise ValueError(
-                    f"{slot} {spec.type!r} shares tensors between layers, so their sizes have to be alike, but layer {index} "
-                    f"has {sizes} and layer {other} {kept.shared_sizes(wider)}; leave those out of `per_layer_config`."
+                    f"{slot} {spec.type!r} shares tensors between layers, so their sizes have to be alike, but layer"
+                    f" {index} has {sizes} and layer {other} {kept.shared_sizes(wider)}; leave those out of"
+                    " `per_layer_config`."
                 )
 
 

@@ -36,17 +36,17 @@ class LayerContext:
         memory_padding_mask: [B, M] boolean mask of the memory that cross-attention reads.
         implementation: name of the attention back-end (transformers' `attn_implementation`).
         output_attentions: whether attention weights are wanted (selects the literal path).
-        output_hidden_states: whether every layer's output is wanted; a stack that would run fewer layers, or run them in
-            pieces, then runs them all, each over the whole sequence.
-        unpadding: where the real tokens are, if layers are given them alone as one row [1, N, D] (`unpad_inputs`); masks and
-            indices above are still those of the padded batch.
+        output_hidden_states: whether every layer's output is wanted; a stack that would run fewer layers, or run them
+            in pieces, then runs them all, each over the whole sequence.
+        unpadding: where the real tokens are, if layers are given them alone as one row [1, N, D] (`unpad_inputs`);
+            masks and indices above are still those of the padded batch.
         inputs_embeds, position_ids: what the caller gave, for back-ends that build masks of their own.
         inputs: further model inputs that a component asked for by name (`Spec.inputs`) and the caller gave.
-        shared: results computed once per call and read by every layer (masks, rotary tables), and modules whose parameters
-            they read. No tensor with a gradient: a stack that runs layers again would lose it.
+        shared: results computed once per call and read by every layer (masks, rotary tables), and modules whose
+            parameters they read. No tensor with a gradient: a stack that runs layers again would lose it.
         streams: tensors with gradients that layers read and hand on (score biases, other layers' scores, extra
-            sequences). They travel through a layer's arguments, so that checkpointing follows them. What a layer hands on
-            leads with the batch, or with 1.
+            sequences). They travel through a layer's arguments, so that checkpointing follows them. What a layer hands
+            on leads with the batch, or with 1.
     """
 
     padding_mask: Tensor | None
@@ -103,7 +103,8 @@ class LayerContext:
         return seen
 
     def derive(self, **changes: Any) -> LayerContext:
-        """A copy for a part of the stack with other length, positions or masks; shared results are not carried over."""
+        """A copy for a part of the stack with other length, positions or masks; shared results are not carried
+        over."""
         return replace(self, shared={}, streams={}, **changes)
 
 
@@ -133,7 +134,8 @@ def segments_from_positions(position_ids: Tensor) -> Tensor | None:
 
 
 def document_numbers(position_ids: Tensor) -> Tensor:
-    """Positions [B, T] that restart where a document begins -> the number of each token's document in its row, [B, T]."""
+    """Positions [B, T] that restart where a document begins -> the number of each token's document in its row, [B,
+    T]."""
     restart = position_ids[:, 1:] != position_ids[:, :-1] + 1
     return torch.nn.functional.pad(restart.long().cumsum(-1), (1, 0))
 

@@ -19,8 +19,8 @@ def refuse_non_finite(model: nn.Module, name: str) -> None:
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise ValueError(
-            f"the weights {wrong[0]!r}{more} of {name!r} are not finite numbers, so the model diverged before it was saved; take "
-            "an earlier checkpoint, or train it again with a smaller learning rate"
+            f"the weights {wrong[0]!r}{more} of {name!r} are not finite numbers, so the model diverged before it was"
+            " saved; take an earlier checkpoint, or train it again with a smaller learning rate"
         )
 
 

@@ -15,8 +15,8 @@ class Gates(nn.Module):
     """n gates for each token (Bapna et al. 2020, arXiv 2002.07106).
 
     G(x) = W_2 relu(W_1 x). Training: g = sigmoid(G(x) + alpha * eps), eps ~ N(0, 1), where alpha grows, so that only
-    values far from 0 survive the noise. Evaluation: g = 1 if G(x) >= 0, else 0. Float32 at least. At the start most gates
-    are open (`gate_bias`), so that an untrained model is a whole one.
+    values far from 0 survive the noise. Evaluation: g = 1 if G(x) >= 0, else 0. Float32 at least. At the start most
+    gates are open (`gate_bias`), so that an untrained model is a whole one.
     """
 
     def __init__(self, config, count: int):
@@ -37,7 +37,8 @@ class Gates(nn.Module):
 
 
 def gate_usage(*gates: tuple[Tensor, Tensor | None]) -> dict[str, Tensor]:
-    """Sums for the budget: of each (gates [B, T, n], real tokens [B, T] or None), how much is open, and of how much."""
+    """Sums for the budget: of each (gates [B, T, n], real tokens [B, T] or None), how much is open, and of how
+    much."""
     opened, total = [], []
     for gate, real in gates:
         wide = gate if gate.dtype == torch.float64 else gate.float()
@@ -51,6 +52,6 @@ def check_stack(component, config) -> None:
     """Gates need a stack that feeds them. Raises `ValueError` otherwise."""
     if not config.stack.feeds_gates:
         raise ValueError(
-            f"{component.slot} {component.type!r} has gates that the stack {config.stack.type!r} gives no noise and no budget; "
-            "set `stack='conditional_computation'`."
+            f"{component.slot} {component.type!r} has gates that the stack {config.stack.type!r} gives no noise and no"
+            " budget; set `stack='conditional_computation'`."
         )

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 
 def seeded_generator(*key: int | str) -> torch.Generator:
-    """A CPU generator whose numbers depend on `key` alone (component, seed, layer, ...), for random buffers that must be
-    equal in every process and after a reload."""
+    """A CPU generator whose numbers depend on `key` alone (component, seed, layer, ...), for random buffers that must
+    be equal in every process and after a reload."""
     # A checksum, as the generator reads no more than 32 bits of its seed.
     return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
 
@@ -24,8 +24,8 @@ def seeded_normal(shape: Sequence[int], *key: int | str) -> Tensor:
 def start_linear(config, init, linear: nn.Linear) -> None:
     """Starts any linear map, after the generic rule has run on it.
 
-    xavier: Glorot uniform. small: normal of variance 2 / (fan in + fan out), and 2 / (5 fan in) for a square map, as if it were
-    one of a feed-forward of four times the width (SmallInit; Nguyen & Salazar 2019, section 3.1).
+    xavier: Glorot uniform. small: normal of variance 2 / (fan in + fan out), and 2 / (5 fan in) for a square map, as
+    if it were one of a feed-forward of four times the width (SmallInit; Nguyen & Salazar 2019, section 3.1).
     """
     if config.initializer == "xavier":
         init.xavier_uniform_(linear.weight, gain=config.initializer_factor)
@@ -39,8 +39,8 @@ def start_projections(config, init, *, inputs: Sequence[nn.Linear], output: nn.L
     """Starts a sublayer's projections, after the generic rule has run on each of them.
 
     scaled_residual: the projection that writes to the residual stream is divided by sqrt(2 * layers), so that the
-    stream's variance does not grow with depth (Radford et al. 2019, section 2.3). t5: each weight has standard deviation
-    1 / sqrt(fan in) (Raffel et al. 2020, released code).
+    stream's variance does not grow with depth (Radford et al. 2019, section 2.3). t5: each weight has standard
+    deviation 1 / sqrt(fan in) (Raffel et al. 2020, released code).
     """
     if config.initializer == "scaled_residual":
         layers = max(2 * config.num_hidden_layers, 1)

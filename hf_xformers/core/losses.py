@@ -17,8 +17,8 @@ def token_cross_entropy(
 ) -> Tensor:
     """Mean cross-entropy of labelled tokens, in float32 (nats per token).
 
-    logits [..., V], labels [...]. num_items_in_batch: divide by this count instead of this batch's own (what the Trainer
-    gives under gradient accumulation). A batch without a single label has loss 0 (with gradient), not NaN.
+    logits [..., V], labels [...]. num_items_in_batch: divide by this count instead of this batch's own (what the
+    Trainer gives under gradient accumulation). A batch without a single label has loss 0 (with gradient), not NaN.
     """
     vocab_size = logits.shape[-1]
     logits = logits.reshape(-1, vocab_size)
@@ -32,9 +32,9 @@ def token_cross_entropy(
 
 
 def labels_after_real_tokens(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Labels [B, T] of a causal model (the shift is still to come), -100 where the token before is padding: with padding on
-    the left no real token predicts a text's first one. attention_mask [B, T], or [B, cached + T]; other masks change
-    nothing."""
+    """Labels [B, T] of a causal model (the shift is still to come), -100 where the token before is padding: with
+    padding on the left no real token predicts a text's first one. attention_mask [B, T], or [B, cached + T]; other
+    masks change nothing."""
     if attention_mask is None or attention_mask.ndim != 2 or attention_mask.shape[1] < labels.shape[1]:
         return labels
     real = attention_mask.to(labels.device) != 0

@@ -1,5 +1,5 @@
-"""Outputs of transformers with one more field: the auxiliary losses collected inside the model, by name. They stand beside
-a loss, and wherever gradients are recorded."""
+"""Outputs of transformers with one more field: the auxiliary losses collected inside the model, by name. They stand
+beside a loss, and wherever gradients are recorded."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .segment_memory import SegmentMemory
 class TowerOutput(base.BaseModelOutputWithPastAndCrossAttentions):
     """last_hidden_state [B, T, D]; padding_mask: boolean [B, T] that belongs to it (None: nothing is padded); memories
     [B, steps of the decoder, T, D]: what each decoder layer reads, from an encoder that gives them different ones (the
-    batch comes first, so that beams expand it); segment_memory: what the next segment of the text may read of this one,
-    from a stack with such a memory."""
+    batch comes first, so that beams expand it); segment_memory: what the next segment of the text may read of this
+    one, from a stack with such a memory."""
 
     padding_mask: torch.Tensor | None = None
     aux_losses: dict[str, torch.Tensor] | None = None

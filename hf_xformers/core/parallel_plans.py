@@ -36,8 +36,8 @@ def tensor_parallel_plan(config: Any) -> dict[str, str] | None:
     """Names of a base model's modules -> how they are split over processes; None where nothing is.
 
     Attention is split by heads where heads know nothing of each other (`AttentionSpec.splits_heads`, and no position
-    that acts inside the attention of single heads), dense feed-forward networks by inner channels. All else is whole in
-    every process.
+    that acts inside the attention of single heads), dense feed-forward networks by inner channels. All else is whole
+    in every process.
     """
     if _undivided(config) is not None:
         return None
@@ -87,7 +87,8 @@ def check_tensor_parallel(config: Any, size: int) -> None:
     """Refuses `size` processes for a config that they cannot share.
 
     Raises:
-        ValueError: a component must see its own batch in every process, nothing can be split, or the heads do not divide.
+        ValueError: a component must see its own batch in every process, nothing can be split, or the heads do not
+        divide.
     """
     if size <= 1:
         return
@@ -95,14 +96,15 @@ def check_tensor_parallel(config: Any, size: int) -> None:
     whole = _undivided(config)
     if whole is not None:
         raise ValueError(
-            f"{whole.slot} {whole.type!r} keeps statistics of the batches of all processes, which under tensor parallelism "
-            f"are one and the same batch; {instead}."
+            f"{whole.slot} {whole.type!r} keeps statistics of the batches of all processes, which under tensor"
+            f" parallelism are one and the same batch; {instead}."
         )
     plan = tensor_parallel_plan(config)
     if plan is None:
         raise ValueError(
-            f"attention {config.attention.type!r} with position {config.position.type!r} and feedforward "
-            f"{config.feedforward.type!r} has nothing that tensor parallelism could split over {size} processes; {instead}."
+            f"attention {config.attention.type!r} with position {config.position.type!r} and feedforward"
+            f" {config.feedforward.type!r} has nothing that tensor parallelism could split over {size} processes;"
+            f" {instead}."
         )
     if not any(name.endswith("q_proj") for name in plan):
         return

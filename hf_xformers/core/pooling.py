@@ -10,7 +10,8 @@ from transformers.activations import ACT2FN
 
 
 def pool(hidden_states: Tensor, mask: Tensor | None, how: str) -> Tensor:
-    """One vector per row: the `first`, the `mean` or the `last` real token. [B, T, D], mask [B, T] or None -> [B, D]."""
+    """One vector per row: the `first`, the `mean` or the `last` real token. [B, T, D], mask [B, T] or None -> [B,
+    D]."""
     if mask is None:
         if how == "mean":
             return hidden_states.mean(dim=1)
@@ -27,8 +28,8 @@ def pool(hidden_states: Tensor, mask: Tensor | None, how: str) -> Tensor:
 
 
 class Pooler(nn.Module):
-    """tanh(W h_0 + b) of the first real token (Devlin et al. 2019), in a decoder of the last, which alone has read the whole
-    text; the config may choose another activation."""
+    """tanh(W h_0 + b) of the first real token (Devlin et al. 2019), in a decoder of the last, which alone has read the
+    whole text; the config may choose another activation."""
 
     inputs: ClassVar[tuple[str, ...]] = ()
 

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 class Float32Module(nn.Module):
     """A module whose floating parameters and buffers, and those of its children, never become less than float32.
 
-    For numbers that are multiplied by positions or summed over them, such as learned frequencies: rounded to bfloat16, a frequency
-    is wrong by up to 1 in 256, so that an angle at position 2000 is wrong by several turns. `model.half()`, `model.bfloat16()` and
-    `model.to(dtype)` leave them in float32, and so does `from_pretrained(dtype=...)` ([`float32_names`]). What such a module
-    gives out is brought to the type of the states it joins.
+    For numbers that are multiplied by positions or summed over them, such as learned frequencies: rounded to bfloat16,
+    a frequency is wrong by up to 1 in 256, so that an angle at position 2000 is wrong by several turns.
+    `model.half()`, `model.bfloat16()` and `model.to(dtype)` leave them in float32, and so does
+    `from_pretrained(dtype=...)` ([`float32_names`]). What such a module gives out is brought to the type of the states
+    it joins.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

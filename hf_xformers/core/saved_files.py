@@ -36,7 +36,8 @@ def read_object(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{str(path)!r} is no valid JSON; save, copy or download it again") from None
     if not isinstance(content, dict):
         raise ValueError(
-            f"{str(path)!r} holds {_what(content)} where there should be an object {{...}}; save, copy or download it again"
+            f"{str(path)!r} holds {_what(content)} where there should be an object {{...}}; save, copy or download it"
+            " again"
         )
     return content
 
@@ -46,12 +47,12 @@ def _what(content: Any) -> str:
 
 
 def refuse_damaged_weights(name: str | Path) -> None:
-    """Says what is wrong with the weights of a model's folder before anything reads them, and that pickles among them hold
-    nothing but tensors.
+    """Says what is wrong with the weights of a model's folder before anything reads them, and that pickles among them
+    hold nothing but tensors.
 
     Raises:
-        ValueError: a file is missing, cut off, or no safetensors; an index is broken or names files outside the folder; a
-            pickle holds code.
+        ValueError: a file is missing, cut off, or no safetensors; an index is broken or names files outside the
+            folder; a pickle holds code.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
@@ -62,13 +63,14 @@ def refuse_damaged_weights(name: str | Path) -> None:
     for path in weight_files(folder):
         if path.suffix == ".bin" and (found := _code_in(path)):
             raise ValueError(
-                f"{str(path)!r} holds code ({found}) beside tensors, which is not run; take the model as safetensors, or save its "
-                "`state_dict()` alone"
+                f"{str(path)!r} holds code ({found}) beside tensors, which is not run; take the model as safetensors,"
+                " or save its `state_dict()` alone"
             )
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that a model's weights are read from; none where there are none. Raises as [`weights_defect`] explains."""
+    """The files that a model's weights are read from; none where there are none. Raises as [`weights_defect`]
+    explains."""
     for name in WEIGHTS:
         if (folder / name).is_file():
             return [folder / name]
@@ -106,8 +108,8 @@ def _parts(index: Path) -> list[str]:
 
 
 def safetensors_defect(path: Path) -> str | None:
-    """What is wrong with a safetensors file, in a few words; None if it is whole: 8 bytes with the header's length, a JSON
-    header of shapes and places, and tensors that fill the rest."""
+    """What is wrong with a safetensors file, in a few words; None if it is whole: 8 bytes with the header's length, a
+    JSON header of shapes and places, and tensors that fill the rest."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -180,7 +182,8 @@ def write_json(path: Path, content: Any) -> None:
 
 @contextmanager
 def saving_into(folder: Path) -> Iterator[Path]:
-    """A scratch folder whose files go to `folder`, each at once, when the block ends well; else `folder` stays as it was."""
+    """A scratch folder whose files go to `folder`, each at once, when the block ends well; else `folder` stays as it
+    was."""
     fresh = not folder.exists()
     staging = folder / STAGING
     shutil.rmtree(staging, ignore_errors=True)  # of a save that was killed

@@ -1,7 +1,7 @@
 """Segment memory: what a model carries from one segment of a text to the next, beside and apart from the KV cache.
 
-It holds hidden states, not keys and values: they are projected anew in every segment, so that the projections learn from
-them, while no gradient reaches the segment that made them.
+It holds hidden states, not keys and values: they are projected anew in every segment, so that the projections learn
+from them, while no gradient reaches the segment that made them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class SegmentMemory:
         return self.states, self.mask
 
     def key_order(self, real: Tensor | None, length: int) -> Tensor | None:
-        """The order in which the slots of [memory ; segment] are read ([`slot_order`]), [B, slots + T]; None: as they stand.
+        """The order in which the slots of [memory ; segment] are read ([`slot_order`]), [B, slots + T]; None: as they
+        stand.
         real: [B, T] boolean, the real tokens of a segment of `length` T, or None (all)."""
         return None if real is None else slot_order(self.mask, self.length, real)
 
@@ -62,8 +63,8 @@ class SegmentMemory:
     def joined(
         self, states: Sequence[Tensor], real: Tensor | None
     ) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
-        """Memory and segment in one, [B, M + T, D] per step without gradient, real tokens last; their mask, and the order
-        [B, M + T] into which they were brought (None: nothing is padded)."""
+        """Memory and segment in one, [B, M + T, D] per step without gradient, real tokens last; their mask, and the
+        order [B, M + T] into which they were brought (None: nothing is padded)."""
         new = [state.detach() for state in states]
         if self.states:
             new = [torch.cat([old.to(state.dtype), state], dim=1) for old, state in zip(self.states, new, strict=True)]
@@ -78,7 +79,8 @@ class SegmentMemory:
         return self._map(torch.Tensor.detach)
 
     def reset(self, rows: Tensor | None = None) -> SegmentMemory:
-        """Forgets everything, or the rows where the boolean `rows` [B] is True: they then read as before the first segment."""
+        """Forgets everything, or the rows where the boolean `rows` [B] is True: they then read as before the first
+        segment."""
         if rows is None:
             return type(self)()
         if not self.states:
@@ -165,7 +167,8 @@ def take_slots(states: Tensor, order: Tensor) -> Tensor:
 
 
 def join_masks(first: Tensor | None, length: int, second: Tensor | None, like: Tensor) -> Tensor | None:
-    """Masks [B, length] of a memory and [B, T] of a segment `like` [B, T, ...], side by side; None where all are real."""
+    """Masks [B, length] of a memory and [B, T] of a segment `like` [B, T, ...], side by side; None where all are
+    real."""
     if first is None and second is None:
         return None
     batch, new = like.shape[:2]
@@ -177,8 +180,8 @@ def join_masks(first: Tensor | None, length: int, second: Tensor | None, like: T
 
 
 def slot_order(mask: Tensor | None, slots: int, real: Tensor) -> Tensor:
-    """Where the keys of [memory ; segment] stand, [B, slots + T]: empty slots of the memory and padding at the left of the
-    segment come first, so that the distance between two real tokens is that of their slots.
+    """Where the keys of [memory ; segment] stand, [B, slots + T]: empty slots of the memory and padding at the left of
+    the segment come first, so that the distance between two real tokens is that of their slots.
 
     mask: [B, slots] boolean or None (all are real); real: [B, T] boolean, the segment's real tokens.
     """
@@ -191,8 +194,8 @@ def slot_order(mask: Tensor | None, slots: int, real: Tensor) -> Tensor:
 class CompressiveMemory(SegmentMemory):
     """Two levels: the states of recent tokens, and before them what older ones were compressed to.
 
-    compressed: one [B, C, D] per execution step, oldest first; compressed_mask: [B, C] or None. usage: one [B, M] per step,
-    the attention that each state has received so far; empty where it is not counted.
+    compressed: one [B, C, D] per execution step, oldest first; compressed_mask: [B, C] or None. usage: one [B, M] per
+    step, the attention that each state has received so far; empty where it is not counted.
     """
 
     compressed: tuple[Tensor, ...] = ()
@@ -224,8 +227,8 @@ class CompressiveMemory(SegmentMemory):
     def evict(
         self, states: Sequence[Tensor], real: Tensor | None, keep: int, rate: int, received: Sequence[Tensor] = ()
     ) -> tuple[CompressiveMemory, CompressiveMemory]:
-        """This memory after a segment, whose oldest states give way so that each row has at least `keep` (or all it has) and
-        fewer than `keep + rate`; and the evicted ones, per row a multiple of `rate`, the last ones real.
+        """This memory after a segment, whose oldest states give way so that each row has at least `keep` (or all it
+        has) and fewer than `keep + rate`; and the evicted ones, per row a multiple of `rate`, the last ones real.
 
         received: one [B, M + T] per step, the attention that states received from the segment.
         """
@@ -263,8 +266,8 @@ class CompressiveMemory(SegmentMemory):
         return kept, parts[1]
 
     def push(self, slots: Sequence[Tensor], mask: Tensor | None, length: int) -> CompressiveMemory:
-        """With newly compressed slots, one [B, n, D] per step of which `mask` [B, n] are real, after the older ones; the last
-        `length` are kept."""
+        """With newly compressed slots, one [B, n, D] per step of which `mask` [B, n] are real, after the older ones;
+        the last `length` are kept."""
         older = SegmentMemory(self.compressed, self.compressed_mask).update(slots, mask, length)
         return dataclasses.replace(self, compressed=older.states, compressed_mask=older.mask)
 
@@ -290,8 +293,8 @@ class SegmentCacheLayer(DynamicLayer):
     def extend(
         self, keys: Tensor, values: Tensor, real: Tensor | None, tokens: int
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """keys and values [B, K, n, d] of new slots, `tokens` of them tokens of the text, and which are real [B, n] (None:
-        all) -> keys, values and mask of all slots, the stored ones first."""
+        """keys and values [B, K, n, d] of new slots, `tokens` of them tokens of the text, and which are real [B, n]
+        (None: all) -> keys, values and mask of all slots, the stored ones first."""
         stored = 0 if not self.is_initialized else self.keys.shape[-2]
         real = join_masks(self.real, stored, real, keys[:, 0])
         keys, values = super().update(keys, values)

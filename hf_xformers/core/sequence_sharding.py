@@ -1,7 +1,7 @@
 """Context and sequence parallelism: which models may be given a part of every text in each process, and when they are.
 
-Each process then holds other tokens of the same texts, and attention alone may bring them together. What else looks beyond
-its own token would silently see a part of the text.
+Each process then holds other tokens of the same texts, and attention alone may bring them together. What else looks
+beyond its own token would silently see a part of the text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def sharding_in_force() -> str:
 def why_not_context_parallel(config: Any) -> str:
     """Why a model of this config cannot be trained on parts of texts, in a clause; empty if it can.
 
-    Components declare it (`Spec.context_parallel`), and only causal order can be kept: torch's ring attention takes no mask.
+    Components declare it (`Spec.context_parallel`), and only causal order can be kept: torch's ring attention takes no
+    mask.
     """
     if config.is_encoder_decoder or not config.is_decoder:
         return "only a causal decoder's order of tokens is kept between processes, and this model has an encoder"
@@ -56,19 +57,22 @@ def check_sharding(config: Any, kind: str) -> None:
         return
     if kind == "sequence":
         raise ValueError(
-            f"DeepSpeed's sequence parallelism exchanges heads inside transformers' own attention, which this "
+            "DeepSpeed's sequence parallelism exchanges heads inside transformers' own attention, which this "
             f"{config.model_type!r} model is not made of; {_INSTEAD}."
         )
     why = why_not_context_parallel(config)
     if not why and config._attn_implementation != "sdpa":
-        why = f"torch exchanges keys and values inside SDPA alone, and `attn_implementation` is {config._attn_implementation!r}"
+        why = (
+            "torch exchanges keys and values inside SDPA alone, and `attn_implementation` is"
+            f" {config._attn_implementation!r}"
+        )
     if why:
         raise ValueError(f"Context parallelism gives every process a part of each text: {why}; {_INSTEAD}.")
 
 
 def check_sharded_call(config: Any, *, reads_tokens_alone: bool, places: bool, padding: bool) -> None:
-    """The same for one call of a tower. reads_tokens_alone: what stands on the tower looks at single tokens (a language
-    model). places: the caller says where the tokens stand. padding: some tokens are padding.
+    """The same for one call of a tower. reads_tokens_alone: what stands on the tower looks at single tokens (a
+    language model). places: the caller says where the tokens stand. padding: some tokens are padding.
 
     Raises:
         ValueError: the model, or this call, would be wrong.
@@ -79,13 +83,13 @@ def check_sharded_call(config: Any, *, reads_tokens_alone: bool, places: bool, p
         return
     if not reads_tokens_alone:
         raise ValueError(
-            f"Context parallelism gives every process a part of each text, which only a causal language model reads token "
-            f"by token; {_INSTEAD}."
+            "Context parallelism gives every process a part of each text, which only a causal language model reads"
+            f" token by token; {_INSTEAD}."
         )
     if not places:
         raise ValueError(
-            "Under context parallelism a process cannot tell where its part of a text stands; give `position_ids`, divided "
-            "like `input_ids`."
+            "Under context parallelism a process cannot tell where its part of a text stands; give `position_ids`,"
+            " divided like `input_ids`."
         )
     if padding:
         raise ValueError(

@@ -1,8 +1,9 @@
 """Padding removal: between attentions a batch is one row of its real tokens, so that padding costs nothing there.
 
-Effective Transformer (ByteDance 2020) and NVIDIA's FasterTransformer 2.1 gather the real tokens before the first layer and
-lay them out in rows again around attention only. Here likewise: projections, feed-forward layers, norms and residual sums run
-on `[1, N, D]`, N real tokens; attention itself, of whatever mechanism, on `[B, H, T, d]` with zeros for padding.
+Effective Transformer (ByteDance 2020) and NVIDIA's FasterTransformer 2.1 gather the real tokens before the first layer
+and lay them out in rows again around attention only. Here likewise: projections, feed-forward layers, norms and
+residual sums run on `[1, N, D]`, N real tokens; attention itself, of whatever mechanism, on `[B, H, T, d]` with zeros
+for padding.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Which parameters weight decay leaves alone: what has a meaning of its own that zero is not, as norms and biases are."""
+"""Which parameters weight decay leaves alone: what has a meaning of its own that zero is not, as norms and biases
+are."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ class Undecayed:
 
 
 def declared_undecayed(model: nn.Module) -> set[str]:
-    """Names of the parameters in `model` that its modules declare as [`Undecayed`], as `model.named_parameters` has them
-    (through wrappers and adapters, too)."""
+    """Names of the parameters in `model` that its modules declare as [`Undecayed`], as `model.named_parameters` has
+    them (through wrappers and adapters, too)."""
     found = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()

@@ -1,5 +1,5 @@
-"""Text files line by line, and CSV and TSV before they are read as tables: what a lenient reader guesses at is refused here,
-with the number of the line."""
+"""Text files line by line, and CSV and TSV before they are read as tables: what a lenient reader guesses at is refused
+here, with the number of the line."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ _LONGEST_FIELD = 2**31 - 1  # the module `csv` stops at 128 KiB, and a text may 
 
 
 def check_fields(path: Path, kind: str, *, column_names: Sequence[str] = (), quotes: bool = True) -> list[int]:
-    """The lines at which the rows of a CSV or TSV file begin. The reader of tables itself takes spare fields for an index,
-    and missing ones for empty ones.
+    """The lines at which the rows of a CSV or TSV file begin. The reader of tables itself takes spare fields for an
+    index, and missing ones for empty ones.
 
     kind: csv or tsv. column_names: of a file without a header line. quotes: whether a field may stand in quotes.
 
-    Raises ValueError for text that is not UTF-8, a line with more or fewer fields than the header, a quote without end, a
-    column named twice, another delimiter, or no row.
+    Raises ValueError for text that is not UTF-8, a line with more or fewer fields than the header, a quote without
+    end, a column named twice, another delimiter, or no row.
     """
     delimiter = "\t" if kind == "tsv" else ","
     quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
-    reader = csv.reader(decoded_lines(path), delimiter=delimiter, quoting=quoting, strict=quotes)  # type: ignore[arg-type]
+    lines = decoded_lines(path)
+    reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=quotes)  # type: ignore[arg-type]
     limit = csv.field_size_limit(_LONGEST_FIELD)
     header = list(column_names)
     starts: list[int] = []
@@ -48,15 +49,15 @@ def check_fields(path: Path, kind: str, *, column_names: Sequence[str] = (), quo
                 given = "--column_names names" if column_names else "the header names"
                 remedy = f"quote a text that holds the delimiter {delimiter!r}, or correct" if quotes else "correct"
                 raise ValueError(
-                    f"line {start} of {str(path)!r} has {len(fields)} fields, and {given} {len(header)} ({', '.join(header)}); "
-                    f"{remedy} the line"
+                    f"line {start} of {str(path)!r} has {len(fields)} fields, and {given} {len(header)}"
+                    f" ({', '.join(header)}); {remedy} the line"
                 )
             starts.append(start)
     except csv.Error as error:
         if "new-line character" in str(error):
             raise ValueError(
-                f"line {before + 1} of {str(path)!r} holds a lone carriage return (\\r), which some readers end a line at; save "
-                "the file with \\n line ends"
+                f"line {before + 1} of {str(path)!r} holds a lone carriage return (\\r), which some readers end a line"
+                " at; save the file with \\n line ends"
             ) from error
         raise ValueError(
             f"{str(path)!r} could not be read as UTF-8 {kind}: the row that begins at line {before + 1} is malformed "
@@ -80,13 +81,14 @@ def _check_header(path: Path, names: Sequence[str], delimiter: str) -> None:
         kind, own = ("TSV", "tabs") if delimiter == "\t" else ("CSV", "commas")
         remedy = "name it .tsv" if other == "\t" else "name it .csv" if other == "," else f"save it with {own}"
         raise ValueError(
-            f"{str(path)!r} is read as {kind}, and its header {names[0]!r} holds {_OTHER_DELIMITERS[other]} but no {own}; "
-            f"{remedy}"
+            f"{str(path)!r} is read as {kind}, and its header {names[0]!r} holds {_OTHER_DELIMITERS[other]} but no"
+            f" {own}; {remedy}"
         )
 
 
 def decoded_lines(path: Path) -> Iterator[str]:
-    """The lines of a text file, perhaps compressed, with their ends (\\n alone ends one) and without a byte order mark.
+    """The lines of a text file, perhaps compressed, with their ends (\\n alone ends one) and without a byte order
+    mark.
 
     Raises ValueError for a line that is not UTF-8, with its number, and for a damaged compressed file.
     """

@@ -1,4 +1,5 @@
-"""Long documents in parts: divided once into training and validation text, and cut into pieces that a tokenizer can take."""
+"""Long documents in parts: divided once into training and validation text, and cut into pieces that a tokenizer can
+take."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ LONGEST_PIECE = 2**20  # characters; a tokenizer holds some hundred bytes for ea
 def divide(text: str, fraction: float) -> tuple[str, str]:
     """(the text but its last part, its last part of about `fraction`), which joined are the text.
 
-    The cut is at the end of a paragraph, else of a line, else of a word: the last one that leaves the second part at least
-    `fraction` and at most half as much again, else the nearest. Both are empty or blank only where nothing divides the text.
+    The cut is at the end of a paragraph, else of a line, else of a word: the last one that leaves the second part at
+    least `fraction` and at most half as much again, else the nearest. Both are empty or blank only where nothing
+    divides the text.
     """
     wanted = min(max(1, round(len(text) * (1 - fraction))), len(text))
     lowest = max(1, round(len(text) * (1 - 1.5 * fraction)))
@@ -34,8 +36,8 @@ def _both(text: str, cut: int) -> bool:
 def pieces(text: str, longest: int = LONGEST_PIECE) -> Iterator[str]:
     """A text in parts of at most `longest` characters, which joined are the text.
 
-    Cuts are before white space that follows a word: there the words on both sides are the same as in the whole text, for
-    every tokenizer of this package.
+    Cuts are before white space that follows a word: there the words on both sides are the same as in the whole text,
+    for every tokenizer of this package.
     """
     start = 0
     while len(text) - start > longest:

@@ -1,4 +1,5 @@
-"""Folders that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote: they hold Arrow files, with JSON about them beside."""
+"""Folders that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote: they hold Arrow files, with JSON about them
+beside."""
 
 from __future__ import annotations
 

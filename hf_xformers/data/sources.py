@@ -374,8 +374,8 @@ def _hold_out_ends(dataset: Any, fraction: float) -> tuple[Any, Any]:
     )
     if not _number_of(validation, 1):
         raise ValueError(
-            "the source holds a single document of one word, which cannot be divided into training and validation text; "
-            "set validation_fraction=0, or cut a text file finer with sample_by='paragraph' or 'line'"
+            "the source holds a single document of one word, which cannot be divided into training and validation"
+            " text; set validation_fraction=0, or cut a text file finer with sample_by='paragraph' or 'line'"
         )
     return train, validation
 

@@ -2,7 +2,8 @@
 
 Every function is deterministic in its arguments and returns a `datasets.Dataset` with the columns `input_ids` and
 `labels`. In tasks about tokens the two have equal length, and labels follow the convention of causal models in
-transformers: the label at position t is the token to be predicted *at* t, from the positions before it (the loss shifts);
+transformers: the label at position t is the token to be predicted *at* t, from the positions before it (the loss
+shifts);
 -100 is not scored. In tasks about whole rows ([`list_operations`], [`needle_retrieval`]) the label is one class.
 [`disjoint`] makes a training and a held-out part of any of them.
 """
@@ -112,12 +113,12 @@ def associative_recall(
 def list_operations(
     num_examples: int, length: int, seed: int = 0, *, max_depth: int = 4, max_arguments: int = 5
 ) -> Dataset:
-    """ListOps (Nangia and Bowman 2018; as in the Long Range Arena, Tay et al. 2021, section 3.2.1): the value of nested
-    operations on digits, one of ten classes.
+    """ListOps (Nangia and Bowman 2018; as in the Long Range Arena, Tay et al. 2021, section 3.2.1): the value of
+    nested operations on digits, one of ten classes.
 
-    `[MAX 4 [MIN 2 9 ] 0 ]` is 4. Operators are the largest, the smallest, the median (rounded down) and the sum modulo 10
-    of at least two arguments. Ids: digit d is `2 + d`, the operators 12 to 15 (with their bracket), 16 closes, 0 fills
-    the row up to `length` behind the expression. The expression takes between half and all of the row.
+    `[MAX 4 [MIN 2 9 ] 0 ]` is 4. Operators are the largest, the smallest, the median (rounded down) and the sum modulo
+    10 of at least two arguments. Ids: digit d is `2 + d`, the operators 12 to 15 (with their bracket), 16 closes, 0
+    fills the row up to `length` behind the expression. The expression takes between half and all of the row.
 
     Columns: `input_ids` [length], `attention_mask` [length] (0 where filled up), `labels` (0 to 9).
 
@@ -162,7 +163,8 @@ def _expression(random: Random, room: int, depth: int, max_arguments: int) -> tu
 
 
 def needle_retrieval(num_examples: int, length: int, num_values: int = 10, seed: int = 0) -> Dataset:
-    """Long-range retrieval: a row of random symbols, and among them one marker; the class is the symbol behind the marker.
+    """Long-range retrieval: a row of random symbols, and among them one marker; the class is the symbol behind the
+    marker.
 
     (A needle in a haystack in its smallest form, like the single-needle task of RULER, Hsieh et al. 2024.) The marker,
     id 1, stands in the middle half of the row, so that it is at least a quarter of the row away from either end,
@@ -189,7 +191,8 @@ def needle_retrieval(num_examples: int, length: int, num_values: int = 10, seed:
 def disjoint(
     make: Callable[[int, int], Dataset], train: int, held_out: int, seed: int = 0, attempts: int = 20
 ) -> tuple[Dataset, Dataset]:
-    """Two datasets of `make(num_examples, seed)`: `train` rows, and `held_out` other rows none of which is in training.
+    """Two datasets of `make(num_examples, seed)`: `train` rows, and `held_out` other rows none of which is in
+    training.
 
     Raises:
         ValueError: the task has too few different rows for that.

@@ -1,7 +1,8 @@
 """Tokenizers: train one on a corpus, load one by name, and check that a tokenizer and a model configuration agree.
 
 A trained tokenizer has the special tokens of the models that it is for: BERT's (the class token is also `bos`, the
-separator also `eos`), GPT-2's or T5's, and sentinels `<extra_id_0>`, `<extra_id_1>`, ... for span corruption. Training is
+separator also `eos`), GPT-2's or T5's, and sentinels `<extra_id_0>`, `<extra_id_1>`, ... for span corruption. Training
+is
 deterministic: the same texts give the same ids in every process.
 """
 
@@ -57,9 +58,9 @@ def train_tokenizer(
             `gpt`: `<|endoftext|>` (bos and eos), `<|pad|>` and, but for `bpe`, `<|unk|>`;
             `t5`: `<pad>`, `</s>` (eos), `<unk>`.
         num_sentinels: number of `<extra_id_i>`. They get the last ids, `<extra_id_0>` the very last, as in T5.
-        template: the special tokens around a text A or a pair A, B; [CLS] and [SEP] stand for bos and eos of other styles.
-            `cls_sep` (usual for `bert`): `[CLS] A [SEP]` and `[CLS] A [SEP] B [SEP]`, token types 0 up to the first
-            `[SEP]`, then 1;
+        template: the special tokens around a text A or a pair A, B; [CLS] and [SEP] stand for bos and eos of other
+            styles. `cls_sep` (usual for `bert`): `[CLS] A [SEP]` and `[CLS] A [SEP] B [SEP]`, token types 0 up to the
+            first `[SEP]`, then 1;
             `bos`: `[CLS] A` and `[CLS] A [SEP] B`, open-ended prompts for causal models;
             `eos` (usual for `t5`): `A [SEP]` and `A [SEP] B [SEP]`;
             `between` (usual for `gpt`): `A` and `A [SEP] B`; `none`: the texts alone.
@@ -67,8 +68,8 @@ def train_tokenizer(
         model_max_length: longest input of the model in tokens, which the tokenizer truncates to on demand.
 
     Raises:
-        ValueError: unknown `kind`, `style`, `template` or role, a template that begins with a token the style has not, two roles of one spelling, no text, or a `vocab_size` smaller
-            than the alphabet that the corpus needs.
+        ValueError: unknown `kind`, `style`, `template` or role, a template that begins with a token the style has not,
+            two roles of one spelling, no text, or a `vocab_size` smaller than the alphabet that the corpus needs.
         TypeError: `texts` is one string, or holds something that is neither a string nor a row with `text`.
     """
     from tokenizers import AddedToken
@@ -84,7 +85,8 @@ def train_tokenizer(
     start, end = names.get("cls", names["eos"] if style == "gpt" else None), names.get("sep", names.get("eos"))
     if start is None and template in ("cls_sep", "bos"):
         raise ValueError(
-            f"template={template!r} begins a text with a token that style={style!r} has not; take template='eos' or 'none'"
+            f"template={template!r} begins a text with a token that style={style!r} has not; take template='eos' or"
+            " 'none'"
         )
     corpus = RereadableTexts(texts)
     if not any(text.strip() for text in corpus):

@@ -14,7 +14,8 @@ from .base import EmbeddingSpec
 
 
 class ComplexEmbedding(Undecayed, Float32Module):
-    """f(w, t) = r_w exp(i omega_w t) for each of D / 2 complex channels, as [real | imaginary] (Wang et al. 2020, arXiv
+    """f(w, t) = r_w exp(i omega_w t) for each of D / 2 complex channels, as [real | imaginary] (Wang et al. 2020,
+    arXiv
     1912.12333, section 3; without initial phases, as released).
 
     The token table [V, D] holds the amplitudes r and the frequencies omega of each word, in float32 at least; so do
@@ -60,17 +61,22 @@ class ComplexEmbedding(Undecayed, Float32Module):
 
 @register("embedding", "complex_order")
 class ComplexEmbeddingSpec(EmbeddingSpec):
-    """base: channels start at the frequencies base^(-2 floor(c / 2) / width), the same for every word, and are learned."""
+    """base: channels start at the frequencies base^(-2 floor(c / 2) / width), the same for every word, and are
+    learned."""
 
     contract_exceptions: ClassVar[dict[str, str]] = {
         **dict.fromkeys(
             ("tying", "resizing"), "amplitudes and frequencies of words are no output table, so tying is refused"
         ),
-        "finite_in_half_precision:decoder": "the first token's imaginary part is zero, and where it sees itself alone stays so: the "
-        "slope of its norm is that of a variance of zero, so gradients are beyond float16 in float32 already",
+        "finite_in_half_precision:decoder": (
+            "the first token's imaginary part is zero, and where it sees itself alone stays so: the "
+            "slope of its norm is that of a variance of zero, so gradients are beyond float16 in float32 already"
+        ),
     }
     conformance_exceptions: ClassVar[dict[str, str]] = {
-        "test_tied_weights_keys": "it ties the output to the input table, which is refused for amplitudes and frequencies"
+        "test_tied_weights_keys": (
+            "it ties the output to the input table, which is refused for amplitudes and frequencies"
+        )
     }
     summary = "each channel of a word turns with its place at the word's own frequency"
 

@@ -11,8 +11,8 @@ from .base import EmbeddingSpec
 class FactorizedEmbedding(nn.Module):
     """x_t = W norm(E[w_t] + type[s_t]) + b + position(t), then dropout; E [V, e], W [D, e].
 
-    Lan et al. 2020 (arXiv 1909.11942), section 3.1: V e + e D parameters instead of V D. The head `transform` leads back
-    to width e, where the table is tied. `inputs_embeds` have width e.
+    Lan et al. 2020 (arXiv 1909.11942), section 3.1: V e + e D parameters instead of V D. The head `transform` leads
+    back to width e, where the table is tied. `inputs_embeds` have width e.
     """
 
     def __init__(self, config, spec: FactorizedEmbeddingSpec):

@@ -10,7 +10,8 @@ from .token import TokenEmbedding, TokenEmbeddingSpec
 
 
 class FixNormEmbedding(TokenEmbedding):
-    """x_t = sqrt(D) E[w_t] / |E[w_t]| + type[s_t] + position(t) (Nguyen & Salazar 2019, arXiv 1910.05895, section 3.2).
+    """x_t = sqrt(D) E[w_t] / |E[w_t]| + type[s_t] + position(t) (Nguyen & Salazar 2019, arXiv 1910.05895, section
+    3.2).
 
     The table itself keeps its lengths, which then matter nowhere; `inputs_embeds` are brought to length 1 alike.
     """

@@ -14,9 +14,10 @@ from .base import EmbeddingSpec
 class PatchEmbedding(Undecayed, nn.Module):
     """z_0 = [x_class; x_1 E; ...; x_N E] + E_pos (Dosovitskiy et al. 2021, arXiv 2010.11929, eq. 1).
 
-    x_i is the i-th patch in row-major order with all its channels, E (with a bias) a linear map, computed as a convolution
-    whose stride is its width. E_pos [1 + N, D] is learned. For an image of another size it is resized as a 2-D grid, the
-    class token's row kept as it is (section 3.2): bicubic, by pixel centres, as transformers' ViT does it.
+    x_i is the i-th patch in row-major order with all its channels, E (with a bias) a linear map, computed as a
+    convolution whose stride is its width. E_pos [1 + N, D] is learned. For an image of another size it is resized as a
+    2-D grid, the class token's row kept as it is (section 3.2): bicubic, by pixel centres, as transformers' ViT does
+    it.
 
     `tokens` (the convolution) stands where a token table stands in a text model.
     """
@@ -68,18 +69,19 @@ class PatchEmbedding(Undecayed, nn.Module):
         """
         if pixel_values.ndim != 4 or pixel_values.shape[1] != self.channels:
             raise ValueError(
-                f"`pixel_values` must be [batch, {self.channels} channels, height, width], got {list(pixel_values.shape)}."
+                f"`pixel_values` must be [batch, {self.channels} channels, height, width], got"
+                f" {list(pixel_values.shape)}."
             )
         size = tuple(pixel_values.shape[2:])
         if size != self.image and self.positions is not None and not interpolate:
             raise ValueError(
-                f"The image has {size[0]} x {size[1]} pixels, but positions are for {self.image[0]} x {self.image[1]}; resize "
-                "it, or give `interpolate_pos_encoding=True` to resize the positions."
+                f"The image has {size[0]} x {size[1]} pixels, but positions are for {self.image[0]} x {self.image[1]};"
+                " resize it, or give `interpolate_pos_encoding=True` to resize the positions."
             )
         if size[0] % self.patch[0] or size[1] % self.patch[1]:
             raise ValueError(
-                f"Patches of {self.patch[0]} x {self.patch[1]} pixels do not fill an image of {size[0]} x {size[1]}; crop or "
-                "resize it."
+                f"Patches of {self.patch[0]} x {self.patch[1]} pixels do not fill an image of {size[0]} x {size[1]};"
+                " crop or resize it."
             )
         grid = self.tokens(pixel_values.to(self.tokens.weight.dtype))
         vectors = grid.flatten(2).transpose(1, 2)
@@ -100,8 +102,8 @@ class PatchEmbedding(Undecayed, nn.Module):
 
 @register("embedding", "patch")
 class PatchEmbeddingSpec(EmbeddingSpec):
-    """class_token: a learned vector before the patches, whose state stands for the image. positions: a learned vector for
-    the class token and each cell of the grid."""
+    """class_token: a learned vector before the patches, whose state stands for the image. positions: a learned vector
+    for the class token and each cell of the grid."""
 
     summary = "patches of an image, a class token and learned positions"
 

@@ -44,8 +44,8 @@ class PartsFeedForwardSpec(Spec):
     def check(self, config) -> None:
         if config.hidden_size % 2 or config.intermediate_size < 2:
             raise ValueError(
-                f"complex_parts needs an even `hidden_size` and `intermediate_size` >= 2, got {config.hidden_size} and "
-                f"{config.intermediate_size}."
+                f"complex_parts needs an even `hidden_size` and `intermediate_size` >= 2, got {config.hidden_size} and"
+                f" {config.intermediate_size}."
             )
 
     def build(self, config, **where) -> PartsFeedForward:

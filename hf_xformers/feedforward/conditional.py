@@ -37,9 +37,9 @@ class Part(nn.Module):
 class ConditionalFeedForward(nn.Module):
     """f(x) = sum_m g_m * part_m(x), m = 1 .. M (Bapna et al. 2020, arXiv 2002.07106).
 
-    The M parts share the inner width, and g_m [B, T, 1] are the gates of a token, which read the last part's normalised
-    input (lingvo's released code). In evaluation gates are 0 or 1, and a part computes the tokens that its gate lets
-    through; a recorded graph computes all of them. Norms are inside: the residual frame is 'bare'.
+    The M parts share the inner width, and g_m [B, T, 1] are the gates of a token, which read the last part's
+    normalised input (lingvo's released code). In evaluation gates are 0 or 1, and a part computes the tokens that its
+    gate lets through; a recorded graph computes all of them. Norms are inside: the residual frame is 'bare'.
     """
 
     def __init__(self, config, spec: ConditionalFeedForwardSpec):
@@ -92,8 +92,8 @@ class ConditionalFeedForwardSpec(Spec):
         check_stack(self, config)
         if config.intermediate_size % self.parts:
             raise ValueError(
-                f"conditional feed-forward cuts `intermediate_size` {config.intermediate_size} into {self.parts} parts, which "
-                "does not come out even; change one of them."
+                f"conditional feed-forward cuts `intermediate_size` {config.intermediate_size} into {self.parts}"
+                " parts, which does not come out even; change one of them."
             )
 
     def build(self, config, **where) -> ConditionalFeedForward:

@@ -51,8 +51,8 @@ class DenseFeedForward(nn.Module):
         return self.down_proj(inner)
 
     def forward(self, hidden_states: Tensor, context: LayerContext) -> SublayerOutput:
-        """hidden_states [B, T, D] -> [B, T, D]; `chunk_size_feed_forward` bounds the tokens in flight, also those kept for the
-        backward pass, which computes each chunk's inner activations again."""
+        """hidden_states [B, T, D] -> [B, T, D]; `chunk_size_feed_forward` bounds the tokens in flight, also those kept
+        for the backward pass, which computes each chunk's inner activations again."""
         if not self.chunk_size:
             return SublayerOutput(self.transform(hidden_states))
         pieces = hidden_states.split(self.chunk_size, dim=1)  # the last one may be shorter: any length works
@@ -66,8 +66,8 @@ class DenseFeedForward(nn.Module):
 @dataclass(kw_only=True)
 class DenseFeedForwardSpec(Spec):
     """Base of the dense forms. activation: its name in transformers' table. gated: whether a second projection gates
-    the first. splits_inner: whether tensor parallelism may give each process some of the inner channels. bias: biases on
-    the projections."""
+    the first. splits_inner: whether tensor parallelism may give each process some of the inner channels. bias: biases
+    on the projections."""
 
     activation: ClassVar[str]
     gated: ClassVar[bool] = False

@@ -38,10 +38,11 @@ def grouped_matmul(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 class SlicedExperts(torch.autograd.Function):
-    """W_down[e] act(W_up[e] x + b_up[e]) + b_down[e] for rows [n, D] sorted by expert; ends: where each expert's rows end.
+    """W_down[e] act(W_up[e] x + b_up[e]) + b_down[e] for rows [n, D] sorted by expert; ends: where each expert's rows
+    end.
 
-    One expert after the other, so that what is as wide as the inner width stays small beside its first half, which is kept.
-    Every product is written where it belongs, gradients of weights too: nothing is stacked or masked afterwards.
+    One expert after the other, so that what is as wide as the inner width stays small beside its first half, which is
+    kept. Every product is written where it belongs, gradients of weights too: nothing is stacked or masked afterwards.
     kept: [n, F] boolean, what dropout leaves, scaled by `boost`; or None.
     """
 
@@ -118,8 +119,9 @@ def counts_are_at_hand(tokens: Tensor, weight: Tensor) -> bool:
 class Experts(nn.Module):
     """E feed-forward networks of one shape: FFN_e(x) = W_down[e] act(W_up[e] x + b_up[e]) + b_down[e].
 
-    up_proj [E, F, D], down_proj [E, D, F]. Tokens are sorted by expert and each projection is a product per slice of rows (one
-    grouped product on accelerators), so time is that of the assignments made. Every parameter takes part in every backward pass, chosen or not.
+    up_proj [E, F, D], down_proj [E, D, F]. Tokens are sorted by expert and each projection is a product per slice of
+    rows (one grouped product on accelerators), so time is that of the assignments made. Every parameter takes part in
+    every backward pass, chosen or not.
     """
 
     def __init__(self, num_experts: int, width: int, inner: int, *, activation: str, bias: bool, dropout: float):
@@ -132,7 +134,8 @@ class Experts(nn.Module):
         self.down_bias = nn.Parameter(torch.zeros(num_experts, width)) if bias else None
 
     def start(self, config, init, scale: float | None = None) -> None:
-        """As the config's initializer starts dense projections; with `scale` s: truncated normal of variance s / fan in."""
+        """As the config's initializer starts dense projections; with `scale` s: truncated normal of variance s / fan
+        in."""
         for weight, writes in ((self.up_proj, False), (self.down_proj, True)):
             fan_out, fan_in = weight.shape[1:]
             if scale is not None:
@@ -156,7 +159,8 @@ class Experts(nn.Module):
     def forward(self, tokens: Tensor, chosen: Tensor, gates: Tensor | None) -> Tensor:
         """sum_j gates[n, j] * FFN_{chosen[n, j]}(tokens[n]).
 
-        tokens [N, D]; chosen [N, k], 0 <= chosen <= num_experts (the last: nowhere); gates [N, k] or None (all 1) -> [N, D].
+        tokens [N, D]; chosen [N, k], 0 <= chosen <= num_experts (the last: nowhere); gates [N, k] or None (all 1) ->
+        [N, D].
         """
         if counts_are_at_hand(tokens, self.up_proj) and not any(True for _ in self.activation.parameters()):
             return self._by_slices(tokens, chosen, gates)
@@ -170,8 +174,8 @@ class Experts(nn.Module):
         return self.up_proj, self.down_proj
 
     def _by_slices(self, tokens: Tensor, chosen: Tensor, gates: Tensor | None) -> Tensor:
-        """The assignments made and no others, one slice of rows after the other: the fastest where reading how many there are
-        does not wait for a device."""
+        """The assignments made and no others, one slice of rows after the other: the fastest where reading how many
+        there are does not wait for a device."""
         up, down = self.weights("cpu")
         flat = chosen.reshape(-1)
         order = torch.sort(flat, stable=True).indices
@@ -223,8 +227,8 @@ class Experts(nn.Module):
 class Router(nn.Module):
     """logits = W x in float32 at least, whatever the model's precision and autocast say.
 
-    Fedus et al. 2022 (arXiv 2101.03961), section 2.4. jitter: in training x is multiplied by U(1 - jitter, 1 + jitter),
-    elementwise; the experts read x itself.
+    Fedus et al. 2022 (arXiv 2101.03961), section 2.4. jitter: in training x is multiplied by U(1 - jitter, 1 +
+    jitter), elementwise; the experts read x itself.
     """
 
     def __init__(self, width: int, num_outputs: int, jitter: float = 0.0):
@@ -261,7 +265,8 @@ def documents(hidden_states: Tensor, context: LayerContext | None) -> Tensor:
 
 
 def groups(texts: Tensor, real: Tensor, size: int) -> Tensor:
-    """[N] number of each real token's group, 0 <= number < N: every `size` real tokens of a text, from its first, are one.
+    """[N] number of each real token's group, 0 <= number < N: every `size` real tokens of a text, from its first, are
+    one.
 
     A text's tokens follow each other, as [`documents`] numbers them; what stands at padding means nothing.
     """
@@ -277,7 +282,8 @@ def places(keys: Tensor) -> Tensor:
 
 
 def capacities(texts: Tensor, real: Tensor, num_experts: int, factor: float) -> Tensor:
-    """[N]: how many tokens an expert takes of each token's text: ceil(factor * real tokens of the text / num_experts)."""
+    """[N]: how many tokens an expert takes of each token's text: ceil(factor * real tokens of the text /
+    num_experts)."""
     counts = torch.zeros_like(texts).scatter_add_(0, texts, real.long())[texts]
     parts = round(factor * 10_000)  # in whole numbers: 1.1 * 10 must not become 12
     return -(-counts * parts // (num_experts * 10_000))
@@ -288,8 +294,9 @@ def within_capacity(
 ) -> Tensor:
     """Which assignments are kept: chosen [N, k] -> boolean [N, k].
 
-    Every text (or group of [`groups`]) has its own queue at every expert, in token order or by falling `priority` [N]; all
-    first choices stand before all second ones. None: no capacity. Padding and assignments to nowhere are never kept and take no place.
+    Every text (or group of [`groups`]) has its own queue at every expert, in token order or by falling `priority` [N];
+    all first choices stand before all second ones. None: no capacity. Padding and assignments to nowhere are never
+    kept and take no place.
     """
     kept = real[:, None] & (chosen < num_experts)
     if factor is None:
@@ -334,8 +341,8 @@ def z_loss(logits: Tensor, real: Tensor) -> Tensor:
 class ExpertsSpec(Spec):
     """Base of specs with experts.
 
-    num_experts: E. every: experts stand in every `every`-th layer, the last of each run of `every`; the others have one
-    dense network of the same form. activation: its name in transformers' table. bias: biases on the projections.
+    num_experts: E. every: experts stand in every `every`-th layer, the last of each run of `every`; the others have
+    one dense network of the same form. activation: its name in transformers' table. bias: biases on the projections.
     expert_dropout: dropout inside the experts (`None`: the config's `activation_dropout_prob`).
     """
 

@@ -15,9 +15,10 @@ from .experts import ExpertsSpec, Router, balance_loss, documents, groups, real_
 class GShardExperts(nn.Module):
     """y = g_1 FFN_{e1}(x) + g_2 FFN_{e2}(x), e1 and e2 the two largest of softmax(W x), g_1 + g_2 = 1.
 
-    Lepikhin et al. 2020 (arXiv 2006.16668), Algorithm 1; a text is a group, or every `group_size` tokens of one. In training the second expert is asked with
-    probability min(1, 2 g_2), and an expert takes ceil(factor * tokens / E) tokens of a group: those whose first choice it is,
-    in token order, then those whose second. Gates are not scaled up for choices that were dropped.
+    Lepikhin et al. 2020 (arXiv 2006.16668), Algorithm 1; a text is a group, or every `group_size` tokens of one. In
+    training the second expert is asked with probability min(1, 2 g_2), and an expert takes ceil(factor * tokens / E)
+    tokens of a group: those whose first choice it is, in token order, then those whose second. Gates are not scaled up
+    for choices that were dropped.
     """
 
     def __init__(self, config, spec: GShardSpec):
@@ -68,14 +69,15 @@ class GShardExperts(nn.Module):
 class GShardSpec(ExpertsSpec):
     """Two experts per token.
 
-    second_expert: `random` asks the second with probability min(1, 2 g_2) in training; `all` always does. capacity_factor: in
-    training an expert takes ceil(factor * tokens / E) tokens of a text (None: takes all). eval_capacity_factor: the same in
-    evaluation. decoder_capacity: capacities in a causal tower too, as in the paper. There a second choice waits for the
-    first choices of later tokens, so that the future decides what a token reads: off by default. group_size: tokens of a
-    text that share queues, S = N / G of section 2.2, the last group being what is left (None: the whole text); a group takes
-    ceil(factor * its tokens / E) per expert. queue: who comes first, by `position` (the paper), or by the `probability` of
-    the best expert (batch prioritised routing: Zoph et al. 2022, arXiv 2202.08906, appendix D). balance_loss_weight: weight of
-    E * sum_e f_e m_e over the batch, which is 1 at balance.
+    second_expert: `random` asks the second with probability min(1, 2 g_2) in training; `all` always does.
+    capacity_factor: in training an expert takes ceil(factor * tokens / E) tokens of a text (None: takes all).
+    eval_capacity_factor: the same in evaluation. decoder_capacity: capacities in a causal tower too, as in the paper.
+    There a second choice waits for the first choices of later tokens, so that the future decides what a token reads:
+    off by default. group_size: tokens of a text that share queues, S = N / G of section 2.2, the last group being what
+    is left (None: the whole text); a group takes ceil(factor * its tokens / E) per expert. queue: who comes first, by
+    `position` (the paper), or by the `probability` of the best expert (batch prioritised routing: Zoph et al. 2022,
+    arXiv 2202.08906, appendix D). balance_loss_weight: weight of E * sum_e f_e m_e over the batch, which is 1 at
+    balance.
     """
 
     summary = "the best expert, and at random the second"

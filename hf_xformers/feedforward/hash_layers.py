@@ -25,16 +25,18 @@ _PREVIOUS = "previous_ids"
 
 
 class LastIdLayer(RecurrentStateLayer):
-    """A part of a generation cache: the id of each row's last real token, [B]. It stands behind the layers of keys and values,
-    so that it follows beams as they do, in a cache of any kind."""
+    """A part of a generation cache: the id of each row's last real token, [B]. It stands behind the layers of keys and
+    values, so that it follows beams as they do, in a cache of any kind."""
 
     is_compileable = True  # its size is fixed, so a static cache stays one
 
 
 def previous_ids(ids: Tensor, context: LayerContext, cache: Cache | None, nothing: int) -> Tensor:
-    """The ids [B, T] of the real tokens before those of `ids`; `nothing` where a text, or a document of a packed row, begins.
+    """The ids [B, T] of the real tokens before those of `ids`; `nothing` where a text, or a document of a packed row,
+    begins.
 
-    cache: where the last id of earlier calls is held, and that of this one is put; None: the text begins with this call.
+    cache: where the last id of earlier calls is held, and that of this one is put; None: the text begins with this
+    call.
     """
     held = None if cache is None else _last_id_layer(cache, context)
     first = torch.full_like(ids[:, 0], nothing) if held is None or not held.state else held.state["ids"]
@@ -58,22 +60,24 @@ def _last_id_layer(cache: Cache, context: LayerContext) -> LastIdLayer:
         return layer
     if cache.get_seq_length() or not cache.layers:
         raise ValueError(
-            f"feedforward 'hash_layers' hashes pairs of tokens, and the given {type(cache).__name__} does not hold the last one; "
-            "leave `past_key_values` out, or make it with `hf_xformers.core.cache.make_cache(config)`."
+            f"feedforward 'hash_layers' hashes pairs of tokens, and the given {type(cache).__name__} does not hold the"
+            " last one; leave `past_key_values` out, or make it with `hf_xformers.core.cache.make_cache(config)`."
         )
     cache.layers.append(LastIdLayer())
     return cache.layers[-1]
 
 
 class HashExperts(nn.Module):
-    """y_t = FFN_{h(w_t)}(x_t), h a fixed map from token ids to experts (Roller et al. 2021, arXiv 2106.04426, section 3).
+    """y_t = FFN_{h(w_t)}(x_t), h a fixed map from token ids to experts (Roller et al. 2021, arXiv 2106.04426, section
+    3).
 
-    No router, no loss, no capacity. `random`: h(w) = ((a w + b) mod p) mod E with a and b drawn from the seed and the layer.
-    `position`: the same map of a token's position instead of its id; `previous`: of the id before it, h(w_{t-1}); `bigram`: of
-    both, h(w_{t-1}, w_t) = ((a w_t + c w_{t-1} + b) mod p) mod E. The first token of a text follows an id of its own, V. The
-    last id is the state for decoding.
-    `balanced`: a table that [`balance`] fills from token frequencies and that is saved with the model; until then it is the
-    random one.
+    No router, no loss, no capacity. `random`: h(w) = ((a w + b) mod p) mod E with a and b drawn from the seed and the
+    layer.
+    `position`: the same map of a token's position instead of its id; `previous`: of the id before it, h(w_{t-1});
+    `bigram`: of both, h(w_{t-1}, w_t) = ((a w_t + c w_{t-1} + b) mod p) mod E. The first token of a text follows an id
+    of its own, V. The last id is the state for decoding.
+    `balanced`: a table that [`balance`] fills from token frequencies and that is saved with the model; until then it
+    is the random one.
     """
 
     def __init__(self, config, spec: HashLayersSpec, layer_idx: int):
@@ -134,8 +138,8 @@ class HashExperts(nn.Module):
 
 @torch.no_grad()
 def balance(model: nn.Module, counts: Sequence[int] | Tensor) -> None:
-    """Fills the tables of all `hash="balanced"` layers: from the most frequent token on, each goes to the expert that has the
-    least so far (Roller et al. 2021, section 3.1).
+    """Fills the tables of all `hash="balanced"` layers: from the most frequent token on, each goes to the expert that
+    has the least so far (Roller et al. 2021, section 3.1).
 
     counts: how often each id occurs, one number for each vocabulary entry.
 
@@ -201,13 +205,15 @@ class HashLayersSpec(ExpertsSpec):
         super().check(config)
         if not config.stack.keeps_tokens:
             raise ValueError(
-                f"feedforward 'hash_layers' chooses experts by token id, but the layers of stack {config.stack.type!r} see "
-                "other states than the text's tokens; use 'switch_transformer', which chooses by state, or stack 'plain'."
+                f"feedforward 'hash_layers' chooses experts by token id, but the layers of stack {config.stack.type!r}"
+                " see other states than the text's tokens; use 'switch_transformer', which chooses by state, or stack"
+                " 'plain'."
             )
         if self.reads_previous and config.stack.type not in _STACKS:
             raise ValueError(
-                f"feedforward 'hash_layers' with `hash={self.hash!r}` looks at the token before in the text, which stack "
-                f"{config.stack.type!r} does not show it; use `hash='random'`, or stack {' or '.join(map(repr, _STACKS))}."
+                f"feedforward 'hash_layers' with `hash={self.hash!r}` looks at the token before in the text, which"
+                f" stack {config.stack.type!r} does not show it; use `hash='random'`, or stack"
+                f" {' or '.join(map(repr, _STACKS))}."
             )
 
     def is_sparse(self, config, layer_idx: int) -> bool:

@@ -23,9 +23,10 @@ CACHED_NUMBERS = 1 << 20  # of values read at once for the gradient of weights: 
 class TokenBatchNorm(Undecayed, nn.Module):
     """Batch normalisation over real tokens alone: y = g (x - mean) / sqrt(var + eps) + b per channel.
 
-    In training mean and (biased) variance are those of the real tokens of all processes, and running ones follow in the backward
-    pass: once for each step, also where checkpointing runs the forward pass twice. In evaluation the running ones are used,
-    and a token's output depends on nothing else. A frozen norm (its weight needs no gradient, as
+    In training mean and (biased) variance are those of the real tokens of all processes, and running ones follow in
+    the backward
+    pass: once for each step, also where checkpointing runs the forward pass twice. In evaluation the running ones are
+    used, and a token's output depends on nothing else. A frozen norm (its weight needs no gradient, as
     beside adapters) keeps its statistics and uses them in training too: what is saved then stays what was used.
     """
 
@@ -87,14 +88,14 @@ class _Follow(torch.autograd.Function):
 
 
 def candidates(topk: int) -> tuple[tuple[int, int], ...]:
-    """Ranks (a, b), from 0, of the pairs that can be among the `topk` best sums of two descending lists: (a + 1)(b + 1) pairs
-    are at least as good as (a, b), itself included. About k ln k of k^2."""
+    """Ranks (a, b), from 0, of the pairs that can be among the `topk` best sums of two descending lists: (a + 1)(b +
+    1) pairs are at least as good as (a, b), itself included. About k ln k of k^2."""
     return tuple((a, b) for a in range(topk) for b in range(topk // (a + 1)))
 
 
 class WeightGradient(torch.autograd.Function):
-    """Hands on output [N, D] = sum_j weights[:, j] * values[slots[:, j]] and gives `weights` its gradient <values, grad>: some
-    tokens at a time, whose values stay in the processor's cache."""
+    """Hands on output [N, D] = sum_j weights[:, j] * values[slots[:, j]] and gives `weights` its gradient <values,
+    grad>: some tokens at a time, whose values stay in the processor's cache."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, weights: Tensor, slots: Tensor, values: Tensor) -> Tensor:
@@ -115,7 +116,8 @@ class WeightGradient(torch.autograd.Function):
 
 
 class ProductKeyMemory(nn.Module):
-    """y = sum_h sum_{j in I_h} softmax_j(q_h k_j) V_j over the k best of n^2 slots, whose keys are pairs of n + n sub-keys.
+    """y = sum_h sum_{j in I_h} softmax_j(q_h k_j) V_j over the k best of n^2 slots, whose keys are pairs of n + n
+    sub-keys.
 
     Lample et al. 2019 (arXiv 1907.05242), eqs. 1-6. Slot a * n + b has the key (K1_a, K2_b); the k best of each half
     suffice to find the k best pairs, so a read costs H (n d + k^2 + k D) and never looks at n^2 keys. The values
@@ -193,12 +195,13 @@ class ProductKeyMemory(nn.Module):
 class ProductKeyMemorySpec(Spec):
     """A memory of n^2 slots in some layers, a dense network in the others.
 
-    layers: which layers have a memory (`None`: the middle one). num_heads: reading heads. num_keys: n, sub-keys per half
-    (`None`: hidden_size / 2, the paper's 512 at width 1024). topk: slots read by a head (`None`: n / 4, at most 32).
-    key_dim: width of a whole key (`None`: hidden_size / 4, made even). query_norm: `batch` (the paper's best; statistics over the
-    batch's real tokens in training, running ones in evaluation), `layer` (each half by itself) or `none`. mode: the memory
-    replaces the dense network or is added to it. sparse_gradients: the values' gradient as a sparse tensor, for
-    optimisers that take one (SparseAdam). activation, bias: of the dense networks.
+    layers: which layers have a memory (`None`: the middle one). num_heads: reading heads. num_keys: n, sub-keys per
+    half (`None`: hidden_size / 2, the paper's 512 at width 1024). topk: slots read by a head (`None`: n / 4, at most
+    32).
+    key_dim: width of a whole key (`None`: hidden_size / 4, made even). query_norm: `batch` (the paper's best;
+    statistics over the batch's real tokens in training, running ones in evaluation), `layer` (each half by itself) or
+    `none`. mode: the memory replaces the dense network or is added to it. sparse_gradients: the values' gradient as a
+    sparse tensor, for optimisers that take one (SparseAdam). activation, bias: of the dense networks.
     """
 
     summary = "a memory of many slots found by products of keys"
@@ -250,8 +253,9 @@ class ProductKeyMemorySpec(Spec):
             raise ValueError(f"product_key_memory: `topk` {topk} exceeds `num_keys` {keys}; lower it or add keys.")
         if topk == 1:
             raise ValueError(
-                f"product_key_memory: a softmax over the one slot that `topk` 1 reads (a fourth of `num_keys` {keys}, unless set) is "
-                "constant, so keys and queries would learn nothing; set `topk` to 2 or more, or `num_keys` to 8 or more."
+                f"product_key_memory: a softmax over the one slot that `topk` 1 reads (a fourth of `num_keys` {keys},"
+                " unless set) is constant, so keys and queries would learn nothing; set `topk` to 2 or more, or"
+                " `num_keys` to 8 or more."
             )
         for index in self.layers or ():
             if not 0 <= index:

@@ -19,8 +19,8 @@ def squared_variation(values: Tensor) -> Tensor:
 class SparselyGatedExperts(nn.Module):
     """y = sum_e G(x)_e FFN_e(x), G(x) = softmax over the k largest of x W_g + n * softplus(x W_n), n normal.
 
-    Shazeer et al. 2017 (arXiv 1701.06538), eqs. 1-5 and appendix A. The noise is there in training only. No expert has a
-    capacity, so a token's output depends on itself alone.
+    Shazeer et al. 2017 (arXiv 1701.06538), eqs. 1-5 and appendix A. The noise is there in training only. No expert has
+    a capacity, so a token's output depends on itself alone.
     """
 
     def __init__(self, config, spec: SparselyGatedSpec):
@@ -37,8 +37,8 @@ class SparselyGatedExperts(nn.Module):
         self.experts.start(config, init)
 
     def load(self, clean: Tensor, noisy: Tensor, spread: Tensor | None, chosen: Tensor) -> Tensor:
-        """[N, E]: the probability that the expert is chosen when its own noise is drawn again (appendix A, eq. 9); in a model
-        without noise, whether it is chosen."""
+        """[N, E]: the probability that the expert is chosen when its own noise is drawn again (appendix A, eq. 9); in
+        a model without noise, whether it is chosen."""
         k, total = self.spec.resolved_topk, self.spec.num_experts
         taken = torch.zeros_like(clean).scatter(1, chosen, 1.0)
         if spread is None or k == total:
@@ -49,7 +49,8 @@ class SparselyGatedExperts(nn.Module):
         return torch.special.ndtr((clean - limit) / spread)
 
     def forward(self, hidden_states: Tensor, context: LayerContext | None) -> SublayerOutput:
-        """hidden_states [B, T, D] -> [B, T, D], with losses `router_importance` and `router_load` where they have a weight."""
+        """hidden_states [B, T, D] -> [B, T, D], with losses `router_importance` and `router_load` where they have a
+        weight."""
         spec, tokens = self.spec, hidden_states.flatten(0, 1)
         real = real_tokens(hidden_states, context)
         clean = noisy = self.router(tokens)
@@ -74,8 +75,9 @@ class SparselyGatedExperts(nn.Module):
 
 @register("feedforward", "sparsely_gated_moe", aliases=("noisy_topk_moe",))
 class SparselyGatedSpec(ExpertsSpec):
-    """k experts per token. topk: k (`None`: half of the experts, at most the paper's 4). noise: learned noise on the gates in training. importance_loss_weight: on the squared
-    variation of the experts' summed gates; load_loss_weight: on that of their expected numbers of tokens."""
+    """k experts per token. topk: k (`None`: half of the experts, at most the paper's 4). noise: learned noise on the
+    gates in training. importance_loss_weight: on the squared variation of the experts' summed gates; load_loss_weight:
+    on that of their expected numbers of tokens."""
 
     summary = "the best k of many experts, by noisy gates"
 
@@ -96,8 +98,8 @@ class SparselyGatedSpec(ExpertsSpec):
             raise ValueError(f"{self.type}: `topk` must be in [1, {self.num_experts}] (the experts), got {self.topk}.")
         if self.resolved_topk == 1 and self.num_experts > 1:
             raise ValueError(
-                f"{self.type}: with `topk` 1 the only gate is always 1 and the task cannot teach the router; take at least 2, or "
-                "feedforward 'switch_transformer'."
+                f"{self.type}: with `topk` 1 the only gate is always 1 and the task cannot teach the router; take at"
+                " least 2, or feedforward 'switch_transformer'."
             )
         for name in ("importance_loss_weight", "load_loss_weight"):
             if getattr(self, name) < 0:

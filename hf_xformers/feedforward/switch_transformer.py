@@ -22,7 +22,8 @@ class SwitchFeedForward(nn.Module):
     """y = p_i FFN_i(x) with p = softmax(W_r x) and i = argmax p; 0 where expert i is full.
 
     Fedus et al. 2022 (arXiv 2101.03961), eqs. 1-2, section 2.2. An expert takes, of each text, its first
-    ceil(factor * tokens / E) tokens that chose it, so an output depends neither on other rows nor on later tokens' contents.
+    ceil(factor * tokens / E) tokens that chose it, so an output depends neither on other rows nor on later tokens'
+    contents.
     """
 
     def __init__(self, config, spec: SwitchSpec):
@@ -38,7 +39,8 @@ class SwitchFeedForward(nn.Module):
         self.experts.start(config, init, scale=scale)
 
     def forward(self, hidden_states: Tensor, context: LayerContext | None) -> SublayerOutput:
-        """hidden_states [B, T, D] -> [B, T, D], with losses `router_balance` and `router_z` where they have a weight."""
+        """hidden_states [B, T, D] -> [B, T, D], with losses `router_balance` and `router_z` where they have a
+        weight."""
         spec, tokens = self.spec, hidden_states.flatten(0, 1)
         real = real_tokens(hidden_states, context)
         logits = self.router(tokens)
@@ -60,11 +62,13 @@ class SwitchFeedForward(nn.Module):
 class SwitchSpec(ExpertsSpec):
     """One expert per token.
 
-    capacity_factor: in training an expert takes ceil(factor * tokens / E) tokens of a text and drops the rest, which then
-    pass by on the residual alone (None: takes all). eval_capacity_factor: the same in evaluation; the paper's 2.0 makes an
-    output depend on the text's length, so that generation token by token would differ from a pass over the whole text.
+    capacity_factor: in training an expert takes ceil(factor * tokens / E) tokens of a text and drops the rest, which
+    then pass by on the residual alone (None: takes all). eval_capacity_factor: the same in evaluation; the paper's 2.0
+    makes an output depend on the text's length, so that generation token by token would differ from a pass over the
+    whole text.
     jitter: relative noise on the router's input in training. balance_loss_weight: alpha. z_loss_weight: weight of the
-    squared log-partition (Zoph et al. 2022: 1e-3). init_scale: s, weights start truncated normal with variance s / fan in.
+    squared log-partition (Zoph et al. 2022: 1e-3). init_scale: s, weights start truncated normal with variance s / fan
+    in.
     """
 
     summary = "each token goes to one of many experts"

@@ -1,4 +1,5 @@
-"""Models for a task: a saved one with its head or a new one, or a variant from random weights; and their tokenizers."""
+"""Models for a task: a saved one with its head or a new one, or a variant from random weights; and their
+tokenizers."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def open_config(name: str) -> PreTrainedConfig:
-    """The configuration of a saved model. Raises ValueError for a name that is neither a folder nor a Hub id that exists,
-    and for a config.json that no class reads."""
+    """The configuration of a saved model. Raises ValueError for a name that is neither a folder nor a Hub id that
+    exists, and for a config.json that no class reads."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -33,12 +34,13 @@ def open_config(name: str) -> PreTrainedConfig:
             validate_repo_id(name)
         except HFValidationError as error:
             raise ValueError(
-                f"--model {name!r} is neither a folder nor a repository id of the Hub (owner/name); give one of these, or "
-                "--variant to start from random weights"
+                f"--model {name!r} is neither a folder nor a repository id of the Hub (owner/name); give one of these,"
+                " or --variant to start from random weights"
             ) from error
     elif (Path(name).expanduser() / "adapter_config.json").is_file():
         raise ValueError(
-            f"--model {name!r} holds an adapter alone; give the model that it adapts, or merge the two and save the result"
+            f"--model {name!r} holds an adapter alone; give the model that it adapts, or merge the two and save the"
+            " result"
         )
     return load_config(name)
 
@@ -70,7 +72,8 @@ def check_head(config_class: type[XFormerConfig], head: str) -> None:
 
     able = [name for name in model_types() if f"For{head}" in named(name).heads]
     raise ValueError(
-        f"variant {config_class.model_type!r} has no For{head} class, which the task needs; choose one of {', '.join(able)}"
+        f"variant {config_class.model_type!r} has no For{head} class, which the task needs; choose one of"
+        f" {', '.join(able)}"
     )
 
 
@@ -136,12 +139,12 @@ def saved_config_with(
 def load_model(
     name: str, config: PreTrainedConfig, head: str, *, has_head: bool, new_head: bool
 ) -> tuple[PreTrainedModel, list[str]]:
-    """(model, names of its parameters without trained weights) of a folder or Hub id with the task's head: its own, or a
-    new one.
+    """(model, names of its parameters without trained weights) of a folder or Hub id with the task's head: its own, or
+    a new one.
 
     Raises:
-        ValueError: damaged or missing weights, weights of other sizes than the configuration says, tensors missing from
-            the checkpoint or left over beside the head.
+        ValueError: damaged or missing weights, weights of other sizes than the configuration says, tensors missing
+            from the checkpoint or left over beside the head.
     """
     from safetensors import SafetensorError
 

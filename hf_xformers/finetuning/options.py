@@ -52,8 +52,10 @@ class TaskData:
     data: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Files (JSONL, JSON, CSV, TSV, Parquet, CoNLL, parallel text), a folder or a Hub dataset id. Several "
-            "files are divided by their names: train, dev or validation, test."
+            "help": (
+                "Files (JSONL, JSON, CSV, TSV, Parquet, CoNLL, parallel text), a folder or a Hub dataset id. Several "
+                "files are divided by their names: train, dev or validation, test."
+            )
         },
     )
     validation_data: list[str] = field(
@@ -87,25 +89,33 @@ class TaskOptions:
     text_column: str | None = field(
         default=None,
         metadata={
-            "help": "Column of the text (or tokens, article, question). Default: the first of the usual names that is there: "
-            f"of texts {_listed(names.TEXT_PAIRS)}; of words {_listed(names.WORDS)}; to summarise {_listed(names.LONG_TEXTS)}; "
-            f"of questions {_listed(names.QUESTIONS)}; beside choices {_listed(names.CHOICE_TEXTS)}."
+            "help": (
+                "Column of the text (or tokens, article, question). Default: the first of the usual names that is"
+                f" there: of texts {_listed(names.TEXT_PAIRS)}; of words {_listed(names.WORDS)}; to summarise"
+                f" {_listed(names.LONG_TEXTS)}; of questions {_listed(names.QUESTIONS)}; beside choices"
+                f" {_listed(names.CHOICE_TEXTS)}."
+            )
         },
     )
     text_pair_column: str | None = field(
         default=None,
         metadata={
-            "help": "Column of a second text. Default: what goes with the first, as in "
-            f"{_listed(f'{a}/{b}' for a, b in names.TEXT_PAIRS.items() if b)}; of a question {_listed(names.CONTEXTS)}."
+            "help": (
+                "Column of a second text. Default: what goes with the first, as in"
+                f" {_listed(f'{a}/{b}' for a, b in names.TEXT_PAIRS.items() if b)}; of a question"
+                f" {_listed(names.CONTEXTS)}."
+            )
         },
     )
     label_column: str | None = field(
         default=None,
         metadata={
-            "help": "Column of the label (or tags, answers). Default: the first of the usual names that is there: "
-            f"of classes {_listed(names.CLASS_LABELS)}; of numbers {_listed(names.NUMBER_LABELS)}; of several labels "
-            f"{_listed(names.LABEL_LISTS)}; of tags {_listed(names.TAGS)}; of answers {_listed(names.ANSWERS)}; of choices "
-            f"{_listed(names.CHOICE_LABELS)}."
+            "help": (
+                "Column of the label (or tags, answers). Default: the first of the usual names that is there: of"
+                f" classes {_listed(names.CLASS_LABELS)}; of numbers {_listed(names.NUMBER_LABELS)}; of several labels"
+                f" {_listed(names.LABEL_LISTS)}; of tags {_listed(names.TAGS)}; of answers {_listed(names.ANSWERS)};"
+                f" of choices {_listed(names.CHOICE_LABELS)}."
+            )
         },
     )
     label_separator: str | None = field(
@@ -118,8 +128,11 @@ class TaskOptions:
     class_balance: float = field(
         default=0.0,
         metadata={
-            "help": "Text classification, tagging: how much more rare classes count in the loss, from 0 (every example counts "
-            "alike) to 1 (every class does). About 0.5 finds more entities where nearly all words are outside."
+            "help": (
+                "Text classification, tagging: how much more rare classes count in the loss, from 0 (every example"
+                " counts alike) to 1 (every class does). About 0.5 finds more entities where nearly all words are"
+                " outside."
+            )
         },
     )
     target_column: str | None = field(
@@ -182,7 +195,9 @@ class RunOptions:
     peft: str | None = field(
         default=None,
         metadata={
-            "help": "Train few parameters: lora, ia3, prefix, prompt, houlsby or pfeiffer; fields as --peft.FIELD VALUE."
+            "help": (
+                "Train few parameters: lora, ia3, prefix, prompt, houlsby or pfeiffer; fields as --peft.FIELD VALUE."
+            )
         },
     )
     overwrite_output_dir: bool = field(

@@ -1,4 +1,5 @@
-"""Parameter-efficient fine-tuning through `peft`, with target modules that fit this package's models, and bottleneck adapters."""
+"""Parameter-efficient fine-tuning through `peft`, with target modules that fit this package's models, and bottleneck
+adapters."""
 
 from __future__ import annotations
 
@@ -60,8 +61,8 @@ def virtual_tokens(method: str | None, fields: Mapping[str, Any]) -> int:
 
 
 def add_adapter(model: PreTrainedModel, method: str, head: str, new: Iterable[str] = (), **fields: Any) -> Any:
-    """The model with its weights frozen and the method's few parameters to train: a `peft.PeftModel`, or for bottleneck
-    adapters (`hf_xformers.adapters`) the model itself.
+    """The model with its weights frozen and the method's few parameters to train: a `peft.PeftModel`, or for
+    bottleneck adapters (`hf_xformers.adapters`) the model itself.
 
     head: as in For<head>. new: names of parameters without trained weights (a new head, a pooler), whose modules are
     trained and saved in whole. fields: of the method's configuration in peft.
@@ -125,8 +126,8 @@ def targets(model: nn.Module, method: str, given: list[str] | str | None) -> lis
             missing = [t for t in given if not any(name == t or name.endswith(f".{t}") for name in leaves)]
         if missing or not given:
             raise ValueError(
-                f"--peft.target_modules names {(missing or [''])[0]!r}, which no linear map of the model is called; its "
-                f"linear maps are called {', '.join(names)}"
+                f"--peft.target_modules names {(missing or [''])[0]!r}, which no linear map of the model is called;"
+                f" its linear maps are called {', '.join(names)}"
             )
         return given
     usual = {"lora": ("q_proj", "v_proj"), "ia3": ("k_proj", "v_proj", "down_proj")}[method]
@@ -180,8 +181,8 @@ def _cache_shape(model: Any) -> dict[str, int]:
     config = model.config
     if getattr(model, "_is_stateful", False):
         raise ValueError(
-            f"--peft prefix puts keys and values before the text, and {type(model).__name__} keeps another state; choose "
-            "lora, ia3 or prompt"
+            f"--peft prefix puts keys and values before the text, and {type(model).__name__} keeps another state;"
+            " choose lora, ia3 or prompt"
         )
     if not isinstance(config, XFormerConfig):
         return {}

@@ -77,8 +77,8 @@ class Prediction:
 
 @dataclass
 class Predicted:
-    """rows: one for each row of the data, in its order. metrics: where the rows have answers. floor: the same metrics of
-    what `rule` says of every row."""
+    """rows: one for each row of the data, in its order. metrics: where the rows have answers. floor: the same metrics
+    of what `rule` says of every row."""
 
     trained: Trained
     rows: list[dict[str, Any]]
@@ -193,8 +193,8 @@ def _of_texts(task: Task, texts: Sequence[str], pairs: Sequence[str]) -> Dataset
         )
     if second is not None and len(pairs) != len(texts):
         raise ValueError(
-            f"the model reads pairs of texts, and there are {len(texts)} first and {len(pairs)} second ones; give as many "
-            "--text_pair as --text"
+            f"the model reads pairs of texts, and there are {len(texts)} first and {len(pairs)} second ones; give as"
+            " many --text_pair as --text"
         )
     task.options.text_column = first
     task.options.text_pair_column = second
@@ -244,7 +244,8 @@ def _run(wanted: Prediction, trained: Trained, encoded: Encoded) -> tuple[list[d
 
 
 def output_kind(name: str | None) -> str:
-    """jsonl or csv, by the suffix of a file. Raises ValueError for another suffix, and for a folder that is not there."""
+    """jsonl or csv, by the suffix of a file. Raises ValueError for another suffix, and for a folder that is not
+    there."""
     if name is None:
         return "jsonl"
     path = Path(name).expanduser()

@@ -120,8 +120,8 @@ class FineTuning:
             check_method(run.peft, self.task.head)
             if self.start is None:
                 raise ValueError(
-                    f"--peft {run.peft} trains a small part of a trained model, and --variant starts from random weights; "
-                    "give a --model, or leave --peft out"
+                    f"--peft {run.peft} trains a small part of a trained model, and --variant starts from random"
+                    " weights; give a --model, or leave --peft out"
                 )
         elif self.peft_fields:
             raise ValueError("--peft.FIELD options are about a method; name it with --peft")
@@ -137,7 +137,8 @@ class FineTuning:
             )
         if isinstance(self.task, (Regression, MultiLabelClassification)) and args.label_smoothing_factor:
             raise ValueError(
-                f"--label_smoothing_factor spreads probability over classes, of which one is right; a {self.task.id} has none"
+                f"--label_smoothing_factor spreads probability over classes, of which one is right; a {self.task.id}"
+                " has none"
             )
         if args.label_smoothing_factor and run.peft == "prompt":
             raise ValueError(
@@ -159,8 +160,8 @@ class FineTuning:
         for name, value in chosen.items():
             if value and exits:
                 raise ValueError(
-                    f"--{name} makes the loss of a model's last logits, and {config.model_type} has a classifier with a loss of its "
-                    "own after every layer; leave it out"
+                    f"--{name} makes the loss of a model's last logits, and {config.model_type} has a classifier with"
+                    " a loss of its own after every layer; leave it out"
                 )
 
     def _longest_wanted(self) -> int:
@@ -264,7 +265,8 @@ class FineTuning:
         if self.options.class_balance:
             plan["class_balance"] = self.options.class_balance
         if language:  # what `hf-xformers evaluate` looks for
-            plan |= {"objective": self.task.objective.to_dict(), "block_size": self.task.max_length}  # type: ignore[attr-defined]
+            plan["objective"] = self.task.objective.to_dict()  # type: ignore[attr-defined]
+            plan["block_size"] = self.task.max_length
             sampling = {"sample_by": usual_sampling(self.task.objective)}  # type: ignore[attr-defined]
             plan["data"] = {
                 "data": self.source.data,
@@ -284,7 +286,8 @@ class FineTuning:
     # ------------------------------------------------------------------------------------------------ training
 
     def train(self, prepared: Prepared, callbacks: Sequence[TrainerCallback] = ()) -> dict[str, Any]:
-        """Trains, takes the best checkpoint, evaluates and predicts all splits but the training rows, saves everything.
+        """Trains, takes the best checkpoint, evaluates and predicts all splits but the training rows, saves
+        everything.
 
         Returns the content of `training_summary.json`.
         """
@@ -398,7 +401,8 @@ class FineTuning:
         task, config = prepared.task, prepared.config
         if self.model.model is None:
             return loading.model_class(config, task.head)(config)
-        kept = {"has_head": loading.has_head(self.start, task.head), "new_head": self.model.new_head}  # type: ignore[arg-type]
+        has_head = loading.has_head(self.start, task.head)  # type: ignore[arg-type]
+        kept = {"has_head": has_head, "new_head": self.model.new_head}
         model, new = loading.load_model(self.model.model, config, task.head, **kept)
         if self.run_options.peft is None:
             return model

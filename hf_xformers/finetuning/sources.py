@@ -1,4 +1,5 @@
-"""Rows of a task from files or the Hub, as splits `train`, `validation`, `test` with the columns that the source has."""
+"""Rows of a task from files or the Hub, as splits `train`, `validation`, `test` with the columns that the source
+has."""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ _SPLITS = ("train", "validation", "test")
 def load_rows(
     source: TaskData, languages: tuple[str, str] | None = None, *, origins: bool = False
 ) -> dict[str, Dataset]:
-    """The splits of a source. Where none is for validation, `validation_fraction` of the training rows is held out: by a
-    hash of a row's content, or of a question's context, so that equal rows are on one side and the order does not matter.
+    """The splits of a source. Where none is for validation, `validation_fraction` of the training rows is held out: by
+    a hash of a row's content, or of a question's context, so that equal rows are on one side and the order does not
+    matter.
 
     origins: with the column `origin.ORIGIN`, the file and line of every row, for messages.
 
@@ -150,8 +152,8 @@ def _read_table(path: Path, column_names: Sequence[str]) -> Dataset:
 
 
 def read_conll(path: Path) -> Iterator[dict[str, list[str]]]:
-    """Sentences of a CoNLL file: a token per line, its tag last, separated by tabs or else by spaces; a blank line ends a
-    sentence, and lines of `-DOCSTART-` are passed over.
+    """Sentences of a CoNLL file: a token per line, its tag last, separated by tabs or else by spaces; a blank line
+    ends a sentence, and lines of `-DOCSTART-` are passed over.
 
     Raises ValueError for a line without a tag, with its number.
     """
@@ -204,7 +206,8 @@ def _parallel(paths: Sequence[Path], languages: tuple[str, str]) -> Dataset:
     counts = {language: len(lines) for language, lines in columns.items()}
     if len(set(counts.values())) > 1:
         raise ValueError(
-            f"parallel files must have a line for each other's lines, and {listed([str(p) for p in paths])} have {counts}"
+            f"parallel files must have a line for each other's lines, and {listed([str(p) for p in paths])} have"
+            f" {counts}"
         )
     return with_origins(Dataset.from_dict(columns), [f"{name!r}, line {number}" for name, number, _ in places])
 
@@ -223,8 +226,8 @@ def _from_hub(name: str, config_name: str | None) -> dict[str, Dataset]:
     except (ConnectionError, TimeoutError, HTTPError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"the Hub dataset {name!r} could not be reached ({reason}) and is not in the local cache; give local files, "
-            "or enable the network (unset HF_HUB_OFFLINE)"
+            f"the Hub dataset {name!r} could not be reached ({reason}) and is not in the local cache; give local"
+            " files, or enable the network (unset HF_HUB_OFFLINE)"
         ) from error
     except ValueError as error:  # an unknown or missing configuration; `datasets` lists the valid ones
         raise ValueError(f"the Hub dataset {name!r} could not be loaded: {error}") from error
@@ -268,7 +271,8 @@ def _hold_out(rows: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
 
 
 def _key(row: Mapping[str, Any]) -> str:
-    """What decides on which side a row is: its content, and of a question its context, which others may be about too."""
+    """What decides on which side a row is: its content, and of a question its context, which others may be about
+    too."""
     if "question" in row and isinstance(row.get("context"), str):
         return row["context"]
     return json.dumps({name: value for name, value in row.items() if name != ORIGIN}, sort_keys=True, default=str)

@@ -1,5 +1,5 @@
-"""One table of rows from one file: CSV, TSV, JSON, JSONL or Parquet. What a lenient reader would guess at is refused, with
-the number of the line."""
+"""One table of rows from one file: CSV, TSV, JSON, JSONL or Parquet. What a lenient reader would guess at is refused,
+with the number of the line."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def _articles(path: Path) -> list[Any] | None:
     ]
     if len(rows) == 1 and tables and isinstance(content, dict):
         raise ValueError(
-            f"{str(path)!r} is one object, which holds lists of objects under {', '.join(map(repr, tables))}; save each "
-            "list of rows in a file of its own"
+            f"{str(path)!r} is one object, which holds lists of objects under {', '.join(map(repr, tables))}; save"
+            " each list of rows in a file of its own"
         )
     return None
 
@@ -115,8 +115,8 @@ def squad_rows(articles: Sequence[Any], name: str) -> Dataset:
                     origins.append(f"{name!r}, question {found[-1]['id']}")
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{name!r} holds articles of paragraphs as SQuAD has them, but after {len(found)} questions one is without "
-            f"{error}; every paragraph needs `context` and `qas`, every question `question` and `answers`"
+            f"{name!r} holds articles of paragraphs as SQuAD has them, but after {len(found)} questions one is without"
+            f" {error}; every paragraph needs `context` and `qas`, every question `question` and `answers`"
         ) from error
     return with_origins(Dataset.from_list(found), origins)
 
@@ -135,8 +135,8 @@ def _load(kind: str, path: Path, **options: Any) -> Dataset:
         reason = (str(error.__cause__ or error).splitlines() or [""])[0]
         where = _broken_line(path) if kind == "json" else None
         raise ValueError(
-            f"{str(path)!r} could not be read as UTF-8 {kind} ({where or reason}); correct the file, or give it the suffix "
-            "of its format"
+            f"{str(path)!r} could not be read as UTF-8 {kind} ({where or reason}); correct the file, or give it the"
+            " suffix of its format"
         ) from error
     return _with_numbers(rows, path, "line") if kind == "json" else rows
 
@@ -150,7 +150,8 @@ def _with_numbers(rows: Dataset, path: Path, unit: str) -> Dataset:
 
 
 def _broken_line(path: Path) -> str | None:
-    """What is wrong with the first line of a JSONL file that is not an object; None where all are, or it is one value."""
+    """What is wrong with the first line of a JSONL file that is not an object; None where all are, or it is one
+    value."""
     for number, line in enumerate(decoded_lines(path), start=1):
         try:
             value = json.loads(line) if line.strip() else {}

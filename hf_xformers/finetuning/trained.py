@@ -1,4 +1,5 @@
-"""A fine-tuned model as its run left it: the task, the weights (whole, or an adapter on its base) and the tokenizer."""
+"""A fine-tuned model as its run left it: the task, the weights (whole, or an adapter on its base) and the
+tokenizer."""
 
 from __future__ import annotations
 
@@ -61,8 +62,8 @@ def open_trained(
 ) -> Trained:
     """The model of a folder or Hub id, with the task and the columns of its run.
 
-    task: for a model whose run is not known. base: the model under an adapter, where it is no longer where it was. changes:
-    fields of `TaskOptions` that differ from the run's.
+    task: for a model whose run is not known. base: the model under an adapter, where it is no longer where it was.
+    changes: fields of `TaskOptions` that differ from the run's.
 
     Raises ValueError for what is no fine-tuned model, damaged weights, and an adapter whose base is not to be found.
     """
@@ -77,8 +78,8 @@ def open_trained(
     made = build_task(_options(name, task, record, config, about, changes))
     if not made.predicts:
         raise ValueError(
-            f"{name!r} is a language model, which says nothing of a row; measure it with `hf-xformers evaluate`, or continue texts "
-            "with transformers' pipeline"
+            f"{name!r} is a language model, which says nothing of a row; measure it with `hf-xformers evaluate`, or"
+            " continue texts with transformers' pipeline"
         )
     if adapter:
         config = loading.saved_config_with(config, made.head, {}, {}, record.get("task_config", _labels_of(about)))
@@ -111,8 +112,8 @@ def _base_of(name: str, about: Mapping[str, Any], record: Mapping[str, Any], giv
         found = named[0]  # an id of the Hub
     if found is None:
         raise ValueError(
-            f"{name!r} holds an adapter, and its model {named[0] if named else 'is not named'!r} is not there; say where it is "
-            "with --base_model"
+            f"{name!r} holds an adapter, and its model {named[0] if named else 'is not named'!r} is not there; say"
+            " where it is with --base_model"
         )
     return found
 
@@ -144,8 +145,8 @@ def _task_of(name: str, config: PreTrainedConfig, about: Mapping[str, Any]) -> s
             config.problem_type or "", "regression" if config.num_labels == 1 else "text-classification"
         )
     raise ValueError(
-        f"{name!r} is saved as {architecture or 'no class'}, which does not say what it was trained for; name it with --task, or "
-        "take a model that `hf-xformers finetune` trained"
+        f"{name!r} is saved as {architecture or 'no class'}, which does not say what it was trained for; name it with"
+        " --task, or take a model that `hf-xformers finetune` trained"
     )
 
 
@@ -158,8 +159,8 @@ def _labels_of(about: Mapping[str, Any]) -> dict[str, Any]:
 def _whole(name: str, config: PreTrainedConfig, task: Task) -> Any:
     if not loading.has_head(config, task.head) and loading.architecture_of(config):
         raise ValueError(
-            f"{name!r} is saved as {loading.architecture_of(config)}, and {task.id} needs a For{task.head} class; fine-tune it "
-            "first with `hf-xformers finetune`"
+            f"{name!r} is saved as {loading.architecture_of(config)}, and {task.id} needs a For{task.head} class;"
+            " fine-tune it first with `hf-xformers finetune`"
         )
     return loading.load_model(name, config, task.head, has_head=True, new_head=False)[0]
 
@@ -183,6 +184,6 @@ def _load(folder: Path, base: str, file: str, config: PreTrainedConfig, task: Ta
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"the adapter in {str(folder)!r} does not load onto {base!r} ({reason}); give the model that it was trained on with "
-            "--base_model, or save the adapter again"
+            f"the adapter in {str(folder)!r} does not load onto {base!r} ({reason}); give the model that it was"
+            " trained on with --base_model, or save the adapter again"
         ) from error

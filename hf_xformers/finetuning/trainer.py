@@ -65,7 +65,8 @@ class TaskTrainer(XFormerTrainer):
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             outputs: dict[str, Any] = dict(model(**inputs))
-            if self.task.generates and self.args.predict_with_generate and not prediction_loss_only:  # type: ignore[attr-defined]
+            generates = self.task.generates and self.args.predict_with_generate  # type: ignore[attr-defined]
+            if generates and not prediction_loss_only:
                 outputs["generated"] = self._generate(model, inputs)
         loss = outputs.get("loss")
         loss = None if loss is None else loss.detach().mean()

@@ -37,15 +37,15 @@ class InsertionHead(LanguageModelHead):
 
 
 def slot_scores(pointer: Tensor, words: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """pointer [B, t, D], vectors of the next words [B, t, D], left and right slots [B, s, D] -> [B, t, 2 s], left slots
-    first."""
+    """pointer [B, t, D], vectors of the next words [B, t, D], left and right slots [B, s, D] -> [B, t, 2 s], left
+    slots first."""
     query = (pointer + words) * (0.5 / pointer.shape[-1]) ** 0.5
     return torch.matmul(query, torch.cat((left, right), dim=1).transpose(-1, -2))
 
 
 def legal_slots(places: Tensor, real: Tensor) -> Tensor:
-    """places, real [B, S] -> [B, 2 S] boolean: all slots of real tokens but those outside the text: left of its first token,
-    and right of its second where that is the right boundary (no token stands right of it)."""
+    """places, real [B, S] -> [B, 2 S] boolean: all slots of real tokens but those outside the text: left of its first
+    token, and right of its second where that is the right boundary (no token stands right of it)."""
     number = real.long().cumsum(-1)
     last = places.masked_fill(~real, -1).amax(-1, keepdim=True)
     begin, end = real & (number == 1), real & (number == 2) & (places == last) & (number.amax(-1, keepdim=True) > 2)
@@ -55,11 +55,12 @@ def legal_slots(places: Tensor, real: Tensor) -> Tensor:
 def place_log_likelihood(
     pointer: Tensor, words: Tensor, left: Tensor, right: Tensor, places: Tensor, real: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Log probability that the token generated at n + 1 is inserted where `places` [B, T] says, for n = 0 .. T - 2, and
-    whether that place has a slot, [B, T - 1] each.
+    """Log probability that the token generated at n + 1 is inserted where `places` [B, T] says, for n = 0 .. T - 2,
+    and whether that place has a slot, [B, T - 1] each.
 
-    A gap between neighbours has two names, the right slot of one and the left slot of the other, whose probabilities add up
-    (released code). pointer, left, right [B, T, D]; words [B, T - 1, D]: vectors of the tokens at 1 .. T - 1; real [B, T].
+    A gap between neighbours has two names, the right slot of one and the left slot of the other, whose probabilities
+    add up (released code). pointer, left, right [B, T, D]; words [B, T - 1, D]: vectors of the tokens at 1 .. T - 1;
+    real [B, T].
     """
     length = places.shape[1] - 1
     if not length:  # a text of one token inserts nothing

@@ -28,8 +28,8 @@ _CARD_ID = re.compile(r'from_pretrained\("([\w.-]+/[\w.-]+)"')
 
 @dataclass
 class Adapter:
-    """kind: PEFT's or bottleneck. method: "lora", "houlsby", ... head: as in For<head> of the model that it goes into, "Model"
-    if nothing says. labels: names of the classes in their order. base: Hub id of that model; None: unknown."""
+    """kind: PEFT's or bottleneck. method: "lora", "houlsby", ... head: as in For<head> of the model that it goes into,
+    "Model" if nothing says. labels: names of the classes in their order. base: Hub id of that model; None: unknown."""
 
     kind: Kind
     method: str
@@ -95,8 +95,8 @@ def public_config(folder: Path, kind: Kind, adapter: Adapter) -> bytes | None:
     given = about.get(key)
     if given and adapter.base is None:
         raise ValueError(
-            f"the adapter in {str(folder)!r} belongs to the model {given!r}, which others cannot load from there; push that model "
-            "first, and give its id with --base-model USER/NAME"
+            f"the adapter in {str(folder)!r} belongs to the model {given!r}, which others cannot load from there; push"
+            " that model first, and give its id with --base-model USER/NAME"
         )
     if adapter.base is not None and given != adapter.base:
         about, changed = {**about, key: adapter.base}, True
@@ -109,8 +109,8 @@ def public_config(folder: Path, kind: Kind, adapter: Adapter) -> bytes | None:
 
 
 def public_base(name: Any) -> str | None:
-    """The Hub id of a model that was loaded by `name`: the id itself, or that of a folder of the Hub's cache, or the one that a
-    generated card in the folder names. None for any other place."""
+    """The Hub id of a model that was loaded by `name`: the id itself, or that of a folder of the Hub's cache, or the
+    one that a generated card in the folder names. None for any other place."""
     if not isinstance(name, str) or not name:
         return None
     folder = Path(name).expanduser()

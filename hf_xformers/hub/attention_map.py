@@ -17,7 +17,8 @@ LENGTH = 16
 _CELL, _GAP, _LEFT, _RIGHT, _TOP, _BELOW = 10, 8, 40, 52, 44, 32
 _LEAST_WIDTH = 340  # what the title needs
 _SHADES = 11
-# Parameters at which a mechanism shows its pattern in so few tokens: the papers' windows and blocks would hold them all.
+# Parameters at which a mechanism shows its pattern in so few tokens: the papers' windows and blocks would hold them
+# all.
 SMALL: dict[str, dict[str, Any]] = {
     "adaptive_span": {"start": 0.25, "ramp": 4},
     "band_attention": {"window_size": 4},
@@ -49,7 +50,8 @@ def _own(config_class: Any, slot: str) -> dict[str, Any]:
 
 
 def map_config(config_class: Any, options: Mapping[str, Any] | None = None, length: int = LENGTH) -> Any:
-    """The tiny configuration that is drawn: `options` are components (as dicts) and fields on top of the variant's own.
+    """The tiny configuration that is drawn: `options` are components (as dicts) and fields on top of the variant's
+    own.
 
     Raises:
         ValueError: options that do not fit.
@@ -86,10 +88,10 @@ def attention_maps(
 ) -> dict[str, Tensor]:
     """Weights of a tiny model with fixed random parameters, averaged over heads: name of the attention -> [T, S].
 
-    They are those of the literal path (`output_attentions=True`), of layer 0 and of the next ones where layers differ. A
-    mechanism without weights of its own gives the matrix by which its output depends on the values; one that has no such
-    matrix gives none. options: components and configuration fields that differ from the variant's. Windows and blocks
-    that they leave open are cut down to this length ([`SMALL`]).
+    They are those of the literal path (`output_attentions=True`), of layer 0 and of the next ones where layers differ.
+    A mechanism without weights of its own gives the matrix by which its output depends on the values; one that has no
+    such matrix gives none. options: components and configuration fields that differ from the variant's. Windows and
+    blocks that they leave open are cut down to this length ([`SMALL`]).
     """
     config = map_config(config_class, options, length)
     plain = _maps(config, length, 1.0)
@@ -139,8 +141,8 @@ def _maps(config: Any, length: int, factor: float) -> dict[str, Tensor]:
 
 
 def draw(maps: dict[str, Tensor]) -> str:
-    """SVG text: for each map a square per (query row, key column), darker for more weight, with axes in tokens and a bar that
-    tells what the shades mean; pairs without weight stay white. Every map has its own scale."""
+    """SVG text: for each map a square per (query row, key column), darker for more weight, with axes in tokens and a
+    bar that tells what the shades mean; pairs without weight stay white. Every map has its own scale."""
     width = max(sum(weights.shape[1] * _CELL + _LEFT + _RIGHT for weights in maps.values()), _LEAST_WIDTH)
     height = max((weights.shape[0] for weights in maps.values()), default=0) * _CELL + _TOP + _BELOW
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">']

@@ -1,4 +1,5 @@
-"""Self-contained checkpoints: the code of the model goes with its weights, and nothing but transformers is needed to use it."""
+"""Self-contained checkpoints: the code of the model goes with its weights, and nothing but transformers is needed to
+use it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _HEADER = (
     _MARK + " {version} (Apache-2.0), written with this checkpoint by `hf_xformers.hub.bundle`; source: {module}\n"
 )
 
-_AUTO_CLASSES = '''"""Stands for the registration with transformers' Auto classes: these find the classes of a checkpoint by its `auto_map`."""
+_AUTO_CLASSES = '''"""Stands for the registration with the Auto classes, which find a checkpoint's classes by `auto_map`."""
 
 from typing import Any
 
@@ -61,11 +62,12 @@ def bundle(checkpoint: Any, directory: str | Path, *, all_heads: bool = False) -
     """Writes a checkpoint with the code that it needs, so that
     `AutoModel....from_pretrained(directory, trust_remote_code=True)` works with transformers and torch alone.
 
-    checkpoint: a model of this package, or the folder of one (weights as safetensors). directory: where the result goes;
-    the checkpoint's own folder is allowed. all_heads: carry the classes of every head of the family, for those who want to
-    fine-tune it for something else; by default those of the saved head and of the bare model. The code is this package's, as it is installed: only the files that the
-    config's components need, flat in the folder, and `auto_map` in `config.json`. Where this package is installed and
-    imported, the checkpoint loads with the installed code as before.
+    checkpoint: a model of this package, or the folder of one (weights as safetensors). directory: where the result
+    goes; the checkpoint's own folder is allowed. all_heads: carry the classes of every head of the family, for those
+    who want to fine-tune it for something else; by default those of the saved head and of the bare model. The code is
+    this package's, as it is installed: only the files that the config's components need, flat in the folder, and
+    `auto_map` in `config.json`. Where this package is installed and imported, the checkpoint loads with the installed
+    code as before.
 
     Returns the directory. Raises `ValueError` for what is no checkpoint of this package, and for components whose code
     stands in no importable file.
@@ -119,15 +121,15 @@ def load_config(folder: Path) -> Any:
     model_type = str(saved_config(folder).get("model_type"))
     if model_type not in CONFIG_MAPPING or not issubclass(CONFIG_MAPPING[model_type], XFormerConfig):
         raise ValueError(
-            f"{str(folder)!r} holds a model of type {model_type!r}, which is none of this package's; transformers' own "
-            "models need no code, and `hf-xformers convert` makes variants of some"
+            f"{str(folder)!r} holds a model of type {model_type!r}, which is none of this package's; transformers' own"
+            " models need no code, and `hf-xformers convert` makes variants of some"
         )
     return CONFIG_MAPPING[model_type].from_pretrained(folder)
 
 
 def kept_heads(config: Any, architecture: str | None = None, *, all_heads: bool = False) -> tuple[str, ...]:
-    """The heads that a checkpoint's code needs: that of `architecture` (by default the class that the config names), and none;
-    all of the family's where nothing says which it is."""
+    """The heads that a checkpoint's code needs: that of `architecture` (by default the class that the config names),
+    and none; all of the family's where nothing says which it is."""
     config_class = _installed(type(config))
     found = model_classes(config_class, config_class.heads)
     classes = (architecture,) if architecture is not None else tuple(config.architectures or ())
@@ -197,22 +199,23 @@ def _body(lines: Iterable[str]) -> str:
 
 
 def _installed(config_class: Any) -> Any:
-    """The config class itself; for one that came with a self-contained checkpoint, the installed one of its model type."""
+    """The config class itself; for one that came with a self-contained checkpoint, the installed one of its model
+    type."""
     from transformers import CONFIG_MAPPING
 
     if config_class.__module__.startswith("transformers_modules.") and config_class.model_type in CONFIG_MAPPING:
         return CONFIG_MAPPING[config_class.model_type]
     if not getattr(config_class, "heads", ()):
         raise ValueError(
-            f"{config_class.__name__} belongs to no family of this package; a self-contained checkpoint is made of a model "
-            "whose classes `make_family` made"
+            f"{config_class.__name__} belongs to no family of this package; a self-contained checkpoint is made of a"
+            " model whose classes `make_family` made"
         )
     return config_class
 
 
 def _component_modules(config_class: Any, fields: dict[str, Any], heads: tuple[str, ...]) -> set[str]:
-    """The modules of every component that is looked up when this config, its variant's default, or either in the shape of
-    one of these heads is built."""
+    """The modules of every component that is looked up when this config, its variant's default, or either in the shape
+    of one of these heads is built."""
     given = {key: value for key, value in fields.items() if key not in ("model_type", "transformers_version")}
     shapes: list[dict[str, Any]] = [{}]
     if "ForCausalLM" in heads:

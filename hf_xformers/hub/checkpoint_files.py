@@ -68,8 +68,8 @@ def kind_of(folder: Path) -> Kind:
                     raise ValueError(f"{str(folder / weights)!r} {problem}; save or download the adapter again")
                 return kind
             raise ValueError(
-                f"{str(folder)!r} has {config} and no weights {weights}; save the model with `save_pretrained`, which writes "
-                "safetensors"
+                f"{str(folder)!r} has {config} and no weights {weights}; save the model with `save_pretrained`, which"
+                " writes safetensors"
             )
     raise ValueError(
         f"{str(folder)!r} is no checkpoint: it has no {CONFIG}; give the folder of a saved model or adapter"
@@ -77,12 +77,12 @@ def kind_of(folder: Path) -> Kind:
 
 
 def checkpoint_files(folder: Path) -> dict[str, Path]:
-    """Path in the repository -> file, for everything that belongs to the checkpoint: config, weights, tokenizer, card. States
-    of the optimizer, logs, predictions and checkpoints of the run do not.
+    """Path in the repository -> file, for everything that belongs to the checkpoint: config, weights, tokenizer, card.
+    States of the optimizer, logs, predictions and checkpoints of the run do not.
 
     Raises:
-        ValueError: as [`kind_of`] does, and for a file that is a link, or code that `auto_map` names outside the folder:
-            what such a name stands for is not the checkpoint's, and nobody asked to share it.
+        ValueError: as [`kind_of`] does, and for a file that is a link, or code that `auto_map` names outside the
+            folder: what such a name stands for is not the checkpoint's, and nobody asked to share it.
     """
     wanted = (*_WEIGHTS[kind_of(folder)], *_COMPANIONS)
     found = {}
@@ -104,8 +104,8 @@ def _own(folder: Path, name: str) -> Path:
     cached = root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--")
     if place != root / name and not (cached and place.parent == blobs):
         raise ValueError(
-            f"{str(path)!r} is a link to {str(place)!r}; only files of the folder itself are shared: remove the link, or put a "
-            "copy of the file in its place"
+            f"{str(path)!r} is a link to {str(place)!r}; only files of the folder itself are shared: remove the link,"
+            " or put a copy of the file in its place"
         )
     return path
 
@@ -123,8 +123,8 @@ def _code(folder: Path) -> set[str]:
             module = entry.partition(".")[0]
             if not module.isidentifier() or (apart and _REPOSITORY.fullmatch(repository) is None):
                 raise ValueError(
-                    f"`auto_map` of {str(folder / file)!r} names the code {reference!r}, which is no file of the folder; correct "
-                    "the entry to `file.Class`, or remove it"
+                    f"`auto_map` of {str(folder / file)!r} names the code {reference!r}, which is no file of the"
+                    " folder; correct the entry to `file.Class`, or remove it"
                 )
             if not apart:  # else the code stays in the repository that it is in
                 waiting.append(module)

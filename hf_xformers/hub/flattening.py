@@ -1,7 +1,7 @@
 """Python files of a package as files of one folder, which import each other as `from .name import ...`.
 
-transformers' loader of remote code copies a checkpoint's file and what it imports relatively, as far as it finds it: it
-looks for lines `from .name import` and does not follow `from . import name`.
+transformers' loader of remote code copies a checkpoint's file and what it imports relatively, as far as it finds it:
+it looks for lines `from .name import` and does not follow `from . import name`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ VISIBLE = re.compile(r"^\s*from\s+\.(\S+)\s+import", flags=re.MULTILINE)
 class Flattener:
     """Collects modules and what they import, and writes them for one folder.
 
-    substitutes: module name -> source that stands for it. names: names that the package's own `__init__` gives -> module
-    that has them.
+    substitutes: module name -> source that stands for it. names: names that the package's own `__init__` gives ->
+    module that has them.
     """
 
     def __init__(self, substitutes: Mapping[str, str], names: Mapping[str, str]):
@@ -56,8 +56,8 @@ class Flattener:
         file = _file(module)
         if file is None:
             raise ValueError(
-                f"The code of module {module!r} stands in no Python file of its own, so that it cannot go with the checkpoint; "
-                "define components and variants in an importable file."
+                f"The code of module {module!r} stands in no Python file of its own, so that it cannot go with the"
+                " checkpoint; define components and variants in an importable file."
             )
         return file.read_text(encoding="utf-8")
 
@@ -104,8 +104,8 @@ def package_imports(module: str, source: str) -> list[tuple[ast.ImportFrom, str]
             for alias in node.names:
                 if alias.name.partition(".")[0] == PACKAGE:
                     raise ValueError(
-                        f"{module} has `import {alias.name}`, which a checkpoint's code cannot; write `from {alias.name} "
-                        "import ...` with the names that it uses."
+                        f"{module} has `import {alias.name}`, which a checkpoint's code cannot; write `from"
+                        f" {alias.name} import ...` with the names that it uses."
                     )
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""

@@ -69,8 +69,8 @@ def _of_checkpoint(folder: Path, results: str | Path | None) -> Card:
     model_type = saved_config(folder).get("model_type")
     if model_type not in model_types():
         raise ValueError(
-            f"{str(folder)!r} holds a model of type {model_type!r}, which is none of this package's variants; convert it "
-            "with `hf-xformers convert`, or give a variant"
+            f"{str(folder)!r} holds a model of type {model_type!r}, which is none of this package's variants; convert"
+            " it with `hf-xformers convert`, or give a variant"
         )
     cls = config_class(model_type)
     sections = [f"![attention map](maps/{model_type}.svg)", caption(cls)]
@@ -104,20 +104,26 @@ def measured_sections(model_type: str, results: str | Path) -> list[str]:
         ) from None
     if not speed and not quality:
         raise ValueError(
-            f"--results {str(results)!r} has no figures of {model_type!r}; measure it with `hf-xformers benchmark --variants "
-            f"{model_type.removeprefix('xf_')} ...`"
+            f"--results {str(results)!r} has no figures of {model_type!r}; measure it with `hf-xformers benchmark"
+            f" --variants {model_type.removeprefix('xf_')} ...`"
         )
     what = "one attention layer" if settings["level"] == "layer" else f"whole models of size {settings['size']}"
     parts = ["## Compared with dense attention", _place(machine, settings)]
     if speed:
         parts += [
-            f"Forward and backward of {what}, batch {settings['batch_size']}; ratios below 1 are faster or smaller than dense.",
+            (
+                f"Forward and backward of {what}, batch {settings['batch_size']}; ratios below 1 are faster or smaller"
+                " than dense."
+            ),
             _renamed(speed, _SPEED),
         ]
     if quality:
         training = settings["training"]
         parts += [
-            f"Models of {training['layers']} layers, {training['hidden_size']} wide, on rows of {training['length']} tokens.",
+            (
+                f"Models of {training['layers']} layers, {training['hidden_size']} wide, on rows of"
+                f" {training['length']} tokens."
+            ),
             _renamed(quality, _QUALITY),
         ]
     return parts
@@ -129,6 +135,6 @@ def _renamed(rows: list[dict[str, Any]], names: dict[str, str]) -> str:
 
 def _place(machine: dict[str, Any], settings: dict[str, Any]) -> str:
     return (
-        f"Measured by `hf-xformers benchmark` on {machine['device']}, {machine['threads']} thread(s), {settings['dtype']}, torch "
-        f"{machine['torch']}."
+        f"Measured by `hf-xformers benchmark` on {machine['device']}, {machine['threads']} thread(s),"
+        f" {settings['dtype']}, torch {machine['torch']}."
     )

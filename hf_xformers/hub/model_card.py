@@ -1,4 +1,5 @@
-"""Model cards, generated from the code: what a variant is, what it changes, its cost, how to use it, how to cite it."""
+"""Model cards, generated from the code: what a variant is, what it changes, its cost, how to use it, how to cite
+it."""
 
 from __future__ import annotations
 

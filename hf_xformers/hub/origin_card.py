@@ -1,4 +1,5 @@
-"""What a checkpoint's card says of components that are not its family's own: what they are, and what they were put in place of."""
+"""What a checkpoint's card says of components that are not its family's own: what they are, and what they were put in
+place of."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from .training_record import is_hub_id
 
 @dataclass
 class Origin:
-    """summary: a sentence; None where the family's own says it. sections: Markdown. infos: whose papers to cite. base: Hub id
-    of the first source."""
+    """summary: a sentence; None where the family's own says it. sections: Markdown. infos: whose papers to cite. base:
+    Hub id of the first source."""
 
     summary: str | None = None
     sections: list[str] = field(default_factory=list)

@@ -71,7 +71,8 @@ def prepare_upload(
     if self_contained:
         if kind != MODEL:
             raise ValueError(
-                f"{str(folder)!r} is an adapter, which has no code of its own; push its base model with --self-contained"
+                f"{str(folder)!r} is an adapter, which has no code of its own; push its base model with"
+                " --self-contained"
             )
         config = load_config(folder)
         heads = kept_heads(config)
@@ -82,7 +83,8 @@ def prepare_upload(
         if public is not None:
             files[ADAPTER_CONFIGS[kind]] = public
     has_code = self_contained or (kind == MODEL and "auto_map" in read_object(folder / CONFIG))
-    own = files[CARD].read_text(encoding="utf-8", errors="replace") if isinstance(files.get(CARD), Path) else None  # type: ignore[union-attr]
+    card = files.get(CARD)
+    own = card.read_text(encoding="utf-8", errors="replace") if isinstance(card, Path) else None
     generated = own is None or MARK in own or _TEMPLATE in own
     if generated:
         files[CARD] = str(checkpoint_card(folder, repo_id, self_contained=has_code, facts=facts)).encode()
@@ -98,9 +100,9 @@ def push(
     create_pr: bool = False,
     token: str | None = None,
 ) -> Any:
-    """Sends an upload to the Hub in one commit; returns its `CommitInfo`. Until the commit, which comes when all is sent, the
-    repository stays as it is. private: for a repository that does not exist yet. revision: a branch, made if there is none.
-    A card that somebody wrote in the repository is not replaced by a generated one.
+    """Sends an upload to the Hub in one commit; returns its `CommitInfo`. Until the commit, which comes when all is
+    sent, the repository stays as it is. private: for a repository that does not exist yet. revision: a branch, made if
+    there is none. A card that somebody wrote in the repository is not replaced by a generated one.
 
     Raises:
         ValueError: no token, one that may not write there, no connection, or any other answer of the Hub.
@@ -110,8 +112,8 @@ def push(
     token = token or get_token()
     if not token:
         raise ValueError(
-            "there is no token of the Hub on this machine: log in with `hf auth login`, or set HF_TOKEN to a token with "
-            "write access"
+            "there is no token of the Hub on this machine: log in with `hf auth login`, or set HF_TOKEN to a token"
+            " with write access"
         )
     if constants.HF_HUB_OFFLINE:
         raise ValueError("HF_HUB_OFFLINE is set, so that nothing can be pushed; unset it")
@@ -163,8 +165,8 @@ def _plain_errors(repo_id: str) -> Iterator[None]:
         said = _first_line(getattr(cause, "server_message", None) or str(error))
         if status == 401:
             raise ValueError(
-                f"the Hub does not know this token or no repository {repo_id!r} that it may see ({said}); log in again with "
-                "`hf auth login`, or set HF_TOKEN to a valid token"
+                f"the Hub does not know this token or no repository {repo_id!r} that it may see ({said}); log in again"
+                " with `hf auth login`, or set HF_TOKEN to a valid token"
             ) from error
         if status == 403:
             raise ValueError(

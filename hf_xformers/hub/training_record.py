@@ -1,4 +1,5 @@
-"""What a checkpoint's folder knows about its training: this package's summary, or what Trainer's scripts leave there."""
+"""What a checkpoint's folder knows about its training: this package's summary, or what Trainer's scripts leave
+there."""
 
 from __future__ import annotations
 
@@ -70,8 +71,8 @@ def read_record(folder: Path) -> TrainingRecord:
 
 
 def read_summary_of(folder: Path) -> dict[str, Any]:
-    """`training_summary.json` of the run that a folder is or belongs to; empty if there is none. Raises `ValueError` for one
-    that is damaged."""
+    """`training_summary.json` of the run that a folder is or belongs to; empty if there is none. Raises `ValueError`
+    for one that is damaged."""
     path = _run_of(folder) / SUMMARY_FILE
     return read_object(path) if path.is_file() else {}
 
@@ -82,8 +83,8 @@ def _run_of(folder: Path) -> Path:
 
 
 def is_hub_id(name: str, kind: Literal["model", "dataset"]) -> bool:
-    """Whether a name that was loaded here was an id of the Hub. `runs/bert` may be one or a folder that is gone by now: what
-    came from the Hub has left its folder in the cache."""
+    """Whether a name that was loaded here was an id of the Hub. `runs/bert` may be one or a folder that is gone by
+    now: what came from the Hub has left its folder in the cache."""
     from huggingface_hub import constants
 
     if HUB_ID.fullmatch(name) is None:

@@ -1,7 +1,7 @@
 """Metrics of fine-tuning tasks: through `evaluate` where it can load its script, else computed here to equal values.
 
-`evaluate` keeps each metric as a script on the Hub, which needs the network and often one more package. Every metric of
-this folder therefore stands on its own, and is compared in the tests with the package that defines it.
+`evaluate` keeps each metric as a script on the Hub, which needs the network and often one more package. Every metric
+of this folder therefore stands on its own, and is compared in the tests with the package that defines it.
 """
 
 from .backend import BACKENDS, METRICS, compute

@@ -46,8 +46,9 @@ def compute(
     script = None if backend == "own" else _script(_script_name(name, options))
     if script is None and backend == "evaluate":
         raise ValueError(
-            f"evaluate cannot load its metric {_script_name(name, options)!r} (it needs the network or the Hub's cache, "
-            "and the packages that the metric is made of); take --metric_backend own, whose values are the same"
+            f"evaluate cannot load its metric {_script_name(name, options)!r} (it needs the network or the Hub's"
+            " cache, and the packages that the metric is made of); take --metric_backend own, whose values are the"
+            " same"
         )
     scores = (own if script is None else functools.partial(theirs, script))(predictions, references, **options)
     return {key: 0.0 if math.isnan(value) else float(value) for key, value in scores.items()}
@@ -74,7 +75,8 @@ def _script(name: str) -> Any | None:
         return None
 
 
-# ------------------------------------------------------------------------------------------------ evaluate's signatures
+# ------------------------------------------------------------------------------------------------ evaluate's
+# signatures
 
 
 def _same(script: Any, predictions: Sequence[Any], references: Sequence[Any], **options: Any) -> Scores:

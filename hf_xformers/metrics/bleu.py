@@ -1,4 +1,5 @@
-"""Corpus BLEU (Papineni et al. 2002) on detokenised text, with the tokens and the smoothing of sacreBLEU (Post 2018)."""
+"""Corpus BLEU (Papineni et al. 2002) on detokenised text, with the tokens and the smoothing of sacreBLEU (Post
+2018)."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ def f1(
 ) -> dict[str, float]:
     """2 tp / (2 tp + fp + fn).
 
-    average: `binary`, of class `pos_label`; `macro`, the mean over classes that occur; `micro`, of the summed counts. A
-    class that is neither predicted nor true has 0.
+    average: `binary`, of class `pos_label`; `macro`, the mean over classes that occur; `micro`, of the summed counts.
+    A class that is neither predicted nor true has 0.
     """
     if average not in ("binary", "macro", "micro"):
         raise ValueError(f"average={average!r} is unknown; take binary, macro or micro")

@@ -17,8 +17,8 @@ def multilabel_f1(
 ) -> dict[str, float]:
     """2 tp / (2 tp + fp + fn) of 0/1 matrices [N, labels].
 
-    average: `micro`, of the counts of all labels; `macro`, the mean over labels, 0 for one that is neither predicted nor
-    true. Raises ValueError for another.
+    average: `micro`, of the counts of all labels; `macro`, the mean over labels, 0 for one that is neither predicted
+    nor true. Raises ValueError for another.
     """
     if average not in ("macro", "micro"):
         raise ValueError(f"average={average!r} is unknown; take macro or micro")

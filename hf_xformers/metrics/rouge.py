@@ -39,7 +39,8 @@ def _overlap(ours: Sequence[str], theirs: Sequence[str], n: int) -> float:
 
 
 def _lengths(gold: Sequence[str], guess: Sequence[str]) -> np.ndarray:
-    """[len(gold) + 1, len(guess) + 1]: length of the longest common subsequence of the first i and the first j words."""
+    """[len(gold) + 1, len(guess) + 1]: length of the longest common subsequence of the first i and the first j
+    words."""
     table = np.zeros((len(gold) + 1, len(guess) + 1), dtype=np.int32)
     other = np.asarray(guess, dtype=object)
     for i, word in enumerate(gold):

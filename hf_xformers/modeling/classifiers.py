@@ -17,8 +17,8 @@ from ..modeling_xformer import XFormerModel, XFormerPreTrainedModel, layer_confi
 
 
 class Classifier(XFormerPreTrainedModel):
-    """A base model and a linear classifier. An encoder-decoder reads the input on both sides and classifies the decoder's
-    states, as BART does."""
+    """A base model and a linear classifier. An encoder-decoder reads the input on both sides and classifies the
+    decoder's states, as BART does."""
 
     reads_pooler = True
     # Losses that are means over rows, whatever else `forward` takes: Trainer has to divide them by accumulation steps.
@@ -29,7 +29,7 @@ class Classifier(XFormerPreTrainedModel):
         self.num_labels = config.num_labels
         if config.is_decoder and config.classifier_pooling == "first" and not self.reads_every_token:
             raise ValueError(
-                f"`classifier_pooling='first'` would classify a text by its first token, and the decoder of "
+                "`classifier_pooling='first'` would classify a text by its first token, and the decoder of "
                 f"{type(self).__name__} lets that read nothing else; take 'last' (what 'auto' does) or 'mean'."
             )
         self.model = XFormerModel(config, add_pooler=self.reads_pooler)
@@ -54,8 +54,8 @@ class Classifier(XFormerPreTrainedModel):
     def task_inputs(
         self, task: str, given: dict[str, Any], input_ids: Tensor | None, embeds: Tensor | None, mask: Tensor | None
     ) -> dict[str, Any]:
-        """`given` (keyword arguments) and what attention of this model chooses for a task where it was not given: a spec's
-        method `task_inputs`, e.g. which tokens are global."""
+        """`given` (keyword arguments) and what attention of this model chooses for a task where it was not given: a
+        spec's method `task_inputs`, e.g. which tokens are global."""
         if not self.model.trunk.extra_inputs:
             return given
         for layer in layer_configs(self.model.trunk.config):
@@ -75,8 +75,8 @@ class Classifier(XFormerPreTrainedModel):
         """For tasks that read one sequence once."""
         if config.is_encoder_decoder:
             raise ValueError(
-                f"{cls.__name__} reads one sequence; build it from a config with `is_encoder_decoder=False` (the encoder "
-                "of a checkpoint loads into it)."
+                f"{cls.__name__} reads one sequence; build it from a config with `is_encoder_decoder=False` (the"
+                " encoder of a checkpoint loads into it)."
             )
 
     def recorded(self, base, loss: Tensor | None) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""The classes that every family's heads derive from, by head name. A checkpoint that carries its code has a shorter table: that
-of its own heads."""
+"""The classes that every family's heads derive from, by head name. A checkpoint that carries its code has a shorter
+table: that of its own heads."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ class XFormerForImageClassification(XFormerPreTrainedModel):
         self.post_init()
 
     def pooled(self, hidden_states: Tensor) -> Tensor:
-        """[B, T, D] -> [B, D] by `classifier_pooling`: `first` and `auto` are the class token, `mean` is that of all patches;
-        without a class token `auto` is the mean."""
+        """[B, T, D] -> [B, D] by `classifier_pooling`: `first` and `auto` are the class token, `mean` is that of all
+        patches; without a class token `auto` is the mean."""
         token = self.config.embedding.class_token
         how = self.config.classifier_pooling
         if how == "mean" or (how == "auto" and not token):

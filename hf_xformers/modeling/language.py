@@ -153,8 +153,8 @@ class XFormerForCausalLM(_Generative):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> outputs.XFormerCausalLMOutput:
-        """labels: [B, T] like `input_ids` (the shift is inside), -100 where there is no target; a text's first token is none
-        where padding stands before it. logits: [B, T, V], or of the last `logits_to_keep` positions."""
+        """labels: [B, T] like `input_ids` (the shift is inside), -100 where there is no target; a text's first token
+        is none where padding stands before it. logits: [B, T, V], or of the last `logits_to_keep` positions."""
         count, shift_labels = kwargs.pop("num_items_in_batch", None), kwargs.pop("shift_labels", None)
         base = self.model(
             input_ids=input_ids,
@@ -174,8 +174,8 @@ class XFormerForCausalLM(_Generative):
         elif labels is not None:
             if sharding_in_force():
                 raise ValueError(
-                    "Under context parallelism the next token may be in another process; give `shift_labels`, the labels "
-                    "shifted by one before they are divided like `input_ids`."
+                    "Under context parallelism the next token may be in another process; give `shift_labels`, the"
+                    " labels shifted by one before they are divided like `input_ids`."
                 )
             loss = next_token_cross_entropy(logits, labels_after_real_tokens(labels, attention_mask), count)
         return outputs.XFormerCausalLMOutput(
@@ -202,8 +202,8 @@ class XFormerForSeq2SeqLM(_Generative):
     def _read_late(
         self, labels: Tensor, decoder_input_ids: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The decoder's inputs and mask for `labels`. Padding of the labels is padding of the inputs made of them, by this
-        model or by a data collator beforehand; rows of other inputs are taken as they are."""
+        """The decoder's inputs and mask for `labels`. Padding of the labels is padding of the inputs made of them, by
+        this model or by a data collator beforehand; rows of other inputs are taken as they are."""
         read = self.model.read_from_labels(labels) if mask is None else mask
         if decoder_input_ids is None:
             return self.model.shift_right(labels), read

@@ -17,7 +17,8 @@ from .language import LanguageModel
 
 
 class XFormerForNextSentencePrediction(Classifier):
-    """Two-way classification of a pair of texts: next sentence (BERT) or sentence order (ALBERT). Class 0: B follows A."""
+    """Two-way classification of a pair of texts: next sentence (BERT) or sentence order (ALBERT). Class 0: B follows
+    A."""
 
     def __init__(self, config):
         super().__init__(self.shaped(config, is_decoder=False, is_encoder_decoder=False), 2)
@@ -73,8 +74,8 @@ class XFormerForPreTraining(LanguageModel):
         next_sentence_label: Tensor | None = None,
         **kwargs: Any,
     ) -> outputs.XFormerForPreTrainingOutput:
-        """labels: [B, T] as in masked LM; next_sentence_label: [B], 0 = B follows A. The loss is the sum of the two and is
-        returned when both labels are given."""
+        """labels: [B, T] as in masked LM; next_sentence_label: [B], 0 = B follows A. The loss is the sum of the two
+        and is returned when both labels are given."""
         count = kwargs.pop("num_items_in_batch", None)
         base = self.model(
             input_ids=input_ids,

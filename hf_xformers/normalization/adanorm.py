@@ -9,8 +9,8 @@ from ..core.components import Spec, register
 
 
 class AdaNorm(nn.Module):
-    """z = C (1 - k y) y with y = (x - mean) / sqrt(var + eps) over the width; the factor C (1 - k y) is a constant in the
-    backward pass.
+    """z = C (1 - k y) y with y = (x - mean) / sqrt(var + eps) over the width; the factor C (1 - k y) is a constant in
+    the backward pass.
 
     Xu et al. 2019 (arXiv 1911.07013), eq. 7. No parameters. The variance is the biased one, eps inside the root.
     """
@@ -27,8 +27,8 @@ class AdaNorm(nn.Module):
 
 @register("normalization", "adanorm")
 class AdaNormSpec(Spec):
-    """k: how fast the scale falls with the normalised value. scale: C, tuned by the paper between 0.3 and 2. eps: the config's
-    `layer_norm_eps`."""
+    """k: how fast the scale falls with the normalised value. scale: C, tuned by the paper between 0.3 and 2. eps: the
+    config's `layer_norm_eps`."""
 
     summary = "layer norm with a scale that adapts to the input, no parameters"
 

@@ -14,7 +14,8 @@ from .residual import PostNorm, ResidualSpec
 
 
 class Admin(PostNorm):
-    """x_i = LN(x_{i-1} * omega_i + f_i(x_{i-1})), omega_i in R^D learned (Liu et al. 2020, arXiv 2004.08249, section 4.2).
+    """x_i = LN(x_{i-1} * omega_i + f_i(x_{i-1})), omega_i in R^D learned (Liu et al. 2020, arXiv 2004.08249, section
+    4.2).
 
     How omega starts decides how far a change of all parameters moves the output of n sublayers; see [`AdminSpec`].
     """
@@ -74,9 +75,9 @@ class _Trace:
 def profile(model: nn.Module, **batch: Any) -> None:
     """Starts every omega of `model` from one forward pass over `batch` (its keyword arguments), without dropout.
 
-    omega_1 = 1 and omega_{i+1}^2 = Var(omega_i x_{i-1}) + Var(f_i(x_{i-1})), over all numbers of all real tokens, for each tower
-    by itself (Liu et al. 2020, section 4.2 and released code). Under data parallelism call it in one process, or with
-    the same batch in all, before the model is wrapped.
+    omega_1 = 1 and omega_{i+1}^2 = Var(omega_i x_{i-1}) + Var(f_i(x_{i-1})), over all numbers of all real tokens, for
+    each tower by itself (Liu et al. 2020, section 4.2 and released code). Under data parallelism call it in one
+    process, or with the same batch in all, before the model is wrapped.
 
     Raises:
         ValueError: the model has no residual 'admin'.
@@ -101,9 +102,9 @@ def profile(model: nn.Module, **batch: Any) -> None:
 
 @register("residual", "admin")
 class AdminSpec(ResidualSpec):
-    """start: omega^2 at the start, for n sublayers in the tower: `logn` (n + 1) / ln(n + 1) - 1, so that the output moves by
-    O(log n) when all parameters move (the authors' later form, which needs no data); `constant` n, O(1); `linear` 1, O(n),
-    which is post-LN; `profile` the paper's form, taken from a batch by [`profile`]."""
+    """start: omega^2 at the start, for n sublayers in the tower: `logn` (n + 1) / ln(n + 1) - 1, so that the output
+    moves by O(log n) when all parameters move (the authors' later form, which needs no data); `constant` n, O(1);
+    `linear` 1, O(n), which is post-LN; `profile` the paper's form, taken from a batch by [`profile`]."""
 
     summary = "post-norm with learned weights on the shortcuts"
     module = Admin

@@ -24,7 +24,8 @@ class LayerNormSpec(Spec):
 
 
 class RMSNorm(Undecayed, nn.Module):
-    """y = g * x / sqrt(mean(x^2) + eps), the mean square in float32 at least (Zhang & Sennrich 2019; T5's layer norm)."""
+    """y = g * x / sqrt(mean(x^2) + eps), the mean square in float32 at least (Zhang & Sennrich 2019; T5's layer
+    norm)."""
 
     undecayed = ("weight",)
 

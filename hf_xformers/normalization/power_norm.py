@@ -17,8 +17,9 @@ class _RunningPower(torch.autograd.Function):
     """The forward and the approximate backward pass of a training step (Shen et al. 2020, Algorithm 2).
 
     The running statistics move in the backward pass: once for each training step that happens, also where activation
-    checkpointing runs the forward pass twice, and both runs then read the same statistics. They are those of the tokens
-    of all processes; nu is that of the mean of the processes' losses, whose gradients data parallelism averages.
+    checkpointing runs the forward pass twice, and both runs then read the same statistics. They are those of the
+    tokens of all processes; nu is that of the mean of the processes' losses, whose gradients data parallelism
+    averages.
     """
 
     @staticmethod
@@ -66,9 +67,9 @@ class PowerNorm(Undecayed, nn.Module):
 
     Shen et al. 2020 (arXiv 2003.07845), section 4. A training step divides by the psi of the steps before it, and its
     backward pass replaces what the exact derivative of a batch statistic would need by a running estimate nu:
-    dx = (g dy - nu x / psi) / psi. In the first `warmup_iters` steps the batch's own mean square is used, and psi^2 is the mean over
-    all steps so far. Evaluation uses the running psi, and a token's output depends on nothing else; so does a frozen
-    norm (its weight needs no gradient, as beside adapters), which keeps its statistics.
+    dx = (g dy - nu x / psi) / psi. In the first `warmup_iters` steps the batch's own mean square is used, and psi^2 is
+    the mean over all steps so far. Evaluation uses the running psi, and a token's output depends on nothing else; so
+    does a frozen norm (its weight needs no gradient, as beside adapters), which keeps its statistics.
     """
 
     undecayed = ("weight", "bias")
@@ -113,7 +114,8 @@ class PowerNorm(Undecayed, nn.Module):
 
     @torch.compiler.disable
     def train_step(self, vectors: Tensor, real: Tensor) -> Tensor:
-        """vectors [N, D], real [N] -> [N, D]; apart from a compiled graph, which cannot hold a backward pass that counts."""
+        """vectors [N, D], real [N] -> [N, D]; apart from a compiled graph, which cannot hold a backward pass that
+        counts."""
         return _RunningPower.apply(
             vectors,
             real,
@@ -128,14 +130,17 @@ class PowerNorm(Undecayed, nn.Module):
 
 @register("normalization", "power_norm")
 class PowerNormSpec(Spec):
-    """alpha_fwd, alpha_bwd: decay of the running mean square and of the running gradient statistic. warmup_iters: training
-    steps with the batch's own statistic. group_num: groups of channels that each token is scaled in first (the released
+    """alpha_fwd, alpha_bwd: decay of the running mean square and of the running gradient statistic. warmup_iters:
+    training steps with the batch's own statistic. group_num: groups of channels that each token is scaled in first
+    (the released
     code: 1; None: not at all, as in the paper's equations). eps: the config's `layer_norm_eps`."""
 
     summary = "a running quadratic mean over tokens, no mean"
     tensor_parallel = False  # its sums over processes are those of data parallelism
     contract_exceptions: ClassVar[dict[str, str]] = {
-        "gradient_checkpointing": "each backward pass moves the running statistics, so a second pass differs by design",
+        "gradient_checkpointing": (
+            "each backward pass moves the running statistics, so a second pass differs by design"
+        ),
     }
 
     alpha_fwd: float = 0.9
@@ -153,7 +158,8 @@ class PowerNormSpec(Spec):
     def check(self, config) -> None:
         if self.group_num is not None and (self.group_num < 1 or config.hidden_size % self.group_num):
             raise ValueError(
-                f"power_norm: `group_num` {self.group_num} must divide `hidden_size` {config.hidden_size} (None: no groups)."
+                f"power_norm: `group_num` {self.group_num} must divide `hidden_size` {config.hidden_size} (None: no"
+                " groups)."
             )
         places: list[tuple[str, Any]] = [
             ("embedding `normalize`", getattr(config.embedding, "normalize", False)),
@@ -163,7 +169,8 @@ class PowerNormSpec(Spec):
         for place, taken in places:
             if taken:
                 raise ValueError(
-                    f"power_norm takes its statistics over real tokens, which {place} does not tell apart; leave that out."
+                    f"power_norm takes its statistics over real tokens, which {place} does not tell apart; leave that"
+                    " out."
                 )
 
     def build(self, config, **where) -> PowerNorm:

@@ -81,8 +81,8 @@ class PreNorm(Residual):
 
 
 class ResidualSpec(Spec):
-    """Base of residual specs. module: the frame's class. additive: `leave(x, f) = x + g(f)`, so that x can be recovered from
-    the sum (reversible layers)."""
+    """Base of residual specs. module: the frame's class. additive: `leave(x, f) = x + g(f)`, so that x can be
+    recovered from the sum (reversible layers)."""
 
     module: ClassVar[type[Residual]]
     additive: ClassVar[bool] = False

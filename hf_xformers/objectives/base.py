@@ -281,7 +281,8 @@ class Collator:
             raise ValueError("the batch has no features: give at least one")
         batch = self.collate([read_row(feature, self.columns) for feature in features])
         if "position_ids" in batch and restarts(batch["position_ids"], batch["attention_mask"]):
-            # Without a mask a model reads restarting positions as documents to keep apart, each padded token one of its own.
+            # Without a mask a model reads restarting positions as documents to keep apart, each padded token one of
+            # its own.
             del batch["attention_mask"]
         return batch
 

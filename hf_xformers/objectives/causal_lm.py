@@ -12,8 +12,8 @@ from .base import IGNORE_INDEX, Collator, Objective, Row, register
 
 
 def causal_labels(ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
-    """Labels [B, T] for a loss that shifts inside: the ids themselves, -100 at padding and right behind it (a text's first
-    token, where padding is on the left: no real token predicts it).
+    """Labels [B, T] for a loss that shifts inside: the ids themselves, -100 at padding and right behind it (a text's
+    first token, where padding is on the left: no real token predicts it).
 
     Padding is told by `attention_mask`, never by the pad id, so a tokenizer whose pad token is its eos token still
     teaches the model to end. With `position_ids` that restart (packed documents kept apart), the first token of each

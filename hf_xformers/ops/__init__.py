@@ -1,1 +1,2 @@
-"""Parameter-free engines, a folder each: `attention.py` is the door, `reference.py` the equation, the rest private to it."""
+"""Parameter-free engines, a folder each: `attention.py` is the door, `reference.py` the equation, the rest private to
+it."""

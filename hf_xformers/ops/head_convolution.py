@@ -1,7 +1,7 @@
 """A convolution over the sequence with one kernel for each head, as products of matrices.
 
-The usual kernels for such a convolution multiply a number at a time. Here a block of tokens is multiplied with the band matrix
-of its head: twice as much arithmetic, at the speed of matrix products, which is a multiple of theirs.
+The usual kernels for such a convolution multiply a number at a time. Here a block of tokens is multiplied with the
+band matrix of its head: twice as much arithmetic, at the speed of matrix products, which is a multiple of theirs.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ Xiong et al., "Nystromformer: A Nystrom-based Algorithm for Approximating Self-A
 
     out = softmax(Q Kt^T) pinv(softmax(Qt Kt^T)) softmax(Qt K^T) V,
 
-all scores scaled by 1 / sqrt(d), where the landmarks Qt, Kt (m of each) are means of consecutive queries and keys. Read
-from the right the product needs two attentions with m queries or m keys and nothing of size T x T. Every output depends
-on the means of all queries: not for causal use.
+all scores scaled by 1 / sqrt(d), where the landmarks Qt, Kt (m of each) are means of consecutive queries and keys.
+Read from the right the product needs two attentions with m queries or m keys and nothing of size T x T. Every output
+depends on the means of all queries: not for causal use.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def nystrom_attention(
 ) -> Tensor:
     """Bidirectional attention through landmarks.
 
-    The real tokens of each sequence are cut into segments of equal length (up to one token) wherever they stand, so that padding, its side and its amount change nothing. A sequence with at most `num_landmarks` keys gets exact
+    The real tokens of each sequence are cut into segments of equal length (up to one token) wherever they stand, so
+    that padding, its side and its amount change nothing. A sequence with at most `num_landmarks` keys gets exact
     attention.
 
     Args:
@@ -103,16 +104,16 @@ def nystrom_attention(
 def segment_means(x: Tensor, num_segments: int, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Means of consecutive tokens, for sequences of n real tokens in min(n, num_segments) segments.
 
-    All segments are of n / num_segments tokens, as in the paper, where that is a whole number. Otherwise the first ones have
-    one token more than the last ones, so that there are as many segments for every n.
+    All segments are of n / num_segments tokens, as in the paper, where that is a whole number. Otherwise the first
+    ones have one token more than the last ones, so that there are as many segments for every n.
 
     Args:
         x: `[B, H, T, d]`.
         mask: `[B, T]`, True = real token. Only real tokens are counted and averaged.
 
     Returns:
-        Means `[B, H, m, d]`, m <= num_segments, 0 for segments without tokens; and the tokens per segment `[B, m]`, None
-        without a mask, when no segment is empty.
+        Means `[B, H, m, d]`, m <= num_segments, 0 for segments without tokens; and the tokens per segment `[B, m]`,
+        None without a mask, when no segment is empty.
     """
     batch, heads, length, width = x.shape
     if mask is None:
@@ -142,7 +143,8 @@ def segment_means(x: Tensor, num_segments: int, mask: Tensor | None = None) -> t
 
 
 def iterative_pinv(matrix: Tensor, iterations: int = 6, *, init: str = "per_matrix") -> Tensor:
-    """Moore-Penrose inverse `[..., n, m]` of `[..., m, n]` matrices by a third-order iteration. Xiong et al. 2021, equation 11.
+    """Moore-Penrose inverse `[..., n, m]` of `[..., m, n]` matrices by a third-order iteration. Xiong et al. 2021,
+    equation 11.
 
     Differentiable, and made of matrix products only. Six steps suffice for well-conditioned matrices; each further one
     cubes the error once it is below 1.

@@ -7,7 +7,8 @@ A position component acts in one or more of six ways (`PositionSpec.acts`):
 - `rotation`: rotates queries and keys: [`Position.rotation`];
 - `score_bias`: adds to attention scores a function of (query, key, positions) that can be evaluated on any block of
   pairs: [`Position.score_bias`];
-- `score_terms`: adds to attention scores terms that depend on the queries and keys themselves, with parameters in every
+- `score_terms`: adds to attention scores terms that depend on the queries and keys themselves, with parameters in
+  every
   layer: [`PositionSpec.build_terms`], [`LayerTerms.scores`];
 - `head_terms`: adds to every layer's queries, keys and values: [`PositionSpec.build_terms`], [`LayerTerms.heads`].
 """
@@ -34,7 +35,8 @@ class Rotation(Protocol):
 
 
 class ScoreBias(ABC):
-    """An additive score term that can be evaluated on any block of pairs. [`ScoreBias.block`] is all that a bias must offer.
+    """An additive score term that can be evaluated on any block of pairs. [`ScoreBias.block`] is all that a bias must
+    offer.
 
     relative: whether it is a function of the distance alone. Mechanisms then evaluate it once for each distance
     ([`ScoreBias.by_distance`]) and not for each pair.
@@ -78,11 +80,12 @@ class LayerTerms(nn.Module):
     o_i = sum_j w_ij v_j + values_i. It stands on the attention module, so each layer has parameters of its own.
 
     content_scale: factor on the attention's own scale. changes_scores: whether scores and values get terms (act
-    `score_terms`) or queries, keys and values alone (`head_terms`). has_values: whether values get terms. separable: scores are
-    products of [`LayerTerms.by_query`] and [`LayerTerms.by_key`], one tensor each, and a number for each distance.
+    `score_terms`) or queries, keys and values alone (`head_terms`). has_values: whether values get terms. separable:
+    scores are products of [`LayerTerms.by_query`] and [`LayerTerms.by_key`], one tensor each, and a number for each
+    distance.
 
-    Scores are made for some heads and some queries at a time, and again in the backward pass, so the methods for them are
-    pure functions: whatever has a gradient comes in as an argument. `h` stands for the heads that are asked for.
+    Scores are made for some heads and some queries at a time, and again in the backward pass, so the methods for them
+    are pure functions: whatever has a gradient comes in as an argument. `h` stands for the heads that are asked for.
     """
 
     content_scale: float = 1.0
@@ -95,13 +98,14 @@ class LayerTerms(nn.Module):
         is no parameter, under a key that names it, unless it is there already."""
 
     def heads(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
-        """query [B, H, T, d], key and value [B, K, T, d] of the current tokens, before they enter the cache -> the same
-        with what the position adds."""
+        """query [B, H, T, d], key and value [B, K, T, d] of the current tokens, before they enter the cache -> the
+        same with what the position adds."""
         return query, key, value
 
     def tables(self, attention: Any, scale: float, context: LayerContext) -> tuple[Tensor, ...]:
-        """What is made once per layer and call and has no axis of pairs, [H or 1, ...] each: all parameters that the methods
-        below read, or what is made of them. attention: the module that this stands on, whose projections may be shared;
+        """What is made once per layer and call and has no axis of pairs, [H or 1, ...] each: all parameters that the
+        methods below read, or what is made of them. attention: the module that this stands on, whose projections may
+        be shared;
         scale: the factor on content scores."""
         return ()
 
@@ -114,21 +118,23 @@ class LayerTerms(nn.Module):
         return ()
 
     def by_distance(self, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
-        """What belongs to distances and all blocks of queries read, [1, h, distances, n] each (not where `separable`)."""
+        """What belongs to distances and all blocks of queries read, [1, h, distances, n] each (not where
+        `separable`)."""
         return ()
 
     def line(self, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor | None:
-        """A number for each distance (key - query) from the last query and the first key on, [h, T + S - 1], if scores get
-        one (only where `separable`)."""
+        """A number for each distance (key - query) from the last query and the first key on, [h, T + S - 1], if scores
+        get one (only where `separable`)."""
         return None
 
     def scores(self, block: QueryBlock, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
-        """The terms of a block of pairs, [B or 1, h, t, s], a tensor of its own that the caller may overwrite (not where
-        `separable`)."""
+        """The terms of a block of pairs, [B or 1, h, t, s], a tensor of its own that the caller may overwrite (not
+        where `separable`)."""
         raise NotImplementedError
 
     def values(self, weights: Tensor, tables: tuple[Tensor, ...], rows: slice, context: LayerContext) -> Tensor:
-        """weights [B, h, t, s] of the queries `rows` and the first s keys -> what is added to the output, [B, h, t, d]."""
+        """weights [B, h, t, s] of the queries `rows` and the first s keys -> what is added to the output, [B, h, t,
+        d]."""
         raise NotImplementedError
 
     def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
@@ -145,8 +151,8 @@ class PositionSpec(Spec):
     """Base of position specs.
 
     acts: the ways in which the component acts (see this module's text). extrapolates: whether positions beyond the
-    training length are defined. needs_causal: refused in an encoder. shares_tables: its terms in every layer read tables
-    that its one module holds ([`Position.score_bias`]).
+    training length are defined. needs_causal: refused in an encoder. shares_tables: its terms in every layer read
+    tables that its one module holds ([`Position.score_bias`]).
     """
 
     acts: ClassVar[frozenset[str]] = frozenset()
@@ -169,9 +175,9 @@ class PositionSpec(Spec):
 
 
 def key_positions(context: LayerContext) -> Tensor:
-    """Positions of all keys, [B or 1, S]: those of the current tokens where nothing is cached; else real tokens counted
-    from 0, as positions are unless the caller chooses others. Keys may be fewer than the tokens that the padding mask covers,
-    where a cache forgets what is out of reach."""
+    """Positions of all keys, [B or 1, S]: those of the current tokens where nothing is cached; else real tokens
+    counted from 0, as positions are unless the caller chooses others. Keys may be fewer than the tokens that the
+    padding mask covers, where a cache forgets what is out of reach."""
     if context.fresh:
         return context.positions
     if context.padding_mask is None:

@@ -25,8 +25,8 @@ TABLE = "deberta_table"  # the stream of vectors by distance, [2k, D]
 
 
 def log_buckets(distance: Tensor, buckets: int, far: int) -> Tensor:
-    """Signed buckets of signed distances (released code of the second version): distances up to `buckets` / 2 are exact,
-    larger ones grow logarithmically and reach `buckets` - 1 at `far` - 1."""
+    """Signed buckets of signed distances (released code of the second version): distances up to `buckets` / 2 are
+    exact, larger ones grow logarithmically and reach `buckets` - 1 at `far` - 1."""
     exact = buckets // 2
     size = distance.abs().clamp(min=exact)  # the logarithm is only used where distance > exact
     ratio = torch.log(size.float() / exact) / math.log((far - 1) / exact)
@@ -54,8 +54,8 @@ class DebertaTerms(LayerTerms):
     """score_ij = (q_i k_j + q_i K^r_ij + k_j Q^r_ij) / sqrt(3 d) with K^r_ij = P_{delta(i,j)} W^{K,r} and Q^r_ij =
     P_{delta(i,j)} W^{Q,r} (eq. 4; both terms read delta(i, j), as the released code does).
 
-    delta(i, j) = clip(i - j, -k, k - 1) + k. Each term is a product with one vector for each distance in a block of pairs, laid
-    out along the diagonals: the vectors are 2k, but no number is looked up for a pair.
+    delta(i, j) = clip(i - j, -k, k - 1) + k. Each term is a product with one vector for each distance in a block of
+    pairs, laid out along the diagonals: the vectors are 2k, but no number is looked up for a pair.
     """
 
     def __init__(self, config, spec: DebertaSpec):
@@ -146,9 +146,9 @@ class DebertaSpec(PositionSpec):
     """He et al. 2021 (arXiv 2006.03654), section 3.1. Any length: distances beyond k count as k.
 
     terms: `c2p` (a query's content with the key's relative position), `p2c` (a key's content with the query's).
-    max_distance: k, or with buckets the distance that reaches the last one (`None`: `max_position_embeddings`). buckets: k
-    logarithmic buckets to either side (the second version: 256; `None`: every distance of its own). share_projections: use
-    the content's W^Q and W^K (second version). normalize: layer norm on P (second version).
+    max_distance: k, or with buckets the distance that reaches the last one (`None`: `max_position_embeddings`).
+    buckets: k logarithmic buckets to either side (the second version: 256; `None`: every distance of its own).
+    share_projections: use the content's W^Q and W^K (second version). normalize: layer norm on P (second version).
     """
 
     summary = "content and relative position attend to each other in separate terms"
@@ -176,13 +176,14 @@ class DebertaSpec(PositionSpec):
         far = self.max_distance or config.max_position_embeddings
         if self.buckets is not None and far - 1 <= self.buckets // 2:
             raise ValueError(
-                f"deberta with {self.buckets} buckets has {self.buckets // 2} exact distances, which `max_distance` {far} must "
-                "exceed by more than 1; enlarge it or leave `buckets` at None."
+                f"deberta with {self.buckets} buckets has {self.buckets // 2} exact distances, which `max_distance`"
+                f" {far} must exceed by more than 1; enlarge it or leave `buckets` at None."
             )
         if self.share_projections and not config.attention.projects_keys(config):
             raise ValueError(
-                f"deberta with `share_projections` projects positions as attention does its keys, which attention "
-                f"{config.attention.type!r} takes from its queries; leave `share_projections` off, or use attention 'dense'."
+                "deberta with `share_projections` projects positions as attention does its keys, which attention"
+                f" {config.attention.type!r} takes from its queries; leave `share_projections` off, or use attention"
+                " 'dense'."
             )
         if self.share_projections and config.key_value_heads != config.num_attention_heads:
             raise ValueError(

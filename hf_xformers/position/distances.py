@@ -17,16 +17,16 @@ LEAST_VECTORS = 64
 
 
 class Near(NamedTuple):
-    """Keys `[first, stop)` that lie within reach of some query of a block. Of all the others the earlier ones share one row of
-    a table, and so do the later ones."""
+    """Keys `[first, stop)` that lie within reach of some query of a block. Of all the others the earlier ones share
+    one row of a table, and so do the later ones."""
 
     first: int
     stop: int
 
     @classmethod
     def of(cls, context: LayerContext, rows: slice, keys: int, reach: int) -> Near:
-        """rows: queries of the block; keys: how many keys it reads; reach: distance (slots) from which all distances to a
-        side count as one."""
+        """rows: queries of the block; keys: how many keys it reads; reach: distance (slots) from which all distances
+        to a side count as one."""
         if context.static or torch.compiler.is_compiling():
             return cls(0, keys)  # slots are known to the device alone
         begin = context.key_index.shape[0] - context.query_index.shape[0] + rows.start
@@ -35,8 +35,9 @@ class Near(NamedTuple):
 
 
 def pick(products: Tensor, index: Tensor) -> Tensor:
-    """products [..., t, n] of each query with n table rows, index [t, s] or broadcastable to [..., t, s] -> [..., t, s]: the
-    product with the row that belongs to the pair. The factor d smaller way to have q_i a_ij without the vectors a_ij."""
+    """products [..., t, n] of each query with n table rows, index [t, s] or broadcastable to [..., t, s] -> [..., t,
+    s]: the product with the row that belongs to the pair. The factor d smaller way to have q_i a_ij without the
+    vectors a_ij."""
     return products.gather(-1, index.expand(*products.shape[:-1], -1))
 
 
@@ -46,8 +47,8 @@ def slot_distances(pairs: Pairs, context: LayerContext) -> Tensor:
 
 
 def pick_rows(vectors: Tensor, table: Tensor, row_at: Tensor) -> Tensor:
-    """vectors [B, h, n, t, d], table [h or 1, rows, d], row_at [B or 1, h or 1, n, t, s] -> [B, h, n, t, s]: the product of
-    each vector with the row that belongs to the pair."""
+    """vectors [B, h, n, t, d], table [h or 1, rows, d], row_at [B or 1, h or 1, n, t, s] -> [B, h, n, t, s]: the
+    product of each vector with the row that belongs to the pair."""
     if torch.compiler.is_compiling():  # a graph of any length has no branch
         return pick(torch.matmul(vectors, table.to(vectors.dtype)[:, None].mT), row_at)
     count, some = vectors.shape[-2], max(row_at.shape[-1], LEAST_VECTORS)
@@ -68,7 +69,8 @@ def pick_rows(vectors: Tensor, table: Tensor, row_at: Tensor) -> Tensor:
 
 
 def pick_numbers(line: Tensor, distance: Tensor, context: LayerContext) -> Tensor:
-    """line [h, T + S - 1], a number for each of [`distances_of_block`] of all queries, distance [B or 1, h or 1, n, t, s]
+    """line [h, T + S - 1], a number for each of [`distances_of_block`] of all queries, distance [B or 1, h or 1, n, t,
+    s]
     -> [B or 1, h, n, t, s]"""
     heads, count = line.shape
     index = distance - (context.key_index[:1] - context.query_index[-1:])
@@ -95,8 +97,8 @@ def spread_queries(
     keys: int,
     context: LayerContext,
 ) -> Tensor:
-    """products [B, h, t, n] of the queries `rows` with n rows of a table -> [B, h, t, keys], for each pair the product with
-    row `row_of(key - query)`."""
+    """products [B, h, t, n] of the queries `rows` with n rows of a table -> [B, h, t, keys], for each pair the product
+    with row `row_of(key - query)`."""
     near = Near.of(context, rows, keys, reach)
     found = pick(products, row_of(pair_distances(context, rows, slice(*near))))
     if near == (0, keys):
@@ -124,16 +126,16 @@ def sum_by_distance(
 
 
 def distances_of_block(context: LayerContext, rows: slice, keys: int) -> Tensor:
-    """Distances key - query from the block's last query and the first key on, [t + keys - 1]: what [`shift_rows`] turns
-    into [t, keys]. Slots follow each other."""
+    """Distances key - query from the block's last query and the first key on, [t + keys - 1]: what [`shift_rows`]
+    turns into [t, keys]. Slots follow each other."""
     queries = context.query_index[rows]
     steps = torch.arange(queries.shape[0] + keys - 1, device=queries.device)
     return steps + (context.key_index[:1] - queries[-1:])
 
 
 def products_by_distance(query: Tensor, table: Tensor, keys: int) -> Tensor:
-    """query [B, h, t, d], table [h or 1, t + keys - 1, d] with a row for each of [`distances_of_block`] -> [B, h, t, keys],
-    each query with the row of the pair's distance."""
+    """query [B, h, t, d], table [h or 1, t + keys - 1, d] with a row for each of [`distances_of_block`] -> [B, h, t,
+    keys], each query with the row of the pair's distance."""
     return shift_rows(torch.matmul(query, table.transpose(-1, -2)), keys)
 
 

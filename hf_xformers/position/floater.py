@@ -23,8 +23,8 @@ Dynamics = Callable[[float, Tensor], Tensor]  # (time, state) -> slope
 
 
 def solver_step(dynamics: Dynamics, state: Tensor, time: float, width: float, solver: str) -> Tensor:
-    """The state after one step of size `width` from `time` by a classical Runge-Kutta method: `euler` (error of order 1),
-    `midpoint` (2) or `rk4` (4)."""
+    """The state after one step of size `width` from `time` by a classical Runge-Kutta method: `euler` (error of order
+    1), `midpoint` (2) or `rk4` (4)."""
     slope = dynamics(time, state)
     if solver == "euler":
         return torch.add(state, slope, alpha=width)
@@ -62,8 +62,9 @@ class FloaterDynamics(Float32Module):
             init.zeros_(layer.bias)
 
     def slope(self) -> Dynamics:
-        """f as a function of (time, state [..., D]), in float32 at least: errors of single steps add up along the text. A step is a few small operations, of which there are many, so the
-        weights are taken apart once and not in every step."""
+        """f as a function of (time, state [..., D]), in float32 at least: errors of single steps add up along the
+        text. A step is a few small operations, of which there are many, so the weights are taken apart once and not in
+        every step."""
         (first, first_time), (second, second_time) = (
             (weight[:, :-1], weight[:, -1]) for weight in widened(self.first.weight, self.second.weight)
         )
@@ -79,9 +80,9 @@ class FloaterDynamics(Float32Module):
 class FloaterPosition(Float32Module, Position):
     """The path from p(0) [3, layers, D], one start for the queries, keys and values of each layer.
 
-    The equation is solved once per call for the longest text, whatever the batch and the number of layers; step follows
-    step, so this takes time in proportion to the length. While nothing learns, the solution is kept, with a copy of the
-    parameters that it belongs to. Parameters and states are in float32 at least.
+    The equation is solved once per call for the longest text, whatever the batch and the number of layers; step
+    follows step, so this takes time in proportion to the length. While nothing learns, the solution is kept, with a
+    copy of the parameters that it belongs to. Parameters and states are in float32 at least.
     """
 
     def __init__(self, config, spec: FloaterSpec):
@@ -129,7 +130,8 @@ class FloaterPosition(Float32Module, Position):
 
 
 def _same(some: list[Tensor], others: list[Tensor]) -> bool:
-    """Whether they hold the same numbers. Versions of tensors would not tell: writes through `.data` count for none of them."""
+    """Whether they hold the same numbers. Versions of tensors would not tell: writes through `.data` count for none of
+    them."""
     pairs = list(zip(some, others, strict=True))
     alike = all(a.dtype == b.dtype and a.device == b.device and a.shape == b.shape for a, b in pairs)
     return alike and all(torch.equal(a, b) for a, b in pairs)
@@ -160,8 +162,8 @@ class FloaterTerms(LayerTerms):
 
 @register("position", "floater")
 class FloaterSpec(PositionSpec):
-    """Liu, Yu, Dhillon and Hsieh 2020 (arXiv 2003.09229), sections 3.1 and 3.2, with the released encoder's dynamics. In
-    cross-attention nothing is added.
+    """Liu, Yu, Dhillon and Hsieh 2020 (arXiv 2003.09229), sections 3.1 and 3.2, with the released encoder's dynamics.
+    In cross-attention nothing is added.
 
     delta: time between two tokens. substeps: solver steps per token. solver: `euler`, `midpoint` or `rk4`. start_std:
     standard deviation that p(0) starts with.
@@ -185,8 +187,9 @@ class FloaterSpec(PositionSpec):
         width = config.num_attention_heads * config.head_width
         if width != config.hidden_size or config.key_value_heads != config.num_attention_heads:
             raise ValueError(
-                f"floater has one state of `hidden_size` {config.hidden_size} for queries, keys and values each, but heads make "
-                f"{width} and {config.key_value_heads * config.head_width}; leave `head_dim` and `num_key_value_heads` at None."
+                f"floater has one state of `hidden_size` {config.hidden_size} for queries, keys and values each, but"
+                f" heads make {width} and {config.key_value_heads * config.head_width}; leave `head_dim` and"
+                " `num_key_value_heads` at None."
             )
 
     def build(self, config, **where) -> FloaterPosition:

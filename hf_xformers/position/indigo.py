@@ -19,13 +19,14 @@ PLACES = "insertion_positions"
 
 def relations(places: Tensor) -> Tensor:
     """places [..., T]: where each token, in the order of generation, stands in the finished text -> r [..., T, T] in
-    {-1, 0, 1}, r_ij = sign(z_i - z_j): 1 where token j stands left of token i. A relation never changes once both stand."""
+    {-1, 0, 1}, r_ij = sign(z_i - z_j): 1 where token j stands left of token i. A relation never changes once both
+    stand."""
     return torch.sign(places.unsqueeze(-1) - places.unsqueeze(-2))
 
 
 def insert(relation: Tensor, beside: int, right: bool) -> Tensor:
-    """The relations [t + 1, t + 1] after a token was inserted directly right or left of token `beside`, from those before,
-    [t, t] (section 3.1): to all others it stands as its neighbour does."""
+    """The relations [t + 1, t + 1] after a token was inserted directly right or left of token `beside`, from those
+    before, [t, t] (section 3.1): to all others it stands as its neighbour does."""
     row = relation[beside].clone()
     row[beside] = 1 if right else -1
     top = torch.cat((relation, -row[:, None]), dim=1)
@@ -96,8 +97,8 @@ def _places_at(places: Tensor, slots: Tensor) -> Tensor:
 @register("position", "indigo")
 class IndigoSpec(PositionSpec):
     """Gu, Liu and Cho 2019 (arXiv 1902.01370), section 3.1. Tokens come in the order of their generation; the input
-    `insertion_positions` [B, T] (with a cache: of cached and new tokens) says where each stands in the finished text, and
-    only the signs of differences matter. Without it, the order is left to right."""
+    `insertion_positions` [B, T] (with a cache: of cached and new tokens) says where each stands in the finished text,
+    and only the signs of differences matter. Without it, the order is left to right."""
 
     summary = "a key stands left or right of the query in the finished text; no more is known"
     acts = frozenset({"score_terms"})

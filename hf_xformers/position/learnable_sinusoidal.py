@@ -14,7 +14,8 @@ from .base import LayerTerms, Position, PositionSpec
 
 
 class LearnableSinusoid(Float32Module, Position):
-    """sin(omega_i t), cos(omega_i t) with trained omega [width / 2], which starts at base^(-2i/width) and stays in float32."""
+    """sin(omega_i t), cos(omega_i t) with trained omega [width / 2], which starts at base^(-2i/width) and stays in
+    float32."""
 
     undecayed = ("frequency",)
 
@@ -28,7 +29,8 @@ class LearnableSinusoid(Float32Module, Position):
         init.copy_(self.frequency, torch.pow(torch.tensor(float(self.base)), -exponent))
 
     def angles(self, positions: Tensor) -> Tensor:
-        """positions [...] -> [..., width / 2], in float32 at least: in bfloat16 positions beyond 256 would collapse."""
+        """positions [...] -> [..., width / 2], in float32 at least: in bfloat16 positions beyond 256 would
+        collapse."""
         wide = torch.float64 if self.frequency.dtype == torch.float64 else torch.float32
         return positions.to(wide).unsqueeze(-1) * self.frequency.to(wide)
 
@@ -49,8 +51,8 @@ class LearnableSinusoidalPosition(LearnableSinusoid):
 
 @register("position", "learnable_sinusoidal")
 class LearnableSinusoidalSpec(PositionSpec):
-    """Wang et al. 2021 ("On Position Embeddings in BERT", ICLR): one vector of frequencies for the whole model. The gradient
-    of a frequency grows with the position: it is left out of weight decay.
+    """Wang et al. 2021 ("On Position Embeddings in BERT", ICLR): one vector of frequencies for the whole model. The
+    gradient of a frequency grows with the position: it is left out of weight decay.
 
     base: the frequencies start as those of the fixed sinusoids with this base. layout: order of sines and cosines.
     """
@@ -83,8 +85,8 @@ class SharedSinusoid(LearnableSinusoid):
 class RelativeSinusoidTerms(LayerTerms):
     """score_ij += q_i R_{i-j}, R_n = [sin(omega n) | cos(omega n)].
 
-    By the addition theorems that is a product of something of the query and its place with something of the key's place
-    alone, so it costs one matrix product and picks nothing.
+    By the addition theorems that is a product of something of the query and its place with something of the key's
+    place alone, so it costs one matrix product and picks nothing.
     """
 
     separable = True
@@ -108,8 +110,8 @@ class RelativeSinusoidTerms(LayerTerms):
 
 @register("position", "learnable_sinusoidal_relative")
 class RelativeSinusoidSpec(PositionSpec):
-    """Wang et al. 2021 ("On Position Embeddings in BERT", ICLR), in place of a table of distances (Shaw et al. 2018): one
-    vector of frequencies for all heads and layers.
+    """Wang et al. 2021 ("On Position Embeddings in BERT", ICLR), in place of a table of distances (Shaw et al. 2018):
+    one vector of frequencies for all heads and layers.
 
     base: the frequencies start as those of the fixed sinusoids with this base.
     """

@@ -16,8 +16,8 @@ from .distances import distances_of_block, pick_rows, products_by_distance, slot
 
 
 class MusicTerms(LayerTerms):
-    """score_ij += q_i E_{i-j} for j <= i; the table [H or 1, max_distance, d] begins with distance 0. Distances beyond the
-    table add nothing (released code), and neither do later keys, which nobody sees."""
+    """score_ij += q_i E_{i-j} for j <= i; the table [H or 1, max_distance, d] begins with distance 0. Distances beyond
+    the table add nothing (released code), and neither do later keys, which nobody sees."""
 
     def __init__(self, config, spec: MusicTransformerSpec):
         super().__init__()

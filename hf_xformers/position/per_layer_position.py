@@ -36,8 +36,8 @@ class PerLayerPosition(Position):
 @register("position", "per_layer_position")
 class PerLayerPositionSpec(PositionSpec):
     """source: `sinusoidal` (Dehghani et al. 2019), one `learned` table (Guo et al. 2019), or one table for each layer,
-    `learned_per_layer` (Al-Rfou et al. 2019, arXiv 1808.04444, section 3.3). depth_signal: also a sinusoid of the layer's
-    number, from 1 (Dehghani et al. 2019, arXiv 1807.03819, section 2.1). base: of the sinusoids.
+    `learned_per_layer` (Al-Rfou et al. 2019, arXiv 1808.04444, section 3.3). depth_signal: also a sinusoid of the
+    layer's number, from 1 (Dehghani et al. 2019, arXiv 1807.03819, section 2.1). base: of the sinusoids.
     """
 
     summary = "positions added to the input of every layer"

@@ -30,9 +30,9 @@ class RotaryTables:
 
 
 class RotaryPosition(Position):
-    """Su et al. 2021 (arXiv 2104.09864), eq. 34: each pair of channels of q and k turns by position * theta^(-2i/r), so
-    that a score depends on the distance only. `interleaved` pairs neighbouring channels (the paper, RoFormer); `half` pairs
-    channel i with i + r/2 (LLaMA and most current models)."""
+    """Su et al. 2021 (arXiv 2104.09864), eq. 34: each pair of channels of q and k turns by position * theta^(-2i/r),
+    so that a score depends on the distance only. `interleaved` pairs neighbouring channels (the paper, RoFormer);
+    `half` pairs channel i with i + r/2 (LLaMA and most current models)."""
 
     def __init__(self, width: int, spec: RotarySpec):
         super().__init__()
@@ -51,8 +51,8 @@ class RotaryPosition(Position):
 
 @register("position", "rotary", aliases=("roformer", "rope"))
 class RotarySpec(PositionSpec):
-    """theta: base of the frequencies. fraction: part of each head's width that is rotated. layout: which channels pair. values:
-    rotate the values as well (the released RoFormer's `rotary_value`), with dense attention."""
+    """theta: base of the frequencies. fraction: part of each head's width that is rotated. layout: which channels
+    pair. values: rotate the values as well (the released RoFormer's `rotary_value`), with dense attention."""
 
     context_parallel = True
     summary = "queries and keys rotated by their position"
@@ -81,8 +81,8 @@ class RotarySpec(PositionSpec):
 
         if self.values and config.attention.type != "dense":
             raise ValueError(
-                f"rotary with `values` rotates what dense attention sums, which attention {config.attention.type!r} does not; "
-                "leave `values` at False."
+                f"rotary with `values` rotates what dense attention sums, which attention {config.attention.type!r}"
+                " does not; leave `values` at False."
             )
 
     def build(self, config, **where) -> RotaryPosition:

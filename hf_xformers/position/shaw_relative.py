@@ -18,8 +18,8 @@ from .distances import pick_rows, slot_distances, spread_queries, sum_by_distanc
 class ShawTerms(LayerTerms):
     """score_ij += q_i a^K_c(j-i), o_i += sum_j w_ij a^V_c(j-i), c(x) = clip(x, -k, k) (eqs. 3 and 4).
 
-    Tables [2k + 1, d], or one for each head. Neither the vectors a_ij nor anything else with T S d numbers is made: queries
-    are multiplied with the table, and weights are summed by distance before they are.
+    Tables [2k + 1, d], or one for each head. Neither the vectors a_ij nor anything else with T S d numbers is made:
+    queries are multiplied with the table, and weights are summed by distance before they are.
     """
 
     def __init__(self, config, spec: ShawRelativeSpec):
@@ -61,11 +61,11 @@ class ShawTerms(LayerTerms):
 
 @register("position", "shaw_relative", aliases=("shaw",))
 class ShawRelativeSpec(PositionSpec):
-    """Shaw, Uszkoreit and Vaswani 2018 (arXiv 1803.02155), section 3.2. Any length: distances beyond `max_distance` count
-    as that.
+    """Shaw, Uszkoreit and Vaswani 2018 (arXiv 1803.02155), section 3.2. Any length: distances beyond `max_distance`
+    count as that.
 
-    max_distance: k, tokens to either side that are told apart. values: also add a vector to values. share_heads: one table
-    for all heads of a layer.
+    max_distance: k, tokens to either side that are told apart. values: also add a vector to values. share_heads: one
+    table for all heads of a layer.
     """
 
     summary = "a learned vector per clipped distance on keys and values"

@@ -14,8 +14,9 @@ from .base import Position, PositionSpec, ScoreBias
 def relative_buckets(distance: Tensor, *, bidirectional: bool, num_buckets: int, max_distance: int) -> Tensor:
     """Bucket of each distance key - query (Raffel et al. 2020, section 2.1; the released code's arithmetic).
 
-    Half of a side's buckets are exact distances; the others grow logarithmically up to `max_distance`, beyond which all
-    distances share the last one. Bidirectional: half of the buckets for each direction. Causal: later keys count as 0.
+    Half of a side's buckets are exact distances; the others grow logarithmically up to `max_distance`, beyond which
+    all distances share the last one. Bidirectional: half of the buckets for each direction. Causal: later keys count
+    as 0.
     """
     bucket = torch.zeros_like(distance)
     if bidirectional:
@@ -67,7 +68,8 @@ class T5RelativeBias(Position, ScoreBias):
 
 @register("position", "t5_relative_bias", aliases=("t5_bias",))
 class T5RelativeBiasSpec(PositionSpec):
-    """num_buckets: rows of the table (even in an encoder). max_distance: tokens from which all distances share a row."""
+    """num_buckets: rows of the table (even in an encoder). max_distance: tokens from which all distances share a
+    row."""
 
     summary = "learned score bias by bucketed distance"
     acts = frozenset({"score_bias"})

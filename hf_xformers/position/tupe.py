@@ -44,8 +44,8 @@ class TupeTerms(LayerTerms):
     """score_ij = q_i k_j / sqrt(2 d) + (p_i U^Q)(p_j U^K) / sqrt(2 d) + b_{j-i} (eqs. 7 and 9).
 
     Where position 0 is [CLS], what it pays to others and what they pay to it does not depend on their places (section
-    3.2): row 0 of the position terms is one number per head, and so is the rest of column 0. The first rows of P have no
-    other use than to make these numbers (released code).
+    3.2): row 0 of the position terms is one number per head, and so is the rest of column 0. The first rows of P have
+    no other use than to make these numbers (released code).
     """
 
     content_scale = 2**-0.5
@@ -60,8 +60,8 @@ class TupeTerms(LayerTerms):
             context.streams[QUERIES], context.streams[KEYS] = context.shared["score_bias"].projected()
 
     def tables(self, attention: Any, scale: float, context: LayerContext) -> tuple[Tensor, ...]:
-        """Scaled p U^Q and p U^K by position [H, rows, d]; the numbers of [CLS] to others and of others to [CLS] [H, 2]; the
-        bias by distance from the last query to the first key, and on, [H, T + S - 1]."""
+        """Scaled p U^Q and p U^K by position [H, rows, d]; the numbers of [CLS] to others and of others to [CLS] [H,
+        2]; the bias by distance from the last query to the first key, and on, [H, T + S - 1]."""
         queries, keys = context.streams[QUERIES] * scale, context.streams[KEYS]
         bias, made = context.shared["score_bias"].bias, []
         if self.resets:
@@ -84,8 +84,9 @@ class TupeTerms(LayerTerms):
         return tables[-1] if self.spec.relative else None
 
     def by_query(self, query: Tensor, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
-        """p U^Q of the tokens. Where [CLS] is apart its row is zero, and two columns meet those of the keys: the first brings
-        others what they pay to [CLS] less the bias that the pair gets as well, the second says that this is [CLS]."""
+        """p U^Q of the tokens. Where [CLS] is apart its row is zero, and two columns meet those of the keys: the first
+        brings others what they pay to [CLS] less the bias that the pair gets as well, the second says that this is
+        [CLS]."""
         placed = tables[0][:, context.positions].transpose(0, 1).to(query.dtype)
         if not self.resets:
             return (placed,)
@@ -95,7 +96,8 @@ class TupeTerms(LayerTerms):
         return (torch.cat((placed.masked_fill(cls, 0.0), from_others.to(placed.dtype), is_cls), dim=-1),)
 
     def by_key(self, key: Tensor, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
-        """p U^K of the tokens; the two columns say that this is [CLS], and bring what [CLS] pays to a key less the bias."""
+        """p U^K of the tokens; the two columns say that this is [CLS], and bring what [CLS] pays to a key less the
+        bias."""
         # A cache may have more slots than there are places.
         positions = key_positions(context).clamp(max=tables[1].shape[1] - 1)
         placed = tables[1][:, positions].transpose(0, 1).to(key.dtype)
@@ -125,8 +127,9 @@ class TupeTerms(LayerTerms):
 class TupeSpec(PositionSpec):
     """Ke, He and Liu 2021 (arXiv 2006.15595).
 
-    relative: also a bias by bucketed distance (TUPE-R; off: TUPE-A). untie_cls: position 0 is [CLS] and is treated apart
-    (`None`: in an encoder that is the whole model; not where texts have no such token, in decoders and encoder-decoders).
+    relative: also a bias by bucketed distance (TUPE-R; off: TUPE-A). untie_cls: position 0 is [CLS] and is treated
+    apart (`None`: in an encoder that is the whole model; not where texts have no such token, in decoders and
+    encoder-decoders).
     num_buckets, max_distance: of the bias, as T5's.
     """
 
@@ -151,13 +154,15 @@ class TupeSpec(PositionSpec):
             raise ValueError(f"tupe needs an even `num_buckets` >= 4, got {self.num_buckets}.")
         if self.max_distance <= self.num_buckets // 2:
             raise ValueError(
-                f"tupe needs `max_distance` above half of `num_buckets` ({self.num_buckets // 2}), got {self.max_distance}."
+                f"tupe needs `max_distance` above half of `num_buckets` ({self.num_buckets // 2}), got"
+                f" {self.max_distance}."
             )
 
     def check(self, config) -> None:
         if self.untie_cls and config.is_decoder:
             raise ValueError(
-                "tupe with `untie_cls=True` treats position 0 as [CLS], which a decoder has not; leave `untie_cls` at None."
+                "tupe with `untie_cls=True` treats position 0 as [CLS], which a decoder has not; leave `untie_cls` at"
+                " None."
             )
 
     def shared_sizes(self, config) -> tuple:

@@ -18,8 +18,9 @@ from ..core.weight_decay import Undecayed
 @dataclass
 class StackOutput:
     """hidden_states [B, T', D] after the last layer (T' may differ from the input's T); context: the state bundle that
-    belongs to them; aux_losses: scalars by name; memories [B, steps of the decoder, T', D]: an encoder's own memory for
-    each decoder layer, or None; segment_memory: what the next segment of the text may read of this one, or None."""
+    belongs to them; aux_losses: scalars by name; memories [B, steps of the decoder, T', D]: an encoder's own memory
+    for each decoder layer, or None; segment_memory: what the next segment of the text may read of this one, or
+    None."""
 
     hidden_states: Tensor
     context: LayerContext
@@ -38,8 +39,8 @@ def memory_by_step(memory: Tensor | None, steps: int) -> Sequence[Tensor | None]
         return [memory] * steps
     if memory.shape[1] != steps:
         raise ValueError(
-            f"The decoder runs {steps} layers, but `encoder_hidden_states` {list(memory.shape)} hold {memory.shape[1]} "
-            "memories; give [batch, length, width] for one that all layers read."
+            f"The decoder runs {steps} layers, but `encoder_hidden_states` {list(memory.shape)} hold {memory.shape[1]}"
+            " memories; give [batch, length, width] for one that all layers read."
         )
     return memory.unbind(1)
 
@@ -64,8 +65,9 @@ class Stack(Undecayed, nn.Module):
 class StackSpec(Spec):
     """Base of stack specs. gives_memories: as an encoder, it makes a memory for each decoder layer.
     feeds_gates: gives gates inside sublayers their noise and their budget (`core/gates.py`). unpads: it takes the real
-    tokens of a batch as one row (`unpad_inputs`); if not, why_not_unpad says what keeps it from that. has_exits: there is a
-    classifier after every layer, each with a loss of its own. passes_streams: it carries what layers hand on to the next ones.
+    tokens of a batch as one row (`unpad_inputs`); if not, why_not_unpad says what keeps it from that. has_exits: there
+    is a classifier after every layer, each with a loss of its own. passes_streams: it carries what layers hand on to
+    the next ones.
     keeps_tokens: its layers see the text's tokens, all of them, each in its place."""
 
     gives_memories: ClassVar[bool] = False
@@ -89,8 +91,8 @@ class StackSpec(Spec):
         return True
 
     def build_pooler(self, config) -> nn.Module | None:
-        """What makes a text's vector of the last states in place of the usual pooler, called with `(hidden_states [B, T, D],
-        padding_mask)` and the model inputs that its class names in `inputs`; None: the usual one."""
+        """What makes a text's vector of the last states in place of the usual pooler, called with `(hidden_states [B,
+        T, D], padding_mask)` and the model inputs that its class names in `inputs`; None: the usual one."""
         return None
 
     def build_exits(self, config) -> nn.Module | None:

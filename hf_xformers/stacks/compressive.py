@@ -66,18 +66,18 @@ class _ContentAttention(nn.Module):
 
 
 class CompressiveStack(SegmentRecurrentStack):
-    """m <- the last n_m states of [m ; h]; c <- the last n_cm of [c ; f_c(SG(old))], with `old` the states that left m;
-    every layer reads [c ; m ; h] (Rae et al. 2020, arXiv 1911.05507, section 3, algorithm 1).
+    """m <- the last n_m states of [m ; h]; c <- the last n_cm of [c ; f_c(SG(old))], with `old` the states that left
+    m; every layer reads [c ; m ; h] (Rae et al. 2020, arXiv 1911.05507, section 3, algorithm 1).
 
-    States leave in whole groups of `compression_rate`, the oldest first, so up to rate - 1 more than n_m wait in m and no
-    state is lost, whatever the segments' lengths and each row's padding.
+    States leave in whole groups of `compression_rate`, the oldest first, so up to rate - 1 more than n_m wait in m and
+    no state is lost, whatever the segments' lengths and each row's padding.
 
     A convolution learns from the attention-reconstruction loss alone (algorithm 2): per layer the mean over tokens and
     channels of (attn(h, old) - attn(h, f_c(old)))^2, with attention by content, and with h, old and the layer's
     parameters held constant. No other loss reaches it.
 
-    A generation cache is the memory itself (each call is a segment), in hidden states: a step projects them anew, which costs
-    (n_cm + n_m) D^2 per layer.
+    A generation cache is the memory itself (each call is a segment), in hidden states: a step projects them anew,
+    which costs (n_cm + n_m) D^2 per layer.
     """
 
     spec: CompressiveSpec
@@ -97,8 +97,8 @@ class CompressiveStack(SegmentRecurrentStack):
         slot = cache.layers[0] if cache.layers else None
         if not isinstance(slot, MemoryCacheLayer):
             raise ValueError(
-                f"The compressive stack generates from its memory, which a {type(cache).__name__} has no place for; leave "
-                "`past_key_values` out, or make it with `hf_xformers.core.cache.make_cache(config)`."
+                f"The compressive stack generates from its memory, which a {type(cache).__name__} has no place for;"
+                " leave `past_key_values` out, or make it with `hf_xformers.core.cache.make_cache(config)`."
             )
         return slot
 
@@ -127,7 +127,8 @@ class CompressiveStack(SegmentRecurrentStack):
         return kept, total
 
     def received(self, carried: CompressiveMemory, inputs: Sequence[Tensor], context: LayerContext) -> list[Tensor]:
-        """The attention that every state of [m ; h] got in this segment, one [B, M + T] per step; empty if not counted."""
+        """The attention that every state of [m ; h] got in this segment, one [B, M + T] per step; empty if not
+        counted."""
         usage = context.shared.get(KEY_USAGE)
         if usage is None:
             return []
@@ -157,10 +158,11 @@ class CompressiveStack(SegmentRecurrentStack):
 
 @register("stack", "compressive")
 class CompressiveSpec(SegmentRecurrentSpec):
-    """memory_length: states that stay as they are, n_m (`None`: `max_position_embeddings`). compressed_length: compressed
-    slots after that, n_cm (`None`: as many). compression_rate: states to a slot. compression: `conv` (a convolution of
-    kernel and stride `compression_rate`, the paper's best), `mean` or `max` pooling, or `most_used` (the states that got
-    the most attention so far). reconstruction_weight: factor on the loss that teaches the convolution."""
+    """memory_length: states that stay as they are, n_m (`None`: `max_position_embeddings`). compressed_length:
+    compressed slots after that, n_cm (`None`: as many). compression_rate: states to a slot. compression: `conv` (a
+    convolution of kernel and stride `compression_rate`, the paper's best), `mean` or `max` pooling, or `most_used`
+    (the states that got the most attention so far). reconstruction_weight: factor on the loss that teaches the
+    convolution."""
 
     summary = "segment memory whose oldest states are compressed"
 
@@ -195,8 +197,8 @@ class CompressiveSpec(SegmentRecurrentSpec):
             raise ValueError(f"compressive needs `reconstruction_weight` >= 0, got {self.reconstruction_weight}.")
         if self.compression == "conv" and self.reconstruction_weight == 0:
             raise ValueError(
-                "compressive's convolution learns from the reconstruction loss alone, so `reconstruction_weight` must be above "
-                "0; for a compression that learns nothing use 'mean' or 'max'."
+                "compressive's convolution learns from the reconstruction loss alone, so `reconstruction_weight` must"
+                " be above 0; for a compression that learns nothing use 'mean' or 'max'."
             )
 
     def build(self, config, **where) -> CompressiveStack:

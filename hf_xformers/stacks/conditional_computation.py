@@ -16,9 +16,9 @@ from .plain import PlainStack
 class ConditionalStack(PlainStack):
     """Every layer once, in order; sublayers decide by themselves which tokens they work on.
 
-    In training it gives the noise alpha = noise_max * min(1, t / noise_steps) of training pass t = 0, 1, ... to all gates
-    of the tower, and adds the loss |mean of all gates at real tokens - budget|. A pass counts (in the buffer `passes`) if
-    gates learn from it: with gradients on, and gates that are not frozen.
+    In training it gives the noise alpha = noise_max * min(1, t / noise_steps) of training pass t = 0, 1, ... to all
+    gates of the tower, and adds the loss |mean of all gates at real tokens - budget|. A pass counts (in the buffer
+    `passes`) if gates learn from it: with gradients on, and gates that are not frozen.
     """
 
     def __init__(self, spec: ConditionalComputationSpec):
@@ -66,8 +66,8 @@ class ConditionalComputationSpec(StackSpec):
     """Layers one after the other, whose sublayers have gates; needs attention and feed-forward 'conditional'.
 
     budget: p, the share of gates that should be open, 0 < p <= 1. budget_weight: factor on the loss |share - p|.
-    gate_size: inner width of a gate's network. gate_bias: G(x) at the start, about (ours). noise_max, noise_steps: alpha grows from 0 to `noise_max` during the first
-    `noise_steps` training passes.
+    gate_size: inner width of a gate's network. gate_bias: G(x) at the start, about (ours). noise_max, noise_steps:
+    alpha grows from 0 to `noise_max` during the first `noise_steps` training passes.
     """
 
     feeds_gates = True

@@ -22,8 +22,8 @@ class ExitWatch(Protocol):
     def __call__(
         self, layer: int, hidden_states: Tensor, padding_mask: Tensor | None, rows: Tensor | None
     ) -> Tensor | None:
-        """layer: 1, 2, ..., L - 1 (the last one is nobody's choice); hidden_states [R, T, D] of `rows` [R] (indices; None:
-        the whole batch) -> [R] boolean, who leaves; None: nobody ever does."""
+        """layer: 1, 2, ..., L - 1 (the last one is nobody's choice); hidden_states [R, T, D] of `rows` [R] (indices;
+        None: the whole batch) -> [R] boolean, who leaves; None: nobody ever does."""
         ...
 
 
@@ -31,9 +31,10 @@ class EarlyExitStack(PlainStack):
     """Every layer once, in order, until all rows have left.
 
     After each layer but the last, the model input `exit_watch` says which rows leave; a row's state is then final. The
-    rows that stay are gathered, so that later layers run on them alone. Where values must not steer the program (a graph
-    is being recorded), or each layer's output is wanted for the whole batch, all layers run on all rows instead and
-    finished states are kept; no row reads another, so both ways give the same. Without a watch it is the plain stack.
+    rows that stay are gathered, so that later layers run on them alone. Where values must not steer the program (a
+    graph is being recorded), or each layer's output is wanted for the whole batch, all layers run on all rows instead
+    and finished states are kept; no row reads another, so both ways give the same. Without a watch it is the plain
+    stack.
     """
 
     def __init__(self, steps: int):
@@ -162,12 +163,12 @@ class EarlyExitSpec(StackSpec):
     def build(self, config, **where) -> EarlyExitStack:
         if config.is_decoder or config.is_encoder_decoder:
             raise ValueError(
-                f"stack {self.type!r} lets whole texts leave an encoder early, which is not defined for a decoder; use it "
-                "with `is_decoder=False` and `is_encoder_decoder=False`, or take the stack 'plain'."
+                f"stack {self.type!r} lets whole texts leave an encoder early, which is not defined for a decoder; use"
+                " it with `is_decoder=False` and `is_encoder_decoder=False`, or take the stack 'plain'."
             )
         if self.share_layers and config.is_heterogeneous:
             raise ValueError(
-                f"{self.type} with `share_layers` runs one layer at every depth, so single layers cannot differ; leave out "
-                "`per_layer_config`."
+                f"{self.type} with `share_layers` runs one layer at every depth, so single layers cannot differ; leave"
+                " out `per_layer_config`."
             )
         return EarlyExitStack(config.num_hidden_layers)

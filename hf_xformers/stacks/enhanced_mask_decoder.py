@@ -20,11 +20,11 @@ ABSOLUTE_POSITIONS = "absolute_positions"
 
 
 class EnhancedMaskDecoder(PlainStack):
-    """The last layer runs `passes` times: first it reads with H + P, then with what it gave, always from H, the states of
-    the layer below (He et al. 2021, section 3.2; the released code's two passes with shared weights).
+    """The last layer runs `passes` times: first it reads with H + P, then with what it gave, always from H, the states
+    of the layer below (He et al. 2021, section 3.2; the released code's two passes with shared weights).
 
-    P [positions, D] comes from the masked language model, as the input `absolute_positions`; without it this is the plain
-    stack, which is what other heads are trained on.
+    P [positions, D] comes from the masked language model, as the input `absolute_positions`; without it this is the
+    plain stack, which is what other heads are trained on.
     """
 
     def __init__(self, spec: EnhancedMaskDecoderSpec):
@@ -53,8 +53,9 @@ class EnhancedMaskDecoder(PlainStack):
             return super().forward(layers, hidden_states, context, **given)
         if hidden_states.shape[1] > table.shape[0]:
             raise ValueError(
-                f"The sequence has {hidden_states.shape[1]} tokens, but the enhanced mask decoder knows {table.shape[0]} "
-                "absolute positions (`max_position_embeddings`); shorten it or build a model with more."
+                f"The sequence has {hidden_states.shape[1]} tokens, but the enhanced mask decoder knows"
+                f" {table.shape[0]} absolute positions (`max_position_embeddings`); shorten it or build a model with"
+                " more."
             )
         result = super().forward(layers[:-1], hidden_states, context, **given)
         below, step = result.hidden_states, len(layers) - 1
@@ -105,16 +106,17 @@ class EnhancedMaskDecoderSpec(StackSpec):
     def check(self, config) -> None:
         if config.is_decoder:
             raise ValueError(
-                "stack 'enhanced_mask_decoder' predicts masked tokens and cannot stand in a decoder; use 'plain' there."
+                "stack 'enhanced_mask_decoder' predicts masked tokens and cannot stand in a decoder; use 'plain'"
+                " there."
             )
         if config.attention.type != "dense" or not config.position.acts & {"score_terms", "head_terms"}:
             raise ValueError(
-                f"stack 'enhanced_mask_decoder' needs attention 'dense' with a position inside it such as 'deberta', got "
-                f"{config.attention.type!r} with {config.position.type!r}; use the stack 'plain'."
+                "stack 'enhanced_mask_decoder' needs attention 'dense' with a position inside it such as 'deberta',"
+                f" got {config.attention.type!r} with {config.position.type!r}; use the stack 'plain'."
             )
         if config.residual.type != "post_ln":
             raise ValueError(
-                f"stack 'enhanced_mask_decoder' reads a layer's input as it is, for residual 'post_ln', got "
+                "stack 'enhanced_mask_decoder' reads a layer's input as it is, for residual 'post_ln', got "
                 f"{config.residual.type!r}."
             )
 

@@ -34,12 +34,12 @@ class Ramp(nn.Module):
 
 
 class EntropyExits(EarlyExits):
-    """DeeBERT's off-ramps (Xin et al. 2020, arXiv 2004.12993): after layer l a ramp of its own, z_l; a text leaves after the
-    first l with H(softmax(z_l)) < S_l.
+    """DeeBERT's off-ramps (Xin et al. 2020, arXiv 2004.12993): after layer l a ramp of its own, z_l; a text leaves
+    after the first l with H(softmax(z_l)) < S_l.
 
-    Training has two stages. `trunk`: the loss of the last classifier, for all layers. `ramps`: the sum of the losses of
-    ramps 1 .. L - 1, with everything else frozen; no graph is kept of the layers. Their dropout follows the mode that they
-    are in, as in the released code (`model.model.eval()` turns it off).
+    Training has two stages. `trunk`: the loss of the last classifier, for all layers. `ramps`: the sum of the losses
+    of ramps 1 .. L - 1, with everything else frozen; no graph is kept of the layers. Their dropout follows the mode
+    that they are in, as in the released code (`model.model.eval()` turns it off).
     """
 
     def __init__(self, config, spec: EntropyExitSpec):
@@ -75,8 +75,9 @@ class EntropyExits(EarlyExits):
             return None
         if model.config.num_labels == 1 or model.config.problem_type in ("regression", "multi_label_classification"):
             raise ValueError(
-                f"Entropy is defined for one choice among several classes, not for {model.config.num_labels} label(s) with "
-                f"`problem_type` {model.config.problem_type!r}; set `threshold` to -1, or use the stack 'patience_exit'."
+                f"Entropy is defined for one choice among several classes, not for {model.config.num_labels} label(s)"
+                f" with `problem_type` {model.config.problem_type!r}; set `threshold` to -1, or use the stack"
+                " 'patience_exit'."
             )
         return lambda layer, logits, rows: entropy(logits) < self.spec.at(layer)
 
@@ -90,9 +91,9 @@ class EntropyExits(EarlyExits):
 class EntropyExitSpec(EarlyExitSpec):
     """A text leaves after the first layer whose classifier's entropy is below a threshold (DeeBERT).
 
-    threshold: S in nats, one for all layers or one for each of the first L - 1; negative: never leave there. It acts in
-    evaluation mode. training_stage: `trunk` trains all layers with the last classifier; `ramps` trains the classifiers
-    inside, with all the rest frozen (`model.exits.begin_ramps(model)` turns to it).
+    threshold: S in nats, one for all layers or one for each of the first L - 1; negative: never leave there. It acts
+    in evaluation mode. training_stage: `trunk` trains all layers with the last classifier; `ramps` trains the
+    classifiers inside, with all the rest frozen (`model.exits.begin_ramps(model)` turns to it).
     """
 
     summary = "a text leaves after the first layer whose classifier has low entropy"
@@ -121,14 +122,14 @@ class EntropyExitSpec(EarlyExitSpec):
         count = config.num_hidden_layers - 1
         if isinstance(self.threshold, tuple) and len(self.threshold) != count:
             raise ValueError(
-                f"entropy_exit got {len(self.threshold)} thresholds, but {config.num_hidden_layers} layers have {count} exits "
-                "before the last; give one for each, or one number."
+                f"entropy_exit got {len(self.threshold)} thresholds, but {config.num_hidden_layers} layers have"
+                f" {count} exits before the last; give one for each, or one number."
             )
 
         if self.training_stage == "ramps" and count < 1:
             raise ValueError(
-                f"entropy_exit has no classifier before the last of {config.num_hidden_layers} layers to train in the stage "
-                "'ramps'; use `training_stage='trunk'` or more layers."
+                f"entropy_exit has no classifier before the last of {config.num_hidden_layers} layers to train in the"
+                " stage 'ramps'; use `training_stage='trunk'` or more layers."
             )
 
     def build_exits(self, config) -> nn.Module:

@@ -15,7 +15,8 @@ from ..core.outputs import XFormerEarlyExitClassifierOutput
 class EarlyExits(nn.Module):
     """Classifiers after layers 1 .. L - 1 of a sequence classifier; the one after layer L is the model's own.
 
-    They read a layer's states as the last classifier reads the last layer's: through the final norm where there is one.
+    They read a layer's states as the last classifier reads the last layer's: through the final norm where there is
+    one.
     """
 
     def logits(self, model: nn.Module, layer: int, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
@@ -82,7 +83,8 @@ class _Collector:
 
 
 class _Run:
-    """The exits of one batch: answers [B, C] and layers [B] of the rows that left, `running` [B]: those that did not."""
+    """The exits of one batch: answers [B, C] and layers [B] of the rows that left, `running` [B]: those that did
+    not."""
 
     def __init__(self, exits: EarlyExits, model: nn.Module, rule: Any):
         self.exits, self.model, self.rule = exits, model, rule

@@ -1,4 +1,5 @@
-"""The Feedback Transformer's stack: over time first, so that every layer reads what all layers made of earlier steps."""
+"""The Feedback Transformer's stack: over time first, so that every layer reads what all layers made of earlier
+steps."""
 
 from __future__ import annotations
 
@@ -21,16 +22,18 @@ class FeedbackStack(Stack):
     """m_t = sum_l softmax(w)_l x_t^l; x_t^l = layer_l(x_t^{l-1}; memories m_{t-W} .. m_{t-1}) (Fan et al. 2020,
     arXiv 2002.09402, section 3), with x_t^0 the embedding and w [layers + 1] starting at 0.
 
-    All layers read the same memories. Their keys and values k_t = W_k norm(m_t), v_t = W_v norm(m_t) are computed once per
-    step: for all layers in common, or (`share_kv=False`) one pair per layer. The state that decoding and the next segment
-    need is the window of keys and values, whatever the text's length and, shared, the depth; it is detached.
+    All layers read the same memories. Their keys and values k_t = W_k norm(m_t), v_t = W_v norm(m_t) are computed once
+    per
+    step: for all layers in common, or (`share_kv=False`) one pair per layer. The state that decoding and the next
+    segment need is the window of keys and values, whatever the text's length and, shared, the depth; it is detached.
 
-    Step t needs the top layer's output at t - 1, so time is a Python loop by the method's nature: T times L layer calls on
-    one token each. Memory for the backward pass grows as T * sqrt(W): a step reads its window as one snapshot, which
-    about sqrt(2 W) steps share, and the few steps since.
+    Step t needs the top layer's output at t - 1, so time is a Python loop by the method's nature: T times L layer
+    calls on one token each. Memory for the backward pass grows as T * sqrt(W): a step reads its window as one
+    snapshot, which about sqrt(2 W) steps share, and the few steps since.
 
-    When layers' outputs or attention weights are asked for, the layers run once more, each over the whole sequence with
-    the memories given: that pass is recorded and is the output. It equals the stepwise one, up to its own dropout.
+    When layers' outputs or attention weights are asked for, the layers run once more, each over the whole sequence
+    with the memories given: that pass is recorded and is the output. It equals the stepwise one, up to its own
+    dropout.
     """
 
     undecayed = ("mixture",)
@@ -71,13 +74,14 @@ class FeedbackStack(Stack):
         return found[0], found[1]
 
     def carried(self, cache: Cache | None, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the window before the first step, [B, groups, K, W, d]: the cache's, or empty memories."""
+        """Keys and values of the window before the first step, [B, groups, K, W, d]: the cache's, or empty
+        memories."""
         if cache is not None:
             slot = cache.layers[0] if cache.layers else None
             if not isinstance(slot, RecurrentStateLayer):
                 raise ValueError(
-                    f"The feedback stack keeps a window of memories, which a {type(cache).__name__} has no place for; leave "
-                    "`past_key_values` out, or make it with `hf_xformers.core.cache.make_cache(config)`."
+                    f"The feedback stack keeps a window of memories, which a {type(cache).__name__} has no place for;"
+                    " leave `past_key_values` out, or make it with `hf_xformers.core.cache.make_cache(config)`."
                 )
             if slot.state:
                 return slot.state["keys"], slot.state["values"]
@@ -170,9 +174,9 @@ class FeedbackStack(Stack):
 class Window:
     """Keys and values of the last W steps, kept so that W of them can be read at every step without a copy of all.
 
-    A copy per step would make the backward pass keep T * W of them. Here a snapshot [..., W, d] serves for `period` steps,
-    each of which leaves out its oldest entries and adds the steps since the snapshot was made. The copies of both are
-    fewest, T * sqrt(2 W), for a period of sqrt(2 W).
+    A copy per step would make the backward pass keep T * W of them. Here a snapshot [..., W, d] serves for `period`
+    steps, each of which leaves out its oldest entries and adds the steps since the snapshot was made. The copies of
+    both are fewest, T * sqrt(2 W), for a period of sqrt(2 W).
     """
 
     def __init__(self, keys: Tensor, values: Tensor):
@@ -207,8 +211,9 @@ class Window:
 class FeedbackSpec(StackSpec):
     """Time outside, depth inside; needs attention 'feedback', which has the window.
 
-    share_kv: all layers read the same keys and values; off, each has its own projections of the memories. normalize_memory:
-    normalise a memory before its projections, as layers that normalise their input do (turn it off for post-LN layers).
+    share_kv: all layers read the same keys and values; off, each has its own projections of the memories.
+    normalize_memory: normalise a memory before its projections, as layers that normalise their input do (turn it off
+    for post-LN layers).
     """
 
     keeps_tokens = False  # they come one at a time
@@ -232,7 +237,7 @@ class FeedbackSpec(StackSpec):
         ]
         if any(kind != kinds[0] for kind in kinds):
             raise ValueError(
-                "The feedback stack gives all layers the same memories, so `per_layer_config` cannot change the attention's "
-                "window or bias, the head width, the number of key/value heads or the normalisation."
+                "The feedback stack gives all layers the same memories, so `per_layer_config` cannot change the"
+                " attention's window or bias, the head width, the number of key/value heads or the normalisation."
             )
         return FeedbackStack(config, self)

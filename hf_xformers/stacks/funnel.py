@@ -1,4 +1,5 @@
-"""The Funnel-Transformer's stack: the sequence is halved from block to block, and brought back to its length at the end."""
+"""The Funnel-Transformer's stack: the sequence is halved from block to block, and brought back to its length at the
+end."""
 
 from __future__ import annotations
 
@@ -19,14 +20,15 @@ from .base import Stack, StackOutput, StackSpec
 class FunnelStack(Stack):
     """h^b_0 = layer(pool(h^{b-1}); h^{b-1}), then h^b = layer(h^b) (Dai et al. 2020, arXiv 2006.03236, section 2.2).
 
-    At the start of every block but the first, pairs of states are pooled; the pooled ones are queries, and keys and values
-    are still those before pooling. Their positions keep the original spacing, 2^(b-1) tokens. The first token ([CLS]) may
-    stay apart: it is not pooled and has no position. With `upsample`, each final state is repeated over the tokens it stands
-    for and added to the first block's output, which `decoder_layers` more layers read (section 2.3).
+    At the start of every block but the first, pairs of states are pooled; the pooled ones are queries, and keys and
+    values are still those before pooling. Their positions keep the original spacing, 2^(b-1) tokens. The first token
+    ([CLS]) may stay apart: it is not pooled and has no position. With `upsample`, each final state is repeated over
+    the tokens it stands for and added to the first block's output, which `decoder_layers` more layers read (section
+    2.3).
 
-    Padding is moved behind each row's tokens before pooling and back after, and a pair with one real token is that token,
-    so what a row gets does not depend on padding. Texts of two tokens and less are pooled like any other (the released code
-    stops there).
+    Padding is moved behind each row's tokens before pooling and back after, and a pair with one real token is that
+    token, so what a row gets does not depend on padding. Texts of two tokens and less are pooled like any other (the
+    released code stops there).
     """
 
     def __init__(self, config, spec: FunnelSpec):
@@ -155,18 +157,21 @@ class _Run:
 
 @register("stack", "funnel")
 class FunnelSpec(StackSpec):
-    """upsample: give states of the full length, after `decoder_layers` more layers; else states of the last block's length,
-    for tasks on whole texts. decoder_layers: layers after the upsampling (`None`: 2, fewer where less than three would be
-    left for the blocks). block_sizes: layers of each block, which with those sum to `num_hidden_layers` (`None`: three
-    blocks alike, as far as the layers go). block_repeats: how often each layer of a block runs (`None`: once). pooling: of pairs. pool_query_only: keys and
-    values of a block's first layer are not pooled. separate_cls: the first token is never pooled. truncate: with that, leave
-    out the last token before pooling, so that lengths stay powers of two."""
+    """upsample: give states of the full length, after `decoder_layers` more layers; else states of the last block's
+    length, for tasks on whole texts. decoder_layers: layers after the upsampling (`None`: 2, fewer where less than
+    three would be left for the blocks). block_sizes: layers of each block, which with those sum to `num_hidden_layers`
+    (`None`: three blocks alike, as far as the layers go). block_repeats: how often each layer of a block runs (`None`:
+    once). pooling: of pairs. pool_query_only: keys and values of a block's first layer are not pooled. separate_cls:
+    the first token is never pooled. truncate: with that, leave out the last token before pooling, so that lengths stay
+    powers of two."""
 
     passes_streams = keeps_tokens = False
 
     summary = "sequence halved from block to block, then brought back to its length"
     contract_exceptions: ClassVar[dict[str, str]] = {
-        "attention_weights": "later blocks attend among fewer states, and pooled queries among more keys (section 2.2)",
+        "attention_weights": (
+            "later blocks attend among fewer states, and pooled queries among more keys (section 2.2)"
+        ),
         "hidden_states": "states inside the stack have the length of their block (section 2.2)",
     }
 
@@ -216,8 +221,8 @@ class FunnelSpec(StackSpec):
         blocks = self.blocks(config)
         if sum(blocks) + self.after(config) != config.num_hidden_layers or min(blocks) < 1:
             raise ValueError(
-                f"funnel's `block_sizes` {list(blocks)} and the {self.after(config)} layers after up-sampling must sum to "
-                f"`num_hidden_layers` {config.num_hidden_layers}."
+                f"funnel's `block_sizes` {list(blocks)} and the {self.after(config)} layers after up-sampling must sum"
+                f" to `num_hidden_layers` {config.num_hidden_layers}."
             )
         if len(self.repeats(config)) != len(blocks):
             raise ValueError(
@@ -225,25 +230,25 @@ class FunnelSpec(StackSpec):
             )
         if not getattr(config.attention, "pooled_queries", False):
             raise ValueError(
-                f"funnel's pooled queries need an attention that takes positions of its own, which {config.attention.type!r} "
-                "does not; set `attention='transformer_xl'`."
+                "funnel's pooled queries need an attention that takes positions of its own, which"
+                f" {config.attention.type!r} does not; set `attention='transformer_xl'`."
             )
         if config.position.acts - {"input"}:
             raise ValueError(
-                f"funnel's lengths differ between layers, where position {config.position.type!r} acts; use 'none' (the "
-                "attention knows positions) or one that acts on the input."
+                f"funnel's lengths differ between layers, where position {config.position.type!r} acts; use 'none'"
+                " (the attention knows positions) or one that acts on the input."
             )
         if config.block.plan(config, 0, False)[0].kind != "attention":
             raise ValueError(
-                f"funnel pools before a layer's attention, which does not come first in block {config.block.type!r}; use "
-                "'vanilla'."
+                f"funnel pools before a layer's attention, which does not come first in block {config.block.type!r};"
+                " use 'vanilla'."
             )
 
     def build(self, config, **where) -> FunnelStack:
         if config.is_decoder:
             raise ValueError(
-                "funnel pools later tokens into earlier ones and cannot stand in a decoder; give the decoder another stack, "
-                "e.g. `decoder={'stack': 'plain'}` in an encoder-decoder."
+                "funnel pools later tokens into earlier ones and cannot stand in a decoder; give the decoder another"
+                " stack, e.g. `decoder={'stack': 'plain'}` in an encoder-decoder."
             )
         if config.is_heterogeneous:
             raise ValueError("funnel's layers cannot differ one by one; leave out `per_layer_config`.")

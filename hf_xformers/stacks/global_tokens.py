@@ -19,8 +19,8 @@ class GlobalTokensStack(PlainStack):
     They stand behind the text's last real token (padding is moved behind them and back after, so that it changes no
     distance), at position 0, and are global: the model input `global_attention_mask` is set for them, so
     that they see and are seen by all in attention that knows global tokens (longformer; bigbird with
-    `global_mode="etc"`), Zaheer et al. 2020 (arXiv 2007.14062), section 2. In dense attention they are just further tokens.
-    Recorded states and weights of single layers include them.
+    `global_mode="etc"`), Zaheer et al. 2020 (arXiv 2007.14062), section 2. In dense attention they are just further
+    tokens. Recorded states and weights of single layers include them.
     """
 
     def __init__(self, config, spec: GlobalTokensSpec):
@@ -45,7 +45,8 @@ class GlobalTokensStack(PlainStack):
         batch, length = hidden_states.shape[:2]
         if context.explicit_mask is not None:
             raise ValueError(
-                "global_tokens adds tokens to a text, which a prepared 4-D mask has no place for; give a [batch, length] mask."
+                "global_tokens adds tokens to a text, which a prepared 4-D mask has no place for; give a [batch,"
+                " length] mask."
             )
         own = self.tokens.to(hidden_states.dtype).expand(batch, -1, -1)
         hidden_states = torch.cat([hidden_states, own], dim=1)
@@ -115,15 +116,15 @@ class GlobalTokensSpec(StackSpec):
     def check(self, config) -> None:
         if config.is_decoder:
             raise ValueError(
-                "The stack 'global_tokens' reads the whole text and cannot stand in a decoder; use 'plain' there, e.g. "
-                "`decoder={'stack': 'plain'}` in an encoder-decoder."
+                "The stack 'global_tokens' reads the whole text and cannot stand in a decoder; use 'plain' there, e.g."
+                " `decoder={'stack': 'plain'}` in an encoder-decoder."
             )
         attention = config.attention
         knows = attention.type == "dense" or "global_attention_mask" in attention.inputs
         if not knows or getattr(attention, "global_mode", "etc") != "etc":
             raise ValueError(
-                f"The stack 'global_tokens' needs attention that takes global tokens, which {attention.type!r} as it is set "
-                "does not; use 'longformer', {'type': 'bigbird', 'global_mode': 'etc'} or 'dense'."
+                f"The stack 'global_tokens' needs attention that takes global tokens, which {attention.type!r} as it"
+                " is set does not; use 'longformer', {'type': 'bigbird', 'global_mode': 'etc'} or 'dense'."
             )
 
     def build(self, config, **where) -> GlobalTokensStack:

@@ -35,8 +35,9 @@ class HierarchicalPooler(nn.Module):
 
 
 class HiStack(PlainStack):
-    """Cuts the text into sentences, adds each word's place in its sentence, and runs the layers, which work on both levels
-    (see `blocks/hi_transformer.py`). Sentences are as long as `segment_length`, or end where `sentence_ids` change."""
+    """Cuts the text into sentences, adds each word's place in its sentence, and runs the layers, which work on both
+    levels (see `blocks/hi_transformer.py`). Sentences are as long as `segment_length`, or end where `sentence_ids`
+    change."""
 
     def __init__(self, config, spec: HiTransformerSpec):
         super().__init__()
@@ -57,8 +58,8 @@ class HiStack(PlainStack):
     ) -> StackOutput:
         if context.explicit_mask is not None:
             raise ValueError(
-                "stack 'hi_transformer' keeps words of different sentences apart by itself and takes no 4-D mask; give a "
-                "[batch, length] mask of real tokens, and `sentence_ids` for sentences."
+                "stack 'hi_transformer' keeps words of different sentences apart by itself and takes no 4-D mask; give"
+                " a [batch, length] mask of real tokens, and `sentence_ids` for sentences."
             )
         width, most = self.spec.segment_length, self.sentence_table.num_embeddings
         if hidden_states.shape[1] > most:
@@ -107,13 +108,13 @@ class HiTransformerSpec(StackSpec):
     def check(self, config) -> None:
         if config.block.type != "hi_transformer":
             raise ValueError(
-                f"stack 'hi_transformer' needs layers that work at both levels, which block {config.block.type!r} does not; "
-                "set `block='hi_transformer'`."
+                f"stack 'hi_transformer' needs layers that work at both levels, which block {config.block.type!r} does"
+                " not; set `block='hi_transformer'`."
             )
         if config.position.acts & {"score_bias", "layer_input"} or config.position.shares_tables:
             raise ValueError(
-                f"position {config.position.type!r} acts inside layers on one sequence, which stack 'hi_transformer' has not; "
-                "use 'none' (the stack has positions of its own) or 'rotary'."
+                f"position {config.position.type!r} acts inside layers on one sequence, which stack 'hi_transformer'"
+                " has not; use 'none' (the stack has positions of its own) or 'rotary'."
             )
 
     def build_pooler(self, config) -> HierarchicalPooler:
@@ -122,7 +123,7 @@ class HiTransformerSpec(StackSpec):
     def build(self, config, **where) -> HiStack:
         if config.is_decoder:
             raise ValueError(
-                "stack 'hi_transformer' reads a text as a whole and cannot stand in a decoder; use it in an encoder, and in an "
-                "encoder-decoder give `decoder={'stack': 'plain', 'block': 'vanilla'}`."
+                "stack 'hi_transformer' reads a text as a whole and cannot stand in a decoder; use it in an encoder,"
+                " and in an encoder-decoder give `decoder={'stack': 'plain', 'block': 'vanilla'}`."
             )
         return HiStack(config, self)

@@ -12,10 +12,10 @@ from .exits import EarlyExits, final_norm
 
 
 class PatienceExits(EarlyExits):
-    """PABEE's classifiers (Zhou et al. 2020, arXiv 2006.04152): one linear map for each layer, all behind the model's one
-    pooler. With y_l the answer after layer l, a counter starts at 0, grows by 1 whenever y_l = y_{l-1} and returns to 0
-    otherwise; a text leaves when it reaches P, so not before layer P + 1. Numbers agree if |y_l - y_{l-1}| < tau; a set of
-    labels agrees if all of it does.
+    """PABEE's classifiers (Zhou et al. 2020, arXiv 2006.04152): one linear map for each layer, all behind the model's
+    one pooler. With y_l the answer after layer l, a counter starts at 0, grows by 1 whenever y_l = y_{l-1} and returns
+    to 0 otherwise; a text leaves when it reaches P, so not before layer P + 1. Numbers agree if |y_l - y_{l-1}| < tau;
+    a set of labels agrees if all of it does.
 
     All classifiers are trained at once: sum_l l * loss_l / sum_l l.
     """
@@ -89,8 +89,8 @@ class _Patience:
 class PatienceExitSpec(EarlyExitSpec):
     """A text leaves when `patience` classifiers in a row have confirmed the answer before theirs (PABEE).
 
-    patience: P; 0: never leave early; `None`: half the layers (6 of 12, what the paper recommends). It acts in evaluation
-    mode. regression_threshold: tau, how far two numbers may be apart that still confirm one another.
+    patience: P; 0: never leave early; `None`: half the layers (6 of 12, what the paper recommends). It acts in
+    evaluation mode. regression_threshold: tau, how far two numbers may be apart that still confirm one another.
     """
 
     summary = "a text leaves when enough classifiers in a row agree"
@@ -111,8 +111,8 @@ class PatienceExitSpec(EarlyExitSpec):
     def check(self, config) -> None:
         if self.patience is not None and self.patience >= max(config.num_hidden_layers, 1):
             raise ValueError(
-                f"patience_exit with `patience` {self.patience} never leaves {config.num_hidden_layers} layers early; choose "
-                "less than the number of layers, or 0 to use all on purpose."
+                f"patience_exit with `patience` {self.patience} never leaves {config.num_hidden_layers} layers early;"
+                " choose less than the number of layers, or 0 to use all on purpose."
             )
 
     def build_exits(self, config) -> nn.Module:

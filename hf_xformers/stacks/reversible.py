@@ -26,18 +26,18 @@ RandomState = tuple[Tensor, Tensor | None]
 class ReversibleStack(Stack):
     """y1 = x1 + f(x2), y2 = x2 + g(y1), with f and g one layer's attention and feed-forward sublayers.
 
-    Gomez et al. 2017 (arXiv 1707.04585), eq. 6; Kitaev et al. 2020 (arXiv 2001.04451), section 3. Both streams start as the
-    embedding. The inverse x2 = y2 - g(y1), x1 = y1 - f(x2) gives the backward pass every sublayer's input, so that
-    activations take memory for one sublayer, whatever the depth, at the price of running each twice. A layer with other
-    sublayers (cross-attention, two feed-forwards) goes on alternating the streams. The result is the mean of both streams
-    (the paper does not say; its authors' code normalises their concatenation and reads it with a head of twice the width,
-    which no other head could share).
+    Gomez et al. 2017 (arXiv 1707.04585), eq. 6; Kitaev et al. 2020 (arXiv 2001.04451), section 3. Both streams start
+    as the embedding. The inverse x2 = y2 - g(y1), x1 = y1 - f(x2) gives the backward pass every sublayer's input, so
+    that activations take memory for one sublayer, whatever the depth, at the price of running each twice. A layer with
+    other sublayers (cross-attention, two feed-forwards) goes on alternating the streams. The result is the mean of
+    both streams (the paper does not say; its authors' code normalises their concatenation and reads it with a head of
+    twice the width, which no other head could share).
 
-    Random states are kept, so that dropout falls on the same places; mechanisms that decide discretely (buckets) keep their
-    decisions in the context. Nothing is rebuilt, and memory grows with depth as usual, where it cannot be: with a cache that
-    holds tokens, in a traced graph, when hidden states or attention weights are returned, or when the layers
-    are checkpointed anyway. In bfloat16 parameters and streams, inputs are rebuilt only up to rounding; autocast keeps
-    the streams in float32.
+    Random states are kept, so that dropout falls on the same places; mechanisms that decide discretely (buckets) keep
+    their decisions in the context. Nothing is rebuilt, and memory grows with depth as usual, where it cannot be: with
+    a cache that holds tokens, in a traced graph, when hidden states or attention weights are returned, or when the
+    layers are checkpointed anyway. In bfloat16 parameters and streams, inputs are rebuilt only up to rounding;
+    autocast keeps the streams in float32.
     """
 
     def forward(
@@ -227,13 +227,13 @@ class ReversibleStackSpec(StackSpec):
     def check(self, config) -> None:
         if not config.residual.additive:
             raise ValueError(
-                f"stack 'reversible' recovers a sublayer's input by a subtraction, which residual {config.residual.type!r} "
-                "does not allow; use 'pre_ln' or another one that adds to the stream."
+                "stack 'reversible' recovers a sublayer's input by a subtraction, which residual"
+                f" {config.residual.type!r} does not allow; use 'pre_ln' or another one that adds to the stream."
             )
         if "layer_input" in config.position.acts:
             raise ValueError(
-                f"stack 'reversible' has no place for position {config.position.type!r}, which adds to the input of every "
-                "layer; use one that acts once, such as 'sinusoidal_absolute'."
+                f"stack 'reversible' has no place for position {config.position.type!r}, which adds to the input of"
+                " every layer; use one that acts once, such as 'sinusoidal_absolute'."
             )
 
     def build(self, config, **where) -> ReversibleStack:

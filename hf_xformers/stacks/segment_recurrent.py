@@ -21,11 +21,11 @@ class SegmentRecurrentStack(Stack):
     arXiv 1901.02860, section 3.2).
 
     A layer's memory is its own input in earlier segments, without gradient. It comes and goes as `segment_memory`
-    ([`SegmentMemory`]); without one the text begins with this segment. Padding never enters the memory, so a row's memory is
-    its own last M real tokens, wherever it was padded.
+    ([`SegmentMemory`]); without one the text begins with this segment. Padding never enters the memory, so a row's
+    memory is its own last M real tokens, wherever it was padded.
 
-    With a generation cache the first call stores the memory there, in front of the text; later calls read it from there and
-    return none.
+    With a generation cache the first call stores the memory there, in front of the text; later calls read it from
+    there and return none.
     """
 
     def __init__(self, config, spec: SegmentRecurrentSpec):
@@ -111,15 +111,16 @@ class SegmentRecurrentStack(Stack):
             return given
         if context.segment_ids is not None:
             raise ValueError(
-                "`segment_memory` continues one text per row, but `position_ids` restart inside a row (packed documents); "
-                "leave one of them out."
+                "`segment_memory` continues one text per row, but `position_ids` restart inside a row (packed"
+                " documents); leave one of them out."
             )
         expected = (like.shape[0], like.shape[-1])
         found = (given.batch_size, given.states[0].shape[-1])
         if len(given.states) != steps or found != expected:
             raise ValueError(
-                f"`segment_memory` has {len(given.states)} layers of [{found[0]}, length, {found[1]}], this call needs {steps} of "
-                f"[{expected[0]}, length, {expected[1]}]; give the memory of the same rows and the same model."
+                f"`segment_memory` has {len(given.states)} layers of [{found[0]}, length, {found[1]}], this call needs"
+                f" {steps} of [{expected[0]}, length, {expected[1]}]; give the memory of the same rows and the same"
+                " model."
             )
         return given
 
@@ -132,8 +133,9 @@ class SegmentRecurrentStack(Stack):
 
 @register("stack", "segment_recurrent")
 class SegmentRecurrentSpec(StackSpec):
-    """memory_length: states of earlier segments that every layer may read, M (tokens; `None`: `max_position_embeddings`, the
-    length of a segment). Needs an attention that reads a segment memory, such as 'transformer_xl'."""
+    """memory_length: states of earlier segments that every layer may read, M (tokens; `None`:
+    `max_position_embeddings`, the length of a segment). Needs an attention that reads a segment memory, such as
+    'transformer_xl'."""
 
     packed = True
     summary = "every layer reads its own input of earlier segments"

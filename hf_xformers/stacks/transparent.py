@@ -16,12 +16,12 @@ from .plain import PlainStack
 class TransparentEncoderStack(PlainStack):
     """Z_j = sum_i s_ij H_i, with s_.j = softmax_i(W_.j) (Bapna et al. 2018, arXiv 1808.07561).
 
-    H_0 .. H_N [B, T, D] are the encoder's input (embedding with position, after dropout) and its layers' outputs, j one
-    of the M decoder layers, W [N + 1, M] starts at 0 (a plain mean). Softmax in float32 at least; in training, entries of
-    s are dropped out (lingvo's released code). Where layers normalise their input, H_i is the plain residual stream; the
-    tower's final norm, if it has one, is applied to each Z_j as it is to H_N, so that all of s on H_N gives the memory of
-    the ordinary encoder-decoder. The decoder needs no other stack: each of its layers finds its Z_j in the memory
-    [B, M, T, D]. Decoding keeps keys and values of Z_j, as many as ordinarily.
+    H_0 .. H_N [B, T, D] are the encoder's input (embedding with position, after dropout) and its layers' outputs, j
+    one of the M decoder layers, W [N + 1, M] starts at 0 (a plain mean). Softmax in float32 at least; in training,
+    entries of s are dropped out (lingvo's released code). Where layers normalise their input, H_i is the plain
+    residual stream; the tower's final norm, if it has one, is applied to each Z_j as it is to H_N, so that all of s on
+    H_N gives the memory of the ordinary encoder-decoder. The decoder needs no other stack: each of its layers finds
+    its Z_j in the memory [B, M, T, D]. Decoding keeps keys and values of Z_j, as many as ordinarily.
     """
 
     undecayed = ("mixture",)
@@ -85,8 +85,8 @@ class TransparentSpec(StackSpec):
     def check(self, config) -> None:
         if not config.is_encoder_decoder:
             raise ValueError(
-                "stack 'transparent' mixes an encoder's layers for a decoder, so it needs `is_encoder_decoder=True`; use "
-                "'plain' in a model with one tower."
+                "stack 'transparent' mixes an encoder's layers for a decoder, so it needs `is_encoder_decoder=True`;"
+                " use 'plain' in a model with one tower."
             )
 
     def build(self, config, **where) -> PlainStack:

@@ -19,8 +19,9 @@ from .base import Stack, StackOutput, StackSpec, memory_by_step
 class Halting(nn.Module):
     """Adaptive computation time of one forward call (Graves 2016, arXiv 1603.08983, section 2), per token.
 
-    A token's halting probabilities p_1, p_2, ... are spent until their sum would exceed 1 - epsilon; it halts at that step
-    N, where what is left, R = 1 - sum_{n<N} p_n, takes the place of p_N. Probabilities and sums are float32 at least.
+    A token's halting probabilities p_1, p_2, ... are spent until their sum would exceed 1 - epsilon; it halts at that
+    step N, where what is left, R = 1 - sum_{n<N} p_n, takes the place of p_N. Probabilities and sums are float32 at
+    least.
     """
 
     def __init__(self, config, spec: UniversalSpec):
@@ -43,13 +44,13 @@ class UniversalStack(Stack):
     The signal of position i at step t is P^t_i = PE(i) + PE(t) with the sinusoids PE of Vaswani et al. 2017, or a
     learned vector in place of PE(t) (tensor2tensor's default). It is added anew at every step.
 
-    With ACT a token runs until its halting probabilities p_t = sigmoid(w (H^{t-1} + P^t) + b) are spent ([`Halting`]). With
-    u_t = p_t before it halts, R when it does and 0 after, its output is sum_t u_t H^t (`accumulated`: Graves), or
-    O <- u_t H^t + (1 - u_t) O (`overwrite`: the code in the Universal Transformer's appendix). A token that still runs at
-    the last step halts there; overwriting, it keeps u_t = p_t. Other tokens go on reading a halted token: its state stays
-    as it was (`copy`), under the signal of the step at which it is read, or is transformed further (`keep_updating`, as in
-    tensor2tensor). Nothing depends on the rest of the batch. Padding has halted before the first step. The ponder loss is
-    tau times the mean of N + R over real tokens; N has no gradient.
+    With ACT a token runs until its halting probabilities p_t = sigmoid(w (H^{t-1} + P^t) + b) are spent ([`Halting`]).
+    With u_t = p_t before it halts, R when it does and 0 after, its output is sum_t u_t H^t (`accumulated`: Graves), or
+    O <- u_t H^t + (1 - u_t) O (`overwrite`: the code in the Universal Transformer's appendix). A token that still runs
+    at the last step halts there; overwriting, it keeps u_t = p_t. Other tokens go on reading a halted token: its state
+    stays as it was (`copy`), under the signal of the step at which it is read, or is transformed further
+    (`keep_updating`, as in tensor2tensor). Nothing depends on the rest of the batch. Padding has halted before the
+    first step. The ponder loss is tau times the mean of N + R over real tokens; N has no gradient.
 
     When every token has halted the loop ends, unless later steps leave a trace of their own (cache slots, recorded
     states, a graph that is being traced): their output is the same.
@@ -184,7 +185,8 @@ class UniversalSpec(StackSpec):
     layers_per_step: layers that form one step (tensor2tensor: `num_inrecurrence_layers`); divides `num_hidden_layers`.
     step_signal, position_signal: what is added before every step. act: `none` (all tokens take every step), or how a
     token's output is made of its states; `num_hidden_layers / layers_per_step` steps are then the most it can take.
-    act_epsilon: what may remain of a token's probability when it halts. act_halting_bias_init: b at the start (1: p = 0.73).
+    act_epsilon: what may remain of a token's probability when it halts. act_halting_bias_init: b at the start (1: p =
+    0.73).
     act_loss_weight: tau, the factor on the ponder loss. halted_state: what others read of a token that has halted.
     """
 
@@ -217,8 +219,8 @@ class UniversalSpec(StackSpec):
             )
         if config.hidden_size % 2 and (self.position_signal or self.step_signal == "sinusoid"):
             raise ValueError(
-                f"universal's sinusoidal signals need an even `hidden_size`, got {config.hidden_size}; change it, or set "
-                "`position_signal=False` and another `step_signal`."
+                f"universal's sinusoidal signals need an even `hidden_size`, got {config.hidden_size}; change it, or"
+                " set `position_signal=False` and another `step_signal`."
             )
 
     def num_layers(self, config) -> int:

@@ -181,9 +181,9 @@ def choose_block_size(config: XFormerConfig, objective: Objective, size: str, gi
     longest = longest_sequence(objective, given)
     if limit is not None and longest > limit:
         raise ValueError(
-            f"rows of --block_size {given} make sequences of {longest} tokens, and position "
-            f"{config.position.type!r} covers only {limit} "
-            f"(--max_position_embeddings {config.max_position_embeddings}); raise --max_position_embeddings to at least "
-            f"{longest}, shorten --block_size, or take a --position that extrapolates (rotary, sinusoidal_absolute, ...)"
+            f"rows of --block_size {given} make sequences of {longest} tokens, and position {config.position.type!r}"
+            f" covers only {limit} (--max_position_embeddings {config.max_position_embeddings}); raise"
+            f" --max_position_embeddings to at least {longest}, shorten --block_size, or take a --position that"
+            " extrapolates (rotary, sinusoidal_absolute, ...)"
         )
     return given

@@ -79,7 +79,8 @@ class EpochCallback(TrainerCallback):
 
 
 def log_line(logs: dict[str, Any], state: TrainerState) -> str:
-    """What Trainer logged, as a line for people: held-out figures beside the floor, what token frequencies alone reach."""
+    """What Trainer logged, as a line for people: held-out figures beside the floor, what token frequencies alone
+    reach."""
     parts = [f"step {state.global_step}/{state.max_steps}"]
     if "eval_loss" in logs:
         for name, form in (("loss", ".3f"), ("accuracy", ".1%")):

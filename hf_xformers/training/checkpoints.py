@@ -62,8 +62,8 @@ def _weights_defect(folder: Path) -> str | None:
 
 
 def misfit(report: Mapping[str, Any], keep: Callable[[str], bool] = lambda key: True) -> str | None:
-    """What does not fit between a checkpoint and the model that was loaded from it (`output_loading_info=True`), in a few
-    words; None when all does. keep: which tensors matter."""
+    """What does not fit between a checkpoint and the model that was loaded from it (`output_loading_info=True`), in a
+    few words; None when all does. keep: which tensors matter."""
     for kind, text in (
         ("missing_keys", "has no weights for"),
         ("unexpected_keys", "has weights that the model has no place for:"),
@@ -101,8 +101,8 @@ def checkpoint_to_resume(value: str | bool | None, run: str | Path, world_size: 
         found = newest_complete(run, world_size)
         if found is None:
             raise ValueError(
-                f"{str(run)!r} holds no complete checkpoint to resume from; leave --resume_from_checkpoint out to start "
-                "the run, or name a checkpoint folder"
+                f"{str(run)!r} holds no complete checkpoint to resume from; leave --resume_from_checkpoint out to"
+                " start the run, or name a checkpoint folder"
             )
         return found
     folder = Path(value)

@@ -1,4 +1,5 @@
-"""Training with a teacher: a frozen model whose predictions and states the student follows beside its own objective."""
+"""Training with a teacher: a frozen model whose predictions and states the student follows beside its own
+objective."""
 
 from __future__ import annotations
 
@@ -20,11 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Distillation:
-    """The loss becomes task + logit_weight * t^2 * KL(teacher || student) + hidden_weight * state error, t the temperature.
+    """The loss becomes task + logit_weight * t^2 * KL(teacher || student) + hidden_weight * state error, t the
+    temperature.
 
     KL is that of the predictions at temperature t, a mean over labelled tokens (Hinton et al. 2015, arXiv 1503.02531,
-    section 2). The state error is the mean over layers of |student - teacher|^2 / |teacher|^2 at real tokens, the states
-    before the first layer included.
+    section 2). The state error is the mean over layers of |student - teacher|^2 / |teacher|^2 at real tokens, the
+    states before the first layer included.
     """
 
     _argument_group_name = "teacher"
@@ -40,7 +42,8 @@ class Distillation:
     hidden_weight: float = field(default=0.0, metadata={"help": "Weight of the teacher's hidden states in the loss."})
 
     def check(self) -> None:
-        """Raises `ValueError` for weights that are negative, a temperature that is not positive, or nothing to learn."""
+        """Raises `ValueError` for weights that are negative, a temperature that is not positive, or nothing to
+        learn."""
         for name in ("logit_weight", "hidden_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name} must not be negative, got {getattr(self, name)}")
@@ -51,8 +54,8 @@ class Distillation:
 
 
 def open_teacher(settings: Distillation, config: XFormerConfig, head: str, block_size: int) -> PreTrainedModel:
-    """The teacher for a student of configuration `config`, frozen. head: of both, e.g. `ForMaskedLM`; block_size: tokens of
-    a row.
+    """The teacher for a student of configuration `config`, frozen. head: of both, e.g. `ForMaskedLM`; block_size:
+    tokens of a row.
 
     Raises:
         ValueError: it cannot be read, predicts other tokens, is too short, or has states that cannot be compared.
@@ -64,20 +67,23 @@ def open_teacher(settings: Distillation, config: XFormerConfig, head: str, block
     theirs = cast("XFormerConfig", model.config)
     if theirs.vocab_size != config.vocab_size:
         raise ValueError(
-            f"the teacher {name!r} predicts {theirs.vocab_size} tokens and the student {config.vocab_size}; take the model "
-            "that the student was made from, or another with its tokenizer"
+            f"the teacher {name!r} predicts {theirs.vocab_size} tokens and the student {config.vocab_size}; take the"
+            " model that the student was made from, or another with its tokenizer"
         )
     limit = longest_input(theirs)
     if limit is not None and block_size > limit:
         raise ValueError(
-            f"rows of --block_size {block_size} are too long for the teacher {name!r}, which reads {limit} tokens; shorten "
-            "--block_size, or train without --teacher"
+            f"rows of --block_size {block_size} are too long for the teacher {name!r}, which reads {limit} tokens;"
+            " shorten --block_size, or train without --teacher"
         )
     if settings.hidden_weight:
+        depths, depths_of_theirs = (
+            [view.num_hidden_layers for view in each.tower_configs()] for each in (config, theirs)
+        )
         for what, own, other in (
             ("hidden size", config.hidden_size, theirs.hidden_size),
-            ("layers", [v.num_hidden_layers for v in config.tower_configs()], [v.num_hidden_layers for v in theirs.tower_configs()]),
-        ):  # fmt: skip
+            ("layers", depths, depths_of_theirs),
+        ):
             if own != other:
                 raise ValueError(
                     f"--hidden_weight compares state with state, but the teacher {name!r} has {what} {other} and the "

@@ -1,7 +1,7 @@
 """Token-level metrics of language models: loss, perplexity, accuracy. Exact over batches, devices and padding.
 
-A mean of batch means weighs tokens differently, depending on how rows fall into batches. Here every row brings its sums,
-and one division at the end makes the figures.
+A mean of batch means weighs tokens differently, depending on how rows fall into batches. Here every row brings its
+sums, and one division at the end makes the figures.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def token_statistics(logits: Tensor, labels: Tensor, *, next_token: bool) -> Ten
 
 
 def label_counts(labels: Tensor, vocab_size: int, *, next_token: bool) -> Tensor:
-    """How often each of `vocab_size` ids is a target in labels [B, T] (-100: no target), [V] int64; next_token as above."""
+    """How often each of `vocab_size` ids is a target in labels [B, T] (-100: no target), [V] int64; next_token as
+    above."""
     if next_token:
         labels = labels[:, 1:]
     return torch.bincount(labels[labels != IGNORE_INDEX], minlength=vocab_size)
@@ -51,9 +52,9 @@ def label_counts(labels: Tensor, vocab_size: int, *, next_token: bool) -> Tensor
 def frequency_floor(counts: Tensor) -> dict[str, float]:
     """What knowing nothing but how often each token is a target would reach on these very targets.
 
-    counts: [V], how often each id is one. `floor_accuracy`: always the most frequent token; `floor_loss`: their shares as
-    probabilities, the entropy in nats per token. No guess that leaves the text unread is better, and a model that has not
-    learned more ends there.
+    counts: [V], how often each id is one. `floor_accuracy`: always the most frequent token; `floor_loss`: their shares
+    as probabilities, the entropy in nats per token. No guess that leaves the text unread is better, and a model that
+    has not learned more ends there.
     """
     share = counts.double() / counts.sum().clamp(min=1)
     return {"floor_accuracy": share.max().item(), "floor_loss": -torch.special.xlogy(share, share).sum().item()}

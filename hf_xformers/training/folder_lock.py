@@ -38,8 +38,8 @@ def folder_lock(folder: str | Path, *, writes: bool = True, option: str = "--out
         lock.acquire()
     except Timeout:
         raise ValueError(
-            f"another process{_holder(folder)} is writing to {option} {str(folder)!r}; wait until it has ended, or take "
-            "another folder"
+            f"another process{_holder(folder)} is writing to {option} {str(folder)!r}; wait until it has ended, or"
+            " take another folder"
         ) from None
     except OSError as error:
         raise _unwritable(folder, option, error) from None

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 class Size:
     """One size.
 
-    hidden_size, num_hidden_layers, num_attention_heads: geometry; an encoder-decoder divides the layers among its towers.
+    hidden_size, num_hidden_layers, num_attention_heads: geometry; an encoder-decoder divides the layers among its
+    towers.
     vocab_size: ids of a tokenizer that is trained for it. block_size: tokens of a row. learning_rate: peak.
     batch_size: rows per device.
     """
@@ -53,9 +54,9 @@ def nearest_size(hidden_size: int | None) -> str:
 def size_fields(config_class: type[XFormerConfig], name: str, *, two_towers: bool) -> dict[str, Any]:
     """Configuration fields of size `name` for a variant.
 
-    The variant keeps its own ratio of feed-forward to hidden width, and everything that is no matter of size. A variant
-    whose structure ties fields together (stages, say) may declare `sizes: ClassVar[dict[str, dict]]` with the fields
-    that differ from the general preset.
+    The variant keeps its own ratio of feed-forward to hidden width, and everything that is no matter of size. A
+    variant whose structure ties fields together (stages, say) may declare `sizes: ClassVar[dict[str, dict]]` with the
+    fields that differ from the general preset.
     """
     size = size_named(name)
     default: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(config_class)}

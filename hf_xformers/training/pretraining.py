@@ -89,9 +89,11 @@ class ModelChoice:
         metadata={
             "nargs": "?",
             "const": True,
-            "help": "Train and evaluate on contiguous streams of text, with the segment memory carried from row to row. "
-            "Default: true for a causal model that has such a memory (transformer_xl, compressive_transformer), unless "
-            "--streaming.",
+            "help": (
+                "Train and evaluate on contiguous streams of text, with the segment memory carried from row to row."
+                " Default: true for a causal model that has such a memory (transformer_xl, compressive_transformer),"
+                " unless --streaming."
+            ),
         },
     )
     overwrite_output_dir: bool = field(
@@ -124,7 +126,8 @@ class Prepared:
 class Preparation:
     """Checks a request and prepares its data. What can be refused without reading data is refused first.
 
-    components: slot -> component name or dict; fields: configuration fields; objective_fields: settings of the objective.
+    components: slot -> component name or dict; fields: configuration fields; objective_fields: settings of the
+    objective.
 
     Raises ValueError and TypeError that name the value and the remedy.
     """
@@ -177,8 +180,8 @@ class Preparation:
             )
         if variant is not None and resolve(variant) != saved:
             raise ValueError(
-                f"--init_from {folder!r} is a checkpoint of variant {saved!r}, not {resolve(variant)!r}; leave --variant "
-                "out, or give a checkpoint of that variant"
+                f"--init_from {folder!r} is a checkpoint of variant {saved!r}, not {resolve(variant)!r}; leave"
+                " --variant out, or give a checkpoint of that variant"
             )
         return str(saved)
 
@@ -233,9 +236,9 @@ class Preparation:
         plan = self._plan(config, tokenizer, train, validation)
         if plan["train_streams"] is not None and len(train) < plan["train_streams"]:
             raise ValueError(
-                f"{len(train)} rows cannot be laid out in {plan['train_streams']} streams, one for each row of a batch; "
-                "take a smaller --per_device_train_batch_size, a shorter --block_size, more text, or --segment_streams "
-                "false"
+                f"{len(train)} rows cannot be laid out in {plan['train_streams']} streams, one for each row of a"
+                " batch; take a smaller --per_device_train_batch_size, a shorter --block_size, more text, or"
+                " --segment_streams false"
             )
         if self.checkpoint is not None:
             check_same_model(config, self.checkpoint)
@@ -374,7 +377,8 @@ def check_steps(args: TrainingArguments) -> None:
 
 
 def planned_steps(args: TrainingArguments, rows: int, *, whole_batches: bool = False) -> int:
-    """Optimizer steps of a whole run over that many rows; whole_batches: rows that do not fill a batch are left out."""
+    """Optimizer steps of a whole run over that many rows; whole_batches: rows that do not fill a batch are left
+    out."""
     if args.max_steps > 0:
         return args.max_steps
     batch = args.train_batch_size * args.world_size
@@ -403,8 +407,8 @@ def start_model(prepared: Prepared, args: TrainingArguments) -> PreTrainedModel:
             )
     except (RuntimeError, OSError) as error:
         raise ValueError(
-            f"--init_from {start!r} does not load into the model asked for ({str(error).splitlines()[0]}); leave out the "
-            "options that change its shape"
+            f"--init_from {start!r} does not load into the model asked for ({str(error).splitlines()[0]}); leave out"
+            " the options that change its shape"
         ) from error
     wrong = misfit(
         report, lambda key: key not in report["unexpected_keys"] or key.startswith(f"{cls.base_model_prefix}.")

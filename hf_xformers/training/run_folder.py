@@ -1,4 +1,5 @@
-"""The folder of a run: what it is, so that a resume cannot silently be another run, and saves that are whole or not there.
+"""The folder of a run: what it is, so that a resume cannot silently be another run, and saves that are whole or not
+there.
 
 training_summary.json   what is trained on what, and at the end the results
 tokenizer.json, ...     written before training starts
@@ -33,8 +34,8 @@ _SAME = {
 
 
 def read_summary(folder: str | Path) -> dict[str, Any]:
-    """`training_summary.json` of a run, or of the run that a checkpoint folder belongs to; empty if there is none. Raises
-    ValueError for one that is damaged: the run would go on with other settings."""
+    """`training_summary.json` of a run, or of the run that a checkpoint folder belongs to; empty if there is none.
+    Raises ValueError for one that is damaged: the run would go on with other settings."""
     for place in (Path(folder), Path(folder).parent):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return read_object(place / SUMMARY_FILE)
@@ -42,12 +43,14 @@ def read_summary(folder: str | Path) -> dict[str, Any]:
 
 
 def start_anew(folder: Path, *, overwrite: bool) -> None:
-    """Prepares `folder` for a new run. Raises ValueError if it holds another one's checkpoints and may not lose them."""
+    """Prepares `folder` for a new run. Raises ValueError if it holds another one's checkpoints and may not lose
+    them."""
     old = checkpoints(folder)
     if old and not overwrite:
         raise ValueError(
-            f"{str(folder)!r} already holds {old[0].name} of an earlier run; continue that run with "
-            "--resume_from_checkpoint, remove its checkpoints with --overwrite_output_dir, or take another --output_dir"
+            f"{str(folder)!r} already holds {old[0].name} of an earlier run; continue that run with"
+            " --resume_from_checkpoint, remove its checkpoints with --overwrite_output_dir, or take another"
+            " --output_dir"
         )
     for checkpoint in old:
         shutil.rmtree(checkpoint)
@@ -59,8 +62,9 @@ def check_same_run(plan: dict[str, Any], checkpoint: Path) -> None:
     for key, option in _SAME.items():
         if key in before and before[key] != plan.get(key):
             raise ValueError(
-                f"the run of {str(checkpoint)!r} had {key} {before[key]!r}, and this command gives {plan.get(key)!r}; resume "
-                f"with the same {option} (and the same data and tokenizer), or start a new run in another --output_dir"
+                f"the run of {str(checkpoint)!r} had {key} {before[key]!r}, and this command gives {plan.get(key)!r};"
+                f" resume with the same {option} (and the same data and tokenizer), or start a new run in another"
+                " --output_dir"
             )
 
 

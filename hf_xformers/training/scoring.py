@@ -58,8 +58,10 @@ class Score:
         metadata={
             "nargs": "?",
             "const": True,
-            "help": "Read the text in streams, as many as rows in a batch, and carry the segment memory. Default: as in "
-            "the training, or true for a causal model with such a memory.",
+            "help": (
+                "Read the text in streams, as many as rows in a batch, and carry the segment memory. Default: as in "
+                "the training, or true for a causal model with such a memory."
+            ),
         },
     )
     json: bool = field(default=False, metadata={"help": "Print JSON instead of a table."})
@@ -83,7 +85,8 @@ def load_config(model: str) -> PreTrainedConfig:
     except OSError as error:
         reason = (str(error).splitlines() or [""])[0]
         raise ValueError(
-            f"no model could be loaded from {model!r} ({reason}); give the folder of a saved model, or check the Hub id"
+            f"no model could be loaded from {model!r} ({reason}); give the folder of a saved model, or check the"
+            " Hub id"
         ) from error
 
 
@@ -107,14 +110,14 @@ def choose_objective(
         name = next((key for key in ("mlm", "clm", "span") if known[key].head == head), None)
     if name is None:
         raise ValueError(
-            f"the model is saved as {architecture or 'no class'}, which no objective can evaluate; choose a model with a "
-            "language model head"
+            f"the model is saved as {architecture or 'no class'}, which no objective can evaluate; choose a model with"
+            " a language model head"
         )
     if head is not None and known[name].head != head:
         fitting = [key for key, cls in known.items() if cls.head == head]
         raise ValueError(
-            f"objective {name!r} evaluates a For{known[name].head} class, and the model is saved as {architecture}; take "
-            f"--objective {' or '.join(fitting)}, or another model"
+            f"objective {name!r} evaluates a For{known[name].head} class, and the model is saved as {architecture};"
+            f" take --objective {' or '.join(fitting)}, or another model"
         )
     start = dict(before) if before.get("type") == name else {"type": name}
     return build_objective({**start, **settings})
@@ -195,7 +198,8 @@ def _texts(source: TextData, split: str, objective: Objective) -> Any:
 
 
 def load_model(name: str, objective: Objective) -> PreTrainedModel:
-    """A saved model with the head that the objective needs. Raises ValueError for weights that are damaged or not its own."""
+    """A saved model with the head that the objective needs. Raises ValueError for weights that are damaged or not its
+    own."""
     import transformers
 
     from ..configuration_xformer import XFormerConfig
@@ -212,8 +216,8 @@ def load_model(name: str, objective: Objective) -> PreTrainedModel:
     wrong = misfit(report, lambda key: key not in unread)
     if wrong:
         raise ValueError(
-            f"the checkpoint {name!r} {wrong}: it is incomplete, of another config.json or of another head; save the whole "
-            "model again, or take another"
+            f"the checkpoint {name!r} {wrong}: it is incomplete, of another config.json or of another head; save the"
+            " whole model again, or take another"
         )
     refuse_non_finite(model, name)
     return model

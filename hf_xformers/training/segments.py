@@ -28,8 +28,8 @@ def has_segment_memory(config: PreTrainedConfig) -> bool:
 
 
 def choose_streams(wanted: bool | None, config: PreTrainedConfig, head: str, *, streaming: bool = False) -> bool:
-    """Whether a run reads its rows in streams: as `wanted`; None: where the model has a segment memory, the head is causal
-    and the data is not streamed.
+    """Whether a run reads its rows in streams: as `wanted`; None: where the model has a segment memory, the head is
+    causal and the data is not streamed.
 
     head: of the objective, as in `For<head>`. Raises ValueError where the wanted streams cannot be.
     """
@@ -38,14 +38,14 @@ def choose_streams(wanted: bool | None, config: PreTrainedConfig, head: str, *, 
         return able and head == "CausalLM" and not streaming
     if wanted and not able:
         raise ValueError(
-            f"--segment_streams carries a segment memory from row to row, and {config.model_type!r} with stack "
-            f"{getattr(getattr(config, 'stack', None), 'type', 'plain')!r} has none; leave it out, or take a variant that "
-            f"has one: {', '.join(_variants_with_memory())}"
+            f"--segment_streams carries a segment memory from row to row, and {config.model_type!r} with stack"
+            f" {getattr(getattr(config, 'stack', None), 'type', 'plain')!r} has none; leave it out, or take a variant"
+            f" that has one: {', '.join(_variants_with_memory())}"
         )
     if wanted and streaming:
         raise ValueError(
-            "--segment_streams cuts the rows into contiguous streams, and --streaming does not know how many there are; "
-            "leave one of them out"
+            "--segment_streams cuts the rows into contiguous streams, and --streaming does not know how many there"
+            " are; leave one of them out"
         )
     return wanted
 
@@ -62,11 +62,13 @@ def _variants_with_memory() -> list[str]:
 class StreamSampler(Sampler[int]):
     """The order in which a corpus of consecutive rows is `streams` texts that are read side by side.
 
-    The rows are cut into `streams` contiguous stretches; the t-th batch of `streams` rows holds the t-th row of each, so
-    that every row continues the one in the same place of the batch before.
+    The rows are cut into `streams` contiguous stretches; the t-th batch of `streams` rows holds the t-th row of each,
+    so that every row continues the one in the same place of the batch before.
 
-    rows: number of rows; streams: rows of a batch over all processes; keep_all: let the first stretches be a row longer
-    where the rows do not divide, which makes the last batch smaller (evaluation); else the rows left over are not used.
+    rows: number of rows; streams: rows of a batch over all processes; keep_all: let the first stretches be a row
+        longer
+    where the rows do not divide, which makes the last batch smaller (evaluation); else the rows left over are not
+    used.
 
     Raises:
         ValueError: fewer rows than streams, with `keep_all=False`.
@@ -75,8 +77,8 @@ class StreamSampler(Sampler[int]):
     def __init__(self, rows: int, streams: int, keep_all: bool = False):
         if rows < streams and not keep_all:
             raise ValueError(
-                f"{rows} rows cannot be laid out in {streams} streams, one for each row of a batch; take a smaller batch, or "
-                "more text."
+                f"{rows} rows cannot be laid out in {streams} streams, one for each row of a batch; take a smaller"
+                " batch, or more text."
             )
         self.streams = streams
         self.length, self.extra = divmod(rows, streams)
@@ -98,8 +100,8 @@ class StreamSampler(Sampler[int]):
 class SegmentCarrier(TrainerCallback):
     """The memory of training and that of evaluation, each from one batch to the next.
 
-    Training begins every epoch without one; evaluation begins without one. Where the batch has a column `segment_start`
-    [B], the rows that it marks forget theirs first.
+    Training begins every epoch without one; evaluation begins without one. Where the batch has a column
+    `segment_start` [B], the rows that it marks forget theirs first.
     """
 
     def __init__(self) -> None:
@@ -128,8 +130,8 @@ class SegmentCarrier(TrainerCallback):
         memory = outputs.get(SEGMENT_MEMORY) if isinstance(outputs, dict) else None
         if memory is None:
             raise ValueError(
-                "`segment_streams=True` carries a segment memory, which this model's outputs do not have; train a model with "
-                "stack 'segment_recurrent' (e.g. xf_transformer_xl), or leave it out."
+                "`segment_streams=True` carries a segment memory, which this model's outputs do not have; train a"
+                " model with stack 'segment_recurrent' (e.g. xf_transformer_xl), or leave it out."
             )
         if training:
             self.training = memory.detach()

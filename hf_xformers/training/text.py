@@ -31,15 +31,19 @@ class TextData:
     sample_by: str | None = field(
         default=None,
         metadata={
-            "help": "One document of a text file: a 'line', a 'paragraph', or the file ('document'). Default: the file, with its "
-            "line breaks, for causal models and span corruption; a line for masked ones."
+            "help": (
+                "One document of a text file: a 'line', a 'paragraph', or the file ('document'). Default: the file,"
+                " with its line breaks, for causal models and span corruption; a line for masked ones."
+            )
         },
     )
     validation_fraction: float = field(
         default=0.05,
         metadata={
-            "help": "Share of the documents that is held out where the source has no validation split; of a single one, or of "
-            "a few whole files, the last part of each."
+            "help": (
+                "Share of the documents that is held out where the source has no validation split; of a single one, or"
+                " of a few whole files, the last part of each."
+            )
         },
     )
     streaming: bool = field(
@@ -49,7 +53,8 @@ class TextData:
     num_proc: int | None = field(default=None, metadata={"help": "Processes that prepare the data."})
 
 
-# Of a stream: documents that a tokenizer is trained on, until they have so many characters, and rows among which the next one is drawn.
+# Of a stream: documents that a tokenizer is trained on, until they have so many characters, and rows among which the
+# next one is drawn.
 STREAM_TOKENIZER_DOCUMENTS = 20_000
 STREAM_TOKENIZER_CHARACTERS = 200_000_000
 STREAM_SHUFFLE_ROWS = 10_000
@@ -128,7 +133,8 @@ def make_rows(
 ) -> Any:
     """Rows of `input_ids` (and `word_ids`, for whole words) from which the objective makes inputs of `block_size`.
 
-    whole: keep the tail that does not fill a row; it is kept as well when there is no other row. A stream gives a stream.
+    whole: keep the tail that does not fill a row; it is kept as well when there is no other row. A stream gives a
+    stream.
 
     Raises ValueError when the text gives no row at all.
     """

@@ -33,20 +33,21 @@ class XFormerTrainer(Trainer):
     - Auxiliary losses (`outputs.aux_losses`) are logged as `aux_<name>`, means since the last log, and have the same
       weight in the gradient for every number of accumulation steps and devices. (A model adds them to a loss that is
       divided by the tokens of the whole step, once per micro-batch; without care they would count as many times.)
-    - With several processes, the rows that fill up the last batch of an epoch, which were in the first, count for nothing
-      in a loss over the tokens of the whole step: what is learned does not depend on the number of processes.
-    - Evaluation reports loss, perplexity and accuracy over all labelled tokens, what token frequencies alone would reach
-      (`floor_loss`, `floor_accuracy`), auxiliary losses apart, with the collator `eval_collator`, and does not move the
-      random generators: training is the same however often it is evaluated.
-    - Weight decay leaves alone what components declare beside biases and norms: frequencies, spans, gates and the like.
+    - With several processes, the rows that fill up the last batch of an epoch, which were in the first, count for
+      nothing in a loss over the tokens of the whole step: what is learned does not depend on the number of processes.
+    - Evaluation reports loss, perplexity and accuracy over all labelled tokens, what token frequencies alone would
+      reach (`floor_loss`, `floor_accuracy`), auxiliary losses apart, with the collator `eval_collator`, and does not
+      move the random generators: training is the same however often it is evaluated.
+    - Weight decay leaves alone what components declare beside biases and norms: frequencies, spans, gates and the
+      like.
     - Losses that are NaN or infinite, which Trainer leaves out of the mean that it logs, are counted as
       `non_finite_losses` and warned of; a checkpoint with such weights is not resumed.
     - Label smoothing shifts the labels of causal models of any family.
     - A checkpoint that is written over counts as incomplete until it is whole again, and saved configs keep their
       `use_cache` (Trainer switches it off for training).
-    - `segment_streams=True` trains and evaluates models with segment memory on contiguous texts: the rows of the datasets
-      follow each other, a batch continues the batch before it row by row ([`StreamSampler`]), and the memory is carried
-      along ([`SegmentCarrier`]) and saved with checkpoints.
+    - `segment_streams=True` trains and evaluates models with segment memory on contiguous texts: the rows of the
+      datasets follow each other, a batch continues the batch before it row by row ([`StreamSampler`]), and the memory
+      is carried along ([`SegmentCarrier`]) and saved with checkpoints.
     """
 
     def __init__(
@@ -121,7 +122,8 @@ class XFormerTrainer(Trainer):
         return loss
 
     def _missing_share(self, num_items_in_batch: Tensor | int | None) -> float:
-        """What to multiply the auxiliary losses with and add, so that a step sees their mean over its micro-batches."""
+        """What to multiply the auxiliary losses with and add, so that a step sees their mean over its
+        micro-batches."""
         whole_step = self.compute_loss_func is not None or (
             self.model_accepts_loss_kwargs and num_items_in_batch is not None
         )
@@ -140,7 +142,8 @@ class XFormerTrainer(Trainer):
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def _leave_out_repeats(self, batches: list) -> None:
-        """Takes the labels off rows that the last batch of an epoch has only so that every process has equally many."""
+        """Takes the labels off rows that the last batch of an epoch has only so that every process has equally
+        many."""
         labels = batches[-1].get("labels") if batches else None
         if not isinstance(labels, Tensor) or labels.ndim < 2 or not isinstance(self.train_dataset, Sized):
             return
@@ -169,9 +172,9 @@ class XFormerTrainer(Trainer):
             if broken:  # Trainer leaves them out of the mean that it logs
                 logs["non_finite_losses"] = broken
                 logger.warning(
-                    f"{broken} training losses up to step {self.state.global_step} were NaN or infinite and are not in the "
-                    "loss that is logged: if that goes on, the model has diverged; take a smaller learning rate, clip "
-                    "gradients (`max_grad_norm`), or train in bf16 or fp32 in place of fp16."
+                    f"{broken} training losses up to step {self.state.global_step} were NaN or infinite and are not in"
+                    " the loss that is logged: if that goes on, the model has diverged; take a smaller learning rate,"
+                    " clip gradients (`max_grad_norm`), or train in bf16 or fp32 in place of fp16."
                 )
         super().log(logs, start_time)
 
@@ -205,7 +208,8 @@ class XFormerTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """In place of logits the sums of [`token_statistics`]: 3 numbers per row to gather, not length x vocabulary."""
+        """In place of logits the sums of [`token_statistics`]: 3 numbers per row to gather, not length x
+        vocabulary."""
         if prediction_loss_only or "labels" not in inputs:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self._prepare_inputs(inputs)

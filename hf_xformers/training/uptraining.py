@@ -44,8 +44,10 @@ class Uptraining:
         metadata={
             "nargs": "?",
             "const": True,
-            "help": "Carry the segment memory along streams of text. Default: true for a causal model that has one, "
-            "unless there is a --teacher, which reads every row by itself.",
+            "help": (
+                "Carry the segment memory along streams of text. Default: true for a causal model that has one, "
+                "unless there is a --teacher, which reads every row by itself."
+            ),
         },
     )
     overwrite_output_dir: bool = field(
@@ -54,7 +56,8 @@ class Uptraining:
 
 
 def objective_of(model: str) -> str:
-    """The objective that a saved model's shape is for: mlm, clm or span. Raises ValueError where there is no config."""
+    """The objective that a saved model's shape is for: mlm, clm or span. Raises ValueError where there is no
+    config."""
     saved = saved_config(model)
     shape = {name: bool(saved.get(name)) for name in ("is_decoder", "is_encoder_decoder")}
     return next((_OBJECTIVES[head] for head, wanted in SHAPE_OF_HEAD.items() if wanted == shape), "mlm")
@@ -74,8 +77,8 @@ def prepare(
     own = objective_of(choice.model)
     if choice.objective in OBJECTIVES and OBJECTIVES[choice.objective].head != OBJECTIVES[own].head:
         raise ValueError(
-            f"--objective {choice.objective} is not for the model {choice.model!r}, which is of the shape that {own} trains; "
-            "leave it out"
+            f"--objective {choice.objective} is not for the model {choice.model!r}, which is of the shape that {own}"
+            " trains; leave it out"
         )
     start = ModelChoice(
         init_from=choice.model,
@@ -107,8 +110,8 @@ def uptrain(
     if distillation.teacher is not None:
         if preparation.choice.segment_streams:
             raise ValueError(
-                "--segment_streams lets the model read earlier rows, and a --teacher reads every row by itself; leave one "
-                "of them out"
+                "--segment_streams lets the model read earlier rows, and a --teacher reads every row by itself; leave"
+                " one of them out"
             )
         preparation.segment_streams = False
         head = f"For{preparation.objective.head}"

@@ -35,7 +35,10 @@ INFO = VariantInfo(
     summary="each head has a learned span beyond which nothing is computed; a penalty keeps spans short",
     paper="Sukhbaatar et al. 2019",
     url="https://aclanthology.org/P19-1032/",
-    equation=r"A_{ij} = \frac{m(i-j) \, e^{s_{ij}}}{\sum_r m(i-r) \, e^{s_{ir}}}, \quad m(x) = \min\Big(1, \max\Big(0, \frac{R + z - x}{R}\Big)\Big)",
+    equation=(
+        r"A_{ij} = \frac{m(i-j) \, e^{s_{ij}}}{\sum_r m(i-r) \, e^{s_{ir}}}, \quad m(x) = \min\Big(1, \max\Big(0,"
+        r" \frac{R + z - x}{R}\Big)\Big)"
+    ),
     cost="time and memory O(T S D), where S is the longest learned span of a layer and its ramp",
     bibtex="""@inproceedings{sukhbaatar2019adaptive,
   title={Adaptive Attention Span in Transformers},
@@ -43,7 +46,10 @@ INFO = VariantInfo(
   booktitle={Proceedings of ACL},
   year={2019}
 }""",
-    notes="The paper has causal models only; an encoder reads both sides here. Weight decay would shorten spans, too, so XFormerTrainer leaves `span` out of it.",
+    notes=(
+        "The paper has causal models only; an encoder reads both sides here. Weight decay would shorten spans, too, so"
+        " XFormerTrainer leaves `span` out of it."
+    ),
 )
 
 _family = make_family(XFAdaptiveSpanConfig, "XFAdaptiveSpan", ALL_HEADS, INFO)

@@ -42,10 +42,10 @@ INFO = VariantInfo(
   year={2020}
 }""",
     notes=(
-        "The start is the authors' later one, which needs no data. `residual={'type': 'admin', 'start': 'profile'}` is the "
-        "paper's, omega_i^2 = 1 + sum over j < i of Var[f_j(x_{j-1})]: call "
-        "`hf_xformers.normalization.admin.profile(model, **batch)` once before training, which refuses to start "
-        "otherwise. XFormerTrainer leaves omega out of weight decay."
+        "The start is the authors' later one, which needs no data. `residual={'type': 'admin', 'start': 'profile'}` is"
+        " the paper's, omega_i^2 = 1 + sum over j < i of Var[f_j(x_{j-1})]: call"
+        " `hf_xformers.normalization.admin.profile(model, **batch)` once before training, which refuses to start"
+        " otherwise. XFormerTrainer leaves omega out of weight decay."
     ),
 )
 

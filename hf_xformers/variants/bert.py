@@ -10,7 +10,8 @@ from ..families import ENCODER_HEADS, SENTENCE_PAIR_HEADS, VariantInfo, make_fam
 
 
 class XFBertConfig(XFormerConfig):
-    """BERT (Devlin et al. 2019): a bidirectional encoder pretrained by masked language modelling and sentence pairs."""
+    """BERT (Devlin et al. 2019): a bidirectional encoder pretrained by masked language modelling and sentence
+    pairs."""
 
     model_type = "xf_bert"
 

@@ -31,19 +31,27 @@ INFO = VariantInfo(
     summary="each block of tokens reads its neighbours, a few random blocks and the global blocks",
     paper="Zaheer et al. 2020",
     url="https://arxiv.org/abs/2007.14062",
-    equation=r"o_i = \sum_{j \in N(i)} \mathrm{softmax}_{N(i)}\!\left(\frac{q_i \cdot k_j}{\sqrt{d}}\right) v_j, \quad "
-    r"N(i) = \mathrm{window}(i) \cup \mathrm{random}(i) \cup G",
-    cost="time and memory O(T b (w + r + 2 g) D) for blocks of b tokens, w in the window, r random, g global at each end",
+    equation=(
+        r"o_i = \sum_{j \in N(i)} \mathrm{softmax}_{N(i)}\!\left(\frac{q_i \cdot k_j}{\sqrt{d}}\right) v_j, \quad "
+        r"N(i) = \mathrm{window}(i) \cup \mathrm{random}(i) \cup G"
+    ),
+    cost=(
+        "time and memory O(T b (w + r + 2 g) D) for blocks of b tokens, w in the window, r random, g global at"
+        " each end"
+    ),
     bibtex="""@inproceedings{zaheer2020big,
   title={Big Bird: Transformers for Longer Sequences},
-  author={Zaheer, Manzil and Guruganesh, Guru and Dubey, Avinava and Ainslie, Joshua and Alberti, Chris and Ontanon, Santiago and Pham, Philip and Ravula, Anirudh and Wang, Qifan and Yang, Li and Ahmed, Amr},
+  author={Zaheer, Manzil and Guruganesh, Guru and Dubey, Avinava and Ainslie, Joshua and Alberti, Chris and Ontanon,
+    Santiago and Pham, Philip and Ravula, Anirudh and Wang, Qifan and Yang, Li and Ahmed, Amr},
   booktitle={Advances in Neural Information Processing Systems},
   year={2020}
 }""",
-    notes="An encoder. The paper's encoder-decoder is a free mix: attention='bigbird' and decoder={'attention': 'dense'}. "
-    "Random blocks are drawn from those of "
-    "the text, up to its last real token: texts of every length have as many, and padding changes nothing. The extended "
-    "form (ETC): attention={'type': 'bigbird', 'global_mode': 'etc', 'num_random_blocks': 0}, stack='global_tokens'.",
+    notes=(
+        "An encoder. The paper's encoder-decoder is a free mix: attention='bigbird' and decoder={'attention':"
+        " 'dense'}. Random blocks are drawn from those of the text, up to its last real token: texts of every length"
+        " have as many, and padding changes nothing. The extended form (ETC): attention={'type': 'bigbird',"
+        " 'global_mode': 'etc', 'num_random_blocks': 0}, stack='global_tokens'."
+    ),
 )
 
 _family = make_family(XFBigBirdConfig, "XFBigBird", ENCODER_HEADS, INFO)

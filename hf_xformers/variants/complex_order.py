@@ -32,7 +32,10 @@ INFO = VariantInfo(
     summary="each channel of a word turns with its place at the word's own frequency; states are complex",
     paper="Wang et al. 2020",
     url="https://arxiv.org/abs/1912.12333",
-    equation=r"f(w, t) = r_w \odot e^{i \omega_w t}, \qquad \mathrm{softmax}_j\!\left(\frac{|\sum_c q_{ic} k_{jc}|}{\sqrt d}\right)",
+    equation=(
+        r"f(w, t) = r_w \odot e^{i \omega_w t}, \qquad \mathrm{softmax}_j\!\left(\frac{|\sum_c q_{ic} k_{jc}|}{\sqrt"
+        r" d}\right)"
+    ),
     cost="time O(T^2 D), memory O(T): scores are made in blocks of queries",
     bibtex="""@inproceedings{wang2020encoding,
   title={Encoding Word Order in Complex Embeddings},
@@ -40,7 +43,10 @@ INFO = VariantInfo(
   booktitle={International Conference on Learning Representations},
   year={2020}
 }""",
-    notes="`hidden_size` counts real and imaginary parts together. The output table is its own: input tables hold amplitudes and frequencies.",
+    notes=(
+        "`hidden_size` counts real and imaginary parts together. The output table is its own: input tables hold"
+        " amplitudes and frequencies."
+    ),
 )
 
 _family = make_family(XFComplexOrderConfig, "XFComplexOrder", ALL_HEADS, INFO)

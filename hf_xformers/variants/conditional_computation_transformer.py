@@ -20,8 +20,10 @@ class XFConditionalComputationTransformerConfig(XFormerConfig):
 
     model_type = "xf_conditional_computation_transformer"
     contract_exceptions: ClassVar[dict[str, str]] = {
-        "gradient_checkpointing": "every training pass raises the gates' noise; tests/stacks/test_conditional_computation.py "
-        "compares passes with equal noise",
+        "gradient_checkpointing": (
+            "every training pass raises the gates' noise; tests/stacks/test_conditional_computation.py "
+            "compares passes with equal noise"
+        ),
         **{f"loss_and_saving:{head}": _STILL for head in ALL_HEADS},
     }
 
@@ -50,9 +52,9 @@ INFO = VariantInfo(
     ),
     cost="training as dense; evaluation: feed-forward time in proportion to the open gates",
     notes=(
-        "Feed-forward sublayers consist of 4 parts with a gate each; attention has a gate for the asking and one for the read "
-        "token. Each tower of an encoder-decoder has a budget loss of its own. The noise grows with the number of training "
-        "passes (`noise_steps`): gates of a model trained for much fewer are not yet decided."
+        "Feed-forward sublayers consist of 4 parts with a gate each; attention has a gate for the asking and one for"
+        " the read token. Each tower of an encoder-decoder has a budget loss of its own. The noise grows with the"
+        " number of training passes (`noise_steps`): gates of a model trained for much fewer are not yet decided."
     ),
     bibtex="""@article{bapna2020controlling,
   title={Controlling Computation versus Quality for Neural Sequence Models},

@@ -40,7 +40,10 @@ INFO = VariantInfo(
   booktitle={International Conference on Learning Representations},
   year={2021}
 }""",
-    notes="The second version: position={'type': 'deberta', 'buckets': 256, 'share_projections': True, 'normalize': True}.",
+    notes=(
+        "The second version: position={'type': 'deberta', 'buckets': 256, 'share_projections': True, 'normalize':"
+        " True}."
+    ),
 )
 
 _family = make_family(XFDebertaConfig, "XFDeberta", ENCODER_HEADS, INFO)
@@ -55,8 +58,9 @@ _MaskedLM: Any = _family["ForMaskedLM"]
 
 
 class XFDebertaForMaskedLM(_MaskedLM):
-    """An encoder that predicts masked tokens, with DeBERTa's enhanced mask decoder: absolute positions, which the layers
-    below do not know, enter in the last one (He et al. 2021, section 3.2). Other heads are trained without it."""
+    """An encoder that predicts masked tokens, with DeBERTa's enhanced mask decoder: absolute positions, which the
+    layers below do not know, enter in the last one (He et al. 2021, section 3.2). Other heads are trained without
+    it."""
 
     def __init__(self, config):
         super().__init__(config)

@@ -13,12 +13,15 @@ from ..families import VariantInfo, make_family
 class XFDeebertConfig(XFormerConfig):
     """DeeBERT (Xin et al. 2020): BERT with a classifier on every layer, and texts that leave at the first sure one.
 
-    `stack={"type": "entropy_exit", "threshold": S}` says how sure is sure enough, in nats; by default no text leaves early.
+    `stack={"type": "entropy_exit", "threshold": S}` says how sure is sure enough, in nats; by default no text leaves
+    early.
     """
 
     model_type = "xf_deebert"
     contract_exceptions: ClassVar[dict[str, str]] = {
-        "loss_and_saving:ForSequenceClassification": "the ramps inside learn in a second stage, on their own; tests/stacks/test_early_exit.py tests both"
+        "loss_and_saving:ForSequenceClassification": (
+            "the ramps inside learn in a second stage, on their own; tests/stacks/test_early_exit.py tests both"
+        )
     }
 
     vocab_size: int = 30522
@@ -35,12 +38,15 @@ INFO = VariantInfo(
     summary="a classifier on every layer; a text leaves after the first one whose entropy is low",
     paper="Xin et al. 2020",
     url="https://arxiv.org/abs/2004.12993",
-    equation=r"\hat{y} = z_l, \quad l = \min\Big\{ j : -\sum_c p_{j,c} \log p_{j,c} < S \Big\}, \quad p_j = \mathrm{softmax}(z_j)",
+    equation=(
+        r"\hat{y} = z_l, \quad l = \min\Big\{ j : -\sum_c p_{j,c} \log p_{j,c} < S \Big\}, \quad p_j ="
+        r" \mathrm{softmax}(z_j)"
+    ),
     cost="time O(l T^2 D) for a text that leaves after layer l, and one classifier for each layer it passes",
     notes=(
-        "Only sequence classification leaves early. Train in two stages: as it is (layers and last classifier), then, after "
-        "`model.exits.begin_ramps(model)`, the ramps alone. Each text of a batch leaves by itself, and outputs say where: "
-        "`exit_layers`."
+        "Only sequence classification leaves early. Train in two stages: as it is (layers and last classifier), then,"
+        " after `model.exits.begin_ramps(model)`, the ramps alone. Each text of a batch leaves by itself, and outputs"
+        " say where: `exit_layers`."
     ),
     bibtex="""@inproceedings{xin2020deebert,
   title={{DeeBERT}: Dynamic Early Exiting for Accelerating {BERT} Inference},

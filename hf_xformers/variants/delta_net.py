@@ -31,15 +31,20 @@ INFO = VariantInfo(
     url="https://arxiv.org/abs/2102.11174",
     equation=r"S_i = S_{i-1} + \beta_i \, \phi(k_i)^\top \big( v_i - \phi(k_i) S_{i-1} \big), \qquad "
     r"o_i = \phi(q_i) S_i, \qquad \beta_i = \sigma(w x_i)",
-    cost="time O(T (C + d) F) per head for chunks of C tokens and F features, memory O(T D); generation keeps H F d numbers per layer at any length",
+    cost=(
+        "time O(T (C + d) F) per head for chunks of C tokens and F features, memory O(T D); generation keeps H F d"
+        " numbers per layer at any length"
+    ),
     bibtex="""@inproceedings{schlag2021linear,
   title={Linear Transformers Are Secretly Fast Weight Programmers},
   author={Schlag, Imanol and Irie, Kazuki and Schmidhuber, J{\\"u}rgen},
   booktitle={International Conference on Machine Learning},
   year={2021}
 }""",
-    notes="Causal only. Computed in chunks as in Yang et al. 2024 (arXiv 2406.06484). Their DeltaNet layer is another model "
-    "(SiLU, l2-normalised keys, short convolutions, a norm on the output).",
+    notes=(
+        "Causal only. Computed in chunks as in Yang et al. 2024 (arXiv 2406.06484). Their DeltaNet layer is another"
+        " model (SiLU, l2-normalised keys, short convolutions, a norm on the output)."
+    ),
 )
 
 _family = make_family(XFDeltaNetConfig, "XFDeltaNet", DECODER_HEADS, INFO)

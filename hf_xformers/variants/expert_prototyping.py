@@ -30,7 +30,9 @@ INFO = VariantInfo(
     ),
     bibtex="""@article{yang2021m6t,
   title={{M6-T}: Exploring Sparse Expert Models and Beyond},
-  author={Yang, An and Lin, Junyang and Men, Rui and Zhou, Chang and Jiang, Le and Jia, Xianyan and Wang, Ang and Zhang, Jie and Wang, Jiamang and Li, Yong and Zhang, Di and Lin, Wei and Qu, Lin and Zhou, Jingren and Yang, Hongxia},
+  author={Yang, An and Lin, Junyang and Men, Rui and Zhou, Chang and Jiang, Le and Jia, Xianyan and Wang, Ang and
+    Zhang, Jie and Wang, Jiamang and Li, Yong and Zhang, Di and Lin, Wei and Qu, Lin and Zhou, Jingren and Yang,
+    Hongxia},
   journal={arXiv preprint arXiv:2105.15082},
   year={2021}
 }""",

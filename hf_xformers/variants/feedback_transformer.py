@@ -38,9 +38,10 @@ INFO = VariantInfo(
     ),
     cost="time O(T L (W D + D^2)) in T sequential steps; state for decoding O(W D), whatever the depth and the length",
     notes=(
-        "Training has no form that is parallel in time: the top layer's output at one token is read by every layer at the "
-        "next. A forward pass is a loop over tokens, slower than a Transformer's by a large factor; larger batches cost "
-        "little more. A token does not read itself; what lies before the text, or is padding, is an empty memory (k = v = 0)."
+        "Training has no form that is parallel in time: the top layer's output at one token is read by every layer at"
+        " the next. A forward pass is a loop over tokens, slower than a Transformer's by a large factor; larger"
+        " batches cost little more. A token does not read itself; what lies before the text, or is padding, is an"
+        " empty memory (k = v = 0)."
     ),
     bibtex="""@article{fan2020addressing,
   title={Addressing Some Limitations of Transformers with Feedback Memory},

@@ -13,7 +13,8 @@ class XFFunnelTransformerConfig(XFormerConfig):
     """Funnel-Transformer (Dai et al. 2020): the sequence is pooled from block to block.
 
     `num_hidden_layers` counts the layers of the blocks (`stack.block_sizes`) and those that read the up-sampled states
-    (`stack.decoder_layers`). For tasks on whole texts `stack={"type": "funnel", "upsample": False}` does without the latter.
+    (`stack.decoder_layers`). For tasks on whole texts `stack={"type": "funnel", "upsample": False}` does without the
+    latter.
     """
 
     model_type = "xf_funnel_transformer"
@@ -34,11 +35,14 @@ INFO = VariantInfo(
         r"h' = \mathrm{Pool}(h), \qquad h \leftarrow \mathrm{LN}(h' + \mathrm{Attn}(Q = h', KV = h)), \qquad "
         r"g = \mathrm{repeat}(h^K) + h^1"
     ),
-    cost="a layer of block b takes 1 / 2^(b-1) of the feed-forward's and 1 / 4^(b-1) of the attention's time; memory O(T)",
+    cost=(
+        "a layer of block b takes 1 / 2^(b-1) of the feed-forward's and 1 / 4^(b-1) of the attention's time; memory"
+        " O(T)"
+    ),
     notes=(
-        "Scores are Transformer-XL's with a pair of biases per layer; the paper's relative segment term is not part of them. "
-        "Padding does not change results: a pair with one real token is that token, and the token that `truncate` leaves out "
-        "is each row's own last one."
+        "Scores are Transformer-XL's with a pair of biases per layer; the paper's relative segment term is not part of"
+        " them. Padding does not change results: a pair with one real token is that token, and the token that"
+        " `truncate` leaves out is each row's own last one."
     ),
     bibtex="""@inproceedings{dai2020funnel,
   title={Funnel-Transformer: Filtering out Sequential Redundancy for Efficient Language Processing},

@@ -15,7 +15,8 @@ _SOURCES = ("num_hidden_layers", "window_size", "first_layer")
 class XFGPT3AlternatingConfig(XFormerConfig):
     """GPT-3 (Brown et al. 2020): dense and locally banded layers by turns.
 
-    window_size: keys that a token of a banded layer reads, its own included (the paper does not state it; 256 is GPT-Neo's).
+    window_size: keys that a token of a banded layer reads, its own included (the paper does not state it; 256 is
+    GPT-Neo's).
     first_layer: of which kind the first layer is; the other layers take turns. Every second layer is set through
     `per_layer_config`, whose further entries are kept.
     """

@@ -28,7 +28,8 @@ INFO = VariantInfo(
     cost="time of two feed-forwards per token plus O(T E D) for the router; E times the feed-forward parameters",
     bibtex="""@inproceedings{lepikhin2021gshard,
   title={{GShard}: Scaling Giant Models with Conditional Computation and Automatic Sharding},
-  author={Lepikhin, Dmitry and Lee, HyoukJoong and Xu, Yuanzhong and Chen, Dehao and Firat, Orhan and Huang, Yanping and Krikun, Maxim and Shazeer, Noam and Chen, Zhifeng},
+  author={Lepikhin, Dmitry and Lee, HyoukJoong and Xu, Yuanzhong and Chen, Dehao and Firat, Orhan and Huang, Yanping
+    and Krikun, Maxim and Shazeer, Noam and Chen, Zhifeng},
   booktitle={International Conference on Learning Representations},
   year={2021}
 }""",

@@ -29,9 +29,10 @@ INFO = VariantInfo(
   year={2021}
 }""",
     notes=(
-        "Needs `input_ids`; `inputs_embeds` are refused. The random map is a hash function; with `hash: balanced` "
-        "it is a table, filled by `hf_xformers.feedforward.hash_layers.balance(model, counts)` from token "
-        "frequencies and saved with the model; with `hash: position` the token's place chooses. In masked language modelling all masked positions share one expert."
+        "Needs `input_ids`; `inputs_embeds` are refused. The random map is a hash function; with `hash: balanced` it"
+        " is a table, filled by `hf_xformers.feedforward.hash_layers.balance(model, counts)` from token frequencies"
+        " and saved with the model; with `hash: position` the token's place chooses. In masked language modelling all"
+        " masked positions share one expert."
     ),
 )
 

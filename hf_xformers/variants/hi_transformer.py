@@ -18,8 +18,10 @@ class XFHiTransformerConfig(XFormerConfig):
 
     model_type = "xf_hi_transformer"
     contract_exceptions: ClassVar[dict[str, str]] = {
-        "attention_weights": "weights are those of each sentence's words and its text; tests/stacks/test_hi_transformer.py "
-        "compares them",
+        "attention_weights": (
+            "weights are those of each sentence's words and its text; tests/stacks/test_hi_transformer.py "
+            "compares them"
+        ),
     }
 
     hidden_size: int = 256
@@ -39,14 +41,15 @@ INFO = VariantInfo(
     paper="Wu et al. 2021",
     url="https://arxiv.org/abs/2106.01040",
     equation=(
-        r"s_i = \mathrm{pool}(h_{i1}, \dots, h_{iW}), \quad (d_1, \dots, d_S) = \mathrm{T}_{\mathrm{doc}}(s_1 + p_1, \dots), "
+        r"s_i = \mathrm{pool}(h_{i1}, \dots, h_{iW}), \quad (d_1, \dots, d_S) = \mathrm{T}_{\mathrm{doc}}(s_1 + p_1,"
+        r" \dots), "
         r"\quad [h_i; \cdot] \leftarrow \mathrm{T}_{\mathrm{sent}}(h_{i1}, \dots, h_{iW}, d_i)"
     ),
     cost="time O(T W D + (T/W)^2 D) for sentences of W tokens",
     notes=(
-        "The text's vector, for classification, pools words to sentences and sentences to the text by attention. Sentences "
-        "come from `sentence_ids`, e.g. `hf_xformers.stacks.hi_transformer.sentence_ids_of(input_ids, separators)`, or are W "
-        "tokens long."
+        "The text's vector, for classification, pools words to sentences and sentences to the text by attention."
+        " Sentences come from `sentence_ids`, e.g. `hf_xformers.stacks.hi_transformer.sentence_ids_of(input_ids,"
+        " separators)`, or are W tokens long."
     ),
     bibtex="""@inproceedings{wu2021hi,
   title={{Hi-Transformer}: Hierarchical Interactive Transformer for Efficient and Effective Long Document Modeling},

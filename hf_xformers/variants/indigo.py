@@ -54,9 +54,9 @@ INFO = VariantInfo(
   year={2019}
 }""",
     notes=(
-        "`insertion_positions` [B, T] gives each token's place in the finished text; without it, the order is left to right. "
-        "`generate`, and all that is built on it, only appends words; `insert_tokens`, greedy and between two boundary tokens, "
-        "inserts them where the model says."
+        "`insertion_positions` [B, T] gives each token's place in the finished text; without it, the order is left to"
+        " right. `generate`, and all that is built on it, only appends words; `insert_tokens`, greedy and between two"
+        " boundary tokens, inserts them where the model says."
     ),
 )
 
@@ -88,8 +88,8 @@ class XFIndigoForCausalLM(_CausalLM):
         **kwargs: Any,
     ) -> XFormerCausalLMOutput:
         """insertion_positions: [B, T], the place in the finished text of each token (tokens come in the order of their
-        generation); default: left to right. labels: [B, T] like `input_ids` (the shift is inside), -100 where there is no
-        target."""
+        generation); default: left to right. labels: [B, T] like `input_ids` (the shift is inside), -100 where there is
+        no target."""
         given = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
@@ -122,8 +122,8 @@ class XFIndigoForCausalLM(_CausalLM):
     def _place_loss(
         self, states: Tensor, targets: Tensor, mask: Tensor | None, places: Tensor | None, count: Tensor | int | None
     ) -> Tensor:
-        """Mean over tokens with a target of -log p(place). targets [B, T]: the next word of each; what follows the last
-        token has no place yet."""
+        """Mean over tokens with a target of -log p(place). targets [B, T]: the next word of each; what follows the
+        last token has no place yet."""
         batch, length = targets.shape
         if places is None:
             places = torch.arange(length, device=targets.device).expand(batch, -1)
@@ -143,8 +143,8 @@ class XFIndigoForCausalLM(_CausalLM):
         """Greedy decoding by insertion: the likeliest word, then the likeliest slot for it.
 
         input_ids: [B, 2], the tokens that bound the text on the left and on the right. Ends a row when `eos_token_id`
-        (default: the config's) is predicted, which is not inserted. Returns the tokens of each row in text order, without
-        the boundaries.
+        (default: the config's) is predicted, which is not inserted. Returns the tokens of each row in text order,
+        without the boundaries.
         """
         if input_ids.ndim != 2 or input_ids.shape[1] != 2:
             raise ValueError(

@@ -30,13 +30,16 @@ INFO = VariantInfo(
     cost="time O(T^2 D), memory O(T D) with fused kernels; D / 2 parameters",
     bibtex="""@inproceedings{wang2021position,
   title={On Position Embeddings in {BERT}},
-  author={Wang, Benyou and Shang, Lifeng and Lioma, Christina and Jiang, Xin and Yang, Hao and Liu, Qun and Simonsen, Jakob Grue},
+  author={Wang, Benyou and Shang, Lifeng and Lioma, Christina and Jiang, Xin and Yang, Hao and Liu, Qun and Simonsen,
+    Jakob Grue},
   booktitle={International Conference on Learning Representations},
   year={2021}
 }""",
-    notes="Its relative form is the position `learnable_sinusoidal_relative`. XFormerTrainer leaves the frequencies out of weight "
-    "decay. "
-    "The factor sqrt(D) on token vectors is ours: beside sinusoids of amplitude one BERT's small vectors would not be heard.",
+    notes=(
+        "Its relative form is the position `learnable_sinusoidal_relative`. XFormerTrainer leaves the frequencies out"
+        " of weight decay. The factor sqrt(D) on token vectors is ours: beside sinusoids of amplitude one BERT's small"
+        " vectors would not be heard."
+    ),
 )
 
 _family = make_family(XFLearnableSinusoidalConfig, "XFLearnableSinusoidal", ALL_HEADS, INFO)

@@ -1,4 +1,5 @@
-"""Linear Transformer (Katharopoulos et al. 2020): weights are products of features, so a decoder is a recurrent network."""
+"""Linear Transformer (Katharopoulos et al. 2020): weights are products of features, so a decoder is a recurrent
+network."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from ..families import ALL_HEADS, VariantInfo, make_family
 
 
 class XFLinearTransformerConfig(XFormerConfig):
-    """Linear Transformer (Katharopoulos et al. 2020): weights are products of features, so a decoder is a recurrent network."""
+    """Linear Transformer (Katharopoulos et al. 2020): weights are products of features, so a decoder is a recurrent
+    network."""
 
     model_type = "xf_linear_transformer"
 
@@ -27,8 +29,14 @@ INFO = VariantInfo(
     summary="the softmax of scores becomes a product of features elu(x) + 1, summed once for all queries",
     paper="Katharopoulos et al. 2020",
     url="https://arxiv.org/abs/2006.16236",
-    equation=r"o_i = \frac{\phi(q_i) \sum_j \phi(k_j)^\top v_j}{\phi(q_i) \sum_j \phi(k_j)^\top}, \qquad \phi(x) = \mathrm{elu}(x) + 1",
-    cost="time O(T D d) for heads of width d, memory O(T D); generation keeps H d (d + 1) numbers per layer at any length",
+    equation=(
+        r"o_i = \frac{\phi(q_i) \sum_j \phi(k_j)^\top v_j}{\phi(q_i) \sum_j \phi(k_j)^\top}, \qquad \phi(x) ="
+        r" \mathrm{elu}(x) + 1"
+    ),
+    cost=(
+        "time O(T D d) for heads of width d, memory O(T D); generation keeps H d (d + 1) numbers per layer at any"
+        " length"
+    ),
     bibtex="""@inproceedings{katharopoulos2020transformers,
   title={Transformers are {RNN}s: Fast Autoregressive Transformers with Linear Attention},
   author={Katharopoulos, Angelos and Vyas, Apoorv and Pappas, Nikolaos and Fleuret, Fran{\\c{c}}ois},

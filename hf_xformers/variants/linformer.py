@@ -24,17 +24,23 @@ INFO = VariantInfo(
     summary="learned matrices over positions project keys and values to a short sequence before attention",
     paper="Wang et al. 2020",
     url="https://arxiv.org/abs/2006.04768",
-    equation=r"\mathrm{softmax}\!\left(\frac{Q (E K)^\top}{\sqrt d}\right) F V, \qquad E, F \in \mathbb{R}^{k \times n}",
-    cost="time O(T k D), memory O(T k) for k projected rows, a quarter of max_position_embeddings unless projected_length "
-    "is given; 2 k n parameters per layer, fewer with more sharing",
+    equation=(
+        r"\mathrm{softmax}\!\left(\frac{Q (E K)^\top}{\sqrt d}\right) F V, \qquad E, F \in \mathbb{R}^{k \times n}"
+    ),
+    cost=(
+        "time O(T k D), memory O(T k) for k projected rows, a quarter of max_position_embeddings unless"
+        " projected_length is given; 2 k n parameters per layer, fewer with more sharing"
+    ),
     bibtex="""@article{wang2020linformer,
   title={Linformer: Self-Attention with Linear Complexity},
   author={Wang, Sinong and Li, Belinda Z. and Khabsa, Madian and Fang, Han and Ma, Hao},
   journal={arXiv preprint arXiv:2006.04768},
   year={2020}
 }""",
-    notes="No causal form exists; the decoder of an encoder-decoder has dense attention. `max_position_embeddings` is the "
-    "number of columns of the projections, so a checkpoint is tied to it.",
+    notes=(
+        "No causal form exists; the decoder of an encoder-decoder has dense attention. `max_position_embeddings` is"
+        " the number of columns of the projections, so a checkpoint is tied to it."
+    ),
 )
 
 _family = make_family(XFLinformerConfig, "XFLinformer", (*ENCODER_HEADS, "ForSeq2SeqLM"), INFO)

@@ -42,8 +42,10 @@ INFO = VariantInfo(
     summary="a sliding window for all tokens, and global tokens with projections of their own",
     paper="Beltagy et al. 2020",
     url="https://arxiv.org/abs/2004.05150",
-    equation=r"o_i = \sum_{j \in N(i)} \mathrm{softmax}_{N(i)}\!\left(\frac{q_i \cdot k_j}{\sqrt{d}}\right) v_j, \quad "
-    r"N(i) = \{j : |i - j| \le W/2\} \cup G \ (i \notin G), \quad N(i) = \{1, \dots, T\} \ (i \in G)",
+    equation=(
+        r"o_i = \sum_{j \in N(i)} \mathrm{softmax}_{N(i)}\!\left(\frac{q_i \cdot k_j}{\sqrt{d}}\right) v_j, \quad "
+        r"N(i) = \{j : |i - j| \le W/2\} \cup G \ (i \notin G), \quad N(i) = \{1, \dots, T\} \ (i \in G)"
+    ),
     cost="time and memory O(T (W + G) D) for a window of W and G global tokens; 3 D^2 more parameters per layer",
     bibtex="""@article{beltagy2020longformer,
   title={Longformer: The Long-Document Transformer},
@@ -51,10 +53,12 @@ INFO = VariantInfo(
   journal={arXiv preprint arXiv:2004.05150},
   year={2020}
 }""",
-    notes="Global tokens are the model input `global_attention_mask` [batch, length], 1 = global. Without it, text "
-    "classification takes the first token, question answering the tokens before the first `sep_token_id`, multiple choice "
-    "those after it, all others none. Decoders have the causal window alone; the encoder-decoder (LED) decodes with dense "
-    "attention.",
+    notes=(
+        "Global tokens are the model input `global_attention_mask` [batch, length], 1 = global. Without it, text"
+        " classification takes the first token, question answering the tokens before the first `sep_token_id`,"
+        " multiple choice those after it, all others none. Decoders have the causal window alone; the encoder-decoder"
+        " (LED) decodes with dense attention."
+    ),
 )
 
 _family = make_family(XFLongformerConfig, "XFLongformer", ALL_HEADS, INFO)

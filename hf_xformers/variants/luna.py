@@ -21,16 +21,24 @@ INFO = VariantInfo(
     summary="attention nested through a short memory of learned vectors that travels through the layers",
     paper="Ma et al. 2021",
     url="https://arxiv.org/abs/2106.01540",
-    equation=r"Y_P = \mathrm{Attn}(P, X, X), \qquad Y_X = \mathrm{Attn}(X, Y_P, Y_P), \qquad P' = \mathrm{LN}(P + Y_P)",
-    cost="time O(T l D) for l memory vectors, memory O(T (D + H l)); generation keeps about l D numbers per layer at any length",
+    equation=(
+        r"Y_P = \mathrm{Attn}(P, X, X), \qquad Y_X = \mathrm{Attn}(X, Y_P, Y_P), \qquad P' = \mathrm{LN}(P + Y_P)"
+    ),
+    cost=(
+        "time O(T l D) for l memory vectors, memory O(T (D + H l)); generation keeps about l D numbers per layer at"
+        " any length"
+    ),
     bibtex="""@inproceedings{ma2021luna,
   title={Luna: Linear Unified Nested Attention},
-  author={Ma, Xuezhe and Kong, Xiang and Wang, Sinong and Zhou, Chunting and May, Jonathan and Ma, Hao and Zettlemoyer, Luke},
+  author={Ma, Xuezhe and Kong, Xiang and Wang, Sinong and Zhou, Chunting and May, Jonathan and Ma, Hao and Zettlemoyer,
+    Luke},
   booktitle={Advances in Neural Information Processing Systems},
   year={2021}
 }""",
-    notes="A decoder has the causal form of section 3.4, in which the memory is the same in all layers; cross-attention packs "
-    "the encoder's text.",
+    notes=(
+        "A decoder has the causal form of section 3.4, in which the memory is the same in all layers; cross-attention"
+        " packs the encoder's text."
+    ),
 )
 
 _family = make_family(XFLunaConfig, "XFLuna", ALL_HEADS, INFO)

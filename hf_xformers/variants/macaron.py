@@ -20,11 +20,15 @@ INFO = VariantInfo(
     summary="attention between two half feed-forward steps",
     paper="Lu et al. 2019",
     url="https://arxiv.org/abs/1906.02762",
-    equation=r"x \leftarrow x + \tfrac12 \mathrm{FF}_1(x),\quad x \leftarrow x + \mathrm{SA}(x),\quad x \leftarrow x + \tfrac12 \mathrm{FF}_2(x)",
+    equation=(
+        r"x \leftarrow x + \tfrac12 \mathrm{FF}_1(x),\quad x \leftarrow x + \mathrm{SA}(x),\quad x \leftarrow x +"
+        r" \tfrac12 \mathrm{FF}_2(x)"
+    ),
     cost="that of the vanilla Transformer",
     bibtex="""@article{lu2019understanding,
   title={Understanding and Improving Transformer From a Multi-Particle Dynamic System Point of View},
-  author={Lu, Yiping and Li, Zhuohan and He, Di and Sun, Zhiqing and Dong, Bin and Qin, Tao and Wang, Liwei and Liu, Tie-Yan},
+  author={Lu, Yiping and Li, Zhuohan and He, Di and Sun, Zhiqing and Dong, Bin and Qin, Tao and Wang, Liwei and Liu,
+    Tie-Yan},
   journal={arXiv preprint arXiv:1906.02762},
   year={2019}
 }""",

@@ -32,7 +32,8 @@ INFO = VariantInfo(
     cost="time O(T^2 D), memory O(T): scores are made in blocks of queries",
     bibtex="""@inproceedings{huang2019music,
   title={Music Transformer: Generating Music with Long-Term Structure},
-  author={Huang, Cheng-Zhi Anna and Vaswani, Ashish and Uszkoreit, Jakob and Shazeer, Noam and Simon, Ian and Hawthorne, Curtis and Dai, Andrew M. and Hoffman, Matthew D. and Dinculescu, Monica and Eck, Douglas},
+  author={Huang, Cheng-Zhi Anna and Vaswani, Ashish and Uszkoreit, Jakob and Shazeer, Noam and Simon, Ian and
+    Hawthorne, Curtis and Dai, Andrew M. and Hoffman, Matthew D. and Dinculescu, Monica and Eck, Douglas},
   booktitle={International Conference on Learning Representations},
   year={2019}
 }""",

@@ -13,13 +13,16 @@ from ..families import VariantInfo, make_family
 class XFPabeeConfig(XFormerConfig):
     """PABEE (Zhou et al. 2020): BERT with a classifier on every layer, and texts that leave once several agree.
 
-    `stack={"type": "patience_exit", "patience": P}` says how many must confirm (default: half the layers). Regression counts
-    numbers closer than `regression_threshold` as equal.
+    `stack={"type": "patience_exit", "patience": P}` says how many must confirm (default: half the layers). Regression
+    counts numbers closer than `regression_threshold` as equal.
     """
 
     model_type = "xf_pabee"
     contract_exceptions: ClassVar[dict[str, str]] = {
-        "loss_and_saving:ForSequenceClassification": "evaluation stops at the exit, below later classifiers; tests/stacks/test_early_exit.py tests their gradients"
+        "loss_and_saving:ForSequenceClassification": (
+            "evaluation stops at the exit, below later classifiers; tests/stacks/test_early_exit.py tests their"
+            " gradients"
+        )
     }
 
     vocab_size: int = 30522
@@ -36,13 +39,15 @@ INFO = VariantInfo(
     summary="a classifier on every layer; a text leaves when enough of them in a row agree",
     paper="Zhou et al. 2020",
     url="https://arxiv.org/abs/2006.04152",
-    equation=r"c_l = \mathbb{1}[y_l = y_{l-1}] \, (c_{l-1} + 1), \quad \hat{y} = y_l \text{ at the first } c_l = P, \quad "
-    r"\mathcal{L} = \frac{\sum_l l \, \mathcal{L}_l}{\sum_l l}",
+    equation=(
+        r"c_l = \mathbb{1}[y_l = y_{l-1}] \, (c_{l-1} + 1), \quad \hat{y} = y_l \text{ at the first } c_l = P, \quad "
+        r"\mathcal{L} = \frac{\sum_l l \, \mathcal{L}_l}{\sum_l l}"
+    ),
     cost="time O(l T^2 D) for a text that leaves after layer l, and one classifier for each layer it passes",
     notes=(
-        "Only sequence classification and regression leave early; all classifiers are trained at once. The paper's main model is "
-        "ALBERT: `share_layers` runs one layer's weights at every depth. Each text of a batch leaves by itself, and outputs "
-        "say where: `exit_layers`."
+        "Only sequence classification and regression leave early; all classifiers are trained at once. The paper's"
+        " main model is ALBERT: `share_layers` runs one layer's weights at every depth. Each text of a batch leaves by"
+        " itself, and outputs say where: `exit_layers`."
     ),
     bibtex="""@inproceedings{zhou2020pabee,
   title={{BERT} Loses Patience: Fast and Robust Inference with Early Exit},

@@ -25,15 +25,23 @@ INFO = VariantInfo(
     equation=r"o_i = \frac{\phi(q_i) \sum_j \phi(k_j)^\top v_j}{\phi(q_i) \sum_j \phi(k_j)^\top}, \qquad "
     r"\phi(x) = \frac{e^{-|x|^2/2}}{\sqrt m} \left( e^{w_1 x}, \dots, e^{w_m x} \right), \qquad "
     r"\mathbb{E}\, \phi(x) \phi(y)^\top = e^{x y^\top}",
-    cost="time O(T m D) for m random features, memory O(T D); generation keeps H m (d + 1) numbers per layer at any length",
+    cost=(
+        "time O(T m D) for m random features, memory O(T D); generation keeps H m (d + 1) numbers per layer at any"
+        " length"
+    ),
     bibtex="""@inproceedings{choromanski2021rethinking,
   title={Rethinking Attention with {P}erformers},
-  author={Choromanski, Krzysztof and Likhosherstov, Valerii and Dohan, David and Song, Xingyou and Gane, Andreea and Sarlos, Tamas and Hawkins, Peter and Davis, Jared and Mohiuddin, Afroz and Kaiser, Lukasz and Belanger, David and Colwell, Lucy and Weller, Adrian},
+  author={Choromanski, Krzysztof and Likhosherstov, Valerii and Dohan, David and Song, Xingyou and Gane, Andreea and
+    Sarlos, Tamas and Hawkins, Peter and Davis, Jared and Mohiuddin, Afroz and Kaiser, Lukasz and Belanger, David and
+    Colwell, Lucy and Weller, Adrian},
   booktitle={International Conference on Learning Representations},
   year={2021}
 }""",
-    notes="There are no attention probabilities, so `attention_probs_dropout_prob` has no effect. Training redraws the features "
-    "every `redraw_interval` passes; a compiled model does not, call `hf_xformers.attention.performer.redraw_features(model)`.",
+    notes=(
+        "There are no attention probabilities, so `attention_probs_dropout_prob` has no effect. Training redraws the"
+        " features every `redraw_interval` passes; a compiled model does not, call"
+        " `hf_xformers.attention.performer.redraw_features(model)`."
+    ),
 )
 
 _family = make_family(XFPerformerConfig, "XFPerformer", ALL_HEADS, INFO)

@@ -26,7 +26,8 @@ INFO = VariantInfo(
     paper="Shen et al. 2020",
     url="https://arxiv.org/abs/2003.07845",
     equation=(
-        r"\hat x_t = \frac{x_t}{\sqrt{\frac1D \sum_c x_{tc}^2}}, \qquad y_t = \gamma \frac{\hat x_t}{\psi} + \beta, \qquad "
+        r"\hat x_t = \frac{x_t}{\sqrt{\frac1D \sum_c x_{tc}^2}}, \qquad y_t = \gamma \frac{\hat x_t}{\psi} + \beta,"
+        r" \qquad "
         r"\psi^2 \leftarrow \alpha \psi^2 + (1 - \alpha) \frac1N \sum_n \hat x_n^2, \qquad "
         r"\partial \hat x = \frac{\gamma \, \partial y - \nu \, \hat x / \psi}{\psi}"
     ),
@@ -38,14 +39,15 @@ INFO = VariantInfo(
   year={2020}
 }""",
     notes=(
-        "The first step, each token divided by its own quadratic mean, is the released code's (`group_num=1`; more groups "
-        "divide its channels); `group_num=None` leaves it out, as the paper's equations do. Only real tokens count. In the first `warmup_iters` training steps the batch's own statistic is used, so "
-        "an output then depends on the whole batch and, in a decoder, on later tokens; afterwards, and always in "
-        "evaluation, on the running statistic alone. The paper's translation models have it in the encoder, with "
-        "layer normalisation in the decoder, which is the default of an encoder-decoder here. Statistics move once "
-        "for each backward pass, also under activation checkpointing and for each micro-batch of gradient "
-        "accumulation; under DistributedDataParallel every process starts each step from the first one's. The "
-        "training step stands apart from a compiled graph."
+        "The first step, each token divided by its own quadratic mean, is the released code's (`group_num=1`; more"
+        " groups divide its channels); `group_num=None` leaves it out, as the paper's equations do. Only real tokens"
+        " count. In the first `warmup_iters` training steps the batch's own statistic is used, so an output then"
+        " depends on the whole batch and, in a decoder, on later tokens; afterwards, and always in evaluation, on the"
+        " running statistic alone. The paper's translation models have it in the encoder, with layer normalisation in"
+        " the decoder, which is the default of an encoder-decoder here. Statistics move once for each backward pass,"
+        " also under activation checkpointing and for each micro-batch of gradient accumulation; under"
+        " DistributedDataParallel every process starts each step from the first one's. The training step stands apart"
+        " from a compiled graph."
     ),
 )
 

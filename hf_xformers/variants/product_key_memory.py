@@ -30,7 +30,8 @@ INFO = VariantInfo(
     cost="time O(T H (n d + k^2 + k D)) for H heads, n sub-keys of width d and k slots read; n^2 D parameters",
     bibtex="""@inproceedings{lample2019large,
   title={Large Memory Layers with Product Keys},
-  author={Lample, Guillaume and Sablayrolles, Alexandre and Ranzato, Marc'Aurelio and Denoyer, Ludovic and J{\\'e}gou, Herv{\\'e}},
+  author={Lample, Guillaume and Sablayrolles, Alexandre and Ranzato, Marc'Aurelio and Denoyer, Ludovic and J{\\'e}gou,
+    Herv{\\'e}},
   booktitle={Advances in Neural Information Processing Systems},
   year={2019}
 }""",

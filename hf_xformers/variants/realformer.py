@@ -22,16 +22,20 @@ INFO = VariantInfo(
     paper="He et al. 2021",
     url="https://arxiv.org/abs/2012.11747",
     equation=r"Z^l = \frac{Q^l (K^l)^\top}{\sqrt d} + Z^{l-1}, \qquad O^l = \mathrm{softmax}(Z^l) \, V^l",
-    cost="time O(T^2 D); the scores handed on take O(T^2) memory up to T = (L + 1) d, with L layers of head width d; beyond, "
-    "O(T) memory, and Q K^T costs up to L times as much",
+    cost=(
+        "time O(T^2 D); the scores handed on take O(T^2) memory up to T = (L + 1) d, with L layers of head width d;"
+        " beyond, O(T) memory, and Q K^T costs up to L times as much"
+    ),
     bibtex="""@inproceedings{he2021realformer,
   title={{RealFormer}: Transformer Likes Residual Attention},
   author={He, Ruining and Ravula, Anirudh and Kanagal, Bhargav and Ainslie, Joshua},
   booktitle={Findings of ACL-IJCNLP},
   year={2021}
 }""",
-    notes="Encoder, decoder and cross-attention have a chain of scores each, which starts anew in every call; generation "
-    "needs an ordinary cache only.",
+    notes=(
+        "Encoder, decoder and cross-attention have a chain of scores each, which starts anew in every call; generation"
+        " needs an ordinary cache only."
+    ),
 )
 
 _family = make_family(XFRealFormerConfig, "XFRealFormer", ALL_HEADS, INFO)

@@ -32,8 +32,11 @@ INFO = VariantInfo(
     summary="attention among tokens that share a hash bucket, shared queries and keys, reversible layers",
     paper="Kitaev et al. 2020",
     url="https://arxiv.org/abs/2001.04451",
-    equation=r"o_i = \sum_{j \in \bigcup_a P_i^a} \mathrm{softmax}_j\!\left(\frac{q_i \cdot k_j}{\sqrt{d}}\right) v_j, "
-    r"\quad P_i^a = \{j : h_a(q_i) = h_a(q_j)\}, \quad h_a(x) = \arg\max\,[x R_a ; -x R_a], \quad k_j = q_j / |q_j|",
+    equation=(
+        r"o_i = \sum_{j \in \bigcup_a P_i^a} \mathrm{softmax}_j\!\left(\frac{q_i \cdot k_j}{\sqrt{d}}\right) v_j, "
+        r"\quad P_i^a = \{j : h_a(q_i) = h_a(q_j)\}, \quad h_a(x) = \arg\max\,[x R_a ; -x R_a], \quad k_j = q_j /"
+        r" |q_j|"
+    ),
     cost="time O(r T (m D + log T)) for r hashes and chunks of m tokens; activations O(T D) at any depth",
     bibtex="""@inproceedings{kitaev2020reformer,
   title={Reformer: The Efficient Transformer},
@@ -41,9 +44,11 @@ INFO = VariantInfo(
   booktitle={International Conference on Learning Representations},
   year={2020}
 }""",
-    notes="Decoders read the most recent tokens of a bucket, so that they can generate; the paper's chunks, whose borders "
-    "later tokens move, are attention field causal_form='paper'. The number of buckets follows the length of each text, in "
-    "decoders that of the text so far. The two streams are averaged at the end.",
+    notes=(
+        "Decoders read the most recent tokens of a bucket, so that they can generate; the paper's chunks, whose"
+        " borders later tokens move, are attention field causal_form='paper'. The number of buckets follows the length"
+        " of each text, in decoders that of the text so far. The two streams are averaged at the end."
+    ),
 )
 
 _family = make_family(XFReformerConfig, "XFReformer", ALL_HEADS, INFO)

@@ -10,7 +10,8 @@ from ..families import ALL_HEADS, VariantInfo, make_family
 
 
 class XFReZeroConfig(XFormerConfig):
-    """ReZero (Bachlechner et al. 2020): residual branches gated by a scalar that starts at zero, without normalisation."""
+    """ReZero (Bachlechner et al. 2020): residual branches gated by a scalar that starts at zero, without
+    normalisation."""
 
     model_type = "xf_rezero"
 

@@ -33,7 +33,8 @@ INFO = VariantInfo(
     cost="time O(T^2 D), memory O(T D) with fused kernels",
     bibtex="""@article{liu2019roberta,
   title={{RoBERTa}: A Robustly Optimized {BERT} Pretraining Approach},
-  author={Liu, Yinhan and Ott, Myle and Goyal, Naman and Du, Jingfei and Joshi, Mandar and Chen, Danqi and Levy, Omer and Lewis, Mike and Zettlemoyer, Luke and Stoyanov, Veselin},
+  author={Liu, Yinhan and Ott, Myle and Goyal, Naman and Du, Jingfei and Joshi, Mandar and Chen, Danqi and Levy, Omer
+    and Lewis, Mike and Zettlemoyer, Luke and Stoyanov, Veselin},
   journal={arXiv preprint arXiv:1907.11692},
   year={2019}
 }""",

@@ -36,7 +36,10 @@ INFO = VariantInfo(
   journal={Neurocomputing},
   year={2024}
 }""",
-    notes="Also with linear attention (section 3.3): `attention='linear_transformer'` rotates the features of the numerator alone.",
+    notes=(
+        "Also with linear attention (section 3.3): `attention='linear_transformer'` rotates the features of the"
+        " numerator alone."
+    ),
 )
 
 _family = make_family(XFRoformerConfig, "XFRoformer", ALL_HEADS, INFO)

@@ -28,10 +28,14 @@ INFO = VariantInfo(
     summary="local heads with relative positions, and heads that attend inside k-means clusters",
     paper="Roy et al. 2021",
     url="https://arxiv.org/abs/2003.05997",
-    equation=r"o_i = \sum_{j : \mu(k_j) = \mu(q_i)} \mathrm{softmax}_j\!\left(\frac{\tilde q_i \cdot \tilde k_j}{\sqrt{d}}"
-    r"\right) v_j, \quad \mu(x) = \arg\max_c \tilde x \cdot \mu_c, \quad \tilde x = \mathrm{LN}(x)",
-    cost="time O(T^{1.5} D) in sqrt(T) clusters of sqrt(T) tokens, as many as each text needs; no trained parameters beside "
-    "the projections",
+    equation=(
+        r"o_i = \sum_{j : \mu(k_j) = \mu(q_i)} \mathrm{softmax}_j\!\left(\frac{\tilde q_i \cdot \tilde k_j}{\sqrt{d}}"
+        r"\right) v_j, \quad \mu(x) = \arg\max_c \tilde x \cdot \mu_c, \quad \tilde x = \mathrm{LN}(x)"
+    ),
+    cost=(
+        "time O(T^{1.5} D) in sqrt(T) clusters of sqrt(T) tokens, as many as each text needs; no trained parameters"
+        " beside the projections"
+    ),
     bibtex="""@article{roy2021routing,
   title={Efficient Content-Based Sparse Attention with Routing Transformers},
   author={Roy, Aurko and Saffar, Mohammad and Vaswani, Ashish and Grangier, David},
@@ -39,9 +43,11 @@ INFO = VariantInfo(
   volume={9},
   year={2021}
 }""",
-    notes="Decoders read the most recent tokens of the own cluster, so that they can generate; the paper's balanced clusters, "
-    "which look at the whole text, are what encoders use, and attention field causal_form='paper' in decoders. Rotary "
-    "positions stand for the paper's relative ones, in the local heads.",
+    notes=(
+        "Decoders read the most recent tokens of the own cluster, so that they can generate; the paper's balanced"
+        " clusters, which look at the whole text, are what encoders use, and attention field causal_form='paper' in"
+        " decoders. Rotary positions stand for the paper's relative ones, in the local heads."
+    ),
 )
 
 _family = make_family(XFRoutingTransformerConfig, "XFRoutingTransformer", ALL_HEADS, INFO)

@@ -32,7 +32,10 @@ INFO = VariantInfo(
     summary="keys and values gain a learned vector per clipped distance",
     paper="Shaw et al. 2018",
     url="https://arxiv.org/abs/1803.02155",
-    equation=r"e_{ij} = \frac{q_i (k_j + a^K_{c(j-i)})^\top}{\sqrt d}, \qquad o_i = \sum_j \alpha_{ij} (v_j + a^V_{c(j-i)}), \qquad c(x) = \mathrm{clip}(x, -k, k)",
+    equation=(
+        r"e_{ij} = \frac{q_i (k_j + a^K_{c(j-i)})^\top}{\sqrt d}, \qquad o_i = \sum_j \alpha_{ij} (v_j +"
+        r" a^V_{c(j-i)}), \qquad c(x) = \mathrm{clip}(x, -k, k)"
+    ),
     cost="time O(T^2 D + T k D), memory O(T): scores are made in blocks of queries",
     bibtex="""@inproceedings{shaw2018self,
   title={Self-Attention with Relative Position Representations},

@@ -30,17 +30,24 @@ INFO = VariantInfo(
     paper="Child et al. 2019",
     url="https://arxiv.org/abs/1904.10509",
     equation=r"o_i = \mathrm{softmax}_{A_1(i) \cup A_2(i)}\!\left(\frac{q_i K^\top}{\sqrt{d}}\right) V, \quad "
-    r"A_1(i) = \{j \le i : \lfloor j / l \rfloor = \lfloor i / l \rfloor\}, \quad A_2(i) = \{j \le i : j \bmod l \ge l - c\}",
-    cost="time and memory O(T (l + c T / l) D), which is O(T sqrt(T) D) where T is near max_position_embeddings: l is its root",
+    r"A_1(i) = \{j \le i : \lfloor j / l \rfloor = \lfloor i / l \rfloor\}, \quad A_2(i) = \{j \le i : j \bmod l \ge l"
+    r" - c\}",
+    cost=(
+        "time and memory O(T (l + c T / l) D), which is O(T sqrt(T) D) where T is near max_position_embeddings: l is"
+        " its root"
+    ),
     bibtex="""@article{child2019generating,
   title={Generating Long Sequences with Sparse Transformers},
   author={Child, Rewon and Gray, Scott and Radford, Alec and Sutskever, Ilya},
   journal={arXiv preprint arXiv:1904.10509},
   year={2019}
 }""",
-    notes="Sizes and dropout are those for enwik8. There the fixed pattern had l = 128, c = 32 (attention fields stride and "
-    "summary_width); the default is l = sqrt(max_position_embeddings), c = 8. kind='strided' is the pattern for images. Learned positions stand for the paper's sums of row and column embeddings. Encoders are not in "
-    "the paper.",
+    notes=(
+        "Sizes and dropout are those for enwik8. There the fixed pattern had l = 128, c = 32 (attention fields stride"
+        " and summary_width); the default is l = sqrt(max_position_embeddings), c = 8. kind='strided' is the pattern"
+        " for images. Learned positions stand for the paper's sums of row and column embeddings. Encoders are not in"
+        " the paper."
+    ),
 )
 
 _family = make_family(XFSparseTransformerConfig, "XFSparseTransformer", ALL_HEADS, INFO)

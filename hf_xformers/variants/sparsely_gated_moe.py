@@ -27,7 +27,8 @@ INFO = VariantInfo(
     cost="time of k feed-forwards per token plus O(T E D) for the router; E times the feed-forward parameters",
     bibtex="""@inproceedings{shazeer2017outrageously,
   title={Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer},
-  author={Shazeer, Noam and Mirhoseini, Azalia and Maziarz, Krzysztof and Davis, Andy and Le, Quoc and Hinton, Geoffrey and Dean, Jeff},
+  author={Shazeer, Noam and Mirhoseini, Azalia and Maziarz, Krzysztof and Davis, Andy and Le, Quoc and Hinton, Geoffrey
+    and Dean, Jeff},
   booktitle={International Conference on Learning Representations},
   year={2017}
 }""",

@@ -20,17 +20,25 @@ INFO = VariantInfo(
     summary="scores from one token (dense) or learned per pair of places (random), not from two tokens",
     paper="Tay et al. 2021",
     url="https://arxiv.org/abs/2005.00743",
-    equation=r"B_i = \mathrm{ReLU}(x_i W_1 + b_1) W_2 + b_2 \text{ (dense)}, \quad B = R \text{ (random)}, \qquad O = \mathrm{softmax}(B) V",
-    cost="time O(T^2 D), memory O(T); tables for L places hold H L d numbers (dense), H L^2 (random) or 2 H L k (factorized "
-    "random)",
+    equation=(
+        r"B_i = \mathrm{ReLU}(x_i W_1 + b_1) W_2 + b_2 \text{ (dense)}, \quad B = R \text{ (random)}, \qquad O ="
+        r" \mathrm{softmax}(B) V"
+    ),
+    cost=(
+        "time O(T^2 D), memory O(T); tables for L places hold H L d numbers (dense), H L^2 (random) or 2 H L k"
+        " (factorized random)"
+    ),
     bibtex="""@inproceedings{tay2021synthesizer,
   title={Synthesizer: Rethinking Self-Attention for Transformer Models},
   author={Tay, Yi and Bahri, Dara and Metzler, Donald and Juan, Da-Cheng and Zhao, Zhe and Zheng, Che},
   booktitle={International Conference on Machine Learning},
   year={2021}
 }""",
-    notes='The other forms are `attention={"type": "synthesizer", "kind": ...}` with `random`, `fixed_random`, `factorized_dense`, '
-    "`factorized_random`, and mixtures such as `random+dot`. Cross-attention stays dense, as in the paper.",
+    notes=(
+        'The other forms are `attention={"type": "synthesizer", "kind": ...}` with `random`, `fixed_random`,'
+        " `factorized_dense`, `factorized_random`, and mixtures such as `random+dot`. Cross-attention stays dense, as"
+        " in the paper."
+    ),
 )
 
 _family = make_family(XFSynthesizerConfig, "XFSynthesizer", ALL_HEADS, INFO)

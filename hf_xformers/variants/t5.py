@@ -41,7 +41,8 @@ INFO = VariantInfo(
     cost="time O(T^2 D), memory O(T D + H T^2) for the bias",
     bibtex="""@article{raffel2020exploring,
   title={Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer},
-  author={Raffel, Colin and Shazeer, Noam and Roberts, Adam and Lee, Katherine and Narang, Sharan and Matena, Michael and Zhou, Yanqi and Li, Wei and Liu, Peter J.},
+  author={Raffel, Colin and Shazeer, Noam and Roberts, Adam and Lee, Katherine and Narang, Sharan and Matena, Michael
+    and Zhou, Yanqi and Li, Wei and Liu, Peter J.},
   journal={Journal of Machine Learning Research},
   year={2020}
 }""",

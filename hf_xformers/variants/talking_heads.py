@@ -21,7 +21,10 @@ INFO = VariantInfo(
     summary="two learned matrices mix the heads, one before and one after the softmax",
     paper="Shazeer et al. 2020",
     url="https://arxiv.org/abs/2003.02436",
-    equation=r"L_h = \sum_k P^l_{kh} \frac{Q_k K_k^\top}{\sqrt d}, \qquad O_v = \Big( \sum_h P^w_{hv} \, \mathrm{softmax}(L_h) \Big) V_v",
+    equation=(
+        r"L_h = \sum_k P^l_{kh} \frac{Q_k K_k^\top}{\sqrt d}, \qquad O_v = \Big( \sum_h P^w_{hv} \,"
+        r" \mathrm{softmax}(L_h) \Big) V_v"
+    ),
     cost="time O(T^2 (D + 2 H^2)) with H heads, memory O(T): scores are made in blocks of queries",
     bibtex="""@article{shazeer2020talking,
   title={Talking-Heads Attention},

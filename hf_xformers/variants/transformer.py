@@ -40,7 +40,8 @@ INFO = VariantInfo(
     cost="time O(T^2 D), memory O(T D) with fused kernels",
     bibtex="""@inproceedings{vaswani2017attention,
   title={Attention Is All You Need},
-  author={Vaswani, Ashish and Shazeer, Noam and Parmar, Niki and Uszkoreit, Jakob and Jones, Llion and Gomez, Aidan N. and Kaiser, Lukasz and Polosukhin, Illia},
+  author={Vaswani, Ashish and Shazeer, Noam and Parmar, Niki and Uszkoreit, Jakob and Jones, Llion and Gomez, Aidan N.
+    and Kaiser, Lukasz and Polosukhin, Illia},
   booktitle={Advances in Neural Information Processing Systems},
   year={2017}
 }""",

@@ -12,9 +12,9 @@ from ..families import DECODER_HEADS, VariantInfo, make_family
 class XFTransformerXLConfig(XFormerConfig):
     """Transformer-XL (Dai et al. 2019): segments that read the states of earlier segments, with relative positions.
 
-    `max_position_embeddings` is the length of a segment (tokens), and of the memory where the stack does not say another.
-    A model output's `segment_memory` is the next segment's input of the same name. The sizes are those of the 12-layer
-    model for enwik8.
+    `max_position_embeddings` is the length of a segment (tokens), and of the memory where the stack does not say
+    another. A model output's `segment_memory` is the next segment's input of the same name. The sizes are those of the
+    12-layer model for enwik8.
     """
 
     model_type = "xf_transformer_xl"
@@ -43,14 +43,16 @@ INFO = VariantInfo(
     ),
     cost="time O(T (M + T) D) per segment of T tokens with a memory of M, so linear in the text; memory O(M + T)",
     notes=(
-        "`outputs.segment_memory` of one segment is the input `segment_memory` of the next, row by row; it has the methods "
-        "`reset(rows)` (where a new text begins), `reorder(index)` and `detach()`. `XFormerTrainer(segment_streams=True)` lays "
-        "the corpus in contiguous streams and carries it. In generation the cache holds the last M tokens, after a memory that "
-        "is given. The paper's adaptive softmax is not part of it."
+        "`outputs.segment_memory` of one segment is the input `segment_memory` of the next, row by row; it has the"
+        " methods `reset(rows)` (where a new text begins), `reorder(index)` and `detach()`."
+        " `XFormerTrainer(segment_streams=True)` lays the corpus in contiguous streams and carries it. In generation"
+        " the cache holds the last M tokens, after a memory that is given. The paper's adaptive softmax is not part"
+        " of it."
     ),
     bibtex="""@inproceedings{dai2019transformerxl,
   title={Transformer-{XL}: Attentive Language Models beyond a Fixed-Length Context},
-  author={Dai, Zihang and Yang, Zhilin and Yang, Yiming and Carbonell, Jaime and Le, Quoc V. and Salakhutdinov, Ruslan},
+  author={Dai, Zihang and Yang, Zhilin and Yang, Yiming and Carbonell, Jaime and Le, Quoc V. and Salakhutdinov,
+    Ruslan},
   booktitle={Proceedings of the 57th Annual Meeting of the Association for Computational Linguistics},
   year={2019}
 }""",

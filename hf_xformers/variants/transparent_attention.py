@@ -37,10 +37,13 @@ INFO = VariantInfo(
     paper="Bapna et al. 2018",
     url="https://arxiv.org/abs/1808.07561",
     equation=r"Z_j = \sum_{i=0}^{N} s_{ij} H_i, \qquad s_{\cdot j} = \mathrm{softmax}(W_{\cdot j})",
-    cost="that of the vanilla Transformer plus O(N M T D) for N encoder and M decoder layers; (N + 1) M more parameters",
+    cost=(
+        "that of the vanilla Transformer plus O(N M T D) for N encoder and M decoder layers; (N + 1) M more parameters"
+    ),
     notes=(
-        "H_0 is the encoder's input. Decoder layer j takes the keys and values of its cross-attention from Z_j. The encoder's "
-        "output object carries the mixtures as `memories`, which has to be given where `encoder_outputs` are reused."
+        "H_0 is the encoder's input. Decoder layer j takes the keys and values of its cross-attention from Z_j. The"
+        " encoder's output object carries the mixtures as `memories`, which has to be given where `encoder_outputs`"
+        " are reused."
     ),
     bibtex="""@inproceedings{bapna2018training,
   title={Training Deeper Neural Machine Translation Models with Transparent Attention},

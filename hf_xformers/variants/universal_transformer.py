@@ -13,13 +13,18 @@ from ..families import ALL_HEADS, VariantInfo, make_family
 class XFUniversalTransformerConfig(XFormerConfig):
     """Universal Transformer (Dehghani et al. 2019): one layer at every depth, and tokens that halt when they are done.
 
-    `num_hidden_layers` is the most steps that a token takes; `stack={"type": "universal"}` without `act` always takes all.
+    `num_hidden_layers` is the most steps that a token takes; `stack={"type": "universal"}` without `act` always takes
+    all.
     """
 
     model_type = "xf_universal_transformer"
     contract_exceptions: ClassVar[dict[str, str]] = {
-        "padding_has_no_loss:decoder": "the ponder loss is a mean over all real tokens, the last one, which has no target, too",
-        "padding_has_no_loss:seq2seq": "without `decoder_attention_mask` the ponder loss counts padded targets as tokens",
+        "padding_has_no_loss:decoder": (
+            "the ponder loss is a mean over all real tokens, the last one, which has no target, too"
+        ),
+        "padding_has_no_loss:seq2seq": (
+            "without `decoder_attention_mask` the ponder loss counts padded targets as tokens"
+        ),
     }
 
     hidden_size: int = 1024
@@ -44,9 +49,9 @@ INFO = VariantInfo(
     ),
     cost="time O(N T^2 D) for N steps, with one layer's parameters; all tokens' halting ends the loop",
     notes=(
-        "N is the first step at which a token's halting probabilities sum to more than 1 - epsilon. The output rule of the "
-        "paper's appendix, `O <- u H^t + (1 - u) O`, is `act: overwrite`. A halted token keeps its state, which others read "
-        "on. With a cache, and while attentions or hidden states are recorded, all steps run."
+        "N is the first step at which a token's halting probabilities sum to more than 1 - epsilon. The output rule of"
+        " the paper's appendix, `O <- u H^t + (1 - u) O`, is `act: overwrite`. A halted token keeps its state, which"
+        " others read on. With a cache, and while attentions or hidden states are recorded, all steps run."
     ),
     bibtex="""@inproceedings{dehghani2019universal,
   title={Universal Transformers},

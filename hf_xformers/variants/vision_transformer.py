@@ -32,8 +32,9 @@ INFO = VariantInfo(
     equation=r"z_0 = [x_{\mathrm{class}}; x^1 E; \dots; x^N E] + E_{\mathrm{pos}}, \qquad N = H W / P^2",
     cost="time O(N^2 D + N P^2 C D) for N patches of P^2 pixels",
     notes=(
-        "Takes `pixel_values` from transformers' `ViTImageProcessor`. `interpolate_pos_encoding=True` reads images of other "
-        "sizes. Presets are ViT-B/16; any attention, feed-forward or stack that stands in an encoder can be mixed in."
+        "Takes `pixel_values` from transformers' `ViTImageProcessor`. `interpolate_pos_encoding=True` reads images of"
+        " other sizes. Presets are ViT-B/16; any attention, feed-forward or stack that stands in an encoder can be"
+        " mixed in."
     ),
     bibtex="""@inproceedings{dosovitskiy2021image,
   title={An Image is Worth 16x16 Words: Transformers for Image Recognition at Scale},

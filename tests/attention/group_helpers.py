@@ -1,4 +1,5 @@
-"""What tests of mechanisms share that group tokens by content: one small geometry, one layer, its context and states."""
+"""What tests of mechanisms share that group tokens by content: one small geometry, one layer, its context and
+states."""
 
 from __future__ import annotations
 

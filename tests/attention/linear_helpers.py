@@ -22,7 +22,8 @@ def in_pieces(layer, states, pieces, mask=None):
 
 
 def check_no_future(layer, states, training=False):
-    """Outputs before a changed token are the same to the last bit, in training (with the same random numbers) as well."""
+    """Outputs before a changed token are the same to the last bit, in training (with the same random numbers) as
+    well."""
     layer = layer.train(training)
     length = states.shape[1]
 

@@ -83,7 +83,8 @@ def split_heads(x, width):
 
 
 def softmax_by_rows(scores, allowed):
-    """Softmax over the allowed keys of each row, written as exponentials over their sum; zeros where there are none."""
+    """Softmax over the allowed keys of each row, written as exponentials over their sum; zeros where there are
+    none."""
     powers = torch.exp(scores) * allowed
     sums = powers.sum(-1, keepdim=True)
     return torch.where(sums > 0, powers / sums.clamp(min=1e-300), 0.0)

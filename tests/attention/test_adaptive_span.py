@@ -35,8 +35,8 @@ PATHS = ("literal", "blocks", "tiles")
 
 @pytest.fixture
 def path(request, monkeypatch):
-    """The literal equation, small blocks of queries (differentiated by torch) or small tiles (with a backward pass of their
-    own); spans rounded up to few tokens."""
+    """The literal equation, small blocks of queries (differentiated by torch) or small tiles (with a backward pass of
+    their own); spans rounded up to few tokens."""
     if request.param == "literal":
         yield {"implementation": "eager"}
     else:

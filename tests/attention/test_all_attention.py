@@ -121,7 +121,10 @@ def test_weights_and_parameters():
     weights = net(ids, output_attentions=True).attentions[0]
     assert weights.shape == (2, 4, 5, 5) and (weights.sum(-1) < 1).all() and (weights > 0).all()
     sizes = {**SIZES, "intermediate_size": 24}
-    count = lambda **fields: sum(p.numel() for p in XFormerModel(XFormerConfig(**{**sizes, **fields})).parameters())  # noqa: E731
+
+    def count(**fields):
+        return sum(p.numel() for p in XFormerModel(XFormerConfig(**{**sizes, **fields})).parameters())
+
     plain = {"block": "vanilla", "attention": "dense", "feedforward": {"type": "relu", "bias": False}}
     assert count() == count(**plain) - 2 * 2 * 16  # the second norm of each layer
 

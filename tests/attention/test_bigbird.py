@@ -68,8 +68,8 @@ def test_sets_of_keys(fields):
 
 
 def test_draws():
-    """Texts of every length have as many; distinct, outside window and global blocks, different by layer and head, the same
-    after a copy and a reload."""
+    """Texts of every length have as many; distinct, outside window and global blocks, different by layer and head, the
+    same after a copy and a reload."""
     first, second = build_layers(SPEC, 2, **LONG)
     for layer in (first, second):
         for count in (3, 6, 7, 13, 20):
@@ -84,7 +84,8 @@ def test_draws():
 
 
 def test_reload_and_training_mode(tmp_path):
-    """Nothing is drawn anew after loading, or in training mode, and the random state of the process does not matter."""
+    """Nothing is drawn anew after loading, or in training mode, and the random state of the process does not
+    matter."""
     torch.manual_seed(0)
     fields = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     model = make_strong(XFBigBirdForMaskedLM(XFBigBirdConfig(**SMALL, **fields, attention=SPEC)).eval())
@@ -148,8 +149,8 @@ def test_parity_with_transformers_full():
 
 
 def test_parity_with_transformers_sparse(monkeypatch):
-    """With one table of random blocks on both sides. Theirs is drawn only in training mode (in evaluation it is block 0
-    for all), and counts a block that is found twice twice, so the table has none of those."""
+    """With one table of random blocks on both sides. Theirs is drawn only in training mode (in evaluation it is block
+    0 for all), and counts a block that is found twice twice, so the table has none of those."""
     reference, ours = pair("block_sparse")
     length, size = 32, 2
     blocks = length // size

@@ -1,7 +1,8 @@
-"""What a family does with its own defaults at ordinary lengths: the keys that its queries read, and the pairs it computes.
+"""What a family does with its own defaults at ordinary lengths: the keys that its queries read, and the pairs it
+computes.
 
-Pairs are counted by the matrix products of one narrow layer beyond its projections, a pair being one score and one weighted
-value. Families that are dense by nature, or whose stack bounds what a layer sees, have nothing to count.
+Pairs are counted by the matrix products of one narrow layer beyond its projections, a pair being one score and one
+weighted value. Families that are dense by nature, or whose stack bounds what a layer sees, have nothing to count.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ HEADS, WIDTH = 2, 16
 
 
 def layer_of(name, causal, length, longest=None):
-    """Layer 0 of a family's own config, but narrow, for texts of up to `longest` tokens (`None`: as the family says)."""
+    """Layer 0 of a family's own config, but narrow, for texts of up to `longest` tokens (`None`: as the family
+    says)."""
     given = AutoConfig.for_model(name)
     sizes = {"vocab_size": 50, "hidden_size": HEADS * WIDTH, "num_attention_heads": HEADS, "intermediate_size": 8}
     config = AutoConfig.for_model(
@@ -95,9 +97,10 @@ def pairs(name, causal, length, longest=None):
     return (counter.get_total_flops() / length - projections) / (4 * HEADS * WIDTH)
 
 
-# Families, and by how much the work may grow when a text doubles: 2 where it is linear, 2.83 where it is T sqrt(T), and what
-# whole blocks add. The last is the number of pairs that one query may take beside those of dense attention at 128 and 512
-# tokens, where blocks, rounds of hashing and features are not yet fewer than tokens (`None`: not of this kind).
+# Families, and by how much the work may grow when a text doubles: 2 where it is linear, 2.83 where it is T sqrt(T),
+# and what whole blocks add. The last is the number of pairs that one query may take beside those of dense attention at
+# 128 and 512 tokens, where blocks, rounds of hashing and features are not yet fewer than tokens (`None`: not of this
+# kind).
 LINEAR, ROOT = 2.3, 2.95
 CASES = [
     ("xf_bigbird", False, LINEAR, 4 * 64),  # blocks of global tokens are computed for rows and for columns

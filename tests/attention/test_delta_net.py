@@ -1,4 +1,5 @@
-"""Delta networks against the token recurrence, transformers' delta rule, what they overwrite, and the implied weights."""
+"""Delta networks against the token recurrence, transformers' delta rule, what they overwrite, and the implied
+weights."""
 
 import pytest
 import torch
@@ -93,7 +94,8 @@ def test_weights_are_what_is_read_of_each_value(spec):
 
 
 def test_transformers_delta_rule():
-    """transformers' recurrent gated delta rule without decay, which scales queries by 1 / sqrt(F) and works in float32."""
+    """transformers' recurrent gated delta rule without decay, which scales queries by 1 / sqrt(F) and works in
+    float32."""
     spec = SPECS["dpfp"]
     (layer,) = build_layers(spec, causal=True)
     states = vectors(2, 9)

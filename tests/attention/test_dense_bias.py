@@ -63,7 +63,8 @@ def test_blocks_equal_the_whole(monkeypatch, causal, key_value_heads, padded):
 
 
 def test_the_whole_is_made_where_tiles_do_not_pay(monkeypatch):
-    """Tiles are for the gradient of the bias; without one, or with dropout, torch's kernels take the whole bias for longer."""
+    """Tiles are for the gradient of the bias; without one, or with dropout, torch's kernels take the whole bias for
+    longer."""
     monkeypatch.setattr(dense_bias, "TRAINED_BIAS_AT_ONCE", 1)
     blocks = []
     line = dense_bias.BiasByDistance.line
@@ -80,7 +81,8 @@ def test_the_whole_is_made_where_tiles_do_not_pay(monkeypatch):
 
 
 def test_bias_alone_has_blocks_as_high_as_tiles():
-    """One sample of 4096 tokens: 512 queries and 256 keys; many samples share a tile; short texts take heads together."""
+    """One sample of 4096 tokens: 512 queries and 256 keys; many samples share a tile; short texts take heads
+    together."""
     assert blocks_of_tiles(1, 8, 4096) == Blocks(1, 512)
     assert blocks_of_tiles(64, 8, 512) == Blocks(1, 128)
     assert blocks_of_tiles(1, 8, 128) == Blocks(4, 512)

@@ -1,7 +1,8 @@
-"""Every mechanism where queries and keys are long: finite, and close to its literal path in float32, in every precision.
+"""Every mechanism where queries and keys are long: finite, and close to its literal path in float32, in every
+precision.
 
-Projections are signed permutations within each head and inputs numbers that bfloat16 holds, so that queries, keys and values are
-the same in all precisions, |q| = |k| = 100, and only what a mechanism computes from them differs.
+Projections are signed permutations within each head and inputs numbers that bfloat16 holds, so that queries, keys and
+values are the same in all precisions, |q| = |k| = 100, and only what a mechanism computes from them differs.
 """
 
 import copy
@@ -29,7 +30,8 @@ SMALL = {  # sizes at which a text of 21 tokens has several chunks, clusters, la
 IN_STACKS = {"conditional", "feedback"}  # built by a stack of their own; tests/common/test_large_weights.py has them
 ATTENTIONS = [name for name in names("attention") if name not in IN_STACKS]
 TERMS = ("t5_relative_bias", "deberta", "shaw_relative", "tupe", "learnable_sinusoidal_relative", "music_transformer")
-# Of the norm of the output. In half precision some keys are made of others (unit vectors, projections, landmarks) and are rounded.
+# Of the norm of the output. In half precision some keys are made of others (unit vectors, projections, landmarks) and
+# are rounded.
 LIMITS = {torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 0.2}
 
 
@@ -115,8 +117,8 @@ def test_terms(position, attention):
 
 @pytest.mark.parametrize("causal", [False, True], ids=["encoder", "decoder"])
 def test_performer_with_vanishing_denominators(causal):
-    """Queries and keys so long that products of their features leave the range of numbers: zeros, as for a query that sees no
-    key, in both paths, and finite gradients."""
+    """Queries and keys so long that products of their features leave the range of numbers: zeros, as for a query that
+    sees no key, in both paths, and finite gradients."""
     spec = {"type": "performer", "num_features": 4, "chunk_size": 8}
     (layer,) = build_layers(spec, 1, causal, position="none")
     layer = layer.float()

@@ -242,8 +242,8 @@ def test_no_future(training):
 
 
 def test_convex_combinations():
-    """Outputs stay inside the range of the visible values; the first token reads itself alone; the order of keys is nothing
-    to an encoder; the weights have the rank of the features."""
+    """Outputs stay inside the range of the visible values; the first token reads itself alone; the order of keys is
+    nothing to an encoder; the weights have the rank of the features."""
     (layer,) = build_layers(SPEC, causal=True)
     states = vectors(2, 9)
     with torch.no_grad():

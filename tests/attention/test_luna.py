@@ -198,8 +198,8 @@ def test_rank():
 
 
 def test_where_the_memory_goes():
-    """An encoder packs in every layer; a decoder's memory is one parameter that no text changes; in an encoder-decoder the
-    decoder's memory is changed by cross-attention, hence by the encoder's text."""
+    """An encoder packs in every layer; a decoder's memory is one parameter that no text changes; in an encoder-decoder
+    the decoder's memory is changed by cross-attention, hence by the encoder's text."""
     fields = {**GEOMETRY, "attention": SPEC, "cross_attention": SPEC}
 
     def names(model):

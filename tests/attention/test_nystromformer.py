@@ -109,7 +109,8 @@ def copy_attention(ours, theirs):
 
 @each_path
 def test_transformers_attention(implementation):
-    """Weight-copy parity where transformers' class is defined: a fixed length, no padding, its start for the inverse."""
+    """Weight-copy parity where transformers' class is defined: a fixed length, no padding, its start for the
+    inverse."""
     fields = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_landmarks": 4, "conv_kernel_size": 5}
     torch.manual_seed(0)
     theirs = NystromformerSelfAttention(NystromformerConfig(**fields, segment_means_seq_len=12)).double().eval()

@@ -247,8 +247,8 @@ def test_recomputation_keeps_its_features(use_reentrant):
 
 
 def test_performer_pytorch():
-    """The PyPI package with its additive constant and the sign of its stabiliser's maximum out of the way: one text, one
-    head, and features far above the constant."""
+    """The PyPI package with its additive constant and the sign of its stabiliser's maximum out of the way: one text,
+    one head, and features far above the constant."""
     theirs = pytest.importorskip("performer_pytorch.performer_pytorch", reason="performer-pytorch is not installed")
     layer = build({**SPEC, "num_features": 32})
     states = vectors(1, 12)

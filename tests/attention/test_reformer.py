@@ -245,7 +245,8 @@ def test_half_precision_with_equal_buckets(monkeypatch):
 
 
 def test_rotations_are_seeded():
-    """By layer and round, whatever the global generator does; more rounds keep the first ones; another seed differs."""
+    """By layer and round, whatever the global generator does; more rounds keep the first ones; another seed
+    differs."""
     one, again, more = module(), module(), module(num_hashes=5)
     assert torch.equal(one.rotations, again.rotations) and torch.equal(one.rotations, more.rotations[:3])
     assert not torch.equal(one.rotations, module(layer_idx=1).rotations)
@@ -269,7 +270,8 @@ LENGTHS = {"num_buckets": None, "chunk_length": 2, "num_hashes": 2}
 
 
 def with_buckets(attention, buckets, first):
-    """The layer with so many buckets, given in the config; their rotations are columns of the other's from `first` on."""
+    """The layer with so many buckets, given in the config; their rotations are columns of the other's from `first`
+    on."""
     found = module(attention.is_causal, **{**LENGTHS, "num_buckets": buckets})
     weights = dict(attention.state_dict())
     weights["rotations"] = weights["rotations"][..., first : first + buckets // 2]
@@ -296,7 +298,8 @@ def test_as_many_buckets_as_the_text_needs():
 
 
 def test_a_causal_text_takes_the_buckets_of_what_it_has_so_far():
-    """Every token reads what it would with the number of buckets of its stage; padding changes nothing, nor do gradients."""
+    """Every token reads what it would with the number of buckets of its stage; padding changes nothing, nor do
+    gradients."""
     attention, x = module(True, **LENGTHS), states(50)
     assert [stage.begin for stage in attention.stages] == [0, 4, 16] and attention.stage_powers == [2, 4, 6]
     x.requires_grad_()

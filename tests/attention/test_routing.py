@@ -450,8 +450,8 @@ def test_generation_passes_from_stage_to_stage(monkeypatch):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_repeated_tokens_with_padding(side):
-    """Tokens that are equal have affinities that differ in their last bits, by where they stand in a product; which of them a
-    full cluster takes must not depend on that."""
+    """Tokens that are equal have affinities that differ in their last bits, by where they stand in a product; which of
+    them a full cluster takes must not depend on that."""
     attention = {"type": "routing_transformer", "num_clusters": 3, "window_size": 9, "block_size": 4}
     sizes = dict(hidden_size=24, num_attention_heads=2, num_hidden_layers=2, intermediate_size=32, vocab_size=50)
     config = XFormerConfig(**sizes, attention=attention, position="none", max_position_embeddings=64)

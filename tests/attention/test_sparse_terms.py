@@ -1,7 +1,8 @@
-"""Positions inside attention over some pairs: tiles of a pattern, buckets and clusters, against the matrix of all pairs.
+"""Positions inside attention over some pairs: tiles of a pattern, buckets and clusters, against the matrix of all
+pairs.
 
-The matrix path shares nothing with the tiles but the parameters: it makes the terms as dense attention does, which the tests
-of positions compare with each paper's formula, and hides what the mechanism does not read.
+The matrix path shares nothing with the tiles but the parameters: it makes the terms as dense attention does, which the
+tests of positions compare with each paper's formula, and hides what the mechanism does not read.
 """
 
 import pytest
@@ -217,7 +218,8 @@ def test_a_long_prompt_in_pieces(position, attention, monkeypatch):
 @pytest.mark.parametrize("position", ["shaw", "deberta"])
 @pytest.mark.parametrize("attention", ["band", "reformer", "routing"])
 def test_dropout_trains(position, attention):
-    """Dropout falls on weights: a pass with it differs, has finite gradients, and a mean of many comes near the one without."""
+    """Dropout falls on weights: a pass with it differs, has finite gradients, and a mean of many comes near the one
+    without."""
     model = build(position, attention, False)
     model.config.attention_probs_dropout_prob = 0.3
     for layer in model.modules():
@@ -250,7 +252,8 @@ class NoTerms:
 
 
 def test_rounds_are_one_softmax():
-    """Two rounds whose tiles hold each half of the keys equal softmax over all of them; a query in no tile gets zeros."""
+    """Two rounds whose tiles hold each half of the keys equal softmax over all of them; a query in no tile gets
+    zeros."""
     query, key, value = (torch.randn(1, 2, 6, 4, dtype=torch.float64) for _ in range(3))
     rows = torch.tensor([0, 1, 2, 3, -1]).view(1, 1, 1, 5)
 

@@ -1,4 +1,5 @@
-"""The Sparse Transformer's patterns against loops over their definition; GPT-3's alternating layers against GPT-Neo."""
+"""The Sparse Transformer's patterns against loops over their definition; GPT-3's alternating layers against
+GPT-Neo."""
 
 import json
 

@@ -132,7 +132,8 @@ def failing():
 @linux
 @linux
 def test_timed_calls_keep_their_pages():
-    """In a process of its own, whose heap stays as it is afterwards: after the first round no page is handed out anew."""
+    """In a process of its own, whose heap stays as it is afterwards: after the first round no page is handed out
+    anew."""
     code = """
         import resource, torch
         from hf_xformers.benchmark.measure import interleaved_seconds

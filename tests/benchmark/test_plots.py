@@ -13,8 +13,15 @@ SPEED = [
     for at in (512, 2048)
 ]
 QUALITY = [
-    {"label": "dense", "shape": "encoder", "at": "copy", "status": "ok", "chance loss": 3.0, "curve": [[0, 0.0, 3.5], [40, 1.5, 1.0]]}
-]  # fmt: skip
+    {
+        "label": "dense",
+        "shape": "encoder",
+        "at": "copy",
+        "status": "ok",
+        "chance loss": 3.0,
+        "curve": [[0, 0.0, 3.5], [40, 1.5, 1.0]],
+    }
+]
 MAPS = [{"label": "dense", "shape": "encoder", "at": None, "status": "ok", "maps": {"encoder": [[0.5, 0.5], [0, 1]]}}]
 
 

@@ -1,4 +1,5 @@
-"""Training on tasks: equal starts, held-out figures, and dense attention solves what a mechanism is to be compared on."""
+"""Training on tasks: equal starts, held-out figures, and dense attention solves what a mechanism is to be compared
+on."""
 
 from __future__ import annotations
 

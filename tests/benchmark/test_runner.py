@@ -32,13 +32,26 @@ def fake(fails=lambda job: False):
             return {"status": "out of memory", "error": "too | much"}
         long = job.get("length", 0)
         value = {
-            "time": {"seconds": long / 1000, "spread": [0.0, 1.0], "ratio": 0.5 if "baseline" in job else None,
-                     "others busy": 90.0 if long == 16 else 0.0},
+            "time": {
+                "seconds": long / 1000,
+                "spread": [0.0, 1.0],
+                "ratio": 0.5 if "baseline" in job else None,
+                "others busy": 90.0 if long == 16 else 0.0,
+            },
             "memory": long * 2**20,
             "map": {"encoder": [[1.0, 0.0], [0.5, 0.5]]},
-            "train": {"head": "ForCausalLM", "parameters": 9, "steps": 2, "loss": 1.0, "accuracy": 0.5, "chance loss": 2.0,
-                      "chance accuracy": 0.1, "seconds": 3.0, "curve": [[0, 0.0, 2.0, 0.1], [2, 3.0, 1.0, 0.5]]},
-        }[job["kind"]]  # fmt: skip
+            "train": {
+                "head": "ForCausalLM",
+                "parameters": 9,
+                "steps": 2,
+                "loss": 1.0,
+                "accuracy": 0.5,
+                "chance loss": 2.0,
+                "chance accuracy": 0.1,
+                "seconds": 3.0,
+                "curve": [[0, 0.0, 2.0, 0.1], [2, 3.0, 1.0, 0.5]],
+            },
+        }[job["kind"]]
         return {"status": "ok", "value": value}
 
     return perform, jobs
@@ -155,8 +168,18 @@ def test_plots(monkeypatch, tmp_path):
     assert [label.get_text() for label in axes.get_yticklabels()] == ["10 ms", "20 ms", "50 ms"]
 
 
-JOB = {"level": "layer", "size": "tiny", "batch_size": 1, "dtype": "float32", "device": "cpu", "threads": 1, "rounds": 1,
-       "max_memory": None, "shape": "encoder", "entry": Entry("x", "xf_longformer").to_dict()}  # fmt: skip
+JOB = {
+    "level": "layer",
+    "size": "tiny",
+    "batch_size": 1,
+    "dtype": "float32",
+    "device": "cpu",
+    "threads": 1,
+    "rounds": 1,
+    "max_memory": None,
+    "shape": "encoder",
+    "entry": Entry("x", "xf_longformer").to_dict(),
+}
 
 
 def test_timeout_kills_the_process():

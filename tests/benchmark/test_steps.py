@@ -1,4 +1,5 @@
-"""Every variant can be compared, or says in one sentence why not; the baseline is dense attention of the same shape."""
+"""Every variant can be compared, or says in one sentence why not; the baseline is dense attention of the same
+shape."""
 
 from __future__ import annotations
 

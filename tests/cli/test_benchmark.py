@@ -112,8 +112,8 @@ def test_refusals(tmp_path, capsys, arguments, message):
 
 def test_options_reach_the_settings(tmp_path):
     options = make_parser().parse_args(
-        "--variants bert --output_dir x --lengths 8,4 --level model --size small --batch-size 3 --dtype bfloat16 --seq2seq "
-        "--max-memory 100 --train --tasks all --steps 7 --learning_rate 0.5 --seed 5".split()
+        "--variants bert --output_dir x --lengths 8,4 --level model --size small --batch-size 3 --dtype bfloat16"
+        " --seq2seq --max-memory 100 --train --tasks all --steps 7 --learning_rate 0.5 --seed 5".split()
     )
     settings = read_settings(options)
     assert (settings.lengths, settings.level, settings.size, settings.batch_size) == ((8, 4), "model", "small", 3)

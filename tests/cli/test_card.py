@@ -21,13 +21,51 @@ SETTINGS = {
     "training": {"layers": 2, "hidden_size": 64, "length": 32},
 }
 ROWS = [
-    {"kind": "speed", "label": "mine", "variant": "xf_performer", "shape": "encoder", "at": 4096, "status": "ok", "ms": 3.25,
-     "time ratio": 0.375, "peak MiB": 12.5, "memory ratio": None},
-    {"kind": "speed", "label": "mine", "variant": "xf_performer", "shape": "encoder", "at": 8192, "status": "timeout", "error": "late"},
-    {"kind": "speed", "label": "dense", "variant": "xf_bert", "shape": "encoder", "at": 4096, "status": "ok", "ms": 777.0},
-    {"kind": "quality", "label": "mine", "variant": "xf_performer", "shape": "decoder", "at": "mqar", "status": "ok",
-     "head": "ForCausalLM", "accuracy": 0.625, "chance accuracy": 0.125, "loss": 1.5, "steps": 400, "seconds": 9.0},
-]  # fmt: skip
+    {
+        "kind": "speed",
+        "label": "mine",
+        "variant": "xf_performer",
+        "shape": "encoder",
+        "at": 4096,
+        "status": "ok",
+        "ms": 3.25,
+        "time ratio": 0.375,
+        "peak MiB": 12.5,
+        "memory ratio": None,
+    },
+    {
+        "kind": "speed",
+        "label": "mine",
+        "variant": "xf_performer",
+        "shape": "encoder",
+        "at": 8192,
+        "status": "timeout",
+        "error": "late",
+    },
+    {
+        "kind": "speed",
+        "label": "dense",
+        "variant": "xf_bert",
+        "shape": "encoder",
+        "at": 4096,
+        "status": "ok",
+        "ms": 777.0,
+    },
+    {
+        "kind": "quality",
+        "label": "mine",
+        "variant": "xf_performer",
+        "shape": "decoder",
+        "at": "mqar",
+        "status": "ok",
+        "head": "ForCausalLM",
+        "accuracy": 0.625,
+        "chance accuracy": 0.125,
+        "loss": 1.5,
+        "steps": 400,
+        "seconds": 9.0,
+    },
+]
 
 
 @pytest.fixture

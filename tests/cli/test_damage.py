@@ -1,5 +1,5 @@
-"""Damaged models, names that are none, and empty data: every command that reads a model refuses them in one paragraph, before
-it writes anything. (`finetune` has its own in test_finetune.py, `convert` in tests/conversion.)"""
+"""Damaged models, names that are none, and empty data: every command that reads a model refuses them in one paragraph,
+before it writes anything. (`finetune` has its own in test_finetune.py, `convert` in tests/conversion.)"""
 
 import contextlib
 import errno
@@ -165,7 +165,8 @@ def test_damaged_summaries(command, content, text, bert, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-# ---------------------------------------------------------------------------------------------------- places to write to
+# ---------------------------------------------------------------------------------------------------- places to write
+# to
 
 
 def writers(model, text, output):

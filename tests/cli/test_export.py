@@ -1,4 +1,5 @@
-"""`hf-xformers export`: the graph computes the saved model; what cannot be exported is refused, and nothing is lost."""
+"""`hf-xformers export`: the graph computes the saved model; what cannot be exported is refused, and nothing is
+lost."""
 
 import importlib.util
 import json

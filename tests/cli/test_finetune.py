@@ -1,4 +1,5 @@
-"""Malformed requests to `hf-xformers finetune`: refused in one paragraph with the remedy, before anything is written."""
+"""Malformed requests to `hf-xformers finetune`: refused in one paragraph with the remedy, before anything is
+written."""
 
 import json
 import shutil

@@ -1,4 +1,5 @@
-"""`predict`, and `evaluate` of fine-tuned models: rows in their order, the figures of the run, the floor beside them."""
+"""`predict`, and `evaluate` of fine-tuned models: rows in their order, the figures of the run, the floor beside
+them."""
 
 import csv
 import json
@@ -130,12 +131,16 @@ def test_the_floor_of_other_tasks(runs):
     "task, options, keys",
     [
         ("token-classification", ["--text", "the film was fine"], {"tokens", "prediction"}),
-        ("question-answering", ["--text", "how was it", "--text_pair", "the " * 40 + "fine film"], {"question", "prediction", "null_score"}),
+        (
+            "question-answering",
+            ["--text", "how was it", "--text_pair", "the " * 40 + "fine film"],
+            {"question", "prediction", "null_score"},
+        ),
         ("summarization", ["--text", "the film was fine", "--num_beams", "2"], {"source", "prediction"}),
         ("translation", ["--text", "the film"], {"source", "prediction"}),
         ("regression", ["--text", "a film"], {"text", "prediction"}),
     ],
-)  # fmt: skip
+)
 def test_texts_on_the_command_line(task, options, keys, runs, capsys):
     (row,) = predicted(capsys, "--model", runs(task)[0], *options)
     assert set(row) == keys
@@ -248,7 +253,8 @@ def test_a_model_of_another_kind(base, runs, capsys):
 
 
 def test_a_model_without_a_record(runs, tmp_path, capsys):
-    """Saved by other means: the class says the task, the usual names say the columns, the rows themselves the floor."""
+    """Saved by other means: the class says the task, the usual names say the columns, the rows themselves the
+    floor."""
     folder, data, _ = runs("text-classification")
     AutoModelForSequenceClassification.from_pretrained(folder).save_pretrained(tmp_path / "bare")
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "bare")

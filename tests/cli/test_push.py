@@ -413,7 +413,8 @@ def test_the_cache_of_the_hub_is_links(tmp_path):
 
 @pytest.mark.slow
 def test_loads_from_the_hub(pushed, folders, tmp_path):
-    """With the package the plain repository and `push_to_hub`; without it the self-contained one. Equal bit for bit."""
+    """With the package the plain repository and `push_to_hub`; without it the self-contained one. Equal bit for
+    bit."""
     online = {"HF_ENDPOINT": pushed.hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_writer"}
     known = str(folders / "known.pt")
     run([sys.executable, "-c", LOAD, "installed", known], home=tmp_path / "with", PYTHONPATH=str(ROOT), **online)
@@ -435,7 +436,8 @@ def test_the_snippet_of_a_self_contained_model(pushed, folders, tmp_path):
 
 
 def test_cards_by_hand_stay(pushed, folders, tmp_path):
-    """A card in the folder is taken; a generated one and a library's template are made anew. One in the repository stays."""
+    """A card in the folder is taken; a generated one and a library's template are made anew. One in the repository
+    stays."""
     files = pushed.hub.files("user/hand")
     assert files["README.md"] == b"# By hand\n" and "model.safetensors" in files
     target = bundle(folders / "run", tmp_path / "out")
@@ -525,7 +527,8 @@ def test_tasks_that_transformers_has():
     assert set(TASKS) <= set(HEADS) and {task for task in TASKS.values() if task} <= set(SUPPORTED_TASKS)
 
 
-# ---------------------------------------------------------------------------------------------------- where it came from
+# ---------------------------------------------------------------------------------------------------- where it came
+# from
 
 
 @pytest.fixture(scope="module")

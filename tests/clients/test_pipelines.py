@@ -1,6 +1,7 @@
 """transformers' pipelines, for every family and every head that a pipeline serves.
 
-Each test gives two texts of different lengths as one batch and compares with the model's own output on each text alone.
+Each test gives two texts of different lengths as one batch and compares with the model's own output on each text
+alone.
 """
 
 import logging
@@ -107,7 +108,7 @@ def test_zero_shot_classification():
 
 
 def test_tasks_that_transformers_has():
-    """Question answering, summarisation and translation have no pipeline in transformers 5; if one comes back, it belongs
-    into the table above."""
+    """Question answering, summarisation and translation have no pipeline in transformers 5; if one comes back, it
+    belongs into the table above."""
     assert set(TASKS) <= set(SUPPORTED_TASKS)
     assert not {"question-answering", "summarization", "translation", "text2text-generation"} & set(SUPPORTED_TASKS)

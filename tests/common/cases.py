@@ -1,15 +1,15 @@
 """The table of what the contract suite runs over: every registered variant, and free mixes of components.
 
-A variant is covered by being registered: its family's heads say in which shapes it is tested. What a class cannot do, it
-says itself, with the reason, and the suite reports a skip:
+A variant is covered by being registered: its family's heads say in which shapes it is tested. What a class cannot do,
+it says itself, with the reason, and the suite reports a skip:
 
 ```python
 class SomeSpec(AttentionSpec):  # or a config class
     contract_exceptions: ClassVar[dict[str, str]] = {"one_by_one": "a block is decided as a whole (section 3.2)"}
 ```
 
-A key is a test's name without `test_`; with `:encoder`, `:decoder` or `:seq2seq` after it, it holds in that shape only, and
-with a head's name (config classes only) in the tests of every head, for that one.
+A key is a test's name without `test_`; with `:encoder`, `:decoder` or `:seq2seq` after it, it holds in that shape
+only, and with a head's name (config classes only) in the tests of every head, for that one.
 """
 
 from __future__ import annotations

@@ -111,7 +111,8 @@ def test_cached_equals_full(case, pieces):
 
 @each_causal_case
 def test_greedy_generation(case):
-    """`generate`, with and without a cache, equals an argmax loop over full passes, for each text of a padded batch."""
+    """`generate`, with and without a cache, equals an argmax loop over full passes, for each text of a padded
+    batch."""
     model = case.shared()
     rows = [tokens(5), tokens(2, seed=1), tokens(1, seed=2)]
     batch, mask = pad(rows, 5, "left")

@@ -6,7 +6,8 @@ from tests.common.cases import each_case
 from tests.helpers import NO_DROPOUT, tokens
 
 SIZES = {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 128, "max_position_embeddings": 64}
-# Gradients of such weights leave the range of float16, as those of a sum of squares would: as in training, the loss is scaled.
+# Gradients of such weights leave the range of float16, as those of a sum of squares would: as in training, the loss is
+# scaled.
 LOSS_SCALE = 2.0**-10
 
 

@@ -62,7 +62,8 @@ def test_gradient_checkpointing(case):
 
 @each_case
 def test_state_moves_once(case):
-    """Running statistics, centroids and counters are after a step with checkpointing what they are after one without."""
+    """Running statistics, centroids and counters are after a step with checkpointing what they are after one
+    without."""
     ids, mask = pad([tokens(9), tokens(5, seed=1)], 9, "right")
     found = []
     for kind in (None, True, False):
@@ -107,8 +108,8 @@ def test_training(case, tmp_path):
 
 @each_case
 def test_padding_has_no_loss(case):
-    """A padded text's loss, auxiliary parts included, is that of the text alone; a padded batch's task loss is the mean
-    over its real tokens."""
+    """A padded text's loss, auxiliary parts included, is that of the text alone; a padded batch's task loss is the
+    mean over its real tokens."""
     model = case.shared()
     ids, mask = pad([tokens(9), tokens(4, seed=1)], 9, "right")
 

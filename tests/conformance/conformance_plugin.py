@@ -24,8 +24,8 @@ def pytest_configure(config):
 
 
 def spare_override_dicts() -> None:
-    """transformers' tests raise every norm's epsilon, also on `config.decoder`, which they take for a config; here it may be a
-    dict of overrides, which has nothing to raise."""
+    """transformers' tests raise every norm's epsilon, also on `config.decoder`, which they take for a config; here it
+    may be a dict of overrides, which has nothing to raise."""
     from transformers import testing_utils
 
     raise_epsilons = testing_utils.set_config_for_less_flaky_test

@@ -135,8 +135,8 @@ class Case:
         return self.theirs != "RoFormerForMultipleChoice"
 
     def labelled(self, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """`given` with labels. The loss of a question-answering head also reads the logits of padding, which mean nothing
-        and differ: its rows are whole."""
+        """`given` with labels. The loss of a question-answering head also reads the logits of padding, which mean
+        nothing and differ: its rows are whole."""
         if "QuestionAnswering" in self.theirs or not self.pads_right():
             given = self.inputs(lengths=(LENGTH,) * len(LENGTHS))
         return {**given, **self.labels(given)}

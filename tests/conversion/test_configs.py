@@ -87,7 +87,8 @@ def another(name, value, hint):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_no_field_of_theirs_is_lost(model_type):
-    """Every field of their config, changed alone, comes back, or is refused, or is reported, or is listed as unread."""
+    """Every field of their config, changed alone, comes back, or is refused, or is reported, or is listed as
+    unread."""
     converter = base.converter_for(model_type)
     config_class = transformers.AutoConfig.for_model(model_type).__class__
     inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)}
@@ -120,8 +121,8 @@ def test_no_field_of_theirs_is_lost(model_type):
     assert by_fate["unread"] == UNREAD.get(model_type, set())
 
 
-# Fields of ours that change no output of a converted model: how a fresh one starts, how padding is skipped, what a classifier (where one is
-# converted, they are checked) or generation reads, and the parts that only two towers have.
+# Fields of ours that change no output of a converted model: how a fresh one starts, how padding is skipped, what a
+# classifier (where one is converted, they are checked) or generation reads, and the parts that only two towers have.
 START = {"initializer", "initializer_range", "initializer_factor", "unpad_inputs"}
 CHECKED_LATER = {"add_pooler", "classifier_pooling", "pooler_activation"}
 SECOND_TOWER = {"cross_attention", "decoder", "num_decoder_layers", "decoder_start_token_id"}

@@ -1,4 +1,5 @@
-"""A converted model computes what the original does, with padding, for every class, and converts back to it exactly."""
+"""A converted model computes what the original does, with padding, for every class, and converts back to it
+exactly."""
 
 from __future__ import annotations
 
@@ -177,8 +178,8 @@ def test_dtype_is_kept(cases, dtype):
 
 
 def test_float64_leaves_only_rounding(cases):
-    """In float64 the difference falls with the precision: the mapping is exact, not merely close. (T5's RMS norm takes its
-    mean square in float32 in transformers, so that family keeps the rounding of float32.)"""
+    """In float64 the difference falls with the precision: the mapping is exact, not merely close. (T5's RMS norm takes
+    its mean square in float32 in transformers, so that family keeps the rounding of float32.)"""
     for name in ("BertForPreTraining", "RobertaForMaskedLM", "GPT2LMHeadModel", "BartForConditionalGeneration"):
         case = cases[name]
         model = case.make().double()

@@ -32,8 +32,8 @@ def gap(one, other, given):
 
 @pytest.mark.parametrize("tie", [True, False])
 def test_masked_lm_of_the_third_version(cases, tie):
-    """`legacy=False` multiplies by the token table itself, whatever the config says of tying; it comes back in the other
-    layout, with the same outputs."""
+    """`legacy=False` multiplies by the token table itself, whatever the config says of tying; it comes back in the
+    other layout, with the same outputs."""
     case = cases[LEGACY]
     model = case.make(legacy=False, tie_word_embeddings=tie)
     ours = from_transformers(model)

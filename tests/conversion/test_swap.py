@@ -422,7 +422,10 @@ def test_refused_sources(tmp_path, cases):
     with pytest.raises(ValueError, match="There is no folder"):
         swap_components(tmp_path / "nothing", max_length=5)
     with pytest.raises(ValueError, match="No conversion for model type 'distilbert'; these convert: bart"):
-        swap_components(transformers.DistilBertModel(transformers.DistilBertConfig(n_layers=1, dim=12, n_heads=2, hidden_dim=12)), max_length=5)  # fmt: skip
+        swap_components(
+            transformers.DistilBertModel(transformers.DistilBertConfig(n_layers=1, dim=12, n_heads=2, hidden_dim=12)),
+            max_length=5,
+        )
     model = from_transformers(cases["BertForMaskedLM"].make())
     with pytest.raises(ValueError, match="leave `head` out"):
         swap_components(model, head="Model", max_length=5)

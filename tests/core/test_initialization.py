@@ -127,8 +127,8 @@ def test_loading_does_not_start_again(tmp_path):
 
 @pytest.mark.parametrize("name", TEXT_TYPES)
 def test_tokens_are_heard_beside_positions(name):
-    """What the first layer reads varies with the token, not with the place alone: small vectors beside large positions take
-    hundreds of steps to be told apart, whatever the mechanism."""
+    """What the first layer reads varies with the token, not with the place alone: small vectors beside large positions
+    take hundreds of steps to be told apart, whatever the mechanism."""
     made = config_class(name)
     kind = "encoder" if "ForMaskedLM" in made.heads else "decoder" if "ForCausalLM" in made.heads else "seq2seq"
     torch.manual_seed(0)

@@ -30,7 +30,10 @@ def tiny(model_type, head="Model", **fields):
 )
 def test_typos_and_inputs_of_other_models(model_type, head, name, nearest):
     model = tiny(model_type, head)
-    with pytest.raises(TypeError, match=f"No component of this '{model_type}' model reads the argument `{name}`; did you mean `{nearest}`"):  # fmt: skip
+    with pytest.raises(
+        TypeError,
+        match=f"No component of this '{model_type}' model reads the argument `{name}`; did you mean `{nearest}`",
+    ):
         model(input_ids=IDS, **{name: torch.ones_like(IDS)})
     model(input_ids=IDS, **{name: None})  # None is what an argument is that was not given
 

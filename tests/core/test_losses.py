@@ -185,7 +185,8 @@ def padded_labels(side):
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("prepared", [False, True])
 def test_padded_labels_are_padding_for_the_decoder(side, prepared):
-    """Logits, balance losses and capacity are those of the texts alone, with inputs made by the model or a collator."""
+    """Logits, balance losses and capacity are those of the texts alone, with inputs made by the model or a
+    collator."""
     experts = {"type": "switch_transformer", "num_experts": 4, "capacity_factor": 1.0, "jitter": 0.0}
     fields = {"feedforward": experts, "decoder_start_token_id": 2}
     model, ids = build(XFormerForSeq2SeqLM, **fields).train(), tokens(2, 6, high=40)

@@ -22,17 +22,16 @@ def run(program):
 
 def test_import_is_light():
     """No torch, no transformers models, no variant."""
-    output = run(
-        """
+    output = run("""
         import sys, time
         start = time.perf_counter()
         import hf_xformers
         print(round(time.perf_counter() - start, 3))
-        heavy = [name for name in ("torch", "numpy", "transformers.models.auto.configuration_auto") if name in sys.modules]
+        slow = ("torch", "numpy", "transformers.models.auto.configuration_auto")
+        heavy = [name for name in slow if name in sys.modules]
         heavy += [name for name in sys.modules if name.startswith("hf_xformers.variants.")]
         print(heavy)
-        """
-    )
+        """)
     seconds, heavy = output.splitlines()
     print(f"import hf_xformers: {seconds} s")
     assert heavy == "[]"
@@ -67,14 +66,12 @@ def test_from_pretrained_in_a_new_process(tmp_path):
     model = family("xf_gpt2")["ForCausalLM"](config).eval()
     model.save_pretrained(tmp_path)
     ids = tokens(1, 5)
-    output = run(
-        f"""
+    output = run(f"""
         import hf_xformers, torch
         from transformers import AutoModelForCausalLM
         model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
         print(type(model).__name__, float(model(torch.tensor({ids.tolist()})).logits.double().sum()))
-        """
-    )
+        """)
     name, total = output.splitlines()[-1].split()
     assert name == "XFGPT2ForCausalLM"
     assert float(total) == pytest.approx(model(ids).logits.double().sum().item(), abs=1e-3)

@@ -92,8 +92,8 @@ def test_our_trainer_refuses_at_once(monkeypatch, tmp_path):
 @pytest.mark.parametrize("position", ["learned_absolute", "rotary"])
 @pytest.mark.parametrize("places", [[0, 1, 6, 7, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 6, 7]], ids=["balanced", "in_order"])
 def test_parts_make_the_whole(sharded, monkeypatch, position, places):
-    """Two processes, played by two rows of a batch: with SDPA exchanging keys and values in the order of their places, as
-    torch's ring does, all else of a dense causal model gives each token what it gets in the whole text."""
+    """Two processes, played by two rows of a batch: with SDPA exchanging keys and values in the order of their places,
+    as torch's ring does, all else of a dense causal model gives each token what it gets in the whole text."""
     model, ids = build(position=position), tokens(1, 8, high=40)
     labels = torch.cat([ids[:, 1:], torch.full((1, 1), -100)], 1)
     whole = model(ids, labels=ids)

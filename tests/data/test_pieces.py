@@ -1,4 +1,5 @@
-"""Long documents: divided by position, cut for the tokenizer where nothing changes, and read with their line breaks."""
+"""Long documents: divided by position, cut for the tokenizer where nothing changes, and read with their line
+breaks."""
 
 import pytest
 

@@ -91,8 +91,7 @@ def fake_library(tmp_path, monkeypatch):
     (package / "broken.py").write_text("def f(:\n")
     (package / "latin.py").write_bytes('# -*- coding: latin-1 -*-\n"""Caf\xe9."""\n'.encode("latin-1"))
     (tmp_path / "single.py").write_text(
-        textwrap.dedent(
-            '''
+        textwrap.dedent('''
             """Module."""
             try:
                 class A:
@@ -115,8 +114,7 @@ def fake_library(tmp_path, monkeypatch):
                     def m(): "Case."
             def n(): return "no docstring"
             def o(): "Method."
-            '''
-        )
+            ''')
     )
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setattr(sys, "stdlib_module_names", frozenset({"pack", "single", "absent"}))
@@ -131,7 +129,10 @@ def test_reading_order_and_what_is_passed_over(fake_library):
         ("pack.latin", "Café."),
         (
             "single",
-            "Module.\n\nClass.\n\nMethod.\n\n    Indented.\n\nLast.\n\nInner.\n\nCoroutine.\n\nBranch.\n\nCase.\n\nMethod.",
+            (
+                "Module.\n\nClass.\n\nMethod.\n\n   "
+                " Indented.\n\nLast.\n\nInner.\n\nCoroutine.\n\nBranch.\n\nCase.\n\nMethod."
+            ),
         ),
     ]
 

@@ -55,7 +55,8 @@ def test_queries_come_soon_after_the_pairs_or_evenly():
     even, early = slots(1.0), slots(0.01)
     assert abs(even.mean() - 49.5) < 4 * 28.9 / 800**0.5
     assert early.mean() < 20
-    # The first of two draws is slot i with probability w_i / sum(w); both orders together lie between this and twice it.
+    # The first of two draws is slot i with probability w_i / sum(w); both orders together lie between this and twice
+    # it.
     weights = np.arange(1, 101) ** (0.01 - 1)
     share = (early == 0).mean() * 2
     assert weights[0] / weights.sum() - 0.1 < share < 2 * weights[0] / weights.sum() + 0.1

@@ -165,7 +165,8 @@ def test_wordpiece_ties_do_not_depend_on_the_process(corpus):
 
 
 def test_bpe_round_trip_is_exact(trained):
-    for text in ("plain words", "  two  spaces\n\ttab ", "naïve Ünïcödé, 漢字, 🙂 ‮", "", " a", "don't . stop !"):
+    texts = ("plain words", "  two  spaces\n\ttab ", "naïve Ünïcödé, 漢字, 🙂 ‮", "", " a", "don't . stop !")
+    for text in texts:
         ids = trained["bpe"](text, add_special_tokens=False)["input_ids"]
         assert trained["bpe"].decode(ids) == text
         assert trained["bpe"].decode(trained["bpe"](text)["input_ids"], skip_special_tokens=True) == text

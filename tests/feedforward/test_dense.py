@@ -134,7 +134,8 @@ def test_chunks_of_any_length(length):
 
 
 def test_chunks_keep_no_inner_activations():
-    """What the backward pass keeps of a chunked feed-forward has no inner width, and its gradients are the plain ones."""
+    """What the backward pass keeps of a chunked feed-forward has no inner width, and its gradients are the plain
+    ones."""
     kept, gradients = {}, {}
     for chunk in (0, 2):
         module, states = build("swiglu", chunk_size_feed_forward=chunk), vectors(2, 5).requires_grad_()

@@ -1,4 +1,5 @@
-"""Noisy top-k, GShard and prototyped experts against loops over tokens, and what their queues and losses may depend on."""
+"""Noisy top-k, GShard and prototyped experts against loops over tokens, and what their queues and losses may depend
+on."""
 
 import math
 
@@ -133,8 +134,8 @@ def test_pairs(factor):
 
 @pytest.mark.parametrize("size", [1, 3, 4, 8, 50])
 def test_local_groups(size):
-    """Each run of `size` real tokens of a text is routed as if it were alone (section 2.2: S = N / G tokens per group, C = 2 S /
-    E); padding takes no place in any, and packed documents begin new ones."""
+    """Each run of `size` real tokens of a text is routed as if it were alone (section 2.2: S = N / G tokens per group,
+    C = 2 S / E); padding takes no place in any, and packed documents begin new ones."""
     module = build({**PAIRS, "capacity_factor": 1.0, "group_size": size}).train()
     states = vectors(2, 11)
     expected = torch.cat([pairs_loop(module, part, 1.0)[0] for part in states.split(size, dim=1)], 1)
@@ -164,11 +165,12 @@ def test_groups_do_not_meet():
 @pytest.mark.parametrize("queue", ["position", "probability"])
 @pytest.mark.parametrize("fraction", [0.125, 0.25, 1.0])
 def test_same_as_transformers(queue, fraction):
-    """NLLB-MoE's router and networks, weights copied: second expert always asked, gates normalised before tokens are dropped.
+    """NLLB-MoE's router and networks, weights copied: second expert always asked, gates normalised before tokens are
+    dropped.
 
-    Its capacity in evaluation is a share of the tokens of the whole batch, so the batch is one text. The sum over experts is
-    written out here: in transformers 5.23 its own loop reads the router's 0/1 table as expert numbers and runs experts 0 and
-    1 alone.
+    Its capacity in evaluation is a share of the tokens of the whole batch, so the batch is one text. The sum over
+    experts is written out here: in transformers 5.23 its own loop reads the router's 0/1 table as expert numbers and
+    runs experts 0 and 1 alone.
     """
     config = NllbMoeConfig(
         d_model=WIDTH,
@@ -220,8 +222,8 @@ def test_second_expert_by_chance():
 
 
 def test_second_choices_and_the_future():
-    """With capacities a later token's first choice can push out an earlier one's second: the paper's, in an encoder or when
-    asked for. A decoder is without capacity unless `decoder_capacity` says otherwise."""
+    """With capacities a later token's first choice can push out an earlier one's second: the paper's, in an encoder or
+    when asked for. A decoder is without capacity unless `decoder_capacity` says otherwise."""
     leaks = {}
     for name, fields, spec in (
         ("encoder", {}, {}),

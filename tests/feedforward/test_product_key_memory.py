@@ -1,4 +1,5 @@
-"""Product-key memories against a search of all slots, the package `product-key-memory`, and what normalisation may see."""
+"""Product-key memories against a search of all slots, the package `product-key-memory`, and what normalisation may
+see."""
 
 import pytest
 import torch

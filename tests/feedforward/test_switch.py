@@ -196,7 +196,8 @@ def test_router_keeps_full_precision():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [WIDTH, 16])
 def test_kernels_agree(dtype, width):
-    """The grouped product of each precision, aligned or not, forward and backward, with idle experts and dropped tokens."""
+    """The grouped product of each precision, aligned or not, forward and backward, with idle experts and dropped
+    tokens."""
     torch.manual_seed(0)
     exact = Experts(4, width, 2 * width, activation="relu", bias=True, dropout=0.0).double()
     with torch.no_grad():
@@ -218,7 +219,8 @@ def test_kernels_agree(dtype, width):
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 @pytest.mark.parametrize("frozen", ["", "up", "down", "rows"])
 def test_slices_and_groups_agree(monkeypatch, activation, frozen):
-    """The CPU's way and the accelerators', with two choices, gates, dropped assignments, and parts that need no gradient."""
+    """The CPU's way and the accelerators', with two choices, gates, dropped assignments, and parts that need no
+    gradient."""
     torch.manual_seed(0)
     experts = Experts(3, 8, 16, activation=activation, bias=True, dropout=0.0).double()
     with torch.no_grad():

@@ -14,7 +14,8 @@ LABELS = [[0, 0, 0, -100, 0], [0, 0, 1], [2, 0, -100]]  # eight examples of clas
 
 
 def test_weights():
-    """Equal without balance, scikit-learn's at 1, in between the power; a class that does not occur changes nothing."""
+    """Equal without balance, scikit-learn's at 1, in between the power; a class that does not occur changes
+    nothing."""
     assert class_weights(LABELS, 3, 0.0).tolist() == [1.0, 1.0, 1.0]
     sklearn = pytest.importorskip("sklearn.utils.class_weight")
     flat = [label for row in LABELS for label in row if label >= 0]
@@ -47,7 +48,8 @@ def test_loss():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """One word in ten may be an entity, and then is in half of the cases: without balance, nothing is the best guess."""
+    """One word in ten may be an entity, and then is in half of the cases: without balance, nothing is the best
+    guess."""
     folder = tmp_path_factory.mktemp("rare")
     generator = torch.Generator().manual_seed(0)
     files = []

@@ -1,4 +1,5 @@
-"""Tables as users have them: malformed ones are refused with file and line, odd but sound ones are read as they are meant."""
+"""Tables as users have them: malformed ones are refused with file and line, odd but sound ones are read as they are
+meant."""
 
 import gzip
 import json

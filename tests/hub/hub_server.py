@@ -1,7 +1,8 @@
 """A small Hub on loopback, in memory: as much of the protocol as the real client needs to create, upload and download.
 
-Endpoints: whoami, repos/create, validate-yaml, branch, preupload, LFS batch, the upload itself (one part or several), verify,
-commit (and pull request), model info, tree, resolve. Commits are atomic: a revision is a mapping from path to content.
+Endpoints: whoami, repos/create, validate-yaml, branch, preupload, LFS batch, the upload itself (one part or several),
+verify, commit (and pull request), model info, tree, resolve. Commits are atomic: a revision is a mapping from path to
+content.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class Repo:
 
 
 class Hub(ThreadingHTTPServer):
-    """`with Hub() as hub:` serves at `hub.url`. tokens: token -> user. part_size: repository -> bytes of one part of an upload, where
-    it has several. fail: a function of (method, path) that says which requests are answered with which status."""
+    """`with Hub() as hub:` serves at `hub.url`. tokens: token -> user. part_size: repository -> bytes of one part of
+    an upload, where it has several. fail: a function of (method, path) that says which requests are answered with
+    which status."""
 
     daemon_threads = True
 

@@ -105,8 +105,8 @@ ALLOWED = {"torch", "transformers", "huggingface_hub", "numpy", *sys.stdlib_modu
 
 @functools.cache
 def siblings(name, text):
-    """The files that a file imports, as `from .x import ...` or `from . import x`; nothing else may be imported but what is
-    always there."""
+    """The files that a file imports, as `from .x import ...` or `from . import x`; nothing else may be imported but
+    what is always there."""
     found = set()
     for node in ast.walk(ast.parse(text, name)):
         if isinstance(node, ast.Import):
@@ -121,7 +121,8 @@ def siblings(name, text):
 
 @pytest.mark.parametrize("model_type", model_types())
 def test_code_is_closed(model_type):
-    """All files compile and import each other or what is always there; the loader finds all of them from every class."""
+    """All files compile and import each other or what is always there; the loader finds all of them from every
+    class."""
     cls = config_class(model_type)
     files = code_files(cls(**tiny_fields(cls, "decoder" if cls().is_decoder else "encoder")), cls.heads)
     for name, text in files.items():

@@ -59,7 +59,8 @@ COMPILED = [case for case in ONCE if case.name in ("xf_gpt2", "xf_t5", "xf_longf
 
 @pytest.mark.parametrize("case", COMPILED, ids=str)
 def test_one_graph_for_every_step(case):
-    """Decoding with a static cache is traced once: no step of it is traced again, and the scores are those of the whole."""
+    """Decoding with a static cache is traced once: no step of it is traced again, and the scores are those of the
+    whole."""
     torch._dynamo.reset()
     model, ids = case.shared(), tokens(2, 9)
     cache = StaticCache(config=decoder_config(model), max_cache_len=12)

@@ -1,4 +1,5 @@
-"""8-bit weights through torchao, from transformers' own configuration: outputs stay near, and a checkpoint loads again."""
+"""8-bit weights through torchao, from transformers' own configuration: outputs stay near, and a checkpoint loads
+again."""
 
 import pytest
 import torch

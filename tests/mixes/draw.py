@@ -35,8 +35,8 @@ GEOMETRY: dict[str, Any] = {
     **NO_DROPOUT,
 }
 
-# Values of fields whose type does not say them, or whose defaults are made for real models. A field that is named here is
-# always drawn; `slot.type.field` comes before `type.field`, which comes before `field`.
+# Values of fields whose type does not say them, or whose defaults are made for real models. A field that is named here
+# is always drawn; `slot.type.field` comes before `type.field`, which comes before `field`.
 SIZES = (1, 2, 3, 4, 5, 8)
 ALWAYS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(

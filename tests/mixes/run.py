@@ -23,7 +23,8 @@ def prepare() -> None:
 
 
 def one(seed: int) -> tuple[int, str, str, str]:
-    """The mix of this seed: its number, outcome, what was said, and for a third outcome a line that brings it again."""
+    """The mix of this seed: its number, outcome, what was said, and for a third outcome a line that brings it
+    again."""
     mix = draw(seed)
     outcome = check(mix)
     line = shrink(mix, outcome, check).line() if outcome.third else ""

@@ -127,7 +127,8 @@ def test_engine_equals_reference(sets, rounds):
 
 
 def test_one_softmax_over_the_union():
-    """Rounds joined by their log-sum-exp, with keys in several rounds counted once, are one softmax over all of them."""
+    """Rounds joined by their log-sum-exp, with keys in several rounds counted once, are one softmax over all of
+    them."""
     q, k, v, labels = inputs(20, rounds=4)
     out = bucketed_attention(q, k, v, labels, Recent(3), num_labels=3)
     for b, h in itertools.product(range(2), range(2)):

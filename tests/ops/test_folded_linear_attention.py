@@ -64,8 +64,8 @@ def test_equals_the_literal_form(lengths, biases, masked, eps):
 
 
 def test_what_is_kept():
-    """Beside the states: features of keys, weights of queries, a number for each query and head; keys, queries, values and
-    outputs of heads are not."""
+    """Beside the states: features of keys, weights of queries, a number for each query and head; keys, queries, values
+    and outputs of heads are not."""
     made, sizes = inputs(600, 600, True), []
 
     def pack(tensor):

@@ -8,7 +8,8 @@ from hf_xformers.ops.bucketed.kmeans import nearest_tokens, squared_distances, s
 
 
 def test_places_are_counted_or_sorted_out():
-    """Two ways to the places that a cluster chose; the second one stands where scores are not numbers, or on other devices."""
+    """Two ways to the places that a cluster chose; the second one stands where scores are not numbers, or on other
+    devices."""
     places = torch.rand(2, 3, 4, 20).topk(5).indices.sort(-1).values
     chosen = torch.zeros(2, 3, 4, 20, dtype=torch.bool).scatter(-1, places, True)
     assert torch.equal(kmeans._in_order(chosen, 5), places)

@@ -45,8 +45,8 @@ class Pairs:
 
 
 class Products(Pairs):
-    """term_ij = |tanh(q_i W)| . tanh(k_j U) + a table [H, T, S] + sin of numbers by distance [H, T + S - 1, 1], with values from
-    another table if `has_values`."""
+    """term_ij = |tanh(q_i W)| . tanh(k_j U) + a table [H, T, S] + sin of numbers by distance [H, T + S - 1, 1], with
+    values from another table if `has_values`."""
 
     def by_query(self, query, tables):
         return (torch.tanh(query @ tables[0]),)

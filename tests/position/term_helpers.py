@@ -49,8 +49,8 @@ def projected(layer, states):
 
 def check_scores(position, expected, causal=False, length=9, values=None, mask=None, **fields):
     """Literal path and fast path (in several blocks and in one), outputs and gradients, against
-    `expected(layer, module, q, k) -> scores [B, H, T, T]`, and `values(layer, weights) -> [B, H, T, d]`. What padding as a
-    query gets is nobody's."""
+    `expected(layer, module, q, k) -> scores [B, H, T, T]`, and `values(layer, weights) -> [B, H, T, d]`. What padding
+    as a query gets is nobody's."""
     layer, module, _ = build(position, causal, **fields)
     states = vectors(2, length)
     given = {"padding_mask": mask} if mask is not None else {}

@@ -127,7 +127,8 @@ def test_complex_weights_start_as_real_ones(tmp_path):
 
 
 def test_common_frequency_hermitian_depends_on_distance():
-    """Oracle of the survey's ledger: with the key conjugated and one frequency for all words, a shift changes no score."""
+    """Oracle of the survey's ledger: with the key conjugated and one frequency for all words, a shift changes no
+    score."""
     torch.manual_seed(0)
     (layer,) = build_layers({"type": "complex_order", "product": "hermitian", "bias": False})
     amplitude = vectors(1, 6)[..., : WIDTH // 2]

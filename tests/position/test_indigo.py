@@ -125,7 +125,8 @@ def text(words, order):
 
 
 def place_loss_by_loop(model, ids, places, first=0):
-    """-log p of each insertion: both names of the gap between the nearest neighbours, over all slots inside the text."""
+    """-log p of each insertion: both names of the gap between the nearest neighbours, over all slots inside the
+    text."""
     states = model.model(input_ids=ids, insertion_positions=places).last_hidden_state[0]
     _, pointer, left, right = model.lm_head.parts(states).chunk(4, dim=-1)
     z, losses = places[0].tolist(), []

@@ -1,4 +1,5 @@
-"""Four times the training length: positions that say they extrapolate work there, the others refuse in one sentence."""
+"""Four times the training length: positions that say they extrapolate work there, the others refuse in one
+sentence."""
 
 import pytest
 import torch

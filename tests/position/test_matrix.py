@@ -36,10 +36,19 @@ ATTENTIONS = names("attention")
 
 # Why a cell may be refused. What a mechanism says about itself names it.
 REFUSALS = (
-    r"position '\w+' adds a bias to attention scores, which attention '\w+' has no place for; use an input-level position",
+    (
+        r"position '\w+' adds a bias to attention scores, which attention '\w+' has no place for; use an input-level"
+        r" position"
+    ),
     r"position '\w+' rotates queries and keys, which attention '\w+' has no place for; use an input-level position",
-    r"position '\w+' adds terms of queries and keys to attention scores, which attention '\w+' has no place for; use an",
-    r"position '\w+' adds to the queries, keys and values of every layer, which attention '\w+' has no place for; use an",
+    (
+        r"position '\w+' adds terms of queries and keys to attention scores, which attention '\w+' has no place for;"
+        r" use an"
+    ),
+    (
+        r"position '\w+' adds to the queries, keys and values of every layer, which attention '\w+' has no place for;"
+        r" use an"
+    ),
     r"position '\w+' only works in a causal decoder",
     r"attention '\w+' has no causal form and cannot stand in a decoder",
     r"attention '\w+' is causal only and cannot stand in an encoder",
@@ -118,7 +127,8 @@ def check(config, shape):
 
 @pytest.mark.parametrize("row", ROWS)
 def test_beyond_the_training_length(row):
-    """Four times the length that the config names: positions that extrapolate compute it; the others say that they cannot."""
+    """Four times the length that the config names: positions that extrapolate compute it; the others say that they
+    cannot."""
     shape = "decoder" if row in ("music_transformer", "indigo") else "encoder"
     config = refused(row, "dense", shape)
     torch.manual_seed(0)

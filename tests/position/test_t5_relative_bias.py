@@ -114,7 +114,8 @@ def test_block(model_class):
 
 
 def test_layers_share_one_table():
-    """The attention weights of the first layer are a softmax of scores plus the table's entries; all layers read it."""
+    """The attention weights of the first layer are a softmax of scores plus the table's entries; all layers read
+    it."""
     model = build(XFormerModel).eval()
     assert [name for name, _ in model.named_parameters() if "table" in name] == ["trunk.position.table.weight"]
     ids = tokens(1, 6, high=40)

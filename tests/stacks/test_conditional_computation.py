@@ -1,4 +1,5 @@
-"""Conditional computation: against a Transformer with split feed-forward written here, and against gates set by hand."""
+"""Conditional computation: against a Transformer with split feed-forward written here, and against gates set by
+hand."""
 
 from __future__ import annotations
 
@@ -159,7 +160,8 @@ def test_closed_parts_are_skipped():
 
 
 def test_soft_gates():
-    """Training: sigmoid(G + alpha eps) from the generator's own eps; the noise of pass t is t / steps of its maximum."""
+    """Training: sigmoid(G + alpha eps) from the generator's own eps; the noise of pass t is t / steps of its
+    maximum."""
     net = build(noise_max=2.0, noise_steps=4)
     module, x = gates(net)[0], torch.randn(2, 5, 16, dtype=torch.float64)
     logits = module.outer(module.inner(x).clamp(min=0))

@@ -93,8 +93,8 @@ SETTINGS = {
 @pytest.mark.parametrize("mix", [{}, {"residual": "pre_ln", "position": "rotary"}], ids=["bert", "pre_ln_rotary"])
 @pytest.mark.parametrize("type", RULES)
 def test_exits(type, mix):
-    """Logits and layers of a padded batch equal the rule applied to each text alone; recording, tracing and running alone
-    give the same."""
+    """Logits and layers of a padded batch equal the rule applied to each text alone; recording, tracing and running
+    alone give the same."""
     fields, rule = SETTINGS[type]
     net = build(type, **fields, **mix)
     rows, (ids, mask) = batch()
@@ -150,8 +150,8 @@ def test_traced(type):
 
 
 def test_threshold_limits():
-    """-1 is the whole model; more than log C is the first layer; the exit is never later for a larger threshold; a list
-    has one threshold for each layer."""
+    """-1 is the whole model; more than log C is the first layer; the exit is never later for a larger threshold; a
+    list has one threshold for each layer."""
     net = build("entropy_exit")
     _, (ids, mask) = batch()
     given = {"input_ids": ids, "attention_mask": mask}
@@ -181,7 +181,8 @@ def test_entropy():
 
 
 def test_patience_limits():
-    """0 uses all layers, P leaves after P + 1 at the earliest; layers and classifiers that repeat leave exactly there."""
+    """0 uses all layers, P leaves after P + 1 at the earliest; layers and classifiers that repeat leave exactly
+    there."""
     _, (ids, mask) = batch()
     given = {"input_ids": ids, "attention_mask": mask}
     net = build("patience_exit", patience=0)

@@ -94,8 +94,8 @@ def test_recursion_by_hand(kind):
 
 
 def test_weight_on_the_embedding_is_a_parallel_model():
-    """With all of the mixture on layer 0 nothing feeds back: keys and values come from the embeddings, and all tokens can
-    be computed at once, each reading the ones before it and, in place of ones before the text, zeros."""
+    """With all of the mixture on layer 0 nothing feeds back: keys and values come from the embeddings, and all tokens
+    can be computed at once, each reading the ones before it and, in place of ones before the text, zeros."""
     net, ids = model(), tokens(2, 9)
     with torch.no_grad():
         net.trunk.stack.mixture.zero_()
@@ -217,7 +217,8 @@ def test_what_the_backward_pass_keeps_grows_linearly():
 
 @each_kind
 def test_weights(kind):
-    """Recorded weights are those of the recursion: on earlier tokens only, the rest on empty memories; values come out."""
+    """Recorded weights are those of the recursion: on earlier tokens only, the rest on empty memories; values come
+    out."""
     net = model(XFormerForCausalLM, **KINDS[kind])
     window, ids = net.config.attention.window, tokens(2, 9)
     with torch.no_grad():
@@ -286,8 +287,8 @@ def test_a_decoder_with_an_encoder():
 
 
 def test_other_caches():
-    """A cache of keys and values has no place for the window, an assistant cannot be followed, and a static cache, whose
-    point is a constant size, is this one."""
+    """A cache of keys and values has no place for the window, an assistant cannot be followed, and a static cache,
+    whose point is a constant size, is this one."""
     net, ids = model(XFormerForCausalLM), tokens(1, 4)
     with pytest.raises(ValueError, match="which a DynamicCache has no place for"):
         net(ids, past_key_values=DynamicCache(), use_cache=True)

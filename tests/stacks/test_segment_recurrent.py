@@ -84,7 +84,8 @@ def test_equals_a_dense_pass(memory_length, residual):
 
 
 def test_window_of_the_same_reach():
-    """With a memory as long as the reach, segments of any length equal one pass with a sliding window, and token by token."""
+    """With a memory as long as the reach, segments of any length equal one pass with a sliding window, and token by
+    token."""
     model, ids = build(3, attention={"reach": 3}), tokens(2, 14)
     place = torch.arange(14)
     distance = place[:, None] - place[None]

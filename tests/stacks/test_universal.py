@@ -1,4 +1,5 @@
-"""The Universal Transformer's stack: against ALBERT by weight copy, hand-written signals, and ACT one token at a time."""
+"""The Universal Transformer's stack: against ALBERT by weight copy, hand-written signals, and ACT one token at a
+time."""
 
 from __future__ import annotations
 

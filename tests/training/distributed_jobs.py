@@ -52,7 +52,8 @@ def token_loss(case: Case, model: nn.Module, rows: slice, world: int, step: int)
     more = {"decoder_input_ids": ids[rows], "decoder_attention_mask": mask[rows]} if case.shape == "seq2seq" else {}
     output = model(input_ids=ids[rows], attention_mask=mask[rows], labels=labels[rows], **more)
     wanted = F.cross_entropy(output.logits.flatten(0, 1), labels[rows].flatten(), reduction="sum")
-    # Auxiliary losses are not linear in the batch; they take part with weight 0, so that every parameter has a gradient.
+    # Auxiliary losses are not linear in the batch; they take part with weight 0, so that every parameter has a
+    # gradient.
     return wanted * world / (labels != -100).sum() + 0.0 * output.loss
 
 
@@ -257,7 +258,8 @@ SHARDED_RUNS = ("uneven", "uneven, accumulated, checkpointed", "reversible")
 
 
 def sharded_trainer(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """Trainer with Accelerate's FSDP2, resumed from its checkpoint, and the model that it saves; alone: without FSDP."""
+    """Trainer with Accelerate's FSDP2, resumed from its checkpoint, and the model that it saves; alone: without
+    FSDP."""
     found: dict[str, Any] = {}
     options = {} if world == 1 else {"fsdp": True, "fsdp_config": {"version": 2}}
     for number, name in enumerate(SHARDED_RUNS):

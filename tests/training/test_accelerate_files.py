@@ -1,4 +1,5 @@
-"""The ready config files of scripts/accelerate: Accelerate reads them, and the one for the CPU starts two processes."""
+"""The ready config files of scripts/accelerate: Accelerate reads them, and the one for the CPU starts two
+processes."""
 
 import subprocess
 import sys

@@ -54,8 +54,8 @@ def close(actual, expected, tolerance=TOLERANCE):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_family_learns_the_same(name, results):
-    """DDP without a broadcast of buffers: parameters, running statistics, centroids, counters, random features. Rows are
-    of unequal lengths, so the processes hold unequal numbers of tokens."""
+    """DDP without a broadcast of buffers: parameters, running statistics, centroids, counters, random features. Rows
+    are of unequal lengths, so the processes hold unequal numbers of tokens."""
     alone, first, second = (job[name] for job in results("data_parallel"))
     close(first, second, 0)
     close(first, alone)
@@ -157,7 +157,8 @@ def test_plans_name_what_is_there(case):
 
 
 def test_layers_of_a_class_from_elsewhere_are_found():
-    """A block that is registered outside the package brings a layer class; Accelerate's FSDP has to find it by name."""
+    """A block that is registered outside the package brings a layer class; Accelerate's FSDP has to find it by
+    name."""
 
     class ForeignLayer(XFormerLayer):
         pass

@@ -1,5 +1,6 @@
-"""One run, killed ten times (SIGKILL, at random steps, half of them in the middle of writing a file): after every death each
-checkpoint that counts as complete can be read, and the run ends with the weights of one that nobody disturbed."""
+"""One run, killed ten times (SIGKILL, at random steps, half of them in the middle of writing a file): after every
+death each checkpoint that counts as complete can be read, and the run ends with the weights of one that nobody
+disturbed."""
 
 import json
 import os

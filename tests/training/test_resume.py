@@ -14,8 +14,8 @@ from tests.training.runs import history, pretrain, pretrain_flags, summary, weig
 
 ROOT = Path(__file__).parents[2]
 
-# Runs the command in child processes (so that the imports are paid once), which die by SIGKILL: after a step, or while a
-# checkpoint is half written.
+# Runs the command in child processes (so that the imports are paid once), which die by SIGKILL: after a step, or while
+# a checkpoint is half written.
 VICTIMS = """
 import json, os, signal, sys
 import datasets, torch

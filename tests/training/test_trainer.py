@@ -173,7 +173,8 @@ def test_metrics_do_not_depend_on_the_batch_size(tmp_path, size):
 
 
 def assert_floor(metrics, targets):
-    """What the targets' own frequencies give: the share of the most frequent, and the mean of -log of each one's share."""
+    """What the targets' own frequencies give: the share of the most frequent, and the mean of -log of each one's
+    share."""
     share = {token: count / len(targets) for token, count in collections.Counter(targets).items()}
     assert metrics["eval_floor_accuracy"] == pytest.approx(max(share.values()))
     assert metrics["eval_floor_loss"] == pytest.approx(-sum(math.log(share[t]) for t in targets) / len(targets))

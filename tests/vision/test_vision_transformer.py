@@ -69,7 +69,8 @@ def copied(cls, ours, implementation="sdpa"):
 
 
 def test_equals_transformers():
-    """ViTModel: last states, every layer's states, attention weights, the pooler; the gradient with respect to pixels."""
+    """ViTModel: last states, every layer's states, attention weights, the pooler; the gradient with respect to
+    pixels."""
     ours = build()
     pixels = picture(12, 12).requires_grad_()
     mine = ours(pixels, output_hidden_states=True)
@@ -152,8 +153,8 @@ def cubic(x, a=-0.75):
 
 
 def test_resized_positions():
-    """Bicubic weights of the 16 cells around each new cell's centre, edges repeated; the class row stays; at the native
-    size nothing happens."""
+    """Bicubic weights of the 16 cells around each new cell's centre, edges repeated; the class row stays; at the
+    native size nothing happens."""
     net = build()
     embedding, (rows, columns) = net.trunk.embedding, (5, 2)
     assert embedding.grid_positions(3, 3) is embedding.positions

@@ -46,7 +46,8 @@ class Attention(Undecayed, nn.Module):
 
     @property
     def takes_unpadded(self) -> bool:
-        """Whether it reads real tokens alone (`context.unpadding`): projections do, and lay them out in rows for the rest."""
+        """Whether it reads real tokens alone (`context.unpadding`): projections do, and lay them out in rows for the
+        rest."""
         kind = type(self)
         return not self.cross and kind.forward is Attention.forward and kind.project_self is Attention.project_self
 
@@ -140,13 +141,14 @@ class Attention(Undecayed, nn.Module):
 class AttentionSpec(Spec):
     """Base of attention specs: fields every mechanism has, and what it can do.
 
-    splits_heads: whether tensor parallelism may give each process some of the heads: no parameter, buffer or pattern of a
-    single head beside the projections, and no exchange between heads. why_one_length: why a graph of it that is exported
-    takes the length of its sample alone, if so.
+    splits_heads: whether tensor parallelism may give each process some of the heads: no parameter, buffer or pattern
+    of a single head beside the projections, and no exchange between heads. why_one_length: why a graph of it that is
+    exported takes the length of its sample alone, if so.
 
     max_global_tokens: bound on the global tokens of a row, where a mechanism has such tokens and bounds them.
 
-    Layers may share more than the call: [`AttentionSpec.shared_sizes`]. first_owns: the first layer owns what they share;
+    Layers may share more than the call: [`AttentionSpec.shared_sizes`]. first_owns: the first layer owns what they
+    share;
     runs_through: every layer passes it on, up to the last.
 
     bias: biases on the projections. scale: factor on scores (`None`: 1 / sqrt(head width); T5: 1.0).
@@ -171,8 +173,8 @@ class AttentionSpec(Spec):
     scale: float | int | None = None
 
     def shared_sizes(self, config) -> tuple | None:
-        """What has to be alike in all layers of a tower with this mechanism, because they share tensors; None: they share
-        none."""
+        """What has to be alike in all layers of a tower with this mechanism, because they share tensors; None: they
+        share none."""
         return None
 
     def hands_on(self, config) -> bool:
@@ -189,8 +191,8 @@ class AttentionSpec(Spec):
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether the weight and bias of a projection are all there is to it, so that a mechanism may use them without calling it:
-    no adapter, hook, offloading, quantisation or sharding."""
+    """Whether the weight and bias of a projection are all there is to it, so that a mechanism may use them without
+    calling it: no adapter, hook, offloading, quantisation or sharding."""
     if type(module) is not nn.Linear or "forward" in vars(module) or type(module.weight) is not nn.Parameter:
         return False
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)

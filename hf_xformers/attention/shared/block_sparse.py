@@ -16,16 +16,18 @@ from .base import Attention, literal_softmax_attention
 from .position_terms import ScoreTerms
 from .visibility import visible_pairs
 
-# A few queries with a score bias or score terms (decoding) are computed densely: a plan of blocks for every step would cost more.
+# A few queries with a score bias or score terms (decoding) are computed densely: a plan of blocks for every step would
+# cost more.
 FEW_QUERIES = 4
 
 
 class BlockSparseAttention(Attention):
-    """o_i = sum over j in N(i) of softmax_{N(i)}(scale * q_i k_j + b_ij) v_j, where N(i) is given by a pattern of positions.
+    """o_i = sum over j in N(i) of softmax_{N(i)}(scale * q_i k_j + b_ij) v_j, where N(i) is given by a pattern of
+    positions.
 
-    Positions are counted from a row's first real token. In a decoder N(i) loses what is later than i. Time and memory grow
-    with the number of pairs in the pattern. State: keys and values of all tokens seen, or, of a pattern with a farthest key,
-    as many as it reaches. A token whose N(i) is empty gets zeros.
+    Positions are counted from a row's first real token. In a decoder N(i) loses what is later than i. Time and memory
+    grow with the number of pairs in the pattern. State: keys and values of all tokens seen, or, of a pattern with a
+    farthest key, as many as it reaches. A token whose N(i) is empty gets zeros.
     """
 
     def __init__(self, config, spec, **where):
@@ -43,8 +45,8 @@ class BlockSparseAttention(Attention):
             context.streams["dense_bias"] = matrix if matrix.ndim == 4 else matrix[None]
 
     def global_tokens(self, context: LayerContext) -> tuple[Tensor | None, int | None]:
-        """[B or 1, T] boolean mask of tokens that see and are seen by all, and the largest number of them in a row (None: not
-        known); (None, 0) without any."""
+        """[B or 1, T] boolean mask of tokens that see and are seen by all, and the largest number of them in a row
+        (None: not known); (None, 0) without any."""
         return None, 0
 
     def attend(
@@ -55,7 +57,8 @@ class BlockSparseAttention(Attention):
         context: LayerContext,
         global_rows: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As every mechanism; global_rows: queries, keys and values of the global tokens' own rows, where they differ."""
+        """As every mechanism; global_rows: queries, keys and values of the global tokens' own rows, where they
+        differ."""
         dropout, bias = self.dropout if self.training else 0.0, self._bias(context)
         chosen, most = self.global_tokens(context)
         chosen = None if chosen is None else chosen.expand(key.shape[0], -1)
@@ -138,7 +141,8 @@ class BlockSparseAttention(Attention):
 
 
 def pattern_pairs(pattern: Pattern, heads: int, context: LayerContext) -> Tensor:
-    """The pattern together with padding, causal order, documents or a prepared mask, [B or 1, 1 or H, T, S] boolean."""
+    """The pattern together with padding, causal order, documents or a prepared mask, [B or 1, 1 or H, T, S]
+    boolean."""
     visible = visible_pairs(context)
     query, key = context.query_index[None], context.key_index[None]
     length = torch.full_like(key[:, :1], key.shape[1])

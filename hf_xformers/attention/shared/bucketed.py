@@ -100,10 +100,10 @@ def labels_of_all(
 class Stage(NamedTuple):
     """What tokens from some position on read: the `window` most recent ones of their label among labels of this stage.
 
-    How fine buckets should be depends on the length of the text, which a causal model does not know: its later tokens must
-    change no earlier result. So a token takes the buckets of a text that ends about where it stands, and the keys
-    before it are labelled anew for each stage, 4 times as long as the one before. A stage runs over the text up to its end, so
-    that all of them together cost a third more than the last.
+    How fine buckets should be depends on the length of the text, which a causal model does not know: its later tokens
+    must change no earlier result. So a token takes the buckets of a text that ends about where it stands, and the keys
+    before it are labelled anew for each stage, 4 times as long as the one before. A stage runs over the text up to its
+    end, so that all of them together cost a third more than the last.
     """
 
     begin: int
@@ -128,7 +128,8 @@ def recent_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """[`Recent`] sets for queries [B, H, T, d] over all keys [B, H, S, d] -> output [B, H, T, d] and weights or None.
 
-    labels: [B, H, stages * R, S], the rounds of one stage after those of another; a row's positions count its real tokens.
+    labels: [B, H, stages * R, S], the rounds of one stage after those of another; a row's positions count its real
+    tokens.
     added: what a position adds to the scores.
     """
     valid, length = context.padding_mask, key.shape[2]
@@ -228,8 +229,8 @@ def _of_stage(tiles: Tiles, chosen: Tensor) -> Tiles:
 
 @dataclass(kw_only=True)
 class BucketedSpec(AttentionSpec):
-    """Base of the specs. causal_form: what a decoder reads, `strict` or the `paper`'s form, in which later tokens change the
-    buckets; that one cannot generate."""
+    """Base of the specs. causal_form: what a decoder reads, `strict` or the `paper`'s form, in which later tokens
+    change the buckets; that one cannot generate."""
 
     score_bias: ClassVar[bool] = True
     score_terms: ClassVar[bool] = True

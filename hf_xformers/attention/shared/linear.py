@@ -24,13 +24,13 @@ from .base import Attention, AttentionSpec
 class LinearAttention(Attention):
     """o_i = sum_j phi(q_i) phi(k_j) v_j / sum_j phi(q_i) phi(k_j) over all j that i may see.
 
-    A mechanism says what phi is ([`LinearAttention.phi`], [`LinearAttention.phi_params`]). Three forms: two matrix products
-    (encoder, cross-attention), a scan over chunks of `chunk_size` tokens (decoder), one step with a state (a token with a
-    cache). Time O(T F d) per head for F features, memory O(T D). State: sum phi(k) v^T and sum phi(k), the same size at
-    any length; in cross-attention those of the memory take the place of its keys and values.
+    A mechanism says what phi is ([`LinearAttention.phi`], [`LinearAttention.phi_params`]). Three forms: two matrix
+    products (encoder, cross-attention), a scan over chunks of `chunk_size` tokens (decoder), one step with a state (a
+    token with a cache). Time O(T F d) per head for F features, memory O(T D). State: sum phi(k) v^T and sum phi(k),
+    the same size at any length; in cross-attention those of the memory take the place of its keys and values.
 
-    There are no attention probabilities to drop: `attention_probs_dropout_prob` has no effect. The literal path writes the
-    matrix [T, S] out; when it reads a cached text, whose keys are gone, it gives no weights.
+    There are no attention probabilities to drop: `attention_probs_dropout_prob` has no effect. The literal path writes
+    the matrix [T, S] out; when it reads a cached text, whose keys are gone, it gives no weights.
     """
 
     eps: float = 0.0
@@ -55,7 +55,8 @@ class LinearAttention(Attention):
         return ()
 
     def at_once(self, states: Tensor, context: LayerContext) -> Tensor | None:
-        """The output [B, T, D] of the whole sublayer, where a mechanism has a shorter way to it than through its heads."""
+        """The output [B, T, D] of the whole sublayer, where a mechanism has a shorter way to it than through its
+        heads."""
         return None
 
     # ------------------------------------------------------------------------------------------- forward
@@ -193,8 +194,8 @@ def state_layer(past_key_values: Cache | None, step: int) -> RecurrentStateLayer
     layer = cache.layers[step] if step < len(cache.layers) else None
     if not isinstance(layer, RecurrentStateLayer):
         raise ValueError(
-            f"This attention keeps a state instead of keys and values, which the given {type(cache).__name__} has no place "
-            "for; leave `past_key_values` out, or make it with `hf_xformers.core.cache.make_cache(config)`."
+            f"This attention keeps a state instead of keys and values, which the given {type(cache).__name__} has no"
+            " place for; leave `past_key_values` out, or make it with `hf_xformers.core.cache.make_cache(config)`."
         )
     return layer
 
@@ -217,7 +218,8 @@ def _named(state: LinearState) -> dict[str, Tensor]:
 
 
 def _pack(state: LinearState) -> tuple[Tensor, Tensor]:
-    """A state in the form of keys and values, [B, H, F, d] and [B, H, F or F + 1, 1], which an ordinary cache keeps."""
+    """A state in the form of keys and values, [B, H, F, d] and [B, H, F or F + 1, 1], which an ordinary cache
+    keeps."""
     kv, z, scale = state
     return kv, (z if scale is None else torch.cat([z, scale[..., None]], dim=-1))[..., None]
 

@@ -66,7 +66,8 @@ class BiasByDistance(VisibleTerms):
 
 
 class BiasOfPairs(VisibleTerms):
-    """A bias of which nothing is known but how to evaluate it on blocks of pairs. Its only table has the numbers of the heads."""
+    """A bias of which nothing is known but how to evaluate it on blocks of pairs. Its only table has the numbers of
+    the heads."""
 
     def __init__(self, bias: ScoreBias, context: LayerContext, num_keys: int) -> None:
         super().__init__(context, num_keys)
@@ -100,8 +101,8 @@ class ScoreTerms(NamedTuple):
         return self._replace(tables=tuple(x if x.shape[0] == 1 else x[heads] for x in self.tables))
 
     def matrix(self, query: Tensor, key: Tensor) -> Tensor:
-        """query [B, h, T, d] (not scaled), key [B, h, S, d] -> the terms of all pairs, [B or 1, h, T, S], in float32 at
-        least"""
+        """query [B, h, T, d] (not scaled), key [B, h, S, d] -> the terms of all pairs, [B or 1, h, T, S], in float32
+        at least"""
         rows = slice(0, query.shape[2])
         with torch.autocast(query.device.type, enabled=False):
             (query, key), tables = widened(query * self.scale, key), widened(*self.tables)
@@ -119,8 +120,8 @@ class ScoreTerms(NamedTuple):
         value: Tensor,
         dropout: float,
     ) -> tuple[Tensor, Tensor]:
-        """The literal equation: `reference(scale=..., bias=...)` gives weights [B, H, T, S] -> output [B, H, T, d] and these
-        weights."""
+        """The literal equation: `reference(scale=..., bias=...)` gives weights [B, H, T, S] -> output [B, H, T, d] and
+        these weights."""
         weights = reference(scale=self.scale, bias=self.matrix(query, key))[1]
         dropped = F.dropout(weights, dropout) if dropout else weights
         return torch.matmul(dropped, value) + self.values(dropped), weights
@@ -166,8 +167,8 @@ class WithScoreTerms(Attention):
 
 
 class WithPositionTerms(WithScoreTerms):
-    """The same for mechanisms whose queries, keys and values are plain projections; it stands in front of the mechanism among
-    the bases."""
+    """The same for mechanisms whose queries, keys and values are plain projections; it stands in front of the
+    mechanism among the bases."""
 
     def project_self(
         self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache | None, step: int

@@ -1,7 +1,7 @@
 """What mechanisms with explicit scores share: who is visible, softmax over what is, and a loop over blocks of queries.
 
-A mechanism that changes scores in a way no fused kernel knows needs them written out. Block by block over the queries, and
-computed again in the backward pass, they take memory in proportion to the number of keys and not to its square.
+A mechanism that changes scores in a way no fused kernel knows needs them written out. Block by block over the queries,
+and computed again in the backward pass, they take memory in proportion to the number of keys and not to its square.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def visible_softmax(scores: Tensor, mask: Tensor | None, can_be_empty: bool = Tr
     """Softmax over the last axis, where `mask` is True; computed in float32 for half precision.
 
     scores [B, H, T, S], mask broadcastable to it. A row that sees nothing gives zeros, in the gradient as well;
-    `can_be_empty=False` says that there is none. `overwrite=True`: the scores are nobody else's, and what made them does not
-    need them for its gradient.
+    `can_be_empty=False` says that there is none. `overwrite=True`: the scores are nobody else's, and what made them
+    does not need them for its gradient.
     """
     if mask is not None:
         lowest = torch.finfo(scores.dtype).min
@@ -61,7 +61,8 @@ def heads_at_once(batch: int, heads: int, keys: int) -> int:
 
 
 def shared_rows(x: Tensor, length: int, rows: int) -> SharedRows:
-    """Keys (or values, or what belongs to keys) [B, H, S, n] of which each block of `rows` of `length` queries takes some."""
+    """Keys (or values, or what belongs to keys) [B, H, S, n] of which each block of `rows` of `length` queries takes
+    some."""
     return SharedRows(x, -(-length // rows))
 
 
@@ -70,8 +71,8 @@ def over_query_blocks(
 ) -> Tensor:
     """Joins `block(begin, end, *parts)`, [B, end - begin, ...], over blocks of `rows` queries to [B, length, ...].
 
-    by_rows: (tensor, axis of its `length` queries); their parts of a block are handed to `block`. With more than one block,
-    what a block computes is not kept for the backward pass but computed again.
+    by_rows: (tensor, axis of its `length` queries); their parts of a block are handed to `block`. With more than one
+    block, what a block computes is not kept for the backward pass but computed again.
     """
     if length <= rows:
         return block(0, length, *(x for x, _ in by_rows))

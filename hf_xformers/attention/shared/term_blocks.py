@@ -1,4 +1,5 @@
-"""Attention whose scores have terms of their own: who sees whom, and the loop over heads and queries on every device."""
+"""Attention whose scores have terms of their own: who sees whom, and the loop over heads and queries on every
+device."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from .visibility import rows_can_be_empty, visible_block
 class VisibleTerms:
     """Base of [`Terms`] in self-attention: queries are the last of all slots, and the context says who sees whom.
 
-    separable: the terms are the products of what belongs to queries and what belongs to keys, one tensor each or none, and
-    a number for each distance. needs_weights: [`VisibleTerms.weighed`] wants to see the weights of all blocks.
+    separable: the terms are the products of what belongs to queries and what belongs to keys, one tensor each or none,
+    and a number for each distance. needs_weights: [`VisibleTerms.weighed`] wants to see the weights of all blocks.
     """
 
     has_values = False
@@ -71,7 +72,8 @@ class VisibleTerms:
         raise NotImplementedError
 
     def line(self, tables: tuple[Tensor, ...]) -> Tensor | None:
-        """A number for each distance from that of the last query and the first key on, [h, T + S - 1], if there is one."""
+        """A number for each distance from that of the last query and the first key on, [h, T + S - 1], if there is
+        one."""
         return None
 
     def values(self, weights: Tensor, tables: tuple[Tensor, ...], rows: slice) -> Tensor:
@@ -127,9 +129,9 @@ def attend_with_terms(
 ) -> Tensor:
     """softmax_j(q_i k_j + term_ij) v_j [+ term of the values], for a few heads and a block of queries at a time.
 
-    query [B, H, T, d] (scaled), key and value [B, H, S, d], tables [H or 1, ...] -> [B, T, H, d]. Memory: the scores of a
-    few blocks, O(S), also in training, where they are made again in the backward pass. What comes in half precision is computed
-    in float32.
+    query [B, H, T, d] (scaled), key and value [B, H, S, d], tables [H or 1, ...] -> [B, T, H, d]. Memory: the scores
+    of a few blocks, O(S), also in training, where they are made again in the backward pass. What comes in half
+    precision is computed in float32.
     """
     if needs_room(query):
         with torch.autocast(query.device.type, enabled=False):
@@ -158,8 +160,8 @@ def attend_with_terms(
 
 
 def blocks_of(query: Tensor, num_keys: int) -> Blocks:
-    """How many heads and queries of [B, H, T, d] to take together: few heads with many rows each, since every block of rows
-    reads all keys, and adds to all their gradients."""
+    """How many heads and queries of [B, H, T, d] to take together: few heads with many rows each, since every block of
+    rows reads all keys, and adds to all their gradients."""
     batch, heads = query.shape[:2]
     several = heads if torch.compiler.is_compiling() else heads_at_once(batch, heads, num_keys)
     return Blocks(several, rows_at_once(batch * several * num_keys))

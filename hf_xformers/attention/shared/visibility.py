@@ -9,8 +9,8 @@ from ...core.context import LayerContext
 
 
 def boolean_mask(context: LayerContext) -> Tensor | None:
-    """Who may attend to whom, [B or 1, 1, T or 1, S], True = may; None if everybody may, or if plain causal order is all
-    there is (the kernels' own `is_causal`)."""
+    """Who may attend to whom, [B or 1, 1, T or 1, S], True = may; None if everybody may, or if plain causal order is
+    all there is (the kernels' own `is_causal`)."""
     mask = context.explicit_mask
     if mask is not None:
         return mask if mask.dtype == torch.bool else mask == 0
@@ -30,7 +30,8 @@ def boolean_mask(context: LayerContext) -> Tensor | None:
 
 
 def visible_pairs(context: LayerContext, cross: bool = False) -> Tensor | None:
-    """Who may attend to whom, [B or 1, 1 or H, T or 1, S] boolean, the causal order included; None if everybody may."""
+    """Who may attend to whom, [B or 1, 1 or H, T or 1, S] boolean, the causal order included; None if everybody
+    may."""
     if cross:
         padding = context.memory_padding_mask
         return None if padding is None else padding[:, None, None, :]
@@ -43,8 +44,8 @@ def visible_pairs(context: LayerContext, cross: bool = False) -> Tensor | None:
 
 
 def visible_block(context: LayerContext, cross: bool, rows: slice, keys: slice, order: bool = True) -> Tensor | None:
-    """The part of [`visible_pairs`] for some queries and some keys, made without making the whole; `order=False`: without
-    the causal order, which the caller sees to."""
+    """The part of [`visible_pairs`] for some queries and some keys, made without making the whole; `order=False`:
+    without the causal order, which the caller sees to."""
     if cross:
         padding = context.memory_padding_mask
         return None if padding is None else padding[:, None, None, keys]

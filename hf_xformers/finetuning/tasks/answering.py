@@ -31,7 +31,8 @@ class Window:
 
 class QuestionAnswering(Task):
     """Windows of a context share `doc_stride` tokens, and the best span of all of a row's windows is its answer. Where
-    training rows without an answer exist, none may be predicted, and SQuAD 2's rules score. Metrics: exact match, F1."""
+    training rows without an answer exist, none may be predicted, and SQuAD 2's rules score. Metrics: exact match,
+    F1."""
 
     id = "question-answering"
     head = "QuestionAnswering"
@@ -159,8 +160,9 @@ class QuestionAnswering(Task):
         stride = min(USUAL_STRIDE, room // 2) if self.options.doc_stride is None else self.options.doc_stride
         if not 0 <= stride < room:
             raise ValueError(
-                f"windows of --max_length {self.max_length} have {max(room, 0)} tokens for the context beside a question "
-                f"of {longest}, and --doc_stride {stride} of them are shared; take a smaller stride or longer windows"
+                f"windows of --max_length {self.max_length} have {max(room, 0)} tokens for the context beside a"
+                f" question of {longest}, and --doc_stride {stride} of them are shared; take a smaller stride or"
+                " longer windows"
             )
         return stride
 
@@ -198,7 +200,8 @@ class QuestionAnswering(Task):
 
 
 def _without_space(offsets: np.ndarray, inside: np.ndarray, context: str) -> np.ndarray:
-    """Spans of the context's tokens without the space that some tokens begin with (a window's first token keeps it)."""
+    """Spans of the context's tokens without the space that some tokens begin with (a window's first token keeps
+    it)."""
     spans = np.where(inside[:, None], offsets.reshape(-1, 2), -1)
     for token in np.flatnonzero(inside):
         begin, end = spans[token]

@@ -27,7 +27,8 @@ class Encoded:
     """A split ready for the model.
 
     features: what the collator gets, row by row. rows: what is predicted, row by row (a long context has several
-    features). labelled: whether rows have a true answer. notes: what the task needs to come back from features to rows.
+    features). labelled: whether rows have a true answer. notes: what the task needs to come back from features to
+    rows.
     """
 
     features: Dataset
@@ -48,8 +49,8 @@ class Trivial:
 
 
 class Task:
-    """Base of the tasks. In order: `load`, `settle` (or `restore` for a model that is trained), `texts`, `config_fields`,
-    `encode`, `collator`, and after the model has run `reduce`, `predictions`, `score`."""
+    """Base of the tasks. In order: `load`, `settle` (or `restore` for a model that is trained), `texts`,
+    `config_fields`, `encode`, `collator`, and after the model has run `reduce`, `predictions`, `score`."""
 
     id: ClassVar[str]
     head: ClassVar[str]  # as in For<head>
@@ -73,7 +74,8 @@ class Task:
                 raise ValueError(f"--{name} {value} must be at least 1")
         if not 0.0 <= options.class_balance <= 1.0:
             raise ValueError(
-                f"--class_balance {options.class_balance} must be between 0 (every example counts alike) and 1 (every class)"
+                f"--class_balance {options.class_balance} must be between 0 (every example counts alike) and 1 (every"
+                " class)"
             )
         if options.class_balance and not self.one_class:
             raise ValueError(
@@ -97,7 +99,8 @@ class Task:
         raise NotImplementedError
 
     def find_columns(self, rows: Dataset, answers: bool = True) -> None:
-        """Finds the columns by the options or by their usual names. answers: whether that of the true answers must be there."""
+        """Finds the columns by the options or by their usual names. answers: whether that of the true answers must be
+        there."""
         raise NotImplementedError
 
     def columns(self) -> dict[str, Any]:
@@ -146,7 +149,8 @@ class Task:
         return (outputs["logits"],)
 
     def token_sums(self, kept: Sequence[np.ndarray]) -> np.ndarray | None:
-        """Of what was kept, the rows of `token_statistics` [N, 3], for an exact loss; None where the loss is per row."""
+        """Of what was kept, the rows of `token_statistics` [N, 3], for an exact loss; None where the loss is per
+        row."""
         return None
 
     def predictions(self, kept: Sequence[np.ndarray], encoded: Encoded) -> list[dict[str, Any]]:
@@ -172,7 +176,8 @@ class Task:
         ]
         return self.score(guessed)
 
-    # ------------------------------------------------------------------------------------------------ for the subclasses
+    # ------------------------------------------------------------------------------------------------ for the
+    # subclasses
 
     def metric_of(self, name: str, predictions: Sequence[Any], references: Sequence[Any], **extra: Any) -> dict:
         return compute(name, predictions, references, backend=self.options.metric_backend, **extra)
@@ -180,8 +185,8 @@ class Task:
     def column(
         self, rows: Dataset, wanted: str | None, usual: Sequence[str], what: str, option: str, required: bool = True
     ) -> str:
-        """The column that the user named, or the first of the usual names that is there; if it need not be there, the name
-        that it would have.
+        """The column that the user named, or the first of the usual names that is there; if it need not be there, the
+        name that it would have.
 
         Raises ValueError that lists the columns and names the option.
         """
@@ -197,8 +202,8 @@ class Task:
         found = next((name for name in usual if name in names), None)
         if found is None:
             raise ValueError(
-                f"no column is the {what} of task {self.id} by its name ({', '.join(usual)}); the columns are {names}: "
-                f"name one with --{option}, or the columns of a CSV file without a header line with --column_names"
+                f"no column is the {what} of task {self.id} by its name ({', '.join(usual)}); the columns are {names}:"
+                f" name one with --{option}, or the columns of a CSV file without a header line with --column_names"
             )
         return found
 
@@ -232,8 +237,8 @@ class Labels:
         where: RowNames,
         rows: Iterable[int] | None = None,
     ) -> Labels:
-        """The labels of the training rows: those of the saved head where there is one, else those of a Hub feature, else
-        those that occur, sorted.
+        """The labels of the training rows: those of the saved head where there is one, else those of a Hub feature,
+        else those that occur, sorted.
 
         where, rows: what the rows are called, and which of them each value is of; default: the values in their order.
 
@@ -282,20 +287,22 @@ class Labels:
 
 
 def label_name(value: Any, declared: Sequence[str] | None, option: str, where: RowNames, row: int) -> str:
-    """A label of the data as text: the name of a Hub label, 1 and 1.0 as '1'. Raises ValueError for what is no label."""
+    """A label of the data as text: the name of a Hub label, 1 and 1.0 as '1'. Raises ValueError for what is no
+    label."""
     if value is None or value == "" or (isinstance(value, float) and value != value):
         raise ValueError(
-            f"{where[row]} has no label ({value!r} is no class label); fill it in or remove the row, or correct --{option}"
+            f"{where[row]} has no label ({value!r} is no class label); fill it in or remove the row, or correct"
+            f" --{option}"
         )
     if isinstance(value, float) and not value.is_integer():
         raise ValueError(
-            f"{where[row]} has the label {value!r}, and {value!r} is no class label; correct --{option}, or take --task "
-            "regression if the labels are measurements"
+            f"{where[row]} has the label {value!r}, and {value!r} is no class label; correct --{option}, or take"
+            " --task regression if the labels are measurements"
         )
     if isinstance(value, (list, dict)):
         raise ValueError(
-            f"{where[row]} has {value!r}, which is no single class label; correct --{option}, or take --task multi-label-classification for rows with "
-            "lists of labels"
+            f"{where[row]} has {value!r}, which is no single class label; correct --{option}, or take --task"
+            " multi-label-classification for rows with lists of labels"
         )
     if declared is not None and isinstance(value, int):
         return declared[value] if 0 <= value < len(declared) else str(value)

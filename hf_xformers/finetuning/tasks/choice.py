@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class MultipleChoice(Task):
-    """The label is the number of the right choice, its letter, or (with choices as a dict of label and text) its label.
-    A column `text_pair_column` (SWAG's `sent2`) begins every choice. Metric: accuracy."""
+    """The label is the number of the right choice, its letter, or (with choices as a dict of label and text) its
+    label. A column `text_pair_column` (SWAG's `sent2`) begins every choice. Metric: accuracy."""
 
     id = "multiple-choice"
     head = "MultipleChoice"

@@ -87,8 +87,8 @@ class TextClassification(WholeText):
     def _settle_labels(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
         if config is not None and config.problem_type == "multi_label_classification":
             raise ValueError(
-                "the model has a head for any number of labels per row, and text-classification gives each row one; take "
-                "--task multi-label-classification, or train a new head with --new_head"
+                "the model has a head for any number of labels per row, and text-classification gives each row one;"
+                " take --task multi-label-classification, or train a new head with --new_head"
             )
         train = splits["train"]
         feature = train.features[self.label_column]

@@ -151,8 +151,10 @@ class Translation(_Generation):
             raise ValueError("--source_lang and --target_lang go together; give both")
         splits = load_rows(source, None if None in languages else languages, origins=True)  # type: ignore[arg-type]
         return {
-            split: rows.flatten().rename_columns(
-                {name: name[12:] for name in rows.flatten().column_names if name.startswith("translation.")}
+            split: (
+                rows.flatten().rename_columns(
+                    {name: name[12:] for name in rows.flatten().column_names if name.startswith("translation.")}
+                )
             )
             for split, rows in splits.items()
         }
@@ -167,8 +169,8 @@ class Translation(_Generation):
         text, target = options.text_column, options.target_column
         if options.source_lang is None and text is None and "source" not in columns_of(rows):
             raise ValueError(
-                f"say what to translate with --source_lang and --target_lang, or --text_column and --target_column; the "
-                f"columns are {columns_of(rows)}"
+                "say what to translate with --source_lang and --target_lang, or --text_column and --target_column;"
+                f" the columns are {columns_of(rows)}"
             )
         self.text_column = self.column(rows, text, sources, "source text", "text_column")
         self.target_column = self.column(rows, target, targets, "translation", "target_column", answers)

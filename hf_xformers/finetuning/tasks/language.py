@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class LanguageModeling(Task):
-    """Packed rows under an objective of pretraining. Metrics: loss (nats), perplexity and accuracy over all targets."""
+    """Packed rows under an objective of pretraining. Metrics: loss (nats), perplexity and accuracy over all
+    targets."""
 
     id = "language-modeling"
     head = "MaskedLM"  # until `choose` knows better

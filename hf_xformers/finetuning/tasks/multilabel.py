@@ -21,9 +21,9 @@ _PROBLEM = "multi_label_classification"
 
 
 class MultiLabelClassification(WholeText):
-    """Every label by itself is there or not (a sigmoid each, binary cross-entropy). Rows hold lists of labels, perhaps empty,
-    or text with `label_separator` between them. Metrics: F1 over all decisions (micro), its mean over labels (macro), and
-    the accuracy: the share of rows of which every label is right."""
+    """Every label by itself is there or not (a sigmoid each, binary cross-entropy). Rows hold lists of labels, perhaps
+    empty, or text with `label_separator` between them. Metrics: F1 over all decisions (micro), its mean over labels
+    (macro), and the accuracy: the share of rows of which every label is right."""
 
     id = "multi-label-classification"
     metric = "f1_micro"
@@ -40,8 +40,8 @@ class MultiLabelClassification(WholeText):
     def _settle_labels(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
         if config is not None and config.problem_type not in (None, _PROBLEM):
             raise ValueError(
-                f"the model has a head for {config.problem_type}, which gives a row one answer; take its task, or train a new "
-                "head with --new_head"
+                f"the model has a head for {config.problem_type}, which gives a row one answer; take its task, or"
+                " train a new head with --new_head"
             )
         train = splits["train"]
         where = RowNames(train, "train")
@@ -53,7 +53,8 @@ class MultiLabelClassification(WholeText):
         values = [value for value, _ in pairs]
         if not values:
             raise ValueError(
-                f"no training row has a label in column {self.label_column!r}; correct --label_column, or give rows with some"
+                f"no training row has a label in column {self.label_column!r}; correct --label_column, or give rows"
+                " with some"
             )
         feature = _inner(train, self.label_column)
         self.labels = Labels.of(values, feature, config, "label_column", where, [row for _, row in pairs])
@@ -70,9 +71,9 @@ class MultiLabelClassification(WholeText):
             texts = [] if value is None else [text.strip() for text in str(value).split(separator)]
             return [text for text in texts if text]
         raise ValueError(
-            f"{where[row]} has {value!r} in column {self.label_column!r}, and a row of {self.id} has a list of "
-            "labels; correct --label_column, give lists (JSONL, Parquet), or say with --label_separator what stands between "
-            "labels"
+            f"{where[row]} has {value!r} in column {self.label_column!r}, and a row of {self.id} has a list of labels;"
+            " correct --label_column, give lists (JSONL, Parquet), or say with --label_separator what stands between"
+            " labels"
         )
 
     def _label(self, value: Any, rows: Dataset, where: RowNames, row: int) -> list[float]:

@@ -21,9 +21,9 @@ IGNORE_INDEX = -100
 
 
 class TokenClassification(Task):
-    """A word's tag is read at its first piece. Metrics: entity precision, recall and F1 over all entities where tags are
-    of the form `B-PER`, and the accuracy over words. Words beyond `max_length` count as predicted outside (`O`, or the
-    first tag where there is none)."""
+    """A word's tag is read at its first piece. Metrics: entity precision, recall and F1 over all entities where tags
+    are of the form `B-PER`, and the accuracy over words. Words beyond `max_length` count as predicted outside (`O`, or
+    the first tag where there is none)."""
 
     id = "token-classification"
     head = "TokenClassification"
@@ -77,8 +77,8 @@ class TokenClassification(Task):
     def _list(entry: Any, column: str, option: str, where: RowNames, row: int) -> list[Any]:
         if not isinstance(entry, list):
             raise ValueError(
-                f"{where[row]}: column {column!r} holds {entry!r}, and a row of token-classification has lists of words and tags; "
-                f"correct --{option}, or give CoNLL files (.conll) or JSONL with lists"
+                f"{where[row]}: column {column!r} holds {entry!r}, and a row of token-classification has lists of"
+                f" words and tags; correct --{option}, or give CoNLL files (.conll) or JSONL with lists"
             )
         return entry
 

@@ -1,7 +1,8 @@
 """Softmax attention over a position-based pattern, at the cost of the pattern and not of T x T.
 
 [`block_sparse_attention`] is the fast engine, [`block_sparse_reference`] the literal dense equation with the same
-arguments, which also returns the attention weights. The pattern algebra is in [`hf_xformers.ops.block_sparse.patterns`].
+arguments, which also returns the attention weights. The pattern algebra is in
+[`hf_xformers.ops.block_sparse.patterns`].
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ def block_sparse_attention(
     """`softmax` over the keys that `pattern` allows, times the values.
 
     Query `i` stands at position `q_offset + i`, key `j` at `k_offset + j`. Any lengths work. A query that may read no
-    key gives zeros, also in all gradients. With padding, positions are counted from each row's first real token where the
-    pattern depends on more than distances, and up to its last one where it depends on the length, so that padding on
-    either side changes no result. Time and memory grow
+    key gives zeros, also in all gradients. With padding, positions are counted from each row's first real token where
+    the pattern depends on more than distances, and up to its last one where it depends on the length, so that padding
+    on either side changes no result. Time and memory grow
     with the number of allowed pairs; neither T x T scores nor a T x T mask exist at any time.
 
     Args:
@@ -76,10 +77,10 @@ def block_sparse_attention(
         bias_is_relative: the bias depends on `k - q` only. One evaluation then serves all blocks of equal shape;
             otherwise the values of all blocks are held at once.
         segment_ids: [B, T_k] document numbers of packed rows; tokens of different documents do not see one another.
-        global_mask: [B, T_k], True for tokens that every query reads and that read every token themselves, whatever the
-            pattern; numbers may differ by row. With `causal` they are only read, and only by later queries.
-        global_q, global_k, global_v: separate projections for the rows of the global tokens (Longformer, Beltagy et al. 2020,
-            section 3.1), shaped like q, k, v.
+        global_mask: [B, T_k], True for tokens that every query reads and that read every token themselves, whatever
+            the pattern; numbers may differ by row. With `causal` they are only read, and only by later queries.
+        global_q, global_k, global_v: separate projections for the rows of the global tokens (Longformer, Beltagy et
+            al. 2020, section 3.1), shaped like q, k, v.
         max_globals: upper bound on the global tokens of a row; without it the mask is inspected, which breaks a
             compiled graph.
         side_k, side_v: [B, K, S, d], further keys that all queries read in the same softmax and that have no
@@ -279,7 +280,8 @@ def _aligned(
 
 
 def _has_lead(padding_mask: Tensor) -> bool:
-    """Whether any row starts with padding; "yes" where looking is dear (on an accelerator) or impossible (in a graph)."""
+    """Whether any row starts with padding; "yes" where looking is dear (on an accelerator) or impossible (in a
+    graph)."""
     if torch.compiler.is_compiling() or padding_mask.device.type != "cpu":
         return True
     return bool((padding_mask.any(1) & ~padding_mask[:, 0]).any())
@@ -301,7 +303,8 @@ def _with_globals(
     max_globals: int | None,
     call: _Call,
 ) -> Tensor:
-    """Global keys leave the pattern (they would count twice) and come back as side keys; global rows are one more call."""
+    """Global keys leave the pattern (they would count twice) and come back as side keys; global rows are one more
+    call."""
     chosen = global_mask if key_mask is None else global_mask & key_mask
     if max_globals is None:
         max_globals = int(chosen.sum(1).max())
@@ -311,8 +314,8 @@ def _with_globals(
         return _aligned(q, k, v, pattern, key_mask, key_mask, call)[0]
     if not call.causal and (q.shape[2] != k.shape[2] or call.q_offset != call.k_offset):
         raise ValueError(
-            f"rows of global tokens need queries and keys of the same tokens, got {q.shape[2]} queries at {call.q_offset} "
-            f"and {k.shape[2]} keys at {call.k_offset}; with causal=True global tokens are only read."
+            f"rows of global tokens need queries and keys of the same tokens, got {q.shape[2]} queries at"
+            f" {call.q_offset} and {k.shape[2]} keys at {call.k_offset}; with causal=True global tokens are only read."
         )
     index = chosen.int().argsort(dim=1, descending=True, stable=True)[:, :max_globals]
     taken = chosen.gather(1, index)
@@ -354,8 +357,8 @@ def _checked(
         raise ValueError(f"q, k, v must be [B, H, T, d], got {q.ndim}, {k.ndim} and {v.ndim} dimensions.")
     if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
         raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit: batch, lengths of k and v and head widths "
-            "of q and k must agree, and the number of key heads must divide that of query heads."
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit: batch, lengths of k and v and"
+            " head widths of q and k must agree, and the number of key heads must divide that of query heads."
         )
     for name, mask in masks.items():
         if mask is not None and tuple(mask.shape) != (k.shape[0], k.shape[2]):

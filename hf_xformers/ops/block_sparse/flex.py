@@ -1,7 +1,8 @@
 """Block-sparse attention on CUDA with FlexAttention and the same predicates.
 
-The block mask is built from the pattern's arithmetic on block ends, because `create_block_mask` evaluates all T x T pairs.
-On the CPU FlexAttention has no backward pass, so it is never chosen there; its uncompiled form serves as a test.
+The block mask is built from the pattern's arithmetic on block ends, because `create_block_mask` evaluates all T x T
+pairs. On the CPU FlexAttention has no backward pass, so it is never chosen there; its uncompiled form serves as a
+test.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ BLOCK = 128
 
 
 def flex_applies(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the compiled kernel takes these tensors: CUDA, single or half precision, head widths that are powers of two."""
+    """Whether the compiled kernel takes these tensors: CUDA, single or half precision, head widths that are powers of
+    two."""
     widths = (q.shape[3], v.shape[3])
     return (
         q.device.type == "cuda"
@@ -87,7 +89,8 @@ def flex_block_sparse(
     scale: float,
     compiled: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The engine's contract for one call without dropout, bias and side keys; geometry is (q_offset, k_offset, causal).
+    """The engine's contract for one call without dropout, bias and side keys; geometry is (q_offset, k_offset,
+    causal).
 
     Shapes as in `block_sparse_attention`; returns the output and the log-sum-exp [B, H, T_q].
     """

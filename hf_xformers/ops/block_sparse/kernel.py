@@ -1,8 +1,9 @@
 """The arithmetic of block-sparse attention: one softmax over all parts of a plan, forward and backward, in tiles.
 
-Every query keeps the running logarithm of its softmax denominator, so parts (window, gathered blocks, columns, side keys)
-join exactly as if their scores stood in one row (the log-sum-exp merge of FlashAttention, Dao et al. 2022, section 3.1). The backward
-pass recomputes the scores of a tile from queries, keys and that logarithm; nothing of the size of the scores is kept.
+Every query keeps the running logarithm of its softmax denominator, so parts (window, gathered blocks, columns, side
+keys) join exactly as if their scores stood in one row (the log-sum-exp merge of FlashAttention, Dao et al. 2022,
+section 3.1). The backward pass recomputes the scores of a tile from queries, keys and that logarithm; nothing of the
+size of the scores is kept.
 
 Queries, outputs and their gradients are [B, K, G, T, d] here: K key/value heads, G query heads to each.
 """
@@ -269,8 +270,8 @@ def backward_tiles(
     """Add the gradients, those of queries and keys still without the factor `scale`.
 
     With weights P and delta = rowsum(dO * O) - d(lse): dV = P^T dO, dS = P * (dO V^T - delta), dQ = scale * dS K,
-    dK = scale * dS^T Q. Where P is the softmax of one part alone, its share exp(lse_part - lse) of the row goes into dO
-    and delta instead.
+    dK = scale * dS^T Q. Where P is the softmax of one part alone, its share exp(lse_part - lse) of the row goes into
+    dO and delta instead.
     """
     scratch = _Scratch(lse.dtype, lse.device)
     extra_grads = list(extra_grads)

@@ -37,7 +37,8 @@ class Piece:
 
 
 def bound_rows(pattern: Pattern, lengths: Tensor | None, batch: int) -> list[tuple[slice, Pattern]]:
-    """Runs of rows of the batch whose lengths [B] (`None`: those of the padded batch) make the pattern the same, and it."""
+    """Runs of rows of the batch whose lengths [B] (`None`: those of the padded batch) make the pattern the same, and
+    it."""
     if lengths is None:
         return [(slice(0, batch), pattern)]
     runs: list[tuple[slice, Pattern]] = []

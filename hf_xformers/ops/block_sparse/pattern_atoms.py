@@ -1,4 +1,5 @@
-"""The atoms of the pattern algebra. Users make them with the functions of [`hf_xformers.ops.block_sparse.patterns`]."""
+"""The atoms of the pattern algebra. Users make them with the functions of
+[`hf_xformers.ops.block_sparse.patterns`]."""
 
 from __future__ import annotations
 
@@ -132,7 +133,8 @@ class SummaryColumns(Pattern):
 class Positions(Pattern):
     """Keys (`axis="key"`) or queries (`axis="query"`) inside the half-open `intervals`.
 
-    A negative bound counts from the end, like a Python slice, and None as upper bound is the end; `bind` resolves both.
+    A negative bound counts from the end, like a Python slice, and None as upper bound is the end; `bind` resolves
+    both.
     """
 
     axis: str

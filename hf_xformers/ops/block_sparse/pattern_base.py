@@ -7,8 +7,9 @@ A pattern answers three questions about *absolute* positions and never looks at 
   allowed pair? Answering too often yes costs time, answering wrongly no is an error.
 - `covers(q_lo, q_hi, k_lo, k_hi)`: is every pair of the tile allowed? Answering too often no costs time.
 
-The last two are arithmetic on the ends of the ranges, so an engine finds the active tiles of any composition from block
-numbers alone and never evaluates queries times keys. The patterns themselves are made by [`hf_xformers.ops.block_sparse.patterns`].
+The last two are arithmetic on the ends of the ranges, so an engine finds the active tiles of any composition from
+block numbers alone and never evaluates queries times keys. The patterns themselves are made by
+[`hf_xformers.ops.block_sparse.patterns`].
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class Pattern:
         raise NotImplementedError
 
     def allows_within(self, q: Tensor, k: Tensor, length: Tensor) -> Tensor:
-        """`allows` after `bind(length)`, where the numbers of key positions are a tensor that broadcasts with q and k."""
+        """`allows` after `bind(length)`, where the numbers of key positions are a tensor that broadcasts with q and
+        k."""
         return self.allows(q, k)
 
     def may(self, q_lo: Tensor, q_hi: Tensor, k_lo: Tensor, k_hi: Tensor) -> Tensor:
@@ -91,7 +93,8 @@ class Pattern:
         return None
 
     def key_blocks(self, rows: Tensor, size: int) -> Tensor | None:
-        """Blocks of `size` keys [n, slots] that the query blocks `rows` [n] may read, -1 for none, if they are listed."""
+        """Blocks of `size` keys [n, slots] that the query blocks `rows` [n] may read, -1 for none, if they are
+        listed."""
         return None
 
     def check_heads(self, num_heads: int) -> None:

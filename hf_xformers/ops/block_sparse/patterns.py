@@ -156,8 +156,8 @@ def random_blocks(
 ) -> Pattern:
     """Each block of `block` queries reads `count` distinct key blocks, drawn uniformly from its legal set.
 
-    The draw is a hash of (seed, layer, head, query block): the same in training and evaluation, after a reload, on every
-    device, and without touching any global random state. `block=1` draws single keys.
+    The draw is a hash of (seed, layer, head, query block): the same in training and evaluation, after a reload, on
+    every device, and without touching any global random state. `block=1` draws single keys.
 
     Args:
         count: draws per query block; where fewer are legal, all legal ones are taken.
@@ -166,8 +166,8 @@ def random_blocks(
         before, after: exclude that many blocks on each side of the own one, which is excluded too (a window covers
             them). `before=after=-1` excludes nothing; with `causal` then intersect with `causal()`.
         first, last: blocks at both ends that are global already. `last` has no effect with `causal`.
-        total_blocks: draw from that many key blocks whatever the length, blocks beyond the end being absent. Without it
-            the legal set is the blocks of the text, which the engine counts up to a row's last real token.
+        total_blocks: draw from that many key blocks whatever the length, blocks beyond the end being absent. Without
+            it the legal set is the blocks of the text, which the engine counts up to a row's last real token.
         vary_heads: draw anew for every head.
     """
     _at_least(0, count=count, first=first, last=last)

@@ -6,8 +6,9 @@ copied, and computes them with one batched matrix product. Plans depend on patte
 
 Four layouts:
 
-- span: the keys of a query block form one interval (bands, blocks, dense). With `gap = g` the tokens of a residue class
-  mod g are the sequence, and the classes are a further batch dimension; that makes dilated and strided patterns bands.
+- span: the keys of a query block form one interval (bands, blocks, dense). With `gap = g` the tokens of a residue
+  class mod g are the sequence, and the classes are a further batch dimension; that makes dilated and strided patterns
+  bands.
 - columns: few keys for all queries. They are gathered once and become a short key sequence of their own.
 - rows: few queries. Gathered likewise.
 - blocks: a table of key blocks per query block, from the pattern's arithmetic on block numbers; gathered.
@@ -123,7 +124,8 @@ class Part:
     def hidden(self, tiles: Tiles, dtype: torch.dtype, device: torch.device) -> list[tuple[int, int, Tensor]]:
         """Where the pattern hides pairs of these tiles: pieces (begin, end, bias) over ranges of key columns.
 
-        The biases are 0 or -inf, [tiles or 1, rows or 1, end - begin]; columns outside of all pieces are fully allowed.
+        The biases are 0 or -inf, [tiles or 1, rows or 1, end - begin]; columns outside of all pieces are fully
+        allowed.
         """
         if (dtype, device) in tiles.cached:
             return tiles.cached[dtype, device]
@@ -162,7 +164,8 @@ class Part:
 def make_plan(
     pattern: Pattern, q_len: int, k_len: int, q_offset: int = 0, k_offset: int = 0, block_size: int | None = None
 ) -> tuple[Part, ...]:
-    """Parts whose disjoint key sets make up `pattern` (bound, of one head) on the given stretch of queries and keys."""
+    """Parts whose disjoint key sets make up `pattern` (bound, of one head) on the given stretch of queries and
+    keys."""
     terms = [functools.reduce(lambda a, b: a & b, atoms) for atoms in pattern.terms()]
     by_layout: dict[str, list[Pattern]] = defaultdict(list)
     for term in dict.fromkeys(terms):
@@ -233,7 +236,8 @@ def _merge_spans(terms: list[Pattern], queries: Axis, keys: Axis) -> Iterator[tu
 
 
 def _classes(queries: Axis, keys: Axis, gap: int) -> Iterator[tuple[int, Axis, int, Axis, int]]:
-    """Runs of neighbouring residue classes with equal lengths: (classes, query axis, first query, key axis, first key)."""
+    """Runs of neighbouring residue classes with equal lengths: (classes, query axis, first query, key axis, first
+    key)."""
     described = []
     for residue in range(gap):
         q_first, k_first = (residue - queries.start) % gap, (residue - keys.start) % gap

@@ -19,8 +19,8 @@ def counts_positions(pattern: Pattern, score_bias: ScoreBias | None, bias_is_rel
 
 
 def row_spans(real: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, S], True for a real token -> the first one of each row, and the number of places from it to the last one, [B] each;
-    0 and S where a row has none."""
+    """[B, S], True for a real token -> the first one of each row, and the number of places from it to the last one,
+    [B] each; 0 and S where a row has none."""
     lead, trail = real.int().argmax(1), real.int().flip(1).argmax(1)
     return lead, real.shape[1] - trail - lead
 

@@ -1,8 +1,9 @@
 """Softmax attention among tokens that share a bucket: sort by content, attend in chunks, scatter back.
 
 Every token carries one label (bucket, cluster) per round. In a round, tokens are ordered by (label, position) and read
-near tokens in that order; :class:`Recent` and :class:`Chunks` say which. A query's result is one softmax over the union of
-its rounds (Kitaev et al. 2020, arXiv 2001.04451, appendix A), or over the multiset, in which a key counts once per round.
+near tokens in that order; :class:`Recent` and :class:`Chunks` say which. A query's result is one softmax over the
+union of its rounds (Kitaev et al. 2020, arXiv 2001.04451, appendix A), or over the multiset, in which a key counts
+once per round.
 
 :func:`bucketed_attention` is the fast engine, :func:`bucketed_reference` the literal equation over all pairs, and
 :func:`clustered_attention` serves clusters that choose their tokens (balanced k-means) instead of tokens choosing one.
@@ -40,10 +41,10 @@ class Recent:
 class Chunks:
     """The order is cut into chunks; a query reads its own chunk and some around it.
 
-    size: tokens per chunk. before, after: chunks before and after the own one. causal: later positions are hidden (but they
-    do move chunk borders, so this form is causal by masking only). own_label: of those, only tokens of the own
-    label. circular: chunks of all rounds form one ring, so that the first chunk of a round looks back into the last one of
-    the round before (the released code of Reformer).
+    size: tokens per chunk. before, after: chunks before and after the own one. causal: later positions are hidden (but
+    they do move chunk borders, so this form is causal by masking only). own_label: of those, only tokens of the own
+    label. circular: chunks of all rounds form one ring, so that the first chunk of a round looks back into the last
+    one of the round before (the released code of Reformer).
     """
 
     size: int
@@ -79,7 +80,8 @@ def bucketed_attention(
 ) -> Tensor:
     """Attention of every token to the tokens near it in the order of each round.
 
-    Time O(R T W d) and memory O(T d) for R rounds and windows of W tokens; with `distinct`, O(R^2 T W) cheap comparisons.
+    Time O(R T W d) and memory O(T d) for R rounds and windows of W tokens; with `distinct`, O(R^2 T W) cheap
+    comparisons.
 
     Args:
         q, k, v: [B, H, T, d], [B, H, T, d] and [B, H, T, d_v]; any T.
@@ -238,7 +240,8 @@ def clustered_attention(
 
     Args:
         q, k, v: [B, H, T, d], [B, H, S, d], [B, H, S, d_v].
-        query_index, key_index: [B, H, C, w] and [B, H, C, u], the tokens of each cluster; where `causal`, by rising position.
+        query_index, key_index: [B, H, C, w] and [B, H, C, u], the tokens of each cluster; where `causal`, by rising
+        position.
         causal: a query reads keys at its own position and before.
         query_valid, key_valid: boolean, shaped like the indices; False for a place that is not used.
 
@@ -266,8 +269,8 @@ def clustered_reference(
     dropout_p: float = 0.0,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same over all pairs, cluster by cluster: output [B, H, T, d_v] and weights [B, H, T, S]. bias: added to the scaled
-    scores, broadcastable to [B, H, T, S]."""
+    """The same over all pairs, cluster by cluster: output [B, H, T, d_v] and weights [B, H, T, S]. bias: added to the
+    scaled scores, broadcastable to [B, H, T, S]."""
     scores = wide_products(q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores if bias is None else scores + bias
     weights, count = torch.zeros_like(scores), torch.zeros_like(scores[..., :1])

@@ -1,9 +1,10 @@
 """Attention inside clusters that chose their tokens, forward and backward, as PyTorch custom operators.
 
-Every cluster of every head is a small dense attention between the rows it gathers and those it adds its results to. A few
-clusters are worked on at a time, so that their scores stay in a core's cache; the backward pass keeps only the inputs and
-two numbers for every place of a query, and computes scores again. Rows are those of tokens with their heads beside each
-other, [B T H, d], as projections leave and read them, so that nothing is laid out anew before it is gathered.
+Every cluster of every head is a small dense attention between the rows it gathers and those it adds its results to. A
+few clusters are worked on at a time, so that their scores stay in a core's cache; the backward pass keeps only the
+inputs and two numbers for every place of a query, and computes scores again. Rows are those of tokens with their heads
+beside each other, [B T H, d], as projections leave and read them, so that nothing is laid out anew before it is
+gathered.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _SCORES_AT_ONCE_ELSEWHERE = 2**26
 
 @dataclass
 class _Clusters:
-    """The places of N = B H C clusters. queries, keys: their rows [N, w] and [N, u]. order: positions [N, w] and [N, u] where a
-    query reads no later key. readable: which places of keys are used, [N, u] (`None`: all)."""
+    """The places of N = B H C clusters. queries, keys: their rows [N, w] and [N, u]. order: positions [N, w] and [N,
+    u] where a query reads no later key. readable: which places of keys are used, [N, u] (`None`: all)."""
 
     queries: Tensor
     keys: Tensor
@@ -89,7 +90,8 @@ def _sums(q: Tensor) -> torch.dtype:
 
 
 class _Products:
-    """Gathering and multiplying into buffers. Products of half precision run in it on a GPU, and in float32 elsewhere."""
+    """Gathering and multiplying into buffers. Products of half precision run in it on a GPU, and in float32
+    elsewhere."""
 
     def __init__(self, q: Tensor):
         self.sums, self.scratch = _sums(q), Scratch(q.device)

@@ -27,12 +27,12 @@ def nearest_tokens(
         width: tokens of a centroid, or T where there are fewer.
         valid: [B, T], True for a real token.
         widths: [B], tokens of a centroid by row, 1 to `width`, of which the rest is not used (only with `valid`).
-        tolerance: broadcastable to [B, R, K, 1]. Affinities that are so close to the least one that is taken count as equal to it:
-            the last bits of a product depend on where in a batch its row stands.
+        tolerance: broadcastable to [B, R, K, 1]. Affinities that are so close to the least one that is taken count as
+            equal to it: the last bits of a product depend on where in a batch its row stands.
 
     Returns:
-        Their places in order, [B, R, K, width], and which of them are used (`None`: all). Among equal tokens the earlier ones
-        are taken, wherever padding stands; where affinities are not numbers the places mean nothing.
+        Their places in order, [B, R, K, width], and which of them are used (`None`: all). Among equal tokens the
+        earlier ones are taken, wherever padding stands; where affinities are not numbers the places mean nothing.
     """
     affinity = affinity.mT
     if valid is not None:
@@ -68,8 +68,8 @@ def _nearest_by_row(
 
 
 def _counted(chosen: Tensor, width: int) -> Tensor | None:
-    """chosen [..., T] -> the places that are, in order, [..., width]; None unless there are as many in all as in rows of
-    `width`, and where they would have to be waited for."""
+    """chosen [..., T] -> the places that are, in order, [..., width]; None unless there are as many in all as in rows
+    of `width`, and where they would have to be waited for."""
     if chosen.device.type != "cpu" or torch.compiler.is_compiling():
         return None
     places = chosen.flatten().nonzero()  # three times as fast as sorting them out
@@ -79,8 +79,8 @@ def _counted(chosen: Tensor, width: int) -> Tensor | None:
 
 
 def _in_order(chosen: Tensor, width: int) -> Tensor:
-    """chosen [..., T], `width` of each row -> their places in order, [..., width]. Where scores are not numbers nothing is
-    chosen, and the places mean nothing."""
+    """chosen [..., T], `width` of each row -> their places in order, [..., width]. Where scores are not numbers
+    nothing is chosen, and the places mean nothing."""
     places = _counted(chosen, width)
     if places is not None:
         return places
@@ -90,8 +90,8 @@ def _in_order(chosen: Tensor, width: int) -> Tensor:
 
 
 class ClusterSums(NamedTuple):
-    """What clusters hold. vectors [B T R, d], zeros where there is no token; which of the clusters [R K] they are in, [B T R];
-    their sums [R, K, d] and numbers [R, K]."""
+    """What clusters hold. vectors [B T R, d], zeros where there is no token; which of the clusters [R K] they are in,
+    [B T R]; their sums [R, K, d] and numbers [R, K]."""
 
     vectors: Tensor
     cluster: Tensor
@@ -100,8 +100,8 @@ class ClusterSums(NamedTuple):
 
 
 def sums_of_clusters(vectors: Tensor, labels: Tensor, clusters: int, valid: Tensor | None) -> ClusterSums:
-    """vectors [B, R, T, d] and the numbers of the clusters nearest to them [B, R, T] -> what `clusters` per head hold of the
-    real tokens, in float32 at least. Sums and numbers have no gradient."""
+    """vectors [B, R, T, d] and the numbers of the clusters nearest to them [B, R, T] -> what `clusters` per head hold
+    of the real tokens, in float32 at least. Sums and numbers have no gradient."""
     batch, heads, length, width = vectors.shape
     vectors = rows_of_tokens(vectors.to(torch.promote_types(vectors.dtype, torch.float32)))
     cluster = (labels.long().transpose(1, 2) + torch.arange(heads, device=labels.device) * clusters).flatten()

@@ -1,9 +1,10 @@
 """The bucketed engine's forward and backward pass as PyTorch custom operators, which ``torch.compile`` takes whole.
 
 Rows (one batch entry, one head) are independent. For each row and round, tokens stand in the round's order and are cut
-into chunks of ``size``; the queries of a chunk meet the keys of a window of chunks around it. Which pairs of a window count
-is decided by one number per token and round, its *code*: key j belongs to query i if ``low <= code_i - code_j <= high``.
-Penalties of that difference are added to scores with plain arithmetic, several times faster on a CPU than boolean masks.
+into chunks of ``size``; the queries of a chunk meet the keys of a window of chunks around it. Which pairs of a window
+count is decided by one number per token and round, its *code*: key j belongs to query i if ``low <= code_i - code_j <=
+high``. Penalties of that difference are added to scores with plain arithmetic, several times faster on a CPU than
+boolean masks.
 
 Rounds are joined by their log-sum-exp. The backward pass keeps only the inputs, the output and its log-sum-exp, and
 recomputes the scores of a few chunks at a time, so no tensor is larger than the inputs.
@@ -35,9 +36,9 @@ _SCORES_AT_ONCE_ELSEWHERE = 2**26
 class Layout:
     """Chunks and windows: chunk length, chunks before and after the own one, and what counts in them.
 
-    low, high: bounds on ``code_i - code_j``. causal: hide later positions. circular: the first chunk of a round looks back
-    into the last one of the round before. last_resort: the own key counts only where nothing else does. distinct: a
-    pair that an earlier round holds does not count again.
+    low, high: bounds on ``code_i - code_j``. causal: hide later positions. circular: the first chunk of a round looks
+    back into the last one of the round before. last_resort: the own key counts only where nothing else does. distinct:
+    a pair that an earlier round holds does not count again.
     """
 
     size: int
@@ -72,8 +73,8 @@ class Layout:
 class Round:
     """One round of a group of rows: which token stands where, and the penalties that follow.
 
-    first, step: where the tokens of each row stand in memory, that is the first of them [rows] and from one to the next; what is
-    gathered with `take` is there.
+    first, step: where the tokens of each row stand in memory, that is the first of them [rows] and from one to the
+    next; what is gathered with `take` is there.
     """
 
     def __init__(
@@ -399,7 +400,8 @@ def _fold(target: Tensor, grads: Tensor, group: Round, chunks: slice) -> None:
 
 
 def _empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Output laid out [B, T, H, d] in memory, as the projection that follows reads it, and its log-sum-exp (base 2)."""
+    """Output laid out [B, T, H, d] in memory, as the projection that follows reads it, and its log-sum-exp (base
+    2)."""
     out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
     return out, torch.empty(q.shape[:3], device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
 

@@ -12,8 +12,8 @@ LITERAL = "load the model with `attn_implementation='eager'`"
 
 
 def first_derivative_only(what: str, remedy: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a `backward` refuse to be differentiated. torch's own mark for that leaves the second derivative out without a word
-    where the incoming gradient is a constant, as that of a sum is.
+    """Makes a `backward` refuse to be differentiated. torch's own mark for that leaves the second derivative out
+    without a word where the incoming gradient is a constant, as that of a sum is.
 
     Args:
         what: whose backward pass this is, the beginning of a sentence.

@@ -19,7 +19,7 @@ def vectorised(x: Tensor) -> bool:
 def exp_(x: Tensor) -> Tensor:
     """e^x in place.
 
-    On a processor as 2^(x log2 e): 2^x runs on its vectors whatever the argument, while e^x is left to a library that is three
-    times slower on some processors, and slower yet where results underflow, as those of hidden pairs do.
+    On a processor as 2^(x log2 e): 2^x runs on its vectors whatever the argument, while e^x is left to a library that
+    is three times slower on some processors, and slower yet where results underflow, as those of hidden pairs do.
     """
     return x.mul_(LOG2_E).exp2_() if vectorised(x) else x.exp_()

@@ -1,4 +1,5 @@
-"""Working on some heads at a time, so that what lies between a mechanism's inputs and its output is never there at once."""
+"""Working on some heads at a time, so that what lies between a mechanism's inputs and its output is never there at
+once."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ _GROUPS = 4
 def over_head_groups(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
     """`function(*tensors)` for tensors `[B, H, ...]` whose heads do not depend on each other.
 
-    Where gradients are wanted, the heads go through in a few groups, and each group's intermediate results are computed again
-    in the backward pass: a forward pass more in time, and about a quarter of the memory. Under torch.compile, and
-    without gradients, all heads go through together.
+    Where gradients are wanted, the heads go through in a few groups, and each group's intermediate results are
+    computed again in the backward pass: a forward pass more in time, and about a quarter of the memory. Under
+    torch.compile, and without gradients, all heads go through together.
     """
     heads = next(x.shape[1] for x in tensors if x is not None)
     trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

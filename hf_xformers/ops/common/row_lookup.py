@@ -1,7 +1,7 @@
 """Rows of a tensor by their index, and sums of rows at an index.
 
-`gather` and `scatter_add` look an index up for every number, and walk the numbers of a row far apart. With the leading axes
-joined a row is copied, or added, as a whole: ten times and three times as fast on a processor.
+`gather` and `scatter_add` look an index up for every number, and walk the numbers of a row far apart. With the leading
+axes joined a row is copied, or added, as a whole: ten times and three times as fast on a processor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def sum_rows(rows: Tensor, at: Tensor, length: int) -> Tensor:
 
 
 def rows_of_tokens(x: Tensor) -> Tensor:
-    """[B, H, T, d] -> [B T H, d]; without a copy where heads stand beside each other in memory, as projections leave them."""
+    """[B, H, T, d] -> [B T H, d]; without a copy where heads stand beside each other in memory, as projections leave
+    them."""
     return x.transpose(1, 2).reshape(-1, x.shape[3])
 
 

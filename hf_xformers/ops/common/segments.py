@@ -59,14 +59,16 @@ def to_chunks(x: Tensor, start: int, stop: int, chunk: int, dtype: torch.dtype) 
 
 
 def put_chunks(target: Tensor | None, start: int, stop: int, rows: Tensor) -> None:
-    """Inverse of `to_chunks`: writes chunks to tokens `start..stop` of `[B, H, T, W]` or, with W = 1, of `[B, H, T]`."""
+    """Inverse of `to_chunks`: writes chunks to tokens `start..stop` of `[B, H, T, W]` or, with W = 1, of `[B, H,
+    T]`."""
     if target is not None:
         whole = rows.reshape(*target.shape[:2], -1, *([rows.shape[-1]] if target.dim() == 4 else []))
         target[:, :, start:stop] = whole[:, :, : stop - start]
 
 
 def keep_chunks(mask: Tensor | None, x: Tensor, start: int, stop: int, chunk: int) -> Tensor | None:
-    """The padding mask of `x [B, H, T, W]` as `[R N, C, 1]`, False after the end too; None if it would be True throughout."""
+    """The padding mask of `x [B, H, T, W]` as `[R N, C, 1]`, False after the end too; None if it would be True
+    throughout."""
     tail = -(stop - start) % chunk
     if mask is None and not tail:
         return None
@@ -83,7 +85,8 @@ def masked(x: Tensor, keep: Tensor | None) -> Tensor:
 def features_of(feature_map, params, x: Tensor, lead: torch.Size, active: list[int] | None = None):
     """`(phi, log factor [..., 1] or None, pull)`: pull maps their gradients to those of `x` and the active parameters.
 
-    The map sees the chunks `[B H N, C, d]` as `[B, H, N C, d]`, `lead` = (B, H). Without `active`, pull must not be used.
+    The map sees the chunks `[B H N, C, d]` as `[B, H, N C, d]`, `lead` = (B, H). Without `active`, pull must not be
+    used.
     """
     if feature_map is None:
         return x, None, lambda to_phi, to_log: (to_phi,)

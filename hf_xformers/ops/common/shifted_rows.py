@@ -1,8 +1,8 @@
 """Reading pieces of tensors without gradients that are as large as the whole.
 
-The derivative of a slice is a tensor of zeros of full size with the piece's gradient in it. A loop over blocks of queries that
-slices keys and values, or lays scores by distance out along diagonals, would spend most of its backward pass filling and
-adding zeros.
+The derivative of a slice is a tensor of zeros of full size with the piece's gradient in it. A loop over blocks of
+queries that slices keys and values, or lays scores by distance out along diagonals, would spend most of its backward
+pass filling and adding zeros.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.nn import functional as F
 class SharedRows:
     """Rows `[start, stop)` of axis 2 of a tensor `[B, H, S, d]`, taken a known number of times.
 
-    The gradients of all takes are summed in one buffer, which the last of them hands on. Each take must be reached by every
-    backward pass, as it is where the results of all blocks are joined.
+    The gradients of all takes are summed in one buffer, which the last of them hands on. Each take must be reached by
+    every backward pass, as it is where the results of all blocks are joined.
     """
 
     def __init__(self, x: Tensor, takes: int) -> None:

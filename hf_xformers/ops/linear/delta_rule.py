@@ -146,8 +146,8 @@ class _Chunks(NamedTuple):
 
 
 def _segments(length: int, chunk: int, width: int) -> list[tuple[int, int]]:
-    """`(start, stop)` of what is computed at once: a chunk, since chunks wait for one another anyhow and small tensors stay
-    in the cache. A compiler, which unrolls the loop, gets fewer and larger segments."""
+    """`(start, stop)` of what is computed at once: a chunk, since chunks wait for one another anyhow and small tensors
+    stay in the cache. A compiler, which unrolls the loop, gets fewer and larger segments."""
     if torch.compiler.is_compiling():
         return segments(length, chunk, width)
     return [(start, min(start + chunk, length)) for start in range(0, length, chunk)]
@@ -229,13 +229,14 @@ class _DeltaScan(torch.autograd.Function):
 
 
 def _keeps_state(index: int, count: int) -> bool:
-    """Whether the state after a segment is kept: after the last, and after every sixteenth, so that what rounding leaves
-    when changes are taken back does not add up."""
+    """Whether the state after a segment is kept: after the last, and after every sixteenth, so that what rounding
+    leaves when changes are taken back does not add up."""
     return index == count - 1 or index % 16 == 15
 
 
 def _run(part: _Chunks, values: Tensor, state: Tensor):
-    """Chunk after chunk: the state after the segment `[R, F, dv]`, the outputs and the errors `V - K S` `[R, N, C, dv]`."""
+    """Chunk after chunk: the state after the segment `[R, F, dv]`, the outputs and the errors `V - K S` `[R, N, C,
+    dv]`."""
     outputs, errors = [], []
     values = values.view(*part.k.shape[:3], -1)
     for n in range(part.k.shape[1]):
@@ -254,8 +255,8 @@ def _in_order(chunks: list[Tensor]) -> Tensor:
 
 
 def _segment_backward(part: _Chunks, errors: Tensor, state: Tensor, grad: Tensor, grad_state: Tensor):
-    """Gradients (q, k, v, beta), the state before, and its gradient, from the errors of a segment, the state after it, and
-    the gradients of its outputs and of that state."""
+    """Gradients (q, k, v, beta), the state before, and its gradient, from the errors of a segment, the state after it,
+    and the gradients of its outputs and of that state."""
     errors, grad = (x.view(*part.k.shape[:3], -1) for x in (errors, grad))
     written = part.inverse @ (part.beta * errors)
     through_scores, through_read = part.scores.mT @ grad, part.q.mT @ grad

@@ -34,15 +34,16 @@ def elu_plus_one(x: Tensor) -> Tensor:
 
 
 def relative_elu(x: Tensor) -> Tensor:
-    """`elu_plus_one(x)` over its largest entry, without underflow. For queries: a factor of a query cancels in attention, and its
-    gradient with it, so it counts as a constant."""
+    """`elu_plus_one(x)` over its largest entry, without underflow. For queries: a factor of a query cancels in
+    attention, and its gradient with it, so it counts as a constant."""
     largest = x.detach().amax(-1, keepdim=True)
     below = x.clamp(max=0.0) - largest.clamp(max=0.0)
     return (exp_(below) + F.relu(x)) / (largest.clamp(min=0.0) + 1.0)
 
 
 def relu_features(x: Tensor, projection: Tensor | None = None, *, eps: float = 0.0) -> Tensor:
-    """`relu(W x) / sqrt(m) + eps` with `projection` W `[m, d]` (per head: `[H, m, d]`), or `relu(x) + eps` without one.
+    """`relu(W x) / sqrt(m) + eps` with `projection` W `[m, d]` (per head: `[H, m, d]`), or `relu(x) + eps` without
+    one.
 
     With normal rows in W, `E[phi(x) . phi(y)]` (eps = 0) is half the arc-cosine kernel of order 1 (Cho and Saul 2009);
     used by Choromanski et al. 2021, section 4 ("Performer-ReLU") and Peng et al. 2021, section 3.

@@ -1,9 +1,9 @@
 """Feature maps that know their own pullback, for scans that evaluate a map again in their backward pass.
 
 A scan asks a map that has `with_pullback` for features and pullback at once; any other map is differentiated by
-`torch.func.vjp`, which keeps every intermediate result and pads every slice with zeros. `with_pullback(x, params, active)`
-returns `(features, log factors or None, pull)`, and `pull(to_features, to_log)` the gradients of `x` and of those params
-whose index is in `active`.
+`torch.func.vjp`, which keeps every intermediate result and pads every slice with zeros. `with_pullback(x, params,
+active)` returns `(features, log factors or None, pull)`, and `pull(to_features, to_log)` the gradients of `x` and of
+those params whose index is in `active`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from .feature_maps import ScaledFeatures, dpfp, elu_plus_one, positive_features,
 
 
 class NormalizedDPFP:
-    """`dpfp(x, nu, normalize=True)`: with `r = relu([x, -x]) / sqrt(s)` the products `r_i r_{i+j}`, which sum to one."""
+    """`dpfp(x, nu, normalize=True)`: with `r = relu([x, -x]) / sqrt(s)` the products `r_i r_{i+j}`, which sum to
+    one."""
 
     def __init__(self, nu: int = 3, eps: float = 1e-6) -> None:
         self.nu, self.eps = nu, eps
@@ -26,8 +27,8 @@ class NormalizedDPFP:
         return dpfp(x, self.nu, normalize=True, eps=self.eps)
 
     def with_pullback(self, x: Tensor, params: tuple[Tensor, ...] = (), active: Sequence[int] = ()):
-        # Tokens last, as columns: a shift is then a slice of whole rows, and products of features with features of keys
-        # run along rows. What is given out is a transposed view.
+        # Tokens last, as columns: a shift is then a slice of whole rows, and products of features with features of
+        # keys run along rows. What is given out is a transposed view.
         nu, width, half = self.nu, 2 * x.shape[-1], x.shape[-1]
         x = x.mT.contiguous()
         wrapped = x.new_empty(*x.shape[:-2], width + 2 * nu, x.shape[-1])
@@ -54,7 +55,8 @@ class NormalizedDPFP:
                 to_own.addcmul_(to_product, neighbour)
                 to_r[..., nu + j : nu + j + width, :].addcmul_(to_product, own)
             to_own[..., :nu, :] += to_r[..., nu + width :, :]  # what lies beyond the end belongs to the beginning
-            # r = rectified * s^-1/2, s = sum_i rectified_i sum_j rectified_{i+j}; constant where the sum was too small.
+            # r = rectified * s^-1/2, s = sum_i rectified_i sum_j rectified_{i+j}; constant where the sum was too
+            # small.
             by_root = (to_own * rectified).sum(-2, keepdim=True)
             by_root *= (root * root * root).mul_(-0.5).masked_fill_(total <= self.eps, 0.0)
             around = _total(wrapped, range(nu), width).add_(near)
@@ -96,7 +98,8 @@ class RelativeElu:
 
 
 class PositiveFeatures:
-    """`positive_features(scale * x, W)`: `exp(scale W x)` relative to its largest entry, which is in the log factor."""
+    """`positive_features(scale * x, W)`: `exp(scale W x)` relative to its largest entry, which is in the log
+    factor."""
 
     def __init__(self, scale: float = 1.0) -> None:
         self.scale = scale

@@ -1,13 +1,14 @@
 """Bidirectional linear attention with the projections of values and outputs folded into its sums.
 
-With features phi(x) = elu(x) + 1 of H heads, as wide as they are, and states x_j of which the values W_v x_j + b_v are made,
+With features phi(x) = elu(x) + 1 of H heads, as wide as they are, and states x_j of which the values W_v x_j + b_v are
+made,
 
     S = sum_j phi(k_j)^T v_j  =  (sum_j phi(k_j)^T x_j) W_v^T + z^T b_v,      z = sum_j phi(k_j)
     out_i = W_o [all heads] + b_o  =  sum_h phi(q_ih) / (phi(q_ih) . z_h) (S_h W_oh^T) + b_o
 
-so neither values nor the outputs of heads are made for single tokens: two products over the text stand where there were
-four. This saves arithmetic in texts longer than the states are wide. The function is that of Katharopoulos et al. 2020
-(arXiv 2006.16236), eqs. 4-7; the order of its products is ours.
+so neither values nor the outputs of heads are made for single tokens: two products over the text stand where there
+were four. This saves arithmetic in texts longer than the states are wide. The function is that of Katharopoulos et al.
+2020 (arXiv 2006.16236), eqs. 4-7; the order of its products is ours.
 
 Names: D width of the states, F of a head, W = H F features of all heads, side by side.
 """
@@ -122,7 +123,8 @@ class _Spread(torch.autograd.Function):
                 inverse[:, start:stop] = inverse_or_zero(part @ blocks + eps)
                 _by_head(part, heads).mul_(inverse[:, start:stop, :, None])
             else:
-                # Relative to the largest feature of a head, which cancels: those of large negative numbers would underflow.
+                # Relative to the largest feature of a head, which cancels: those of large negative numbers would
+                # underflow.
                 rows = _by_head(q[:, start:stop], heads)
                 _by_head(part, heads).copy_(relative_elu(rows))
                 own = inverse_or_zero(part @ blocks)

@@ -389,8 +389,9 @@ def _log_rows(logs, log_weight, keep, start, stop, chunk, dtype) -> Tensor | Non
 
 
 def vanishes(denominator: Tensor) -> Tensor:
-    """Where a denominator is so close to 0 that its query counts as one that sees no key: products near the smallest numbers lose
-    their digits, and the inverse of their sum overflows, if not by itself then in a sum of its products with gradients."""
+    """Where a denominator is so close to 0 that its query counts as one that sees no key: products near the smallest
+    numbers lose their digits, and the inverse of their sum overflows, if not by itself then in a sum of its products
+    with gradients."""
     limits = torch.finfo(denominator.dtype)
     return denominator.abs() < limits.tiny / limits.eps**2
 

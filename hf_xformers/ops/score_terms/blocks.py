@@ -1,8 +1,8 @@
 """Softmax attention whose scores have terms of their own, which a function makes block by block.
 
-No fused kernel knows the derivative of such terms. Here a block of queries has its terms made, handed to the processor's
-fused kernel as an additive mask, and dropped. The backward pass makes them once more, and walks the block in tiles that
-stay in the processor's cache: products that go through memory run at half their speed.
+No fused kernel knows the derivative of such terms. Here a block of queries has its terms made, handed to the
+processor's fused kernel as an additive mask, and dropped. The backward pass makes them once more, and walks the block
+in tiles that stay in the processor's cache: products that go through memory run at half their speed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ..common.derivatives import LITERAL, first_derivative_only
 from ..common.exponential import exp_
 from ..common.shifted_rows import SharedRows
 
-# Scores (over batch and heads) in a tile: half a megabyte in float32, as a second-level cache holds beside what makes them.
+# Scores (over batch and heads) in a tile: half a megabyte in float32, as a second-level cache holds beside what makes
+# them.
 TILE_SCORES = 1 << 17
 LEAST_COLUMNS = 256
 
@@ -25,8 +26,8 @@ _fused_forward = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_fo
 
 
 def plus_products(scores: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-    """scores [B or 1, H, t, s] (None: zeros) + query [B or 1, H, t, d] key [B or 1, H, s, d]^T, without the products as a tensor
-    of their own."""
+    """scores [B or 1, H, t, s] (None: zeros) + query [B or 1, H, t, d] key [B or 1, H, s, d]^T, without the products
+    as a tensor of their own."""
     if scores is None:
         return torch.matmul(query, key.mT)
     batch = max(query.shape[0], key.shape[0])
@@ -37,7 +38,8 @@ def plus_products(scores: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
 
 
 class VisiblePairs(Protocol):
-    """Who sees whom. ordered: keys that are later than a query are hidden from it, beside what [`VisiblePairs.hidden`] says."""
+    """Who sees whom. ordered: keys that are later than a query are hidden from it, beside what [`VisiblePairs.hidden`]
+    says."""
 
     ordered: bool
 
@@ -53,8 +55,9 @@ class VisiblePairs(Protocol):
 class QueryBlock(NamedTuple):
     """Some queries, and the first keys of all: the pairs whose terms are made together.
 
-    query: `[B, h, t, d]`, those of `rows` alone. by_query: what belongs to them, `[B or 1, h, t, n]` each; by_key and by_distance:
-    what belongs to all keys and to all distances, each taken from once. rows: which of the queries. keys: how many keys.
+    query: `[B, h, t, d]`, those of `rows` alone. by_query: what belongs to them, `[B or 1, h, t, n]` each; by_key and
+    by_distance: what belongs to all keys and to all distances, each taken from once. rows: which of the queries. keys:
+    how many keys.
     """
 
     query: Tensor
@@ -92,8 +95,8 @@ class Terms(VisiblePairs, Protocol):
         ...
 
     def hide(self, scores: Tensor, rows: slice) -> Tensor:
-        """scores [B or 1, h, t, s] of the queries `rows` -> the same with -inf where a pair is hidden, in place unless the
-        batch is wider than `scores`."""
+        """scores [B or 1, h, t, s] of the queries `rows` -> the same with -inf where a pair is hidden, in place unless
+        the batch is wider than `scores`."""
         ...
 
 
@@ -307,8 +310,8 @@ class _Block:
         grad_value: Tensor,
         grad_tables: list[Tensor],
     ) -> Tensor:
-        """Gradient of the scores [B, h, t, s]; adds to those of queries [B, h, t, d], of keys and values [B h, S, d], and of
-        what the terms of the values read."""
+        """Gradient of the scores [B, h, t, s]; adds to those of queries [B, h, t, d], of keys and values [B h, S, d],
+        and of what the terms of the values read."""
         batch, heads, length, _ = self.query.shape
         seen = scores.shape[-1]
         scores = self.terms.hide(scores, self.rows)

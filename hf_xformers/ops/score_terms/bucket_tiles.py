@@ -22,7 +22,8 @@ def bucket_tiles(
     own_key_last: bool = False,
     first: int = 0,
 ) -> list[list[Tiles]]:
-    """The pairs of [`bucketed_attention`] with the same arguments: a round of tiles for each round of labels [B, H, R, T].
+    """The pairs of [`bucketed_attention`] with the same arguments: a round of tiles for each round of labels [B, H, R,
+    T].
     first: the place of the first query, where the queries are the last of the tokens."""
     options = {"distinct": distinct, "own_key_last": own_key_last}
     layout, (order, _, code) = sorted_layout(labels, sets, num_labels, valid, **options)
@@ -64,7 +65,8 @@ def cluster_attention(
     key_valid: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """[`clustered_attention`] with terms: query [B, H, T, d] (scaled), key and value [B, H, S, d], tables [H or 1, ...]
+    """[`clustered_attention`] with terms: query [B, H, T, d] (scaled), key and value [B, H, S, d], tables [H or 1,
+    ...]
     -> [B, H, T, d]. The others as there."""
     allowed = torch.ones((), dtype=torch.bool, device=query.device).expand(*query_index.shape, key_index.shape[-1])
     if causal:

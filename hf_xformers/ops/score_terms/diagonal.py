@@ -1,7 +1,8 @@
 """Softmax attention whose scores gain a number for each distance and further products of the pair.
 
-Such scores are never laid out. Read along diagonals, a row of numbers by distance is a matrix whose rows start one further
-to the right each, which a stride of one says without a copy; and further products are further columns of queries and keys.
+Such scores are never laid out. Read along diagonals, a row of numbers by distance is a matrix whose rows start one
+further to the right each, which a stride of one says without a copy; and further products are further columns of
+queries and keys.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ def diagonal_attention(
 ) -> Tensor:
     """softmax_j(q_i k_j + a_i c_j + b_(j-i)) v_j over all j that are not hidden from i.
 
-    query [B, H, T, d] (scaled), key and value [B, H, S, d]; further: a [B or 1, H, T, n] and c [B or 1, H, S, n]; line: b
-    [H, T + S - 1], from the distance of the last query and the first key on -> [B, T, H, d]. A query that sees nothing gets
-    zeros. Memory: a few tiles of scores, and one block where `further` or a padding mask is given. The result cannot be
-    differentiated twice.
+    query [B, H, T, d] (scaled), key and value [B, H, S, d]; further: a [B or 1, H, T, n] and c [B or 1, H, S, n];
+    line: b [H, T + S - 1], from the distance of the last query and the first key on -> [B, T, H, d]. A query that sees
+        nothing gets
+    zeros. Memory: a few tiles of scores, and one block where `further` or a padding mask is given. The result cannot
+    be differentiated twice.
 
     Raises:
         RuntimeError: a derivative of the derivative is asked for.
@@ -141,8 +143,8 @@ class _DiagonalAttention(torch.autograd.Function):
 
 @dataclass
 class _Group:
-    """Some heads in the backward pass; tensors [B, h, ...], line [h, T + S - 1]; found: the gradients to add to, of queries,
-    keys, values and the further factors."""
+    """Some heads in the backward pass; tensors [B, h, ...], line [h, T + S - 1]; found: the gradients to add to, of
+    queries, keys, values and the further factors."""
 
     pairs: VisiblePairs
     block_rows: int

@@ -1,8 +1,8 @@
 """Scores that are products of a query, or of a key, with one vector for each distance.
 
-No vector is looked up for a pair. A tile of queries is multiplied with the vectors of all its distances at once; read along
-the diagonals of the result, each query has its own. For keys the diagonals run the other way. Narrow tiles keep the products
-that belong to no pair few: t queries and s keys have t + s - 1 distances.
+No vector is looked up for a pair. A tile of queries is multiplied with the vectors of all its distances at once; read
+along the diagonals of the result, each query has its own. For keys the diagonals run the other way. Narrow tiles keep
+the products that belong to no pair few: t queries and s keys have t + s - 1 distances.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor
 from ..common.derivatives import LITERAL, first_derivative_only
 from ..common.shifted_rows import shifted_view
 
-# Positions in a tile, a power of two. About an eighth of those on the other side: an eighth more is multiplied than is read.
+# Positions in a tile, a power of two. About an eighth of those on the other side: an eighth more is multiplied than is
+# read.
 LEAST_TILE, MOST_TILE, SHARE = 64, 256, 8
 
 
@@ -29,11 +30,12 @@ def distance_products(
 ) -> Tensor:
     """q_i a_(j-i) + k_j b_(j-i), each where its vectors are given.
 
-    query [B, h, t, d], key [B, h, s, d] (`None` without vectors for keys), near: the n keys `[first, stop)` that have a vector for
-    each distance, keys: s -> [B, h, t, s]. of_queries `[h or 1, t + n - 1, d]`: vectors by distance, from the last query and the
-    first near key on; of_keys: the same from the last near key and the first query on. A vector more at the end where keys lie
-    beyond the near ones is that of all keys there; without it, their products are zeros. The result cannot be differentiated
-    twice.
+    query [B, h, t, d], key [B, h, s, d] (`None` without vectors for keys), near: the n keys `[first, stop)` that have
+    a vector for each distance, keys: s -> [B, h, t, s]. of_queries `[h or 1, t + n - 1, d]`: vectors by distance, from
+        the last query and the
+    first near key on; of_keys: the same from the last near key and the first query on. A vector more at the end where
+    keys lie beyond the near ones is that of all keys there; without it, their products are zeros. The result cannot be
+    differentiated twice.
 
     Raises:
         RuntimeError: a derivative of the derivative is asked for.
@@ -118,7 +120,8 @@ def _sides(x: Tensor, near: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _vectors(x: Tensor, near: tuple[int, int], length: int, keys: int) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """[h or 1, n, d] -> the vector of all keys before the near ones, those by distance, the vector of all keys after them."""
+    """[h or 1, n, d] -> the vector of all keys before the near ones, those by distance, the vector of all keys after
+    them."""
     (first, stop), count = near, length + near[1] - near[0] - 1
     if x.shape[1] == count:
         return None, x, None
@@ -127,8 +130,8 @@ def _vectors(x: Tensor, near: tuple[int, int], length: int, keys: int) -> tuple[
 
 
 def _lay_products(result: Tensor, x: Tensor, vectors: Tensor, add: bool) -> None:
-    """Writes, or adds, x_i v_(j - i) to result [B, h, n, m] for x [B, h, n, d] and vectors [h or 1, n + m - 1, d], from those of
-    the last i and the first j on."""
+    """Writes, or adds, x_i v_(j - i) to result [B, h, n, m] for x [B, h, n, d] and vectors [h or 1, n + m - 1, d],
+    from those of the last i and the first j on."""
     for tile, rows in _tiles(*result.shape[-2:]):
         products = shifted_view(_matmul(x[:, :, tile], vectors[:, rows].mT), result.shape[-1])
         target = result[:, :, tile]

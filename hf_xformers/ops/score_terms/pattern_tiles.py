@@ -30,9 +30,9 @@ def pattern_tiles(
 ) -> list[tuple[slice, Rounds]]:
     """Ranges of heads with equal pattern, and their rounds of tiles.
 
-    The arguments are those of [`block_sparse_attention`]; hidden_keys [B, S]: real tokens that are not read all the same. Where
-    the pattern depends on more than distances, positions are counted from a row's first real token: tiles then name the
-    places that these positions have in each row.
+    The arguments are those of [`block_sparse_attention`]; hidden_keys [B, S]: real tokens that are not read all the
+    same. Where the pattern depends on more than distances, positions are counted from a row's first real token: tiles
+    then name the places that these positions have in each row.
     """
     lead, row_lengths = torch.zeros(1, dtype=torch.long, device=device), None
     if key_padding_mask is not None and pattern.period != 1:

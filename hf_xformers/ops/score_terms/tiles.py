@@ -1,9 +1,9 @@
 """Softmax attention whose scores have terms of their own, over tiles of gathered queries and keys.
 
-What [`term_attention`] is to all pairs this is to a sparse set of them: a pattern of positions, or buckets found by content. A
-tile is a few queries and the keys that they meet. One query may meet keys in several rounds of tiles, whose results are one
-softmax, joined by the logarithms of their sums. Nothing is kept for the backward pass but the inputs: some heads at a time
-are computed again.
+What [`term_attention`] is to all pairs this is to a sparse set of them: a pattern of positions, or buckets found by
+content. A tile is a few queries and the keys that they meet. One query may meet keys in several rounds of tiles, whose
+results are one softmax, joined by the logarithms of their sums. Nothing is kept for the backward pass but the inputs:
+some heads at a time are computed again.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SCORES_AT_ONCE = 1 << 22
 
 
 class Pairs(NamedTuple):
-    """n tiles of queries [B, h, n, t, d] and keys [B, h, n, s, d], what terms have found for them alone, laid out alike, and
-    their places among all queries and keys, [B or 1, h or 1, n, t or s]."""
+    """n tiles of queries [B, h, n, t, d] and keys [B, h, n, s, d], what terms have found for them alone, laid out
+    alike, and their places among all queries and keys, [B or 1, h or 1, n, t or s]."""
 
     query: Tensor
     key: Tensor
@@ -68,10 +68,10 @@ class PairTerms(Protocol):
 class Tiles:
     """n tiles of t queries and s keys.
 
-    query_at: `[B or 1, H or 1, n, t]` integers, places among the queries; below 0: none. key_at: `[B or 1, H or 1, n, s]`, places
-    among the keys, any number where `allowed` says that there is none. allowed: `[B or 1, H or 1, n, t, s]` boolean, the
-    pairs that count. own_score: the score of a query with itself, if it is a constant; offset: the place of the first query among
-    the keys, which says who that is.
+    query_at: `[B or 1, H or 1, n, t]` integers, places among the queries; below 0: none. key_at: `[B or 1, H or 1, n,
+    s]`, places among the keys, any number where `allowed` says that there is none. allowed: `[B or 1, H or 1, n, t,
+    s]` boolean, the pairs that count. own_score: the score of a query with itself, if it is a constant; offset: the
+    place of the first query among the keys, which says who that is.
     """
 
     query_at: Tensor
@@ -97,9 +97,9 @@ def tile_attention(
 ) -> Tensor:
     """softmax_j(q_i k_j + term_ij) v_j [+ term of the values] over the pairs of all tiles, [B, H, T, d].
 
-    query [B, H, T, d] (scaled), key and value [B, H, S, d], tables [H or 1, ...]. rounds: a query stands in one tile of a round
-    at most, and a pair that two rounds hold counts twice. A query that meets no key gets zeros. Time and memory grow with the
-    number of pairs in tiles. What comes in half precision is computed in float32.
+    query [B, H, T, d] (scaled), key and value [B, H, S, d], tables [H or 1, ...]. rounds: a query stands in one tile
+    of a round at most, and a pair that two rounds hold counts twice. A query that meets no key gets zeros. Time and
+    memory grow with the number of pairs in tiles. What comes in half precision is computed in float32.
     """
     if needs_room(query):
         with torch.autocast(query.device.type, enabled=False):
@@ -139,7 +139,8 @@ def over_heads(
     tables: tuple[Tensor, ...],
     at_once: int,
 ) -> Tensor:
-    """`attend(heads, query, key, value, tables)` [B, h, T, d] for some heads at a time, computed again in the backward pass."""
+    """`attend(heads, query, key, value, tables)` [B, h, T, d] for some heads at a time, computed again in the backward
+    pass."""
     heads = query.shape[1]
     if at_once >= heads:
         return attend(slice(0, heads), query, key, value, tables)
@@ -168,8 +169,8 @@ def attend_in_tiles(
     tiles: Tiles,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [B, h, n, t, d] and logarithms of the sums of exponentials [B, h, n, t] of each tile, in float32 at least.
-    Where a query meets nothing, zeros and a number so low that it vanishes in a sum with any other."""
+    """Outputs [B, h, n, t, d] and logarithms of the sums of exponentials [B, h, n, t] of each tile, in float32 at
+    least. Where a query meets nothing, zeros and a number so low that it vanishes in a sum with any other."""
     query_at, key_at = tiles.query_at.clamp(min=0), tiles.key_at.clamp(0, max(key.shape[2] - 1, 0))
     of_queries, of_keys = (tuple(take(x, at) for x in xs) for xs, at in ((by_query, query_at), (by_key, key_at)))
     pairs = Pairs(take(query, query_at), take(key, key_at), of_queries, of_keys, query_at, key_at)

@@ -2,9 +2,9 @@
 
     score_ij = q_i k_j + q_i p_(i-j) + b_h(i-j),   i - j in a fixed interval; out_i = sum_j softmax_j(score_ij) v_j.
 
-Tile by tile of queries and heads, small enough to stay in a processor's cache. In a tile of t rows and t + n - 1 keys, the n
-distances of all rows are a view with the stride of a row plus one: what belongs to distances is added there, and the
-softmax sees nothing else. Nothing of a tile is kept; the backward pass computes its weights again.
+Tile by tile of queries and heads, small enough to stay in a processor's cache. In a tile of t rows and t + n - 1 keys,
+the n distances of all rows are a view with the stride of a row plus one: what belongs to distances is added there, and
+the softmax sees nothing else. Nothing of a tile is kept; the backward pass computes its weights again.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def window_attention(
     batch, heads, length, width = q.shape
     if k.shape != v.shape or k.shape != (batch, heads, k.shape[2], width) or k.shape[2] < length:
         raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} must be [B, H, T, d] and twice [B, H, S, d], "
-            "with at least as many keys as queries."
+            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} must be [B, H, T, d] and twice [B, H, S,"
+            " d], with at least as many keys as queries."
         )
     if bias.dim() != 2 or bias.shape[0] != heads or (table is not None and table.shape != (bias.shape[1], width)):
         raise ValueError(
-            f"bias {tuple(bias.shape)} and table {None if table is None else tuple(table.shape)} must be [{heads}, n] and "
-            f"[n, {width}]."
+            f"bias {tuple(bias.shape)} and table {None if table is None else tuple(table.shape)} must be [{heads}, n]"
+            f" and [n, {width}]."
         )
     # A seed instead of the generator's state: tiles draw the same numbers again in the backward pass.
     seed = int(torch.randint(1 << 62, ())) if dropout else None
