@@ -20,7 +20,7 @@ _HEADER = (
     _MARK + " {version} (Apache-2.0), written with this checkpoint by `hf_xformers.hub.bundle`; source: {module}\n"
 )
 
-_AUTO_CLASSES = '''"""Stands for the registration with the Auto classes, which find a checkpoint's classes by `auto_map`."""
+_AUTO_CLASSES = '''"""Stands for the registration with the Auto classes, which read a checkpoint's `auto_map`."""
 
 from typing import Any
 
