@@ -47,30 +47,30 @@ class _HelpAll(argparse.Action):
 class Parser(RefusingParser, HfArgumentParser):
     """HfArgumentParser whose help has the command's own options first, and Trainer's under `--help-all`.
 
-    kinds: the command's dataclasses, each a group of options. trainer: the class of Trainer's arguments, read last.
-    read: those of its options that the command reads (None: all); there are no others then. usage: what follows the
-    command's name.
+    kinds: the command's dataclasses, each a group of options. trainer: the class of Trainer's arguments, read last
+    (None: the command reads none). read: those of its options that the command reads (None: all); there are no others
+    then. usage: what follows the command's name.
     """
 
     def __init__(
         self,
         kinds: Sequence[type],
-        trainer: type,
+        trainer: type | None = None,
         *,
         read: Collection[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__([*kinds, trainer], **kwargs)
-        self._trainer = {field.name for field in dataclasses.fields(trainer)}
-        self._trainer_name = trainer.__name__
-        self._read = read
+        super().__init__([*kinds, *([] if trainer is None else [trainer])], **kwargs)
+        self._trainer = set() if trainer is None else {field.name for field in dataclasses.fields(trainer)}
+        self._trainer_name = "" if trainer is None else trainer.__name__
+        self._read = () if trainer is None else read
         self.more_groups: list[Any] = []
-        if read is None:
+        if self._read is None:
             self.add_argument(
                 "--help-all", nargs=0, action=_HelpAll, help="also explain the options of Trainer and model"
             )
         else:
-            for action in [action for action in self._actions if action.dest in self._trainer - set(read)]:
+            for action in [action for action in self._actions if action.dest in self._trainer - set(self._read)]:
                 self._drop(action)
 
     def _drop(self, action: argparse.Action) -> None:
@@ -110,7 +110,7 @@ class Parser(RefusingParser, HfArgumentParser):
         flags = [action for action in usual if action.dest in self._trainer]
         needed = [action for action in flags if action.dest == "output_dir" and action.required]
         sections.append(("other options", None, [*needed, *own]))
-        if every:
+        if every and self._trainer:
             rest = [action for action in flags if action not in needed]
             sections.append(("options of transformers' Trainer", None, rest))
         for title, description, actions in sections:
