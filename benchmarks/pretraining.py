@@ -5,9 +5,9 @@ HF_HUB_OFFLINE=1 python benchmarks/pretraining.py [--corpora stdlib,shakespeare,
 Every variant is pretrained from nothing at size tiny (hidden 128, four layers) by `hf-xformers pretrain`, on the
 same rows in the same order, one thread. Causal language models, which learn from every token, are compared with
 `gpt2`; variants that are none with `bert` on masked tokens, for more steps, or with `t5` on span corruption. `loss` is
-the held-out loss (nats per target) after all steps; `at equal time` is the loss that the baseline had reached in the
-processor time that the variant's run took (at most after all its steps), by linear interpolation between its
-evaluations.
+the held-out loss (nats per target) after all steps, `token frequencies` what knowing those alone would reach; `at
+equal time` is the loss that the baseline had reached in the processor time that the variant's run took (at most after
+all its steps), by linear interpolation between its evaluations.
 
 All stand on one backbone, `pre-LN`: presets whose residual paths are post-LN take a few hundred steps to learn more
 than the frequencies of tokens, whatever their mechanism, and would all show that number. For masked tokens the same
@@ -34,7 +34,7 @@ from typing import Any
 
 from measure import write_results
 
-TWIN = "plain twin"
+TWIN, FLOOR = "plain twin", "token frequencies"
 DENSE = {"attention": "dense"}
 # What takes the place of a mechanism that is no attention.
 PLAIN: dict[str, dict[str, Any]] = {
@@ -62,6 +62,7 @@ COLUMNS = [
     "objective",
     "backbone",
     "steps",
+    FLOOR,
     "loss at start",
     "loss",
     "dense loss",
@@ -241,7 +242,8 @@ def _train(command: list[str], folder: str, queue: Any) -> None:
             pretrain.run(command[1:], callbacks=[clock])
         history = json.loads((Path(folder) / "trainer_state.json").read_text())["log_history"]
         evaluations = [(entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry]
-        queue.put({"evaluations": evaluations, "seconds": clock.seconds})
+        floor = next(entry["eval_floor_loss"] for entry in history if "eval_floor_loss" in entry)
+        queue.put({"evaluations": evaluations, "seconds": clock.seconds, "floor": floor})
     except BaseException as error:  # the parent goes on with the other variants and reports this one
         queue.put({"error": f"{type(error).__name__}: {error}"[-300:]})
 
@@ -265,7 +267,8 @@ def write(rows: list[dict[str, Any]]) -> None:
         " positions of convolutions, as learned ones take as long there; bert itself has both. `rotary`: the same in"
         f" a stack that has positions of its own. `{TWIN}`: the very same configuration with dense attention, where"
         " attention is what the variant changes, or with a dense network, layer norm, plain residual paths, the"
-        " vanilla order, layers of their own, where that is. At this length nothing sub-quadratic is expected to be"
+        f" vanilla order, layers of their own, where that is. `{FLOOR}`: what a model reaches that knows nothing else"
+        " (blank where a row is older than this column). At this length nothing sub-quadratic is expected to be"
         " faster."
     )
     write_results("pretraining", rows, COLUMNS, "Pretraining against the dense baseline", note)
@@ -308,6 +311,7 @@ def main() -> None:
                 "objective": objective,
                 "backbone": backbone,
                 "steps": steps,
+                FLOOR: run["floor"],
                 "loss at start": run["evaluations"][0][1],
                 "loss": run["evaluations"][-1][1],
                 "dense loss": dense["evaluations"][-1][1],
