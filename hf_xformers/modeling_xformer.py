@@ -91,6 +91,7 @@ class XFormerPreTrainedModel(PreTrainedModel):
         towers = [module for module in self.modules() if isinstance(module, XFormerTower)]
         layers = {type(layer).__name__ for tower in towers for layer in tower.layers}
         self._no_split_modules = layers if layers_apart(self.config) else set()
+        self._keep_in_fp32_modules_strict = float32_names(self)
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters that weight decay must leave alone: what components declare ([`Undecayed`]), and the
@@ -107,8 +108,6 @@ class XFormerPreTrainedModel(PreTrainedModel):
     def supports_context_parallel(self) -> bool:
         """transformers' question whether each process may be given a part of every text."""
         return bool(super().supports_context_parallel) and not why_not_context_parallel(self.config)
-
-        self._keep_in_fp32_modules_strict = float32_names(self)
 
     @property
     def dtype(self) -> torch.dtype:
