@@ -400,6 +400,10 @@ class XFormerConfig(PreTrainedConfig):
         """The config of one layer of this one-tower view, `per_layer_config` applied."""
         return cast(XFormerConfig, self.per_layer_config[layer_idx]) if self.is_heterogeneous else self
 
+    def layer_configs(self) -> list[XFormerConfig]:
+        """The configs of the distinct layers of this one-tower view: one where all are alike."""
+        return [self.layer(index) for index in range(self.num_hidden_layers)] if self.is_heterogeneous else [self]
+
     @property
     def head_width(self) -> int:
         """Width of one head (numbers): `head_dim`, or `hidden_size / num_attention_heads`."""

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .modeling_xformer import XFormerPreTrainedModel, layer_configs
+from .modeling_base import XFormerPreTrainedModel
 
 # What a graph gives, where the model's output has it.
 _RESULTS = ("logits", "last_hidden_state", "pooler_output", "start_logits", "end_logits")
@@ -179,7 +179,7 @@ def _as_exported(model: XFormerPreTrainedModel, literal: bool) -> Iterator[None]
 
 def _layers(model: XFormerPreTrainedModel) -> list[Any]:
     """The distinct layers of all towers."""
-    return [layer for tower in model.config.tower_configs() for layer in layer_configs(tower)]
+    return [layer for tower in model.config.tower_configs() for layer in tower.layer_configs()]
 
 
 def _sample(model: XFormerPreTrainedModel, batch: int, length: int) -> dict[str, Tensor]:

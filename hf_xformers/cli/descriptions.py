@@ -81,7 +81,7 @@ def kinds(config_class: Any) -> list[str]:
 def replaced(config: Any) -> list[tuple[str, Spec]]:
     """(slot, component) wherever a layer or tower of a config has another component than a plain Transformer."""
     found: list[tuple[str, Spec]] = []
-    for view in layers(config):
+    for view in config.layer_configs():
         for slot, plain in _PLAIN.items():
             spec = getattr(view, slot)
             if spec.type not in plain and (slot, spec) not in found:
@@ -89,18 +89,11 @@ def replaced(config: Any) -> list[tuple[str, Spec]]:
     return found
 
 
-def layers(config: Any) -> list[Any]:
-    """A config as every layer sees it; one view where all layers are alike."""
-    if not config.is_heterogeneous:
-        return [config]
-    return [config.layer(index) for index in range(config.num_hidden_layers)]
-
-
 def own_components(config: Any) -> list[tuple[str, Spec]]:
     """(slot, component) of a variant's config, each once where layers differ; cross-attention where it has any."""
     found: list[tuple[str, Spec]] = []
     for slot in SLOTS:
-        for view in layers(config) if slot != "cross_attention" or "ForSeq2SeqLM" in config.heads else ():
+        for view in config.layer_configs() if slot != "cross_attention" or "ForSeq2SeqLM" in config.heads else ():
             if (slot, getattr(view, slot)) not in found:
                 found.append((slot, getattr(view, slot)))
     return found

@@ -22,7 +22,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..modeling_xformer import XFormerPreTrainedModel
+from ..modeling_base import XFormerPreTrainedModel
 from .base import converter_for
 from .checkpoint import convert_checkpoint, load, read_model_type
 from .report import Report

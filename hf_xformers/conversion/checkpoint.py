@@ -15,7 +15,6 @@ from ..configuration_xformer import XFormerConfig
 from ..core.components import SLOTS
 from ..core.finite import refuse_non_finite
 from ..core.saved_files import read_object, refuse_damaged_weights, replacing
-from ..modeling_xformer import layer_configs
 from ..variants import config_class, family
 from .base import Converter, converter_for
 from .provenance import read_provenance, write_provenance
@@ -86,7 +85,7 @@ def _variant_again(source: str | Path) -> str:
         return XFormerConfig.model_type
     variant = origin.steps()[0].variants[0]
     config, preset = AutoConfig.from_pretrained(os.fspath(source)), config_class(variant)()
-    for layer in layer_configs(config):
+    for layer in config.layer_configs():
         for slot in SLOTS:
             there, wanted = getattr(layer, slot).type, getattr(preset, slot).type
             if there != wanted:

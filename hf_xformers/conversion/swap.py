@@ -26,7 +26,9 @@ from ..blocks.base import SublayerPlan
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SpecLike
 from ..core.saved_files import replacing
-from ..modeling_xformer import XFormerModel, XFormerPreTrainedModel, XFormerTower
+from ..modeling_base import XFormerPreTrainedModel
+from ..modeling_tower import XFormerTower
+from ..modeling_xformer import XFormerModel
 from ..variants import family, model_types
 from .base import converter_for
 from .checkpoint import check_target, load, load_ours, model_type_of, open_tokenizer, save

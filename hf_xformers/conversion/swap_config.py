@@ -8,7 +8,6 @@ from typing import Any
 
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SLOTS, Spec, build_spec, canonical_fields, did_you_mean
-from ..modeling_xformer import layer_configs
 
 # What may change beside components: the weights that this touches can be derived.
 _FIELDS = ("max_length", "num_key_value_heads", "decoder", "per_layer_config")
@@ -107,7 +106,7 @@ def _types(config: XFormerConfig) -> list[list[str]]:
     return [
         [getattr(layer, slot).type for slot in SLOTS]
         for view in config.tower_configs()
-        for layer in layer_configs(view)
+        for layer in view.layer_configs()
     ]
 
 

@@ -12,10 +12,6 @@ _INNER = {"up_proj": "colwise", "gate_proj": "colwise", "down_proj": "rowwise"}
 _ALL_HEADS = {"score_bias", "score_terms", "head_terms"}
 
 
-def _layers(view: Any) -> list[Any]:
-    return [view.layer(index) for index in range(view.num_hidden_layers)] if view.is_heterogeneous else [view]
-
-
 def _splits_heads(layer: Any, kind: str) -> bool:
     own = kind == "attention"
     spec = layer.attention if own else layer.cross_attention
@@ -25,7 +21,7 @@ def _splits_heads(layer: Any, kind: str) -> bool:
 def _undivided(config: Any) -> Any:
     """The first component that no process of a tensor-parallel group may run by itself; None if all may."""
     for view in config.tower_configs():
-        for layer in _layers(view):
+        for layer in view.layer_configs():
             for slot in SLOTS:
                 if not getattr(layer, slot).tensor_parallel:
                     return getattr(layer, slot)
@@ -43,7 +39,7 @@ def tensor_parallel_plan(config: Any) -> dict[str, str] | None:
         return None
     plan: dict[str, str] = {}
     for tower, view in zip(("trunk", "decoder"), config.tower_configs()):
-        layers = _layers(view)
+        layers = view.layer_configs()
         for index in range(view.num_hidden_layers):
             for entry in view.layer(index).block.plan(view.layer(index), index, tower == "decoder"):
                 if entry.kind == "feedforward":
@@ -65,7 +61,7 @@ def layers_apart(config: Any) -> bool:
     return all(
         getattr(layer, slot).layers_apart
         for view in config.tower_configs()
-        for layer in _layers(view)
+        for layer in view.layer_configs()
         for slot in SLOTS
     )
 
@@ -109,7 +105,7 @@ def check_tensor_parallel(config: Any, size: int) -> None:
     if not any(name.endswith("q_proj") for name in plan):
         return
     for view in config.tower_configs():
-        for layer in _layers(view):
+        for layer in view.layer_configs():
             for name, heads in (("heads", layer.num_attention_heads), ("key/value heads", layer.key_value_heads)):
                 if heads % size:
                     raise ValueError(

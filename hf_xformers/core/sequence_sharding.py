@@ -36,10 +36,7 @@ def why_not_context_parallel(config: Any) -> str:
     """
     if config.is_encoder_decoder or not config.is_decoder:
         return "only a causal decoder's order of tokens is kept between processes, and this model has an encoder"
-    layers = (
-        [config.layer(index) for index in range(config.num_hidden_layers)] if config.is_heterogeneous else [config]
-    )
-    for layer in layers:
+    for layer in config.layer_configs():
         for slot in SLOTS:
             spec = getattr(layer, slot)
             if slot != "cross_attention" and not spec.context_parallel:

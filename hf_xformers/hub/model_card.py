@@ -179,9 +179,7 @@ def _component_table(config) -> str:
     from ..configuration_xformer import XFormerConfig
 
     default, rows = XFormerConfig(), []
-    layers = (
-        [config.layer(index) for index in range(config.num_hidden_layers)] if config.is_heterogeneous else [config]
-    )
+    layers = config.layer_configs()
     for slot in SLOTS:
         specs: list[Any] = []
         for layer in layers:  # each kind once, where layers differ

@@ -10,7 +10,6 @@ from typing import Any
 from ..conversion.provenance import Provenance, read_provenance
 from ..core.components import SLOTS
 from ..families import VariantInfo
-from ..modeling_xformer import layer_configs
 from .training_record import is_hub_id
 
 
@@ -79,7 +78,7 @@ def _mechanisms(config: Any, start: Any) -> list[tuple[str, str, str]]:
     """(slot, component of the start, component of the config), where the two differ in some layer of some tower."""
     found: list[tuple[str, str, str]] = []
     for tower in config.tower_configs():
-        for layer in layer_configs(tower):
+        for layer in tower.layer_configs():
             for slot in SLOTS:
                 old, new = getattr(start, slot).type, getattr(layer, slot).type
                 if old != new and (slot, old, new) not in found:

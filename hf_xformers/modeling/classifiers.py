@@ -13,7 +13,8 @@ from ..core import outputs
 from ..core.inputs import check_token_labels
 from ..core.losses import token_cross_entropy, with_aux_losses
 from ..core.pooling import pool
-from ..modeling_xformer import XFormerModel, XFormerPreTrainedModel, layer_configs
+from ..modeling_base import XFormerPreTrainedModel
+from ..modeling_xformer import XFormerModel
 
 
 class Classifier(XFormerPreTrainedModel):
@@ -58,7 +59,7 @@ class Classifier(XFormerPreTrainedModel):
         spec's method `task_inputs`, e.g. which tokens are global."""
         if not self.model.trunk.extra_inputs:
             return given
-        for layer in layer_configs(self.model.trunk.config):
+        for layer in self.model.trunk.config.layer_configs():
             choose = getattr(layer.attention, "task_inputs", None)
             if choose is not None:
                 shape = input_ids.shape if input_ids is not None else embeds.shape[:2]

@@ -9,7 +9,8 @@ from transformers.utils import can_return_tuple
 
 from ..core import outputs
 from ..core.losses import with_aux_losses
-from ..modeling_xformer import XFormerModel, XFormerPreTrainedModel
+from ..modeling_base import XFormerPreTrainedModel
+from ..modeling_xformer import XFormerModel
 
 
 class XFormerImageModel(XFormerModel):

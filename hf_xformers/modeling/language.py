@@ -16,7 +16,8 @@ from ..core.cache import make_cache, stateful_part
 from ..core.inputs import check_axes, check_token_labels
 from ..core.losses import labels_after_real_tokens, next_token_cross_entropy, token_cross_entropy, with_aux_losses
 from ..core.sequence_sharding import sharding_in_force
-from ..modeling_xformer import XFormerModel, XFormerPreTrainedModel
+from ..modeling_base import XFormerPreTrainedModel
+from ..modeling_xformer import XFormerModel
 
 logger = logging.get_logger(__name__)
 

@@ -136,6 +136,24 @@ def test_encoder_outputs_can_be_given():
         close(output, expected, 1e-6)
 
 
+def test_positions_of_an_encoder_decoder():
+    """`position_ids` are the encoder's; a row of several documents would be read by one decoder."""
+    torch.manual_seed(0)
+    config = XFormerConfig(**SMALL, is_encoder_decoder=True, position="learned_absolute", max_position_embeddings=9)
+    model, ids = XFormerModel(config).eval(), tokens(2, 4, high=40)
+    places = torch.tensor([[5, 6, 7, 8], [1, 2, 3, 4]])
+    memory = model.get_encoder()(input_ids=ids, position_ids=places)
+    expected = model(encoder_outputs=memory, decoder_input_ids=ids).last_hidden_state
+    given = model(ids, position_ids=places, decoder_input_ids=ids)
+    assert (memory.last_hidden_state - model.get_encoder()(input_ids=ids).last_hidden_state).abs().max() > 1e-3
+    close(given.encoder_last_hidden_state, memory.last_hidden_state, 1e-6)
+    close(given.last_hidden_state, expected, 1e-6)
+    packed = torch.tensor([[0, 1, 0, 1]])
+    with pytest.raises(ValueError, match="the decoder of an encoder-decoder reads the whole row"):
+        model(ids, position_ids=packed, decoder_input_ids=ids)
+    model(ids, position_ids=packed, attention_mask=torch.ones_like(ids), decoder_input_ids=ids)
+
+
 def test_token_types():
     torch.manual_seed(0)
     model, ids = XFormerModel(XFormerConfig(**SMALL, type_vocab_size=2)).eval(), tokens(2, 4, high=40)

@@ -16,8 +16,7 @@ from hf_xformers import (
     XFormerForSequenceClassification,
     XFormerForTokenClassification,
 )
-from hf_xformers.core.pooling import pool
-from hf_xformers.modeling_xformer import Pooler
+from hf_xformers.core.pooling import Pooler, pool
 from tests.helpers import close, make_strong, tokens
 
 SMALL = dict(vocab_size=40, hidden_size=16, num_attention_heads=4, num_hidden_layers=1, intermediate_size=16)

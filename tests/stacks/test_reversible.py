@@ -173,7 +173,7 @@ def test_streams_and_gradients_equal_transformers():
                 mine.copy_(its)
     x = torch.randn(2, 16, 16, dtype=torch.float64)
     mine, its = x.clone().requires_grad_(), x.clone().requires_grad_()
-    context = tower.make_context(mine, None, None, None, None, False)
+    context = tower.make_context(mine)
     run = _Run(tower.layers, context, None, tower.position)
     both = torch.cat(_Reversible.apply(run, mine, *run.parameters)[:2], dim=-1)
     expected = _ReversibleFunction.apply(

@@ -1,0 +1,131 @@
+"""What every X-former class shares, from a tower to a model with a head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.utils.output_capturing import OutputRecorder
+
+from .attention.shared.base import Attention
+from .blocks.base import XFormerLayer
+from .configuration_xformer import XFormerConfig
+from .core.initialization import start_linear
+from .core.parallel_plans import check_tensor_parallel, layers_apart
+from .core.precision import computing_dtype, float32_names
+from .core.sequence_sharding import why_not_context_parallel
+from .core.weight_decay import declared_undecayed
+
+
+class XFormerPreTrainedModel(PreTrainedModel):
+    """What every X-former class shares: how weights start, what can be recorded, which back-ends fit."""
+
+    config_class = XFormerConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["XFormerLayer"]  # of the class alone; a model knows the classes of its own layers
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_flash_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    under_a_head = False
+    reads_every_token: ClassVar[bool] = False  # whether a head predicts something for each token of its last tower
+    _can_record_outputs = {
+        "hidden_states": OutputRecorder(XFormerLayer, index=0),
+        "attentions": OutputRecorder(Attention, index=1, layer_name="attention"),
+        "cross_attentions": OutputRecorder(Attention, index=1, layer_name="cross_attention"),
+    }
+
+    def __init__(self, config: XFormerConfig, *inputs: Any, **kwargs: Any):
+        super().__init__(config, *inputs, **kwargs)
+        if self.reads_every_token:
+            last = config.tower_configs()[-1]
+            if not last.stack.gives_every_token(last):
+                raise ValueError(
+                    f"{type(self).__name__} predicts something for every token, but stack {last.stack.type!r} ends"
+                    " with fewer states than tokens here; let it come back to the length of the text, e.g."
+                    ' `stack={"type": "funnel", "upsample": True}`.'
+                )
+        self.model_tags = ["hf_xformers", config.model_type]  # what `push_to_hub` writes into the model card
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        config = self.config
+        if isinstance(module, nn.Linear):
+            start_linear(config, init, module)
+        initialize = getattr(module, "initialize", None)
+        if initialize is not None:  # a component knows its own start; it runs after its children's
+            initialize(config, init)
+
+    def _initialize_weights(self, module: nn.Module, *_: Any, **__: Any) -> None:
+        # transformers leaves out every module without parameters of its own where a model's code is not its own, to
+        # spare what was loaded. Those are the components here, and their starts spare it themselves: they go through
+        # `init`.
+        super()._initialize_weights(module)
+
+    def post_init(self) -> None:
+        super().post_init()
+        # What Accelerate's FSDP wraps by name, which it must find.
+        models = [module for module in self.modules() if isinstance(module, XFormerPreTrainedModel)]
+        layers = {type(layer).__name__ for model in models for layer in model.own_layers()}
+        self._no_split_modules = layers if layers_apart(self.config) else set()
+        self._keep_in_fp32_modules_strict = float32_names(self)
+
+    def own_layers(self) -> Iterable[nn.Module]:
+        """The layers that this model runs itself: a tower's; what stands around towers has none."""
+        return ()
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters that weight decay must leave alone: what components declare ([`Undecayed`]), and the
+        biases and norms that Trainer leaves out by itself. `XFormerTrainer` heeds all of it. A plain Trainer asks no
+        model, so give it an optimizer whose groups do: `Trainer(..., optimizers=(optimizer, None))`."""
+        names = declared_undecayed(self)
+        for prefix, module in self.named_modules():
+            for name, _ in module.named_parameters(recurse=False):
+                if name == "bias" or isinstance(module, nn.LayerNorm):
+                    names.add(f"{prefix}.{name}")
+        return names
+
+    @property
+    def supports_context_parallel(self) -> bool:
+        """transformers' question whether each process may be given a part of every text."""
+        return bool(super().supports_context_parallel) and not why_not_context_parallel(self.config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that layers compute in; some parameters may be in float32 all the same ([`Float32Module`])."""
+        found = computing_dtype(self)
+        return super().dtype if found is None else found
+
+    def _resolve_parallel_plans(self, distributed_config: Any) -> Any:
+        check_tensor_parallel(self.config, distributed_config.tp_size)
+        return super()._resolve_parallel_plans(distributed_config)
+
+    def reported(self, aux_losses: dict[str, Tensor] | None, loss: Tensor | None = None) -> dict[str, Tensor] | None:
+        """The auxiliary losses that an output gives: beside a loss, in training, and wherever gradients are recorded.
+        An output for use alone has none: pipelines cut outputs into rows, which these losses are not made of. The base
+        model under a head leaves that to the head."""
+        needed = loss is not None or self.under_a_head or self.training or torch.is_grad_enabled()
+        return aux_losses if needed else None
+
+    @staticmethod
+    def shaped(config: XFormerConfig, *, is_decoder: bool, is_encoder_decoder: bool) -> XFormerConfig:
+        """`config` in the shape that a head needs; a copy when that changes anything, so the caller's stays as it
+        is."""
+        if config.is_decoder == is_decoder and config.is_encoder_decoder == is_encoder_decoder:
+            return config
+        fields = config.to_dict()
+        for key in ("model_type", "transformers_version", "architectures"):
+            fields.pop(key, None)
+        fields.update(is_decoder=is_decoder, is_encoder_decoder=is_encoder_decoder)
+        shaped = type(config)(**fields)
+        shaped._attn_implementation_internal = config._attn_implementation
+        shaped.name_or_path = config.name_or_path
+        return shaped

@@ -1,0 +1,285 @@
+"""One tower: embedding, position, layers and final norm, and the context that a call of it starts with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.utils import logging
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .attention.shared.base import Attention
+from .configuration_xformer import XFormerConfig
+from .core.cache import make_cache
+from .core.components import refuse_packing, refuse_unpadding
+from .core.context import LayerContext, document_numbers, segments_from_positions, self_attention_cache
+from .core.extent import can_inspect, extent_of, read_masks, token_positions
+from .core.inputs import check_axes
+from .core.outputs import TowerOutput
+from .core.precision import Float32Module
+from .core.sequence_sharding import check_sharded_call, sharding_in_force
+from .core.unpadding import Unpadding
+from .modeling_base import XFormerPreTrainedModel
+from .normalization.residual import norm_inputs
+from .position.base import Position, ScoreBias
+
+logger = logging.get_logger(__name__)
+
+
+class XFormerTower(XFormerPreTrainedModel):
+    """Embedding, position, layers and final norm: an encoder, a decoder-only model, or one side of an
+    encoder-decoder."""
+
+    def __init__(self, config: XFormerConfig, *, cross: bool = False):
+        super().__init__(config)
+        self.cross = cross
+        # Where norms and heads differ by layer, what stands before the layers goes by the first, and what follows by
+        # the last.
+        first, last = config.layer(0), config.layer(max(config.num_hidden_layers - 1, 0))
+        self.embedding = config.embedding.build(first)
+        self.position = _checked(config.position.build(first), config)
+        self.layers = nn.ModuleList(
+            config.block.build(config.layer(index), layer_idx=index, cross=cross)
+            for index in range(config.stack.num_layers(config))
+        )
+        for module in self.layers.modules():
+            if isinstance(module, Attention):  # back-ends ask the tower's config, not one layer's view, for their name
+                module.config = config
+        self.stack = config.stack.build(config)
+        self.final_norm = config.residual.build_final(last)
+        self._read_capabilities()
+        self.types_were_read = False
+        self.reads_tokens_alone = False  # whether the head on this tower does
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def _read_capabilities(self) -> None:
+        """What the components of this tower take, asked once."""
+        config, layers = self.config, self.config.layer_configs()
+        self.max_length = config.position.max_length(config)
+        self.extra_inputs = self.names_of_inputs(config)
+        self.takes_pairs = all(layer.attention.explicit_mask for layer in layers)
+        self.keeps_documents_apart = all(
+            layer.attention.packed and layer.block.packed and layer.stack.packed for layer in layers
+        )
+
+    def own_layers(self) -> Iterable[nn.Module]:
+        return self.layers
+
+    @staticmethod
+    def names_of_inputs(config: XFormerConfig) -> tuple[str, ...]:
+        """The further inputs that any component of this tower reads."""
+        layers = config.layer_configs()
+        specs = [
+            config.stack,
+            config.position,
+            *(spec for entry in layers for spec in (entry.attention, entry.feedforward)),
+        ]
+        return tuple(dict.fromkeys(name for spec in specs for name in spec.inputs))
+
+    def init_parallel_plans(self) -> None:
+        super().init_parallel_plans()
+        self._tp_plan, self._fsdp_plan = {}, {}  # the model around it names a tower's parts
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding.tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embedding.tokens = value
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> TowerOutput:
+        """input_ids [B, T] or inputs_embeds [B, T, D]; attention_mask [B, cached + T], 1 = real (or a prepared
+        [B, 1, T, S] mask, for mechanisms with explicit scores); encoder_hidden_states [B, M, D], or one memory for
+        each execution step [B, steps, M, D]."""
+        inputs_embeds = self._token_vectors(input_ids, inputs_embeds)
+        given_cache = past_key_values is not None
+        if not self.config.is_decoder and not given_cache:
+            use_cache = False
+        if use_cache and not given_cache:
+            past_key_values = make_cache(self.config)
+        states = kwargs.get("output_hidden_states", self.config.output_hidden_states)
+        context = self.make_context(
+            inputs_embeds,
+            attention_mask,
+            position_ids,
+            self_attention_cache(past_key_values),
+            encoder_attention_mask,
+            output_attentions=bool(kwargs.get("output_attentions", self.config.output_attentions)),
+            output_hidden_states=states is not None and states is not False,  # it may be a state's index, 0
+        )
+        if context.segment_ids is not None and past_key_values is not None and can_inspect():
+            if given_cache:
+                raise ValueError(
+                    "`position_ids` restart inside a row (packed documents), but a cache continues one text per row;"
+                    " leave `past_key_values` out, or give an `attention_mask` to say that rows are not packed."
+                )
+            past_key_values, use_cache = None, False  # nothing could go on from a row of several texts
+        given = {**kwargs, "input_ids": input_ids}
+        context.inputs = {name: given[name] for name in self.extra_inputs if given.get(name) is not None}
+        hidden_states = self._embedded(inputs_embeds, token_type_ids, context)
+        if self.config.unpad_inputs and past_key_values is None:
+            self._leave_padding_out(context)
+        self._share_position(context, hidden_states)
+        result = self.stack(
+            self.layers,
+            hidden_states,
+            context,
+            position=self.position,
+            memory=encoder_hidden_states,
+            past_key_values=past_key_values,
+        )
+        hidden_states, memories = result.hidden_states, result.memories
+        if self.final_norm is not None:
+            hidden_states = self.final_norm(hidden_states, **norm_inputs(self.final_norm, result.context))
+            memories = None if memories is None else self.final_norm(memories)
+        return TowerOutput(
+            last_hidden_state=hidden_states,
+            past_key_values=past_key_values if use_cache else None,
+            padding_mask=result.context.padding_mask,
+            aux_losses=result.aux_losses or None,
+            memories=memories,
+            segment_memory=result.segment_memory,
+        )
+
+    def _token_vectors(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """[B, T, D] of the tokens, looked up or as given."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
+        check_axes("input_ids", input_ids)
+        check_axes("inputs_embeds", inputs_embeds, ("batch", "length", "width"))
+        return self.embedding.lookup(input_ids) if inputs_embeds is None else inputs_embeds
+
+    def _embedded(self, inputs_embeds: Tensor, token_type_ids: Tensor | None, context: LayerContext) -> Tensor:
+        """[B, T, D]: what the layers start from."""
+        if token_type_ids is not None and not self.config.type_vocab_size:
+            token_type_ids = self.leave_out(token_type_ids)
+        hidden_states = self.embedding(inputs_embeds, token_type_ids, context.positions, self.position)
+        return hidden_states.to(self.dtype) if isinstance(self.embedding, Float32Module) else hidden_states
+
+    def _leave_padding_out(self, context: LayerContext) -> None:
+        """Gives layers the real tokens alone (`unpad_inputs`), where nobody asks for what stands at padding."""
+        if context.padding_mask is None:
+            return
+        refuse_unpadding(self.config)  # it may have been switched on after the config was checked
+        if can_inspect() and not (context.output_attentions or context.output_hidden_states):
+            context.unpadding = Unpadding(context.padding_mask)
+
+    def _share_position(self, context: LayerContext, hidden_states: Tensor) -> None:
+        """What the position component prepares once per call for all layers."""
+        rotation = self.position.rotation(context.positions, hidden_states)
+        if rotation is not None:
+            context.shared["rotation"] = rotation
+        bias = self.position.score_bias()
+        if bias is not None:
+            context.shared["score_bias"] = bias
+
+    def make_context(
+        self,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        output_attentions: bool = False,
+        output_hidden_states: bool = False,
+    ) -> LayerContext:
+        """The state bundle of a call on inputs_embeds [B, T, D].
+
+        Raises:
+            ValueError: masks, lengths or positions that do not fit.
+        """
+        extent = extent_of(inputs_embeds, cache)
+        padding, explicit = read_masks(attention_mask, extent, self.takes_pairs)
+        current = extent.query_index()
+        positions = token_positions(position_ids, padding, current)
+        chosen = position_ids if attention_mask is None else None  # positions that may say where documents begin
+        if self.max_length is not None and (chosen is not None or extent.exceeds(self.max_length)):
+            self._check_length(positions)
+        check_sharded_call(
+            self.config,
+            reads_tokens_alone=self.reads_tokens_alone,
+            places=position_ids is not None,
+            padding=padding is not None or explicit is not None,
+        )
+        return LayerContext(
+            padding_mask=padding,
+            positions=positions,
+            query_index=current,
+            key_index=extent.key_index(),
+            causal=self.config.is_decoder,
+            fresh=extent.fresh,
+            static=extent.static,
+            explicit_mask=explicit,
+            segment_ids=None if chosen is None else self._documents(positions.expand(extent.batch, -1), extent.fresh),
+            memory_padding_mask=None if encoder_attention_mask is None else encoder_attention_mask.bool(),
+            implementation=self.config._attn_implementation,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            inputs_embeds=inputs_embeds,
+            position_ids=chosen,
+        )
+
+    def _documents(self, positions: Tensor, fresh: bool) -> Tensor | None:
+        """[B, T] document numbers of rows whose positions [B, T] restart; None where none does."""
+        if sharding_in_force():  # there positions jump where a text was divided
+            return None
+        if can_inspect():
+            segments = segments_from_positions(positions)
+            if segments is not None:
+                refuse_packing(self.config.layer_configs())
+            return segments
+        # A graph cannot ask whether there are several.
+        return document_numbers(positions) if fresh and self.keeps_documents_apart else None
+
+    def leave_out(self, token_type_ids: Tensor) -> None:
+        """What a model without a type table makes of types: nothing, as most tokenizers give them whether a model
+        reads them or not. Types that differ are reported once, with the first call (later ones are not worth waiting
+        for the device)."""
+        if self.types_were_read or not can_inspect():
+            return
+        self.types_were_read = True
+        if bool(token_type_ids.any()):
+            logger.warning(
+                "`token_type_ids` are left out: this model has `type_vocab_size=0` and cannot tell a second text from"
+                " the first by them; build it with `type_vocab_size=2` if it shall."
+            )
+
+    def _check_length(self, positions: Tensor) -> None:
+        """Called only where it can fail, as reading the largest position waits for the device: for rows longer than
+        what positions exist for (padding may still make them fit), and for positions that the caller chose."""
+        if not can_inspect():
+            return
+        longest = int(positions.max()) + 1
+        if longest > self.max_length:
+            raise ValueError(
+                f"The sequence has {longest} tokens, but position {self.config.position.type!r} of this model covers "
+                f"{self.max_length} (`max_position_embeddings`); shorten it, or build the model with a larger "
+                "`max_position_embeddings` or a position that extrapolates ('rotary', 'sinusoidal_absolute', ...)."
+            )
+
+
+def _checked(position: Position, config: XFormerConfig) -> Position:
+    """The position component as built, if it gives the bias that its spec declares."""
+    if "score_bias" in config.position.acts and not isinstance(position.score_bias(), ScoreBias):
+        raise TypeError(
+            f"position {config.position.type!r} says that it adds a bias to scores, but its `score_bias()` gives a"
+            f" {type(position.score_bias()).__name__}; give a `hf_xformers.position.base.ScoreBias`."
+        )
+    return position
