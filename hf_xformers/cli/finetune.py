@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..core.components import SLOTS
@@ -141,6 +142,19 @@ def report(summary: Mapping[str, Any], folder: str) -> None:
         "saved in": folder,
     }
     print_facts("fine-tuned", facts)
+    if summary["peft"] is not None:
+        say("\n  ".join(["the adapter is loaded onto its base model with", *adapter_lines(folder, summary)]))
+
+
+def adapter_lines(folder: str, summary: Mapping[str, Any]) -> list[str]:
+    """Python that loads a run's adapter onto its base model, with the labels of the run, which the base knows nothing
+    of."""
+    from ..finetuning.peft_methods import BOTTLENECKS
+    from ..hub.adapter_card import read_adapter
+    from ..hub.checkpoint_files import BOTTLENECK, PEFT
+
+    kind = BOTTLENECK if summary["peft"] in BOTTLENECKS else PEFT
+    return read_adapter(Path(folder).expanduser(), kind, summary["init_from"]).use(folder, local=True)
 
 
 __all__ = ["GROUPS", "make_parser", "model_options", "run"]

@@ -43,8 +43,9 @@ class Adapter:
     def auto(self) -> str:
         return "AutoModel" if self.head == "Model" else f"AutoModelF{self.head[1:]}"
 
-    def use(self, repo_id: str) -> list[str]:
-        """The lines that load it from the Hub, with the classes that it was trained on."""
+    def use(self, place: str, *, local: bool = False) -> list[str]:
+        """The lines that load it from the Hub (local: from a folder of this machine), with the classes that it was
+        trained on."""
         base, labels, classes = self.base or "USER/BASE-MODEL", [], ""
         if self.head in _LABELLED and self.labels:
             labels = [f"labels = {json.dumps(self.labels, ensure_ascii=False)}"]
@@ -53,11 +54,12 @@ class Adapter:
         load = f'model = {self.auto}.from_pretrained("{base}"{classes})'
         if self.kind == PEFT:
             ours = ["", "import hf_xformers  # makes the variants known to the Auto classes"]
-            end = f'model = PeftModel.from_pretrained(model, "{repo_id}")'
+            end = f'model = PeftModel.from_pretrained(model, "{place}")'
             return ["from peft import PeftModel", model[0], *ours, *model[1:], load, end]
         ours = ["", "from hf_xformers.adapters import load_adapter"]
-        end = f'load_adapter(model, snapshot_download("{repo_id}"))'
-        return ["from huggingface_hub import snapshot_download", model[0], *ours, *model[1:], load, end]
+        end = f'load_adapter(model, "{place}")' if local else f'load_adapter(model, snapshot_download("{place}"))'
+        download = [] if local else ["from huggingface_hub import snapshot_download"]
+        return [*download, model[0], *ours, *model[1:], load, end]
 
 
 def read_adapter(folder: Path, kind: Kind, base_model: str | None = None) -> Adapter:

@@ -15,6 +15,7 @@ from ..core.losses import token_cross_entropy, with_aux_losses
 from ..core.pooling import pool
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
+from .label_layer import LabelLayer
 
 
 class Classifier(XFormerPreTrainedModel):
@@ -37,7 +38,7 @@ class Classifier(XFormerPreTrainedModel):
         self.model.under_a_head = True
         rate = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
         self.dropout = nn.Dropout(rate)
-        self.classifier = nn.Linear(config.hidden_size, num_outputs)
+        self.classifier = LabelLayer(config.hidden_size, num_outputs)
         self.post_init()
 
     def pooled(self, base, attention_mask: Tensor | None) -> Tensor:

@@ -11,6 +11,7 @@ from ..core import outputs
 from ..core.losses import with_aux_losses
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
+from .label_layer import LabelLayer
 
 
 class XFormerImageModel(XFormerModel):
@@ -47,7 +48,7 @@ class XFormerForImageClassification(XFormerPreTrainedModel):
         self.model = XFormerImageModel(config, add_pooler=False)
         self.model.under_a_head = True
         self.dropout = nn.Dropout(config.classifier_dropout or 0.0)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.classifier = LabelLayer(config.hidden_size, config.num_labels)
         self.post_init()
 
     def pooled(self, hidden_states: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import sys
 import peft
 import pytest
 import torch
-from peft import AutoPeftModelForSequenceClassification
+from peft import AutoPeftModelForSequenceClassification, AutoPeftModelForTokenClassification
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
@@ -95,6 +95,27 @@ def test_an_adapter_loads_onto_its_base_again(pretrained, tmp_path):
             chances = model(**tokenizer(row["text"], return_tensors="pt")).logits.softmax(-1)[0]
         assert str(int(chances.argmax())) == row["prediction"]
         assert chances.max().item() == pytest.approx(row["probability"], abs=1e-5)
+
+
+def test_labels_of_an_adapter(pretrained, tmp_path, capsys):
+    """The lines that `finetune` ends with load the adapter with its labels; without them a sentence names them."""
+    (tmp_path / "data").mkdir()
+    data = DATA["token-classification"](tmp_path / "data")
+    run, options = tmp_path / "run", {"model": pretrained / "bert", "max_steps": 2, "eval_strategy": "no"}
+    options["load_best_model_at_end"] = "false"
+    summary = finetune("token-classification", data, run, "--peft", "lora", **options)
+    names = summary["labels"]
+    said = capsys.readouterr().err.split("loaded onto its base model with\n")[1]
+    found = {}
+    exec("\n".join(line.strip() for line in said.splitlines() if line.startswith("  ")), found)
+    assert len(names) > 2 and list(found["model"].config.id2label.values()) == names
+    with pytest.raises(RuntimeError, match=rf"saved for {len(names)} labels.*give `num_labels={len(names)}`"):
+        AutoPeftModelForTokenClassification.from_pretrained(run)
+    auto = AutoPeftModelForTokenClassification.from_pretrained(run, id2label=dict(enumerate(names)))
+    assert auto.config.id2label == dict(enumerate(names))
+    ids = torch.randint(5, 300, (2, 9))
+    with torch.no_grad():
+        torch.testing.assert_close(auto.eval()(ids).logits, found["model"].eval()(ids).logits)
 
 
 def test_a_fresh_lora_changes_nothing_and_trains_what_it_says():
