@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import uuid
 import zipfile
@@ -16,7 +17,17 @@ from typing import Any
 # By order of preference: one file of weights, and the index of several.
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 STAGING = ".saving"
+# What a run leaves in its folder: what it is, the lock while it goes on, and Trainer's state in every checkpoint.
+SUMMARY_FILE, LOCK_FILE, STATE_FILE = "training_summary.json", ".hf_xformers.lock", "trainer_state.json"
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run has left its results, or a checkpoint, in this very folder."""
+    if any((folder / name).is_file() for name in (SUMMARY_FILE, STATE_FILE)):
+        return True
+    return any(path.is_dir() and CHECKPOINT.fullmatch(path.name) for path in folder.glob("checkpoint-*"))
 
 
 # ---------------------------------------------------------------------------------------------------- reading

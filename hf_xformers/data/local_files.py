@@ -5,10 +5,15 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from transformers.utils import logging
+
+from ..core.saved_files import LOCK_FILE, holds_run
 from .stdlib_corpus import STDLIB_CORPUS_ID
+
+logger = logging.get_logger(__name__)
 
 _FORMATS = {
     ".txt": "text",
@@ -21,7 +26,7 @@ _FORMATS = {
     ".parquet": "parquet",
 }
 _COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
-_ABOUT_THE_DATA = ("readme", "license", "licence")  # stems of files beside the data that are not data
+_BESIDE = ("readme", "license", "licence")  # stems of files beside the data that are not data
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # A word of a file, folder or Hub split name -> the split it stands for.
 SPLIT_WORDS = {
@@ -46,7 +51,7 @@ def find_files(names: list[str]) -> dict[str, list[Path]] | None:
     for name in names:
         path = Path(name).expanduser()
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.is_file() and _is_data(p, path))
+            inside = files_under(path, lambda file: format_of(file) is not None and file.stem.lower() not in _BESIDE)
             if not inside:
                 raise ValueError(
                     f"the folder {name!r} holds no file with a known suffix ({', '.join(_FORMATS)}); "
@@ -86,9 +91,30 @@ def find_files(names: list[str]) -> dict[str, list[Path]] | None:
     return files
 
 
-def _is_data(path: Path, folder: Path) -> bool:
-    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-    return format_of(path) is not None and not hidden and path.stem.lower() not in _ABOUT_THE_DATA
+def files_under(folder: Path, wanted: Callable[[Path], bool]) -> list[Path]:
+    """The files in a folder and the folders in it that are `wanted`, sorted; nothing hidden, and nothing that a
+    training run has written: a folder of a run is left out, with a word about it.
+
+    Raises:
+        ValueError: the folder itself is that of a run.
+    """
+    if holds_run(folder):
+        raise ValueError(
+            f"the folder {str(folder)!r} is that of a training run, whose predictions and settings are no data; name"
+            " the files to read, or keep them in a folder of their own"
+        )
+    found: list[Path] = []
+    runs: list[str] = []
+    for place, folders, files in os.walk(folder):
+        inner = sorted(name for name in folders if not name.startswith("."))
+        ran = [name for name in inner if holds_run(Path(place, name)) or Path(place, name, LOCK_FILE).exists()]
+        runs += [str(Path(place, name)) for name in ran]
+        folders[:] = [name for name in inner if name not in ran]
+        paths = (Path(place, name) for name in files if not name.startswith("."))
+        found += [path for path in paths if path.is_file() and wanted(path)]
+    if runs:
+        logger.warning(f"left out of the data, as training runs wrote them: {listed(runs)}")
+    return sorted(found)
 
 
 def _looks_like_a_path(name: str) -> bool:

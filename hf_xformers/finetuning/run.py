@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..configuration_xformer import XFormerConfig
 from ..conversion.provenance import carry_provenance
-from ..core.saved_files import saving_into, write_json, write_text
+from ..core.saved_files import SUMMARY_FILE, saving_into, write_json, write_text
 from ..training.building import choose_block_size, grown_positions, longest_sequence
 from ..training.checkpoints import checkpoint_to_resume
 from ..training.folder_lock import folder_lock
 from ..training.pretraining import check_steps
-from ..training.run_folder import SUMMARY_FILE, check_same_run, read_summary, save_final, start_anew
+from ..training.run_folder import check_same_run, read_summary, save_final, start_anew
 from ..training.text import usual_sampling
 from . import loading
 from .class_balance import BalancedLoss, class_weights

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..data.delimited import text_lines
-from ..data.local_files import SPLIT_WORDS, find_files, format_of, listed
+from ..data.local_files import SPLIT_WORDS, files_under, find_files, format_of, listed
 from ..data.saved import load_saved
 from ..data.splitting import check_fraction, stable_fraction
 from .origin import ORIGIN, columns_of, with_origins
@@ -106,13 +106,7 @@ def _expand(names: Sequence[str], suffixes: Sequence[str]) -> list[str]:
         if not folder.is_dir():
             expanded.append(name)
             continue
-        inside = sorted(
-            path
-            for path in folder.rglob("*")
-            if path.is_file()
-            and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-            and "".join(path.suffixes[-1:]).lower() in suffixes
-        )
+        inside = files_under(folder, lambda file: file.suffix.lower() in suffixes)
         if not inside:
             raise ValueError(f"the folder {name!r} holds no file that ends in {', '.join(suffixes)}; name the files")
         expanded += map(str, inside)

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..core.saved_files import read_object
-from ..training.run_folder import SUMMARY_FILE
+from ..core.saved_files import SUMMARY_FILE, read_object
 
 # Figures that are no score: how long it took, on how much.
 _NO_SCORE = re.compile(

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import json
-import re
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core.saved_files import safetensors_defect, weight_files, weights_defect
+from ..core.saved_files import CHECKPOINT, STATE_FILE, safetensors_defect, weight_files, weights_defect
 
-# Trainer writes this file last, so it marks a save that came to its end.
-STATE_FILE = "trainer_state.json"
-_NAME = re.compile(r"checkpoint-(\d+)")
 # What FSDP and DeepSpeed write in place of the plain files; they check their own shards when they load them.
 _SHARDED = ("pytorch_model_fsdp*", "global_step*")
 
 
 def checkpoints(run: str | Path) -> list[Path]:
     """The folders `checkpoint-<step>` of a run, newest first."""
-    found = [path for path in Path(run).glob("checkpoint-*") if path.is_dir() and _NAME.fullmatch(path.name)]
+    found = [path for path in Path(run).glob("checkpoint-*") if path.is_dir() and CHECKPOINT.fullmatch(path.name)]
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
 
 
 def defect(checkpoint: str | Path, world_size: int = 1) -> str | None:
-    """Why training cannot be resumed from `checkpoint`, in a few words; None when it can.
+    """Why training cannot be resumed from `checkpoint`, in a few words; None when it can. Trainer writes its state
+    last, so that marks a save that came to its end.
 
     world_size: number of processes that will resume; each has its own random state.
     """

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-LOCK_FILE = ".hf_xformers.lock"
+from ..core.saved_files import LOCK_FILE
+
 _held: set[Path] = set()
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..conversion.provenance import carry_provenance
 from ..core.components import SLOTS, canonical_fields
 from ..core.finite import refuse_non_finite
-from ..core.saved_files import refuse_damaged_weights, saving_into, write_json
+from ..core.saved_files import STATE_FILE, SUMMARY_FILE, refuse_damaged_weights, saving_into, write_json
 from ..objectives import Objective, build_objective
 from .building import (
     build_config,
@@ -26,11 +26,10 @@ from .building import (
     longest_input,
     longest_sequence,
 )
-from .checkpoints import STATE_FILE, checkpoint_to_resume, misfit
+from .checkpoints import checkpoint_to_resume, misfit
 from .folder_lock import folder_lock
 from .presets import nearest_size
 from .run_folder import (
-    SUMMARY_FILE,
     check_same_model,
     check_same_run,
     read_summary,

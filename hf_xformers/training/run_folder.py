@@ -15,15 +15,14 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.saved_files import STAGING, read_object, saving_into
-from .checkpoints import STATE_FILE, checkpoints
+from ..core.saved_files import STAGING, STATE_FILE, SUMMARY_FILE, read_object, saving_into
+from .checkpoints import checkpoints
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
     from ..configuration_xformer import XFormerConfig
 
-SUMMARY_FILE = "training_summary.json"
 # A resumed run must agree in these with the run it continues, or its rows are others.
 _SAME = {
     "objective": "--objective",

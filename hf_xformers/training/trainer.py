@@ -17,9 +17,9 @@ from transformers.utils import logging
 from ..configuration_xformer import XFormerConfig
 from ..core.finite import refuse_non_finite
 from ..core.losses import labels_after_real_tokens
+from ..core.saved_files import STATE_FILE
 from ..core.sequence_sharding import check_sharding, sharding_in_force
 from ..core.weight_decay import declared_undecayed
-from .checkpoints import STATE_FILE
 from .evaluation import IGNORE_INDEX, frequency_floor, label_counts, summarise, token_statistics
 from .randomness import preserved_randomness
 from .segments import SEGMENT_START, SegmentCarrier, StreamSampler

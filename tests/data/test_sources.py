@@ -15,6 +15,8 @@ import datasets
 import pytest
 
 from hf_xformers.data import load_text_dataset, stdlib_corpus
+from hf_xformers.finetuning.options import TaskData
+from hf_xformers.finetuning.sources import load_rows
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [f"document {index} with \u201cquotes\u201d, commas" for index in range(40)]
@@ -393,3 +395,22 @@ def test_hub_datasets_through_the_real_client(tmp_path, monkeypatch, offline_and
     assert small == {"train": ["t1", "t2"], "validation": ["u1", "u2", "u3"]}
     assert "no dataset 'owner/absent' that you may read" in absent
     assert results["slice"] == {"train": ["u1", "u2"]}
+
+
+@pytest.mark.parametrize("mark", ["training_summary.json", ".hf_xformers.lock", "trainer_state.json", "checkpoint-5/"])
+def test_what_a_run_wrote_is_no_data(mark, tmp_path, caplog):
+    """An `output_dir` inside the data folder: its predictions and its tokenizer are left out, in one line."""
+    run = tmp_path / "data" / "runs" / "first"
+    (run / "checkpoint-5").mkdir(parents=True) if mark.endswith("/") else write(run / mark, [])
+    write(run / "predictions_test.jsonl", ["what the model said"])
+    write(tmp_path / "data" / "a.jsonl")
+    assert all_texts(load_text_dataset(tmp_path / "data")) == sorted(TEXTS)
+    assert caplog.messages == [f"left out of the data, as training runs wrote them: {str(run)!r}"]
+    rows = load_rows(TaskData(data=[str(tmp_path / "data")], validation_fraction=0))
+    assert sorted(rows["train"]["text"]) == sorted(TEXTS)
+    if mark != ".hf_xformers.lock":  # a run that goes on in the folder may be the one that asks
+        with pytest.raises(ValueError, match="is that of a training run.*name the files to read"):
+            load_text_dataset(run)
+    assert all_texts(load_text_dataset(run / "predictions_test.jsonl", validation_fraction=0)) == [
+        "what the model said"
+    ]

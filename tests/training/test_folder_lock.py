@@ -11,7 +11,8 @@ import pytest
 
 from hf_xformers.cli import main
 from hf_xformers.conversion.checkpoint import replacing
-from hf_xformers.training.folder_lock import LOCK_FILE, folder_lock
+from hf_xformers.core.saved_files import LOCK_FILE
+from hf_xformers.training.folder_lock import folder_lock
 from tests.training.runs import pretrain_flags
 
 # Another process that holds a folder's lock until it is told to end.
