@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerModel
-from hf_xformers.attention import routing
+from hf_xformers.attention import routing_transformer as routing
 from tests.attention.group_helpers import SIZES, build_layer, context, states
 from tests.helpers import make_strong, pad, tokens
 
