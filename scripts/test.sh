@@ -3,6 +3,8 @@
 #
 #   scripts/test.sh                 the whole suite, then transformers' common tests over one family for each engine and stack
 #                                   (over all of them: scripts/conformance.py -n 2)
+#   scripts/test.sh --changed [REVISION]   in less than three minutes: what the files that differ from REVISION can reach
+#                                   (without it: from where the branch left main); says first what it will run
 #   scripts/test.sh ARGUMENT ...    pytest alone, with these arguments: scripts/test.sh tests/attention -k performer
 #
 # The tests need no network. The second step downloads transformers' source archive once, and passes over itself with a
@@ -11,11 +13,19 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
-bash scripts/setup.sh test
+if [ "${1:-}" = --changed ]; then
+    bash scripts/setup.sh test dev # the graph of imports is read by what checks it
+else
+    bash scripts/setup.sh test
+fi
 python=${HF_XFORMERS_VENV:-$root/.venv}/bin/python
 
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 
+if [ "${1:-}" = --changed ]; then
+    shift
+    exec "$python" scripts/affected.py "$@" -n 2
+fi
 "$python" -m pytest -n 2 "$@"
 if [ $# -eq 0 ]; then
     "$python" scripts/conformance.py -n 2 --sample
