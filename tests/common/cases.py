@@ -141,16 +141,21 @@ class Case:
 
     def exception(self, test: str) -> str | None:
         """Why this case is excused from `test`, in the words of the class that asks for it."""
-        config = self.config()
-        holders = [self.config_class]
-        for tower in config.tower_configs():
-            layers = list(tower.per_layer_config) if tower.is_heterogeneous else [tower]
-            holders += [type(getattr(layer, slot)) for layer in layers for slot in SLOTS]
-        for holder in holders:
+        for holder in _holders(self):
             for key, reason in getattr(holder, "contract_exceptions", {}).items():
                 if key in (test, f"{test}:{self.shape}"):
                     return f"{holder.__name__}: {reason}"
         return None
+
+
+@functools.cache
+def _holders(case: Case) -> list[type]:
+    """The classes that may declare exceptions for this case: its config's and its components'."""
+    holders = [case.config_class]
+    for tower in case.config().tower_configs():
+        layers = list(tower.per_layer_config) if tower.is_heterogeneous else [tower]
+        holders += [type(getattr(layer, slot)) for layer in layers for slot in SLOTS]
+    return holders
 
 
 @functools.cache
