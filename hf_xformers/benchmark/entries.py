@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..training.building import build_config, grown_positions
+from ..training.building import build_config, grown_positions, objective_of_shape
 
 if TYPE_CHECKING:
     from ..configuration_xformer import XFormerConfig
@@ -15,18 +15,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape:
-    """head: the class that a model of this shape is. objective: what such a model is trained on. baseline: the variant
-    with dense attention that it is compared with."""
+    """head: the class that a model of this shape is. baseline: the variant with dense attention that it is compared
+    with."""
 
     head: str
-    objective: str
     baseline: str
 
 
 SHAPES = {
-    "encoder": Shape("ForMaskedLM", "mlm", "xf_bert"),
-    "decoder": Shape("ForCausalLM", "clm", "xf_gpt2"),
-    "seq2seq": Shape("ForSeq2SeqLM", "span", "xf_t5"),
+    "encoder": Shape("ForMaskedLM", "xf_bert"),
+    "decoder": Shape("ForCausalLM", "xf_gpt2"),
+    "seq2seq": Shape("ForSeq2SeqLM", "xf_t5"),
 }
 
 
@@ -90,14 +89,12 @@ def make_config(entry: Entry, shape: str, length: int, size: str = "tiny", **fie
     Raises:
         ValueError: parts that do not fit together.
     """
-    from ..objectives import OBJECTIVES
-
     cls = entry.config_class
     known = {field.name for field in dataclasses.fields(cls)}
     rates = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
     given = {name: 0.0 for name in rates if name in known} | {"max_position_embeddings": length} | fields
     given = {**given, **entry.fields}
-    objective = OBJECTIVES[SHAPES[shape].objective]()
+    objective = objective_of_shape(shape)()
 
     def built() -> XFormerConfig:
         return build_config(cls, size, objective, components=entry.components, fields=given)

@@ -124,12 +124,11 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
 
 def attention_map(job: dict[str, Any]) -> dict[str, Any]:
     from ..hub.attention_map import attention_maps
-    from ..training.building import SHAPE_OF_HEAD
-    from .entries import SHAPES, Entry
+    from ..training.building import SHAPES
+    from .entries import Entry
 
     entry = Entry(**job["entry"])
-    flags = SHAPE_OF_HEAD[SHAPES[job["shape"]].head.removeprefix("For")]
-    maps = attention_maps(entry.config_class, {**flags, **entry.components, **entry.fields})
+    maps = attention_maps(entry.config_class, {**SHAPES[job["shape"]], **entry.components, **entry.fields})
     return {name: weights.tolist() for name, weights in maps.items()}
 
 

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from transformers.hf_argparser import HfArgumentParser
 
-from ..core.components import SLOTS, build_spec, did_you_mean, field_aliases
-from ..objectives import OBJECTIVES
+from ..core.changes import class_of_change, components_of, merge_changes
+from ..core.components import SLOTS, SpecLike, build_spec, did_you_mean
+from ..core.specs import TypedSpec, default_of, field_aliases
 from .parser import RefusingParser
 from .values import annotation, parse
 
@@ -65,6 +66,9 @@ class Parser(RefusingParser, HfArgumentParser):
         self._trainer_name = "" if trainer is None else trainer.__name__
         self._read = () if trainer is None else read
         self.more_groups: list[Any] = []
+        for action in self._actions:
+            if action.dest == "objective" and action.help:
+                action.help = action.help.replace("{objectives}", _objectives())
         if self._read is None:
             self.add_argument(
                 "--help-all", nargs=0, action=_HelpAll, help="also explain the options of Trainer and model"
@@ -185,50 +189,64 @@ def overlay(
     return merged
 
 
-def _default(config_class: type[XFormerConfig], name: str) -> Any:
-    field = next(field for field in dataclasses.fields(config_class) if field.name == name)
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+def parse_fields_of(spec_class: type[TypedSpec], texts: Mapping[str, Any], option: str) -> dict[str, Any]:
+    """Texts of a spec's fields as typed values under the fields' own names; of two names of one field the last counts,
+    as of an option that is given twice. Unknown fields stay, for the spec itself to refuse.
 
-
-def parse_component(
-    config_class: type[XFormerConfig], slot: str, texts: Mapping[str, Any], prefix: str = ""
-) -> dict[str, Any]:
-    """Texts of a component's fields as typed values under the fields' own names; of two names of one field the last
-    counts, as of an option that is given twice. Unknown fields stay, for the component itself to refuse."""
-    name = texts.get("type") or build_spec(slot, _default(config_class, slot)).type
-    spec_class = SLOTS[slot].get(name)
-    known = {field.name for field in dataclasses.fields(spec_class)}
+    option: what stands before the field's name on the command line.
+    """
+    known = {field.name for field in dataclasses.fields(spec_class)}  # type: ignore[arg-type]
     aliases = field_aliases(spec_class)
     typed = {}
     for given, text in texts.items():
         field = aliases.get(given, given)
-        typed[field] = (
-            parse(text, annotation(spec_class, field), f"--{prefix}{slot}.{given}") if field in known else text
-        )
+        typed[field] = parse(text, annotation(spec_class, field), f"{option}.{given}") if field in known else text
     return typed
 
 
+def parse_component(slot: str, texts: Mapping[str, Any], before: SpecLike, prefix: str = "") -> dict[str, Any]:
+    """Texts of a component's fields, and perhaps its name, as typed changes to the one that is there."""
+    return parse_fields_of(class_of_change(slot, texts, before), texts, f"--{prefix}{slot}")
+
+
 def parse_objective(name: str, texts: Mapping[str, Any]) -> dict[str, Any]:
-    """Texts of an objective's settings as typed values."""
-    cls = OBJECTIVES.get(name)
-    known = {field.name for field in dataclasses.fields(cls)} if cls is not None else set()
-    return {
-        field: parse(text, annotation(cls, field), f"--objective.{field}") if cls and field in known else text
-        for field, text in texts.items()
-        if field != "type"
-    }
+    """Texts of an objective's settings as typed values. Raises `ValueError` for an unknown objective."""
+    from ..training.building import language_objective
+
+    settings = {field: text for field, text in texts.items() if field != "type"}
+    return parse_fields_of(language_objective(name), settings, "--objective")
 
 
-def parse_decoder(
-    config_class: type[XFormerConfig], texts: Mapping[str, str], complete: bool = True
+def _objectives() -> str:
+    """What `--objective` takes, in words."""
+    from ..training.building import language_objectives
+
+    *others, last = language_objectives()
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def parse_changes(
+    base: XFormerConfig | type[XFormerConfig], groups: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Dotted options by slot and of `decoder` as typed changes to a config, or to the defaults of a variant: what was
+    given and no more.
+
+    Raises `ValueError` for what the components refuse.
+    """
+    there = components_of(base)
+    changes = {slot: parse_component(slot, texts, there[slot]) for slot, texts in groups.items() if slot != "decoder"}
+    if groups.get("decoder"):
+        below = {**there, **merge_changes(there, changes)}
+        config_class = base if isinstance(base, type) else type(base)
+        changes["decoder"] = _parse_decoder(config_class, groups["decoder"], {**below, **(below["decoder"] or {})})
+    return changes
+
+
+def _parse_decoder(
+    config_class: type[XFormerConfig], texts: Mapping[str, str], there: Mapping[str, Any]
 ) -> dict[str, Any]:
     """`--decoder.attention dense --decoder.attention.window 64 --decoder.hidden_dropout_prob 0` as the field
-    `decoder`.
-
-    complete: fill in a component's other fields; else it has those that were given.
-    """
-    from ..training.building import component
-
+    `decoder`. there: the components of the decoder as it is."""
     nested: dict[str, dict[str, str]] = {}
     overrides: dict[str, Any] = {}
     for path, text in texts.items():
@@ -242,8 +260,7 @@ def parse_decoder(
         else:
             overrides[head] = parse(text, annotation(config_class, head), f"--decoder.{head}")
     for slot, fields in nested.items():
-        given = parse_component(config_class, slot, fields, "decoder.")
-        overrides[slot] = component(config_class, slot, given) if complete else given
+        overrides[slot] = parse_component(slot, fields, there[slot], "decoder.")
     return overrides
 
 
@@ -266,7 +283,7 @@ def add_model_options(parser: Parser, config_class: type[XFormerConfig]) -> None
         "components", "A name, and fields as --SLOT.FIELD VALUE; see `hf-xformers list --components SLOT`."
     )
     for slot in SLOTS:
-        own = build_spec(slot, _default(config_class, slot)).type
+        own = build_spec(slot, default_of(config_class, slot)).type
         slots.add_argument(f"--{slot}", metavar="NAME", default=argparse.SUPPRESS, help=f"default: {own}")
     slots.add_argument(
         "--decoder.FIELD",
@@ -284,7 +301,7 @@ def add_model_options(parser: Parser, config_class: type[XFormerConfig]) -> None
     for name in offered_fields(config_class):
         flags = [flag for flag in dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")) if flag not in taken]
         if flags:
-            text = "by layer, as JSON" if name == "per_layer_config" else f"default: {_default(config_class, name)}"
+            text = "by layer, as JSON" if name == "per_layer_config" else f"default: {default_of(config_class, name)}"
             text = text.replace("%", "%%")
             fields.add_argument(*flags, dest=f"field:{name}", metavar="VALUE", default=argparse.SUPPRESS, help=text)
 

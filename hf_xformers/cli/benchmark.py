@@ -263,7 +263,8 @@ def read_entries(variants: str, changes: Sequence[str]) -> list[Entry]:
 
 
 def _changes(config_class: Any, label: str, texts: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    from .arguments import parse_component
+    from ..training.building import with_changes
+    from .arguments import parse_changes
 
     slots: dict[str, dict[str, str]] = {}
     fields: dict[str, Any] = {}
@@ -280,11 +281,8 @@ def _changes(config_class: Any, label: str, texts: dict[str, str]) -> tuple[dict
             )
         else:
             fields[name] = parse(text, annotation(config_class, name), f"--set {label}.{name}")
-    components = {slot: parse_component(config_class, slot, given) for slot, given in slots.items()}
-    from ..training.building import component
-
-    for slot, given in components.items():
-        component(config_class, slot, given)  # refuses unknown names and fields before anything is measured
+    components = parse_changes(config_class, slots)
+    with_changes(config_class, components, {})  # refuses unknown names and fields before anything is measured
     return components, fields
 
 

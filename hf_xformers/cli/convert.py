@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.components import SLOTS
-from .arguments import parse_component, parse_decoder, split_dotted
+from .arguments import parse_changes, split_dotted
 from .console import in_options, print_facts, say
 from .parser import CommandParser
 from .values import parse
@@ -102,13 +102,7 @@ def _swap(arguments: argparse.Namespace, dotted: Mapping[str, Mapping[str, str]]
             "--direction to_theirs cannot swap components, which transformers' own families do not have; leave it out"
         )
     config = source_config(arguments.source)
-    before = config.to_dict()
-    changes: dict[str, Any] = {}
-    for slot, texts in dotted.items():
-        if slot == "decoder":
-            changes[slot] = parse_decoder(type(config), texts, complete=False)
-        else:
-            changes[slot] = parse_component(type(config), slot, {"type": before[slot]["type"], **texts})
+    changes: dict[str, Any] = dict(parse_changes(config, dotted))
     if arguments.num_key_value_heads is not None:
         changes["num_key_value_heads"] = arguments.num_key_value_heads
     if arguments.per_layer_config is not None:

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..core.components import SLOTS, Spec, field_aliases
+from ..core.specs import default_of
 from ..families import CHANGES, SURVEY
+from ..objectives import Objective
 
 # Shape -> the head whose class a family has for it.
 SHAPES = {
@@ -117,9 +119,9 @@ def components(slot: str) -> list[dict[str, Any]]:
     return [component(slot, SLOTS[slot].get(name)) for name in SLOTS[slot]]
 
 
-def component(slot: str, spec: type[Spec] | Spec) -> dict[str, Any]:
-    """`slot`, `name`, `summary`, and of the fields: `fields` with their defaults (of a spec object: its values),
-    `aliases` and `meanings`."""
+def component(slot: str, spec: type[Spec] | type[Objective] | Spec) -> dict[str, Any]:
+    """Of a component, or of an objective: `slot`, `name`, `summary`, and of the fields: `fields` with their defaults
+    (of a spec object: its values), `aliases` and `meanings`."""
     cls = spec if isinstance(spec, type) else type(spec)
     aliases: dict[str, list[str]] = {}
     for alias, field in field_aliases(cls).items():
@@ -151,10 +153,6 @@ def meanings(cls: type) -> dict[str, str]:
 
 
 def _defaults(cls: type) -> dict[str, Any]:
-    defaults: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):
-        if field.default_factory is not dataclasses.MISSING:
-            defaults[field.name] = field.default_factory()
-        else:
-            defaults[field.name] = "required" if field.default is dataclasses.MISSING else field.default
-    return defaults
+    fields = dataclasses.fields(cls)
+    needed = [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
+    return {field.name: "required" if field.name in needed else default_of(cls, field.name) for field in fields}

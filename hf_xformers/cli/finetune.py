@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.components import SLOTS
-from .arguments import Parser, add_model_options, parse_command, parse_component, parse_decoder, parse_fields
+from .arguments import Parser, add_model_options, parse_changes, parse_command, parse_fields
 from .console import print_facts, say
 from .pretrain import OUTPUT_HELP, quiet_libraries
 from .values import annotation, parse
@@ -76,28 +76,37 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
 
 
 def _config_class(variant: str | None, model: str | None) -> Any:
+    from ..variants import config_class
+
+    return config_class(variant or _saved_variant(model) or "xformer")
+
+
+def _saved_variant(model: str | None) -> str | None:
+    """The variant of a saved model; None for a model of another family and for one that is not in a folder."""
     from pathlib import Path
 
     from ..training.run_folder import saved_config
-    from ..variants import config_class, model_types
+    from ..variants import model_types
 
-    if not variant and model and (Path(model).expanduser() / "config.json").is_file():
-        variant = saved_config(Path(model).expanduser()).get("model_type")
-        variant = variant if variant in model_types() else None
-    return config_class(variant or "xformer")
+    if not model or not (Path(model).expanduser() / "config.json").is_file():
+        return None
+    found = saved_config(Path(model).expanduser()).get("model_type")
+    return found if found in model_types() else None
 
 
 def model_options(parsed: Any, model: Any, options: Any) -> dict[str, Any]:
     """What `FineTuning` takes beside the dataclasses: components, fields and PEFT settings, typed."""
     config_class = _config_class(model.variant, model.model)
     groups = {name: dict(texts) for name, texts in parsed.groups.items()}
-    method, decoder = groups.pop("peft", {}), groups.pop("decoder", {})
+    method = groups.pop("peft", {})
     options.peft = method.pop("type", options.peft)
     fields = parse_fields(config_class, parsed.namespace)
-    if decoder:
-        fields["decoder"] = parse_decoder(config_class, decoder)
+    saved = _saved_variant(model.model) == config_class.model_type
+    components = parse_changes(config_class.from_pretrained(model.model) if saved else config_class, groups)
+    if "decoder" in components:
+        fields["decoder"] = components.pop("decoder")
     return {
-        "components": {slot: parse_component(config_class, slot, texts) for slot, texts in groups.items()},
+        "components": components,
         "fields": fields,
         "peft_fields": _peft_fields(options.peft, method),
     }

@@ -1,4 +1,4 @@
-"""`hf-xformers list`: variants and components."""
+"""`hf-xformers list`: variants, components and objectives."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ _COLUMN = 22  # of the names
 
 def run(argv: Sequence[str]) -> int:
     arguments = make_parser().parse_args(list(argv))
+    if arguments.objectives:
+        _show_objectives(arguments.word, arguments.json)
+        return 0
     if arguments.components is not None:
         _show_components(arguments.components, arguments.word, arguments.json)
         return 0
@@ -61,6 +64,9 @@ def make_parser() -> CommandParser:
             f"components instead: of a slot ({', '.join(SLOTS)}), or of all; with a name, or of a VARIANT, their"
             " fields are explained"
         ),
+    )
+    parser.add_argument(
+        "--objectives", action="store_true", help="objectives of pretraining instead: all, or those that are named"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -202,6 +208,20 @@ def _show_components(where: str, words: Sequence[str], as_json: bool) -> None:
     if not explain:
         show()
         show("`hf-xformers list --components SLOT.NAME` explains the fields of one.")
+
+
+def _show_objectives(names: Sequence[str], as_json: bool) -> None:
+    """The objectives of a language model on packed rows; the fields of those that are named are explained."""
+    from ..training.building import language_objective, language_objectives
+
+    chosen = [language_objective(name) for name in names] or list(language_objectives().values())
+    entries = [{**component("objective", cls), "shape": cls.shape, "head": f"For{cls.head}"} for cls in chosen]
+    if as_json:
+        print(json.dumps(entries, indent=2, default=str))
+        return
+    show("objective: --objective NAME --objective.FIELD VALUE")
+    for entry in entries:
+        _show_component(entry, explain=bool(names), slot=False)
 
 
 def _of_variants(words: Sequence[str], slot: str) -> list[dict[str, Any]]:

@@ -10,9 +10,8 @@ from ..core.components import SLOTS
 from .arguments import (
     Parser,
     add_model_options,
+    parse_changes,
     parse_command,
-    parse_component,
-    parse_decoder,
     parse_fields,
     parse_objective,
 )
@@ -110,15 +109,16 @@ def model_options(config_class: type[XFormerConfig], parsed: Any, choice: Any) -
     from ..training.building import default_objective
 
     groups = {name: dict(texts) for name, texts in parsed.groups.items()}
-    settings, decoder = groups.pop("objective", {}), groups.pop("decoder", {})
+    settings = groups.pop("objective", {})
+    # Fields without a component's name are about the components that the saved model has.
+    components = parse_changes(
+        config_class.from_pretrained(choice.init_from) if choice.init_from else config_class, groups
+    )
     fields = parse_fields(config_class, parsed.namespace)
-    if decoder:
-        fields["decoder"] = parse_decoder(config_class, decoder)
-    if choice.init_from:  # fields without a name are about the components that the saved model has
-        start = config_class.from_pretrained(choice.init_from)
-        groups = {slot: {"type": getattr(start, slot).type, **texts} for slot, texts in groups.items()}
+    if "decoder" in components:
+        fields["decoder"] = components.pop("decoder")
     return {
-        "components": {slot: parse_component(config_class, slot, texts) for slot, texts in groups.items()},
+        "components": components,
         "fields": fields,
         "objective_fields": parse_objective(choice.objective or default_objective(config_class), settings),
     }

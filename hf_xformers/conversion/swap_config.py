@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SLOTS, Spec, build_spec, canonical_fields, did_you_mean
+from ..core.changes import merge_changes
+from ..core.components import SLOTS, Spec, did_you_mean
 
 # What may change beside components: the weights that this touches can be derived.
 _FIELDS = ("max_length", "num_key_value_heads", "decoder", "per_layer_config")
@@ -28,25 +29,17 @@ def swapped_config(config: XFormerConfig, changes: Mapping[str, Any]) -> XFormer
         _check_name(name, config)
     if not changes:
         raise ValueError(f"Nothing to swap; give a component ({', '.join(SWAPPABLE)}) or one of {', '.join(_FIELDS)}.")
-    fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_OURS}
-    for slot, given in changes.items():
-        if slot in SWAPPABLE:
-            fields[slot] = carried(slot, given, fields[slot])
     length = changes.get("max_length")
+    if length is not None and length < 1:
+        raise ValueError(f"`max_length` must be at least 1 token, got {length}.")
+    if changes.get("decoder") is not None and not config.is_encoder_decoder:
+        raise ValueError("`decoder` changes the second tower, which this model does not have; leave it out.")
+    left_out = [name for name in ("max_length", "decoder", "per_layer_config") if changes.get(name) is None]
+    given = {name: value for name, value in changes.items() if name not in (*left_out, "max_length")}
     if length is not None:
-        if length < 1:
-            raise ValueError(f"`max_length` must be at least 1 token, got {length}.")
-        fields["max_position_embeddings"] = length
-    if "num_key_value_heads" in changes:
-        fields["num_key_value_heads"] = changes["num_key_value_heads"]
-    if changes.get("decoder") is not None:
-        if not config.is_encoder_decoder:
-            raise ValueError("`decoder` changes the second tower, which this model does not have; leave it out.")
-        own = fields.get("decoder") or {}
-        fields["decoder"] = {**own, **_layer(changes["decoder"], {**fields, **own})}
-    if changes.get("per_layer_config") is not None:
-        layers = changes["per_layer_config"]
-        fields["per_layer_config"] = {layer: _layer(entry, fields) for layer, entry in layers.items()}
+        given["max_position_embeddings"] = length
+    fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_OURS}
+    fields |= merge_changes(fields, given, take_over=shared_settings)
     swapped = type(config)(**fields)
     if _types(swapped) != _types(config):
         swapped = XFormerConfig(**fields)
@@ -70,26 +63,9 @@ def _check_name(name: str, config: XFormerConfig) -> None:
     )
 
 
-def _layer(overrides: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Overrides of a tower or a layer whose components keep what they share with those below."""
-    return {name: carried(name, value, fields[name]) if name in SLOTS else value for name, value in overrides.items()}
-
-
-def carried(slot: str, given: Any, old: Any) -> dict[str, Any]:
-    """The component `given` for `slot` as a dict, with the settings that it shares with `old`: the fields of their
-    nearest common class, and biases and activation of any feed-forward network. A dict without `type` changes `old`
-    itself.
-
-    Raises:
-        ValueError, TypeError: as [`build_spec`].
-    """
-    if isinstance(given, Spec):
-        return build_spec(slot, given).to_dict()
-    before = build_spec(slot, old)
-    if not isinstance(given, (str, Mapping)):
-        raise TypeError(f"`{slot}` must be a name, a dict or a spec, got {type(given).__name__}: {given!r}.")
-    fields = {"type": given} if isinstance(given, str) else {"type": before.type, **given}
-    spec_class = SLOTS[slot].get(fields["type"])
+def shared_settings(before: Spec, spec_class: type[Spec]) -> dict[str, Any]:
+    """What a component of `spec_class` takes over from the one in whose place it is put: the fields of their nearest
+    common class, and biases and activation of any feed-forward network."""
     shared = next(base for base in type(before).__mro__ if issubclass(spec_class, base))
     kept = {field.name: getattr(before, field.name) for field in dataclasses.fields(shared)}
     own = {field.name for field in dataclasses.fields(spec_class)}
@@ -97,9 +73,9 @@ def carried(slot: str, given: Any, old: Any) -> dict[str, Any]:
         ("bias", "bias"),
         ("activation", "activation_name"),
     ):  # the same in all feed-forward networks
-        if slot == "feedforward" and name in own and hasattr(before, settled):
+        if before.slot == "feedforward" and name in own and hasattr(before, settled):
             kept[name] = getattr(before, settled)
-    return build_spec(slot, {**kept, **canonical_fields(spec_class, fields)}).to_dict()
+    return kept
 
 
 def _types(config: XFormerConfig) -> list[list[str]]:
@@ -117,4 +93,4 @@ def changed_slots(before: XFormerConfig, after: XFormerConfig) -> dict[str, tupl
     return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}
 
 
-__all__ = ["SWAPPABLE", "carried", "changed_slots", "swapped_config"]
+__all__ = ["SWAPPABLE", "changed_slots", "shared_settings", "swapped_config"]

@@ -9,26 +9,25 @@ This file imports none of the rooms: a room is imported the first time one of it
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import difflib
-import inspect
-import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, dataclass_transform
 
-from huggingface_hub.dataclasses import strict
-from huggingface_hub.errors import StrictDataclassError
-
-from .rooms import import_room
-
-_lookups: ContextVar[set[type[Spec]] | None] = ContextVar("lookups", default=None)
+from .specs import (
+    Registry,
+    TypedSpec,
+    aliased,
+    build_in,
+    canonical_fields,
+    did_you_mean,
+    field_aliases,
+    record_lookups,
+    register_in,
+    resolve_field_types,
+)
 
 
 @dataclass(kw_only=True)
-class Spec:
+class Spec(TypedSpec):
     """Base of all component specs.
 
     A subclass declares typed fields with the paper's defaults, is registered with [`register`], and implements
@@ -45,24 +44,12 @@ class Spec:
     """
 
     slot: ClassVar[str] = ""
-    type: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     inputs: ClassVar[tuple[str, ...]] = ()
     tensor_parallel: ClassVar[bool] = True
     layers_apart: ClassVar[bool] = True
     packed: ClassVar[bool] = False
     context_parallel: ClassVar[bool] = False
-
-    def to_dict(self) -> dict[str, Any]:
-        """`{"type": name, **fields}`: what `config.json` stores and what [`build_spec`] accepts."""
-        fields = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            fields[field.name] = list(value) if isinstance(value, tuple) else value
-        return {"type": self.type, **fields}
-
-    def check_fields(self) -> None:
-        """Checks of this spec alone; raises `ValueError` with the offending value and the remedy."""
 
     def check(self, config) -> None:
         """Checks of this spec against the config that holds it (one tower's view of it)."""
@@ -77,65 +64,14 @@ else:
     SpecLike = str | dict | Spec
 
 
-class Slot:
+class Slot(Registry[Spec]):
     """One registry: the names that a config field of this slot accepts."""
 
     def __init__(self, name: str, room: str | None = None):
-        self.name = name
-        self.room = room or name
-        self._specs: dict[str, type[Spec]] = {}
-        self._aliases: dict[str, str] = {}
-        self._complete = False
+        super().__init__(name, room or name, kind=f"{name} component")
 
-    def add(self, spec_class: type[Spec], name: str, aliases: tuple[str, ...] = ()) -> None:
-        known = self._specs.get(name)
-        if known is not None and (known.__module__, known.__qualname__) != (
-            spec_class.__module__,
-            spec_class.__qualname__,
-        ):
-            raise ValueError(f"The {self.name} component {name!r} is already registered by {known.__module__}.")
-        self._specs[name] = spec_class
-        for alias in aliases:
-            self._aliases[alias] = name
-
-    def _import_room(self, module: str | None = None) -> None:
-        import_room(self.room, module)
-        if module is None:
-            self._complete = True
-
-    def get(self, name: str) -> type[Spec]:
-        """The spec class registered as `name`. Raises `ValueError` that lists the names for an unknown one."""
-        for step in ("known", "module", "room"):
-            if step == "module":  # most components stand in a file of their own name
-                self._import_room(name)
-            elif step == "room" and not self._complete:
-                self._import_room()
-            found = self._specs.get(self._aliases.get(name, name))
-            if found is not None:
-                seen = _lookups.get()
-                if seen is not None:
-                    seen.add(found)
-                return found
-        known = [*self, *self._aliases]
-        raise ValueError(
-            f"Unknown {self.name} component {name!r}.{did_you_mean(name, known)} Known names: {', '.join(self)}."
-        )
-
-    def __iter__(self) -> Iterator[str]:
-        if not self._complete:
-            self._import_room()
-        return iter(sorted(self._specs))
-
-
-@contextlib.contextmanager
-def record_lookups() -> Iterator[set[type[Spec]]]:
-    """Collects the spec classes that are looked up while the block runs, e.g. while a config is built."""
-    found: set[type[Spec]] = set()
-    token = _lookups.set(found)
-    try:
-        yield found
-    finally:
-        _lookups.reset(token)
+    def holds(self, spec: TypedSpec) -> bool:
+        return isinstance(spec, Spec) and SLOTS.get(spec.slot) is self
 
 
 SLOTS: dict[str, Slot] = {
@@ -153,65 +89,13 @@ SLOTS: dict[str, Slot] = {
 SLOTS["cross_attention"] = SLOTS["attention"]  # one registry: a mechanism says itself whether it can read a memory
 
 
-def resolve_field_types(cls: type) -> None:
-    """Turns the types of a dataclass's fields, which postponed evaluation left as text, into types: `strict` checks no
-    field whose type is text. The fields that transformers itself declares stay as they are."""
-    for field in dataclasses.fields(cls):
-        owner = next(base for base in cls.__mro__ if field.name in inspect.get_annotations(base))
-        if isinstance(field.type, str) and not owner.__module__.startswith("transformers."):
-            field.type = eval(field.type, vars(sys.modules[owner.__module__]))
-
-
-def aliased(default: Any, *names: str) -> Any:
-    """A spec's field with a default and further names that users may give it by: the short word that kindred
-    components share, such as `window`. A config stores and shows the field's own name."""
-    return dataclasses.field(default=default, metadata={"aliases": names})
-
-
-def field_aliases(spec_class: type[Spec]) -> dict[str, str]:
-    """Alias -> field, for the fields of a spec that have further names ([`aliased`])."""
-    return {
-        alias: field.name for field in dataclasses.fields(spec_class) for alias in field.metadata.get("aliases", ())
-    }
-
-
-def canonical_fields(spec_class: type[Spec], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`fields` under the spec's own names; names that it does not know stay.
-
-    Raises:
-        ValueError: a field is given twice, by its name and by an alias.
-    """
-    aliases = field_aliases(spec_class)
-    found: dict[str, Any] = {}
-    for name, value in fields.items():
-        own = aliases.get(name, name)
-        if own in found:
-            raise ValueError(
-                f"{own!r} of {spec_class.slot} {spec_class.type!r} is given twice, also as an alias; give one."
-            )
-        found[own] = value
-    return found
-
-
-def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """ " Did you mean 'x'?" for the known name next to `name`; nothing where none is near."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return f" Did you mean {close[0]!r}?" if close else ""
-
-
-@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field, aliased))
+@dataclass_transform(kw_only_default=True, field_specifiers=(field, aliased))
 def register(slot: str, name: str, *, aliases: tuple[str, ...] = ()):
     """Class decorator: makes `cls` a strict dataclass and registers it as component `name` of `slot`."""
 
     def wrap(cls: type[Spec]) -> type[Spec]:
-        cls = dataclass(kw_only=True)(cls)
-        resolve_field_types(cls)
-        cls = strict(cls)
-        cls.slot, cls.type = slot, name
-        clash = {field.name for field in dataclasses.fields(cls)} & set(field_aliases(cls))
-        if clash:
-            raise ValueError(f"The {slot} component {name!r} has {min(clash)!r} both as a field and as an alias.")
-        SLOTS[slot].add(cls, name, aliases)
+        cls = register_in(SLOTS[slot], cls, name, aliases)
+        cls.slot = slot
         return cls
 
     return wrap
@@ -224,41 +108,7 @@ def build_spec(slot: str, value: SpecLike) -> Spec:
         TypeError: `value` or one of its fields has a wrong type.
         ValueError: unknown name or field (the message lists the valid ones), or a value out of range.
     """
-    if isinstance(value, Spec):
-        if SLOTS[slot] is not SLOTS.get(value.slot):
-            raise TypeError(f"`{slot}` was given the {value.slot} component {value.type!r}.")
-        value.check_fields()
-        return value
-    if isinstance(value, str):
-        value = {"type": value}
-    if not isinstance(value, dict):
-        raise TypeError(f"`{slot}` must be a name, a dict or a spec, got {type(value).__name__}: {value!r}.")
-    fields = dict(value)
-    name = fields.pop("type", None)
-    if not isinstance(name, str):
-        raise ValueError(f"`{slot}` needs a string under 'type' (one of {', '.join(SLOTS[slot])}), got {value!r}.")
-    spec_class = SLOTS[slot].get(name)
-    fields = canonical_fields(spec_class, fields)
-    valid = {field.name: field.name for field in dataclasses.fields(spec_class)}
-    unknown = [key for key in fields if key not in valid]
-    if unknown:
-        aliases = field_aliases(spec_class)
-        for alias, field_name in aliases.items():
-            valid[field_name] += f" (or {alias})"
-        raise ValueError(
-            f"Unknown field {unknown[0]!r} of {slot} {name!r}.{did_you_mean(unknown[0], [*valid, *aliases])} Its"
-            f" fields are: {', '.join(valid.values()) or 'none'}."
-        )
-    for key, entry in fields.items():
-        if isinstance(entry, list):  # JSON has no tuples; frozen sequences keep specs comparable and hashable by value
-            fields[key] = tuple(tuple(item) if isinstance(item, list) else item for item in entry)
-    try:
-        spec = spec_class(**fields)
-    except StrictDataclassError as error:
-        detail = str(error).splitlines()[-1].strip()
-        raise TypeError(f"Wrong value for {slot} {name!r}: {detail.removeprefix('TypeError: ')}") from None
-    spec.check_fields()
-    return spec
+    return build_in(SLOTS[slot], value, slot)
 
 
 def names(slot: str) -> list[str]:
@@ -406,3 +256,24 @@ def refuse_unpadding(config) -> None:
                 f"`unpad_inputs=True` joins the real tokens of a batch into one row between attentions, which {slot} "
                 f"{spec.type!r} does not allow: {spec.why_not_unpad}; leave `unpad_inputs` out."
             )
+
+
+__all__ = [
+    "SLOTS",
+    "Slot",
+    "Spec",
+    "SpecLike",
+    "aliased",
+    "build_spec",
+    "canonical_fields",
+    "check_components",
+    "check_shared",
+    "did_you_mean",
+    "field_aliases",
+    "names",
+    "record_lookups",
+    "refuse_packing",
+    "refuse_unpadding",
+    "register",
+    "resolve_field_types",
+]

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..configuration_xformer import XFormerConfig
+from ..core.changes import merge_changes
 from ..core.finite import refuse_non_finite
 from ..core.saved_files import refuse_damaged_weights
-from ..training.building import SHAPE_OF_HEAD, component, longest_input
+from ..training.building import longest_input, shape_of_head, with_changes
 from ..training.checkpoints import misfit
 from ..training.presets import size_fields, size_named
 from .tasks import LanguageModeling, Task
@@ -99,14 +100,13 @@ def fresh_config(
     settled: fields that task and tokenizer decide. Raises ValueError and TypeError as the configuration does.
     """
     check_head(config_class, task.head)
-    shape: dict[str, Any] = dict(SHAPE_OF_HEAD.get(task.head, {}))
+    shape: dict[str, Any] = dict(shape_of_head(task.head))
     if not shape:  # these read one sequence
         shape = {"is_encoder_decoder": False} if task.head in ("TokenClassification", "MultipleChoice") else {}
     two_towers = shape.get("is_encoder_decoder", config_class().is_encoder_decoder)
     values: dict[str, Any] = {"vocab_size": size_named(size).vocab_size, "bos_token_id": None, "eos_token_id": None}
     values |= size_fields(config_class, size, two_towers=two_towers)
-    values |= {slot: component(config_class, slot, entry) for slot, entry in components.items()}
-    return config_class(**{**values, **settled, **fields, **shape})
+    return config_class(**{**values, **settled, **with_changes(config_class, components, fields), **shape})
 
 
 def saved_config_with(
@@ -119,7 +119,10 @@ def saved_config_with(
             f"--{slot} would change the mechanism of a saved model, whose weights belong to its own; leave it out, or "
             "start from random weights with --variant"
         )
-    values = {**config.to_dict(), **settled, **fields, **SHAPE_OF_HEAD.get(head, {})}
+    values = config.to_dict()
+    if isinstance(config, XFormerConfig):
+        fields = merge_changes(values, fields)
+    values |= {**settled, **fields, **shape_of_head(head)}
     if "id2label" in settled:
         values.pop("num_labels", None)
     elif "num_labels" in settled:
@@ -128,7 +131,7 @@ def saved_config_with(
     for key in ("model_type", "transformers_version", "architectures"):
         values.pop(key, None)
     if not isinstance(config, XFormerConfig):  # other families keep their shape
-        for key in SHAPE_OF_HEAD.get(head, {}):
+        for key in shape_of_head(head):
             values[key] = getattr(config, key)
     return type(config)(**values)
 

@@ -172,7 +172,7 @@ class TaskOptions:
         metadata={"help": "Question answering: no answer if its score exceeds the best span's by more than this."},
     )
     objective: str | None = field(
-        default=None, metadata={"help": "Language modelling: mlm, clm or span. Default: by the model."}
+        default=None, metadata={"help": "Language modelling: {objectives}. Default: by the model."}
     )
     metric_backend: str = field(
         default="auto",

@@ -17,8 +17,7 @@ from ..training.building import choose_block_size, grown_positions, longest_sequ
 from ..training.checkpoints import checkpoint_to_resume
 from ..training.folder_lock import folder_lock
 from ..training.pretraining import check_steps
-from ..training.run_folder import check_same_run, read_summary, save_final, start_anew
-from ..training.text import usual_sampling
+from ..training.run_folder import SUMMARY_FILE, check_same_run, read_summary, save_final, start_anew
 from . import loading
 from .class_balance import BalancedLoss, class_weights
 from .options import ModelOptions, RunOptions, TaskData, TaskOptions
@@ -267,7 +266,7 @@ class FineTuning:
         if language:  # what `hf-xformers evaluate` looks for
             plan["objective"] = self.task.objective.to_dict()  # type: ignore[attr-defined]
             plan["block_size"] = self.task.max_length
-            sampling = {"sample_by": usual_sampling(self.task.objective)}  # type: ignore[attr-defined]
+            sampling = {"sample_by": self.task.objective.sample_by}  # type: ignore[attr-defined]
             plan["data"] = {
                 "data": self.source.data,
                 "validation_fraction": self.source.validation_fraction,

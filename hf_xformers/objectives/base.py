@@ -2,7 +2,8 @@
 
 An objective is a small strict dataclass (its fields are the settings of the paper). It makes a data collator, and it
 says how the rows for that collator are cut. The work of a collator is split in two functions per objective:
-`sample_noise` draws everything random from a `torch.Generator`, `apply_noise` is pure.
+`sample_noise` draws everything random from a `torch.Generator`, `apply_noise` is pure. A file that is dropped into
+this folder is found by itself.
 """
 
 from __future__ import annotations
@@ -10,18 +11,17 @@ from __future__ import annotations
 import copy
 import hashlib
 import struct
-import types
-import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..core.specs import Catalog, Registry, TypedSpec, aliased, build_in, check_types, register_in
+
 IGNORE_INDEX = -100  # label of a position that is no target
-OBJECTIVES: dict[str, type[Objective]] = {}
 
 AnyObjective = TypeVar("AnyObjective", bound="Objective")
 AnyCollator = TypeVar("AnyCollator", bound="Collator")
@@ -30,75 +30,48 @@ AnyCollator = TypeVar("AnyCollator", bound="Collator")
 TOKEN_COLUMNS = {"token_type_ids": 0, "position_ids": 0}
 
 
-def register(name: str) -> Callable[[type[AnyObjective]], type[AnyObjective]]:
-    """Class decorator that enters an objective in `OBJECTIVES` under `name`."""
+@dataclass(frozen=True, kw_only=True)
+class Objective(TypedSpec):
+    """Base of all objectives.
 
-    def enter(cls: type[AnyObjective]) -> type[AnyObjective]:
-        if name in OBJECTIVES:
-            raise ValueError(f"objective {name!r} is {OBJECTIVES[name].__name__} already: register under another id")
-        cls.id = name
-        OBJECTIVES[name] = cls
-        return cls
+    A subclass declares typed fields, the settings of the paper, is registered with [`register`], and implements
+    `collator`. What the commands have to know about it stands in the class variables below.
 
-    return enter
-
-
-def build_objective(value: str | Mapping[str, Any] | Objective) -> Objective:
-    """An objective from its id, from `{"type": id, **fields}`, or as it is.
-
-    Raises ValueError for an unknown id or field (the message lists the valid ones), TypeError for other types.
+    id: its name in `OBJECTIVES`, set by `register`. summary: what it trains, in one line.
+    head: the head of a family that it trains, as in `<Family>For<head>`. shape: what kind of model that is.
+    preferred: whether it is what a model of this shape is trained on where nobody says.
+    packed: whether rows are packed blocks of text; False: they come from documents cut in sentences, which `pretrain`
+    and `evaluate` do not offer.
+    add_special_tokens: whether rows are wrapped in `special_tokens(tokenizer)`.
+    sample_by: what one document of a text file is: models that generate need its line breaks.
+    tokenizer_style: whose special tokens and layout a tokenizer gets that is trained for it. needed_tokens: the roles
+    among pad, cls, sep and mask that another tokenizer is given where it lacks them.
     """
-    if isinstance(value, Objective):
-        return value
-    if isinstance(value, str):
-        value = {"type": value}
-    if not isinstance(value, Mapping):
-        raise TypeError(f"an objective is an id, a dict with the key 'type', or a spec, not {type(value).__name__}")
-    settings = dict(value)
-    name = settings.pop("type", None)
-    if name not in OBJECTIVES:
-        raise ValueError(f"unknown objective {name!r}: choose one of {', '.join(sorted(OBJECTIVES))}")
-    cls = OBJECTIVES[name]
-    valid = [field.name for field in fields(cls)]
-    unknown = sorted(set(settings) - set(valid))
-    if unknown:
-        raise ValueError(f"objective {name!r} has no field {', '.join(unknown)}: its fields are {', '.join(valid)}")
-    return cls(**settings)
 
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether `value` has the annotated type; a bool is no number, an int is a float."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return any(_fits(value, option) for option in typing.get_args(hint))
-    if typing.get_origin(hint) is Literal:
-        return value in typing.get_args(hint)
-    if hint in (int, float):
-        return isinstance(value, (int, hint)) and not isinstance(value, bool)
-    return isinstance(value, hint)
-
-
-@dataclass(frozen=True)
-class Objective:
-    """Base of all objectives. Subclasses add fields, `check_fields`, `collator`, and the class attributes below."""
-
-    id: ClassVar[str]  # name in OBJECTIVES, set by `register`
-    head: ClassVar[str]  # which head of a family the objective trains, as in `<Family>For<head>`
-    add_special_tokens: ClassVar[bool] = False  # whether rows are wrapped in `special_tokens(tokenizer)`
-    packed: ClassVar[bool] = True  # False: rows come from documents cut in sentences, not from packed blocks
+    id: ClassVar[str]
+    summary: ClassVar[str] = ""
+    head: ClassVar[str]
+    shape: ClassVar[Literal["encoder", "decoder", "seq2seq"]] = "encoder"
+    preferred: ClassVar[bool] = False
+    packed: ClassVar[bool] = True
+    add_special_tokens: ClassVar[bool] = False
+    sample_by: ClassVar[Literal["line", "document"]] = "line"
+    tokenizer_style: ClassVar[Literal["bert", "gpt", "t5"]] = "bert"
+    needed_tokens: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
-        for field in fields(self):
-            value, hint = getattr(self, field.name), hints[field.name]
-            if not _fits(value, hint):
-                kind = getattr(hint, "__name__", None) or str(hint).replace("typing.", "")
-                kind = str(hint).replace("typing.", "") if typing.get_args(hint) else kind
-                error = ValueError if "Literal" in kind else TypeError
-                raise error(f"{type(self).__name__}.{field.name} must be {kind}, not {value!r}")
+        check_types(self)
         self.check_fields()
 
-    def check_fields(self) -> None:
-        """Raise ValueError for field values that cannot work."""
+    @property
+    def masks_units(self) -> bool:
+        """Whether rows need the column `word_ids`."""
+        return False
+
+    @property
+    def num_sentinels(self) -> int:
+        """How many `<extra_id_i>` the tokenizer has to have."""
+        return 0
 
     def collator(
         self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
@@ -123,16 +96,33 @@ class Objective:
         start, end = tokenizer.cls_token_id, tokenizer.sep_token_id
         return ([] if start is None else [start]), ([] if end is None else [end])
 
-    def to_dict(self) -> dict[str, Any]:
-        """`{"type": id, **fields}`; `build_objective` reads it back."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {"type": self.id} | {
-            key: value.to_dict() if isinstance(value, Objective) else value for key, value in values.items()
-        }
-
     def _require(self, condition: bool, message: str) -> None:
         if not condition:
             raise ValueError(f"{type(self).__name__}: {message}")
+
+
+_REGISTRY: Registry[Objective] = Registry("objective", room="objectives")
+OBJECTIVES: Mapping[str, type[Objective]] = Catalog(_REGISTRY)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(aliased,))
+def register(name: str, *, aliases: tuple[str, ...] = ()) -> Callable[[type[AnyObjective]], type[AnyObjective]]:
+    """Class decorator: makes `cls` a frozen dataclass with checked fields and enters it in `OBJECTIVES` as `name`."""
+
+    def enter(cls: type[AnyObjective]) -> type[AnyObjective]:
+        cls = register_in(_REGISTRY, cls, name, aliases, frozen=True)  # type: ignore[arg-type]
+        cls.id = name
+        return cls
+
+    return enter
+
+
+def build_objective(value: str | Mapping[str, Any] | Objective) -> Objective:
+    """An objective from its id, from `{"type": id, **fields}`, or as it is.
+
+    Raises ValueError for an unknown id or field (the message lists the valid ones), TypeError for other types.
+    """
+    return build_in(_REGISTRY, value, "objective")
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -36,11 +35,15 @@ class CausalLMCollator(Collator):
 
 
 @register("clm")
-@dataclass(frozen=True)
 class CausalLMObjective(Objective):
     """Maximise sum_t log p(x_t | x_<t). It has no settings: packing belongs to the data, smoothing to the loss."""
 
+    summary: ClassVar[str] = "each token from those before it (GPT)"
     head: ClassVar[str] = "CausalLM"
+    shape = "decoder"
+    preferred: ClassVar[bool] = True
+    sample_by = "document"
+    tokenizer_style = "gpt"
 
     def collator(
         self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False

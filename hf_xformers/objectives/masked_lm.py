@@ -219,7 +219,6 @@ class MaskedLMCollator(Collator):
 
 
 @register("mlm")
-@dataclass(frozen=True)
 class MaskedLMObjective(Objective):
     """Predict chosen tokens from a row in which they are masked (.8), replaced at random (.1), or kept (.1).
 
@@ -239,9 +238,9 @@ class MaskedLMObjective(Objective):
                  masking, 10 the data preparation of BERT.
     """
 
-    mask_prob: float = 0.15
-    mask_token_prob: float = 0.8
-    random_prob: float = 0.1
+    mask_prob: float | int = 0.15
+    mask_token_prob: float | int = 0.8
+    random_prob: float | int = 0.1
     selection: Literal["bert", "roberta", "hf", "ngram"] = "bert"
     whole_word: bool | None = None
     max_predictions: int | None = None
@@ -249,7 +248,10 @@ class MaskedLMObjective(Objective):
     random_vocab: Literal["all", "non_special"] | None = None
     dupe_factor: int | None = None
 
+    summary: ClassVar[str] = "tokens that are masked, replaced or kept, from both sides (BERT)"
     head: ClassVar[str] = "MaskedLM"
+    preferred: ClassVar[bool] = True
+    needed_tokens: ClassVar[tuple[str, ...]] = ("pad", "cls", "sep", "mask")
     add_special_tokens: ClassVar[bool] = True
 
     def check_fields(self) -> None:

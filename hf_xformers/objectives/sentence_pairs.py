@@ -292,7 +292,7 @@ class SentencePairCollator(Collator):
         return self.pad_inputs([read_row(feature, self.columns) for feature in features]) | {"labels": labels}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SentencePairObjective(Objective):
     """What both pair objectives share.
 
@@ -302,7 +302,7 @@ class SentencePairObjective(Objective):
     """
 
     max_seq_length: int = 512
-    short_seq_prob: float = 0.1
+    short_seq_prob: float | int = 0.1
     mlm: MaskedLMObjective | None = None
 
     head: ClassVar[str] = "NextSentencePrediction"
@@ -332,15 +332,15 @@ class SentencePairObjective(Objective):
 
 
 @register("nsp")
-@dataclass(frozen=True)
 class NextSentenceObjective(SentencePairObjective):
     """Does B follow A (label 0), or does it come from another document (label 1, with probability `random_prob`)?
 
     A chunk of one sentence has no second half, so it always gets label 1.
     """
 
-    random_prob: float = 0.5
+    random_prob: float | int = 0.5
 
+    summary: ClassVar[str] = "whether one text follows the other, or is of another document (BERT)"
     replaces_second: ClassVar[bool] = True
 
     def check_fields(self) -> None:
@@ -352,15 +352,15 @@ class NextSentenceObjective(SentencePairObjective):
 
 
 @register("sop")
-@dataclass(frozen=True)
 class SentenceOrderObjective(SentencePairObjective):
     """Are two consecutive segments in order (label 0) or swapped (label 1, with probability `swap_prob`)?
 
     A chunk of one sentence is left out. (ALBERT's data code pairs it with a random document, which is another task.)
     """
 
-    swap_prob: float = 0.5
+    swap_prob: float | int = 0.5
 
+    summary: ClassVar[str] = "whether two texts are in order (ALBERT)"
     replaces_second: ClassVar[bool] = False
 
     def check_fields(self) -> None:

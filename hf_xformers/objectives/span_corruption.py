@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -139,7 +138,6 @@ def shift_right(labels: Tensor, pad_token_id: int) -> Tensor:
 
 
 @register("span")
-@dataclass(frozen=True)
 class SpanCorruptionObjective(Objective):
     """Replace spans of the input by sentinels and predict the spans.
 
@@ -149,12 +147,18 @@ class SpanCorruptionObjective(Objective):
     num_sentinels           how many sentinels there are at most
     """
 
-    noise_density: float = 0.15
-    mean_noise_span_length: float = 3.0
+    noise_density: float | int = 0.15
+    mean_noise_span_length: float | int = 3.0
     sentinel_start: int | None = None
     num_sentinels: int = 100
 
+    summary: ClassVar[str] = "spans that sentinels stand for (T5)"
     head: ClassVar[str] = "Seq2SeqLM"
+    shape = "seq2seq"
+    preferred: ClassVar[bool] = True
+    sample_by = "document"
+    tokenizer_style = "t5"
+    needed_tokens: ClassVar[tuple[str, ...]] = ("pad",)
 
     def check_fields(self) -> None:
         self._require(0 < self.noise_density < 1, f"noise_density must lie between 0 and 1, not {self.noise_density}")

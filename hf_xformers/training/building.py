@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..core.components import SLOTS, build_spec, canonical_fields
+from ..core.changes import components_of, merge_changes
+from ..core.components import SLOTS, did_you_mean
 from ..objectives import OBJECTIVES, Objective
 from .presets import size_fields, size_named
 
@@ -15,36 +16,64 @@ if TYPE_CHECKING:
 
     from ..configuration_xformer import XFormerConfig
 
-SHAPE_OF_HEAD = {
-    "MaskedLM": {"is_decoder": False, "is_encoder_decoder": False},
-    "CausalLM": {"is_decoder": True, "is_encoder_decoder": False},
-    "Seq2SeqLM": {"is_decoder": False, "is_encoder_decoder": True},
+# Shape of a model -> the configuration fields that say so; in the order in which a variant's default is chosen.
+SHAPES = {
+    "encoder": {"is_decoder": False, "is_encoder_decoder": False},
+    "decoder": {"is_decoder": True, "is_encoder_decoder": False},
+    "seq2seq": {"is_decoder": False, "is_encoder_decoder": True},
 }
 
 
 def language_objectives() -> dict[str, type[Objective]]:
-    """The objectives that train a language model on packed rows, by id: those that `pretrain` and `evaluate` offer."""
-    return {name: cls for name, cls in OBJECTIVES.items() if cls.packed and cls.head in SHAPE_OF_HEAD}
+    """The objectives that train a language model on packed rows, by name: those that `pretrain` and `evaluate` offer.
+    The usual ones of the shapes come first."""
+    order = list(SHAPES)
+    packed = [(name, cls) for name, cls in OBJECTIVES.items() if cls.packed]
+    return dict(sorted(packed, key=lambda item: (not item[1].preferred, order.index(item[1].shape), item[0])))
+
+
+def language_objective(name: str) -> type[Objective]:
+    """The objective of that name, or with that alias. Raises `ValueError` for one that does not train a language model on packed rows."""
+    found = OBJECTIVES.get(name)
+    if found is None or not found.packed:
+        known = language_objectives()
+        hint = did_you_mean(name, known)
+        raise ValueError(
+            f"unknown objective {name!r}: choose one of {', '.join(known)}" + (f".{hint}" if hint else "")
+        )
+    return found
+
+
+def objectives_for_heads(heads: Iterable[str]) -> list[str]:
+    """Names of the language objectives that train one of these heads (`ForMaskedLM`, ...), the usual ones first."""
+    heads = list(heads)
+    return [name for name, cls in language_objectives().items() if f"For{cls.head}" in heads]
+
+
+def objective_of_shape(shape: str) -> type[Objective]:
+    """What a model of a shape is trained on where nobody says."""
+    return next(cls for cls in language_objectives().values() if cls.shape == shape)
+
+
+def shape_of_head(head: str) -> dict[str, bool]:
+    """The configuration fields that a language model's head needs; empty for a head that fits several shapes."""
+    return next((SHAPES[cls.shape] for cls in language_objectives().values() if cls.head == head), {})
 
 
 def objectives_for(config_class: type[XFormerConfig]) -> list[str]:
-    """Ids of the language objectives that a variant has the head for."""
-    heads = config_class.heads
-    return [name for name, cls in language_objectives().items() if f"For{cls.head}" in heads]
+    """Names of the language objectives that a variant has the head for."""
+    return objectives_for_heads(config_class.heads)
 
 
 def check_objective(config_class: type[XFormerConfig], objective: str) -> None:
     """Refuses an objective that is unknown or that the variant has no head for; the message says what would fit."""
-    known = language_objectives()
-    if objective not in known:
-        raise ValueError(f"unknown objective {objective!r}: choose one of {', '.join(known)}")
-    fitting = objectives_for(config_class)
-    if objective in fitting:
+    wanted = language_objective(objective)
+    head, fitting = f"For{wanted.head}", objectives_for(config_class)
+    if wanted.type in fitting:
         return
     from ..variants import config_class as config_class_named
     from ..variants import model_types
 
-    head = f"For{known[objective].head}"
     model_type = config_class.model_type
     able = [name for name in model_types() if head in config_class_named(name).heads]
     raise ValueError(
@@ -55,32 +84,25 @@ def check_objective(config_class: type[XFormerConfig], objective: str) -> None:
 
 
 def default_objective(config_class: type[XFormerConfig]) -> str:
-    """The first of mlm, clm and span (and what else is registered) that the variant can do."""
+    """The objective that a variant is trained on where nobody says: the usual one of the first shape it has."""
     fitting = objectives_for(config_class)
     if not fitting:
         model_type = config_class.model_type
         raise ValueError(f"variant {model_type!r} has no language model head; choose another variant")
-    preferred = [name for name in ("mlm", "clm", "span") if name in fitting]
-    return (preferred or fitting)[0]
+    return fitting[0]
 
 
-def component(config_class: type[XFormerConfig], slot: str, given: str | Mapping[str, Any]) -> dict[str, Any]:
-    """The component of `slot` as a dict: a new one where `given` names its type, else the variant's with changes.
+def with_changes(
+    config_class: type[XFormerConfig], components: Mapping[str, Any], fields: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Components and fields for a variant, complete: on top of its defaults ([`merge_changes`]).
 
     Raises ValueError for an unknown slot, component or field, TypeError for a value of the wrong type.
     """
-    if slot not in SLOTS:
-        raise ValueError(f"unknown slot {slot!r}: the slots are {', '.join(SLOTS)}")
-    changes = {"type": given} if isinstance(given, str) else dict(given)
-    own = build_spec(slot, _default(config_class, slot)).to_dict()
-    if changes.get("type") in (None, own["type"]):
-        changes = {**own, **canonical_fields(SLOTS[slot].get(own["type"]), changes), "type": own["type"]}
-    return build_spec(slot, changes).to_dict()
-
-
-def _default(config_class: type[XFormerConfig], name: str) -> Any:
-    field = next(field for field in dataclasses.fields(config_class) if field.name == name)
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    unknown = [slot for slot in components if slot not in SLOTS]
+    if unknown:
+        raise ValueError(f"unknown slot {unknown[0]!r}: the slots are {', '.join(SLOTS)}")
+    return merge_changes(components_of(config_class), {**components, **fields})
 
 
 def build_config(
@@ -99,7 +121,7 @@ def build_config(
 
     Raises ValueError and TypeError as the configuration does, and ValueError for a field that it does not have.
     """
-    shape = SHAPE_OF_HEAD[objective.head]
+    shape = SHAPES[objective.shape]
     given = dict(fields or {})
     valid = {field.name for field in dataclasses.fields(config_class)}
     unknown = [name for name in given if name not in valid]
@@ -112,8 +134,7 @@ def build_config(
         {"bos_token_id": None, "eos_token_id": None} if tokenizer is None else vocabulary(tokenizer, objective)
     )
     values.update(own_ids(config_class, tokenizer))
-    values.update({slot: component(config_class, slot, entry) for slot, entry in (components or {}).items()})
-    values.update(given)
+    values.update(with_changes(config_class, components or {}, given))
     values.update(shape)
     return config_class(**values)
 
@@ -131,7 +152,7 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, objective: Objective) -> dict
 
     fields = vocabulary_fields(tokenizer)
     # The collator starts decoder inputs with padding, so generation has to start there, too.
-    fields["decoder_start_token_id"] = fields["pad_token_id"] if objective.head == "Seq2SeqLM" else None
+    fields["decoder_start_token_id"] = fields["pad_token_id"] if objective.shape == "seq2seq" else None
     return fields
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..conversion.provenance import carry_provenance
-from ..core.components import SLOTS, canonical_fields
+from ..core.changes import merge_changes
 from ..core.finite import refuse_non_finite
 from ..core.saved_files import STATE_FILE, SUMMARY_FILE, refuse_damaged_weights, saving_into, write_json
 from ..objectives import Objective, build_objective
 from .building import (
+    SHAPES,
     build_config,
     build_model,
     check_objective,
@@ -45,7 +46,6 @@ from .text import (
     make_rows,
     open_tokenizer,
     train_tokenizer_for,
-    usual_sampling,
 )
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class ModelChoice:
     )
     objective: str | None = field(
         default=None,
-        metadata={"help": "mlm, clm or span; settings as --objective.FIELD VALUE. Default: the first that fits."},
+        metadata={"help": "{objectives}; settings as --objective.FIELD VALUE. Default: the first that fits."},
     )
     size: str | None = field(
         default=None, metadata={"help": "tiny, small, base or large. Default: tiny, or that of --init_from."}
@@ -165,7 +165,7 @@ class Preparation:
             self.config = self._config(None)
         self.block_size = choose_block_size(self.config, self.objective, self.size, choice.block_size)
         self.segment_streams = choose_streams(
-            choice.segment_streams, self.config, self.objective.head, streaming=source.streaming
+            choice.segment_streams, self.config, self.objective.shape, streaming=source.streaming
         )
 
     def _variant_of_start(self, folder: str, variant: str | None) -> str:
@@ -198,19 +198,11 @@ class Preparation:
 
     def _config_of_start(self, folder: str) -> XFormerConfig:
         """The saved configuration with the options on top, in the objective's shape."""
-        from .building import SHAPE_OF_HEAD, component
-
         saved = self.config_class.from_pretrained(folder).to_dict()
         for key in ("model_type", "transformers_version", "architectures", "dtype"):
             saved.pop(key, None)
-        changes = {}
-        for slot, given in self.components.items():
-            entry = {"type": given} if isinstance(given, str) else dict(given)
-            same = entry.get("type") in (None, saved[slot]["type"])
-            if same:
-                entry = {**saved[slot], **canonical_fields(SLOTS[slot].get(saved[slot]["type"]), entry)}
-            changes[slot] = component(self.config_class, slot, entry)
-        return self.config_class(**{**saved, **changes, **self.fields, **SHAPE_OF_HEAD[self.objective.head]})
+        changes = merge_changes(saved, {**self.components, **self.fields})
+        return self.config_class(**{**saved, **changes, **SHAPES[self.objective.shape]})
 
     def run(self) -> Prepared:
         """Reads the data, trains or loads the tokenizer, cuts the rows. Processes take turns, the main one first."""
@@ -271,7 +263,7 @@ class Preparation:
             "objective": self.objective.to_dict(),
             "data": {
                 **dataclasses.asdict(self.source),
-                "sample_by": self.source.sample_by or usual_sampling(self.objective),
+                "sample_by": self.source.sample_by or self.objective.sample_by,
             },
             "block_size": self.block_size,
             "vocabulary": len(tokenizer),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.finite import refuse_non_finite
 from ..core.saved_files import refuse_damaged_weights
 from ..objectives import Objective, build_objective
-from .building import choose_block_size, language_objectives
+from .building import choose_block_size, language_objective, language_objectives
 from .checkpoints import misfit
 from .run_folder import read_summary, saved_config
 from .segments import choose_streams
@@ -40,7 +40,7 @@ class Score:
     objective: str | None = field(
         default=None,
         metadata={
-            "help": "mlm, clm or span; settings as --objective.FIELD VALUE. Default: what the model was trained on."
+            "help": "{objectives}; settings as --objective.FIELD VALUE. Default: what the model was trained on."
         },
     )
     split: str = field(
@@ -99,15 +99,15 @@ def choose_objective(
     fit.
     """
     known = language_objectives()
-    if name is not None and name not in known:
-        raise ValueError(f"unknown objective {name!r}: choose one of {', '.join(known)}")
+    if name is not None:
+        name = language_objective(name).type
     architecture = (config.architectures or [""])[0]
     head = next((head for end, head in _HEADS.items() if architecture.endswith(end)), None)
     before = trained.get("objective") or {}
     if name is None and before.get("type") in known and head in (None, known[before["type"]].head):
         name = before["type"]
     if name is None:
-        name = next((key for key in ("mlm", "clm", "span") if known[key].head == head), None)
+        name = next((key for key, cls in known.items() if cls.head == head), None)
     if name is None:
         raise ValueError(
             f"the model is saved as {architecture or 'no class'}, which no objective can evaluate; choose a model with"
@@ -147,7 +147,7 @@ def evaluate(
     streams = score.segment_streams
     if streams is None and "eval_streams" in trained:
         streams = trained["eval_streams"] is not None
-    streams = choose_streams(streams, config, objective.head)
+    streams = choose_streams(streams, config, objective.shape)
     with args.main_process_first(local=True, desc="preparing the data"):
         rows = make_rows(_texts(source, score.split, objective), tokenizer, objective, block_size, whole=True)
     model = load_model(score.model, objective)

@@ -27,15 +27,15 @@ def has_segment_memory(config: PreTrainedConfig) -> bool:
     return SEGMENT_MEMORY in getattr(getattr(config, "stack", None), "inputs", ())
 
 
-def choose_streams(wanted: bool | None, config: PreTrainedConfig, head: str, *, streaming: bool = False) -> bool:
-    """Whether a run reads its rows in streams: as `wanted`; None: where the model has a segment memory, the head is
-    causal and the data is not streamed.
+def choose_streams(wanted: bool | None, config: PreTrainedConfig, shape: str, *, streaming: bool = False) -> bool:
+    """Whether a run reads its rows in streams: as `wanted`; None: where the model has a segment memory, is a causal
+    decoder and the data is not streamed.
 
-    head: of the objective, as in `For<head>`. Raises ValueError where the wanted streams cannot be.
+    shape: of the model, as the objective names it. Raises ValueError where the wanted streams cannot be.
     """
     able = has_segment_memory(config)
     if wanted is None:
-        return able and head == "CausalLM" and not streaming
+        return able and shape == "decoder" and not streaming
     if wanted and not able:
         raise ValueError(
             f"--segment_streams carries a segment memory from row to row, and {config.model_type!r} with stack"
@@ -51,12 +51,12 @@ def choose_streams(wanted: bool | None, config: PreTrainedConfig, head: str, *, 
 
 
 def _variants_with_memory() -> list[str]:
-    from ..core.components import SLOTS
+    from ..core.changes import components_of
+    from ..core.components import build_spec
     from ..variants import config_class, model_types
-    from .building import component
 
-    stacks = {name: component(config_class(name), "stack", {})["type"] for name in model_types()}
-    return [name for name, stack in stacks.items() if SEGMENT_MEMORY in SLOTS["stack"].get(stack).inputs]
+    stacks = {name: build_spec("stack", components_of(config_class(name))["stack"]) for name in model_types()}
+    return [name for name, stack in stacks.items() if SEGMENT_MEMORY in stack.inputs]
 
 
 class StreamSampler(Sampler[int]):

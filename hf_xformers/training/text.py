@@ -60,11 +60,6 @@ STREAM_TOKENIZER_CHARACTERS = 200_000_000
 STREAM_SHUFFLE_ROWS = 10_000
 
 
-def usual_sampling(objective: Objective | None) -> str:
-    """What one document of a text file is for an objective: models that generate need the line breaks."""
-    return "document" if objective is not None and objective.head in ("CausalLM", "Seq2SeqLM") else "line"
-
-
 def load_splits(source: TextData, objective: Objective | None = None) -> DatasetDict:
     """The splits `train` and, unless `validation_fraction` is 0, `validation`, with the column `text`.
 
@@ -79,7 +74,7 @@ def load_splits(source: TextData, objective: Objective | None = None) -> Dataset
         config_name=source.data_config,
         streaming=source.streaming,
         validation_fraction=source.validation_fraction,
-        sample_by=source.sample_by or usual_sampling(objective),  # type: ignore[arg-type]
+        sample_by=source.sample_by or (objective or Objective).sample_by,  # type: ignore[arg-type]
         num_proc=source.num_proc,
     )
 
@@ -94,13 +89,12 @@ def train_tokenizer_for(
 
     if isinstance(texts, IterableDataset):
         texts = list(_first_texts(texts))
-    generative, two_towers = objective.head == "CausalLM", objective.head == "Seq2SeqLM"
     return train_tokenizer(
         texts,
         kind=kind,  # type: ignore[arg-type]
         vocab_size=vocab_size,
-        num_sentinels=getattr(objective, "num_sentinels", 0),
-        style="gpt" if generative else "t5" if two_towers else "bert",
+        num_sentinels=objective.num_sentinels,
+        style=objective.tokenizer_style,
         model_max_length=max_length,
     )
 
@@ -118,8 +112,7 @@ def open_tokenizer(name: str, objective: Objective) -> PreTrainedTokenizerBase:
     """A saved tokenizer with the special tokens that the objective needs, added where it lacks them."""
     from ..data import load_tokenizer
 
-    needed = {"MaskedLM": ("pad", "cls", "sep", "mask"), "Seq2SeqLM": ("pad",)}.get(objective.head, ())
-    return load_tokenizer(name, add_missing=needed, num_sentinels=getattr(objective, "num_sentinels", 0))
+    return load_tokenizer(name, add_missing=objective.needed_tokens, num_sentinels=objective.num_sentinels)
 
 
 def make_rows(
@@ -142,7 +135,7 @@ def make_rows(
 
     from ..data import pack, tokenize_dataset
 
-    words = getattr(objective, "masks_units", False)
+    words = objective.masks_units
     dressed = objective.add_special_tokens and tokenizer.num_special_tokens_to_add() > 0
     tokens = tokenize_dataset(texts, tokenizer, word_ids=words, num_proc=num_proc)
     length = objective.raw_block_size(block_size)

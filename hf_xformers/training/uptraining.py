@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..objectives import OBJECTIVES
-from .building import SHAPE_OF_HEAD
+from .building import language_objective, objective_of_shape
 from .distillation import Distillation, DistillationTrainer, open_teacher
 from .folder_lock import folder_lock
 from .pretraining import ModelChoice, Preparation, Prepared, train
@@ -18,8 +17,6 @@ from .text import TextData
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainingArguments
-
-_OBJECTIVES = {"MaskedLM": "mlm", "CausalLM": "clm", "Seq2SeqLM": "span"}
 
 
 @dataclass
@@ -31,9 +28,7 @@ class Uptraining:
     model: str = field(metadata={"help": "Folder of a saved model of this package, e.g. what a swap has written."})
     objective: str | None = field(
         default=None,
-        metadata={
-            "help": "mlm, clm or span; settings as --objective.FIELD VALUE. Default: that of the model's shape."
-        },
+        metadata={"help": "{objectives}; settings as --objective.FIELD VALUE. Default: that of the model's shape."},
     )
     block_size: int | None = field(
         default=None, metadata={"help": "Tokens of a model input. Default: by size, at most what positions cover."}
@@ -56,11 +51,10 @@ class Uptraining:
 
 
 def objective_of(model: str) -> str:
-    """The objective that a saved model's shape is for: mlm, clm or span. Raises ValueError where there is no
-    config."""
+    """The objective that a saved model's shape is for. Raises ValueError where there is no config."""
     saved = saved_config(model)
-    shape = {name: bool(saved.get(name)) for name in ("is_decoder", "is_encoder_decoder")}
-    return next((_OBJECTIVES[head] for head, wanted in SHAPE_OF_HEAD.items() if wanted == shape), "mlm")
+    shape = "seq2seq" if saved.get("is_encoder_decoder") else "decoder" if saved.get("is_decoder") else "encoder"
+    return objective_of_shape(shape).type
 
 
 def prepare(
@@ -75,7 +69,7 @@ def prepare(
     Raises ValueError for an objective of another shape than the model's, and what [`Preparation`] refuses.
     """
     own = objective_of(choice.model)
-    if choice.objective in OBJECTIVES and OBJECTIVES[choice.objective].head != OBJECTIVES[own].head:
+    if choice.objective is not None and language_objective(choice.objective).shape != language_objective(own).shape:
         raise ValueError(
             f"--objective {choice.objective} is not for the model {choice.model!r}, which is of the shape that {own}"
             " trains; leave it out"

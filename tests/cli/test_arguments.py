@@ -6,6 +6,7 @@ from hf_xformers.cli.arguments import file_tokens, offered_fields, overlay, pars
 from hf_xformers.cli.pretrain import GROUPS, make_parser, model_options
 from hf_xformers.cli.values import annotation, parse
 from hf_xformers.core.components import SLOTS
+from hf_xformers.training.building import with_changes
 from hf_xformers.variants import config_class
 
 
@@ -181,7 +182,9 @@ def test_the_decoder_has_options_of_its_own():
         *"--decoder.position rotary --decoder.position.theta 7".split(),
     )
     decoder = model["fields"]["decoder"]
-    assert decoder["attention"] == {"type": "dense", "bias": True, "scale": 1.0}  # T5's, with one change
+    assert decoder["attention"] == {"bias": True}
+    whole = with_changes(config_class("t5"), model["components"], model["fields"])["decoder"]
+    assert whole["attention"] == {"type": "dense", "bias": True, "scale": 1.0}  # T5's, with one change
     assert decoder["position"]["type"] == "rotary" and decoder["position"]["theta"] == 7.0
     assert decoder["hidden_dropout_prob"] == 0.2
 

@@ -379,9 +379,13 @@ def test_special_tokens_mask_of_the_feature_wins(bert_tokenizer):
         ({"dupe_factor": 0}, "dupe_factor"),
         ({"selection": "hf", "max_predictions": 20}, "caps only"),
         ({"selection": "bert", "ngram_max": 2}, "ngram_max belongs"),
-        ({"random_vocab": "some"}, "random_vocab must be"),
     ],
 )
 def test_bad_settings(settings, message):
     with pytest.raises(ValueError, match=message):
         MaskedLMObjective(**settings)
+
+
+def test_choices_are_checked():
+    with pytest.raises(TypeError, match=r"'random_vocab' expected one of \('all', 'non_special'\), got some"):
+        MaskedLMObjective(random_vocab="some")

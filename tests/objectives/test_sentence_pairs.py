@@ -331,6 +331,6 @@ def test_bad_settings(settings, message):
 
 
 def test_masked_lm_beside_must_be_one():
-    with pytest.raises(TypeError, match="mlm must be"):
+    with pytest.raises(TypeError, match="Field 'mlm' .*CausalLMObjective"):
         NextSentenceObjective(mlm="clm")
     assert NextSentenceObjective(mlm="mlm").mlm == MaskedLMObjective()

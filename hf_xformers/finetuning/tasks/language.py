@@ -35,20 +35,17 @@ class LanguageModeling(Task):
 
         Raises ValueError for an unknown objective, and for one that no head fits.
         """
-        from ...training.building import language_objectives
+        from ...training.building import language_objective, objectives_for_heads
 
-        known = language_objectives()
-        fitting = [name for name, cls in known.items() if f"For{cls.head}" in heads]
+        fitting = objectives_for_heads(heads)
         name = self.options.objective
         if name is None:
-            own = [key for key in fitting if architecture and architecture.endswith(f"For{known[key].head}")]
-            preferred = [key for key in ("mlm", "clm", "span") if key in (own or fitting)]
-            name = (preferred or own or fitting or [None])[0]
-        if name not in known:
-            raise ValueError(f"unknown objective {name!r}: choose one of {', '.join(known)}")
-        if name not in fitting:
+            own = [key for key in fitting if (architecture or "").endswith(f"For{language_objective(key).head}")]
+            name = (own or fitting)[0]
+        wanted = language_objective(name)
+        if wanted.type not in fitting:
             raise ValueError(
-                f"objective {name!r} needs a For{known[name].head} class, which the model has not; take --objective "
+                f"objective {name!r} needs a For{wanted.head} class, which the model has not; take --objective "
                 f"{' or '.join(fitting)}"
             )
         self.objective = build_objective(name)
@@ -56,7 +53,6 @@ class LanguageModeling(Task):
 
     def load(self, source: TaskData) -> dict[str, Dataset]:
         from ...data import load_text_dataset
-        from ...training.text import usual_sampling
 
         if source.validation_data or source.test_data:
             raise ValueError(
@@ -69,7 +65,7 @@ class LanguageModeling(Task):
             text_column=self.options.text_column,
             config_name=source.data_config,
             validation_fraction=source.validation_fraction,
-            sample_by=usual_sampling(self.objective),  # type: ignore[arg-type]
+            sample_by=self.objective.sample_by,
             num_proc=source.num_proc,
         )
         limits = {"train": source.max_train_rows}
