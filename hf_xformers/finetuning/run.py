@@ -17,7 +17,7 @@ from ..training.building import choose_block_size, grown_positions, longest_sequ
 from ..training.checkpoints import checkpoint_to_resume
 from ..training.folder_lock import folder_lock
 from ..training.pretraining import check_steps
-from ..training.run_folder import SUMMARY_FILE, check_same_run, read_summary, save_final, start_anew
+from ..training.run_folder import check_same_run, read_summary, save_final, start_anew
 from . import loading
 from .class_balance import BalancedLoss, class_weights
 from .options import ModelOptions, RunOptions, TaskData, TaskOptions
