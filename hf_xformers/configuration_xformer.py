@@ -159,6 +159,7 @@ class XFormerConfig(PreTrainedConfig):
     attribute_map: ClassVar[dict[str, str]] = {}
     info: ClassVar[Any] = None
     heads: ClassVar[tuple[str, ...]] = ()
+    sizes: ClassVar[dict[str, dict[str, Any]]] = {}  # by size: fields that differ from the preset of that size
     conformance_exceptions: ClassVar[dict[str, str]] = {
         "test_tied_head_has_a_tp_plan_entry": (
             "the plan leaves the token table whole in every process, and with it the head "

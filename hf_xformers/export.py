@@ -29,8 +29,6 @@ from .modeling_base import XFormerPreTrainedModel
 
 # What a graph gives, where the model's output has it.
 _RESULTS = ("logits", "last_hidden_state", "pooler_output", "start_logits", "end_logits")
-# Attention whose usual path is made of ONNX operators alone; of the others the literal equation is exported.
-_USUAL_PATH = ("dense", "linear_transformer")
 
 
 # Loggers of what the exporter is made of; what matters of it is in the error or in the comparison.
@@ -142,7 +140,7 @@ def export_onnx(
     path = Path(path)
     if not path.absolute().parent.is_dir() or path.is_dir():
         raise ValueError(f"the graph cannot be written to {str(path)!r}; give a file in a folder that exists.")
-    literal = any(layer.attention.type not in _USUAL_PATH for layer in _layers(model))
+    literal = any(not layer.attention.exports_usual_path for layer in _layers(model))
     scratch = tempfile.TemporaryDirectory(dir=path.absolute().parent, prefix=".exporting-")
     with scratch as folder, _as_exported(model, literal), torch.no_grad():
         sample = _sample(model, batch, length)
@@ -161,9 +159,8 @@ def export_onnx(
 def _as_exported(model: XFormerPreTrainedModel, literal: bool) -> Iterator[None]:
     """The model in evaluation mode, on the path that is exported, and afterwards as it was."""
     training, implementation = model.training, model.config._attn_implementation
-    unpads = [
-        tower.config for tower in model.modules() if getattr(getattr(tower, "config", None), "unpad_inputs", False)
-    ]
+    towers = [part for part in model.modules() if isinstance(part, XFormerPreTrainedModel)]
+    unpads = [tower.config for tower in towers if tower.config.unpad_inputs]
     try:
         model.eval()
         model.set_attn_implementation("eager" if literal else "sdpa")

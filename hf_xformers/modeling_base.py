@@ -14,7 +14,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from .attention.shared.base import Attention
 from .blocks.base import XFormerLayer
 from .configuration_xformer import XFormerConfig
-from .core.initialization import start_linear
+from .core.initialization import Initialized, start_linear
 from .core.parallel_plans import check_tensor_parallel, layers_apart
 from .core.precision import computing_dtype, float32_names
 from .core.sequence_sharding import why_not_context_parallel
@@ -60,9 +60,8 @@ class XFormerPreTrainedModel(PreTrainedModel):
         config = self.config
         if isinstance(module, nn.Linear):
             start_linear(config, init, module)
-        initialize = getattr(module, "initialize", None)
-        if initialize is not None:  # a component knows its own start; it runs after its children's
-            initialize(config, init)
+        if isinstance(module, Initialized):
+            module.initialize(config, init)
 
     def _initialize_weights(self, module: nn.Module, *_: Any, **__: Any) -> None:
         # transformers leaves out every module without parameters of its own where a model's code is not its own, to

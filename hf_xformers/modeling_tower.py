@@ -23,7 +23,7 @@ from .core.precision import Float32Module
 from .core.sequence_sharding import check_sharded_call, sharding_in_force
 from .core.unpadding import Unpadding
 from .modeling_base import XFormerPreTrainedModel
-from .normalization.residual import norm_inputs
+from .normalization.base import norm_inputs
 from .position.base import Position, ScoreBias
 
 logger = logging.get_logger(__name__)
@@ -49,7 +49,7 @@ class XFormerTower(XFormerPreTrainedModel):
             if isinstance(module, Attention):  # back-ends ask the tower's config, not one layer's view, for their name
                 module.config = config
         self.stack = config.stack.build(config)
-        self.final_norm = config.residual.build_final(last)
+        self.final_norm, self.final_normalization = config.residual.build_final(last), last.normalization
         self._read_capabilities()
         self.types_were_read = False
         self.reads_tokens_alone = False  # whether the head on this tower does
@@ -147,7 +147,7 @@ class XFormerTower(XFormerPreTrainedModel):
         )
         hidden_states, memories = result.hidden_states, result.memories
         if self.final_norm is not None:
-            hidden_states = self.final_norm(hidden_states, **norm_inputs(self.final_norm, result.context))
+            hidden_states = self.final_norm(hidden_states, **norm_inputs(self.final_normalization, result.context))
             memories = None if memories is None else self.final_norm(memories)
         return TowerOutput(
             last_hidden_state=hidden_states,

@@ -74,6 +74,7 @@ class AllAttentionSpec(AttentionSpec):
     rotation = False
     explicit_mask = True
     packed = True
+    maps_tokens = True
     contract_exceptions: ClassVar[dict[str, str]] = {
         "attention_weights": "weights on the text sum to less than 1: the learned memory has the rest",
     }

@@ -42,6 +42,9 @@ class BigBirdSpec(AttentionSpec):
     random_seed: int = 0
     attention_type: Literal["block_sparse", "original_full"] = "block_sparse"
 
+    def takes_global_tokens(self) -> bool:
+        return self.global_mode == "etc"
+
     def check_fields(self) -> None:
         check_at_least("bigbird", 1, block_size=self.block_size, window_blocks=self.window_blocks)
         check_at_least(

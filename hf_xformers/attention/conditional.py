@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.gates import Gates, check_stack, gate_usage
-from ..normalization.residual import norm_inputs
+from ..normalization.base import norm_inputs
 from .dense_attention import DenseAttention
 from .shared.base import AttentionSpec
 
@@ -37,7 +37,7 @@ class ConditionalAttention(DenseAttention):
         step: int | None = None,
     ) -> SublayerOutput:
         step = self.layer_idx if step is None else step
-        asking = self.input_norm(hidden_states, **norm_inputs(self.input_norm, context))
+        asking = self.input_norm(hidden_states, **norm_inputs(self.config.normalization, context))
         gates = [(self.query_gate(asking, context), context.query_padding_mask)]
         source = memory if self.cross else asking
         known = (
@@ -60,7 +60,7 @@ class ConditionalAttention(DenseAttention):
                 key, value = cache.update(key, value, step)
         output, weights = self.attend(query, key, value, context)
         output = self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
-        output = self.output_norm(output, **norm_inputs(self.output_norm, context))
+        output = self.output_norm(output, **norm_inputs(self.config.normalization, context))
         usage = gate_usage(*gates) if self.training else None
         return SublayerOutput(output, weights, gate=gates[0][0], aux_losses=usage)
 

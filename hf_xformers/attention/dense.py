@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
-
 from ..core.components import register
 from .dense_attention import DenseAttention
 from .dense_bias import DenseWithBias
@@ -24,10 +22,13 @@ class DenseSpec(AttentionSpec):
     explicit_mask = True
     packed = True
     splits_heads = True
+    keeps_keys_alone = True
+    apart_key_states = True
+    rotates_values = True
+    exports_usual_path = True
 
-    def cache_layer(self, config) -> CacheLayerMixin:
-        make = getattr(config.block, "cache_layer", None)  # a block with a state of its own keeps it beside ours
-        return DynamicLayer() if make is None else make(config)
+    def takes_global_tokens(self) -> bool:
+        return True  # as all others
 
     def build(self, config, **where) -> DenseAttention:
         if config.position.acts & {"score_terms", "head_terms"} and not where.get("cross"):

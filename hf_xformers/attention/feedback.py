@@ -108,6 +108,7 @@ class FeedbackAttentionSpec(AttentionSpec):
     summary = "reads what all layers together made of earlier steps"
     bidirectional = False
     rotation = False
+    reads_feedback = True
     contract_exceptions: ClassVar[dict[str, str]] = {
         "attention_weights": (
             "a token does not read itself, and empty memories before the text keep their share of the weight"
@@ -127,7 +128,7 @@ class FeedbackAttentionSpec(AttentionSpec):
             raise ValueError(f"feedback needs `window` >= 1, got {self.window}.")
 
     def check(self, config) -> None:
-        if config.stack.type != "feedback":
+        if not config.stack.gives_feedback:
             raise ValueError(
                 f"attention 'feedback' reads memories that only stack 'feedback' makes, not {config.stack.type!r}; set"
                 " `stack='feedback'`."

@@ -4,7 +4,6 @@ ones."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -350,8 +349,8 @@ class TransformerXLSpec(AttentionSpec):
     rotation = False
     packed = True
     first_owns = True
-    reads_segment_memory: ClassVar[bool] = True
-    pooled_queries: ClassVar[bool] = True
+    reads_segment_memory = True
+    pooled_queries = True
 
     share_biases: bool = True
     clamp: int | None = None
@@ -370,13 +369,9 @@ class TransformerXLSpec(AttentionSpec):
     def shared_sizes(self, config) -> tuple | None:
         return (config.num_attention_heads, config.head_width) if self.share_biases else None
 
-    def cache_layer(self, config) -> Any:
-        """What the stack says; else room for its memory, or for all tokens."""
-        make = getattr(config.stack, "cache_layer", None)
-        if make is not None:
-            return make(config)
-        limit = getattr(config.stack, "memory_slots", None)
-        return SegmentCacheLayer(None if limit is None else limit(config))
+    def cache_layer(self, config) -> SegmentCacheLayer:
+        """Room for the stack's memory, or for all tokens."""
+        return SegmentCacheLayer(config.stack.memory_slots(config))
 
     def build(self, config, **where) -> TransformerXLAttention:
         return TransformerXLAttention(config, self, **where)

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import initialization as init
 
 from ..core.context import LayerContext
+from ..core.initialization import Initialized
 from .entries import SHAPES, Entry, make_config
 
 WIDTH, HEADS = 512, 8  # of the attention layer
@@ -71,7 +72,7 @@ def attention_layer(config: Any) -> Any:
             nn.init.normal_(part.weight, std=0.02)
     parts: list[Any] = list(module.modules())
     for part in parts:
-        if hasattr(part, "initialize"):
+        if isinstance(part, Initialized):
             part.initialize(view, init)
     return module
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..core.components import Spec
 from ..core.context import LayerContext, SublayerOutput, add_losses
+from ..core.sublayer import Sublayer
 from ..normalization.residual import Residual
 
 # The stream that holds the other half of a pair of residual streams.
@@ -32,15 +33,22 @@ class SublayerPlan:
 
 class BlockSpec(Spec):
     """Base of block specs. unpads: nothing of it but its attentions looks at other tokens, or at where padding is; if
-    not, why_not_unpad says what does. passes_streams: it carries what the attentions of several layers share."""
+    not, why_not_unpad says what does. passes_streams: it carries what the attentions of several layers share.
+    reads_sentences: its layers work on a text as sentences of words, which the stack makes."""
 
     unpads: ClassVar[bool] = True
     passes_streams: ClassVar[bool] = True
+    reads_sentences: ClassVar[bool] = False
     why_not_unpad: ClassVar[str] = ""
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:
         """The sublayers of layer `layer_idx`, in order; `cross`: the tower reads a memory."""
         raise NotImplementedError
+
+    def cache_layer(self, config) -> CacheLayerMixin | None:
+        """A new layer of a generation cache that holds what the block keeps of one layer beside keys and values
+        (`AttentionSpec.keeps_keys_alone`); None: nothing."""
+        return None
 
     def build(self, config, **where) -> XFormerLayer:
         return XFormerLayer(config, self, **where)
@@ -59,7 +67,14 @@ class XFormerLayer(GradientCheckpointingLayer):
         self.plan = tuple(block.plan(config, layer_idx, cross))
         frames: list = []
         for entry in self.plan:
-            self.add_module(entry.name, self._build(config, entry, layer_idx))
+            function = self._build(config, entry, layer_idx)
+            if not isinstance(function, Sublayer):
+                raise TypeError(
+                    f"{entry.name} of layer {layer_idx} is a {type(function).__name__}, which a layer cannot prepare;"
+                    " let it derive from `hf_xformers.core.sublayer.Sublayer` (attention: `Attention`, feed-forward:"
+                    " `FeedForward`)."
+                )
+            self.add_module(entry.name, function)
             where = {"scale": entry.residual_scale, "layer_idx": layer_idx, "siblings": frames}
             frames.append(config.residual.build(config, **where))
             self.add_module(f"{entry.name}_residual", frames[-1])
@@ -78,9 +93,7 @@ class XFormerLayer(GradientCheckpointingLayer):
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
         """Lets every sublayer put what can be shared into the context."""
         for entry in self.plan:
-            prepare = getattr(getattr(self, entry.name), "prepare", None)
-            if prepare is not None:
-                prepare(context, past_key_values)
+            self.function(entry).prepare(context, past_key_values)
 
     def forward(
         self,
@@ -125,6 +138,10 @@ class XFormerLayer(GradientCheckpointingLayer):
         """What runs: no cross-attention in a decoder that is used without an encoder."""
         return [entry for entry in self.plan if entry.kind != "cross_attention" or memory is not None]
 
+    def function(self, entry: SublayerPlan) -> Sublayer:
+        """The function of a sublayer."""
+        return getattr(self, entry.name)
+
     def frame(self, entry: SublayerPlan) -> Residual:
         """The residual frame of a sublayer."""
         return getattr(self, f"{entry.name}_residual")
@@ -139,11 +156,11 @@ class XFormerLayer(GradientCheckpointingLayer):
         step: int,
     ) -> SublayerOutput:
         """f(enter(x)) of one sublayer, before its residual sum."""
-        function, frame = getattr(self, entry.name), self.frame(entry)
+        function, frame = self.function(entry), self.frame(entry)
         unpadding = context.unpadding
         around = context if unpadding is None else context.of_tokens()
         entered = frame.enter(hidden_states, **frame.inputs(around))
-        rows = unpadding is not None and not getattr(function, "takes_unpadded", False)
+        rows = unpadding is not None and not function.takes_unpadded
         if rows:
             entered, context = context.padded(entered), context.of_padded()
         if entry.kind == "feedforward":

@@ -83,7 +83,7 @@ class CPELayer(XFormerLayer):
 
     def __init__(self, config, block: CPEBlockSpec, **where):
         super().__init__(config, block, **where)
-        if hasattr(self, "peg"):
+        if any(entry.name == "peg" for entry in self.plan):
             self.peg_residual = PlainSum(config)
 
     @staticmethod

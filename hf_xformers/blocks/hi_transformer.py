@@ -57,16 +57,11 @@ class HiLayer(Undecayed, XFormerLayer):
         for prefix, level in (("first_", levels.words), ("document_", levels.document), ("", levels.informed)):
             for entry in self.plan:
                 if entry.name in (f"{prefix}attention", f"{prefix}feedforward"):
-                    self._prepare(entry, level)
-        if self.first and not hasattr(self, "first_attention"):
+                    self.function(entry).prepare(level, None)
+        if self.first and not any(entry.name == "first_attention" for entry in self.plan):
             for entry in self.plan:
                 if entry.name in ("attention", "feedforward"):
-                    self._prepare(entry, levels.words)
-
-    def _prepare(self, entry: SublayerPlan, level: LayerContext) -> None:
-        prepare = getattr(getattr(self, entry.name), "prepare", None)
-        if prepare is not None:
-            prepare(level, None)
+                    self.function(entry).prepare(levels.words, None)
 
     def forward(
         self,
@@ -99,6 +94,7 @@ class HiTransformerBlockSpec(BlockSpec):
     """share_sentence_layers: in the first layer, the words' first Transformer is the second one."""
 
     passes_streams: ClassVar[bool] = False
+    reads_sentences: ClassVar[bool] = True
     unpads: ClassVar[bool] = False
     why_not_unpad: ClassVar[str] = "its sentences are rows"
 
@@ -107,7 +103,7 @@ class HiTransformerBlockSpec(BlockSpec):
     share_sentence_layers: bool = False
 
     def check(self, config) -> None:
-        if config.stack.type != "hi_transformer":
+        if not config.stack.gives_sentences:
             raise ValueError(
                 f"block 'hi_transformer' works on sentences, which stack {config.stack.type!r} does not make; set "
                 "`stack='hi_transformer'`."

@@ -20,7 +20,7 @@ class NoFFNBlockSpec(BlockSpec):
 
     def check(self, config) -> None:
         reads = config.is_decoder and config.is_encoder_decoder
-        if not reads and config.attention.type != "all_attention":
+        if not reads and not config.attention.maps_tokens:
             raise ValueError(
                 f"block 'no_ffn' leaves a stack of attention {config.attention.type!r} alone without any nonlinear map"
                 " of a token; use attention 'all_attention', or the block in an encoder-decoder's decoder"

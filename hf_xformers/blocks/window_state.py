@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..core.context import LayerContext, self_attention_cache
+from ..core.sublayer import Sublayer
 
 
 class WindowCacheLayer(DynamicLayer):
@@ -46,7 +47,7 @@ class WindowCacheLayer(DynamicLayer):
         self._map(lambda tensor: tensor[indices])
 
 
-class WindowSublayer(nn.Module):
+class WindowSublayer(Sublayer):
     """A sublayer whose output at t depends on its inputs at t - n .. t (and, in an encoder that looks both ways, later
     ones); padding and what lies before the text are zeros.
 
@@ -91,7 +92,7 @@ class WindowSublayer(nn.Module):
 
 def check_window_block(name: str, config) -> None:
     """Refuses mechanisms whose cache has no place for a window. Raises `ValueError`."""
-    if config.is_decoder and config.attention.type != "dense":
+    if config.is_decoder and not config.attention.keeps_keys_alone:
         raise ValueError(
             f"block {name!r} keeps a window of inputs beside the keys and values of attention 'dense', which attention"
             f" {config.attention.type!r} has no place for in a decoder; use 'dense' there."

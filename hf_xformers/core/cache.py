@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
+
+from .components import Spec
 
 
 class RecurrentStateLayer(CacheLayerMixin):
@@ -73,23 +75,31 @@ class RecurrentStateLayer(CacheLayerMixin):
 
 
 def self_attention_layers(config) -> list:
-    """Cache layers of one tower, by execution step. A mechanism whose state is not plain keys and values says which
-    layer keeps it (`AttentionSpec.cache_layer`)."""
-    layers = []
-    for step in range(config.stack.num_steps(config)):
-        layer_config = config.layer(step % max(config.stack.num_layers(config), 1))
-        make = getattr(layer_config.attention, "cache_layer", None)
-        layers.append(DynamicLayer() if make is None else make(layer_config))
-    return layers
+    """Cache layers of one tower, by execution step: each of the kind that the stack, the block or else the attention
+    says (`StackSpec.cache_layer`, `BlockSpec.cache_layer`, `AttentionSpec.cache_layer`)."""
+    return [_cache_layer(config.layer(index))[0] for index in _layer_of_step(config)]
+
+
+def _layer_of_step(config) -> list[int]:
+    """Which layer runs at each execution step."""
+    return [step % max(config.stack.num_layers(config), 1) for step in range(config.stack.num_steps(config))]
+
+
+def _cache_layer(layer_config) -> tuple[CacheLayerMixin, Spec]:
+    """A new cache layer, and the component whose state it keeps."""
+    for holder in (layer_config.stack, layer_config.block):
+        layer = holder.cache_layer(layer_config)
+        if layer is not None:
+            return layer, holder
+    return layer_config.attention.cache_layer(layer_config), layer_config.attention
 
 
 def stateful_part(config) -> str:
     """The component whose state is not plain keys and values (its slot and name), or nothing. config: one tower's."""
-    for step, layer in enumerate(self_attention_layers(config)):
+    for index in _layer_of_step(config):
+        layer, holder = _cache_layer(config.layer(index))
         if not layer.is_croppable:
-            holder = config.layer(step % max(config.stack.num_layers(config), 1))
-            plain = getattr(holder.block, "cache_layer", None) is None
-            return f"attention {holder.attention.type!r}" if plain else f"block {holder.block.type!r}"
+            return f"{holder.slot} {holder.type!r}"
     return ""
 
 

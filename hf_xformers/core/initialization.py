@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+
+
+@runtime_checkable
+class Initialized(Protocol):
+    """A module that knows its own start. `initialize` is called after the generic rule has run on it and on its
+    children; config: of the model or of the layer that holds it; init: `transformers.initialization`, whose functions
+    spare what was loaded."""
+
+    def initialize(self, config: Any, init: Any) -> None: ...
 
 
 def seeded_generator(*key: int | str) -> torch.Generator:

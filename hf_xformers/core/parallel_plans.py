@@ -43,10 +43,8 @@ def tensor_parallel_plan(config: Any) -> dict[str, str] | None:
         for index in range(view.num_hidden_layers):
             for entry in view.layer(index).block.plan(view.layer(index), index, tower == "decoder"):
                 if entry.kind == "feedforward":
-                    rules = (
-                        _INNER if all(getattr(layer.feedforward, "splits_inner", False) for layer in layers) else {}
-                    )
-                    gated = any(getattr(layer.feedforward, "gated", False) for layer in layers)
+                    rules = _INNER if all(layer.feedforward.splits_inner for layer in layers) else {}
+                    gated = any(layer.feedforward.gated for layer in layers)
                     rules = {name: rule for name, rule in rules.items() if gated or name != "gate_proj"}
                 elif entry.name != entry.kind:  # what a block adds of its own, which gets the cache as attention does
                     continue

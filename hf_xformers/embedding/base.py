@@ -11,3 +11,7 @@ class EmbeddingSpec(Spec):
     def table_width(self, config) -> int:
         """Columns of the token table, which the towers of an encoder-decoder share."""
         return config.hidden_size
+
+    def normalizes(self) -> bool:
+        """Whether a norm of `hidden_size` stands in it, which is given no padding mask."""
+        return False

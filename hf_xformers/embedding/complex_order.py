@@ -98,7 +98,7 @@ class ComplexEmbeddingSpec(EmbeddingSpec):
             raise ValueError(
                 f"complex_order has no token types; set `type_vocab_size=0`, not {config.type_vocab_size}."
             )
-        if config.position.type != "none":
+        if config.position.acts:
             raise ValueError(
                 f"complex_order holds the position itself; use position 'none' with it, not {config.position.type!r}."
             )

@@ -58,12 +58,12 @@ class FactorizedEmbeddingSpec(EmbeddingSpec):
             raise ValueError(f"factorized embedding needs `width` >= 1, got {self.width}.")
 
     def check(self, config) -> None:
-        if config.head.type != "transform" and self.width != config.hidden_size:
+        if not config.head.leads_back and self.width != config.hidden_size:
             raise ValueError(
                 f"embedding 'factorized' of width {self.width} needs the head 'transform', which leads from "
                 f"`hidden_size` {config.hidden_size} back to it, got {config.head.type!r}."
             )
-        if config.normalization.type not in ("layer_norm", "rms_norm", "scale_norm", "adanorm"):
+        if config.normalization.over_tokens or not config.normalization.any_width:
             raise ValueError(
                 f"embedding 'factorized' normalises the width {self.width}, for 'layer_norm' or 'rms_norm', got "
                 f"{config.normalization.type!r}."

@@ -111,7 +111,7 @@ class PatchEmbeddingSpec(EmbeddingSpec):
     positions: bool = True
 
     def check(self, config) -> None:
-        if not hasattr(config, "patch_shape"):
+        if config.modality != "image":
             raise ValueError(
                 "embedding 'patch' needs `image_size`, `patch_size` and `num_channels`; use a config of images, e.g. "
                 "XFVisionTransformerConfig."

@@ -65,5 +65,8 @@ class TokenEmbeddingSpec(EmbeddingSpec):
     scale: bool = False
     normalize: bool = False
 
+    def normalizes(self) -> bool:
+        return self.normalize
+
     def build(self, config, **where) -> TokenEmbedding:
         return TokenEmbedding(config, self)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..core.components import Spec, build_spec, register
+from ..core.components import build_spec, register
 from ..core.context import LayerContext, SublayerOutput
+from .base import FeedForward, FeedForwardSpec
 from .dense import DenseFeedForwardSpec
 
 
-class PartsFeedForward(nn.Module):
+class PartsFeedForward(FeedForward):
     """One position-wise network of half the width, applied to each part (Wang et al. 2020, arXiv 1912.12333, released
     code); `intermediate_size` counts the units of both."""
 
@@ -28,7 +29,7 @@ class PartsFeedForward(nn.Module):
 
 
 @register("feedforward", "complex_parts")
-class PartsFeedForwardSpec(Spec):
+class PartsFeedForwardSpec(FeedForwardSpec):
     """inner: name of the dense feed-forward that each part goes through."""
 
     summary = "one feed-forward on real and imaginary parts each"

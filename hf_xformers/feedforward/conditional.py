@@ -6,11 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.components import Spec, register
+from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.gates import Gates, check_stack, gate_usage
 from ..core.initialization import start_projections
-from ..normalization.residual import norm_inputs
+from ..normalization.base import norm_inputs
+from .base import FeedForward, FeedForwardSpec
 
 
 class Part(nn.Module):
@@ -34,7 +35,7 @@ class Part(nn.Module):
         return self.output_norm(self.down_proj(inner), **given)
 
 
-class ConditionalFeedForward(nn.Module):
+class ConditionalFeedForward(FeedForward):
     """f(x) = sum_m g_m * part_m(x), m = 1 .. M (Bapna et al. 2020, arXiv 2002.07106).
 
     The M parts share the inner width, and g_m [B, T, 1] are the gates of a token, which read the last part's
@@ -47,6 +48,7 @@ class ConditionalFeedForward(nn.Module):
         width = config.intermediate_size // spec.parts
         self.parts = nn.ModuleList(Part(config, width) for _ in range(spec.parts))
         self.gate = Gates(config, spec.parts)
+        self.normalization = config.normalization
         self.chunk_size = config.chunk_size_feed_forward
 
     def transform(self, tokens: Tensor, gates: Tensor, **given: Tensor | None) -> Tensor:
@@ -63,9 +65,8 @@ class ConditionalFeedForward(nn.Module):
 
     def forward(self, hidden_states: Tensor, context: LayerContext) -> SublayerOutput:
         """hidden_states [B, T, D] -> [B, T, D]; `chunk_size_feed_forward` bounds the tokens in flight."""
-        norm = self.parts[-1].input_norm
-        given = norm_inputs(norm, context)
-        gates = self.gate(norm(hidden_states, **given), context)
+        given = norm_inputs(self.normalization, context)
+        gates = self.gate(self.parts[-1].input_norm(hidden_states, **given), context)
         if self.chunk_size and not given:
             size = self.chunk_size
             pieces = zip(hidden_states.split(size, dim=1), gates.split(size, dim=1), strict=True)
@@ -77,7 +78,7 @@ class ConditionalFeedForward(nn.Module):
 
 
 @register("feedforward", "conditional")
-class ConditionalFeedForwardSpec(Spec):
+class ConditionalFeedForwardSpec(FeedForwardSpec):
     """parts: M, into which the inner width is cut."""
 
     summary = "a feed-forward in parts, each with a gate for each token"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -11,20 +11,31 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
-from ..core.components import Spec, register
+from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.initialization import start_projections
+from .base import FeedForward, FeedForwardSpec
 
 
-class DenseFeedForward(nn.Module):
+class DenseForm(Protocol):
+    """What a spec says of a dense network: of every layer, or of those where its own kind does not stand."""
+
+    bias: bool
+
+    @property
+    def gated(self) -> bool: ...
+
+    @property
+    def activation_name(self) -> str: ...
+
+
+class DenseFeedForward(FeedForward):
     """y = W_down(act(W_up x)); gated: y = W_down(act(W_gate x) * (W_up x)).
 
     Vaswani et al. 2017, eq. 2; Shazeer 2020 (arXiv 2002.05202), eqs. 5-6 for the gated forms.
     """
 
-    takes_unpadded = True
-
-    def __init__(self, config, spec: DenseFeedForwardSpec):
+    def __init__(self, config, spec: DenseForm):
         super().__init__()
         width, inner = config.hidden_size, config.intermediate_size
         self.up_proj = nn.Linear(width, inner, bias=spec.bias)
@@ -33,6 +44,10 @@ class DenseFeedForward(nn.Module):
         self.activation = ACT2FN[spec.activation_name]
         self.dropout = config.activation_dropout_prob
         self.chunk_size = config.chunk_size_feed_forward
+
+    @property
+    def takes_unpadded(self) -> bool:
+        return True
 
     def initialize(self, config, init) -> None:
         inputs = [self.up_proj] if self.gate_proj is None else [self.up_proj, self.gate_proj]
@@ -64,14 +79,11 @@ class DenseFeedForward(nn.Module):
 
 
 @dataclass(kw_only=True)
-class DenseFeedForwardSpec(Spec):
-    """Base of the dense forms. activation: its name in transformers' table. gated: whether a second projection gates
-    the first. splits_inner: whether tensor parallelism may give each process some of the inner channels. bias: biases
-    on the projections."""
+class DenseFeedForwardSpec(FeedForwardSpec):
+    """Base of the dense forms. activation: its name in transformers' table. bias: biases on the projections."""
 
     activation: ClassVar[str]
-    gated: ClassVar[bool] = False
-    splits_inner: ClassVar[bool] = True
+    splits_inner = True
     context_parallel = True
 
     bias: bool = True

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.components import aliased, register
 from ..core.context import LayerContext, SublayerOutput
+from .base import FeedForward
 from .experts import ExpertsSpec, Router, balance_loss, documents, real_tokens, within_capacity
 
 
-class PrototypedExperts(nn.Module):
+class PrototypedExperts(FeedForward):
     """y = sum_z p^z_{i_z} FFN^z_{i_z}(x) over k prototypes of E / k experts: p^z = softmax(W^z x), i_z = argmax p^z.
 
     Yang et al. 2021 (arXiv 2105.15082), section 3.3 ("k top-1"). Gates of different prototypes do not compete.
@@ -72,6 +73,9 @@ class ExpertPrototypingSpec(ExpertsSpec):
     capacity_factor: float | int | None = 1.25
     eval_capacity_factor: float | int | None = None
     balance_loss_weight: float | int = 0.01
+
+    def capacities(self) -> dict[str, float | None]:
+        return {"capacity_factor": self.capacity_factor, "eval_capacity_factor": self.eval_capacity_factor}
 
     def check_fields(self) -> None:
         super().check_fields()

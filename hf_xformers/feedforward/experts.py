@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.integrations import moe as transformers_moe
 
-from ..core.components import Spec, aliased
+from ..core.components import aliased
 from ..core.context import LayerContext
 from ..ops.common.derivatives import first_derivative_only
+from .base import FeedForwardSpec
 from .dense import DenseFeedForward
 
 
@@ -338,7 +339,7 @@ def z_loss(logits: Tensor, real: Tensor) -> Tensor:
 
 
 @dataclass(kw_only=True)
-class ExpertsSpec(Spec):
+class ExpertsSpec(FeedForwardSpec):
     """Base of specs with experts.
 
     num_experts: E. every: experts stand in every `every`-th layer, the last of each run of `every`; the others have
@@ -346,7 +347,6 @@ class ExpertsSpec(Spec):
     expert_dropout: dropout inside the experts (`None`: the config's `activation_dropout_prob`).
     """
 
-    gated: ClassVar[bool] = False
     conformance_exceptions: ClassVar[dict[str, str]] = {
         "test_attention_outputs:seq2seq": "it counts the outputs, which here include the auxiliary losses",
     }
@@ -368,10 +368,13 @@ class ExpertsSpec(Spec):
             )
         if self.expert_dropout is not None and not 0 <= self.expert_dropout < 1:
             raise ValueError(f"{self.type}: `expert_dropout` is a probability in [0, 1), got {self.expert_dropout}.")
-        for name in ("capacity_factor", "eval_capacity_factor"):
-            value = getattr(self, name, None)
+        for name, value in self.capacities().items():
             if value is not None and value <= 0:
                 raise ValueError(f"{self.type}: `{name}` must be positive, or None for no capacity, got {value}.")
+
+    def capacities(self) -> dict[str, float | None]:
+        """The factors that bound what an expert takes, by their fields' names; None: no bound."""
+        return {}
 
     def is_sparse(self, config, layer_idx: int) -> bool:
         """Whether layer `layer_idx` has experts; a stack shorter than `every` has them in its last layer."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
+from .base import FeedForward
 from .experts import ExpertsSpec, Router, balance_loss, documents, groups, real_tokens, within_capacity
 
 
-class GShardExperts(nn.Module):
+class GShardExperts(FeedForward):
     """y = g_1 FFN_{e1}(x) + g_2 FFN_{e2}(x), e1 and e2 the two largest of softmax(W x), g_1 + g_2 = 1.
 
     Lepikhin et al. 2020 (arXiv 2006.16668), Algorithm 1; a text is a group, or every `group_size` tokens of one. In
@@ -90,6 +91,9 @@ class GShardSpec(ExpertsSpec):
     group_size: int | None = None
     queue: Literal["position", "probability"] = "position"
     balance_loss_weight: float | int = 0.01
+
+    def capacities(self) -> dict[str, float | None]:
+        return {"capacity_factor": self.capacity_factor, "eval_capacity_factor": self.eval_capacity_factor}
 
     def check_fields(self) -> None:
         super().check_fields()

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from ..core.cache import RecurrentStateLayer
 from ..core.components import aliased, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from .base import FeedForward
 from .dense import DenseFeedForward
 from .experts import ExpertsSpec, real_tokens
 
@@ -67,7 +68,7 @@ def _last_id_layer(cache: Cache, context: LayerContext) -> LastIdLayer:
     return cache.layers[-1]
 
 
-class HashExperts(nn.Module):
+class HashExperts(FeedForward):
     """y_t = FFN_{h(w_t)}(x_t), h a fixed map from token ids to experts (Roller et al. 2021, arXiv 2106.04426, section
     3).
 
@@ -209,11 +210,10 @@ class HashLayersSpec(ExpertsSpec):
                 " see other states than the text's tokens; use 'switch_transformer', which chooses by state, or stack"
                 " 'plain'."
             )
-        if self.reads_previous and config.stack.type not in _STACKS:
+        if self.reads_previous and not config.stack.tells_earlier_ids:
             raise ValueError(
                 f"feedforward 'hash_layers' with `hash={self.hash!r}` looks at the token before in the text, which"
-                f" stack {config.stack.type!r} does not show it; use `hash='random'`, or stack"
-                f" {' or '.join(map(repr, _STACKS))}."
+                f" stack {config.stack.type!r} does not show it; use `hash='random'`, or stack 'plain'."
             )
 
     def is_sparse(self, config, layer_idx: int) -> bool:

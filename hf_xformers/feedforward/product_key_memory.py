@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from ..core.components import Spec, register
+from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.distributed import sum_over_processes
 from ..core.weight_decay import Undecayed
 from ..ops.common.derivatives import first_derivative_only
+from .base import FeedForward, FeedForwardSpec
 from .dense import DenseFeedForward
 from .experts import real_tokens, wide
 
@@ -115,7 +116,7 @@ class WeightGradient(torch.autograd.Function):
         return grad, found, None, None
 
 
-class ProductKeyMemory(nn.Module):
+class ProductKeyMemory(FeedForward):
     """y = sum_h sum_{j in I_h} softmax_j(q_h k_j) V_j over the k best of n^2 slots, whose keys are pairs of n + n
     sub-keys.
 
@@ -192,7 +193,7 @@ class ProductKeyMemory(nn.Module):
 
 
 @register("feedforward", "product_key_memory", aliases=("pkm",))
-class ProductKeyMemorySpec(Spec):
+class ProductKeyMemorySpec(FeedForwardSpec):
     """A memory of n^2 slots in some layers, a dense network in the others.
 
     layers: which layers have a memory (`None`: the middle one). num_heads: reading heads. num_keys: n, sub-keys per
@@ -206,7 +207,6 @@ class ProductKeyMemorySpec(Spec):
 
     summary = "a memory of many slots found by products of keys"
     tensor_parallel = False  # its batch norm's sums over processes are those of data parallelism
-    gated: ClassVar[bool] = False
 
     layers: tuple[int, ...] | None = None
     num_heads: int = 4

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
+from .base import FeedForward
 from .experts import ExpertsSpec, Router, mean_over, real_tokens
 
 
@@ -16,7 +17,7 @@ def squared_variation(values: Tensor) -> Tensor:
     return values.var(correction=0) / values.mean().square().clamp(min=1e-10)
 
 
-class SparselyGatedExperts(nn.Module):
+class SparselyGatedExperts(FeedForward):
     """y = sum_e G(x)_e FFN_e(x), G(x) = softmax over the k largest of x W_g + n * softplus(x W_n), n normal.
 
     Shazeer et al. 2017 (arXiv 1701.06538), eqs. 1-5 and appendix A. The noise is there in training only. No expert has

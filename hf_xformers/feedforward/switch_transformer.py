@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
+from .base import FeedForward
 from .experts import (
     ExpertsSpec,
     Router,
@@ -18,7 +19,7 @@ from .experts import (
 )
 
 
-class SwitchFeedForward(nn.Module):
+class SwitchFeedForward(FeedForward):
     """y = p_i FFN_i(x) with p = softmax(W_r x) and i = argmax p; 0 where expert i is full.
 
     Fedus et al. 2022 (arXiv 2101.03961), eqs. 1-2, section 2.2. An expert takes, of each text, its first
@@ -80,6 +81,9 @@ class SwitchSpec(ExpertsSpec):
     balance_loss_weight: float | int = 0.01
     z_loss_weight: float | int = 0.0
     init_scale: float | int = 0.1
+
+    def capacities(self) -> dict[str, float | None]:
+        return {"capacity_factor": self.capacity_factor, "eval_capacity_factor": self.eval_capacity_factor}
 
     def check_fields(self) -> None:
         super().check_fields()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..configuration_xformer import XFormerConfig
 from ..conversion.provenance import carry_provenance
 from ..core.saved_files import SUMMARY_FILE, saving_into, write_json, write_text
+from ..objectives.base import Collator
 from ..training.building import choose_block_size, grown_positions, longest_sequence
 from ..training.checkpoints import checkpoint_to_resume
 from ..training.folder_lock import folder_lock
@@ -258,9 +259,8 @@ class FineTuning:
             plan["trivial"] = dataclasses.asdict(trivial)
         if self.start is None:
             plan["size"] = self.size
-        labels = getattr(self.task, "labels", None)
-        if labels is not None:
-            plan["labels"] = labels.names
+        if self.task.labels is not None:
+            plan["labels"] = self.task.labels.names
         if self.options.class_balance:
             plan["class_balance"] = self.options.class_balance
         if language:  # what `hf-xformers evaluate` looks for
@@ -303,7 +303,7 @@ class FineTuning:
         model = self._model(prepared)
         self._begin(prepared)
         collator = task.collator(prepared.tokenizer, model, args.seed)
-        static = collator.as_static() if hasattr(collator, "as_static") else collator
+        static = collator.as_static() if isinstance(collator, Collator) else collator
         trainer = TaskTrainer(
             model=model,
             args=args,
@@ -385,7 +385,7 @@ class FineTuning:
         from ..training.callbacks import EpochCallback, ExactSaves
 
         found: list[TrainerCallback] = [ExactSaves()]
-        if hasattr(collator, "as_static"):
+        if isinstance(collator, Collator):
             found.append(EpochCallback(collator))
         run = self.run_options
         if run.early_stopping_patience is not None:

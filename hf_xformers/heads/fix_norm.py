@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.components import Spec, register
+from ..core.components import register
+from .base import HeadSpec
 from .language_model import LanguageModelHead
 
 
@@ -21,7 +22,7 @@ class FixNormHead(LanguageModelHead):
 
 
 @register("head", "fix_norm")
-class FixNormHeadSpec(Spec):
+class FixNormHeadSpec(HeadSpec):
     """bias: one per vocabulary entry."""
 
     summary = "one projection onto the vocabulary, its vectors of unit length"

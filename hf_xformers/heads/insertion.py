@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention.shared.query_blocks import over_query_blocks, rows_at_once
-from ..core.components import Spec, register
+from ..core.components import register
+from .base import HeadSpec
 from .language_model import LanguageModelHead
 
 
@@ -91,13 +92,13 @@ def place_log_likelihood(
 
 
 @register("head", "insertion")
-class InsertionHeadSpec(Spec):
+class InsertionHeadSpec(HeadSpec):
     """The next word, and the slots that it may be inserted at (InDIGO)."""
 
     summary = "a next word and the place where it is inserted"
 
     def check(self, config) -> None:
-        if config.position.type != "indigo" and config.is_decoder:
+        if config.is_decoder and not config.position.knows_insertion:
             raise ValueError(
                 f"head 'insertion' reads tokens in the order of their generation; use it with position 'indigo', not "
                 f"{config.position.type!r}."

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from ..core.components import Spec, register
+from ..core.components import register
+from .base import HeadSpec
 
 
 class LanguageModelHead(nn.Module):
@@ -17,7 +18,7 @@ class LanguageModelHead(nn.Module):
     def __init__(self, config, *, transform: str | None, bias: bool, scale: bool):
         super().__init__()
         width = config.hidden_size
-        table = getattr(config.embedding, "width", None) or width  # of a factorised token table
+        table = config.embedding.table_width(config)
         self.dense = nn.Linear(width, table) if transform else None
         self.activation = ACT2FN[transform] if transform else None
         self.norm = config.normalization.build(config, width=table) if transform else None
@@ -34,7 +35,7 @@ class LanguageModelHead(nn.Module):
 
 
 @register("head", "linear")
-class LinearHeadSpec(Spec):
+class LinearHeadSpec(HeadSpec):
     """bias: one per vocabulary entry (BART). scale: multiply hidden states by hidden_size^-0.5 first (T5 with tied
     tables)."""
 
@@ -49,11 +50,13 @@ class LinearHeadSpec(Spec):
 
 
 @register("head", "transform")
-class TransformHeadSpec(Spec):
+class TransformHeadSpec(HeadSpec):
     """activation: name in transformers' activation table. bias: one per vocabulary entry."""
 
     context_parallel = True
     summary = "dense, activation and norm before the projection (BERT)"
+    normalizes = True
+    leads_back = True
 
     activation: str = "gelu"
     bias: bool = True

@@ -43,14 +43,15 @@ class Classifier(XFormerPreTrainedModel):
 
     def pooled(self, base, attention_mask: Tensor | None) -> Tensor:
         """[B, D]: the pooler's vector where the model has a pooler, else by `classifier_pooling`."""
-        if getattr(base, "pooler_output", None) is not None:
+        single = isinstance(base, outputs.XFormerModelOutput)
+        if single and base.pooler_output is not None:
             return base.pooler_output
         how = self.config.classifier_pooling
         if how == "auto":
             how = "last" if self.config.is_decoder or self.config.is_encoder_decoder else "first"
         hidden_states = base.last_hidden_state
         if attention_mask is not None and attention_mask.shape != hidden_states.shape[:2]:
-            attention_mask = getattr(base, "padding_mask", None)
+            attention_mask = base.padding_mask if single else None
         return pool(hidden_states, attention_mask, how)
 
     def task_inputs(
@@ -61,15 +62,13 @@ class Classifier(XFormerPreTrainedModel):
         if not self.model.trunk.extra_inputs:
             return given
         for layer in self.model.trunk.config.layer_configs():
-            choose = getattr(layer.attention, "task_inputs", None)
-            if choose is not None:
-                shape = input_ids.shape if input_ids is not None else embeds.shape[:2]
-                device = input_ids.device if input_ids is not None else embeds.device
-                whole = torch.ones(shape, dtype=torch.bool, device=device)
-                real = whole if mask is None or mask.ndim != 2 else mask.bool()
-                chosen = choose(task, layer, input_ids, real)
-                if all(given.get(name) is None for name in chosen):
-                    return {**given, **chosen}
+            shape = input_ids.shape if input_ids is not None else embeds.shape[:2]
+            device = input_ids.device if input_ids is not None else embeds.device
+            whole = torch.ones(shape, dtype=torch.bool, device=device)
+            real = whole if mask is None or mask.ndim != 2 else mask.bool()
+            chosen = layer.attention.task_inputs(task, layer, input_ids, real)
+            if chosen and all(given.get(name) is None for name in chosen):
+                return {**given, **chosen}
         return given
 
     @classmethod
@@ -93,7 +92,7 @@ class Classifier(XFormerPreTrainedModel):
             "encoder_hidden_states",
             "encoder_attentions",
         )
-        names = double if hasattr(base, "encoder_last_hidden_state") else single
+        names = double if isinstance(base, outputs.XFormerSeq2SeqModelOutput) else single
         return {**{name: getattr(base, name) for name in names}, "aux_losses": self.reported(base.aux_losses, loss)}
 
 

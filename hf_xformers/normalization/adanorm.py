@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.components import Spec, register
+from ..core.components import register
+from .base import NormSpec
 
 
 class AdaNorm(nn.Module):
@@ -26,7 +27,7 @@ class AdaNorm(nn.Module):
 
 
 @register("normalization", "adanorm")
-class AdaNormSpec(Spec):
+class AdaNormSpec(NormSpec):
     """k: how fast the scale falls with the normalised value. scale: C, tuned by the paper between 0.3 and 2. eps: the
     config's `layer_norm_eps`."""
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..core.components import register
 from ..core.context import LayerContext
@@ -82,7 +83,8 @@ def profile(model: nn.Module, **batch: Any) -> None:
     Raises:
         ValueError: the model has no residual 'admin'.
     """
-    towers = [module for module in model.modules() if hasattr(module, "layers") and hasattr(module, "final_norm")]
+    # A tower is a model inside the model. Those around it come before it, so that the innermost traces its frames.
+    towers = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     frames = [[part for part in tower.modules() if isinstance(part, Admin)] for tower in towers]
     if not any(frames):
         raise ValueError("`profile` starts the shortcuts of residual 'admin', which this model does not have.")
@@ -108,6 +110,7 @@ class AdminSpec(ResidualSpec):
 
     summary = "post-norm with learned weights on the shortcuts"
     module = Admin
+    enters_as_is = True
 
     start: Literal["logn", "constant", "linear", "profile"] = "logn"
 

@@ -23,6 +23,7 @@ class BareSpec(ResidualSpec):
     summary = "a plain residual sum, for sublayers that normalise by themselves"
     module = BareSum
     additive = True
+    enters_as_is = True
 
     final_norm: bool = True
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..core.components import Spec, register
+from ..core.components import register
+from .base import NormSpec
 
 
 class PartsNorm(nn.Module):
@@ -19,9 +20,10 @@ class PartsNorm(nn.Module):
 
 
 @register("normalization", "complex_parts")
-class PartsNormSpec(Spec):
+class PartsNormSpec(NormSpec):
     """eps: the config's `layer_norm_eps`."""
 
+    any_width = False
     summary = "layer norm on real and imaginary parts each"
 
     def check(self, config) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..core.components import Spec, register
+from ..core.components import register
 from ..core.weight_decay import Undecayed
+from .base import NormSpec
 
 
 @register("normalization", "layer_norm")
-class LayerNormSpec(Spec):
+class LayerNormSpec(NormSpec):
     """y = g * (x - mean(x)) / sqrt(var(x) + eps) + b over the width (Ba et al. 2016, arXiv 1607.06450). bias:
     whether there is b. eps: the config's `layer_norm_eps`."""
 
@@ -44,7 +45,7 @@ class RMSNorm(Undecayed, nn.Module):
 
 
 @register("normalization", "rms_norm")
-class RMSNormSpec(Spec):
+class RMSNormSpec(NormSpec):
     """eps: the config's `layer_norm_eps`."""
 
     context_parallel = True

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..core.components import Spec, register
+from ..core.components import register
 from ..core.distributed import num_processes, sum_over_processes
 from ..core.weight_decay import Undecayed
 from ..ops.common.derivatives import first_derivative_only
+from .base import NormSpec
 
 
 class _RunningPower(torch.autograd.Function):
@@ -74,8 +75,6 @@ class PowerNorm(Undecayed, nn.Module):
 
     undecayed = ("weight", "bias")
 
-    over_tokens = True
-
     def __init__(self, width: int, spec: PowerNormSpec, eps: float):
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
@@ -129,13 +128,14 @@ class PowerNorm(Undecayed, nn.Module):
 
 
 @register("normalization", "power_norm")
-class PowerNormSpec(Spec):
+class PowerNormSpec(NormSpec):
     """alpha_fwd, alpha_bwd: decay of the running mean square and of the running gradient statistic. warmup_iters:
     training steps with the batch's own statistic. group_num: groups of channels that each token is scaled in first
     (the released
     code: 1; None: not at all, as in the paper's equations). eps: the config's `layer_norm_eps`."""
 
     summary = "a running quadratic mean over tokens, no mean"
+    over_tokens = True
     tensor_parallel = False  # its sums over processes are those of data parallelism
     contract_exceptions: ClassVar[dict[str, str]] = {
         "gradient_checkpointing": (
@@ -161,11 +161,11 @@ class PowerNormSpec(Spec):
                 f"power_norm: `group_num` {self.group_num} must divide `hidden_size` {config.hidden_size} (None: no"
                 " groups)."
             )
-        places: list[tuple[str, Any]] = [
-            ("embedding `normalize`", getattr(config.embedding, "normalize", False)),
-            ("residual `final_dropout`", getattr(config.residual, "final_dropout", False)),
-            ("head 'transform'", config.head.type == "transform"),
-        ]
+        places = (
+            ("embedding `normalize`", config.embedding.normalizes()),
+            ("residual `final_dropout`", not config.residual.ends_in_norm()),
+            (f"head {config.head.type!r}", config.head.normalizes),
+        )
         for place, taken in places:
             if taken:
                 raise ValueError(

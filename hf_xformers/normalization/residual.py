@@ -9,13 +9,7 @@ from torch import Tensor, nn
 from ..core.components import Spec, register
 from ..core.context import LayerContext
 from ..core.weight_decay import Undecayed
-
-
-def norm_inputs(norm: nn.Module, context: LayerContext | None) -> dict[str, Any]:
-    """What a norm is given beside the vectors: `mask` [B, T], True = real, if its statistics are over tokens."""
-    if context is None or not getattr(norm, "over_tokens", False):
-        return {}
-    return {"mask": context.query_padding_mask}
+from .base import NormSpec, norm_inputs
 
 
 class Residual(Undecayed, nn.Module):
@@ -54,10 +48,11 @@ class PostNorm(Residual):
 
     def __init__(self, config, scale: float = 1.0):
         super().__init__(config, scale)
+        self.normalization: NormSpec = config.normalization
         self.norm = config.normalization.build(config)
 
     def inputs(self, context: LayerContext) -> dict[str, Any]:
-        return norm_inputs(self.norm, context)
+        return norm_inputs(self.normalization, context)
 
     def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None, **inputs: Any) -> Tensor:
         return self.norm(hidden_states + self.branch(output, gate), **inputs)
@@ -68,10 +63,11 @@ class PreNorm(Residual):
 
     def __init__(self, config, scale: float = 1.0):
         super().__init__(config, scale)
+        self.normalization: NormSpec = config.normalization
         self.norm = config.normalization.build(config)
 
     def inputs(self, context: LayerContext) -> dict[str, Any]:
-        return norm_inputs(self.norm, context)
+        return norm_inputs(self.normalization, context)
 
     def enter(self, hidden_states: Tensor, **inputs: Any) -> Tensor:
         return self.norm(hidden_states, **inputs)
@@ -82,10 +78,11 @@ class PreNorm(Residual):
 
 class ResidualSpec(Spec):
     """Base of residual specs. module: the frame's class. additive: `leave(x, f) = x + g(f)`, so that x can be
-    recovered from the sum (reversible layers)."""
+    recovered from the sum (reversible layers). enters_as_is: f reads the residual stream itself."""
 
     module: ClassVar[type[Residual]]
     additive: ClassVar[bool] = False
+    enters_as_is: ClassVar[bool] = False
 
     def build(self, config, **where) -> Residual:
         return self.module(config, scale=where.get("scale", 1.0))
@@ -93,6 +90,10 @@ class ResidualSpec(Spec):
     def build_final(self, config) -> nn.Module | None:
         """The normalisation after the last layer, or None."""
         return None
+
+    def ends_in_norm(self) -> bool:
+        """Whether that is a norm and nothing else, which can be given a padding mask."""
+        return True
 
 
 @register("residual", "post_ln", aliases=("post",))
@@ -102,6 +103,7 @@ class PostLNSpec(ResidualSpec):
     context_parallel = True
     summary = "normalise after the residual sum"
     module = PostNorm
+    enters_as_is = True
 
     final_norm: bool = False
 
@@ -126,3 +128,6 @@ class PreLNSpec(ResidualSpec):
         if self.final_dropout:
             parts.append(nn.Dropout(config.hidden_dropout_prob))
         return nn.Sequential(*parts) if len(parts) > 1 else (parts[0] if parts else None)
+
+    def ends_in_norm(self) -> bool:
+        return not self.final_dropout

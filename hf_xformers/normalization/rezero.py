@@ -39,6 +39,7 @@ class ReZeroSpec(ResidualSpec):
     summary = "a learned scalar gate that starts at zero, no norm"
     module = ReZero
     additive = True
+    enters_as_is = True
 
     init: float | int = 0.0
     shared: bool = True

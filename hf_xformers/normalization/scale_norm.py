@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..core.components import Spec, register
+from ..core.components import register
 from ..core.weight_decay import Undecayed
+from .base import NormSpec
 
 
 class ScaleNorm(Undecayed, nn.Module):
@@ -33,7 +34,7 @@ class ScaleNorm(Undecayed, nn.Module):
 
 
 @register("normalization", "scale_norm")
-class ScaleNormSpec(Spec):
+class ScaleNormSpec(NormSpec):
     """eps: the config's `layer_norm_eps`, a bound on the length."""
 
     context_parallel = True

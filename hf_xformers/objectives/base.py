@@ -89,6 +89,15 @@ class Objective(TypedSpec):
         """Tokens of the targets that go with model inputs of `block_size`."""
         return block_size
 
+    def sentinels(self) -> int:
+        """Sentinel tokens that its tokenizer has to have."""
+        return 0
+
+    @property
+    def masks_units(self) -> bool:
+        """Whether noise falls on whole words, so that rows need `word_ids`."""
+        return False
+
     def special_tokens(self, tokenizer: Any) -> tuple[list[int], list[int]]:
         """Ids to put before and after the text of each row; counted in `raw_block_size`."""
         if not self.add_special_tokens:

@@ -152,13 +152,15 @@ class PositionSpec(Spec):
 
     acts: the ways in which the component acts (see this module's text). extrapolates: whether positions beyond the
     training length are defined. needs_causal: refused in an encoder. shares_tables: its terms in every layer read
-    tables that its one module holds ([`Position.score_bias`]).
+    tables that its one module holds ([`Position.score_bias`]). knows_insertion: tokens may come in the order of their
+    generation and stand elsewhere in the text.
     """
 
     acts: ClassVar[frozenset[str]] = frozenset()
     extrapolates: ClassVar[bool] = True
     needs_causal: ClassVar[bool] = False
     shares_tables: ClassVar[bool] = False
+    knows_insertion: ClassVar[bool] = False
 
     def max_length(self, config) -> int | None:
         """Longest sequence (tokens) that positions exist for; None without a limit."""

@@ -103,6 +103,7 @@ class IndigoSpec(PositionSpec):
     summary = "a key stands left or right of the query in the finished text; no more is known"
     acts = frozenset({"score_terms"})
     needs_causal = True
+    knows_insertion = True
     inputs = (PLACES,)
 
     def build(self, config, **where) -> Position:

@@ -79,7 +79,7 @@ class RotarySpec(PositionSpec):
                 f"{self._width(config)}; choose an even rotated width."
             )
 
-        if self.values and config.attention.type != "dense":
+        if self.values and not config.attention.rotates_values:
             raise ValueError(
                 f"rotary with `values` rotates what dense attention sums, which attention {config.attention.type!r}"
                 " does not; leave `values` at False."

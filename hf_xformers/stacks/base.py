@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..core.components import Spec
 from ..core.context import LayerContext
@@ -68,7 +68,9 @@ class StackSpec(Spec):
     tokens of a batch as one row (`unpad_inputs`); if not, why_not_unpad says what keeps it from that. has_exits: there
     is a classifier after every layer, each with a loss of its own. passes_streams: it carries what layers hand on to
     the next ones.
-    keeps_tokens: its layers see the text's tokens, all of them, each in its place."""
+    keeps_tokens: its layers see the text's tokens, all of them, each in its place. tells_earlier_ids: they are told
+    the ids of the call's tokens and of the one before, too. gives_feedback: it makes memories of what all layers gave
+    at earlier steps. gives_sentences: its layers are given a text as sentences of words."""
 
     gives_memories: ClassVar[bool] = False
     feeds_gates: ClassVar[bool] = False
@@ -76,6 +78,9 @@ class StackSpec(Spec):
     has_exits: ClassVar[bool] = False
     passes_streams: ClassVar[bool] = True
     keeps_tokens: ClassVar[bool] = True
+    tells_earlier_ids: ClassVar[bool] = False
+    gives_feedback: ClassVar[bool] = False
+    gives_sentences: ClassVar[bool] = False
     why_not_unpad: ClassVar[str] = "it reads states by row between its layers"
 
     def num_layers(self, config) -> int:
@@ -85,6 +90,16 @@ class StackSpec(Spec):
     def num_steps(self, config) -> int:
         """Executions of a layer, which is the number of cache slots."""
         return config.num_hidden_layers
+
+    def cache_layer(self, config) -> CacheLayerMixin | None:
+        """A new layer of a generation cache that holds the state of one execution step, whatever the attention; None:
+        the attention says which."""
+        return None
+
+    def memory_slots(self, config) -> int | None:
+        """States beside the segment that a layer reads of a segment memory, and a generation cache has room for; None:
+        there is no such memory, and a cache grows with the text."""
+        return None
 
     def gives_every_token(self, config) -> bool:
         """Whether the last states are one for each token of the text."""

@@ -109,12 +109,12 @@ class EnhancedMaskDecoderSpec(StackSpec):
                 "stack 'enhanced_mask_decoder' predicts masked tokens and cannot stand in a decoder; use 'plain'"
                 " there."
             )
-        if config.attention.type != "dense" or not config.position.acts & {"score_terms", "head_terms"}:
+        if not config.attention.apart_key_states or not config.position.acts & {"score_terms", "head_terms"}:
             raise ValueError(
                 "stack 'enhanced_mask_decoder' needs attention 'dense' with a position inside it such as 'deberta',"
                 f" got {config.attention.type!r} with {config.position.type!r}; use the stack 'plain'."
             )
-        if config.residual.type != "post_ln":
+        if not config.residual.enters_as_is:
             raise ValueError(
                 "stack 'enhanced_mask_decoder' reads a layer's input as it is, for residual 'post_ln', got "
                 f"{config.residual.type!r}."

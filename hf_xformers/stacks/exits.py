@@ -112,7 +112,9 @@ class _Run:
 
 
 def final_norm(model: nn.Module, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
-    norm = model.model.trunk.final_norm
-    if norm is None:
+    """What the classifier above the last layer is given: the trunk's last norm, where it has one."""
+    trunk = model.model.trunk
+    if trunk.final_norm is None:
         return hidden_states
-    return norm(hidden_states, mask=padding_mask) if getattr(norm, "over_tokens", False) else norm(hidden_states)
+    given = {"mask": padding_mask} if trunk.final_normalization.over_tokens else {}
+    return trunk.final_norm(hidden_states, **given)

@@ -217,13 +217,14 @@ class FeedbackSpec(StackSpec):
     """
 
     keeps_tokens = False  # they come one at a time
+    gives_feedback = True
     summary = "every layer reads all layers' outputs of earlier steps, one step after the other"
 
     share_kv: bool = True
     normalize_memory: bool = True
 
     def check(self, config) -> None:
-        if config.attention.type != "feedback":
+        if not config.attention.reads_feedback:
             raise ValueError(
                 f"stack 'feedback' makes memories that attention {config.attention.type!r} does not read; set "
                 "`attention='feedback'`."

@@ -228,7 +228,7 @@ class FunnelSpec(StackSpec):
             raise ValueError(
                 f"funnel needs as many `block_repeats` as blocks, got {list(self.repeats(config))} for {len(blocks)}."
             )
-        if not getattr(config.attention, "pooled_queries", False):
+        if not config.attention.pooled_queries:
             raise ValueError(
                 "funnel's pooled queries need an attention that takes positions of its own, which"
                 f" {config.attention.type!r} does not; set `attention='transformer_xl'`."

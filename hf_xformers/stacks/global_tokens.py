@@ -119,12 +119,10 @@ class GlobalTokensSpec(StackSpec):
                 "The stack 'global_tokens' reads the whole text and cannot stand in a decoder; use 'plain' there, e.g."
                 " `decoder={'stack': 'plain'}` in an encoder-decoder."
             )
-        attention = config.attention
-        knows = attention.type == "dense" or "global_attention_mask" in attention.inputs
-        if not knows or getattr(attention, "global_mode", "etc") != "etc":
+        if not config.attention.takes_global_tokens():
             raise ValueError(
-                f"The stack 'global_tokens' needs attention that takes global tokens, which {attention.type!r} as it"
-                " is set does not; use 'longformer', {'type': 'bigbird', 'global_mode': 'etc'} or 'dense'."
+                f"The stack 'global_tokens' needs attention that takes global tokens, which {config.attention.type!r}"
+                " as it is set does not; use 'longformer', {'type': 'bigbird', 'global_mode': 'etc'} or 'dense'."
             )
 
     def build(self, config, **where) -> GlobalTokensStack:

@@ -95,6 +95,7 @@ class HiTransformerSpec(StackSpec):
     """
 
     passes_streams = keeps_tokens = False
+    gives_sentences = True
 
     summary = "a text as sentences of words, for layers that work at both levels"
     inputs = ("sentence_ids",)
@@ -106,7 +107,7 @@ class HiTransformerSpec(StackSpec):
             raise ValueError(f"hi_transformer needs `segment_length` >= 1, got {self.segment_length}.")
 
     def check(self, config) -> None:
-        if config.block.type != "hi_transformer":
+        if not config.block.reads_sentences:
             raise ValueError(
                 f"stack 'hi_transformer' needs layers that work at both levels, which block {config.block.type!r} does"
                 " not; set `block='hi_transformer'`."

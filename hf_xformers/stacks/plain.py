@@ -57,6 +57,7 @@ class PlainStackSpec(StackSpec):
     """Layers one after the other (Vaswani et al. 2017)."""
 
     packed = True
+    tells_earlier_ids = True
     context_parallel = True
     summary = "layers one after the other"
     unpads = True

@@ -220,6 +220,7 @@ class ReversibleStackSpec(StackSpec):
     summary = "reversible residual layers: activation memory does not grow with depth"
     passes_streams = False  # a stream would have to be rebuilt like the layers' inputs
     layers_apart = False  # the backward pass runs a layer's sublayers one by one
+    tells_earlier_ids = True
     contract_exceptions: ClassVar[dict[str, str]] = {
         "gradient_checkpointing": "its layers run twice without it; tests/stacks/test_reversible.py tests it",
     }

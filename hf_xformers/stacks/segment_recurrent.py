@@ -161,7 +161,7 @@ class SegmentRecurrentSpec(StackSpec):
             raise ValueError(f"{self.type} needs `memory_length` >= 0 tokens, got {self.memory_length}.")
 
     def check(self, config) -> None:
-        if not getattr(config.attention, "reads_segment_memory", False):
+        if not config.attention.reads_segment_memory:
             raise ValueError(
                 f"stack {self.type!r} has a memory that attention {config.attention.type!r} does not read; set "
                 "`attention='transformer_xl'`."

@@ -55,8 +55,8 @@ def size_fields(config_class: type[XFormerConfig], name: str, *, two_towers: boo
     """Configuration fields of size `name` for a variant.
 
     The variant keeps its own ratio of feed-forward to hidden width, and everything that is no matter of size. A
-    variant whose structure ties fields together (stages, say) may declare `sizes: ClassVar[dict[str, dict]]` with the
-    fields that differ from the general preset.
+    variant whose structure ties fields together (stages, say) may declare `sizes` with the fields that differ from the
+    general preset.
     """
     size = size_named(name)
     default: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(config_class)}
@@ -68,7 +68,7 @@ def size_fields(config_class: type[XFormerConfig], name: str, *, two_towers: boo
         "num_attention_heads": size.num_attention_heads,
         "intermediate_size": max(8, round(size.hidden_size * ratio / 8) * 8),
     }
-    return {**fields, **getattr(config_class, "sizes", {}).get(name, {})}
+    return {**fields, **config_class.sizes.get(name, {})}
 
 
 def training_defaults(name: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from ..auto_classes import register_model
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SpecLike
 from ..families import ENCODER_HEADS, VariantInfo, make_family
+from ..stacks.enhanced_mask_decoder import ABSOLUTE_POSITIONS
 
 
 class XFDebertaConfig(XFormerConfig):
@@ -65,14 +66,14 @@ class XFDebertaForMaskedLM(_MaskedLM):
     def __init__(self, config):
         super().__init__(config)
         self.absolute_positions = None
-        if self.config.stack.type == "enhanced_mask_decoder":
+        if ABSOLUTE_POSITIONS in self.config.stack.inputs:
             self.absolute_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.post_init()
 
     @functools.wraps(_MaskedLM.forward)
     def forward(self, *args, **kwargs):
         if self.absolute_positions is not None:
-            kwargs["absolute_positions"] = self.absolute_positions.weight
+            kwargs[ABSOLUTE_POSITIONS] = self.absolute_positions.weight
         return super().forward(*args, **kwargs)
 
 

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
 
 from ...core.components import Spec
 from ...core.context import LayerContext, SublayerOutput, self_attention_cache
 from ...core.initialization import start_projections
+from ...core.sublayer import Sublayer
 from ...core.weight_decay import Undecayed
 from ...ops.common.products import wide_products
 
 
-class Attention(Undecayed, nn.Module):
+class Attention(Undecayed, Sublayer):
     """Multi-head attention up to the mechanism itself.
 
-    A mechanism implements [`Attention.attend`] on per-head tensors (and [`Attention.prepare`] for what all layers can
+    A mechanism implements [`Attention.attend`] on per-head tensors (and [`Sublayer.prepare`] for what all layers can
     share); one with other projections or another state overrides more. Contract, for every mechanism:
 
     - padding comes as a boolean mask [B, S], True = real token; causality from the context;
@@ -52,11 +53,6 @@ class Attention(Undecayed, nn.Module):
         return not self.cross and kind.forward is Attention.forward and kind.project_self is Attention.project_self
 
     # ------------------------------------------------------------------------------------------- for mechanisms
-
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
-        """Called once per forward call and layer before the first layer runs: put into `context.shared` what layers
-        can share, under a key that names it, unless it is there already. What carries gradients goes into
-        `context.streams` instead."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         """query [B, H, T, d], key and value [B, K, S, d] -> (output [B, T, H, d], weights [B, H, T, S] or None)."""
@@ -151,6 +147,14 @@ class AttentionSpec(Spec):
     share;
     runs_through: every layer passes it on, up to the last.
 
+    What other components ask for. keeps_keys_alone: its state for generation is keys and values and nothing else, so
+    that a block may keep a state of its own beside them. reads_segment_memory: it reads the states that a
+    segment-recurrent stack carries on. reads_feedback: it reads what a stack makes of all layers at earlier steps.
+    pooled_queries: queries may be fewer than keys, each with a place of its own. apart_key_states: with a position
+    inside it, keys and values may be made of other states than queries are. maps_tokens: it does a feed-forward's
+    work, too. rotates_values: a rotation may turn values and its output. exports_usual_path: its usual path is made of
+    ONNX operators alone; of others the literal equation is exported.
+
     bias: biases on the projections. scale: factor on scores (`None`: 1 / sqrt(head width); T5: 1.0).
     """
 
@@ -168,6 +172,14 @@ class AttentionSpec(Spec):
     max_global_tokens: ClassVar[int | None] = None
     first_owns: ClassVar[bool] = False
     runs_through: ClassVar[bool] = False
+    keeps_keys_alone: ClassVar[bool] = False
+    reads_segment_memory: ClassVar[bool] = False
+    reads_feedback: ClassVar[bool] = False
+    pooled_queries: ClassVar[bool] = False
+    apart_key_states: ClassVar[bool] = False
+    maps_tokens: ClassVar[bool] = False
+    rotates_values: ClassVar[bool] = False
+    exports_usual_path: ClassVar[bool] = False
 
     bias: bool = True
     scale: float | int | None = None
@@ -188,6 +200,18 @@ class AttentionSpec(Spec):
     def why_not_generate(self) -> str:
         """Why a decoder with this attention cannot generate text, in a sentence; empty if it can."""
         return ""
+
+    def cache_layer(self, config) -> CacheLayerMixin:
+        """A new layer of a generation cache, for the state of one execution step."""
+        return DynamicLayer()
+
+    def takes_global_tokens(self) -> bool:
+        """Whether tokens chosen by the input `global_attention_mask` see all others and are seen by them."""
+        return "global_attention_mask" in self.inputs
+
+    def task_inputs(self, task: str, config, input_ids: Tensor | None, mask: Tensor) -> dict[str, Any]:
+        """Model inputs that a head chooses for `task` where the caller does not; mask [B, T], True = real."""
+        return {}
 
 
 def is_plain_linear(module: nn.Module) -> bool:

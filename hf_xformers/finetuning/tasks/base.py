@@ -61,6 +61,7 @@ class Task:
     generates: ClassVar[bool] = False
     one_class: ClassVar[bool] = False  # an example (a row or a token) is of one of `labels`
     predicts: ClassVar[bool] = True  # says something of every row
+    labels: Labels | None = None  # the classes, once `settle` or `restore` has found them
 
     def __init__(self, options: TaskOptions) -> None:
         self.options = options

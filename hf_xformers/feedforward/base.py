@@ -1,0 +1,33 @@
+"""The feed-forward contract."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..core.components import Spec
+from ..core.context import LayerContext, SublayerOutput
+from ..core.sublayer import Sublayer
+
+
+class FeedForward(Sublayer):
+    """Base of feed-forward modules: functions of single tokens, up to what they count over a batch."""
+
+    def forward(self, hidden_states: Tensor, context: LayerContext) -> SublayerOutput:
+        """hidden_states [B, T, D] -> [B, T, D]."""
+        raise NotImplementedError
+
+
+class FeedForwardSpec(Spec):
+    """Base of feed-forward specs, whose `build` gives a [`FeedForward`].
+
+    splits_inner: whether tensor parallelism may give each process some of the inner channels, by the names `up_proj`,
+    `gate_proj` and `down_proj`. gated: whether a second projection, `gate_proj`, gates the first.
+    """
+
+    splits_inner: ClassVar[bool] = False
+    gated: ClassVar[bool] = False
+
+
+__all__ = ["FeedForward", "FeedForwardSpec"]

@@ -1,0 +1,32 @@
+"""The normalisation contract."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from ..core.components import Spec
+from ..core.context import LayerContext
+
+
+class NormSpec(Spec):
+    """Base of specs of norms, whose `build(config, width=...)` gives a module over [..., width], without a
+    width over [..., hidden_size].
+
+    over_tokens: its statistics are over the tokens of a batch, so that its module takes `mask` [...] beside the
+    vectors, True = real. any_width: a norm of any width does the same as one of `hidden_size`; one that knows what the
+    channels of a state stand for does not.
+    """
+
+    over_tokens: ClassVar[bool] = False
+    any_width: ClassVar[bool] = True
+
+
+def norm_inputs(norm: NormSpec, context: LayerContext | None) -> dict[str, Any]:
+    """What a norm of this spec is given beside the vectors [B, T, D]: `mask` [B, T] if its statistics are over
+    tokens."""
+    if context is None or not norm.over_tokens:
+        return {}
+    return {"mask": context.query_padding_mask}
+
+
+__all__ = ["NormSpec", "norm_inputs"]
