@@ -65,7 +65,7 @@ class Objective(TypedSpec):
 
     @property
     def masks_units(self) -> bool:
-        """Whether rows need the column `word_ids`."""
+        """Whether noise falls on whole words, so that rows need `word_ids`."""
         return False
 
     @property
@@ -88,15 +88,6 @@ class Objective(TypedSpec):
     def target_length(self, block_size: int) -> int:
         """Tokens of the targets that go with model inputs of `block_size`."""
         return block_size
-
-    def sentinels(self) -> int:
-        """Sentinel tokens that its tokenizer has to have."""
-        return 0
-
-    @property
-    def masks_units(self) -> bool:
-        """Whether noise falls on whole words, so that rows need `word_ids`."""
-        return False
 
     def special_tokens(self, tokenizer: Any) -> tuple[list[int], list[int]]:
         """Ids to put before and after the text of each row; counted in `raw_block_size`."""

@@ -194,9 +194,6 @@ class SpanCorruptionObjective(Objective):
             raise ValueError(f"with block_size={block_size} {_too_many(spans, self.num_sentinels)}")
         return raw
 
-    def sentinels(self) -> int:
-        return self.num_sentinels
-
     def target_length(self, block_size: int) -> int:
         """Tokens of the targets (noise, sentinels, eos) that go with inputs of `block_size`: 128 -> 29, 512 -> 114."""
         return self._lengths(self.raw_block_size(block_size))[1]

@@ -33,7 +33,8 @@ def language_objectives() -> dict[str, type[Objective]]:
 
 
 def language_objective(name: str) -> type[Objective]:
-    """The objective of that name, or with that alias. Raises `ValueError` for one that does not train a language model on packed rows."""
+    """The objective of that name, or with that alias. Raises `ValueError` for one that does not train a language model
+    on packed rows."""
     found = OBJECTIVES.get(name)
     if found is None or not found.packed:
         known = language_objectives()
