@@ -160,12 +160,6 @@ class XFormerConfig(PreTrainedConfig):
     info: ClassVar[Any] = None
     heads: ClassVar[tuple[str, ...]] = ()
     sizes: ClassVar[dict[str, dict[str, Any]]] = {}  # by size: fields that differ from the preset of that size
-    conformance_exceptions: ClassVar[dict[str, str]] = {
-        "test_tied_head_has_a_tp_plan_entry": (
-            "the plan leaves the token table whole in every process, and with it the head "
-            "that is tied to it; both are read as plain weights"
-        )
-    }
 
     vocab_size: int = 32000
     hidden_size: int = 768

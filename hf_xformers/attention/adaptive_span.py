@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,6 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
-from ..core.losses import ONE_MORE_OUTPUT
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import band
 from ..ops.common.products import wide_products
@@ -369,7 +367,6 @@ class AdaptiveSpanSpec(AttentionSpec):
     explicit_mask = True
     packed = True
     first_owns = True
-    conformance_exceptions: ClassVar[dict[str, str]] = ONE_MORE_OUTPUT
 
     max_span: int | None = None
     ramp: int = 32

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -75,9 +73,6 @@ class AllAttentionSpec(AttentionSpec):
     explicit_mask = True
     packed = True
     maps_tokens = True
-    contract_exceptions: ClassVar[dict[str, str]] = {
-        "attention_weights": "weights on the text sum to less than 1: the learned memory has the rest",
-    }
 
     memory_size: int | None = None
 

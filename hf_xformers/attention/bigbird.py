@@ -26,9 +26,6 @@ class BigBirdSpec(AttentionSpec):
     score_terms = True
     head_terms = True
     why_not_causal = "its last block sees, and is seen by, the whole text."
-    conformance_exceptions: ClassVar[dict[str, str]] = {
-        "test_config": "it builds the config with `is_decoder=True`, which an attention without causal form refuses"
-    }
     why_one_length = (
         "its random blocks are drawn for the number of blocks that was traced, so a graph takes that length alone"
     )

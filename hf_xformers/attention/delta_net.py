@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -92,11 +92,6 @@ class DeltaNetSpec(AttentionSpec):
     chunk_size: tokens per triangular system."""
 
     summary = "fast weights that are corrected by the delta rule: linear time, causal"
-    contract_exceptions: ClassVar[dict[str, str]] = {
-        "attention_weights": (
-            "what the delta rule reads of earlier values can be negative and does not sum to 1 (section 4)"
-        )
-    }
     bidirectional = False
     rotation = False
 

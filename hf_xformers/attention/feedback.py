@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
@@ -109,17 +107,6 @@ class FeedbackAttentionSpec(AttentionSpec):
     bidirectional = False
     rotation = False
     reads_feedback = True
-    contract_exceptions: ClassVar[dict[str, str]] = {
-        "attention_weights": (
-            "a token does not read itself, and empty memories before the text keep their share of the weight"
-        )
-    }
-
-    conformance_exceptions: ClassVar[dict[str, str]] = {
-        "test_retain_grad_hidden_states_attentions": (
-            "weights are computed by place in the window; those by key are a copy, which the output does not depend on"
-        )
-    }
 
     window: int = 512
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -214,11 +214,6 @@ class LinformerSpec(AttentionSpec):
     rotation = False
     first_owns = True
     why_not_causal = "each row of its short sequence mixes all positions, later ones too."
-    contract_exceptions: ClassVar[dict[str, str]] = {
-        "attention_weights": (
-            "the projection over positions has any sign, so weights of tokens need not be positive or sum to 1"
-        )
-    }
 
     projected_length: int | None = None
     sharing: Literal["none", "headwise", "key_value", "layerwise"] = "headwise"

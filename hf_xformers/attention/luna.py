@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -280,21 +278,6 @@ class LunaSpec(AttentionSpec):
     cross = True
     rotation = False
     first_owns = runs_through = True
-    contract_exceptions: ClassVar[dict[str, str]] = {
-        "attention_weights:decoder": (
-            "the causal form averages products of features (section 3.4), which need not sum to 1"
-        ),
-        "attention_weights:seq2seq": (
-            "the causal form averages products of features (section 3.4), which need not sum to 1"
-        ),
-    }
-
-    conformance_exceptions: ClassVar[dict[str, str]] = {
-        "test_retain_grad_hidden_states_attentions": (
-            "an encoder's output is made of the two steps one after the other; the "
-            "weights given out are their product, which it does not depend on"
-        )
-    }
 
     projected_length: int = 128
     pack_heads: int | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -112,9 +112,6 @@ class NystromSpec(AttentionSpec):
     summary = "softmax attention through a few landmarks (Nystrom method): linear time"
     causal = False
     why_not_causal = "its landmarks are means over all tokens, later ones too."
-    contract_exceptions: ClassVar[dict[str, str]] = {
-        "attention_weights": "the approximated matrix can be negative and its rows sum to 1 only roughly (eq. 12)"
-    }
 
     num_landmarks: int = aliased(64, "landmarks")
     conv_kernel_size: int | None = 65

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -241,18 +241,6 @@ class ReformerSpec(BucketedSpec):
     summary = "attention inside buckets of a locality-sensitive hash"
     rotation = False
     later_tokens = "which keys an earlier one reads"
-    contract_exceptions: ClassVar[dict[str, str]] = {
-        "half_precision": (
-            "a key near a border falls into another bucket after rounding; tests/attention/test_reformer.py "
-            "compares precisions with equal buckets"
-        ),
-    }
-    conformance_exceptions: ClassVar[dict[str, str]] = {
-        "test_eager_matches_sdpa_inference*bf16*": (
-            "a key near a border falls into another bucket after rounding; "
-            "tests/attention/test_reformer.py compares both paths with equal buckets"
-        ),
-    }
 
     bias: bool = False
     num_hashes: int = aliased(4, "hashes")

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -423,18 +422,6 @@ class RoutingSpec(BucketedSpec):
     summary = "local heads, and heads that attend inside k-means clusters"
     later_tokens = "which tokens a cluster holds"
     tensor_parallel = False  # its sums over processes are those of data parallelism
-    contract_exceptions: ClassVar[dict[str, str]] = {
-        "gradient_checkpointing": (
-            "each training pass moves the centroids, so a second one has another commitment loss; "
-            "tests/attention/test_routing.py compares passes from equal centroids"
-        ),
-        "attention_weights:encoder": (
-            "a token that no cluster chose reads nothing (algorithm 1), so its weights sum to 0"
-        ),
-        "attention_weights:seq2seq": (
-            "a token that no cluster chose reads nothing (algorithm 1), so its weights sum to 0"
-        ),
-    }
 
     num_clusters: int | None = aliased(None, "clusters")
     window_size: int | None = aliased(None, "window")

@@ -6,11 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# For specs whose auxiliary losses come in evaluation, too: which of transformers' common tests that does not fit.
-ONE_MORE_OUTPUT = {
-    "test_attention_outputs:seq2seq": "it counts the entries of an output, which has one more here: `aux_losses`"
-}
-
 
 def token_cross_entropy(
     logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None, ignore_index: int = -100

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 
@@ -64,20 +62,6 @@ class ComplexEmbeddingSpec(EmbeddingSpec):
     """base: channels start at the frequencies base^(-2 floor(c / 2) / width), the same for every word, and are
     learned."""
 
-    contract_exceptions: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(
-            ("tying", "resizing"), "amplitudes and frequencies of words are no output table, so tying is refused"
-        ),
-        "finite_in_half_precision:decoder": (
-            "the first token's imaginary part is zero, and where it sees itself alone stays so: the "
-            "slope of its norm is that of a variance of zero, so gradients are beyond float16 in float32 already"
-        ),
-    }
-    conformance_exceptions: ClassVar[dict[str, str]] = {
-        "test_tied_weights_keys": (
-            "it ties the output to the input table, which is refused for amplitudes and frequencies"
-        )
-    }
     summary = "each channel of a word turns with its place at the word's own frequency"
 
     base: float | int = 10000.0

@@ -7,7 +7,7 @@ nothing and gives zeros.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -346,10 +346,6 @@ class ExpertsSpec(FeedForwardSpec):
     one dense network of the same form. activation: its name in transformers' table. bias: biases on the projections.
     expert_dropout: dropout inside the experts (`None`: the config's `activation_dropout_prob`).
     """
-
-    conformance_exceptions: ClassVar[dict[str, str]] = {
-        "test_attention_outputs:seq2seq": "it counts the outputs, which here include the auxiliary losses",
-    }
 
     num_experts: int = aliased(8, "experts")
     every: int = 1

@@ -20,7 +20,6 @@ from .experts import ExpertsSpec, real_tokens
 
 _PRIME = 2**31 - 1
 # Stacks that let layers prepare once per call, with the cache, and keep the text's length.
-_STACKS = ("plain", "reversible")
 # What a call found out about earlier tokens, [B, T] in `context.shared`.
 _PREVIOUS = "previous_ids"
 
@@ -180,17 +179,6 @@ class HashLayersSpec(ExpertsSpec):
 
     summary = "the token's id chooses the expert"
     inputs: ClassVar[tuple[str, ...]] = ("input_ids",)
-    contract_exceptions: ClassVar[dict[str, str]] = dict.fromkeys(
-        ("inputs_embeds", "gradient_causality"), "experts are chosen by token id, which embeddings do not have"
-    )
-    conformance_exceptions: ClassVar[dict[str, str]] = dict.fromkeys(
-        (
-            "test_inputs_embeds",
-            "test_inputs_embeds_matches_input_ids",
-            "test_ours_generate_from_inputs_embeds",
-        ),
-        "experts are chosen by token id, which embeddings do not have",
-    )
 
     num_experts: int = aliased(32, "experts")
     layers: tuple[int, ...] | None = None

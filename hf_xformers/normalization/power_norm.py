@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 
@@ -137,11 +135,6 @@ class PowerNormSpec(NormSpec):
     summary = "a running quadratic mean over tokens, no mean"
     over_tokens = True
     tensor_parallel = False  # its sums over processes are those of data parallelism
-    contract_exceptions: ClassVar[dict[str, str]] = {
-        "gradient_checkpointing": (
-            "each backward pass moves the running statistics, so a second pass differs by design"
-        ),
-    }
 
     alpha_fwd: float = 0.9
     alpha_bwd: float = 0.9

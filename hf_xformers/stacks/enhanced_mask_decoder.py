@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
@@ -92,10 +92,6 @@ class EnhancedMaskDecoderSpec(StackSpec):
     packed = True
     summary = "the last layer reads once more with absolute positions before masked tokens are predicted"
     inputs = (ABSOLUTE_POSITIONS,)
-
-    conformance_exceptions: ClassVar[dict[str, str]] = {
-        "test_config": "it makes every config as a decoder, which this stack is refused for"
-    }
 
     passes: int = 2
 

@@ -3,7 +3,7 @@ end."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -168,12 +168,6 @@ class FunnelSpec(StackSpec):
     passes_streams = keeps_tokens = False
 
     summary = "sequence halved from block to block, then brought back to its length"
-    contract_exceptions: ClassVar[dict[str, str]] = {
-        "attention_weights": (
-            "later blocks attend among fewer states, and pooled queries among more keys (section 2.2)"
-        ),
-        "hidden_states": "states inside the stack have the length of their block (section 2.2)",
-    }
 
     block_sizes: tuple[int, ...] | None = None
     block_repeats: tuple[int, ...] | None = None

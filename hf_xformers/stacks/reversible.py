@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -221,9 +220,6 @@ class ReversibleStackSpec(StackSpec):
     passes_streams = False  # a stream would have to be rebuilt like the layers' inputs
     layers_apart = False  # the backward pass runs a layer's sublayers one by one
     tells_earlier_ids = True
-    contract_exceptions: ClassVar[dict[str, str]] = {
-        "gradient_checkpointing": "its layers run twice without it; tests/stacks/test_reversible.py tests it",
-    }
 
     def check(self, config) -> None:
         if not config.residual.additive:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,6 @@ from transformers.cache_utils import Cache
 from ..blocks.base import unpack_layer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses
-from ..core.losses import ONE_MORE_OUTPUT
 from ..position.sinusoidal_absolute import sinusoids
 from .base import Stack, StackOutput, StackSpec, memory_by_step
 
@@ -192,7 +191,6 @@ class UniversalSpec(StackSpec):
 
     packed = True
     summary = "one layer at every depth, with per-token halting"
-    conformance_exceptions: ClassVar[dict[str, str]] = ONE_MORE_OUTPUT
 
     layers_per_step: int = 1
     step_signal: Literal["sinusoid", "learned", "none"] = "sinusoid"

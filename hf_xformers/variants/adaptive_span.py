@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import ClassVar
 
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SpecLike
@@ -24,10 +23,6 @@ class XFAdaptiveSpanConfig(XFormerConfig):
     attention: SpecLike = field(default_factory=lambda: {"type": "adaptive_span", "bias": False})
     position: SpecLike = "none"
     feedforward: SpecLike = "relu"
-    # Without `include_self` the first token has no earlier token to read.
-    contract_exceptions: ClassVar[dict[str, str]] = {
-        "attention_weights": "a token does not read itself, so the weights of the first one are zero (section 3.1)"
-    }
 
 
 INFO = VariantInfo(

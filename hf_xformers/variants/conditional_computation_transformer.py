@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import ClassVar
 
 from ..configuration_xformer import Initializer, XFormerConfig
 from ..core.components import SpecLike
 from ..families import ALL_HEADS, VariantInfo, make_family
-
-_STILL = "gates are closed or open in evaluation, so that their networks learn in training mode only"
 
 
 class XFConditionalComputationTransformerConfig(XFormerConfig):
@@ -19,13 +16,6 @@ class XFConditionalComputationTransformerConfig(XFormerConfig):
     """
 
     model_type = "xf_conditional_computation_transformer"
-    contract_exceptions: ClassVar[dict[str, str]] = {
-        "gradient_checkpointing": (
-            "every training pass raises the gates' noise; tests/stacks/test_conditional_computation.py "
-            "compares passes with equal noise"
-        ),
-        **{f"loss_and_saving:{head}": _STILL for head in ALL_HEADS},
-    }
 
     hidden_size: int = 512
     num_hidden_layers: int = 6

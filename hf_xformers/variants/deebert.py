@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import ClassVar
 
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SpecLike
@@ -18,11 +17,6 @@ class XFDeebertConfig(XFormerConfig):
     """
 
     model_type = "xf_deebert"
-    contract_exceptions: ClassVar[dict[str, str]] = {
-        "loss_and_saving:ForSequenceClassification": (
-            "the ramps inside learn in a second stage, on their own; tests/stacks/test_early_exit.py tests both"
-        )
-    }
 
     vocab_size: int = 30522
     type_vocab_size: int = 2

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SpecLike
 from ..families import ENCODER_HEADS, VariantInfo, make_family
@@ -17,12 +15,6 @@ class XFHiTransformerConfig(XFormerConfig):
     """
 
     model_type = "xf_hi_transformer"
-    contract_exceptions: ClassVar[dict[str, str]] = {
-        "attention_weights": (
-            "weights are those of each sentence's words and its text; tests/stacks/test_hi_transformer.py "
-            "compares them"
-        ),
-    }
 
     hidden_size: int = 256
     num_hidden_layers: int = 2

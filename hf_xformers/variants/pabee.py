@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import ClassVar
 
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SpecLike
@@ -18,12 +17,6 @@ class XFPabeeConfig(XFormerConfig):
     """
 
     model_type = "xf_pabee"
-    contract_exceptions: ClassVar[dict[str, str]] = {
-        "loss_and_saving:ForSequenceClassification": (
-            "evaluation stops at the exit, below later classifiers; tests/stacks/test_early_exit.py tests their"
-            " gradients"
-        )
-    }
 
     vocab_size: int = 30522
     type_vocab_size: int = 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import ClassVar
 
 from ..configuration_xformer import Initializer, XFormerConfig
 from ..core.components import SpecLike
@@ -18,14 +17,6 @@ class XFUniversalTransformerConfig(XFormerConfig):
     """
 
     model_type = "xf_universal_transformer"
-    contract_exceptions: ClassVar[dict[str, str]] = {
-        "padding_has_no_loss:decoder": (
-            "the ponder loss is a mean over all real tokens, the last one, which has no target, too"
-        ),
-        "padding_has_no_loss:seq2seq": (
-            "without `decoder_attention_mask` the ponder loss counts padded targets as tokens"
-        ),
-    }
 
     hidden_size: int = 1024
     num_hidden_layers: int = 6

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_xformers.data import train_tokenizer
 from hf_xformers.variants import config_class, family, model_types
+from tests.common.exceptions import exception
 from tests.helpers import NO_DROPOUT, make_strong, tiny_fields
 
 TEXTS = [
@@ -51,9 +52,8 @@ CAUSAL_ENGINES = [
 
 
 def excused(client: str, name: str, head: str | None = None) -> str | None:
-    """Why a family is excused from a client, in the words of its config class (see tests/common/cases.py)."""
-    exceptions = getattr(config_class(name), "contract_exceptions", {})
-    return exceptions.get(f"{client}:{head}", exceptions.get(client))
+    """Why a family is excused from a client (see tests/common/exceptions.py)."""
+    return exception([name], f"{client}:{head}", client)
 
 
 @functools.cache

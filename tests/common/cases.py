@@ -1,15 +1,7 @@
 """The table of what the contract suite runs over: every registered variant, and free mixes of components.
 
-A variant is covered by being registered: its family's heads say in which shapes it is tested. What a class cannot do,
-it says itself, with the reason, and the suite reports a skip:
-
-```python
-class SomeSpec(AttentionSpec):  # or a config class
-    contract_exceptions: ClassVar[dict[str, str]] = {"one_by_one": "a block is decided as a whole (section 3.2)"}
-```
-
-A key is a test's name without `test_`; with `:encoder`, `:decoder` or `:seq2seq` after it, it holds in that shape
-only, and with a head's name (config classes only) in the tests of every head, for that one.
+A variant is covered by being registered: its family's heads say in which shapes it is tested. What a component or a
+family cannot do stands in `exceptions.py`, with the reason, and the suite reports a skip.
 """
 
 from __future__ import annotations
@@ -25,9 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_xformers import XFormerConfig
-from hf_xformers.core.components import SLOTS
 from hf_xformers.families import HEADS
 from hf_xformers.variants import config_class, family, model_types
+from tests.common.exceptions import exception, holders
 from tests.helpers import make_strong, tiny_fields
 
 SHAPES = {"encoder": "ForMaskedLM", "decoder": "ForCausalLM", "seq2seq": "ForSeq2SeqLM"}
@@ -140,22 +132,13 @@ class Case:
         return model(input_ids=ids, attention_mask=mask, **more).logits
 
     def exception(self, test: str) -> str | None:
-        """Why this case is excused from `test`, in the words of the class that asks for it."""
-        for holder in _holders(self):
-            for key, reason in getattr(holder, "contract_exceptions", {}).items():
-                if key in (test, f"{test}:{self.shape}"):
-                    return f"{holder.__name__}: {reason}"
-        return None
+        """Why this case is excused from `test`."""
+        return exception(_holders(self), test, f"{test}:{self.shape}")
 
 
 @functools.cache
-def _holders(case: Case) -> list[type]:
-    """The classes that may declare exceptions for this case: its config's and its components'."""
-    holders = [case.config_class]
-    for tower in case.config().tower_configs():
-        layers = list(tower.per_layer_config) if tower.is_heterogeneous else [tower]
-        holders += [type(getattr(layer, slot)) for layer in layers for slot in SLOTS]
-    return holders
+def _holders(case: Case):
+    return holders(case.config())
 
 
 @functools.cache

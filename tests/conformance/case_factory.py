@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-import functools
 import inspect
 import json
 import os
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 import transformers
-from discovery import AUTO_TABLES, Family, discover, load_overrides, overrides_for
+from discovery import AUTO_TABLES, Family, components_of, discover, load_overrides, overrides_for, waived
 from model_tester import Case, GenericModelTester, vision_length
 from tiny_configs import config_fields, tiny_kwargs
 from transformers.testing_utils import torch_device
@@ -34,7 +33,7 @@ def build_cases(spec: dict[str, Any]) -> list[type[unittest.TestCase]]:
     for family in families:
         if spec["model_types"] and not any(fnmatch.fnmatchcase(family.model_type, p) for p in spec["model_types"]):
             continue
-        overrides = overrides_for(family.model_type, rules)
+        overrides = overrides_for(family.model_type, rules, components_of(family.config_class))
         for kind, models in _shapes(family, overrides):
             if spec["kinds"] and kind not in spec["kinds"]:
                 continue
@@ -130,17 +129,6 @@ def _mixins(case: Case, common) -> list[type]:
     return mixins
 
 
-@functools.cache
-def declared_exceptions(config_class: type) -> dict[str, str]:
-    """What a config class and its preset's components declare not to fit: test (`:kind` after it) -> reason."""
-    config = config_class()
-    holders = [
-        config_class,
-        *(type(value) for value in vars(config).values() if hasattr(value, "conformance_exceptions")),
-    ]
-    return {key: reason for holder in holders for key, reason in getattr(holder, "conformance_exceptions", {}).items()}
-
-
 class OurChecks:
     """Set-up of a case, and the checks on configs and Auto classes."""
 
@@ -148,13 +136,9 @@ class OurChecks:
 
     def setUp(self):
         self.model_tester = GenericModelTester(self, self.conformance_case)
-        for glob, reason in self.conformance_case.overrides["waive"].items():
-            if fnmatch.fnmatchcase(self._testMethodName, glob):
-                self.skipTest(f"WAIVED: {reason}")
-        for key, reason in declared_exceptions(self.conformance_case.config_class).items():
-            test, _, kind = key.partition(":")
-            if fnmatch.fnmatchcase(self._testMethodName, test) and kind in ("", self.conformance_case.kind):
-                self.skipTest(f"WAIVED: {reason}")
+        reason = waived(self._testMethodName, self.conformance_case.kind, self.conformance_case.overrides["waive"])
+        if reason is not None:
+            self.skipTest(f"WAIVED: {reason}")
 
     def _prepare_for_class(self, inputs_dict, model_class, return_labels=False):
         """Adds the labels of a class with two objectives, as the tests of each such model in transformers do."""

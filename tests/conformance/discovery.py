@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import importlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,26 @@ RULES: dict[str, type] = {
 }
 
 
+def components_of(config_class: type) -> list[str]:
+    """`slot:component` of every component of a config class of this package; of others, none."""
+    from hf_xformers.core.components import Spec
+
+    try:
+        values = vars(config_class()).values()
+    except Exception:  # a config without defaults
+        return []
+    return sorted({f"{value.slot}:{value.type}" for value in values if isinstance(value, Spec)})
+
+
+def waived(test: str, kind: str, rules: Mapping[str, str]) -> str | None:
+    """Why `test` is waived in a family of this kind, by `{test or glob[:kind]: reason}`; None: it is not."""
+    for key, reason in rules.items():
+        name, _, only = key.partition(":")
+        if fnmatch.fnmatchcase(test, name) and only in ("", kind):
+            return reason
+    return None
+
+
 def load_overrides(paths: Iterable[str | Path]) -> list[tuple[str, dict[str, Any]]]:
     """The rules of these files, as (model type or glob, rule), checked.
 
@@ -143,11 +163,14 @@ def load_overrides(paths: Iterable[str | Path]) -> list[tuple[str, dict[str, Any
     return rules
 
 
-def overrides_for(model_type: str, rules: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """All rules that match `model_type`, merged; a later rule wins."""
+def overrides_for(
+    model_type: str, rules: Iterable[tuple[str, dict[str, Any]]], components: Iterable[str] = ()
+) -> dict[str, Any]:
+    """All rules that match `model_type` or are those of one of its `components` ([`components_of`]), merged; a later
+    rule wins."""
     merged: dict[str, Any] = {key: kind() for key, kind in RULES.items() if kind in (dict, list)}
     for pattern, rule in rules:
-        if not fnmatch.fnmatchcase(model_type, pattern):
+        if pattern not in components and not fnmatch.fnmatchcase(model_type, pattern):
             continue
         for key, value in rule.items():
             if isinstance(value, dict):

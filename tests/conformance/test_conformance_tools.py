@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import subprocess
@@ -10,13 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from transformers import BertConfig, T5Config
+from transformers import CONFIG_MAPPING, BertConfig, T5Config
+
+from hf_xformers.variants import config_class, model_types
 
 TOOLS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TOOLS))
 
 import transformers_tests  # noqa: E402
-from discovery import discover, load_overrides, overrides_for  # noqa: E402
+from discovery import components_of, discover, load_overrides, overrides_for, waived  # noqa: E402
 from report import summarise  # noqa: E402
 from tiny_configs import tiny_kwargs  # noqa: E402
 
@@ -56,7 +59,21 @@ def test_a_rule_that_says_nothing_valid_is_refused(tmp_path, rule, message):
 
 
 def test_the_rules_of_this_folder_are_valid():
-    assert load_overrides([TOOLS / "overrides.json"])
+    """And each belongs to a family, or to a component that some family's preset has."""
+    ours = {name: components_of(config_class(name)) for name in model_types()}
+    known = {*ours, *CONFIG_MAPPING, *(component for components in ours.values() for component in components)}
+    for pattern, _ in load_overrides([TOOLS / "overrides.json"]):
+        assert fnmatch.filter(known, pattern), f"{pattern!r} is no family and no component of one; take it out"
+
+
+def test_a_components_rules_hold_in_its_families():
+    rules = load_overrides([TOOLS / "overrides.json"])
+    luna = overrides_for("xf_luna", rules, components_of(config_class("xf_luna")))["waive"]
+    assert waived("test_retain_grad_hidden_states_attentions", "encoder", luna).startswith("an encoder's output")
+    assert waived("test_tied_head_has_a_tp_plan_entry", "encoder", luna) and not waived("test_config", "encoder", luna)
+    span = overrides_for("xf_adaptive_span", rules, components_of(config_class("xf_adaptive_span")))["waive"]
+    assert waived("test_attention_outputs", "seq2seq", span) and not waived("test_attention_outputs", "encoder", span)
+    assert components_of(BertConfig) == [] and overrides_for("bert", rules)["waive"] == {}
 
 
 def test_tiny_kwargs_of_a_config_with_aliases():

@@ -1,0 +1,146 @@
+"""What the contract suite excuses a component or a family from, and why.
+
+Keyed by `slot:component`, or by the model type of a family; in it a test's name without `test_` -> the reason. With
+`:encoder`, `:decoder` or `:seq2seq` after it an entry holds in that shape only, and with a head's name (families only)
+in the tests of every head, for that one. An entry that excuses nothing fails `test_suite_itself.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hf_xformers.core.components import SLOTS
+from hf_xformers.families import ALL_HEADS
+
+_CLOSED = "gates are closed or open in evaluation, so that their networks learn in training mode only"
+
+EXCEPTIONS: dict[str, dict[str, str]] = {
+    "embedding:complex_order": {
+        "tying": "amplitudes and frequencies of words are no output table, so tying is refused",
+        "resizing": "amplitudes and frequencies of words are no output table, so tying is refused",
+        "finite_in_half_precision:decoder": (
+            "the first token's imaginary part is zero, and where it sees itself alone stays so: the slope of "
+            "its norm is that of a variance of zero, so gradients are beyond float16 in float32 already"
+        ),
+    },
+    "attention:all_attention": {
+        "attention_weights": "weights on the text sum to less than 1: the learned memory has the rest",
+    },
+    "attention:delta_net": {
+        "attention_weights": (
+            "what the delta rule reads of earlier values can be negative and does not sum to 1 (section 4)"
+        ),
+    },
+    "attention:feedback": {
+        "attention_weights": (
+            "a token does not read itself, and empty memories before the text keep their share of the weight"
+        ),
+    },
+    "attention:linformer": {
+        "attention_weights": (
+            "the projection over positions has any sign, so weights of tokens need not be positive or sum to 1"
+        ),
+    },
+    "attention:luna": {
+        "attention_weights:decoder": (
+            "the causal form averages products of features (section 3.4), which need not sum to 1"
+        ),
+        "attention_weights:seq2seq": (
+            "the causal form averages products of features (section 3.4), which need not sum to 1"
+        ),
+    },
+    "attention:nystromformer": {
+        "attention_weights": "the approximated matrix can be negative and its rows sum to 1 only roughly (eq. 12)",
+    },
+    "attention:reformer": {
+        "half_precision": (
+            "a key near a border falls into another bucket after rounding; tests/attention/test_reformer.py "
+            "compares precisions with equal buckets"
+        ),
+    },
+    "attention:routing_transformer": {
+        "gradient_checkpointing": (
+            "each training pass moves the centroids, so a second one has another commitment loss; "
+            "tests/attention/test_routing.py compares passes from equal centroids"
+        ),
+        "attention_weights:encoder": (
+            "a token that no cluster chose reads nothing (algorithm 1), so its weights sum to 0"
+        ),
+        "attention_weights:seq2seq": (
+            "a token that no cluster chose reads nothing (algorithm 1), so its weights sum to 0"
+        ),
+    },
+    "normalization:power_norm": {
+        "gradient_checkpointing": (
+            "each backward pass moves the running statistics, so a second pass differs by design"
+        ),
+    },
+    "feedforward:hash_layers": {
+        "inputs_embeds": "experts are chosen by token id, which embeddings do not have",
+        "gradient_causality": "experts are chosen by token id, which embeddings do not have",
+    },
+    "stack:funnel": {
+        "attention_weights": (
+            "later blocks attend among fewer states, and pooled queries among more keys (section 2.2)"
+        ),
+        "hidden_states": "states inside the stack have the length of their block (section 2.2)",
+    },
+    "stack:reversible": {
+        "gradient_checkpointing": "its layers run twice without it; tests/stacks/test_reversible.py tests it",
+    },
+    "xf_adaptive_span": {
+        "attention_weights": "a token does not read itself, so the weights of the first one are zero (section 3.1)",
+    },
+    "xf_conditional_computation_transformer": {
+        "gradient_checkpointing": (
+            "every training pass raises the gates' noise; tests/stacks/test_conditional_computation.py compares"
+            " passes with equal noise"
+        ),
+        **{f"loss_and_saving:{head}": _CLOSED for head in ALL_HEADS},
+    },
+    "xf_deebert": {
+        "loss_and_saving:ForSequenceClassification": (
+            "the ramps inside learn in a second stage, on their own; tests/stacks/test_early_exit.py tests both"
+        ),
+    },
+    "xf_hi_transformer": {
+        "attention_weights": (
+            "weights are those of each sentence's words and its text; tests/stacks/test_hi_transformer.py "
+            "compares them"
+        ),
+    },
+    "xf_pabee": {
+        "loss_and_saving:ForSequenceClassification": (
+            "evaluation stops at the exit, below later classifiers; tests/stacks/test_early_exit.py tests their"
+            " gradients"
+        ),
+    },
+    "xf_universal_transformer": {
+        "padding_has_no_loss:decoder": (
+            "the ponder loss is a mean over all real tokens, the last one, which has no target, too"
+        ),
+        "padding_has_no_loss:seq2seq": (
+            "without `decoder_attention_mask` the ponder loss counts padded targets as tokens"
+        ),
+    },
+}
+
+
+def holders(config: Any) -> list[str]:
+    """The keys of EXCEPTIONS that a model of this config answers to: its family and all its components."""
+    found = {config.model_type}
+    for tower in config.tower_configs():
+        layers = list(tower.per_layer_config) if tower.is_heterogeneous else [tower]
+        specs = [getattr(layer, slot) for layer in layers for slot in SLOTS]
+        found |= {f"{spec.slot}:{spec.type}" for spec in specs}
+    return sorted(found)
+
+
+def exception(names: Iterable[str], *keys: str) -> str | None:
+    """Why one of these holders is excused under one of these keys (a test, `test:shape`, `test:head`); None: none."""
+    for name in names:
+        for key in keys:
+            if key in EXCEPTIONS.get(name, {}):
+                return f"{name}: {EXCEPTIONS[name][key]}"
+    return None
