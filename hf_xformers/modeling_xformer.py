@@ -20,6 +20,7 @@ from .core.outputs import TowerOutput, XFormerModelOutput, XFormerSeq2SeqModelOu
 from .core.pooling import Pooler
 from .modeling_base import XFormerPreTrainedModel
 from .modeling_tower import XFormerTower
+from .ops.common.real_tokens import from_first_real, is_first_real, up_to_last_real
 
 
 class XFormerModel(XFormerPreTrainedModel):
@@ -187,7 +188,7 @@ class XFormerModel(XFormerPreTrainedModel):
         ids = self.shift_right(input_ids)
         if decoder_mask is None and mask is not None and mask.ndim == 2:
             # The copy is padded where the input is, and starts at its first real token.
-            first = (mask != 0) & (mask.cumsum(-1) == 1)
+            first = is_first_real(mask != 0)
             return ids.masked_fill(first, self.config.decoder_start_token_id), mask
         return ids, decoder_mask
 
@@ -240,16 +241,15 @@ class XFormerModel(XFormerPreTrainedModel):
             raise ValueError("Set `decoder_start_token_id` (or `pad_token_id`) in the config to make decoder inputs.")
         shifted = torch.cat([ids.new_full((ids.shape[0], 1), start), ids[:, :-1]], dim=1)
         shifted = shifted.masked_fill(shifted == -100, start if pad is None else pad)
-        first = (ids != -100) & ((ids != -100).cumsum(-1) == 1)
-        return shifted.masked_fill(first, start)
+        return shifted.masked_fill(is_first_real(ids != -100), start)
 
     @staticmethod
     def read_from_labels(labels: Tensor) -> Tensor:
         """[B, T] labels -> boolean mask of the decoder inputs that [`shift_right`] makes of them: real from the first
         label (the start token stands there) to the last. What would follow the last label has nothing to predict, and
         is not there either where the text stands alone."""
-        labelled = (labels != -100).long()
-        return (labelled.cumsum(-1) > 0) & (labelled.flip(-1).cumsum(-1).flip(-1) > 0)
+        labelled = labels != -100
+        return from_first_real(labelled) & up_to_last_real(labelled)
 
 
 _NAMED_INPUTS = tuple(inspect.signature(XFormerModel.forward).parameters)

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ..core.context import LayerContext
+from ..ops.common.real_tokens import first_real
 from .longformer_attention import given_globals
 from .shared.block_sparse import BlockSparseAttention
 
@@ -52,7 +53,7 @@ class BigBirdAttention(BlockSparseAttention):
         if real is None:
             last = torch.full_like(place[:, :1], length - 1)
         else:
-            first = real.int().argmax(-1, keepdim=True)
+            first = first_real(real)[:, None]
             last = torch.where(real, place, first).amax(-1, keepdim=True) - first
             place = place - first
         chosen = (place < tokens) | (place // size > last // size - self.spec.num_global_blocks)

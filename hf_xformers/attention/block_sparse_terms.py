@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.context import LayerContext
+from ..ops.common.real_tokens import real_first
 from ..ops.score_terms.pattern_tiles import Rounds, pattern_tiles
 from ..ops.score_terms.tiles import Tiles, take, tile_attention
 from .bigbird_attention import BigBirdAttention
@@ -77,7 +78,7 @@ class BlockSparseWithTerms(WithPositionTerms, BlockSparseAttention):
             real = chosen if context.padding_mask is None else chosen & context.padding_mask
             most = int(real.sum(1).max())
             if most > 0:  # else all rows are padding
-                index = real.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+                index = real_first(real)[:, :most]
                 taken = real.gather(1, index)
         extra = [] if index is None else [[_columns(index, taken, query.shape[2])]]
         pieces = []

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
+from ..ops.common.real_tokens import real_first, real_places
 from .shared.base import Attention, AttentionSpec, literal_softmax_attention
 
 STREAM = "linformer_projection"
@@ -61,7 +62,7 @@ class LinformerAttention(Attention):
             return
         self._check_length(context.key_index.shape[0], context.padding_mask)
         if context.padding_mask is not None and "real_first" not in context.shared:
-            context.shared["real_first"] = _real_first(context.padding_mask)
+            context.shared["real_first"] = real_first(context.padding_mask)
 
     def _check_length(self, longest: int, padding: Tensor | None) -> None:
         if longest <= self.length:
@@ -148,7 +149,7 @@ class LinformerAttention(Attention):
         if not self.cross:
             return context.padding_mask, context.shared.get("real_first")
         mask = context.memory_padding_mask
-        return mask, None if mask is None else _real_first(mask)
+        return mask, None if mask is None else real_first(mask)
 
     def _by_place(self, tokens: Tensor, mask: Tensor | None, order: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Real tokens first, zeros after them, at most n of them."""
@@ -180,7 +181,7 @@ class LinformerAttention(Attention):
         count = read.shape[1]
         places = torch.arange(count, device=read.device)[None]
         if mask is not None:
-            places = (mask.long().cumsum(-1) - 1).clamp(min=0)
+            places = real_places(mask)
         columns = []
         for matrix in (first, second):
             matrix = matrix if matrix.ndim == 3 else matrix[None]
@@ -196,11 +197,6 @@ class LinformerAttention(Attention):
             spread = spread.repeat_interleave(groups, dim=1) if spread.shape[1] > 1 else spread
         weights = products @ spread
         return (weights @ value).transpose(1, 2), weights
-
-
-def _real_first(mask: Tensor) -> Tensor:
-    """[B, S] tokens by row, the real ones before the padding, each in order."""
-    return (~mask).long().argsort(dim=-1, stable=True)
 
 
 @register("attention", "linformer")

@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..core.components import aliased, register
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.pattern_base import Pattern
+from ..ops.common.real_tokens import from_first_real, is_first_real
 from .block_sparse import INSIDE, by_head, check_at_least, check_heads, check_layers, largest, of_layer, window_cache
 from .block_sparse_terms import LongformerWithTerms
 from .longformer_attention import LongformerAttention
@@ -69,14 +70,14 @@ class LongformerSpec(AttentionSpec):
         those after it (without a separator: none, and the first token). mask [B, T], True = real."""
         if config.is_decoder:
             return {}
-        chosen = mask & (mask.cumsum(-1) == 1)
+        chosen = is_first_real(mask)
         separator = getattr(config, "sep_token_id", None)
         if task == "sequence_classification":
             return {"global_attention_mask": chosen, "max_global_tokens": 1}
         if input_ids is None or separator is None:
             return {} if task == "question_answering" else {"global_attention_mask": chosen, "max_global_tokens": 1}
         found = (input_ids == separator) & mask
-        seen = found.cumsum(-1) > 0
+        seen = from_first_real(found)
         has = found.any(-1, keepdim=True)
         if task == "question_answering":
             return {"global_attention_mask": mask & ~seen & has}

@@ -21,6 +21,7 @@ from ..ops.block_sparse.patterns import block_local
 from ..ops.bucketed.attention import clustered_attention, clustered_reference
 from ..ops.bucketed.kmeans import ClusterSums, nearest_tokens, squared_distances, sums_of_clusters
 from ..ops.common.products import wide_products, widened
+from ..ops.common.real_tokens import first_real, real_places
 from ..ops.score_terms.bucket_tiles import cluster_attention
 from ..ops.score_terms.pattern_tiles import pattern_tiles
 from ..ops.score_terms.tiles import tile_attention
@@ -153,7 +154,7 @@ class RoutingAttention(WithScoreTerms):
 
     def _of_own_stage(self, labels: Tensor, valid: Tensor | None) -> Tensor:
         """Labels by stage [B, R, stages, T] -> of the stage that each token stands in, [B, R, T], in a whole text."""
-        place = torch.arange(labels.shape[3], device=labels.device)[None] if valid is None else valid.cumsum(-1) - 1
+        place = torch.arange(labels.shape[3], device=labels.device)[None] if valid is None else real_places(valid)
         begins = torch.tensor([stage.begin for stage in self.stages[1:]], device=labels.device)
         number = torch.bucketize(place, begins, right=True)[:, None, None]
         return labels.gather(2, number.expand(*labels.shape[:2], 1, -1))[:, :, 0]
@@ -346,7 +347,7 @@ class RoutingAttention(WithScoreTerms):
     def _local_mask(self, context: LayerContext) -> Tensor:
         """Who reads whom in the local heads, [B or 1, 1, T, S]."""
         padding = context.padding_mask
-        lead = context.key_index.new_zeros(1) if padding is None else padding.int().argmax(-1)
+        lead = context.key_index.new_zeros(1) if padding is None else first_real(padding)
         queries = (context.query_index[None] - lead[:, None])[:, :, None]
         keys = (context.key_index[None] - lead[:, None])[:, None]
         size = self.spec.block_size

@@ -14,6 +14,7 @@ from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import start_projections
 from ..ops.common.products import wide_products
+from ..ops.common.real_tokens import real_first, real_places
 from .shared.base import Attention, AttentionSpec
 from .shared.query_blocks import over_query_blocks, rows_at_once, shared_rows, visible_softmax
 from .shared.visibility import boolean_mask, visible_pairs
@@ -100,9 +101,9 @@ class SynthesizerAttention(Attention):
         if context.explicit_mask is not None:
             padding = visible_pairs(context).any(dim=1).any(dim=1)  # real is what anybody may read
         if padding is not None:
-            places = (padding.long().cumsum(-1) - 1).clamp(min=0)
+            places = real_places(padding)
             context.shared["places"] = (places[:, context.query_index], places)
-            context.shared["real_first"] = (~padding).long().argsort(dim=-1, stable=True)
+            context.shared["real_first"] = real_first(padding)
         else:
             context.shared["places"] = (context.query_index[None], context.key_index[None])
 

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.context import LayerContext
+from ..ops.common.real_tokens import real_places
+from ..position.base import Position
 
 NESTING = "nesting"
 SENTENCE_POSITIONS = "sentence_positions"
@@ -70,7 +72,7 @@ def make_nesting(like: Tensor, padding_mask: Tensor | None, sentence_ids: Tensor
         words = (torch.arange(count * width, device=device) < length).view(1, count, width).expand(batch, -1, -1)
         return Nesting(count, width, None, None, words, whole=count * width == length)
     real = torch.ones(batch, length, dtype=torch.bool, device=device) if padding_mask is None else padding_mask
-    rank = real.long().cumsum(-1) - 1
+    rank = real_places(real)
     if sentence_ids is None:
         sentence, word, count = rank // width, rank % width, -(-length // width)
     else:
@@ -124,7 +126,7 @@ class Levels:
     document: LayerContext
 
     @classmethod
-    def of(cls, context: LayerContext, nesting: Nesting, position: nn.Module, like: Tensor) -> Levels:
+    def of(cls, context: LayerContext, nesting: Nesting, position: Position, like: Tensor) -> Levels:
         words, filled = nesting.words.flatten(0, 1), nesting.filled
         informed = torch.cat([words, filled.flatten().unsqueeze(-1)], dim=-1)
         masks = (words, informed, filled)

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
+from ..ops.common.real_tokens import real_places
+
 
 def can_inspect() -> bool:
     """Whether values may steer the program: not while a graph of it is being recorded."""
@@ -113,5 +115,5 @@ def token_positions(position_ids: Tensor | None, padding: Tensor | None, current
     if position_ids is not None:
         return position_ids if position_ids.ndim == 2 else position_ids[None]
     if padding is not None:
-        return (padding.long().cumsum(-1) - 1).clamp(min=0)[:, current]
+        return real_places(padding)[:, current]
     return current[None]

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from ..ops.common.real_tokens import first_real, last_real
+
 
 def pool(hidden_states: Tensor, mask: Tensor | None, how: str) -> Tensor:
     """One vector per row: the `first`, the `mean` or the `last` real token. [B, T, D], mask [B, T] or None -> [B,
@@ -20,10 +22,8 @@ def pool(hidden_states: Tensor, mask: Tensor | None, how: str) -> Tensor:
     if how == "mean":
         weights = mask.to(hidden_states.dtype).unsqueeze(-1)
         return (hidden_states * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
-    order = torch.arange(mask.shape[1], device=mask.device)
-    real = mask.bool()
     # In a row of padding alone, its first slot.
-    index = real.long().argmax(-1) if how == "first" else torch.where(real, order, 0).amax(-1)
+    index = first_real(mask.bool()) if how == "first" else last_real(mask.bool())
     return hidden_states[torch.arange(hidden_states.shape[0], device=mask.device), index]
 
 

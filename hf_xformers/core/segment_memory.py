@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import DynamicLayer
 
+from ..ops.common.real_tokens import from_first_real, real_last
 from .cache import RecurrentStateLayer
 
 
@@ -71,7 +72,7 @@ class SegmentMemory:
         mask = join_masks(self.mask, self.length, real, states[0])
         if mask is None:
             return new, None, None
-        order = torch.argsort(mask.to(torch.uint8), dim=1, stable=True)
+        order = real_last(mask)
         return [take_slots(state, order) for state in new], mask.gather(1, order), order
 
     def detach(self) -> SegmentMemory:
@@ -91,7 +92,7 @@ class SegmentMemory:
                 f"{rows.dtype} {list(rows.shape)}."
             )
         kept = ~rows.to(self.states[0].device)
-        changes = {}
+        changes: dict[str, Any] = {}
         for name, length in self._masks().items():
             mask = getattr(self, name)
             full = kept[:, None].expand(-1, length)
@@ -143,7 +144,10 @@ class SegmentMemory:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> SegmentMemory:
         """The memory that [`SegmentMemory.state_dict`] described."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in state.items()})
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in state.items()
+        }
+        return cls(**fields)
 
 
 def register_memory(cls: type) -> type:
@@ -185,9 +189,9 @@ def slot_order(mask: Tensor | None, slots: int, real: Tensor) -> Tensor:
 
     mask: [B, slots] boolean or None (all are real); real: [B, T] boolean, the segment's real tokens.
     """
-    inside = real.cumsum(1) > 0
-    text = join_masks(mask, slots, inside, inside)
-    return torch.argsort(text.to(torch.uint8), dim=1, stable=True)  # type: ignore[union-attr]
+    inside = from_first_real(real)
+    held = inside.new_ones(inside.shape[0], slots) if mask is None else mask
+    return real_last(torch.cat([held, inside], dim=1))
 
 
 @dataclasses.dataclass
@@ -238,7 +242,7 @@ class CompressiveMemory(SegmentMemory):
         usage = [new.clone() for new in received]
         for old, new in zip(self.usage, usage, strict=False):
             new[:, : old.shape[1]] += old
-        if mask is None:
+        if mask is None or order is None:
             parts = (
                 CompressiveMemory(tuple(x[:, count:] for x in joined), usage=tuple(x[:, count:] for x in usage)),
                 CompressiveMemory(tuple(x[:, :count] for x in joined), usage=tuple(x[:, :count] for x in usage)),
@@ -295,7 +299,7 @@ class SegmentCacheLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """keys and values [B, K, n, d] of new slots, `tokens` of them tokens of the text, and which are real [B, n]
         (None: all) -> keys, values and mask of all slots, the stored ones first."""
-        stored = 0 if not self.is_initialized else self.keys.shape[-2]
+        stored = self.keys.shape[-2] if self.is_initialized and self.keys is not None else 0
         real = join_masks(self.real, stored, real, keys[:, 0])
         keys, values = super().update(keys, values)
         self.real = real
@@ -309,7 +313,9 @@ class SegmentCacheLayer(DynamicLayer):
     @property
     def stored(self) -> int:
         """Slots that are held."""
-        return self.keys.shape[-2] if self.is_initialized and self.keys.numel() else 0
+        if not self.is_initialized or self.keys is None or not self.keys.numel():
+            return 0
+        return self.keys.shape[-2]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         keys, values, _ = self.extend(key_states, value_states, None, key_states.shape[-2])
@@ -332,7 +338,7 @@ class SegmentCacheLayer(DynamicLayer):
             )
 
     def _rows(self, function: Callable[[Tensor], Tensor]) -> None:
-        if self.stored:
+        if self.stored and self.keys is not None and self.values is not None:
             self.keys, self.values = function(self.keys), function(self.values)
             self.real = None if self.real is None else function(self.real)
 

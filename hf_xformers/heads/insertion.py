@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..attention.shared.query_blocks import over_query_blocks, rows_at_once
 from ..core.components import register
+from ..ops.common.real_tokens import is_first_real
 from .base import HeadSpec
 from .language_model import LanguageModelHead
 
@@ -49,7 +50,7 @@ def legal_slots(places: Tensor, real: Tensor) -> Tensor:
     token, and right of its second where that is the right boundary (no token stands right of it)."""
     number = real.long().cumsum(-1)
     last = places.masked_fill(~real, -1).amax(-1, keepdim=True)
-    begin, end = real & (number == 1), real & (number == 2) & (places == last) & (number.amax(-1, keepdim=True) > 2)
+    begin, end = is_first_real(real), real & (number == 2) & (places == last) & (number.amax(-1, keepdim=True) > 2)
     return torch.cat((real & ~begin, real & ~end), dim=-1)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from .common.real_tokens import real_places
 from .common.segments import accumulation_dtype, check_padding_mask
 
 
@@ -125,7 +126,7 @@ def segment_means(x: Tensor, num_segments: int, mask: Tensor | None = None) -> t
             torch.cat([x[:, :, :border].unflatten(2, (-1, size + 1)).mean(3), means], 2) if longer else means
         ), None
     num_segments = min(num_segments, length)
-    total, place = mask.sum(-1, keepdim=True), mask.cumsum(-1) - 1
+    total, place = mask.sum(-1, keepdim=True), real_places(mask)
     size, longer = total // num_segments, total % num_segments
     border = longer * (size + 1)
     segment = torch.where(place < border, place // (size + 1), longer + (place - border) // size.clamp(min=1))

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ..core.components import Spec
 from ..core.context import LayerContext
 from ..core.weight_decay import Undecayed
+from ..ops.common.real_tokens import real_places
 from ..ops.score_terms.blocks import QueryBlock
 from ..ops.score_terms.tiles import Pairs
 
@@ -184,4 +185,4 @@ def key_positions(context: LayerContext) -> Tensor:
         return context.positions
     if context.padding_mask is None:
         return context.key_index[None]
-    return (context.padding_mask.long().cumsum(-1) - 1).clamp(min=0)[:, context.key_index]
+    return real_places(context.padding_mask)[:, context.key_index]

@@ -14,6 +14,8 @@ from ..blocks.base import unpack_layer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses
 from ..core.segment_memory import take_slots
+from ..ops.common.real_tokens import real_first
+from ..position.base import Position
 from .base import Stack, StackOutput, StackSpec
 
 
@@ -42,13 +44,13 @@ class FunnelStack(Stack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: nn.Module,
+        position: Position,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> StackOutput:
         real, order = context.padding_mask, None
         if real is not None:
-            order = torch.argsort((~real).to(torch.uint8), dim=1, stable=True)
+            order = real_first(real)
             hidden_states, real = take_slots(hidden_states, order), real.gather(1, order)
         run = _Run(layers, context, self.spec)
         first, first_real = hidden_states, real

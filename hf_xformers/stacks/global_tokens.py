@@ -9,6 +9,8 @@ from transformers.cache_utils import Cache
 from ..core.components import aliased, register
 from ..core.context import LayerContext
 from ..core.segment_memory import take_slots
+from ..ops.common.real_tokens import real_first
+from ..position.base import Position
 from .base import StackOutput, StackSpec
 from .plain import PlainStack
 
@@ -37,7 +39,7 @@ class GlobalTokensStack(PlainStack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: nn.Module,
+        position: Position,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
         **more,
@@ -53,7 +55,7 @@ class GlobalTokensStack(PlainStack):
         wider = self._context(context, batch, own.shape[1])
         order = None
         if wider.padding_mask is not None:
-            order = torch.argsort((~wider.padding_mask).to(torch.uint8), dim=1, stable=True)
+            order = real_first(wider.padding_mask)
             hidden_states = take_slots(hidden_states, order)
             wider = self._ordered(wider, order)
         rotation, bias = position.rotation(wider.positions, hidden_states), position.score_bias()

@@ -11,6 +11,7 @@ from ...core.context import LayerContext
 from ...ops.block_sparse.attention import block_sparse_attention
 from ...ops.block_sparse.pattern_base import Pattern
 from ...ops.block_sparse.reference import row_spans
+from ...ops.common.real_tokens import from_first_real
 from ...position.base import ScoreBias
 from .base import Attention, literal_softmax_attention
 from .position_terms import ScoreTerms
@@ -119,7 +120,7 @@ class BlockSparseAttention(Attention):
         chosen = chosen if padding is None else chosen & padding
         reads = chosen[:, None, None, :]
         if padding is not None and self.pattern.period != 1:  # padding in front of a text has no place in a pattern
-            reads = reads & (padding.cumsum(-1) > 0)[:, None, :, None]
+            reads = reads & from_first_real(padding)[:, None, :, None]
         local = mask | (reads if visible is None else reads & visible)
         rows_of_globals = chosen[:, None, :, None]
         scale = self.scaling if added is None else added.scale

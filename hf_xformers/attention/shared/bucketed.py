@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ...core.context import LayerContext
 from ...ops.bucketed.attention import Chunks, Recent, bucketed_attention, bucketed_reference
+from ...ops.common.real_tokens import real_first, real_places
 from ...ops.score_terms.bucket_tiles import bucket_tiles
 from ...ops.score_terms.tiles import Tiles, tile_attention
 from .base import AttentionSpec
@@ -136,7 +137,7 @@ def recent_attention(
     sets: dict[str, Any] = {"own_key_last": own_key_last, "distinct": distinct}
     given = labels.unflatten(2, (len(stages), -1)).unbind(2)
     used = [(stage, own) for stage, own in zip(stages, given, strict=True) if stage.begin < length]
-    place = torch.arange(length, device=key.device)[None] if valid is None else valid.cumsum(-1) - 1
+    place = torch.arange(length, device=key.device)[None] if valid is None else real_places(valid)
     reached = [stage.begin for stage, _ in used[1:]]
     number = torch.bucketize(
         place, torch.tensor(reached, device=key.device), right=True
@@ -199,7 +200,7 @@ def _by_stages(
     """Each stage over the text up to its end."""
     order = None
     if valid is not None:  # real tokens first, so that places are positions
-        order = (~valid).int().argsort(dim=-1, stable=True)
+        order = real_first(valid)
         valid = valid.gather(1, order)
         inputs = tuple(_rearranged(x, order) for x in inputs)
     parts = []

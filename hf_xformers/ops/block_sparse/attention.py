@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..common.products import wide_products
+from ..common.real_tokens import real_first
 from .flex import flex_applies, flex_block_sparse
 from .op import forward_op, pieces_of_rows
 from .pattern_base import Pattern, PerHead
@@ -317,7 +318,7 @@ def _with_globals(
             f"rows of global tokens need queries and keys of the same tokens, got {q.shape[2]} queries at"
             f" {call.q_offset} and {k.shape[2]} keys at {call.k_offset}; with causal=True global tokens are only read."
         )
-    index = chosen.int().argsort(dim=1, descending=True, stable=True)[:, :max_globals]
+    index = real_first(chosen)[:, :max_globals]
     taken = chosen.gather(1, index)
     visible = taken
     if call.causal:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..common.products import wide_products
+from ..common.real_tokens import first_real
 from .pattern_base import Pattern, PerHead
 
 ScoreBias = Callable[[Tensor, Tensor], Tensor]
@@ -21,7 +22,7 @@ def counts_positions(pattern: Pattern, score_bias: ScoreBias | None, bias_is_rel
 def row_spans(real: Tensor) -> tuple[Tensor, Tensor]:
     """[B, S], True for a real token -> the first one of each row, and the number of places from it to the last one,
     [B] each; 0 and S where a row has none."""
-    lead, trail = real.int().argmax(1), real.int().flip(1).argmax(1)
+    lead, trail = first_real(real), first_real(real.flip(1))
     return lead, real.shape[1] - trail - lead
 
 
