@@ -160,18 +160,18 @@ class XFormerLayer(GradientCheckpointingLayer):
         unpadding = context.unpadding
         around = context if unpadding is None else context.of_tokens()
         entered = frame.enter(hidden_states, **frame.inputs(around))
-        rows = unpadding is not None and not function.takes_unpadded
-        if rows:
+        alone = unpadding if unpadding is None or not function.takes_unpadded else None
+        if alone is not None:
             entered, context = context.padded(entered), context.of_padded()
         if entry.kind == "feedforward":
-            result = function(entered, context if rows else around)
+            result = function(entered, context if alone is not None else around)
         else:
             read = memory if entry.kind == "cross_attention" else None
             result = function(entered, context, memory=read, past_key_values=past_key_values, step=step)
-        if not rows:
+        if alone is None:
             return result
-        gate = None if result.gate is None else unpadding.pack(result.gate)
-        return result._replace(output=unpadding.pack(result.output), gate=gate)
+        gate = None if result.gate is None else alone.pack(result.gate)
+        return result._replace(output=alone.pack(result.output), gate=gate)
 
 
 def unpack_layer(output: tuple) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:

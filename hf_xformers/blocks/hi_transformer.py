@@ -76,7 +76,8 @@ class HiLayer(Undecayed, XFormerLayer):
     ) -> tuple:
         streams = dict(zip(stream_names, stream_tensors, strict=True))
         levels: Levels = context.shared[NESTING]
-        nesting, losses = levels.nesting, {}
+        nesting = levels.nesting
+        losses: dict[str, Tensor] = {}
         batch, count = nesting.words.shape[:2]
         words = nesting.nest(hidden_states)
         if self.first:

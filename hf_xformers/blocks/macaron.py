@@ -28,7 +28,9 @@ class MacaronBlockSpec(BlockSpec):
             )
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:
-        half = {"kind": "feedforward", "residual_scale": self.residual_scale, "inner_scale": self.inner_scale}
         reading = [SublayerPlan("cross_attention", "cross_attention")] if cross else []
-        first, second = SublayerPlan("feedforward", **half), SublayerPlan("feedforward_2", **half)
+        first, second = (
+            SublayerPlan(name, "feedforward", residual_scale=self.residual_scale, inner_scale=self.inner_scale)
+            for name in ("feedforward", "feedforward_2")
+        )
         return [first, SublayerPlan("attention", "attention"), *reading, second]

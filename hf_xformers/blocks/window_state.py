@@ -3,6 +3,8 @@ decoding."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
@@ -17,7 +19,7 @@ class WindowCacheLayer(DynamicLayer):
 
     is_croppable = False
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.windows: dict[str, Tensor] = {}
 

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
+from torch import Tensor
+
 from ..core.components import Spec
+
+
+class InputPosition(Protocol):
+    """What an embedding asks of the position component."""
+
+    def embed(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
+        """hidden_states [B, T, D], positions [B or 1, T] -> [B, T, D] with what positions add."""
+        ...
 
 
 class EmbeddingSpec(Spec):

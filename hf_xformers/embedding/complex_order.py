@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..core.components import register
 from ..core.precision import Float32Module
 from ..core.weight_decay import Undecayed
-from .base import EmbeddingSpec
+from .base import EmbeddingSpec, InputPosition
 
 
 class ComplexEmbedding(Undecayed, Float32Module):
@@ -45,7 +45,7 @@ class ComplexEmbedding(Undecayed, Float32Module):
         return self.tokens(input_ids)
 
     def forward(
-        self, inputs_embeds: Tensor, token_type_ids: Tensor | None, positions: Tensor, position: nn.Module
+        self, inputs_embeds: Tensor, token_type_ids: Tensor | None, positions: Tensor, position: InputPosition
     ) -> Tensor:
         """inputs_embeds [B, T, D], positions [B or 1, T] -> [B, T, D], real parts before imaginary ones."""
         if token_type_ids is not None:

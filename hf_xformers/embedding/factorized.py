@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ..core.components import register
-from .base import EmbeddingSpec
+from .base import EmbeddingSpec, InputPosition
 
 
 class FactorizedEmbedding(nn.Module):
@@ -34,7 +34,7 @@ class FactorizedEmbedding(nn.Module):
         return self.tokens(input_ids)
 
     def forward(
-        self, inputs_embeds: Tensor, token_type_ids: Tensor | None, positions: Tensor, position: nn.Module
+        self, inputs_embeds: Tensor, token_type_ids: Tensor | None, positions: Tensor, position: InputPosition
     ) -> Tensor:
         """inputs_embeds [B, T, e], token_type_ids [B, T] or None, positions [B or 1, T] -> [B, T, D]."""
         narrow = inputs_embeds

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.components import register
+from .base import InputPosition
 from .token import TokenEmbedding, TokenEmbeddingSpec
 
 
@@ -20,7 +21,7 @@ class FixNormEmbedding(TokenEmbedding):
         init.uniform_(self.tokens.weight, -0.01, 0.01)
 
     def forward(
-        self, inputs_embeds: Tensor, token_type_ids: Tensor | None, positions: Tensor, position: nn.Module
+        self, inputs_embeds: Tensor, token_type_ids: Tensor | None, positions: Tensor, position: InputPosition
     ) -> Tensor:
         """As [`TokenEmbedding.forward`]."""
         return super().forward(F.normalize(inputs_embeds, dim=-1, eps=1e-5), token_type_ids, positions, position)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.components import register
 from ..core.weight_decay import Undecayed
-from .base import EmbeddingSpec
+from .base import EmbeddingSpec, InputPosition
 
 
 class PatchEmbedding(Undecayed, nn.Module):
@@ -49,15 +51,16 @@ class PatchEmbedding(Undecayed, nn.Module):
         raise ValueError("A model with patch embedding reads images; give `pixel_values` instead of `input_ids`.")
 
     def grid_positions(self, rows: int, columns: int) -> Tensor:
-        """E_pos for a grid of patches, [(1 +) rows * columns, D]."""
+        """E_pos for a grid of patches, [(1 +) rows * columns, D], of an embedding that has it."""
+        own = cast(Tensor, self.positions)
         if (rows, columns) == self.grid:
-            return self.positions
+            return own
         extra = 0 if self.class_token is None else 1
-        table = self.positions[extra:].view(1, *self.grid, -1).permute(0, 3, 1, 2)
+        table = own[extra:].view(1, *self.grid, -1).permute(0, 3, 1, 2)
         wide = table if table.dtype == torch.float64 else table.float()
         resized = F.interpolate(wide, size=(rows, columns), mode="bicubic", align_corners=False)
         patches = resized.to(table.dtype).permute(0, 2, 3, 1).flatten(0, 2)
-        return torch.cat([self.positions[:extra], patches])
+        return torch.cat([own[:extra], patches])
 
     def patches(self, pixel_values: Tensor, interpolate: bool = False) -> Tensor:
         """pixel_values [B, C, H, W] -> [B, (1 +) N, D], positions included: what `inputs_embeds` holds.
@@ -92,7 +95,7 @@ class PatchEmbedding(Undecayed, nn.Module):
         return vectors
 
     def forward(
-        self, inputs_embeds: Tensor, token_type_ids: Tensor | None, positions: Tensor, position: nn.Module
+        self, inputs_embeds: Tensor, token_type_ids: Tensor | None, positions: Tensor, position: InputPosition
     ) -> Tensor:
         """inputs_embeds [B, T, D] from [`PatchEmbedding.patches`] -> [B, T, D]."""
         if token_type_ids is not None:

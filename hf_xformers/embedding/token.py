@@ -7,7 +7,7 @@ import math
 from torch import Tensor, nn
 
 from ..core.components import register
-from .base import EmbeddingSpec
+from .base import EmbeddingSpec, InputPosition
 
 
 class TokenEmbedding(nn.Module):
@@ -38,7 +38,7 @@ class TokenEmbedding(nn.Module):
         return self.tokens(input_ids)
 
     def forward(
-        self, inputs_embeds: Tensor, token_type_ids: Tensor | None, positions: Tensor, position: nn.Module
+        self, inputs_embeds: Tensor, token_type_ids: Tensor | None, positions: Tensor, position: InputPosition
     ) -> Tensor:
         """inputs_embeds [B, T, D], token_type_ids [B, T] or None, positions [B or 1, T] -> [B, T, D]."""
         hidden_states = inputs_embeds * self.scale if self.spec.scale else inputs_embeds

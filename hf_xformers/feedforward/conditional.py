@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -66,7 +68,8 @@ class ConditionalFeedForward(FeedForward):
     def forward(self, hidden_states: Tensor, context: LayerContext) -> SublayerOutput:
         """hidden_states [B, T, D] -> [B, T, D]; `chunk_size_feed_forward` bounds the tokens in flight."""
         given = norm_inputs(self.normalization, context)
-        gates = self.gate(self.parts[-1].input_norm(hidden_states, **given), context)
+        last = cast(Part, self.parts[-1])
+        gates = self.gate(last.input_norm(hidden_states, **given), context)
         if self.chunk_size and not given:
             size = self.chunk_size
             pieces = zip(hidden_states.split(size, dim=1), gates.split(size, dim=1), strict=True)

@@ -16,7 +16,7 @@ from ..core.components import aliased, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from .base import FeedForward
 from .dense import DenseFeedForward
-from .experts import ExpertsSpec, real_tokens
+from .experts import Experts, ExpertsSpec, real_tokens
 
 _PRIME = 2**31 - 1
 # Stacks that let layers prepare once per call, with the cache, and keep the text's length.
@@ -63,8 +63,9 @@ def _last_id_layer(cache: Cache, context: LayerContext) -> LastIdLayer:
             f"feedforward 'hash_layers' hashes pairs of tokens, and the given {type(cache).__name__} does not hold the"
             " last one; leave `past_key_values` out, or make it with `hf_xformers.core.cache.make_cache(config)`."
         )
-    cache.layers.append(LastIdLayer())
-    return cache.layers[-1]
+    made = LastIdLayer()
+    cache.layers.append(made)
+    return made
 
 
 class HashExperts(FeedForward):
@@ -79,6 +80,10 @@ class HashExperts(FeedForward):
     `balanced`: a table that [`balance`] fills from token frequencies and that is saved with the model; until then it
     is the random one.
     """
+
+    experts: Experts
+    spec: HashLayersSpec
+    table: Tensor  # where `hash` is 'balanced'
 
     def __init__(self, config, spec: HashLayersSpec, layer_idx: int):
         super().__init__()

@@ -33,6 +33,9 @@ class TokenBatchNorm(Undecayed, nn.Module):
 
     undecayed = ("weight", "bias")
 
+    running_mean: Tensor
+    running_var: Tensor
+
     def __init__(self, width: int, eps: float = 1e-5, momentum: float = 0.1):
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))

@@ -259,8 +259,9 @@ class FineTuning:
             plan["trivial"] = dataclasses.asdict(trivial)
         if self.start is None:
             plan["size"] = self.size
-        if self.task.labels is not None:
-            plan["labels"] = self.task.labels.names
+        classes = self.task.class_names()
+        if classes is not None:
+            plan["labels"] = classes
         if self.options.class_balance:
             plan["class_balance"] = self.options.class_balance
         if language:  # what `hf-xformers evaluate` looks for
@@ -376,7 +377,7 @@ class FineTuning:
         balance = self.options.class_balance
         if not balance:
             return None
-        classes = len(self.task.labels.names)  # type: ignore[attr-defined]
+        classes = len(self.task.class_names() or ())
         return BalancedLoss(class_weights(prepared.splits["train"].features["labels"], classes, balance))
 
     def _callbacks(self, collator: Any) -> list[TrainerCallback]:

@@ -27,7 +27,7 @@ class LanguageModelHead(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""
-        if self.dense is not None:
+        if self.dense is not None and self.activation is not None and self.norm is not None:
             hidden_states = self.norm(self.activation(self.dense(hidden_states)))
         if self.scale is not None:
             hidden_states = hidden_states * self.scale

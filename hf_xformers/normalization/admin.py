@@ -22,6 +22,7 @@ class Admin(PostNorm):
     """
 
     undecayed = ("omega",)
+    profiled: Tensor
 
     def __init__(self, config, scale: float = 1.0, start: float = 1.0, profiled: bool = True):
         super().__init__(config, scale)
@@ -69,7 +70,7 @@ class _Trace:
         parts = [shortcut * frame.omega, branch]
         if mask is not None:
             parts = [part[mask] for part in parts]
-        self.variance = sum(part.double().var(correction=0) for part in parts)
+        self.variance = torch.stack([part.double().var(correction=0) for part in parts]).sum()
 
 
 @torch.no_grad()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from ..core.components import register
@@ -11,7 +13,7 @@ from .residual import Residual, ResidualSpec
 class BareSum(Residual):
     """y = x + f(x)."""
 
-    def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None) -> Tensor:
+    def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None, **inputs: Any) -> Tensor:
         return hidden_states + self.branch(output, gate)
 
 

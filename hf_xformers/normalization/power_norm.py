@@ -72,6 +72,9 @@ class PowerNorm(Undecayed, nn.Module):
     """
 
     undecayed = ("weight", "bias")
+    running_square: Tensor
+    running_gradient: Tensor
+    steps: Tensor
 
     def __init__(self, width: int, spec: PowerNormSpec, eps: float):
         super().__init__()

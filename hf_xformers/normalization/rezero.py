@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +18,7 @@ class ReZero(Residual):
     """
 
     undecayed = ("alpha",)
+    _owner: Any  # the frame that has the parameter
 
     def __init__(self, config, scale: float = 1.0, owner: ReZero | None = None):
         super().__init__(config, scale)
@@ -23,7 +26,7 @@ class ReZero(Residual):
         # Outside the module tree: the owner registers the parameter, once.
         object.__setattr__(self, "_owner", self if owner is None else owner)
 
-    def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None) -> Tensor:
+    def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None, **inputs: Any) -> Tensor:
         return hidden_states + self._owner.alpha * self.branch(output, gate)
 
     def initialize(self, config, init) -> None:

@@ -13,6 +13,7 @@ from ..core.components import Spec
 from ..core.context import LayerContext
 from ..core.segment_memory import SegmentMemory
 from ..core.weight_decay import Undecayed
+from ..position.base import Position
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Stack(Undecayed, nn.Module):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: nn.Module,
+        position: Position,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> StackOutput:

@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 from ..core.components import register
 from ..core.context import LayerContext
 from ..core.gates import ALL, NOISE, OPEN, Gates
+from ..position.base import Position
 from .base import StackOutput, StackSpec
 from .plain import PlainStack
 
@@ -35,7 +36,7 @@ class ConditionalStack(PlainStack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: nn.Module,
+        position: Position,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
         **more,

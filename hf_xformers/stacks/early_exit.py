@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from ..blocks.base import unpack_layer
 from ..core.context import LayerContext, add_losses
+from ..position.base import Position
 from .base import StackOutput, StackSpec
 from .plain import PlainStack
 
@@ -47,7 +48,7 @@ class EarlyExitStack(PlainStack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: nn.Module,
+        position: Position,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
         **more,
@@ -124,7 +125,7 @@ def _take(tensor: Tensor, rows: Tensor) -> Tensor:
     return tensor if tensor.shape[0] == 1 else tensor[rows]
 
 
-def take_rows(context: LayerContext, rows: Tensor, position: nn.Module, like: Tensor) -> LayerContext:
+def take_rows(context: LayerContext, rows: Tensor, position: Position, like: Tensor) -> LayerContext:
     """The call's state bundle for some of its rows [R]; layers have to prepare anew."""
     kept = copy.copy(context)
     for name in ("padding_mask", "positions", "explicit_mask", "segment_ids", "inputs_embeds", "position_ids"):

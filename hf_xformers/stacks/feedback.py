@@ -15,6 +15,7 @@ from ..blocks.base import unpack_layer
 from ..core.cache import RecurrentStateLayer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses, self_attention_cache
+from ..position.base import Position
 from .base import Stack, StackOutput, StackSpec, memory_by_step
 
 
@@ -94,7 +95,7 @@ class FeedbackStack(Stack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: nn.Module,
+        position: Position,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> StackOutput:

@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 from ..blocks.nesting import NESTING, SENTENCE_POSITIONS, AttentivePooling, Levels, make_nesting
 from ..core.components import register
 from ..core.context import LayerContext
+from ..position.base import Position
 from .base import StackOutput, StackSpec
 from .plain import PlainStack
 
@@ -51,7 +52,7 @@ class HiStack(PlainStack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: nn.Module,
+        position: Position,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
         **more,

@@ -15,6 +15,7 @@ from ..blocks.base import PARTNER, SublayerPlan, XFormerLayer, unpack_layer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses
 from ..ops.common.derivatives import first_derivative_only
+from ..position.base import Position
 from .base import Stack, StackOutput, StackSpec, memory_by_step
 
 logger = logging.get_logger(__name__)
@@ -45,7 +46,7 @@ class ReversibleStack(Stack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: nn.Module,
+        position: Position,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> StackOutput:
@@ -80,7 +81,7 @@ class _Run:
     layers: nn.ModuleList
     context: LayerContext
     past_key_values: Cache | None
-    position: nn.Module
+    position: Position
     stream_names: tuple[str, ...] = ()
     reads_memory: bool = False
     loss_names: tuple[str, ...] = ()

@@ -13,6 +13,7 @@ from ..blocks.base import unpack_layer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses, self_attention_cache
 from ..core.segment_memory import MemoryCacheLayer, SegmentMemory, join_masks
+from ..position.base import Position
 from .base import Stack, StackOutput, StackSpec
 
 
@@ -38,7 +39,7 @@ class SegmentRecurrentStack(Stack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: nn.Module,
+        position: Position,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> StackOutput:

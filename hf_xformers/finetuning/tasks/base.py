@@ -61,7 +61,6 @@ class Task:
     generates: ClassVar[bool] = False
     one_class: ClassVar[bool] = False  # an example (a row or a token) is of one of `labels`
     predicts: ClassVar[bool] = True  # says something of every row
-    labels: Labels | None = None  # the classes, once `settle` or `restore` has found them
 
     def __init__(self, options: TaskOptions) -> None:
         self.options = options
@@ -114,6 +113,11 @@ class Task:
         Raises ValueError where rows are more than texts.
         """
         raise ValueError(f"rows of {self.id} are more than a text; give a file of them")
+
+    def class_names(self) -> list[str] | None:
+        """The classes in the order of their ids, once `settle` or `restore` has found them; None: the task has
+        none."""
+        return None
 
     def facts(self) -> dict[str, Any]:
         """What else `settle` learnt from training rows, as JSON can hold it, for `restore`."""

@@ -101,6 +101,9 @@ class TextClassification(WholeText):
     def _label(self, value: Any, rows: Dataset, where: RowNames, row: int) -> int:
         return self.labels.id(value, rows.features[self.label_column], where, row, "label_column")
 
+    def class_names(self) -> list[str] | None:
+        return self.labels.names
+
     def config_fields(self) -> dict[str, Any]:
         return {**self.labels.config_fields(), "problem_type": "single_label_classification"}
 

@@ -83,6 +83,9 @@ class MultiLabelClassification(WholeText):
             present[self.labels.id(name, _inner(rows, self.label_column), where, row, "label_column")] = 1.0
         return present
 
+    def class_names(self) -> list[str] | None:
+        return self.labels.names
+
     def config_fields(self) -> dict[str, Any]:
         return {**self.labels.config_fields(), "problem_type": _PROBLEM}
 

@@ -96,6 +96,9 @@ class TokenClassification(Task):
             found.append(list(map(str, words)))
         return found
 
+    def class_names(self) -> list[str] | None:
+        return self.labels.names
+
     def config_fields(self) -> dict[str, Any]:
         return self.labels.config_fields()
 
