@@ -258,7 +258,8 @@ class AdaptiveSpanAttention(Attention):
         masked = any(mask is not None for mask in masks)
         key, value = self.repeated(key), self.repeated(value)
         dropout = self.dropout if self.training else 0.0
-        return window_attention(query, key, value, bias, table, side, visible if masked else None, dropout)
+        output = window_attention(query, key, value, bias, table, side, visible if masked else None, dropout)
+        return output.transpose(1, 2)
 
     def _windows(
         self,
@@ -334,10 +335,10 @@ class AdaptiveSpanAttention(Attention):
             value,
             patterns if len(set(sides)) > 1 else patterns[0],
             key_padding_mask=None if context.padding_mask is None else context.padding_mask[:, total - keys :],
-            q_offset=total - query.shape[2],
-            k_offset=total - keys,
+            query_offset=total - query.shape[2],
+            key_offset=total - keys,
             scale=1.0,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout=self.dropout if self.training else 0.0,
             score_bias=score_bias,
             bias_is_relative=bias is None,
             segment_ids=context.segment_ids,

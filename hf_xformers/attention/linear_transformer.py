@@ -56,11 +56,10 @@ class LinearTransformerAttention(LinearAttention):
             return None
         value, output = self.v_proj, self.o_proj
         sums = folded_sums(
-            *(self.k_proj(states), states, value.weight, value.bias),
-            heads=self.num_heads,
+            *(self.heads(self.k_proj(states)), states, value.weight, value.bias),
             key_padding_mask=context.query_padding_mask,
         )
-        return read_folded_sums(self.q_proj(states), sums, output.weight, output.bias, eps=self.eps)
+        return read_folded_sums(self.heads(self.q_proj(states)), sums, output.weight, output.bias, eps=self.eps)
 
 
 @register("attention", "linear_transformer", aliases=("linear",))

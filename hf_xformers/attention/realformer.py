@@ -130,10 +130,10 @@ class RealFormerAttention(Attention):
             value,
             _ALL,
             key_padding_mask=context.memory_padding_mask if self.cross else context.padding_mask,
-            q_offset=0 if self.cross else key.shape[2] - query.shape[2],
+            query_offset=0 if self.cross else key.shape[2] - query.shape[2],
             causal=self.is_causal,
             scale=1.0,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout=self.dropout if self.training else 0.0,
             score_bias=None if bias is None else bias.block,
             segment_ids=None if self.cross else context.segment_ids,
         )

@@ -193,14 +193,14 @@ class ReformerAttention(WithScoreTerms):
             own_label=not released,
             circular=released,
         )
-        options.update(valid=context.padding_mask)
+        options.update(key_padding_mask=context.padding_mask)
         if added is not None and literal:
             reference = partial(bucketed_reference, query, key, value, labels, sets, **options)
             return added.from_matrix(reference, query, key, value, dropout)
         if added is not None:
             options.update(num_labels=self.num_buckets)
             return attend_in_buckets(query, key, value, labels, sets, added, dropout, **options), None
-        options.update(scale=self.scaling, dropout_p=dropout)
+        options.update(scale=self.scaling, dropout=dropout)
         if literal:
             return bucketed_reference(query, key, value, labels, sets, **options)
         return bucketed_attention(query, key, value, labels, sets, num_labels=self.num_buckets, **options), None

@@ -326,7 +326,7 @@ class RoutingAttention(WithScoreTerms):
         place = {
             "key_padding_mask": context.padding_mask,
             "causal": self.is_causal,
-            "q_offset": key.shape[2] - query.shape[2],
+            "query_offset": key.shape[2] - query.shape[2],
         }
         if added is not None:
             found = pattern_tiles(self.blocks, *query.shape[1:3], key.shape[2], **place, device=query.device)
@@ -339,7 +339,7 @@ class RoutingAttention(WithScoreTerms):
             value,
             self.blocks,
             scale=self.scaling,
-            dropout_p=dropout,
+            dropout=dropout,
             **place,
         )
         return output, None
@@ -392,7 +392,7 @@ class RoutingAttention(WithScoreTerms):
         if added is not None:
             inputs = (query * added.scale, key, value, added.tables, added.terms)
             return cluster_attention(*inputs, *chosen, **options, dropout=dropout), None
-        options.update(scale=self.scaling, dropout_p=dropout)
+        options.update(scale=self.scaling, dropout=dropout)
         if literal:
             return clustered_reference(query, key, value, *chosen, **options)
         return clustered_attention(query, key, value, *chosen, **options), None

@@ -21,9 +21,9 @@ from .common.segments import accumulation_dtype, check_padding_mask
 
 
 def nystrom_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     *,
     num_landmarks: int,
     key_padding_mask: Tensor | None = None,
@@ -39,7 +39,7 @@ def nystrom_attention(
     attention.
 
     Args:
-        q, k, v: `[B, H, T, d]`, `[B, H, S, d]`, `[B, H, S, dv]`.
+        query, key, value: `[B, H, T, d]`, `[B, H, S, d]`, `[B, H, S, dv]`.
         num_landmarks: at most so many segments of queries and of keys.
         key_padding_mask, query_padding_mask: `[B, S]` and `[B, T]`, True = real token; self-attention passes the same
             mask twice.
@@ -49,7 +49,7 @@ def nystrom_attention(
         scale: of the scores; default 1 / sqrt(d).
 
     Returns:
-        `[B, H, T, dv]` in the dtype of `v`. A sequence without real keys gives 0.
+        `[B, H, T, dv]` in the dtype of `value`. A sequence without real keys gives 0.
 
     Raises:
         ValueError: num_landmarks < 1, pinv_iterations < 1, an unknown pinv_init, or a mask of another shape.
@@ -58,22 +58,22 @@ def nystrom_attention(
         raise ValueError(f"num_landmarks must be at least 1, got {num_landmarks}.")
     if pinv_iterations is not None and pinv_iterations < 1:
         raise ValueError(f"pinv_iterations must be at least 1, or None for the exact inverse, got {pinv_iterations}.")
-    check_padding_mask(key_padding_mask, k.shape[0], k.shape[2])
-    check_padding_mask(query_padding_mask, q.shape[0], q.shape[2])
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    check_padding_mask(key_padding_mask, key.shape[0], key.shape[2])
+    check_padding_mask(query_padding_mask, query.shape[0], query.shape[2])
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     visible = nonempty = None
     if key_padding_mask is not None:
         # A softmax over nothing is NaN: let an empty sequence see everything and blank its output.
         nonempty = key_padding_mask.any(-1)
         visible = (key_padding_mask | ~nonempty[:, None])[:, None, None, :]
-    if k.shape[2] <= num_landmarks:
-        return _blank(F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale), nonempty)
+    if key.shape[2] <= num_landmarks:
+        return _blank(F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale), nonempty)
 
-    landmarks_q, count_q = segment_means(q, num_landmarks, query_padding_mask)
-    landmarks_k, count_k = segment_means(k, num_landmarks, key_padding_mask)
-    summary = F.scaled_dot_product_attention(landmarks_q, k, v, attn_mask=visible, scale=scale)
-    dtype = accumulation_dtype(v.dtype)
-    with torch.autocast(q.device.type, enabled=False):
+    landmarks_q, count_q = segment_means(query, num_landmarks, query_padding_mask)
+    landmarks_k, count_k = segment_means(key, num_landmarks, key_padding_mask)
+    summary = F.scaled_dot_product_attention(landmarks_q, key, value, attn_mask=visible, scale=scale)
+    dtype = accumulation_dtype(value.dtype)
+    with torch.autocast(query.device.type, enabled=False):
         scores = landmarks_q.to(dtype) @ landmarks_k.to(dtype).mT * scale
         used = None
         if count_k is not None and nonempty is not None:
@@ -91,15 +91,15 @@ def nystrom_attention(
         values = inverse @ summary.to(dtype)
         # An inverse has large entries where landmarks are alike; what is read of it is small again.
         peak = values.detach().abs().amax((-2, -1), keepdim=True).clamp(min=1.0)
-        values = (values / peak).to(v.dtype)
+        values = (values / peak).to(value.dtype)
     if key_padding_mask is not None:
         # Few enough keys to be landmarks themselves: attending to them is exact.
         short = key_padding_mask.sum(-1) <= num_landmarks
         short = short[:, None, None, None]
-        values = torch.where(short, segment_means(v, num_landmarks, key_padding_mask)[0], values)
+        values = torch.where(short, segment_means(value, num_landmarks, key_padding_mask)[0], values)
         peak = peak.masked_fill(short, 1.0)
-    read = F.scaled_dot_product_attention(q, landmarks_k, values, attn_mask=used, scale=scale)
-    return _blank((read * peak).to(v.dtype), nonempty)
+    read = F.scaled_dot_product_attention(query, landmarks_k, values, attn_mask=used, scale=scale)
+    return _blank((read * peak).to(value.dtype), nonempty)
 
 
 def segment_means(x: Tensor, num_segments: int, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -182,16 +182,18 @@ def iterative_pinv(matrix: Tensor, iterations: int = 6, *, init: str = "per_matr
 
 
 def nystrom_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, num_landmarks: int, pinv_iterations: int | None = 6
+    query: Tensor, key: Tensor, value: Tensor, *, num_landmarks: int, pinv_iterations: int | None = 6
 ) -> Tensor:
     """The equation with its three factors written out, for sequences without padding that are longer than m."""
-    scale = q.shape[-1] ** -0.5
+    scale = query.shape[-1] ** -0.5
     means_q, means_k = (
-        torch.stack([part.mean(2) for part in x.tensor_split(num_landmarks, dim=2)], dim=2) for x in (q, k)
+        torch.stack([part.mean(2) for part in x.tensor_split(num_landmarks, dim=2)], dim=2) for x in (query, key)
     )
-    first, middle, last = ((a @ b.mT * scale).softmax(-1) for a, b in ((q, means_k), (means_q, means_k), (means_q, k)))
+    first, middle, last = (
+        (a @ b.mT * scale).softmax(-1) for a, b in ((query, means_k), (means_q, means_k), (means_q, key))
+    )
     inverse = torch.linalg.pinv(middle) if pinv_iterations is None else iterative_pinv(middle, pinv_iterations)
-    return first @ inverse @ last @ v
+    return first @ inverse @ last @ value
 
 
 def _blank(out: Tensor, nonempty: Tensor | None) -> Tensor:

@@ -87,7 +87,7 @@ def test_no_later_token_matters():
 def test_queries_of_a_cache_stand_at_their_offset():
     q, k, v = inputs(30)
     whole = block_sparse_attention(q, k, v, band(6, 0))
-    last = block_sparse_attention(q[:, :, 27:], k, v, band(6, 0), q_offset=27)
+    last = block_sparse_attention(q[:, :, 27:], k, v, band(6, 0), query_offset=27)
     torch.testing.assert_close(last, whole[:, :, 27:])
 
 

@@ -71,10 +71,10 @@ def key_counts(sets, labels, real, query):
     return counts
 
 
-def by_hand(q, k, v, labels, sets, valid, distinct, own_key_last, scale=0.5):
+def by_hand(q, k, v, labels, sets, key_padding_mask, distinct, own_key_last, scale=0.5):
     out = torch.zeros_like(v)
     for b, h, i in itertools.product(*map(range, q.shape[:3])):
-        real = [True] * q.shape[2] if valid is None else valid[b].tolist()
+        real = [True] * q.shape[2] if key_padding_mask is None else key_padding_mask[b].tolist()
         counts = key_counts(sets, labels[b, h].tolist(), real, i)
         total, sum_ = 0.0, torch.zeros_like(v[b, h, i])
         exponents = {j: scale * float(q[b, h, i] @ k[b, h, j]) for j, count in enumerate(counts) if count}
@@ -99,7 +99,7 @@ def test_reference_is_the_definition(sets, own_key_last):
         valid = torch.arange(length) != 3
         valid = torch.stack([valid, torch.zeros_like(valid)])
         for mask in (None, valid):
-            options = {"valid": mask, "distinct": distinct, "own_key_last": own_key_last}
+            options = {"key_padding_mask": mask, "distinct": distinct, "own_key_last": own_key_last}
             expected = by_hand(q, k, v, labels, sets, **options)
             out, weights = bucketed_reference(q, k, v, labels, sets, scale=0.5, **options)
             torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
@@ -117,7 +117,7 @@ def test_engine_equals_reference(sets, rounds):
             valid = torch.rand(2, length, generator=torch.Generator().manual_seed(1)) > 0.4
             valid[1] = False
         for distinct in (False,) if sets in RINGS else (False, True):
-            options = {"valid": valid, "distinct": distinct, "own_key_last": own_key_last}
+            options = {"key_padding_mask": valid, "distinct": distinct, "own_key_last": own_key_last}
             out = bucketed_attention(q, k, v, labels, sets, num_labels=3, **options)
             expected, _ = bucketed_reference(q, k, v, labels, sets, **options)
             slope = torch.randn_like(out)
@@ -178,7 +178,7 @@ def test_padding_is_invisible():
             valid[:, places] = True
             wide = [torch.randn(2, 2, 30, 4, dtype=q.dtype).index_copy(2, places, x) for x in (q, k, v)]
             wide_labels = torch.randint(0, 3, (2, 2, 3, 30)).index_copy(3, places, labels)
-            out = bucketed_attention(*wide, wide_labels, sets, num_labels=3, valid=valid, own_key_last=True)
+            out = bucketed_attention(*wide, wide_labels, sets, num_labels=3, key_padding_mask=valid, own_key_last=True)
             torch.testing.assert_close(out[:, :, places], expected, rtol=1e-10, atol=1e-10)
             assert (out.masked_select(~valid[:, None, :, None]) == 0).all()
 
@@ -187,7 +187,7 @@ def test_padding_is_invisible():
 def test_padding_alone_gives_zeros(dtype):
     q, k, v, labels = inputs(9, dtype=dtype)
     valid = torch.zeros(2, 9, dtype=torch.bool)
-    out = bucketed_attention(q, k, v, labels, Recent(3), num_labels=3, valid=valid, own_key_last=True)
+    out = bucketed_attention(q, k, v, labels, Recent(3), num_labels=3, key_padding_mask=valid, own_key_last=True)
     found = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
     assert all((x == 0).all() for x in (out, *found))
 
@@ -238,7 +238,7 @@ def test_dropout_is_replayed_and_unbiased():
 
     def run(values, seed=5):
         torch.manual_seed(seed)
-        return bucketed_attention(q, k, values, labels, Recent(4), num_labels=3, dropout_p=0.3)
+        return bucketed_attention(q, k, values, labels, Recent(4), num_labels=3, dropout=0.3)
 
     # The result is linear in the values, so the gradient gives the result back if both saw the same mask.
     out = run(v)
@@ -253,7 +253,7 @@ def test_dropout_is_replayed_and_unbiased():
     for sign in (1, -1):
         torch.manual_seed(5)
         moved = (q + sign * step * moves[0], k + sign * step * moves[1])
-        ends.append((bucketed_attention(*moved, v, labels, Recent(4), num_labels=3, dropout_p=0.3) * slope).sum())
+        ends.append((bucketed_attention(*moved, v, labels, Recent(4), num_labels=3, dropout=0.3) * slope).sum())
     expected = (ends[0] - ends[1]) / (2 * step)
     torch.testing.assert_close((to_q * moves[0]).sum() + (to_k * moves[1]).sum(), expected, rtol=1e-6, atol=1e-7)
     mean = torch.stack([run(v, seed) for seed in range(300)]).mean(0)
@@ -317,14 +317,14 @@ def test_empty_sequence():
 def test_refusals():
     q, k, v, labels = inputs(6)
     for changes, text in (
-        ({"k": k[:, :, :4]}, "every token is a query and a key"),
+        ({"key": k[:, :, :4]}, "every token is a query and a key"),
         ({"labels": labels[:, :, :, :4]}, "labels must be"),
         ({"labels": labels.double()}, "give integers"),
-        ({"valid": torch.ones(2, 6)}, "boolean mask"),
-        ({"dropout_p": 1.0}, "not a probability"),
+        ({"key_padding_mask": torch.ones(2, 6)}, "boolean mask"),
+        ({"dropout": 1.0}, "not a probability"),
         ({"sets": RINGS[0]}, "distinct=False"),
     ):
-        arguments = {"q": q, "k": k, "v": v, "labels": labels, "sets": Recent(2), "num_labels": 3, **changes}
+        arguments = {"query": q, "key": k, "value": v, "labels": labels, "sets": Recent(2), "num_labels": 3, **changes}
         with pytest.raises(ValueError, match=text):
             bucketed_attention(**arguments)
     with pytest.raises(ValueError, match="window >= 0"):
@@ -397,16 +397,16 @@ def test_dropout_of_clusters_is_the_same_in_both_passes(causal):
     q, k, v, _ = inputs(7)
     query_index, key_index = clusters(7), clusters(7, seed=1)
 
-    def run(q, k, v, dropout_p=0.4):
+    def run(q, k, v, dropout=0.4):
         torch.manual_seed(0)
-        return clustered_attention(q, k, v, query_index, key_index, causal=causal, dropout_p=dropout_p)
+        return clustered_attention(q, k, v, query_index, key_index, causal=causal, dropout=dropout)
 
     assert torch.autograd.gradcheck(run, (q, k, v))
     assert (run(q, k, v) - run(q, k, v, 0.0)).abs().max() > 1e-3
     torch.manual_seed(0)
     ones = torch.ones_like(v)
     many = torch.stack(
-        [clustered_attention(q, k, ones, query_index, key_index, causal=causal, dropout_p=0.4) for _ in range(3000)]
+        [clustered_attention(q, k, ones, query_index, key_index, causal=causal, dropout=0.4) for _ in range(3000)]
     )
     assert (many.mean(0) - run(q, k, ones, 0.0)).abs().max() < 0.12
 

@@ -245,7 +245,7 @@ def test_batch_and_heads_are_independent():
     ("change", "message"),
     [
         (dict(beta=torch.ones(B, H)), "beta"),
-        (dict(q=torch.ones(B, H, 1, F)), "must be"),
+        (dict(query=torch.ones(B, H, 1, F)), "must be"),
         (dict(key_padding_mask=torch.ones(B, T)), "boolean"),
         (dict(chunk_size=0), "chunk_size"),
         (dict(state=torch.ones(B, H, F, F)), "state has shape"),
@@ -254,7 +254,10 @@ def test_batch_and_heads_are_independent():
 )
 def test_refuses_what_cannot_work(change, message):
     given = dict(
-        q=torch.ones(B, H, T, F), k=torch.ones(B, H, T, F), v=torch.ones(B, H, T, DV), beta=torch.ones(B, H, T)
+        query=torch.ones(B, H, T, F),
+        key=torch.ones(B, H, T, F),
+        value=torch.ones(B, H, T, DV),
+        beta=torch.ones(B, H, T),
     )
     with pytest.raises(ValueError, match=message):
         delta_rule(**{**given, **change})

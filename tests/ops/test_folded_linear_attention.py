@@ -15,8 +15,8 @@ def numbers(*shape: int, seed: int) -> torch.Tensor:
 
 def inputs(queries: int, keys: int, biases: bool):
     made = {
-        "q": numbers(2, queries, HEADS * DEPTH, seed=1),
-        "k": numbers(2, keys, HEADS * DEPTH, seed=2),
+        "query": numbers(2, queries, HEADS * DEPTH, seed=1),
+        "key": numbers(2, keys, HEADS * DEPTH, seed=2),
         "states": numbers(2, keys, STATES, seed=3),
         "value": numbers(HEADS * OF_VALUES, STATES, seed=4),
         "output": numbers(OUT, HEADS * OF_VALUES, seed=5),
@@ -29,14 +29,18 @@ def inputs(queries: int, keys: int, biases: bool):
 def folded(made, **options):
     eps = options.pop("eps", 0.0)
     value, output = ((made[name], made.get(f"{name}_bias")) for name in ("value", "output"))
-    sums = folded_sums(made["k"], made["states"], *value, heads=HEADS, **options)
-    return read_folded_sums(made["q"], sums, *output, eps=eps)
+    query, key = (by_head(made[name]) for name in ("query", "key"))
+    return read_folded_sums(query, folded_sums(key, made["states"], *value, **options), *output, eps=eps)
+
+
+def by_head(projected):
+    return projected.unflatten(-1, (HEADS, -1)).transpose(1, 2)
 
 
 def written_out(made, mask, eps):
     """Every weight of every pair; values and outputs of heads for every token."""
     values = torch.nn.functional.linear(made["states"], made["value"], made.get("value_bias"))
-    q, k, v = (x.unflatten(-1, (HEADS, -1)) for x in (elu_plus_one(made["q"]), elu_plus_one(made["k"]), values))
+    q, k, v = (x.unflatten(-1, (HEADS, -1)) for x in (elu_plus_one(made["query"]), elu_plus_one(made["key"]), values))
     weights = torch.einsum("bihf,bjhf->bhij", q, k) * (1.0 if mask is None else mask[:, None, None])
     sums = weights.sum(-1, keepdim=True) + eps
     mixed = torch.einsum("bhij,bjhd->bihd", weights / torch.where(sums == 0, 1.0, sums), v).flatten(2)
@@ -84,4 +88,4 @@ def test_refusals():
     with pytest.raises(ValueError, match="boolean tensor of shape"):
         folded(made, key_padding_mask=torch.ones(2, 9).bool())
     with pytest.raises(RuntimeError, match="no second derivative.*eager"):
-        torch.autograd.grad(folded(made).square().sum(), made["q"], create_graph=True)
+        torch.autograd.grad(folded(made).square().sum(), made["query"], create_graph=True)

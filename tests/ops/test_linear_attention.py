@@ -85,7 +85,7 @@ def test_causal_scan_and_its_gradients_equal_the_dense_form(form, masked, chunk_
     inputs = [draw(B, H, T, F, positive=True), draw(B, H, T, F, positive=True), draw(B, H, T, DV)]
     options = {}
     if "rotated" in form:
-        options.update(rotated_q=draw(B, H, T, F), rotated_k=draw(B, H, T, F))
+        options.update(rotated_query=draw(B, H, T, F), rotated_key=draw(B, H, T, F))
     if "weighted" in form:
         options["log_weight"] = (4 * torch.randn(B, H, T, dtype=torch.float64)).requires_grad_()
     if form == "unnormalized":
@@ -109,7 +109,7 @@ def test_bidirectional_form_and_its_gradients_equal_the_dense_form(form, keys):
     inputs = [draw(B, H, 23, F, positive=True), draw(B, H, keys, F, positive=True), draw(B, H, keys, DV)]
     options = {}
     if "rotated" in form:
-        options.update(rotated_q=draw(B, H, 23, F), rotated_k=draw(B, H, keys, F), log_weight=draw(B, H, keys))
+        options.update(rotated_query=draw(B, H, 23, F), rotated_key=draw(B, H, keys, F), log_weight=draw(B, H, keys))
     if form == "unnormalized":
         options["normalize"] = False
     if form == "eps":
@@ -148,7 +148,7 @@ def test_prefill_and_steps_equal_the_full_pass(weighted, rotated):
         # The largest weight comes early, then late: the running maximum must hold and must rise.
         full_options["log_weight"] = 30 * torch.randn(B, H, T, dtype=torch.float64)
     if rotated:
-        full_options.update(rotated_q=draw(B, H, T, F), rotated_k=draw(B, H, T, F))
+        full_options.update(rotated_query=draw(B, H, T, F), rotated_key=draw(B, H, T, F))
     mask = some_mask()
 
     def piece(start, stop):
@@ -254,7 +254,7 @@ def test_no_output_sees_a_later_token(kind, chunk_size):
             return linear_attention(*features, v, causal=True, log_weight=weight, chunk_size=chunk_size)
         if kind == "rotated":
             features = elu_plus_one(q), elu_plus_one(k)
-            return linear_attention(*features, v, rotated_q=q, rotated_k=k, causal=True, chunk_size=chunk_size)
+            return linear_attention(*features, v, rotated_query=q, rotated_key=k, causal=True, chunk_size=chunk_size)
         map_ = positive_features if kind == "positive" else trigonometric_features
         return kernel_attention(q, k, v, map_, projection, causal=True, chunk_size=chunk_size)
 
@@ -481,15 +481,15 @@ def test_compiles_without_graph_breaks():
         (dict(key_padding_mask=torch.ones(B, T)), "torch.float32"),
         (dict(chunk_size=0), "chunk_size"),
         (dict(log_weight=torch.ones(B, T)), "log_weight"),
-        (dict(rotated_q=torch.ones(B, H, T, F)), "both or neither"),
+        (dict(rotated_query=torch.ones(B, H, T, F)), "both or neither"),
         (dict(normalize=False, log_weight=torch.ones(B, H, T)), "normalize=False"),
         (dict(state=(torch.ones(B, H, 2, 2), torch.ones(B, H, 2))), "state holds"),
-        (dict(v=torch.ones(B, H, T + 1, DV)), "must be"),
-        (dict(phi_q=torch.ones(B, H, 2, F)), "as many queries as keys"),
+        (dict(value=torch.ones(B, H, T + 1, DV)), "must be"),
+        (dict(query=torch.ones(B, H, 2, F)), "as many queries as keys"),
     ],
 )
 def test_refuses_what_cannot_work(change, message):
-    given = dict(phi_q=torch.ones(B, H, T, F), phi_k=torch.ones(B, H, T, F), v=torch.ones(B, H, T, DV), causal=True)
+    given = dict(query=torch.ones(B, H, T, F), key=torch.ones(B, H, T, F), value=torch.ones(B, H, T, DV), causal=True)
     with pytest.raises(ValueError, match=message):
         linear_attention(**{**given, **change})
 

@@ -48,7 +48,7 @@ def test_mask_is_the_definition(name: str, length: int):
 
 def test_mask_of_later_queries_is_a_slice():
     for pattern in EVERY.values():
-        assert torch.equal(pattern.mask(9, LENGTH, q_offset=11), pattern.mask(LENGTH, LENGTH)[11:20])
+        assert torch.equal(pattern.mask(9, LENGTH, query_offset=11), pattern.mask(LENGTH, LENGTH)[11:20])
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -77,7 +77,7 @@ def literal(query, key, value, scores, seen, added=None):
     scores = (query @ key.mT + scores).masked_fill(~seen, -1e300)
     weights = torch.softmax(scores, -1) * seen.any(-1, keepdim=True)
     output = weights @ value
-    return (output if added is None else output + weights @ added).transpose(1, 2)
+    return output if added is None else output + weights @ added
 
 
 def check(found: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:

@@ -34,7 +34,7 @@ def case(length, keys, distances):
 def test_reference_one_pair_at_a_time():
     q, k, v, bias, table = (x.detach() for x in case(5, 7, 4))
     for before in (3, 5, 1):
-        expected = torch.zeros(B, 5, H, D, dtype=torch.float64)
+        expected = torch.zeros(B, H, 5, D, dtype=torch.float64)
         for b, h, i in itertools.product(range(B), range(H), range(5)):
             powers = torch.zeros(7, dtype=torch.float64)
             for j in range(7):
@@ -42,7 +42,7 @@ def test_reference_one_pair_at_a_time():
                 if 0 <= column < 4:
                     powers[j] = torch.exp(q[b, h, i] @ (k[b, h, j] + table[column]) + bias[h, column])
             if powers.sum() > 0:
-                expected[b, i, h] = powers / powers.sum() @ v[b, h]
+                expected[b, h, i] = powers / powers.sum() @ v[b, h]
         found = window_attention_reference(q, k, v, bias, table, before)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
@@ -67,8 +67,9 @@ def test_tiles_and_gradients(length, keys, distances, before, relative, masked):
     mask = torch.rand(B, 1, length, keys) < 0.6 if masked else None
     leaves = (*inputs, table) if relative else tuple(inputs)
     arguments = (*inputs, table if relative else None, before)
-    found = window_attention(*arguments, None if mask is None else lambda rows, columns: mask[:, :, rows, columns])
-    expected = window_attention_reference(*arguments, mask)
+    visible = None if mask is None else lambda rows, columns: mask[:, :, rows, columns]
+    found = window_attention(*arguments, visible)
+    expected = window_attention_reference(*arguments, visible)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     probe = torch.randn_like(found)
     pairs = zip(torch.autograd.grad(found, leaves, probe), torch.autograd.grad(expected, leaves, probe), strict=True)
@@ -85,26 +86,26 @@ def test_masks_of_heads_and_of_all_rows():
         def visible(rows, columns, mask=mask):
             return mask[:, :, rows if mask.shape[2] > 1 else slice(None), columns]
 
-        expected = window_attention_reference(*given, 3, mask)
+        expected = window_attention_reference(*given, 3, visible)
         torch.testing.assert_close(window_attention(*given, 3, visible), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_what_nobody_reads_does_not_matter():
     """Numbers beyond the window, enormous ones among them, change neither results nor gradients."""
     q, k, v, bias, table = case(12, 12, 3)
-    (first,) = torch.autograd.grad(window_attention(q, k, v, bias, table, 3)[:, 8:].square().sum(), q)
+    (first,) = torch.autograd.grad(window_attention(q, k, v, bias, table, 3)[:, :, 8:].square().sum(), q)
     far = torch.arange(12)[:, None] < 5
     k2, v2 = (torch.where(far, 1e30, x) for x in (k, v))
     output = window_attention(q, k2, v2, bias, table, 3)
-    torch.testing.assert_close(output[:, 8:], window_attention(q, k, v, bias, table, 3)[:, 8:], rtol=0, atol=0)
-    assert torch.equal(torch.autograd.grad(output[:, 8:].square().sum(), q)[0], first)
+    torch.testing.assert_close(output[:, :, 8:], window_attention(q, k, v, bias, table, 3)[:, :, 8:], rtol=0, atol=0)
+    assert torch.equal(torch.autograd.grad(output[:, :, 8:].square().sum(), q)[0], first)
 
 
 def test_a_head_that_reads_nothing():
     q, k, v, bias, table = (x.detach() for x in case(9, 9, 5))
     bias[2] = -math.inf
     found = window_attention(q, k, v, bias, table, 4)
-    assert (found[:, :, 2] == 0).all() and (found[:, :, :2] != 0).all()
+    assert (found[:, 2] == 0).all() and (found[:, :2] != 0).all()
 
 
 def test_dropout_is_the_same_in_the_backward_pass():
@@ -142,7 +143,7 @@ def test_refusals():
     q, k, v, bias, table = case(5, 7, 4)
     for arguments, message in (
         ((k, q, v, bias, table), "at least as many keys"),
-        ((q, k, v[:, :, 1:], bias, table), "v .2, 3, 6, 4. must be"),
+        ((q, k, v[:, :, 1:], bias, table), "value .2, 3, 6, 4. must be"),
         ((q, k, v, bias[1:], table), r"bias \(2, 4\) and table \(4, 4\) must be \[3, n\]"),
         ((q, k, v, bias, table[1:]), r"table \(3, 4\)"),
     ):

@@ -78,14 +78,16 @@ def attend_in_buckets(
     added: ScoreTerms,
     dropout: float,
     *,
-    valid: Tensor | None,
+    key_padding_mask: Tensor | None,
     **options: Any,
 ) -> Tensor:
     """[`bucketed_attention`] with terms for the last T tokens, [B, H, T, d]; options: of [`bucket_tiles`]."""
     first = key.shape[2] - query.shape[2]
-    rounds = bucket_tiles(labels, sets, valid=valid, first=first, **options)
+    rounds = bucket_tiles(labels, sets, key_padding_mask=key_padding_mask, query_offset=first, **options)
     output = tile_attention(query * added.scale, key, value, added.tables, added.terms, rounds, dropout)
-    return output if valid is None else output.masked_fill(~valid[:, None, first:, None], 0.0)
+    if key_padding_mask is None:
+        return output
+    return output.masked_fill(~key_padding_mask[:, None, first:, None], 0.0)
 
 
 def labels_of_all(
@@ -156,7 +158,7 @@ def recent_attention(
                     own,
                     Recent(stage.window),
                     query_index=context.query_index,
-                    valid=valid,
+                    key_padding_mask=valid,
                     **sets,
                     **options,
                 )
@@ -167,7 +169,7 @@ def recent_attention(
         if added is not None:
             output, weights = added.from_matrix(reference, query, key, value, dropout)
         else:
-            output, weights = reference(scale=scale, dropout_p=dropout)
+            output, weights = reference(scale=scale, dropout=dropout)
         return output, weights if literal else None
     if added is not None:
         rounds: list[list[Tiles]] = []
@@ -177,7 +179,14 @@ def recent_attention(
             real = valid if at == len(used) - 1 else number <= at
             real = real if valid is None or real is valid else real & valid
             real = None if real is None else real.expand(key.shape[0], -1)
-            found = bucket_tiles(own, Recent(stage.window), valid=real, first=first, num_labels=num_labels, **sets)
+            found = bucket_tiles(
+                own,
+                Recent(stage.window),
+                key_padding_mask=real,
+                query_offset=first,
+                num_labels=num_labels,
+                **sets,
+            )
             if len(used) > 1:
                 found = [[_of_stage(tiles, number[:, first:] == at) for tiles in tiled] for tiled in found]
             rounds = [[*one, *other] for one, other in zip(rounds, found, strict=True)] if rounds else found
@@ -185,10 +194,10 @@ def recent_attention(
         return output if valid is None else output.masked_fill(~valid[:, None, first:, None], 0.0), None
     if not context.fresh:  # the queries of cached tokens are gone; their results are not asked for
         query = torch.zeros_like(key).index_copy(2, context.query_index, query)
-    sets.update(num_labels=num_labels, scale=scale, dropout_p=dropout)
+    sets.update(num_labels=num_labels, scale=scale, dropout=dropout)
     inputs = (query, key, value)
     if len(used) == 1:
-        output = bucketed_attention(*inputs, used[0][1], Recent(used[0][0].window), valid=valid, **sets)
+        output = bucketed_attention(*inputs, used[0][1], Recent(used[0][0].window), key_padding_mask=valid, **sets)
     else:
         output = _by_stages(inputs, used, valid, sets)
     return output if context.fresh else output.index_select(2, context.query_index), None
@@ -210,7 +219,9 @@ def _by_stages(
             labels = labels.gather(3, order[:, None, None].expand_as(labels))
         query, key, value = (x[:, :, :end] for x in inputs)
         real = None if valid is None else valid[:, :end]
-        output = bucketed_attention(query, key, value, labels[..., :end], Recent(stage.window), valid=real, **sets)
+        output = bucketed_attention(
+            query, key, value, labels[..., :end], Recent(stage.window), key_padding_mask=real, **sets
+        )
         parts.append(output[:, :, stage.begin :])
     output = torch.cat(parts, dim=2)
     return output if order is None else _rearranged(output, order.argsort(dim=-1))

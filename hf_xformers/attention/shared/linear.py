@@ -149,7 +149,7 @@ class LinearAttention(Attention):
             return kernel_attention(query, key, value, self.query_phi, *params, key_map=self.phi, **options)
         phi_q, _ = _pair(self.query_phi(*widened(query), *params))
         phi_k, logs = _pair(self.phi(*widened(key), *params))
-        options |= {"rotated_q": rotation(phi_q), "rotated_k": rotation(phi_k)}
+        options |= {"rotated_query": rotation(phi_q), "rotated_key": rotation(phi_k)}
         return linear_attention(phi_q, phi_k, value, log_weight=logs, **options)
 
     def _literal(

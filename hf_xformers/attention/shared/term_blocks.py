@@ -147,10 +147,10 @@ def attend_with_terms(
         if blocks is None and pair is None and terms.hidden(slice(0, 1), slice(0, 1)) is None:
             blocks = blocks_of_tiles(*query.shape[:3])
         blocks = blocks or blocks_of(query, key.shape[2])
-        return diagonal_attention(query, key, value, pair, terms.line(tables), terms, blocks)
+        return diagonal_attention(query, key, value, pair, terms.line(tables), terms, blocks).transpose(1, 2)
     blocks = blocks or blocks_of(query, key.shape[2])
     if tiled:
-        return term_attention(query, key, value, tables, terms, blocks)
+        return term_attention(query, key, value, tables, terms, blocks).transpose(1, 2)
     outputs = []
     for first in range(0, query.shape[1], blocks.heads):
         group = slice(first, first + blocks.heads)

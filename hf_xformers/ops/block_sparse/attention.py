@@ -31,48 +31,48 @@ __all__ = ["block_sparse_attention", "block_sparse_reference"]
 
 
 def block_sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     pattern: Pattern | Sequence[Pattern],
     *,
     key_padding_mask: Tensor | None = None,
-    q_offset: int = 0,
-    k_offset: int = 0,
+    query_offset: int = 0,
+    key_offset: int = 0,
     causal: bool = False,
     scale: float | None = None,
-    dropout_p: float = 0.0,
+    dropout: float = 0.0,
     score_bias: ScoreBias | None = None,
     bias_is_relative: bool = False,
     segment_ids: Tensor | None = None,
     global_mask: Tensor | None = None,
-    global_q: Tensor | None = None,
-    global_k: Tensor | None = None,
-    global_v: Tensor | None = None,
+    global_query: Tensor | None = None,
+    global_key: Tensor | None = None,
+    global_value: Tensor | None = None,
     max_globals: int | None = None,
-    side_k: Tensor | None = None,
-    side_v: Tensor | None = None,
+    side_key: Tensor | None = None,
+    side_value: Tensor | None = None,
     side_mask: Tensor | None = None,
     block_size: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`softmax` over the keys that `pattern` allows, times the values.
 
-    Query `i` stands at position `q_offset + i`, key `j` at `k_offset + j`. Any lengths work. A query that may read no
-    key gives zeros, also in all gradients. With padding, positions are counted from each row's first real token where
-    the pattern depends on more than distances, and up to its last one where it depends on the length, so that padding
-    on either side changes no result. Time and memory grow
-    with the number of allowed pairs; neither T x T scores nor a T x T mask exist at any time.
+    Query `i` stands at position `query_offset + i`, key `j` at `key_offset + j`. Any lengths work. A query that may
+    read no key gives zeros, also in all gradients. With padding, positions are counted from each row's first real
+    token where the pattern depends on more than distances, and up to its last one where it depends on the length, so
+    that padding on either side changes no result. Time and memory grow with the number of allowed pairs; neither T x T
+    scores nor a T x T mask exist at any time.
 
     Args:
-        q: [B, H, T_q, d].
-        k, v: [B, K, T_k, d] and [B, K, T_k, d_v]; K divides H (grouped queries).
+        query: [B, H, T_q, d].
+        key, value: [B, K, T_k, d] and [B, K, T_k, d_v]; K divides H (grouped queries).
         pattern: one pattern, or one per head.
         key_padding_mask: [B, T_k], True for a real token.
-        q_offset, k_offset: absolute positions of the first query and the first key, for decoding with a cache.
+        query_offset, key_offset: absolute positions of the first query and the first key, for decoding with a cache.
         causal: intersect the pattern with "no later position".
         scale: factor on the scores, by default `1 / sqrt(d)`.
-        dropout_p: dropout on the attention weights.
+        dropout: dropout on the attention weights.
         score_bias: called with positions [..., q] and [..., k] (the `block` method of a position component), returns
             what is added to the scaled scores, [..., H or 1, q, k]. Evaluated block by block; may carry gradients.
         bias_is_relative: the bias depends on `k - q` only. One evaluation then serves all blocks of equal shape;
@@ -80,11 +80,11 @@ def block_sparse_attention(
         segment_ids: [B, T_k] document numbers of packed rows; tokens of different documents do not see one another.
         global_mask: [B, T_k], True for tokens that every query reads and that read every token themselves, whatever
             the pattern; numbers may differ by row. With `causal` they are only read, and only by later queries.
-        global_q, global_k, global_v: separate projections for the rows of the global tokens (Longformer, Beltagy et
-            al. 2020, section 3.1), shaped like q, k, v.
+        global_query, global_key, global_value: separate projections for the rows of the global tokens (Longformer,
+            Beltagy et al. 2020, section 3.1), shaped like query, key, value.
         max_globals: upper bound on the global tokens of a row; without it the mask is inspected, which breaks a
             compiled graph.
-        side_k, side_v: [B, K, S, d], further keys that all queries read in the same softmax and that have no
+        side_key, side_value: [B, K, S, d], further keys that all queries read in the same softmax and that have no
             position (external global tokens, memories).
         side_mask: [B, S] or [B, T_q, S], True where a side key may be read.
         block_size: rows of a query block; chosen by estimated work when not given.
@@ -98,49 +98,55 @@ def block_sparse_attention(
         TypeError: the pattern is not made of patterns.
     """
     masks = {"key_padding_mask": key_padding_mask, "segment_ids": segment_ids, "global_mask": global_mask}
-    pattern = _checked(q, k, v, pattern, masks, (side_k, side_v, side_mask), dropout_p)
-    if q_offset < 0 or k_offset < 0 or (block_size is not None and block_size < 1):
+    pattern = _checked(query, key, value, pattern, masks, (side_key, side_value, side_mask), dropout)
+    if query_offset < 0 or key_offset < 0 or (block_size is not None and block_size < 1):
         raise ValueError(
-            f"q_offset={q_offset}, k_offset={k_offset}, block_size={block_size}: offsets start at 0, sizes at 1."
+            f"query_offset={query_offset}, key_offset={key_offset}, block_size={block_size}: offsets start at 0,"
+            " sizes at 1."
         )
-    if global_mask is None and any(x is not None for x in (global_q, global_k, global_v)):
+    if global_mask is None and any(x is not None for x in (global_query, global_key, global_value)):
         raise ValueError(
-            "global_q, global_k and global_v are for the rows of global tokens; give global_mask as well."
+            "global_query, global_key and global_value are for the rows of global tokens; give global_mask as well."
         )
-    q, k, v, side_k, side_v = _autocast(q, k, v, side_k, side_v)
+    query, key, value, side_key, side_value = _autocast(query, key, value, side_key, side_value)
     call = _Call(
-        q_offset=q_offset,
-        k_offset=k_offset,
+        query_offset=query_offset,
+        key_offset=key_offset,
         causal=causal,
-        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-        dropout_p=dropout_p,
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        dropout=dropout,
         block_size=block_size,
         segment_ids=segment_ids,
         score_bias=score_bias,
         bias_is_relative=bias_is_relative,
-        side=(side_k, side_v, side_mask),
+        side=(side_key, side_value, side_mask),
     )
     if global_mask is None:
-        out, lse = _aligned(q, k, v, pattern, key_padding_mask, key_padding_mask, call)
+        out, lse = _aligned(query, key, value, pattern, key_padding_mask, key_padding_mask, call)
         return (out, lse) if return_lse else out
-    if side_k is not None or segment_ids is not None or return_lse or score_bias is not None:
+    if side_key is not None or segment_ids is not None or return_lse or score_bias is not None:
         raise ValueError(
-            "global_mask cannot be combined with side_k, segment_ids, score_bias or return_lse; "
+            "global_mask cannot be combined with side_key, segment_ids, score_bias or return_lse; "
             "use the pattern global_ for tokens at fixed positions."
         )
-    rows = tuple(own if own is not None else shared for own, shared in ((global_q, q), (global_k, k), (global_v, v)))
-    return _with_globals(q, k, v, pattern, key_padding_mask, global_mask, _autocast(*rows), max_globals, call)
+    rows = tuple(
+        own if own is not None else shared
+        for own, shared in ((global_query, query), (global_key, key), (global_value, value))
+    )
+    return _with_globals(
+        query, key, value, pattern, key_padding_mask, global_mask, _autocast(*rows), max_globals, call
+    )
 
 
 @dataclass(frozen=True)
 class _Call:
     """The options that travel together through the layers of the engine; see [`block_sparse_attention`]."""
 
-    q_offset: int
-    k_offset: int
+    query_offset: int
+    key_offset: int
     causal: bool
     scale: float
-    dropout_p: float
+    dropout: float
     block_size: int | None
     segment_ids: Tensor | None = None
     row_lengths: Tensor | None = None  # [B], positions of each row's text, for patterns that depend on them
@@ -150,41 +156,47 @@ class _Call:
 
 
 def _engine(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, key_mask: Tensor | None, call: _Call
+    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, key_mask: Tensor | None, call: _Call
 ) -> tuple[Tensor, Tensor]:
-    plain = call.dropout_p == 0 and call.score_bias is None and call.segment_ids is None
+    plain = call.dropout == 0 and call.score_bias is None and call.segment_ids is None
     plain = plain and call.row_lengths is None  # what follows has one pattern for all rows
-    if plain and flex_applies(q, k, v):
-        geometry = (call.q_offset, call.k_offset, call.causal)
-        local = flex_block_sparse(q, k, v, pattern, key_mask, geometry, call.scale)
-        return local if call.side[0] is None else _join_side(*local, q, *call.side, call.scale)
+    if plain and flex_applies(query, key, value):
+        geometry = (call.query_offset, call.key_offset, call.causal)
+        local = flex_block_sparse(query, key, value, pattern, key_mask, geometry, call.scale)
+        return local if call.side[0] is None else _join_side(*local, query, *call.side, call.scale)
     plain = plain and call.side[0] is None
-    if plain and q.shape[2] <= FEW_QUERIES and not torch.compiler.is_compiling():
-        found = _few_rows(q, k, v, pattern, key_mask, call)
+    if plain and query.shape[2] <= FEW_QUERIES and not torch.compiler.is_compiling():
+        found = _few_rows(query, key, value, pattern, key_mask, call)
         if found is not None:
             return found
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    extras = [] if call.score_bias is None else _bias_blocks(q, k, pattern, call)
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    extras = [] if call.score_bias is None else _bias_blocks(query, key, pattern, call)
     # The seed comes from the global generator, as for any dropout, and is replayed by gradient checkpointing.
-    seed = torch.randint(2**31, ()) if call.dropout_p > 0 else None
-    geometry = [call.q_offset, call.k_offset, int(call.causal), call.block_size or 0]
-    tensors = (q, k, v, key_mask, *call.side, call.segment_ids, extras, call.row_lengths, seed)
-    return forward_op(*tensors, geometry, pattern.key, call.scale, call.dropout_p)
+    seed = torch.randint(2**31, ()) if call.dropout > 0 else None
+    geometry = [call.query_offset, call.key_offset, int(call.causal), call.block_size or 0]
+    tensors = (query, key, value, key_mask, *call.side, call.segment_ids, extras, call.row_lengths, seed)
+    return forward_op(*tensors, geometry, pattern.key, call.scale, call.dropout)
 
 
 def _join_side(
-    out: Tensor, lse: Tensor, q: Tensor, side_k: Tensor, side_v: Tensor, side_mask: Tensor | None, scale: float
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    side_key: Tensor,
+    side_value: Tensor,
+    side_mask: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Join attention to side keys with a result that has been computed without them, by its log-sum-exp."""
     if side_mask is None:
-        side_mask = torch.ones_like(side_k[:, 0, :, 0], dtype=torch.bool)
+        side_mask = torch.ones_like(side_key[:, 0, :, 0], dtype=torch.bool)
     hidden = ~(side_mask[:, None, None] if side_mask.ndim == 2 else side_mask[:, None])
-    groups = (side_k.shape[1], -1)
-    scores = scale * wide_products(q.unflatten(1, groups), side_k[:, :, None]).flatten(1, 2)
+    groups = (side_key.shape[1], -1)
+    scores = scale * wide_products(query.unflatten(1, groups), side_key[:, :, None]).flatten(1, 2)
     scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
     side_lse = scores.logsumexp(-1).masked_fill(hidden.all(-1), -math.inf)
-    weights = scores.softmax(-1).masked_fill(hidden, 0.0).to(q.dtype)
-    side_out = (weights.unflatten(1, groups) @ side_v[:, :, None]).flatten(1, 2)
+    weights = scores.softmax(-1).masked_fill(hidden, 0.0).to(query.dtype)
+    side_out = (weights.unflatten(1, groups) @ side_value[:, :, None]).flatten(1, 2)
     top = torch.maximum(lse, side_lse).detach()
     top = top.masked_fill(top == -math.inf, 0.0)
     own, other = (lse - top).exp(), (side_lse - top).exp()
@@ -192,59 +204,59 @@ def _join_side(
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
     out = (out * own[..., None] + side_out * other[..., None]) / total[..., None]
-    return out.to(q.dtype), (top + total.log()).masked_fill(empty, -math.inf)
+    return out.to(query.dtype), (top + total.log()).masked_fill(empty, -math.inf)
 
 
 def _few_rows(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, key_mask: Tensor | None, call: _Call
+    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, key_mask: Tensor | None, call: _Call
 ) -> tuple[Tensor, Tensor] | None:
     """A decoding step: a few masked rows cost less than planning them. None when even those rows are long."""
-    (heads, q_len), (kv_heads, k_len) = q.shape[1:3], k.shape[1:3]
-    pattern = (pattern & causal_pattern() if call.causal else pattern).bind(call.k_offset + k_len)
-    low, high = pattern.span(call.q_offset, call.q_offset + q_len - 1)
-    begin = 0 if low is None else min(max(low - call.k_offset, 0), k_len)
-    end = k_len if high is None else min(max(high - call.k_offset + 1, begin), k_len)
+    (heads, q_len), (kv_heads, k_len) = query.shape[1:3], key.shape[1:3]
+    pattern = (pattern & causal_pattern() if call.causal else pattern).bind(call.key_offset + k_len)
+    low, high = pattern.span(call.query_offset, call.query_offset + q_len - 1)
+    begin = 0 if low is None else min(max(low - call.key_offset, 0), k_len)
+    end = k_len if high is None else min(max(high - call.key_offset + 1, begin), k_len)
     if end - begin > FEW_KEYS or end == begin:
         return None
-    q_at = torch.arange(call.q_offset, call.q_offset + q_len, device=q.device)[:, None]
-    k_at = torch.arange(call.k_offset + begin, call.k_offset + end, device=q.device)[None]
+    q_at = torch.arange(call.query_offset, call.query_offset + q_len, device=query.device)[:, None]
+    k_at = torch.arange(call.key_offset + begin, call.key_offset + end, device=query.device)[None]
     own = [pattern.for_head(head) for head in range(heads)]
     distinct = {each: each.allows(q_at, k_at) for each in set(own)}
     allowed = torch.stack([distinct[each] for each in own]) if len(distinct) > 1 else distinct[own[0]][None]
     allowed = allowed[None] if key_mask is None else allowed & key_mask[:, None, None, begin:end]
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    keys, values = (x[:, :, None, begin:end].to(dtype) for x in (k, v))
-    scores = (call.scale * q.unflatten(1, (kv_heads, -1)).to(dtype) @ keys.transpose(3, 4)).flatten(1, 2)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    keys, values = (x[:, :, None, begin:end].to(dtype) for x in (key, value))
+    scores = (call.scale * query.unflatten(1, (kv_heads, -1)).to(dtype) @ keys.transpose(3, 4)).flatten(1, 2)
     scores = scores.masked_fill(~allowed, torch.finfo(dtype).min)
     weights = scores.softmax(-1)
     lse = scores.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()
     weights = weights.masked_fill(~allowed, 0.0)
     out = (weights.unflatten(1, (kv_heads, -1)) @ values).flatten(1, 2)
-    return out.to(q.dtype), lse.masked_fill(~allowed.any(-1, keepdim=True), -math.inf)[..., 0]
+    return out.to(query.dtype), lse.masked_fill(~allowed.any(-1, keepdim=True), -math.inf)[..., 0]
 
 
 @torch.compiler.disable
-def _bias_blocks(q: Tensor, k: Tensor, pattern: Pattern, call: _Call) -> list[Tensor]:
+def _bias_blocks(query: Tensor, key: Tensor, pattern: Pattern, call: _Call) -> list[Tensor]:
     """The score bias of every tile in the engine's order, each [1, H or 1, tiles or 1, rows, width]."""
-    geometry, each = (call.q_offset, call.k_offset, call.causal, call.block_size or 0), not call.bias_is_relative
+    geometry, each = (call.query_offset, call.key_offset, call.causal, call.block_size or 0), not call.bias_is_relative
     blocks = []
-    runs = pieces_of_rows(q, k, call.side[0], call.row_lengths, geometry, pattern)
+    runs = pieces_of_rows(query, key, call.side[0], call.row_lengths, geometry, pattern)
     for piece in (piece for _, pieces in runs for piece in pieces):
         for part in piece.parts:
             for tiles in part.tiles:
-                q_at, k_at = (part.positions(tiles, which, each=each).to(q.device) + piece.shift for which in "qk")
+                q_at, k_at = (part.positions(tiles, which, each=each).to(query.device) + piece.shift for which in "qk")
                 values = call.score_bias(q_at, k_at)
                 values = (values if values.ndim > 3 else values[None]).movedim(-3, 0)[None]
                 blocks.append(values[:, piece.heads] if values.shape[1] > 1 else values)
         for part in piece.side_parts:  # side keys have no position, hence no bias
-            blocks += [q.new_zeros(1, 1, 1, tiles.rows, tiles.width) for tiles in part.tiles]
+            blocks += [query.new_zeros(1, 1, 1, tiles.rows, tiles.width) for tiles in part.tiles]
     return blocks
 
 
 def _aligned(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     pattern: Pattern,
     key_mask: Tensor | None,
     padding_mask: Tensor | None,
@@ -252,29 +264,29 @@ def _aligned(
 ) -> tuple[Tensor, Tensor]:
     """Run the engine with every row moved to the left by its leading padding, when the pattern would notice."""
     if padding_mask is None or not counts_positions(pattern, call.score_bias, call.bias_is_relative):
-        return _engine(q, k, v, pattern, key_mask, call)
+        return _engine(query, key, value, pattern, key_mask, call)
     lead, lengths = row_spans(padding_mask)
     if pattern.needs_length:
-        call = replace(call, row_lengths=call.k_offset + lengths)
+        call = replace(call, row_lengths=call.key_offset + lengths)
     if not _has_lead(padding_mask):
-        return _engine(q, k, v, pattern, key_mask, call)
-    q_len, k_len, offset = q.shape[2], k.shape[2], call.q_offset
+        return _engine(query, key, value, pattern, key_mask, call)
+    q_len, k_len, offset = query.shape[2], key.shape[2], call.query_offset
     # Rows hold the queries at the aligned positions start .. offset + q_len - 1.
     most = k_len if offset == 0 or torch.compiler.is_compiling() else int(lead.max())
     start = max(offset - most, 0)
-    rows = torch.arange(start - offset, q_len, device=q.device) + lead[:, None]
+    rows = torch.arange(start - offset, q_len, device=query.device) + lead[:, None]
     rows = rows.clamp(0, q_len - 1)
-    columns = torch.arange(k_len, device=q.device) + lead[:, None]
+    columns = torch.arange(k_len, device=query.device) + lead[:, None]
     inside, columns = columns < k_len, columns.clamp(max=k_len - 1)
-    side_k, side_v, side_mask = call.side
+    side_key, side_value, side_mask = call.side
     if side_mask is not None and side_mask.ndim == 3:
         side_mask = side_mask.gather(1, rows[:, :, None].expand(-1, -1, side_mask.shape[2]))
     segment_ids = None if call.segment_ids is None else call.segment_ids.gather(1, columns)
-    call = replace(call, q_offset=start, segment_ids=segment_ids, side=(side_k, side_v, side_mask))
+    call = replace(call, query_offset=start, segment_ids=segment_ids, side=(side_key, side_value, side_mask))
     visible = inside if key_mask is None else inside & key_mask.gather(1, columns)
-    out, lse = _engine(_take(q, rows), _take(k, columns), _take(v, columns), pattern, visible, call)
+    out, lse = _engine(_take(query, rows), _take(key, columns), _take(value, columns), pattern, visible, call)
     # Back to where the queries came from; padding in front of the first token reads nothing.
-    back = torch.arange(q_len, device=q.device) + (offset - start) - lead[:, None]
+    back = torch.arange(q_len, device=query.device) + (offset - start) - lead[:, None]
     real, back = (back >= 0)[:, None], back.clamp(min=0)
     out = torch.where(real[..., None], _take(out, back), 0.0)
     return out, torch.where(real, _take(lse[..., None], back)[..., 0], -math.inf)
@@ -294,9 +306,9 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
 
 
 def _with_globals(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     pattern: Pattern,
     key_mask: Tensor | None,
     global_mask: Tensor,
@@ -312,25 +324,26 @@ def _with_globals(
     elif not torch.compiler.is_compiling() and int(chosen.sum(1).max()) > max_globals:
         raise ValueError(f"a row has {int(chosen.sum(1).max())} global tokens, more than max_globals={max_globals}.")
     if max_globals == 0:
-        return _aligned(q, k, v, pattern, key_mask, key_mask, call)[0]
-    if not call.causal and (q.shape[2] != k.shape[2] or call.q_offset != call.k_offset):
+        return _aligned(query, key, value, pattern, key_mask, key_mask, call)[0]
+    if not call.causal and (query.shape[2] != key.shape[2] or call.query_offset != call.key_offset):
         raise ValueError(
-            f"rows of global tokens need queries and keys of the same tokens, got {q.shape[2]} queries at"
-            f" {call.q_offset} and {k.shape[2]} keys at {call.k_offset}; with causal=True global tokens are only read."
+            f"rows of global tokens need queries and keys of the same tokens, got {query.shape[2]} queries"
+            f" at {call.query_offset} and {key.shape[2]} keys at {call.key_offset}; with causal=True global tokens are"
+            " only read."
         )
     index = real_first(chosen)[:, :max_globals]
     taken = chosen.gather(1, index)
     visible = taken
     if call.causal:
-        positions = call.q_offset + torch.arange(q.shape[2], device=q.device)
-        visible = taken[:, None, :] & (call.k_offset + index[:, None, :] <= positions[:, None])
+        positions = call.query_offset + torch.arange(query.shape[2], device=query.device)
+        visible = taken[:, None, :] & (call.key_offset + index[:, None, :] <= positions[:, None])
     local = ~chosen if key_mask is None else key_mask & ~chosen
-    with_side = replace(call, side=(_take(k, index), _take(v, index), visible))
-    out = _aligned(q, k, v, pattern, local, key_mask, with_side)[0]
+    with_side = replace(call, side=(_take(key, index), _take(value, index), visible))
+    out = _aligned(query, key, value, pattern, local, key_mask, with_side)[0]
     if call.causal:
         return out
     row_q, row_k, row_v = global_rows
-    rows = _engine(_take(row_q, index), row_k, row_v, _ALL, key_mask, replace(call, q_offset=0, k_offset=0))[0]
+    rows = _engine(_take(row_q, index), row_k, row_v, _ALL, key_mask, replace(call, query_offset=0, key_offset=0))[0]
     rows = torch.where(taken[:, None, :, None], rows, _take(out, index))
     return out.scatter(2, index[:, None, :, None].expand_as(rows), rows)
 
@@ -345,37 +358,45 @@ def _autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def _checked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     pattern: Pattern | Sequence[Pattern],
     masks: dict[str, Tensor | None],
     side: tuple[Tensor | None, Tensor | None, Tensor | None],
-    dropout_p: float,
+    dropout: float,
 ) -> Pattern:
     """Refuse shapes that do not fit; returns the pattern as one object."""
-    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
-        raise ValueError(f"q, k, v must be [B, H, T, d], got {q.ndim}, {k.ndim} and {v.ndim} dimensions.")
-    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
+    if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
         raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit: batch, lengths of k and v and"
-            " head widths of q and k must agree, and the number of key heads must divide that of query heads."
+            f"query, key and value must be [B, H, T, d], got {query.ndim}, {key.ndim} and {value.ndim} dimensions."
+        )
+    if (
+        key.shape[:3] != value.shape[:3]
+        or query.shape[0] != key.shape[0]
+        or query.shape[3] != key.shape[3]
+        or query.shape[1] % key.shape[1]
+    ):
+        raise ValueError(
+            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit: batch,"
+            " lengths of key and value and head widths of query and key must agree, and the number of key heads must"
+            " divide that of query heads."
         )
     for name, mask in masks.items():
-        if mask is not None and tuple(mask.shape) != (k.shape[0], k.shape[2]):
-            raise ValueError(f"{name} has shape {tuple(mask.shape)}; give [B, T_k] = {(k.shape[0], k.shape[2])}.")
+        if mask is not None and tuple(mask.shape) != (key.shape[0], key.shape[2]):
+            raise ValueError(f"{name} has shape {tuple(mask.shape)}; give [B, T_k] = {(key.shape[0], key.shape[2])}.")
         if mask is not None and name != "segment_ids" and mask.dtype != torch.bool:
             raise ValueError(f"{name} is {mask.dtype}; give a boolean mask, True for a token that counts.")
-    side_k, side_v, side_mask = side
-    if (side_k is None) != (side_v is None) or (side_k is None and side_mask is not None):
-        raise ValueError("side_k, side_v and side_mask belong together; give side_k and side_v.")
+    side_key, side_value, side_mask = side
+    if (side_key is None) != (side_value is None) or (side_key is None and side_mask is not None):
+        raise ValueError("side_key, side_value and side_mask belong together; give side_key and side_value.")
     if side_mask is not None and side_mask.dtype != torch.bool:
         raise ValueError(f"side_mask is {side_mask.dtype}; give a boolean mask, True for a key that may be read.")
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p={dropout_p} is not a probability below 1.")
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout={dropout} is not a probability below 1.")
     if isinstance(pattern, Sequence) and pattern and all(isinstance(entry, Pattern) for entry in pattern):
         pattern = PerHead(tuple(pattern))
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a Pattern or one per head, not {type(pattern).__name__}.")
-    pattern.check_heads(q.shape[1])
+    pattern.check_heads(query.shape[1])
     return pattern

@@ -27,26 +27,26 @@ def row_spans(real: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def block_sparse_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     pattern: Pattern | Sequence[Pattern],
     *,
     key_padding_mask: Tensor | None = None,
-    q_offset: int = 0,
-    k_offset: int = 0,
+    query_offset: int = 0,
+    key_offset: int = 0,
     causal: bool = False,
     scale: float | None = None,
-    dropout_p: float = 0.0,
+    dropout: float = 0.0,
     score_bias: ScoreBias | None = None,
     bias_is_relative: bool = False,
     segment_ids: Tensor | None = None,
     global_mask: Tensor | None = None,
-    global_q: Tensor | None = None,
-    global_k: Tensor | None = None,
-    global_v: Tensor | None = None,
-    side_k: Tensor | None = None,
-    side_v: Tensor | None = None,
+    global_query: Tensor | None = None,
+    global_key: Tensor | None = None,
+    global_value: Tensor | None = None,
+    side_key: Tensor | None = None,
+    side_value: Tensor | None = None,
     side_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The arguments and meaning of `block_sparse_attention`, computed with T x T scores, a mask and one softmax.
@@ -54,22 +54,22 @@ def block_sparse_reference(
     Returns:
         the output [B, H, T_q, d_v] and the weights [B, H, T_q, T_k] ([.., T_k + S] with side keys), zero where hidden.
     """
-    heads, groups = q.shape[1], q.shape[1] // k.shape[1]
+    heads, groups = query.shape[1], query.shape[1] // key.shape[1]
     pattern = PerHead(tuple(pattern)) if isinstance(pattern, Sequence) else pattern
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    real = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if key_padding_mask is None else key_padding_mask
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    real = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if key_padding_mask is None else key_padding_mask
     lead, lengths = (x[:, None] for x in row_spans(real))
     lead = lead if counts_positions(pattern, score_bias, bias_is_relative) else torch.zeros_like(lead)
-    q_at = torch.arange(q_offset, q_offset + q.shape[2], device=q.device) - lead
-    k_at = torch.arange(k_offset, k_offset + k.shape[2], device=q.device) - lead
+    q_at = torch.arange(query_offset, query_offset + query.shape[2], device=query.device) - lead
+    k_at = torch.arange(key_offset, key_offset + key.shape[2], device=query.device) - lead
     pairs = (q_at[:, :, None], k_at[:, None, :])
-    within = (*pairs, k_offset + lengths[..., None])
+    within = (*pairs, key_offset + lengths[..., None])
     allowed = torch.stack([pattern.for_head(head).allows_within(*within) for head in range(heads)], 1)
 
     def scores(query: Tensor, key: Tensor) -> Tensor:
         return wide_products(query, key.repeat_interleave(groups, 1)) * scale
 
-    logits, values = scores(q, k), v.repeat_interleave(groups, 1)
+    logits, values = scores(query, key), value.repeat_interleave(groups, 1)
     if score_bias is not None:
         logits = logits + score_bias(q_at.clamp(min=0), k_at.clamp(min=0))
     if global_mask is not None:
@@ -77,26 +77,26 @@ def block_sparse_reference(
     if causal:
         allowed = allowed & (pairs[1] <= pairs[0])[:, None]
     if segment_ids is not None:
-        first = q_offset - k_offset
-        own = segment_ids[:, first : first + q.shape[2]]
+        first = query_offset - key_offset
+        own = segment_ids[:, first : first + query.shape[2]]
         allowed = allowed & (own[:, None, :, None] == segment_ids[:, None, None, :])
     allowed = allowed & real[:, None, None, :]
-    if side_k is not None:
+    if side_key is not None:
         if side_mask is None:
-            side_mask = torch.ones_like(side_k[:, 0, :, 0], dtype=torch.bool)
+            side_mask = torch.ones_like(side_key[:, 0, :, 0], dtype=torch.bool)
         side_mask = side_mask[:, None, None] if side_mask.ndim == 2 else side_mask[:, None]
-        allowed = torch.cat([allowed, side_mask.expand(-1, heads, q.shape[2], -1)], 3)
-        logits = torch.cat([logits, scores(q, side_k)], 3)
-        values = torch.cat([values, side_v.repeat_interleave(groups, 1)], 2)
-    weights = _masked_softmax(logits, allowed & (q_at >= 0)[:, None, :, None], v.dtype)
-    out = torch.dropout(weights, dropout_p, dropout_p > 0) @ values
+        allowed = torch.cat([allowed, side_mask.expand(-1, heads, query.shape[2], -1)], 3)
+        logits = torch.cat([logits, scores(query, side_key)], 3)
+        values = torch.cat([values, side_value.repeat_interleave(groups, 1)], 2)
+    weights = _masked_softmax(logits, allowed & (q_at >= 0)[:, None, :, None], value.dtype)
+    out = torch.dropout(weights, dropout, dropout > 0) @ values
     if global_mask is not None and not causal:
         # Rows of global tokens: every real key, with their own projections where given.
-        logits = scores(q if global_q is None else global_q, k if global_k is None else global_k)
-        row_weights = _masked_softmax(logits, real[:, None, None, :], v.dtype)
-        row_values = (v if global_v is None else global_v).repeat_interleave(groups, 1)
+        logits = scores(query if global_query is None else global_query, key if global_key is None else global_key)
+        row_weights = _masked_softmax(logits, real[:, None, None, :], value.dtype)
+        row_values = (value if global_value is None else global_value).repeat_interleave(groups, 1)
         is_row = (global_mask & real)[:, None, :, None]
-        out = torch.where(is_row, torch.dropout(row_weights, dropout_p, dropout_p > 0) @ row_values, out)
+        out = torch.where(is_row, torch.dropout(row_weights, dropout, dropout > 0) @ row_values, out)
         weights = torch.where(is_row, row_weights, weights)
     return out, weights
 

@@ -64,18 +64,18 @@ class Chunks:
 
 
 def bucketed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     labels: Tensor,
     sets: Recent | Chunks,
     *,
     num_labels: int,
-    valid: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
     distinct: bool = True,
     own_key_last: bool = False,
     scale: float | None = None,
-    dropout_p: float = 0.0,
+    dropout: float = 0.0,
     chunk_size: int | None = None,
 ) -> Tensor:
     """Attention of every token to the tokens near it in the order of each round.
@@ -84,15 +84,15 @@ def bucketed_attention(
     comparisons.
 
     Args:
-        q, k, v: [B, H, T, d], [B, H, T, d] and [B, H, T, d_v]; any T.
+        query, key, value: [B, H, T, d], [B, H, T, d] and [B, H, T, d_v]; any T.
         labels: [B, H, R, T] integers, 0 <= label < num_labels.
         sets: which tokens a query reads.
-        valid: [B, T], True for a real token. Others are read by none and give zeros, also in the gradient.
+        key_padding_mask: [B, T], True for a real token. Others are read by none and give zeros, also in the gradient.
         distinct: a key that several rounds hold counts once (else once per round).
         own_key_last: a token reads itself only if there is nothing else (shared queries and keys); its own score is
             the constant -1e5.
         scale: factor on scores, by default 1 / sqrt(d).
-        dropout_p: dropout on the weights of each round.
+        dropout: dropout on the weights of each round.
         chunk_size: chunk length of the computation for [`Recent`]; changes no result.
 
     Returns:
@@ -101,25 +101,33 @@ def bucketed_attention(
     Raises:
         ValueError: shapes do not fit together, or options have no meaning together.
     """
-    _check(q, k, v, labels, valid, dropout_p)
-    if q.shape[2] == 0:
-        return torch.zeros_like(v)
+    _check(query, key, value, labels, key_padding_mask, dropout)
+    if query.shape[2] == 0:
+        return torch.zeros_like(value)
     with torch.no_grad():
         layout, (order, rank, code) = sorted_layout(
-            labels, sets, num_labels, valid, distinct=distinct, own_key_last=own_key_last, chunk_size=chunk_size
+            labels,
+            sets,
+            num_labels,
+            key_padding_mask,
+            distinct=distinct,
+            own_key_last=own_key_last,
+            chunk_size=chunk_size,
         )
         # The seed comes from the global generator, as for any dropout, and is replayed by gradient checkpointing.
-        seed = torch.randint(2**31, ()) if dropout_p > 0 else None
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    q, k, v = _autocast(q, k, v)
-    return forward_op(q, k, v, order, rank, code, valid, seed, layout.to_list(), scale, dropout_p)[0]
+        seed = torch.randint(2**31, ()) if dropout > 0 else None
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    query, key, value = _autocast(query, key, value)
+    return forward_op(query, key, value, order, rank, code, key_padding_mask, seed, layout.to_list(), scale, dropout)[
+        0
+    ]
 
 
 def sorted_layout(
     labels: Tensor,
     sets: Recent | Chunks,
     num_labels: int,
-    valid: Tensor | None,
+    key_padding_mask: Tensor | None,
     *,
     distinct: bool,
     own_key_last: bool,
@@ -147,28 +155,28 @@ def sorted_layout(
         bounds = (0, 0) if sets.circular else (-after, before)
         layout = Layout(sets.size, before, after, *bounds, sets.causal, sets.circular, own_key_last, distinct)
         recent, own_label = None, sets.own_label
-    return layout, sorted_codes(labels, valid, num_labels, recent, layout, own_label)
+    return layout, sorted_codes(labels, key_padding_mask, num_labels, recent, layout, own_label)
 
 
 def bucketed_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     labels: Tensor,
     sets: Recent | Chunks,
     *,
     query_index: Tensor | None = None,
-    valid: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
     distinct: bool = True,
     own_key_last: bool = False,
     scale: float | None = None,
-    dropout_p: float = 0.0,
+    dropout: float = 0.0,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same over all pairs: count how often each key is in a query's sets, then one softmax.
 
     Args:
-        q: [B, H, T, d]; k, v: [B, H, S, d]; labels [B, H, R, S].
+        query: [B, H, T, d]; key, value: [B, H, S, d]; labels [B, H, R, S].
         query_index: [T], slots of the queries among the S tokens (default: all of them).
         bias: added to the scaled scores, broadcastable to [B, H, T, S].
         The others as in :func:`bucketed_attention`.
@@ -176,13 +184,13 @@ def bucketed_reference(
     Returns:
         Output [B, H, T, d_v] and weights [B, H, T, S], zero where nothing is read.
     """
-    keys = torch.arange(k.shape[2], device=k.device)
+    keys = torch.arange(key.shape[2], device=key.device)
     queries = keys if query_index is None else query_index
-    real = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if valid is None else valid
+    real = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if key_padding_mask is None else key_padding_mask
     real_query = real.index_select(1, queries)
     pairs = real_query[:, None, :, None] & real[:, None, None, :]
     later, own = keys[None, :] > queries[:, None], keys[None, :] == queries[:, None]
-    counts = q.new_zeros(*q.shape[:3], keys.shape[0])
+    counts = query.new_zeros(*query.shape[:3], keys.shape[0])
     if isinstance(sets, Chunks):
         rank = _ranks(labels, real)
         chunks = -(-keys.shape[0] // sets.size)
@@ -210,20 +218,20 @@ def bucketed_reference(
             counts += near
     if distinct:
         counts = counts.clamp(max=1)
-    scores = wide_products(q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = wide_products(query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores if bias is None else scores + bias
     if own_key_last:
         scores = scores.masked_fill(own, OWN_KEY)
     hidden = counts == 0
     scores = (scores + counts.to(scores.dtype).clamp(min=1).log()).masked_fill(hidden, torch.finfo(scores.dtype).min)
-    weights = torch.softmax(scores, dim=-1).masked_fill(hidden, 0.0).to(q.dtype)
-    return torch.dropout(weights, dropout_p, dropout_p > 0) @ v, weights
+    weights = torch.softmax(scores, dim=-1).masked_fill(hidden, 0.0).to(query.dtype)
+    return torch.dropout(weights, dropout, dropout > 0) @ value, weights
 
 
 def clustered_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     query_index: Tensor,
     key_index: Tensor,
     *,
@@ -231,7 +239,7 @@ def clustered_attention(
     query_valid: Tensor | None = None,
     key_valid: Tensor | None = None,
     scale: float | None = None,
-    dropout_p: float = 0.0,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Attention inside clusters that have chosen their tokens: gather, attend, scatter the mean back.
 
@@ -239,7 +247,7 @@ def clustered_attention(
     arXiv 2003.05997, algorithm 1). Time O(C w^2 d), memory O(C w d).
 
     Args:
-        q, k, v: [B, H, T, d], [B, H, S, d], [B, H, S, d_v].
+        query, key, value: [B, H, T, d], [B, H, S, d], [B, H, S, d_v].
         query_index, key_index: [B, H, C, w] and [B, H, C, u], the tokens of each cluster; where `causal`, by rising
         position.
         causal: a query reads keys at its own position and before.
@@ -249,16 +257,16 @@ def clustered_attention(
         [B, H, T, d_v].
     """
     with torch.no_grad():
-        seed = torch.randint(2**31, ()) if dropout_p > 0 else None  # as in `bucketed_attention`
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    inputs = (*_autocast(q, k, v), query_index, key_index, query_valid, key_valid)
-    return clusters_op(*inputs, seed, causal, scale, dropout_p)[0]
+        seed = torch.randint(2**31, ()) if dropout > 0 else None  # as in `bucketed_attention`
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    inputs = (*_autocast(query, key, value), query_index, key_index, query_valid, key_valid)
+    return clusters_op(*inputs, seed, causal, scale, dropout)[0]
 
 
 def clustered_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     query_index: Tensor,
     key_index: Tensor,
     *,
@@ -266,15 +274,18 @@ def clustered_reference(
     query_valid: Tensor | None = None,
     key_valid: Tensor | None = None,
     scale: float | None = None,
-    dropout_p: float = 0.0,
+    dropout: float = 0.0,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same over all pairs, cluster by cluster: output [B, H, T, d_v] and weights [B, H, T, S]. bias: added to the
     scaled scores, broadcastable to [B, H, T, S]."""
-    scores = wide_products(q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = wide_products(query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores if bias is None else scores + bias
     weights, count = torch.zeros_like(scores), torch.zeros_like(scores[..., :1])
-    later = torch.arange(k.shape[2], device=k.device)[None, :] > torch.arange(q.shape[2], device=q.device)[:, None]
+    later = (
+        torch.arange(key.shape[2], device=key.device)[None, :]
+        > torch.arange(query.shape[2], device=query.device)[:, None]
+    )
     for cluster in range(query_index.shape[2]):
         asks, answers = scores.new_zeros(scores.shape[:3]), scores.new_zeros(*scores.shape[:2], scores.shape[3])
         for member, index, used in ((asks, query_index, query_valid), (answers, key_index, key_valid)):
@@ -288,8 +299,8 @@ def clustered_reference(
         part = torch.softmax(scores.masked_fill(~allowed, torch.finfo(scores.dtype).min), dim=-1)
         weights = weights + part.masked_fill(~allowed, 0.0)
         count = count + asks[..., None]
-    weights = (weights / count.clamp(min=1)).to(q.dtype)
-    return torch.dropout(weights, dropout_p, dropout_p > 0) @ v, weights
+    weights = (weights / count.clamp(min=1)).to(query.dtype)
+    return torch.dropout(weights, dropout, dropout > 0) @ value, weights
 
 
 def _ranks(labels: Tensor, real: Tensor) -> Tensor:
@@ -310,20 +321,26 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, labels: Tensor, valid: Tensor | None, dropout_p: float) -> None:
-    if q.ndim != 4 or q.shape != k.shape or q.shape[:3] != v.shape[:3]:
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, labels: Tensor, key_padding_mask: Tensor | None, dropout: float
+) -> None:
+    if query.ndim != 4 or query.shape != key.shape or query.shape[:3] != value.shape[:3]:
         raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} must be [B, H, T, d], [B, H, T, d] and "
-            "[B, H, T, d_v]: every token is a query and a key."
+            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} must be [B, H, T, d], "
+            "[B, H, T, d] and [B, H, T, d_v]: every token is a query and a key."
         )
-    if labels.ndim != 4 or (*labels.shape[:2], labels.shape[3]) != tuple(q.shape[:3]):
-        raise ValueError(f"labels must be [B, H, rounds, T] for q {tuple(q.shape)}, got {tuple(labels.shape)}.")
+    if labels.ndim != 4 or (*labels.shape[:2], labels.shape[3]) != tuple(query.shape[:3]):
+        raise ValueError(
+            f"labels must be [B, H, rounds, T] for a query {tuple(query.shape)}, got {tuple(labels.shape)}."
+        )
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(f"labels are bucket numbers; give integers, not {labels.dtype}.")
-    if valid is not None and (valid.dtype != torch.bool or tuple(valid.shape) != (q.shape[0], q.shape[2])):
+    if key_padding_mask is not None and (
+        key_padding_mask.dtype != torch.bool or tuple(key_padding_mask.shape) != (query.shape[0], query.shape[2])
+    ):
         raise ValueError(
-            f"valid must be a boolean mask [B, T] = {(q.shape[0], q.shape[2])} of real tokens, got {valid.dtype} "
-            f"{tuple(valid.shape)}."
+            f"key_padding_mask must be a boolean mask [B, T] = {(query.shape[0], query.shape[2])} of real tokens, got "
+            f"{key_padding_mask.dtype} {tuple(key_padding_mask.shape)}."
         )
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p={dropout_p} is not a probability below 1.")
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout={dropout} is not a probability below 1.")

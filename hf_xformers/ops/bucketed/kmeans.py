@@ -16,7 +16,7 @@ from ..common.row_lookup import rows_of_tokens
 def nearest_tokens(
     affinity: Tensor,
     width: int,
-    valid: Tensor | None,
+    padding_mask: Tensor | None,
     widths: Tensor | None = None,
     tolerance: Tensor | float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
@@ -25,8 +25,9 @@ def nearest_tokens(
     Args:
         affinity: [B, R, T, K].
         width: tokens of a centroid, or T where there are fewer.
-        valid: [B, T], True for a real token.
-        widths: [B], tokens of a centroid by row, 1 to `width`, of which the rest is not used (only with `valid`).
+        padding_mask: [B, T], True for a real token.
+        widths: [B], tokens of a centroid by row, 1 to `width`, of which the rest is not used (only with
+            `padding_mask`).
         tolerance: broadcastable to [B, R, K, 1]. Affinities that are so close to the least one that is taken count as
             equal to it: the last bits of a product depend on where in a batch its row stands.
 
@@ -35,11 +36,11 @@ def nearest_tokens(
         earlier ones are taken, wherever padding stands; where affinities are not numbers the places mean nothing.
     """
     affinity = affinity.mT
-    if valid is not None:
-        affinity = affinity.masked_fill(~valid[:, None, None], -torch.inf)
+    if padding_mask is not None:
+        affinity = affinity.masked_fill(~padding_mask[:, None, None], -torch.inf)
     width = min(width, affinity.shape[-1])
     if widths is not None:
-        return _nearest_by_row(affinity, width, valid, widths[:, None, None, None].clamp(max=width), tolerance)
+        return _nearest_by_row(affinity, width, padding_mask, widths[:, None, None, None].clamp(max=width), tolerance)
     least = affinity.topk(width, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     near = affinity >= least - tolerance
     places = _counted(near, width)  # sorting all of them would take three times as long
@@ -48,13 +49,13 @@ def nearest_tokens(
         equal = near & ~above
         room = width - above.sum(-1, keepdim=True)
         places = _in_order(above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= room)), width)
-    if valid is None:
+    if padding_mask is None:
         return places, None
-    return places, valid[:, None, None].expand_as(affinity).gather(-1, places)
+    return places, padding_mask[:, None, None].expand_as(affinity).gather(-1, places)
 
 
 def _nearest_by_row(
-    affinity: Tensor, width: int, valid: Tensor, widths: Tensor, tolerance: Tensor | float
+    affinity: Tensor, width: int, padding_mask: Tensor, widths: Tensor, tolerance: Tensor | float
 ) -> tuple[Tensor, Tensor]:
     """[`nearest_tokens`] of affinities [B, R, K, T], with a number of tokens for each row, [B, 1, 1, 1]."""
     falling = affinity.topk(width, dim=-1).values
@@ -64,7 +65,7 @@ def _nearest_by_row(
     room = widths - above.sum(-1, keepdim=True)
     places = _in_order(above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= room)), width)
     used = torch.arange(width, device=affinity.device) < widths
-    return places, used & valid[:, None, None].expand_as(affinity).gather(-1, places)
+    return places, used & padding_mask[:, None, None].expand_as(affinity).gather(-1, places)
 
 
 def _counted(chosen: Tensor, width: int) -> Tensor | None:
@@ -99,15 +100,15 @@ class ClusterSums(NamedTuple):
     counts: Tensor
 
 
-def sums_of_clusters(vectors: Tensor, labels: Tensor, clusters: int, valid: Tensor | None) -> ClusterSums:
+def sums_of_clusters(vectors: Tensor, labels: Tensor, clusters: int, padding_mask: Tensor | None) -> ClusterSums:
     """vectors [B, R, T, d] and the numbers of the clusters nearest to them [B, R, T] -> what `clusters` per head hold
     of the real tokens, in float32 at least. Sums and numbers have no gradient."""
     batch, heads, length, width = vectors.shape
     vectors = rows_of_tokens(vectors.to(torch.promote_types(vectors.dtype, torch.float32)))
     cluster = (labels.long().transpose(1, 2) + torch.arange(heads, device=labels.device) * clusters).flatten()
     ones = vectors.new_ones(cluster.shape)
-    if valid is not None:
-        real = valid[..., None].expand(batch, length, heads).flatten()
+    if padding_mask is not None:
+        real = padding_mask[..., None].expand(batch, length, heads).flatten()
         vectors, ones = vectors.masked_fill(~real[:, None], 0.0), real.to(ones)
     sums = vectors.new_zeros(heads * clusters, width).index_add(0, cluster, vectors.detach())
     counts = vectors.new_zeros(heads * clusters).index_add(0, cluster, ones)

@@ -37,15 +37,15 @@ class LinearState(NamedTuple):
 
 
 def linear_attention(
-    phi_q: Tensor,
-    phi_k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     *,
     causal: bool,
     key_padding_mask: Tensor | None = None,
     log_weight: Tensor | None = None,
-    rotated_q: Tensor | None = None,
-    rotated_k: Tensor | None = None,
+    rotated_query: Tensor | None = None,
+    rotated_key: Tensor | None = None,
     state: LinearState | tuple | None = None,
     return_state: bool = False,
     chunk_size: int = 64,
@@ -56,15 +56,15 @@ def linear_attention(
     """Attention whose weights are dot products of features.
 
     Args:
-        phi_q: features of the queries, `[B, H, T, F]`. Nothing is scaled here.
-        phi_k: features of the keys, `[B, H, S, F]`; `S == T` when causal.
-        v: values, `[B, H, S, dv]`.
+        query: features of the queries, `[B, H, T, F]`. Nothing is scaled here.
+        key: features of the keys, `[B, H, S, F]`; `S == T` when causal.
+        value: values, `[B, H, S, dv]`.
         causal: query `i` sees keys `0..i` (and everything in `state`).
         key_padding_mask: `[B, S]`, True = real token. Applied to the features, so that maps with phi(0) != 0 are safe.
         log_weight: `[B, H, S]`, logarithm of a weight of each key. Summed under a running maximum, so any magnitude is
             safe, and no query is touched by the weight of a later key, not even by underflow.
-        rotated_q, rotated_k: same shapes as the features; replace them in the numerator only (rotary positions with a
-            kernelised attention: rotated features may be negative and must stay out of the denominator).
+        rotated_query, rotated_key: same shapes as the features; replace them in the numerator only (rotary positions
+            with a kernelised attention: rotated features may be negative and must stay out of the denominator).
         state: sums over earlier keys, as returned with `return_state`; not rotated twice, not masked.
         return_state: also return the sums over `state` and all keys of this call.
         chunk_size: tokens per quadratic block of the causal scan.
@@ -74,55 +74,55 @@ def linear_attention(
         normalize: False leaves the denominator out (fast-weight sum rule, Luna's causal function).
 
     Returns:
-        `[B, H, T, dv]` in the dtype of `v`; with `return_state` also a [`LinearState`]. A query that sees no key gets
-        0. Sums run in float32 (float64 for float64 inputs).
+        `[B, H, T, dv]` in the dtype of `value`; with `return_state` also a [`LinearState`]. A query that sees no key
+        gets 0. Sums run in float32 (float64 for float64 inputs).
 
     Raises:
         ValueError: shapes that do not fit, a mask that is not `[B, S]`, `chunk_size < 1`, one rotated tensor without
             the other, or `normalize=False` together with `log_weight` or rotated features.
     """
-    _check(phi_q, phi_k, v, causal, key_padding_mask, log_weight, rotated_q, rotated_k, chunk_size, normalize)
-    keys = _Keys(phi_k, rotated_k, v, key_padding_mask, log_weight)
-    start = _initial_state(phi_k.shape[-1], log_weight is not None, v, state)
-    out, end = _attend(phi_q, rotated_q, keys, start, causal, chunk_size, (eps, min_denominator, normalize))
+    _check(query, key, value, causal, key_padding_mask, log_weight, rotated_query, rotated_key, chunk_size, normalize)
+    keys = _Keys(key, rotated_key, value, key_padding_mask, log_weight)
+    start = _initial_state(key.shape[-1], log_weight is not None, value, state)
+    out, end = _attend(query, rotated_query, keys, start, causal, chunk_size, (eps, min_denominator, normalize))
     return (out, end) if return_state else out
 
 
 def linear_attention_write(
-    phi_k: Tensor,
-    v: Tensor,
+    key: Tensor,
+    value: Tensor,
     *,
     key_padding_mask: Tensor | None = None,
     log_weight: Tensor | None = None,
-    rotated_k: Tensor | None = None,
+    rotated_key: Tensor | None = None,
     state: LinearState | tuple | None = None,
 ) -> LinearState:
     """The sums over a set of keys, for [`linear_attention_read`]: what cross-attention computes and caches once.
 
     Arguments as in [`linear_attention`].
     """
-    _check(phi_k, phi_k, v, False, key_padding_mask, log_weight, rotated_k, rotated_k, 1, True)
-    start = _initial_state(phi_k.shape[-1], log_weight is not None, v, state)
-    return _add_keys(start, _Keys(phi_k, rotated_k, v, key_padding_mask, log_weight))
+    _check(key, key, value, False, key_padding_mask, log_weight, rotated_key, rotated_key, 1, True)
+    start = _initial_state(key.shape[-1], log_weight is not None, value, state)
+    return _add_keys(start, _Keys(key, rotated_key, value, key_padding_mask, log_weight))
 
 
 def linear_attention_read(
-    phi_q: Tensor,
+    query: Tensor,
     state: LinearState | tuple,
     *,
-    rotated_q: Tensor | None = None,
+    rotated_query: Tensor | None = None,
     eps: float = 0.0,
     min_denominator: float = 0.0,
     normalize: bool = True,
 ) -> Tensor:
     """Attention of features `[B, H, T, F]` to the sums of a state; arguments as in [`linear_attention`]."""
-    return Read.apply(phi_q, rotated_q, state[0], state[1], phi_q.dtype, eps, min_denominator, normalize, None)
+    return Read.apply(query, rotated_query, state[0], state[1], query.dtype, eps, min_denominator, normalize, None)
 
 
 def kernel_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     feature_map: Callable[..., Tensor | tuple[Tensor, Tensor]],
     *params: Tensor,
     key_map: Callable[..., Tensor | tuple[Tensor, Tensor]] | None = None,
@@ -140,77 +140,77 @@ def kernel_attention(
     the price of computing them twice in training.
 
     Args:
-        q, k: queries and keys, `[B, H, T, d]` and `[B, H, S, d]`, scaled as the map wants them.
+        query, key: queries and keys, `[B, H, T, d]` and `[B, H, S, d]`, scaled as the map wants them.
         feature_map: deterministic function `feature_map(x, *params)` of pieces `[B, H, t, d]`, token by token, giving
             features `[B, H, t, F]` or a pair of features and log factors `[B, H, t]`, such as `positive_features`.
             Only `x` and `params` receive gradients: pass learned tensors as params.
         key_map: another function for the keys.
     The others, the result and the errors are those of [`linear_attention`].
     """
-    _check(q, k, v, causal, key_padding_mask, None, None, None, chunk_size, True)
-    key_map, options, dtype = key_map or feature_map, (eps, min_denominator, True), accumulation_dtype(v.dtype)
+    _check(query, key, value, causal, key_padding_mask, None, None, None, chunk_size, True)
+    key_map, options, dtype = key_map or feature_map, (eps, min_denominator, True), accumulation_dtype(value.dtype)
     # One key tells how wide the features are and whether they come with a log factor.
-    one_key = k if k.shape[2] == 1 else k[:, :, :1].detach()
+    one_key = key if key.shape[2] == 1 else key[:, :, :1].detach()
     phi_k, log_weight = _pair(key_map(one_key.to(dtype), *params))
-    start = _initial_state(phi_k.shape[-1], log_weight is not None, v, state)
+    start = _initial_state(phi_k.shape[-1], log_weight is not None, value, state)
     if start.log_scale is not None and log_weight is None:
         raise ValueError("The state was written by a feature map with log factors, but this feature map gives none.")
-    if causal and k.shape[2] == 1:
-        phi_q, _ = _pair(feature_map(q.to(dtype), *params))
-        out, end = _step(phi_q, None, _Keys(phi_k, None, v, key_padding_mask, log_weight), start, options)
+    if causal and key.shape[2] == 1:
+        phi_q, _ = _pair(feature_map(query.to(dtype), *params))
+        out, end = _step(phi_q, None, _Keys(phi_k, None, value, key_padding_mask, log_weight), start, options)
     else:
-        keys = _Keys(k, None, v, key_padding_mask, None, key_map, params)
-        out, end = _attend(q, None, keys, start, causal, chunk_size, options, feature_map)
+        keys = _Keys(key, None, value, key_padding_mask, None, key_map, params)
+        out, end = _attend(query, None, keys, start, causal, chunk_size, options, feature_map)
     return (out, end) if return_state else out
 
 
 def linear_attention_reference(
-    phi_q: Tensor,
-    phi_k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     *,
     causal: bool,
     key_padding_mask: Tensor | None = None,
     log_weight: Tensor | None = None,
-    rotated_q: Tensor | None = None,
-    rotated_k: Tensor | None = None,
+    rotated_query: Tensor | None = None,
+    rotated_key: Tensor | None = None,
     eps: float = 0.0,
     normalize: bool = True,
 ) -> Tensor:
     """The equation written out over all pairs, `O(T S)`; arguments as in [`linear_attention`]."""
-    visible = phi_q.new_ones(phi_q.shape[2], phi_k.shape[2])
+    visible = query.new_ones(query.shape[2], key.shape[2])
     if causal:
         visible = visible.tril()
     if key_padding_mask is not None:
         visible = visible * key_padding_mask[:, None, None, :]
     if log_weight is not None:
         visible = visible * (log_weight - log_weight.amax(-1, keepdim=True)).exp()[:, :, None, :]
-    denominator = ((phi_q @ phi_k.mT) * visible).sum(-1, keepdim=True) + eps
-    rows = phi_q if rotated_q is None else rotated_q
-    columns = phi_k if rotated_k is None else rotated_k
-    numerator = ((rows @ columns.mT) * visible) @ v
+    denominator = ((query @ key.mT) * visible).sum(-1, keepdim=True) + eps
+    rows = query if rotated_query is None else rotated_query
+    columns = key if rotated_key is None else rotated_key
+    numerator = ((rows @ columns.mT) * visible) @ value
     if not normalize:
         return numerator
     return torch.where(denominator == 0, 0.0, numerator / torch.where(denominator == 0, 1.0, denominator))
 
 
-def _check(phi_q, phi_k, v, causal, mask, log_weight, rotated_q, rotated_k, chunk_size, normalize) -> None:
-    batch, heads, length, width = phi_k.shape
-    if phi_q.shape[:2] != (batch, heads) or phi_q.shape[3] != width or v.shape[:3] != (batch, heads, length):
+def _check(query, key, value, causal, mask, log_weight, rotated_query, rotated_key, chunk_size, normalize) -> None:
+    batch, heads, length, width = key.shape
+    if query.shape[:2] != (batch, heads) or query.shape[3] != width or value.shape[:3] != (batch, heads, length):
         raise ValueError(
-            f"Features of queries {tuple(phi_q.shape)}, features of keys {tuple(phi_k.shape)} and values "
-            f"{tuple(v.shape)} must be [B, H, T, F], [B, H, S, F] and [B, H, S, dv]."
+            f"Features of queries {tuple(query.shape)}, features of keys {tuple(key.shape)} and values "
+            f"{tuple(value.shape)} must be [B, H, T, F], [B, H, S, F] and [B, H, S, dv]."
         )
-    if causal and phi_q.shape[2] != length:
-        raise ValueError(f"Causal attention needs as many queries as keys, got {phi_q.shape[2]} and {length}.")
+    if causal and query.shape[2] != length:
+        raise ValueError(f"Causal attention needs as many queries as keys, got {query.shape[2]} and {length}.")
     check_padding_mask(mask, batch, length)
     if log_weight is not None and log_weight.shape != (batch, heads, length):
         raise ValueError(f"log_weight must be {(batch, heads, length)}, got {tuple(log_weight.shape)}.")
-    if (rotated_q is None) != (rotated_k is None):
-        raise ValueError("rotated_q and rotated_k belong together: give both or neither.")
-    if rotated_q is not None and (rotated_q.shape != phi_q.shape or rotated_k.shape != phi_k.shape):
-        raise ValueError("rotated_q and rotated_k must have the shapes of phi_q and phi_k.")
-    if not normalize and (log_weight is not None or rotated_q is not None):
+    if (rotated_query is None) != (rotated_key is None):
+        raise ValueError("rotated_query and rotated_key belong together: give both or neither.")
+    if rotated_query is not None and (rotated_query.shape != query.shape or rotated_key.shape != key.shape):
+        raise ValueError("rotated_query and rotated_key must have the shapes of query and key.")
+    if not normalize and (log_weight is not None or rotated_query is not None):
         raise ValueError("normalize=False has no denominator, so it takes neither log_weight nor rotated features.")
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
@@ -228,15 +228,15 @@ class _Keys(NamedTuple):
     params: tuple[Tensor, ...] = ()
 
 
-def _attend(q, rotated_q, keys: _Keys, start: LinearState, causal, chunk_size, options, feature_map=None):
+def _attend(q, rotated_query, keys: _Keys, start: LinearState, causal, chunk_size, options, feature_map=None):
     if not causal:
         end = _add_keys(start, keys)
-        out = Read.apply(q, rotated_q, end.kv, end.z, keys.v.dtype, *options, feature_map, *keys.params)
+        out = Read.apply(q, rotated_query, end.kv, end.z, keys.v.dtype, *options, feature_map, *keys.params)
         return out, end
     if q.shape[2] == 1:
-        return _step(q, rotated_q, keys, start, options)
+        return _step(q, rotated_query, keys, start, options)
     out, *end = CausalScan.apply(
-        *(q, keys.k, rotated_q, keys.rotated, keys.v, keys.mask, _log_weight(start, keys), *start),
+        *(q, keys.k, rotated_query, keys.rotated, keys.v, keys.mask, _log_weight(start, keys), *start),
         *(chunk_size, *options, feature_map, keys.feature_map, *keys.params),
     )
     return out, LinearState(*end) if start.log_scale is not None else LinearState(*end[:2])
@@ -246,7 +246,7 @@ def _pair(features) -> tuple[Tensor, Tensor | None]:
     return (features, None) if isinstance(features, Tensor) else (features[0], features[1])
 
 
-def _step(phi_q, rotated_q, keys: _Keys, start: LinearState, options) -> tuple[Tensor, LinearState]:
+def _step(phi_q, rotated_query, keys: _Keys, start: LinearState, options) -> tuple[Tensor, LinearState]:
     """One token, `[B, H, 1, *]`: it joins the state first and reads then, so it sees itself."""
     eps, minimum, normalize = options
     kv, z, scale = start
@@ -267,7 +267,7 @@ def _step(phi_q, rotated_q, keys: _Keys, start: LinearState, options) -> tuple[T
         kv = torch.addcmul(kv, b.mT, v)
         z = z + joining[:, :, 0]
         q = phi_q.to(dtype)
-        out = (q if rotated_q is None else rotated_q.to(dtype)) @ kv
+        out = (q if rotated_query is None else rotated_query.to(dtype)) @ kv
         if normalize:
             out = out * inverse_or_zero(guard(q @ z[..., None], eps, minimum))
     return out.to(keys.v.dtype), LinearState(kv, z, scale)

@@ -39,9 +39,9 @@ from ..common.segments import (
 
 
 def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     beta: Tensor,
     *params: Tensor,
     feature_map: Callable[..., Tensor] | None = None,
@@ -53,8 +53,8 @@ def delta_rule(
     """Causal attention by the delta rule. There is no denominator and no scale; an output scale is the caller's.
 
     Args:
-        q, k: `[B, H, T, F]`, normalised features; or `[B, H, T, d]` with a `feature_map`.
-        v: values, `[B, H, T, dv]`.
+        query, key: `[B, H, T, F]`, normalised features; or `[B, H, T, d]` with a `feature_map`.
+        value: values, `[B, H, T, dv]`.
         beta: writing strengths, `[B, H, T]`, usually in (0, 1).
         feature_map: deterministic function `feature_map(x, *params)` of pieces `[B, H, t, d]`, token by token, giving
             normalised features `[B, H, t, F]`. Evaluated for a segment at a time and again in the backward pass, so
@@ -65,43 +65,45 @@ def delta_rule(
         chunk_size: tokens per triangular system.
 
     Returns:
-        `[B, H, T, dv]` in the dtype of `v`; with `return_state` also the state.
+        `[B, H, T, dv]` in the dtype of `value`; with `return_state` also the state.
 
     Raises:
         ValueError: shapes that do not fit, a mask that is not `[B, T]`, `chunk_size < 1`, or a feature map that
             returns a pair (features with a separate scale would not be normalised).
     """
-    batch, heads, length, width = k.shape
-    if q.shape != k.shape or v.shape[:3] != k.shape[:3] or beta.shape != k.shape[:3]:
+    batch, heads, length, width = key.shape
+    if query.shape != key.shape or value.shape[:3] != key.shape[:3] or beta.shape != key.shape[:3]:
         raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} and beta {tuple(beta.shape)} must be "
-            "[B, H, T, d], [B, H, T, d], [B, H, T, dv] and [B, H, T]."
+            f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} and beta "
+            f"{tuple(beta.shape)} must be [B, H, T, d], [B, H, T, d], [B, H, T, dv] and [B, H, T]."
         )
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
     check_padding_mask(key_padding_mask, batch, length)
-    dtype = accumulation_dtype(v.dtype)
+    dtype = accumulation_dtype(value.dtype)
     if feature_map is not None:
-        probe = feature_map(k[:, :, :1].detach().to(dtype), *params)
+        probe = feature_map(key[:, :, :1].detach().to(dtype), *params)
         if not isinstance(probe, Tensor):
             raise ValueError("The delta rule needs normalised features, but feature_map returned a pair of tensors.")
         width = probe.shape[-1]
-    shape = batch, heads, width, v.shape[3]
+    shape = batch, heads, width, value.shape[3]
     if state is None:
-        state = torch.zeros(shape, dtype=dtype, device=v.device)
+        state = torch.zeros(shape, dtype=dtype, device=value.device)
     elif state.shape != shape:
         raise ValueError(f"state has shape {tuple(state.shape)}, but these keys and values need {shape}.")
     if length == 1:
-        out, state = _step(q, k, v, beta, key_padding_mask, state, feature_map, params)
+        out, state = _step(query, key, value, beta, key_padding_mask, state, feature_map, params)
     else:
-        out, state = _DeltaScan.apply(q, k, v, beta, key_padding_mask, state, chunk_size, feature_map, *params)
+        out, state = _DeltaScan.apply(
+            query, key, value, beta, key_padding_mask, state, chunk_size, feature_map, *params
+        )
     return (out, state) if return_state else out
 
 
 def delta_rule_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     beta: Tensor,
     *,
     key_padding_mask: Tensor | None = None,
@@ -109,14 +111,14 @@ def delta_rule_reference(
 ) -> tuple[Tensor, Tensor]:
     """The recurrence token by token, on features; returns the outputs and the last state."""
     outputs = []
-    state = q.new_zeros(*k.shape[:2], k.shape[3], v.shape[3]) if state is None else state
-    for t in range(k.shape[2]):
+    state = query.new_zeros(*key.shape[:2], key.shape[3], value.shape[3]) if state is None else state
+    for t in range(key.shape[2]):
         strength = beta[:, :, t, None]
         if key_padding_mask is not None:
             strength = strength * key_padding_mask[:, None, t, None]
-        found = torch.einsum("bhf,bhfv->bhv", k[:, :, t], state)
-        state = state + torch.einsum("bhf,bhv->bhfv", k[:, :, t], strength * (v[:, :, t] - found))
-        outputs.append(torch.einsum("bhf,bhfv->bhv", q[:, :, t], state))
+        found = torch.einsum("bhf,bhfv->bhv", key[:, :, t], state)
+        state = state + torch.einsum("bhf,bhv->bhfv", key[:, :, t], strength * (value[:, :, t] - found))
+        outputs.append(torch.einsum("bhf,bhfv->bhv", query[:, :, t], state))
     return torch.stack(outputs, dim=2), state
 
 

@@ -35,18 +35,17 @@ class FoldedSums(NamedTuple):
 
 
 def folded_sums(
-    k: Tensor,
+    key: Tensor,
     states: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     *,
-    heads: int,
     key_padding_mask: Tensor | None = None,
 ) -> FoldedSums:
     """The sums over a text, without its values.
 
     Args:
-        k: keys of all heads, side by side, `[B, S, W]`.
+        key: `[B, H, S, F]`; without a copy where the heads of a token lie side by side, as projections leave them.
         states: `[B, S, D]`, of which the values are projected.
         weight, bias: of that projection, `[H d_v, D]` and `[H d_v]` (or None).
         key_padding_mask: `[B, S]`, True = real token.
@@ -54,22 +53,26 @@ def folded_sums(
     Raises:
         ValueError: a mask that is not `[B, S]`.
     """
-    check_padding_mask(key_padding_mask, *k.shape[:2])
-    collected, z = _Collect.apply(k, states, key_padding_mask)
+    heads = key.shape[1]
+    check_padding_mask(key_padding_mask, key.shape[0], key.shape[2])
+    collected, z = _Collect.apply(_side_by_side(key), states, key_padding_mask)
     kv = _by_head(collected.mT, heads).permute(0, 2, 3, 1) @ _by_head(weight.mT, heads).permute(1, 0, 2)
     if bias is not None:
         kv = kv + _by_head(z, heads)[..., None] * _by_head(bias, heads)[:, None]
     return FoldedSums(kv, z)
 
 
-def read_folded_sums(q: Tensor, sums: FoldedSums, weight: Tensor, bias: Tensor | None, *, eps: float = 0.0) -> Tensor:
-    """What queries `[B, T, W]` read of sums, projected by weight `[D, H d_v]` and bias `[D]` (or None) -> `[B, T, D]`.
+def read_folded_sums(
+    query: Tensor, sums: FoldedSums, weight: Tensor, bias: Tensor | None, *, eps: float = 0.0
+) -> Tensor:
+    """What queries `[B, H, T, F]` read of sums, projected by weight `[D, H d_v]` and bias `[D]` (or None) -> the
+    outputs of all heads together, `[B, T, D]`.
 
     A query that sees no key gets the bias. eps: added to the denominator.
     """
     heads, each = sums.kv.shape[1], sums.kv.shape[3]
     spread = sums.kv @ weight.view(-1, heads, each).permute(1, 2, 0)  # [B, H, F, D]
-    return _Spread.apply(q, spread.flatten(1, 2), sums.z, bias, heads, eps)
+    return _Spread.apply(_side_by_side(query), spread.flatten(1, 2), sums.z, bias, heads, eps)
 
 
 class _Collect(torch.autograd.Function):
@@ -171,6 +174,11 @@ def _blocks(z: Tensor, heads: int) -> Tensor:
     """z [B, W] -> [B, W, H], each head's part in its column: one product then gives the denominators of all heads."""
     own = torch.eye(heads, dtype=z.dtype, device=z.device)[:, None]
     return (_by_head(z, heads)[..., None] * own).flatten(1, 2)
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    """[B, H, T, F] -> [B, T, W]"""
+    return x.transpose(1, 2).flatten(2)
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:

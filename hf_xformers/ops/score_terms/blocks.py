@@ -125,13 +125,14 @@ def term_attention(
 ) -> Tensor:
     """softmax_j(q_i k_j + term_ij) v_j [+ term of the values] over all j that are not hidden from i.
 
-    query [B, H, T, d] (scaled), key and value [B, H, S, d], tables [H or 1, ...] -> [B, T, H, d]. A query that sees
+    query [B, H, T, d] (scaled), key and value [B, H, S, d], tables [H or 1, ...] -> [B, H, T, d]. A query that sees
     nothing gets zeros. Memory: a few blocks of scores. The result cannot be differentiated twice.
 
     Raises:
         RuntimeError: a derivative of the derivative is asked for.
     """
-    return _TermAttention.apply(terms, blocks, query, key, value, *tables)
+    # Made as projections read it: heads of a token beside each other.
+    return _TermAttention.apply(terms, blocks, query, key, value, *tables).transpose(1, 2)
 
 
 def _some(tables: tuple[Tensor, ...], heads: slice) -> tuple[Tensor, ...]:

@@ -17,16 +17,16 @@ def bucket_tiles(
     sets: Recent | Chunks,
     *,
     num_labels: int,
-    valid: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
     distinct: bool = True,
     own_key_last: bool = False,
-    first: int = 0,
+    query_offset: int = 0,
 ) -> list[list[Tiles]]:
     """The pairs of [`bucketed_attention`] with the same arguments: a round of tiles for each round of labels [B, H, R,
     T].
-    first: the place of the first query, where the queries are the last of the tokens."""
+    query_offset: the place of the first query, where the queries are the last of the tokens."""
     options = {"distinct": distinct, "own_key_last": own_key_last}
-    layout, (order, _, code) = sorted_layout(labels, sets, num_labels, valid, **options)
+    layout, (order, _, code) = sorted_layout(labels, sets, num_labels, key_padding_mask, **options)
     size = labels.shape[:2]
     order, code, scratch = order.flatten(0, 1), code.flatten(0, 1), Scratch(labels.device)
     rounds = []
@@ -35,7 +35,7 @@ def bucket_tiles(
         everything = slice(0, group.chunks)
         penalty = torch.zeros(group.rows, group.chunks, layout.size, layout.window, device=labels.device)
         group.restrict(penalty, everything)
-        queries = (group.index[:, group.main] - first).masked_fill(group.empty[group.main], -1)
+        queries = (group.index[:, group.main] - query_offset).masked_fill(group.empty[group.main], -1)
         keys = group.windows(group.index, everything)
         rounds.append(
             [
@@ -44,7 +44,7 @@ def bucket_tiles(
                     keys.unflatten(0, size),
                     (penalty > -HIDDEN / 2).unflatten(0, size),
                     OWN_KEY if own_key_last else None,
-                    first,
+                    query_offset,
                 )
             ]
         )

@@ -41,15 +41,15 @@ def diagonal_attention(
     """softmax_j(q_i k_j + a_i c_j + b_(j-i)) v_j over all j that are not hidden from i.
 
     query [B, H, T, d] (scaled), key and value [B, H, S, d]; further: a [B or 1, H, T, n] and c [B or 1, H, S, n];
-    line: b [H, T + S - 1], from the distance of the last query and the first key on -> [B, T, H, d]. A query that sees
-        nothing gets
-    zeros. Memory: a few tiles of scores, and one block where `further` or a padding mask is given. The result cannot
-    be differentiated twice.
+    line: b [H, T + S - 1], from the distance of the last query and the first key on -> [B, H, T, d]. A query that sees
+    nothing gets zeros. Memory: a few tiles of scores, and one block where `further` or a padding mask is given. The
+    result cannot be differentiated twice.
 
     Raises:
         RuntimeError: a derivative of the derivative is asked for.
     """
-    return _DiagonalAttention.apply(pairs, blocks, query, key, value, *(further or (None, None)), line)
+    # Made as projections read it: heads of a token beside each other.
+    return _DiagonalAttention.apply(pairs, blocks, query, key, value, *(further or (None, None)), line).transpose(1, 2)
 
 
 def blocks_of_tiles(batch: int, heads: int, length: int) -> Blocks:

@@ -20,8 +20,8 @@ def pattern_tiles(
     queries: int,
     keys: int,
     *,
-    q_offset: int = 0,
-    k_offset: int = 0,
+    query_offset: int = 0,
+    key_offset: int = 0,
     causal: bool = False,
     key_padding_mask: Tensor | None = None,
     hidden_keys: Tensor | None = None,
@@ -37,15 +37,15 @@ def pattern_tiles(
     lead, row_lengths = torch.zeros(1, dtype=torch.long, device=device), None
     if key_padding_mask is not None and pattern.period != 1:
         lead, row_lengths = row_spans(key_padding_mask)
-        row_lengths = k_offset + row_lengths if pattern.needs_length else None
+        row_lengths = key_offset + row_lengths if pattern.needs_length else None
     # Rows whose text begins later have their first queries at earlier positions.
-    start = max(q_offset - int(lead.max()), 0)
-    end = q_offset + queries
+    start = max(query_offset - int(lead.max()), 0)
+    end = query_offset + queries
     readable = key_padding_mask
     if hidden_keys is not None:
         readable = ~hidden_keys if readable is None else readable & ~hidden_keys
     found: dict[tuple[int, int], Rounds] = {}
-    lengths, offsets = (end - start, keys, 0), (start, k_offset)
+    lengths, offsets = (end - start, keys, 0), (start, key_offset)
     runs = bound_rows(pattern, row_lengths, lead.shape[0])
     pieces = ((rows, make_pieces(bound, causal, (heads, heads), lengths, offsets, None)) for rows, bound in runs)
     for rows, piece in ((rows, piece) for rows, some in pieces for piece in some):
@@ -66,8 +66,8 @@ def pattern_tiles(
                     allowed = allowed & each.k_valid[:, None].to(device)
                 allowed = allowed.expand(tile_count, each.rows, each.width)[None]
                 # From positions to places in each row of the batch.
-                q_at = q_at.expand(tile_count, -1) + (piece.shift - q_offset) + lead[:, None, None]
-                k_at = k_at.expand(tile_count, -1) + (piece.shift - k_offset) + lead[:, None, None]
+                q_at = q_at.expand(tile_count, -1) + (piece.shift - query_offset) + lead[:, None, None]
+                k_at = k_at.expand(tile_count, -1) + (piece.shift - key_offset) + lead[:, None, None]
                 inside = (k_at >= 0) & (k_at < keys)
                 k_at = k_at.clamp(0, keys - 1)
                 q_at = torch.where((q_at >= 0) & (q_at < queries), q_at, -1)
@@ -75,7 +75,7 @@ def pattern_tiles(
                 if readable is not None:
                     inside = inside & _at(readable, k_at)
                 if segment_ids is not None:
-                    own = _at(segment_ids, q_at.clamp(min=0) + q_offset - k_offset)
+                    own = _at(segment_ids, q_at.clamp(min=0) + query_offset - key_offset)
                     allowed = allowed & (own[..., :, None] == _at(segment_ids, k_at)[..., None, :])
                 allowed = allowed & inside[..., None, :]
                 tiles.append(Tiles(q_at[:, None], k_at[:, None], allowed[:, None]))

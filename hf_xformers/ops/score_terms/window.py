@@ -21,21 +21,23 @@ from ..common.segments import accumulation_dtype
 _ROWS = 128  # queries in a tile
 _SCORES = 1 << 18  # scores in a tile, over heads: 1 MiB in float32
 
+Visible = Callable[[slice, slice], Tensor]
+
 
 def window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     bias: Tensor,
     table: Tensor | None,
     before: int,
-    visible: Callable[[slice, slice], Tensor] | None = None,
+    visible: Visible | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """Queries are the last T of S places; query i reads the keys `i - before ... i - before + n - 1` that there are.
 
     Args:
-        q: `[B, H, T, d]`, scaled. k, v: `[B, H, S, d]`, S >= T.
+        query: `[B, H, T, d]`, scaled. key, value: `[B, H, S, d]`, S >= T.
         bias: `[H, n]`, its column c for the distance `i - j = before - c`; -inf: not read.
         table: vectors p by distance, `[n, d]`, shared by heads.
         before: distance of the farthest key that comes before a query.
@@ -43,16 +45,16 @@ def window_attention(
         dropout: part of the weights that is dropped.
 
     Returns:
-        `[B, T, H, d]`; zeros for a query that reads nothing. First derivatives only.
+        `[B, H, T, d]`; zeros for a query that reads nothing. First derivatives only.
 
     Raises:
         ValueError: shapes that do not fit.
     """
-    batch, heads, length, width = q.shape
-    if k.shape != v.shape or k.shape != (batch, heads, k.shape[2], width) or k.shape[2] < length:
+    batch, heads, length, width = query.shape
+    if key.shape != value.shape or key.shape != (batch, heads, key.shape[2], width) or key.shape[2] < length:
         raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} must be [B, H, T, d] and twice [B, H, S,"
-            " d], with at least as many keys as queries."
+            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} must be [B, H, T, d]"
+            " and twice [B, H, S, d], with at least as many keys as queries."
         )
     if bias.dim() != 2 or bias.shape[0] != heads or (table is not None and table.shape != (bias.shape[1], width)):
         raise ValueError(
@@ -61,23 +63,30 @@ def window_attention(
         )
     # A seed instead of the generator's state: tiles draw the same numbers again in the backward pass.
     seed = int(torch.randint(1 << 62, ())) if dropout else None
-    return _WindowAttention.apply(q, k, v, bias, table, before, visible, dropout, seed)
+    output = _WindowAttention.apply(query, key, value, bias, table, before, visible, dropout, seed)
+    return output.transpose(1, 2)  # made as projections read it: heads of a token beside each other
 
 
 def window_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, table: Tensor | None, before: int, mask: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    table: Tensor | None,
+    before: int,
+    visible: Visible | None = None,
 ) -> Tensor:
-    """The same from the matrix of all scores; mask `[B or 1, 1 or H, T, S]`."""
-    length, keys, distances = q.shape[2], k.shape[2], bias.shape[1]
+    """The same from the matrix of all scores."""
+    length, keys, distances = query.shape[2], key.shape[2], bias.shape[1]
     column = before - (torch.arange(keys - length, keys)[:, None] - torch.arange(keys))
     inside, column = (column >= 0) & (column < distances), column.clamp(0, distances - 1)
-    scores = q @ k.mT + bias[:, column]
+    scores = query @ key.mT + bias[:, column]
     if table is not None:
-        scores = scores + torch.einsum("bhid,ijd->bhij", q, table[column])
+        scores = scores + torch.einsum("bhid,ijd->bhij", query, table[column])
     seen = inside & (bias[:, column] > -torch.inf)
-    seen = seen if mask is None else seen & mask
+    seen = seen if visible is None else seen & visible(slice(0, length), slice(0, keys))
     weights = torch.softmax(scores.masked_fill(~seen, torch.finfo(scores.dtype).min), dim=-1)
-    return (weights.masked_fill(~seen, 0.0) @ v).transpose(1, 2)
+    return weights.masked_fill(~seen, 0.0) @ value
 
 
 class _Tile(NamedTuple):
