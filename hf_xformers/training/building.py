@@ -38,10 +38,7 @@ def language_objective(name: str) -> type[Objective]:
     found = OBJECTIVES.get(name)
     if found is None or not found.packed:
         known = language_objectives()
-        hint = did_you_mean(name, known)
-        raise ValueError(
-            f"unknown objective {name!r}: choose one of {', '.join(known)}" + (f".{hint}" if hint else "")
-        )
+        raise ValueError(f"unknown objective {name!r}: choose one of {', '.join(known)}.{did_you_mean(name, known)}")
     return found
 
 
