@@ -97,9 +97,9 @@ class XFormerSentencePairOutput(base.NextSentencePredictorOutput):
 class XFormerForPreTrainingOutput(ModelOutput):
     """loss: masked LM + sentence pair (+ auxiliary); prediction_logits [B, T, V]; seq_relationship_logits [B, 2]."""
 
-    loss: torch.FloatTensor | None = None
-    prediction_logits: torch.FloatTensor | None = None
-    seq_relationship_logits: torch.FloatTensor | None = None
+    loss: torch.Tensor | None = None
+    prediction_logits: torch.Tensor | None = None
+    seq_relationship_logits: torch.Tensor | None = None
     hidden_states: tuple[torch.FloatTensor] | None = None
     attentions: tuple[torch.FloatTensor] | None = None
     aux_losses: dict[str, torch.Tensor] | None = None

@@ -57,15 +57,14 @@ class Classifier(XFormerPreTrainedModel):
     def task_inputs(
         self, task: str, given: dict[str, Any], input_ids: Tensor | None, embeds: Tensor | None, mask: Tensor | None
     ) -> dict[str, Any]:
-        """`given` (keyword arguments) and what attention of this model chooses for a task where it was not given: a
-        spec's method `task_inputs`, e.g. which tokens are global."""
-        if not self.model.trunk.extra_inputs:
+        """`given` (keyword arguments) and what attention of this model chooses for a task where it was not given
+        ([`AttentionSpec.task_inputs`]), e.g. which tokens are global."""
+        tokens = input_ids if input_ids is not None else embeds
+        if tokens is None or not self.model.trunk.extra_inputs:
             return given
+        real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+        real = real if mask is None or mask.ndim != 2 else mask.bool()
         for layer in self.model.trunk.config.layer_configs():
-            shape = input_ids.shape if input_ids is not None else embeds.shape[:2]
-            device = input_ids.device if input_ids is not None else embeds.device
-            whole = torch.ones(shape, dtype=torch.bool, device=device)
-            real = whole if mask is None or mask.ndim != 2 else mask.bool()
             chosen = layer.attention.task_inputs(task, layer, input_ids, real)
             if chosen and all(given.get(name) is None for name in chosen):
                 return {**given, **chosen}
@@ -138,7 +137,7 @@ class XFormerForSequenceClassification(Classifier):
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         recorded = self.recorded(base, loss)
-        kind = outputs.XFormerSequenceClassifierOutput
+        kind: Any = outputs.XFormerSequenceClassifierOutput
         if self.config.is_encoder_decoder:
             kind = outputs.XFormerSeq2SeqSequenceClassifierOutput
         return kind(loss=with_aux_losses(loss, base.aux_losses), logits=logits, **recorded)
@@ -222,7 +221,7 @@ class XFormerForQuestionAnswering(Classifier):
         if start_positions is not None and end_positions is not None:
             loss = self.loss_function(start_logits, end_logits, start_positions, end_positions)
         recorded = self.recorded(base, loss)
-        kind = outputs.XFormerQuestionAnsweringOutput
+        kind: Any = outputs.XFormerQuestionAnsweringOutput
         if self.config.is_encoder_decoder:
             kind = outputs.XFormerSeq2SeqQuestionAnsweringOutput
         return kind(

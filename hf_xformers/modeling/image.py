@@ -18,7 +18,7 @@ class XFormerImageModel(XFormerModel):
     """The bare X-former of images: hidden states of the patches without a head."""
 
     main_input_name = "pixel_values"
-    input_modalities = ("image",)
+    input_modalities = ["image"]
 
     @can_return_tuple
     def forward(
@@ -39,7 +39,7 @@ class XFormerForImageClassification(XFormerPreTrainedModel):
     """Classification of whole images: a linear map of the class token's state, or of the patches' mean."""
 
     main_input_name = "pixel_values"
-    input_modalities = ("image",)
+    input_modalities = ["image"]
 
     def __init__(self, config):
         config = self.shaped(config, is_decoder=False, is_encoder_decoder=False)

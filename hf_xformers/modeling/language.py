@@ -82,12 +82,16 @@ class _Generative(LanguageModel, GenerationMixin):
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         # Inputs that a component asks for are in no signature, where transformers looks for typos.
         known = self.model.trunk.extra_inputs
-        super()._validate_model_kwargs({name: value for name, value in model_kwargs.items() if name not in known})
+        asked = {name: value for name, value in model_kwargs.items() if name not in known}
+        super()._validate_model_kwargs(asked)  # type: ignore[misc]  # declared for a class that is there in typing alone
 
-    def _expand_inputs_for_generation(self, expand_size: int = 1, **kwargs: Any) -> Any:
+    def _expand_inputs_for_generation(  # type: ignore[override]  # transformers calls it by keywords
+        self, expand_size: int = 1, **kwargs: Any
+    ) -> Any:
         # transformers repeats tensors for beams; a segment memory is an object of several.
         carried = kwargs.pop("segment_memory", None)
-        input_ids, inputs = super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)
+        expand = super()._expand_inputs_for_generation  # type: ignore[misc]  # as above
+        input_ids, inputs = expand(expand_size=expand_size, **kwargs)
         if carried is not None:
             inputs["segment_memory"] = carried.repeat_interleave(expand_size)
         return input_ids, inputs
