@@ -40,7 +40,8 @@ def test_static_cache(case, caplog, monkeypatch):
         assert all(layer.keys.shape[2] == size - 1 for layer in cache.layers)
     else:
         kind = part.split("'")[1]
-        assert kind in (decoder_config(model).attention.type, decoder_config(model).block.type)
+        config = decoder_config(model)
+        assert kind in (config.stack.type, config.block.type, config.attention.type)
 
 
 def test_own_state_is_named(caplog, monkeypatch):
