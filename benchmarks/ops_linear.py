@@ -15,8 +15,7 @@ import torch
 from measure import interleaved_seconds, memory_in_fresh_process, ratios, write_results
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_xformers.ops.linear.attention import kernel_attention, linear_attention
-from hf_xformers.ops.linear.delta_rule import delta_rule
+from hf_xformers.ops.linear.attention import delta_rule, kernel_attention, linear_attention
 from hf_xformers.ops.linear.feature_maps import dpfp, elu_plus_one, positive_features, random_matrix, sum_normalize
 from hf_xformers.ops.nystrom import nystrom_attention
 

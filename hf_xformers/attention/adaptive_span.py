@@ -15,7 +15,7 @@ from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import band
 from ..ops.common.products import wide_products
 from ..ops.common.shifted_rows import shift_rows
-from ..ops.score_terms.window import window_attention
+from ..ops.score_terms.attention import window_attention
 from .shared.base import Attention, AttentionSpec
 from .shared.query_blocks import over_query_blocks, rows_at_once, shared_rows
 from .shared.visibility import visible_block, visible_pairs

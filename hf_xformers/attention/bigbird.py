@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from ..core.components import aliased, register
 from ..ops.block_sparse import patterns
-from ..ops.block_sparse.pattern_base import Pattern
+from ..ops.block_sparse.patterns import Pattern
 from .bigbird_attention import BigBirdAttention
 from .block_sparse import INSIDE, check_at_least
 from .block_sparse_terms import BigBirdWithTerms

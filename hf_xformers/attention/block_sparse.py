@@ -8,7 +8,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from ..core.components import aliased, register
 from ..ops.block_sparse import patterns
-from ..ops.block_sparse.pattern_base import Pattern
+from ..ops.block_sparse.patterns import Pattern
 from .block_sparse_terms import BlockSparseWithTerms
 from .shared.base import AttentionSpec
 from .shared.block_sparse import BlockSparseAttention

@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 from ..core.context import LayerContext
 from ..ops.common.real_tokens import real_first
+from ..ops.score_terms.attention import take, tile_attention
 from ..ops.score_terms.pattern_tiles import Rounds, pattern_tiles
-from ..ops.score_terms.tiles import Tiles, take, tile_attention
+from ..ops.score_terms.terms import Tiles
 from .bigbird_attention import BigBirdAttention
 from .longformer_attention import LongformerAttention
 from .shared.base import literal_softmax_attention

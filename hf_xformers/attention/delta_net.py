@@ -12,7 +12,7 @@ from ..core.cache import RecurrentStateLayer
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
 from ..ops.common.segments import accumulation_dtype
-from ..ops.linear.delta_rule import delta_rule
+from ..ops.linear.attention import delta_rule
 from ..ops.linear.feature_maps import normalized_elu
 from ..ops.linear.feature_pullbacks import NormalizedDPFP
 from .shared.base import Attention, AttentionSpec

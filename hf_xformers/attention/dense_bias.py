@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..core.context import LayerContext
-from ..ops.score_terms.blocks import applies
+from ..ops.score_terms.attention import applies
 from ..position.base import ScoreBias
 from ..position.distances import distances_of_block
 from .dense_attention import DenseAttention

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..core.components import register
 from ..core.context import LayerContext
+from ..ops.linear.attention import folded_sums, read_folded_sums
 from ..ops.linear.feature_pullbacks import EluPlusOne, RelativeElu
-from ..ops.linear.folded import folded_sums, read_folded_sums
 from .shared.base import is_plain_linear
 from .shared.linear import LinearAttention, LinearSpec
 

@@ -10,7 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..core.components import aliased, register
 from ..ops.block_sparse import patterns
-from ..ops.block_sparse.pattern_base import Pattern
+from ..ops.block_sparse.patterns import Pattern
 from ..ops.common.real_tokens import from_first_real, is_first_real
 from .block_sparse import INSIDE, by_head, check_at_least, check_heads, check_layers, largest, of_layer, window_cache
 from .block_sparse_terms import LongformerWithTerms

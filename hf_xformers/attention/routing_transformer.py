@@ -22,9 +22,9 @@ from ..ops.bucketed.attention import clustered_attention, clustered_reference
 from ..ops.bucketed.kmeans import ClusterSums, nearest_tokens, squared_distances, sums_of_clusters
 from ..ops.common.products import wide_products, widened
 from ..ops.common.real_tokens import first_real, real_places
+from ..ops.score_terms.attention import tile_attention
 from ..ops.score_terms.bucket_tiles import cluster_attention
 from ..ops.score_terms.pattern_tiles import pattern_tiles
-from ..ops.score_terms.tiles import tile_attention
 from .shared.base import literal_softmax_attention
 from .shared.bucketed import FEW_QUERIES, BucketedSpec, Stage, labels_of_all, recent_attention
 from .shared.position_terms import ScoreTerms, WithScoreTerms

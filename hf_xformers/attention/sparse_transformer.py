@@ -7,7 +7,7 @@ from typing import Literal
 
 from ..core.components import register
 from ..ops.block_sparse import patterns
-from ..ops.block_sparse.pattern_base import Pattern
+from ..ops.block_sparse.patterns import Pattern
 from .block_sparse import BlockSparseSpec, check_at_least
 
 

@@ -15,8 +15,8 @@ from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.segment_memory import SegmentCacheLayer, take_slots
 from ..ops.common.products import wide_products
 from ..ops.common.shifted_rows import shift_rows
-from ..ops.score_terms.blocks import QueryBlock
-from ..ops.score_terms.distance_products import distance_products
+from ..ops.score_terms.attention import distance_products
+from ..ops.score_terms.terms import QueryBlock
 from .shared.base import Attention, AttentionSpec
 from .shared.query_blocks import visible_softmax
 from .shared.term_blocks import VisibleTerms, attend_with_terms, blocks_of

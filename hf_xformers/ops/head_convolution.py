@@ -42,6 +42,13 @@ def convolve_heads(value: Tensor, weight: Tensor, literal: bool = False) -> Tens
     return F.conv2d(value, kernel, padding=(weight.shape[1] // 2, 0), groups=weight.shape[0])
 
 
+def convolve_heads_reference(value: Tensor, weight: Tensor) -> Tensor:
+    """[`convolve_heads`] as a sum of shifted values, one for each of the kernel's numbers."""
+    length, taps = value.shape[2], weight.shape[1]
+    padded = F.pad(value, (0, 0, taps // 2, taps // 2))
+    return torch.stack([weight[:, k, None, None] * padded[:, :, k : k + length] for k in range(taps)]).sum(0)
+
+
 class _ConvolveHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: Tensor) -> Tensor:
@@ -111,4 +118,4 @@ def _halves(own: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return left.expand(count, -1, -1), right.expand(count, -1, -1)
 
 
-__all__ = ["convolve_heads"]
+__all__ = ["convolve_heads", "convolve_heads_reference"]

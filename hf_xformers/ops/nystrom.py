@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from .common.padding import check_padding_mask
 from .common.real_tokens import real_places
-from .common.segments import accumulation_dtype, check_padding_mask
+from .common.segments import accumulation_dtype
 
 
 def nystrom_attention(

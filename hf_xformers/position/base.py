@@ -25,8 +25,7 @@ from ..core.components import Spec
 from ..core.context import LayerContext
 from ..core.weight_decay import Undecayed
 from ..ops.common.real_tokens import real_places
-from ..ops.score_terms.blocks import QueryBlock
-from ..ops.score_terms.tiles import Pairs
+from ..ops.score_terms.terms import Pairs, QueryBlock
 
 
 class Rotation(Protocol):

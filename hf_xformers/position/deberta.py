@@ -11,9 +11,8 @@ from torch.nn import functional as F
 
 from ..core.components import register
 from ..core.context import LayerContext
-from ..ops.score_terms.blocks import QueryBlock
-from ..ops.score_terms.distance_products import distance_products
-from ..ops.score_terms.tiles import Pairs
+from ..ops.score_terms.attention import distance_products
+from ..ops.score_terms.terms import Pairs, QueryBlock
 from .base import LayerTerms, Position, PositionSpec
 from .distances import (
     Near,

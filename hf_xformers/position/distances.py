@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.context import LayerContext
 from ..ops.common.shifted_rows import shift_rows
-from ..ops.score_terms.tiles import Pairs
+from ..ops.score_terms.terms import Pairs
 
 # Vectors that [`pick_rows`] takes at least at a time: fewer do not multiply at full speed.
 LEAST_VECTORS = 64

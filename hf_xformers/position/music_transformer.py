@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from ..core.components import register
 from ..core.context import LayerContext
-from ..ops.score_terms.blocks import QueryBlock
-from ..ops.score_terms.tiles import Pairs
+from ..ops.score_terms.terms import Pairs, QueryBlock
 from .base import LayerTerms, Position, PositionSpec
 from .distances import distances_of_block, pick_rows, products_by_distance, slot_distances
 

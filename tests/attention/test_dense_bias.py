@@ -6,8 +6,8 @@ import torch
 from hf_xformers import XFormerConfig, XFormerModel
 from hf_xformers.attention import dense_bias
 from hf_xformers.attention.shared import query_blocks
-from hf_xformers.ops.score_terms.blocks import Blocks
-from hf_xformers.ops.score_terms.diagonal import blocks_of_tiles
+from hf_xformers.ops.score_terms.attention import blocks_of_tiles
+from hf_xformers.ops.score_terms.terms import Blocks
 
 LENGTH = 23
 

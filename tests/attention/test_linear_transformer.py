@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from hf_xformers import XFormerConfig
 from hf_xformers.attention import linear_transformer
 from hf_xformers.core.cache import make_cache
-from hf_xformers.ops.linear.folded import folded_sums
+from hf_xformers.ops.linear.attention import folded_sums
 from hf_xformers.position.rotary import RotaryPosition, RotarySpec
 from tests.attention.linear_helpers import check_no_future, in_pieces, state_sizes
 from tests.attention.score_helpers import (

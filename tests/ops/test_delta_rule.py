@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from hf_xformers.ops.linear.attention import linear_attention
-from hf_xformers.ops.linear.delta_rule import delta_rule, delta_rule_reference
+from hf_xformers.ops.linear.attention import delta_rule, delta_rule_reference, linear_attention
 from hf_xformers.ops.linear.feature_maps import dpfp, elu_plus_one, positive_features, sum_normalize
 
 B, H, T, F, DV = 2, 3, 37, 5, 4

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hf_xformers.ops.score_terms import distance_products as module
-from hf_xformers.ops.score_terms.distance_products import distance_products
+from hf_xformers.ops.score_terms.attention import distance_products
+from hf_xformers.ops.score_terms.reference import distance_products_reference
 
 HEADS, WIDTH = 3, 5
 
@@ -70,7 +71,7 @@ def test_products_equal_a_loop_over_pairs(near, which, table_heads, tile, far, m
     if not far:
         tables = [table._replace(early=0 * table.early, late=0 * table.late) for table in tables]
     of_queries, of_keys = (None if which == "keys" else tables[0]), (None if which == "queries" else tables[1])
-    found = distance_products(
+    given = (
         query,
         None if which == "queries" else key,
         None if of_queries is None else of_queries.laid(near, keys, far),
@@ -79,15 +80,15 @@ def test_products_equal_a_loop_over_pairs(near, which, table_heads, tile, far, m
         keys,
     )
     expected = by_pairs(query, key, of_queries, of_keys, near)
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+    engine, twin = distance_products(*given), distance_products_reference(*given)
     probe = numbers(*expected.shape, seed=11).detach()
     leaves = [query] * (which != "keys") + [key] * (which != "queries")
     leaves += [x for table in (of_queries, of_keys) if table is not None for x in (table if far else (table.near,))]
-    ours, theirs = (
-        torch.autograd.grad((x * probe).sum(), leaves, allow_unused=True, materialize_grads=True)
-        for x in (found, expected)
+    ours, twins, theirs = (
+        (x, *torch.autograd.grad((x * probe).sum(), leaves, allow_unused=True, materialize_grads=True))
+        for x in (engine, twin, expected)
     )
-    for one, other in zip(ours, theirs, strict=True):
+    for one, other in zip((*ours, *twins), (*theirs, *theirs), strict=True):
         torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
 
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from hf_xformers.ops.linear.attention import folded_sums, read_folded_sums
 from hf_xformers.ops.linear.feature_maps import elu_plus_one
-from hf_xformers.ops.linear.folded import folded_sums, read_folded_sums
+from hf_xformers.ops.linear.reference import folded_attention_reference
 
 HEADS, DEPTH, OF_VALUES, STATES, OUT = 3, 4, 5, 7, 6
 
@@ -33,6 +34,12 @@ def folded(made, **options):
     return read_folded_sums(query, folded_sums(key, made["states"], *value, **options), *output, eps=eps)
 
 
+def twin(made, mask, eps):
+    query, key = (by_head(made[name]) for name in ("query", "key"))
+    value, output = ((made[name], made.get(f"{name}_bias")) for name in ("value", "output"))
+    return folded_attention_reference(query, key, made["states"], *value, *output, key_padding_mask=mask, eps=eps)
+
+
 def by_head(projected):
     return projected.unflatten(-1, (HEADS, -1)).transpose(1, 2)
 
@@ -58,13 +65,16 @@ def test_equals_the_literal_form(lengths, biases, masked, eps):
         mask[1] = False  # nobody to read: the bias alone
     found, expected = folded(made, key_padding_mask=mask, eps=eps), written_out(made, mask, eps)
     torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-11)
+    torch.testing.assert_close(twin(made, mask, eps), expected, atol=1e-11, rtol=1e-11)
     if masked:
         bias = made.get("output_bias", torch.zeros(OUT).double())
         torch.testing.assert_close(found[1], bias.expand_as(found[1]))
     probe = numbers(*expected.shape, seed=9).detach()
-    ours, theirs = (torch.autograd.grad((x * probe).sum(), list(made.values())) for x in (found, expected))
-    for name, one, other in zip(made, ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+    ours, theirs, twins = (
+        torch.autograd.grad((x * probe).sum(), list(made.values())) for x in (found, expected, twin(made, mask, eps))
+    )
+    for name, *pair in zip((*made, *made), (*ours, *twins), (*theirs, *theirs), strict=True):
+        torch.testing.assert_close(*pair, atol=1e-10, rtol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_what_is_kept():

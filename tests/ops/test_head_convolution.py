@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from hf_xformers.ops import head_convolution as module
-from hf_xformers.ops.head_convolution import convolve_heads
+from hf_xformers.ops.head_convolution import convolve_heads, convolve_heads_reference
 
 
 def numbers(*shape: int, seed: int) -> torch.Tensor:
@@ -30,6 +30,7 @@ def test_blocks_equal_the_sum_over_taps(length, taps, batch):
     value = numbers(batch, length, 2, 4, seed=1).transpose(1, 2)
     weight = numbers(2, taps, seed=2)
     found, expected = convolve_heads(value, weight), by_taps(value, weight)
+    torch.testing.assert_close(convolve_heads_reference(value, weight), expected, atol=1e-12, rtol=1e-12)
     assert "ConvolveHeads" in type(found.grad_fn).__name__
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
     probe = numbers(*expected.shape, seed=3).detach()

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from hf_xformers.ops.score_terms import blocks as term_attention
 from hf_xformers.ops.score_terms import diagonal as diagonal_attention
-from hf_xformers.ops.score_terms.blocks import Blocks
+from hf_xformers.ops.score_terms.reference import diagonal_attention_reference, term_attention_reference
+from hf_xformers.ops.score_terms.terms import Blocks
 
 BATCH, HEADS, WIDTH, FURTHER = 2, 4, 6, 3
 
@@ -83,7 +84,7 @@ def literal(query, key, value, scores, seen, added=None):
 def check(found: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:
     torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-9)
     probe = numbers(*expected.shape, seed=9).detach()
-    ours, theirs = (torch.autograd.grad((x * probe).sum(), leaves) for x in (found, expected))
+    ours, theirs = (torch.autograd.grad((x * probe).sum(), leaves, retain_graph=True) for x in (found, expected))
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-8)
 
@@ -135,6 +136,7 @@ def test_terms_equal_the_matrix(length, keys, ordered, padded, with_values, fuse
     scores = scores + tables[2] + query.sum(-1, keepdim=True) + torch.sin(tables[3])[:, distance + length - 1, 0]
     expected = literal(query, key, value, scores, terms.seen(), tables[4] if with_values else None)
     check(found, expected, [query, key, value, *tables])
+    check(term_attention_reference(query, key, value, tables, terms), expected, [query, key, value, *tables])
 
 
 @pytest.mark.parametrize(("length", "keys", "ordered", "padded"), CASES)
@@ -155,16 +157,41 @@ def test_diagonals_equal_the_matrix(length, keys, ordered, padded, shared, parts
         leaves.append(line)
         distance = torch.arange(keys)[None] - torch.arange(length)[:, None]
         scores = scores + line[:, distance + length - 1]
-    found = diagonal_attention.diagonal_attention(
-        query,
-        key,
-        value,
+    given = (
+        *(query, key, value),
         further if parts in ("products", "both") else None,
         line if parts in ("line", "both") else None,
         pairs,
-        blocks,
     )
-    check(found, literal(query, key, value, scores, pairs.seen()), leaves)
+    expected = literal(query, key, value, scores, pairs.seen())
+    check(diagonal_attention.diagonal_attention(*given, blocks), expected, leaves)
+    check(diagonal_attention_reference(*given), expected, leaves)
+
+
+def test_a_row_of_padding_alone(blocks):
+    """Zeros, and no gradient, of both engines and their literal forms."""
+    query, key, value = (numbers(BATCH, HEADS, 5, WIDTH, seed=seed) for seed in range(3))
+    real = torch.ones(BATCH, 5, dtype=torch.bool)
+    real[1] = False
+    line, tables = numbers(HEADS, 9, seed=5), (numbers(1, WIDTH, FURTHER), numbers(1, WIDTH, FURTHER))
+    tables = (*tables, numbers(HEADS, 5, 5, seed=6), numbers(HEADS, 9, 1, seed=7))
+    for ordered in (False, True):
+        terms = Products(5, 5, ordered, real)
+        diagonal = (query, key, value, None, line, terms)
+        for found, expected, leaves in (
+            (
+                diagonal_attention.diagonal_attention(*diagonal, blocks),
+                diagonal_attention_reference(*diagonal),
+                [query, key, value, line],
+            ),
+            (
+                term_attention.term_attention(query, key, value, tables, terms, blocks),
+                term_attention_reference(query, key, value, tables, terms),
+                [query, key, value, *tables],
+            ),
+        ):
+            assert not found[1].any() and not expected[1].any()
+            check(found, expected, leaves)
 
 
 def test_no_second_derivative():

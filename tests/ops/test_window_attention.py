@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from hf_xformers.ops.score_terms import window as module
-from hf_xformers.ops.score_terms.window import window_attention, window_attention_reference
+from hf_xformers.ops.score_terms.attention import window_attention
+from hf_xformers.ops.score_terms.reference import window_attention_reference
 
 B, H, D = 2, 3, 4
 

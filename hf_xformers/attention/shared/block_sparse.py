@@ -9,8 +9,8 @@ from transformers.cache_utils import Cache
 
 from ...core.context import LayerContext
 from ...ops.block_sparse.attention import block_sparse_attention
-from ...ops.block_sparse.pattern_base import Pattern
-from ...ops.block_sparse.reference import row_spans
+from ...ops.block_sparse.patterns import Pattern
+from ...ops.common.padding import row_spans
 from ...ops.common.real_tokens import from_first_real
 from ...position.base import ScoreBias
 from .base import Attention, literal_softmax_attention

@@ -13,8 +13,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ...core.context import LayerContext
 from ...ops.bucketed.attention import Chunks, Recent, bucketed_attention, bucketed_reference
 from ...ops.common.real_tokens import real_first, real_places
+from ...ops.score_terms.attention import tile_attention
 from ...ops.score_terms.bucket_tiles import bucket_tiles
-from ...ops.score_terms.tiles import Tiles, tile_attention
+from ...ops.score_terms.terms import Tiles
 from .base import AttentionSpec
 from .position_terms import ScoreTerms
 

@@ -16,8 +16,8 @@ from ...ops.linear.attention import (
     kernel_attention,
     linear_attention,
     linear_attention_read,
+    vanishes,
 )
-from ...ops.linear.kernels import vanishes
 from .base import Attention, AttentionSpec
 
 

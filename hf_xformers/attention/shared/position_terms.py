@@ -13,8 +13,7 @@ from transformers.cache_utils import Cache
 from ...core.context import LayerContext, self_attention_cache
 from ...ops.common.products import widened
 from ...ops.common.shifted_rows import SharedRows
-from ...ops.score_terms.blocks import QueryBlock
-from ...ops.score_terms.tiles import Pairs
+from ...ops.score_terms.terms import Pairs, QueryBlock
 from ...position.base import LayerTerms, ScoreBias
 from ...position.distances import distances_of_block
 from .base import Attention

@@ -10,9 +10,8 @@ from torch.nn import functional as F
 from ...core.context import LayerContext
 from ...ops.common.products import needs_room, widened
 from ...ops.common.shifted_rows import SharedRows
-from ...ops.score_terms.blocks import Blocks, QueryBlock, Terms, applies, plus_products, term_attention
-from ...ops.score_terms.diagonal import blocks_of_tiles, diagonal_attention
-from ...ops.score_terms.tiles import Pairs
+from ...ops.score_terms.attention import applies, blocks_of_tiles, diagonal_attention, plus_products, term_attention
+from ...ops.score_terms.terms import Blocks, Pairs, QueryBlock, Terms
 from ...position.distances import along_diagonals, pick_numbers, slot_distances
 from .query_blocks import heads_at_once, last_key, over_query_blocks, rows_at_once, shared_rows, visible_softmax
 from .visibility import rows_can_be_empty, visible_block

@@ -14,20 +14,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..common.padding import row_spans
 from ..common.products import wide_products
 from ..common.real_tokens import real_first
 from .flex import flex_applies, flex_block_sparse
-from .op import forward_op, pieces_of_rows
+from .op import bound_rows, forward_op, make_pieces, pieces_of_rows
 from .pattern_base import Pattern, PerHead
 from .patterns import causal as causal_pattern
 from .patterns import full
-from .reference import ScoreBias, block_sparse_reference, counts_positions, row_spans
+from .reference import ScoreBias, block_sparse_reference, counts_positions
 
 # Up to this many queries against this many keys, one dense masked row each.
 FEW_QUERIES, FEW_KEYS = 4, 8192
 _ALL = full()  # made here, as a graph that is being recorded cannot make a pattern
 
-__all__ = ["block_sparse_attention", "block_sparse_reference"]
+__all__ = ["block_sparse_attention", "block_sparse_reference", "bound_rows", "make_pieces"]
 
 
 def block_sparse_attention(

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..common.dropout import Dropout
 from .plan import TILE_BUDGET, Part, Tiles
 
 # ------------------------------------------------------------------------------------------ reading and writing tiles
@@ -211,19 +212,6 @@ class _Scratch:
         if name not in self.buffers or self.buffers[name].numel() < size:
             self.buffers[name] = torch.empty(size, dtype=self.dtype, device=self.device)
         return self.buffers[name][:size].view(shape)
-
-
-class Dropout:
-    """Scaled keep masks from a seed, the same sequence in forward and backward. Without a seed it is inactive."""
-
-    def __init__(self, probability: float, seed: Tensor | None, device: torch.device):
-        self.keep, self.active = 1.0 - probability, seed is not None
-        self.generator = torch.Generator(device)
-        if seed is not None:
-            self.generator.manual_seed(int(seed))
-
-    def mask(self, out: Tensor) -> Tensor:
-        return out.bernoulli_(self.keep, generator=self.generator).div_(self.keep)
 
 
 def forward_tiles(sources: list[Source], scale: float, dropout: Dropout, out: Tensor, lse: Tensor) -> None:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..common.dropout import Dropout
 from ..common.names import operator_name
-from .kernel import Dropout, Hidden, Source, backward_tiles, forward_tiles
+from .kernel import Hidden, Source, backward_tiles, forward_tiles
 from .pattern_atoms import Band
 from .pattern_base import Everything, Pattern, pattern_from_key
 from .plan import Part, make_plan

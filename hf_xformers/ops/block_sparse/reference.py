@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..common.padding import row_spans
 from ..common.products import wide_products
-from ..common.real_tokens import first_real
 from .pattern_base import Pattern, PerHead
 
 ScoreBias = Callable[[Tensor, Tensor], Tensor]
@@ -17,13 +17,6 @@ ScoreBias = Callable[[Tensor, Tensor], Tensor]
 def counts_positions(pattern: Pattern, score_bias: ScoreBias | None, bias_is_relative: bool) -> bool:
     """Whether anything depends on positions and not only on distances."""
     return pattern.period != 1 or (score_bias is not None and not bias_is_relative)
-
-
-def row_spans(real: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, S], True for a real token -> the first one of each row, and the number of places from it to the last one,
-    [B] each; 0 and S where a row has none."""
-    lead, trail = first_real(real), first_real(real.flip(1))
-    return lead, real.shape[1] - trail - lead
 
 
 def block_sparse_reference(

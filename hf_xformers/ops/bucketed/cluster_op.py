@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..block_sparse.kernel import Dropout
+from ..common.dropout import Dropout
 from ..common.names import operator_name
 from ..common.row_lookup import rows_of_tokens
 from .op import HIDDEN, Scratch

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..block_sparse.kernel import Dropout
+from ..common.dropout import Dropout
 from ..common.names import operator_name
 from ..common.row_lookup import rows_of_tokens
 

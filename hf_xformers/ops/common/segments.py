@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .feature_map import MapWithPullback
+
 _MAX_SEGMENTS = 16
 _MAX_SEGMENTS_COMPILED = 4  # torch.compile unrolls the loop: fewer segments, more memory, bearable compile times
 _MIN_SEGMENT_TOKENS = 128
@@ -35,18 +37,6 @@ def segments(length: int, chunk_size: int = 1, width: int = 1) -> list[tuple[int
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64, float32 for everything else: the type in which sums over the sequence are kept."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def check_padding_mask(mask: Tensor | None, batch: int, length: int) -> None:
-    """Refuses everything but a boolean mask `[batch, length]`."""
-    if mask is None:
-        return
-    if mask.dtype != torch.bool or tuple(mask.shape) != (batch, length):
-        raise ValueError(
-            f"key_padding_mask must be a boolean tensor of shape ({batch}, {length}) with True for real tokens, got "
-            f"{mask.dtype} of shape {tuple(mask.shape)}; attention that never forms the score matrix cannot take a "
-            "mask per query and key."
-        )
 
 
 def to_chunks(x: Tensor, start: int, stop: int, chunk: int, dtype: torch.dtype) -> Tensor:
@@ -91,7 +81,7 @@ def features_of(feature_map, params, x: Tensor, lead: torch.Size, active: list[i
     if feature_map is None:
         return x, None, lambda to_phi, to_log: (to_phi,)
     compiling = torch.compiler.is_compiling()  # the compiler differentiates a map as well as it can itself be written
-    if hasattr(feature_map, "with_pullback") and not torch.is_grad_enabled() and not compiling:
+    if isinstance(feature_map, MapWithPullback) and not torch.is_grad_enabled() and not compiling:
         phi, logs, own = feature_map.with_pullback(x.view(*lead, -1, x.shape[-1]), params, active or ())
 
         def pull_own(to_phi, to_log):

@@ -20,8 +20,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common.segments import accumulation_dtype, check_padding_mask, masked
-from .kernels import LOG_ZERO, CausalScan, Read, Write, guard, inverse_or_zero
+from ..common.padding import check_padding_mask
+from ..common.segments import accumulation_dtype, masked
+from .delta_rule import delta_rule
+from .folded import FoldedSums, folded_sums, read_folded_sums
+from .kernels import LOG_ZERO, CausalScan, Read, Write, guard, inverse_or_zero, vanishes
+from .reference import delta_rule_reference, linear_attention_reference
+
+__all__ = [
+    "FoldedSums",
+    "LinearState",
+    "delta_rule",
+    "delta_rule_reference",
+    "folded_sums",
+    "kernel_attention",
+    "linear_attention",
+    "linear_attention_read",
+    "linear_attention_reference",
+    "linear_attention_write",
+    "read_folded_sums",
+    "vanishes",
+]
 
 
 class LinearState(NamedTuple):
@@ -162,36 +181,6 @@ def kernel_attention(
         keys = _Keys(key, None, value, key_padding_mask, None, key_map, params)
         out, end = _attend(query, None, keys, start, causal, chunk_size, options, feature_map)
     return (out, end) if return_state else out
-
-
-def linear_attention_reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    causal: bool,
-    key_padding_mask: Tensor | None = None,
-    log_weight: Tensor | None = None,
-    rotated_query: Tensor | None = None,
-    rotated_key: Tensor | None = None,
-    eps: float = 0.0,
-    normalize: bool = True,
-) -> Tensor:
-    """The equation written out over all pairs, `O(T S)`; arguments as in [`linear_attention`]."""
-    visible = query.new_ones(query.shape[2], key.shape[2])
-    if causal:
-        visible = visible.tril()
-    if key_padding_mask is not None:
-        visible = visible * key_padding_mask[:, None, None, :]
-    if log_weight is not None:
-        visible = visible * (log_weight - log_weight.amax(-1, keepdim=True)).exp()[:, :, None, :]
-    denominator = ((query @ key.mT) * visible).sum(-1, keepdim=True) + eps
-    rows = query if rotated_query is None else rotated_query
-    columns = key if rotated_key is None else rotated_key
-    numerator = ((rows @ columns.mT) * visible) @ value
-    if not normalize:
-        return numerator
-    return torch.where(denominator == 0, 0.0, numerator / torch.where(denominator == 0, 1.0, denominator))
 
 
 def _check(query, key, value, causal, mask, log_weight, rotated_query, rotated_key, chunk_size, normalize) -> None:

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from ..common.derivatives import LITERAL, first_derivative_only
+from ..common.padding import check_padding_mask
 from ..common.segments import (
     accumulate,
     accumulation_dtype,
     active_params,
-    check_padding_mask,
     features_of,
     keep_chunks,
     masked,
@@ -98,28 +98,6 @@ def delta_rule(
             query, key, value, beta, key_padding_mask, state, chunk_size, feature_map, *params
         )
     return (out, state) if return_state else out
-
-
-def delta_rule_reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor,
-    *,
-    key_padding_mask: Tensor | None = None,
-    state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The recurrence token by token, on features; returns the outputs and the last state."""
-    outputs = []
-    state = query.new_zeros(*key.shape[:2], key.shape[3], value.shape[3]) if state is None else state
-    for t in range(key.shape[2]):
-        strength = beta[:, :, t, None]
-        if key_padding_mask is not None:
-            strength = strength * key_padding_mask[:, None, t, None]
-        found = torch.einsum("bhf,bhfv->bhv", key[:, :, t], state)
-        state = state + torch.einsum("bhf,bhv->bhfv", key[:, :, t], strength * (value[:, :, t] - found))
-        outputs.append(torch.einsum("bhf,bhfv->bhv", query[:, :, t], state))
-    return torch.stack(outputs, dim=2), state
 
 
 def _step(q, k, v, beta, mask, state, feature_map, params):

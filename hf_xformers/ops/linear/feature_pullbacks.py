@@ -1,9 +1,7 @@
 """Feature maps that know their own pullback, for scans that evaluate a map again in their backward pass.
 
-A scan asks a map that has `with_pullback` for features and pullback at once; any other map is differentiated by
-`torch.func.vjp`, which keeps every intermediate result and pads every slice with zeros. `with_pullback(x, params,
-active)` returns `(features, log factors or None, pull)`, and `pull(to_features, to_log)` the gradients of `x` and of
-those params whose index is in `active`.
+A scan asks a [`MapWithPullback`] for features and pullback at once; any other map is differentiated by
+`torch.func.vjp`, which keeps every intermediate result and pads every slice with zeros.
 """
 
 from __future__ import annotations
@@ -13,20 +11,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..common.feature_map import MapWithPullback, Pull
 from .feature_maps import ScaledFeatures, dpfp, elu_plus_one, positive_features, relative_elu
 
 
-class NormalizedDPFP:
+class NormalizedDPFP(MapWithPullback):
     """`dpfp(x, nu, normalize=True)`: with `r = relu([x, -x]) / sqrt(s)` the products `r_i r_{i+j}`, which sum to
     one."""
 
     def __init__(self, nu: int = 3, eps: float = 1e-6) -> None:
         self.nu, self.eps = nu, eps
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, *params: Tensor) -> Tensor:
         return dpfp(x, self.nu, normalize=True, eps=self.eps)
 
-    def with_pullback(self, x: Tensor, params: tuple[Tensor, ...] = (), active: Sequence[int] = ()):
+    def with_pullback(
+        self, x: Tensor, params: tuple[Tensor, ...] = (), active: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None, Pull]:
         # Tokens last, as columns: a shift is then a slice of whole rows, and products of features with features of
         # keys run along rows. What is given out is a transposed view.
         nu, width, half = self.nu, 2 * x.shape[-1], x.shape[-1]
@@ -46,7 +47,7 @@ class NormalizedDPFP:
         for target, neighbour in zip(features.unbind(-3), neighbours):
             torch.mul(own, neighbour, out=target)
 
-        def pull(to_features: Tensor, _) -> tuple[Tensor]:
+        def pull(to_features: Tensor, _: Tensor | None) -> tuple[Tensor, ...]:
             # Piece by piece of the width of r, so that nothing as wide as the features is made.
             to_products = to_features.mT.unflatten(-2, (nu, width)).unbind(-3)
             to_r = torch.zeros_like(r)
@@ -75,39 +76,46 @@ def _total(wrapped: Tensor, starts: range, width: int) -> Tensor:
     return result
 
 
-class EluPlusOne:
+class EluPlusOne(MapWithPullback):
     """`elu_plus_one(x)`, whose slope is 1 above one and the feature itself below."""
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, *params: Tensor) -> Tensor:
         return elu_plus_one(x)
 
-    def with_pullback(self, x: Tensor, params: tuple[Tensor, ...] = (), active: Sequence[int] = ()):
+    def with_pullback(
+        self, x: Tensor, params: tuple[Tensor, ...] = (), active: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None, Pull]:
         features = elu_plus_one(x)
         return features, None, lambda to_features, _: (to_features * features.clamp(max=1.0),)
 
 
-class RelativeElu:
+class RelativeElu(MapWithPullback):
     """`relative_elu(x)`, whose slope is the feature itself below zero and 1 over the divisor above."""
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, *params: Tensor) -> Tensor:
         return relative_elu(x)
 
-    def with_pullback(self, x: Tensor, params: tuple[Tensor, ...] = (), active: Sequence[int] = ()):
+    def with_pullback(
+        self, x: Tensor, params: tuple[Tensor, ...] = (), active: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None, Pull]:
         features, steepest = relative_elu(x), x.amax(-1, keepdim=True).clamp_(min=0.0).add_(1.0).reciprocal_()
         return features, None, lambda to_features, _: (to_features * torch.minimum(features, steepest),)
 
 
-class PositiveFeatures:
+class PositiveFeatures(MapWithPullback):
     """`positive_features(scale * x, W)`: `exp(scale W x)` relative to its largest entry, which is in the log
     factor."""
 
     def __init__(self, scale: float = 1.0) -> None:
         self.scale = scale
 
-    def __call__(self, x: Tensor, projection: Tensor) -> ScaledFeatures:
+    def __call__(self, x: Tensor, *params: Tensor) -> ScaledFeatures:
+        (projection,) = params
         return positive_features(x * self.scale, projection)
 
-    def with_pullback(self, x: Tensor, params: tuple[Tensor, ...], active: Sequence[int] = ()):
+    def with_pullback(
+        self, x: Tensor, params: tuple[Tensor, ...] = (), active: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None, Pull]:
         projection, x = params[0], x * self.scale
         features, logs = positive_features(x, projection)
 

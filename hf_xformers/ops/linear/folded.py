@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ..common.derivatives import LITERAL, first_derivative_only
 from ..common.exponential import exp_
-from ..common.segments import check_padding_mask, segments
+from ..common.padding import check_padding_mask
+from ..common.segments import segments
 from .feature_maps import relative_elu
 from .kernels import inverse_or_zero
 

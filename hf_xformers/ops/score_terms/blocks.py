@@ -8,7 +8,7 @@ in tiles that stay in the processor's cache: products that go through memory run
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from ..common.derivatives import LITERAL, first_derivative_only
 from ..common.exponential import exp_
 from ..common.shifted_rows import SharedRows
+from .terms import Blocks, QueryBlock, Terms
 
 # Scores (over batch and heads) in a tile: half a megabyte in float32, as a second-level cache holds beside what makes
 # them.
@@ -35,77 +36,6 @@ def plus_products(scores: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
     flat = scores.to(query.dtype).expand(shape).reshape(-1, *shape[2:])
     query, key = (x.expand(batch, -1, -1, -1).flatten(0, 1) for x in (query, key))
     return torch.baddbmm(flat, query, key.mT).view(shape)
-
-
-class VisiblePairs(Protocol):
-    """Who sees whom. ordered: keys that are later than a query are hidden from it, beside what [`VisiblePairs.hidden`]
-    says."""
-
-    ordered: bool
-
-    def last_key(self, stop: int) -> int:
-        """How many keys the queries before `stop` can see at most."""
-        ...
-
-    def hidden(self, rows: slice, keys: slice) -> Tensor | None:
-        """Which pairs may not be seen, the order apart, [B or 1, 1 or H, t or 1, s] boolean; None: none of them."""
-        ...
-
-
-class QueryBlock(NamedTuple):
-    """Some queries, and the first keys of all: the pairs whose terms are made together.
-
-    query: `[B, h, t, d]`, those of `rows` alone. by_query: what belongs to them, `[B or 1, h, t, n]` each; by_key and
-    by_distance: what belongs to all keys and to all distances, each taken from once. rows: which of the queries. keys:
-    how many keys.
-    """
-
-    query: Tensor
-    by_query: tuple[Tensor, ...]
-    by_key: tuple[SharedRows, ...]
-    rows: slice
-    keys: int
-    by_distance: tuple[SharedRows, ...] = ()
-
-
-class Terms(VisiblePairs, Protocol):
-    """What makes the terms. Whatever has a gradient comes in as an argument; nothing is kept between calls."""
-
-    has_values: bool
-
-    def by_query(self, query: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """query [B, h, T, d] -> what belongs to queries, [B or 1, h, T, n] each."""
-        ...
-
-    def by_key(self, key: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """key [B, h, S, d] -> what belongs to keys, [B or 1, h, S, n] each."""
-        ...
-
-    def by_distance(self, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What belongs to distances, [1, h, distances, n] each."""
-        ...
-
-    def scores(self, block: QueryBlock, tables: tuple[Tensor, ...]) -> Tensor:
-        """The terms of a block of pairs, [B or 1, h, t, s]. Nobody else may read the result, and its values are in no
-        derivative."""
-        ...
-
-    def values(self, weights: Tensor, tables: tuple[Tensor, ...], rows: slice) -> Tensor:
-        """weights [B, h, t, s] -> what is added to the output, [B, h, t, d] (only where `has_values`)."""
-        ...
-
-    def hide(self, scores: Tensor, rows: slice) -> Tensor:
-        """scores [B or 1, h, t, s] of the queries `rows` -> the same with -inf where a pair is hidden, in place unless
-        the batch is wider than `scores`."""
-        ...
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """How the work is cut: `heads` heads at a time, `rows` queries at a time."""
-
-    heads: int
-    rows: int
 
 
 def applies(query: Tensor, dropout: float) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..bucketed.attention import OWN_KEY, Chunks, Recent, sorted_layout
-from ..bucketed.op import HIDDEN, Round, Scratch
+from ..bucketed.attention import HIDDEN, OWN_KEY, Chunks, Recent, Round, Scratch, sorted_layout
 from ..common.row_lookup import sum_rows
-from .tiles import PairTerms, Tiles, attend_in_tiles, over_heads, tiled_heads_at_once
+from .terms import PairTerms, Tiles
+from .tiles import attend_in_tiles, over_heads, tiled_heads_at_once
 
 
 @torch.no_grad()

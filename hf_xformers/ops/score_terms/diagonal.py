@@ -18,12 +18,11 @@ from ..common.exponential import exp_
 from .blocks import (
     LEAST_COLUMNS,
     TILE_SCORES,
-    Blocks,
-    VisiblePairs,
     finite_norm,
     fused_attention,
     plus_products,
 )
+from .terms import Blocks, VisiblePairs
 
 # Queries in a block at least, however many samples there are: fewer would add to the gradients of all keys too often.
 LEAST_ROWS = 128

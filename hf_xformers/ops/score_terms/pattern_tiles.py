@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..block_sparse.op import bound_rows, make_pieces
-from ..block_sparse.pattern_base import Pattern
-from ..block_sparse.reference import row_spans
-from .tiles import Tiles
+from ..block_sparse.attention import bound_rows, make_pieces
+from ..block_sparse.patterns import Pattern
+from ..common.padding import row_spans
+from .terms import Tiles
 
 Rounds = list[list[Tiles]]
 

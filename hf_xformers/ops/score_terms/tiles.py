@@ -9,8 +9,6 @@ some heads at a time are computed again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,71 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ..common.products import needs_room, widened
 from ..common.row_lookup import take_rows
+from .terms import Pairs, PairTerms, Tiles
 
 # Scores (over batch, heads and all tiles) that are there at once: 16 MiB in float32.
 SCORES_AT_ONCE = 1 << 22
-
-
-class Pairs(NamedTuple):
-    """n tiles of queries [B, h, n, t, d] and keys [B, h, n, s, d], what terms have found for them alone, laid out
-    alike, and their places among all queries and keys, [B or 1, h or 1, n, t or s]."""
-
-    query: Tensor
-    key: Tensor
-    by_query: tuple[Tensor, ...]
-    by_key: tuple[Tensor, ...]
-    query_at: Tensor
-    key_at: Tensor
-
-    @classmethod
-    def of_block(cls, query: Tensor, key: Tensor, rows: slice, keys: int) -> Pairs:
-        """One tile: the queries `rows` [B, h, t, d] and the first `keys` keys [B, h, keys, d]."""
-        places = (torch.arange(rows.start, rows.stop, device=query.device), torch.arange(keys, device=query.device))
-        return cls(query.unsqueeze(2), key.unsqueeze(2), (), (), *(at[None, None, None] for at in places))
-
-
-class PairTerms(Protocol):
-    """What makes the terms. Whatever has a gradient comes in as an argument; `h` stands for some of the heads."""
-
-    has_values: bool
-
-    def by_query(self, query: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """query [B, h, T, d] -> what belongs to queries, [B or 1, h, T, n] each."""
-        ...
-
-    def by_key(self, key: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """key [B, h, S, d] -> what belongs to keys, [B or 1, h, S, n] each."""
-        ...
-
-    def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...]) -> Tensor:
-        """The terms, broadcastable to [B, h, n, t, s]."""
-        ...
-
-    def pair_values(self, weights: Tensor, pairs: Pairs, tables: tuple[Tensor, ...]) -> Tensor:
-        """weights [B, h, n, t, s] -> what is added to the output, [B, h, n, t, d] (only where `has_values`)."""
-        ...
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """n tiles of t queries and s keys.
-
-    query_at: `[B or 1, H or 1, n, t]` integers, places among the queries; below 0: none. key_at: `[B or 1, H or 1, n,
-    s]`, places among the keys, any number where `allowed` says that there is none. allowed: `[B or 1, H or 1, n, t,
-    s]` boolean, the pairs that count. own_score: the score of a query with itself, if it is a constant; offset: the
-    place of the first query among the keys, which says who that is.
-    """
-
-    query_at: Tensor
-    key_at: Tensor
-    allowed: Tensor
-    own_score: float | None = None
-    offset: int = 0
-
-    def of_heads(self, heads: slice) -> Tiles:
-        """The tiles of some heads."""
-        parts = (x if x.shape[1] == 1 else x[:, heads] for x in (self.query_at, self.key_at, self.allowed))
-        return Tiles(*parts, self.own_score, self.offset)
 
 
 def tile_attention(

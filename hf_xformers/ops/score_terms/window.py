@@ -9,7 +9,7 @@ the softmax sees nothing else. Nothing of a tile is kept; the backward pass comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,11 +17,10 @@ from torch import Tensor
 
 from ..common.derivatives import LITERAL, first_derivative_only
 from ..common.segments import accumulation_dtype
+from .terms import Visible
 
 _ROWS = 128  # queries in a tile
 _SCORES = 1 << 18  # scores in a tile, over heads: 1 MiB in float32
-
-Visible = Callable[[slice, slice], Tensor]
 
 
 def window_attention(
@@ -65,28 +64,6 @@ def window_attention(
     seed = int(torch.randint(1 << 62, ())) if dropout else None
     output = _WindowAttention.apply(query, key, value, bias, table, before, visible, dropout, seed)
     return output.transpose(1, 2)  # made as projections read it: heads of a token beside each other
-
-
-def window_attention_reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    table: Tensor | None,
-    before: int,
-    visible: Visible | None = None,
-) -> Tensor:
-    """The same from the matrix of all scores."""
-    length, keys, distances = query.shape[2], key.shape[2], bias.shape[1]
-    column = before - (torch.arange(keys - length, keys)[:, None] - torch.arange(keys))
-    inside, column = (column >= 0) & (column < distances), column.clamp(0, distances - 1)
-    scores = query @ key.mT + bias[:, column]
-    if table is not None:
-        scores = scores + torch.einsum("bhid,ijd->bhij", query, table[column])
-    seen = inside & (bias[:, column] > -torch.inf)
-    seen = seen if visible is None else seen & visible(slice(0, length), slice(0, keys))
-    weights = torch.softmax(scores.masked_fill(~seen, torch.finfo(scores.dtype).min), dim=-1)
-    return weights.masked_fill(~seen, 0.0) @ value
 
 
 class _Tile(NamedTuple):
