@@ -128,9 +128,9 @@ def segment_means(x: Tensor, num_segments: int, mask: Tensor | None = None) -> t
         ), None
     num_segments = min(num_segments, length)
     total, place = mask.sum(-1, keepdim=True), real_places(mask)
-    size, longer = total // num_segments, total % num_segments
-    border = longer * (size + 1)
-    segment = torch.where(place < border, place // (size + 1), longer + (place - border) // size.clamp(min=1))
+    sizes, more = total // num_segments, total % num_segments
+    borders = more * (sizes + 1)
+    segment = torch.where(place < borders, place // (sizes + 1), more + (place - borders) // sizes.clamp(min=1))
     member = (segment[:, None, :] == torch.arange(num_segments, device=x.device)[:, None]) & mask[:, None, :]
     count = member.sum(-1)
     # One product for all heads; free of copies when the heads lie side by side, as projections leave them.

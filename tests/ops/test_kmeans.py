@@ -57,3 +57,8 @@ def test_sums_and_distances(padded):
     torch.testing.assert_close(distance, total)
     (expected,) = torch.autograd.grad(total, vectors)
     torch.testing.assert_close(torch.autograd.grad(3 * distance, vectors)[0], 3 * expected)
+
+
+def test_numbers_of_tokens_need_the_padding():
+    with pytest.raises(ValueError, match="give `padding_mask`"):
+        nearest_tokens(torch.zeros(1, 1, 4, 2), 2, None, torch.tensor([2]))

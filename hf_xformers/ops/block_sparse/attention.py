@@ -109,7 +109,8 @@ def block_sparse_attention(
         raise ValueError(
             "global_query, global_key and global_value are for the rows of global tokens; give global_mask as well."
         )
-    query, key, value, side_key, side_value = _autocast(query, key, value, side_key, side_value)
+    query, key, value = _autocast(query, key, value)
+    side_key, side_value = (None if x is None else _autocast(x)[0] for x in (side_key, side_value))
     call = _Call(
         query_offset=query_offset,
         key_offset=key_offset,
@@ -134,8 +135,9 @@ def block_sparse_attention(
         own if own is not None else shared
         for own, shared in ((global_query, query), (global_key, key), (global_value, value))
     )
+    rows = _autocast(*rows)
     return _with_globals(
-        query, key, value, pattern, key_padding_mask, global_mask, _autocast(*rows), max_globals, call
+        query, key, value, pattern, key_padding_mask, global_mask, (rows[0], rows[1], rows[2]), max_globals, call
     )
 
 
@@ -162,16 +164,19 @@ def _engine(
     plain = call.dropout == 0 and call.score_bias is None and call.segment_ids is None
     plain = plain and call.row_lengths is None  # what follows has one pattern for all rows
     if plain and flex_applies(query, key, value):
-        geometry = (call.query_offset, call.key_offset, call.causal)
-        local = flex_block_sparse(query, key, value, pattern, key_mask, geometry, call.scale)
-        return local if call.side[0] is None else _join_side(*local, query, *call.side, call.scale)
+        places = (call.query_offset, call.key_offset, call.causal)
+        local = flex_block_sparse(query, key, value, pattern, key_mask, places, call.scale)
+        side_key, side_value, side_mask = call.side
+        if side_key is None or side_value is None:
+            return local
+        return _join_side(*local, query, side_key, side_value, side_mask, call.scale)
     plain = plain and call.side[0] is None
     if plain and query.shape[2] <= FEW_QUERIES and not torch.compiler.is_compiling():
         found = _few_rows(query, key, value, pattern, key_mask, call)
         if found is not None:
             return found
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    extras = [] if call.score_bias is None else _bias_blocks(query, key, pattern, call)
+    extras = [] if call.score_bias is None else _bias_blocks(query, key, pattern, call.score_bias, call)
     # The seed comes from the global generator, as for any dropout, and is replayed by gradient checkpointing.
     seed = torch.randint(2**31, ()) if call.dropout > 0 else None
     geometry = [call.query_offset, call.key_offset, int(call.causal), call.block_size or 0]
@@ -237,7 +242,7 @@ def _few_rows(
 
 
 @torch.compiler.disable
-def _bias_blocks(query: Tensor, key: Tensor, pattern: Pattern, call: _Call) -> list[Tensor]:
+def _bias_blocks(query: Tensor, key: Tensor, pattern: Pattern, score_bias: ScoreBias, call: _Call) -> list[Tensor]:
     """The score bias of every tile in the engine's order, each [1, H or 1, tiles or 1, rows, width]."""
     geometry, each = (call.query_offset, call.key_offset, call.causal, call.block_size or 0), not call.bias_is_relative
     blocks = []
@@ -246,7 +251,7 @@ def _bias_blocks(query: Tensor, key: Tensor, pattern: Pattern, call: _Call) -> l
         for part in piece.parts:
             for tiles in part.tiles:
                 q_at, k_at = (part.positions(tiles, which, each=each).to(query.device) + piece.shift for which in "qk")
-                values = call.score_bias(q_at, k_at)
+                values = score_bias(q_at, k_at)
                 values = (values if values.ndim > 3 else values[None]).movedim(-3, 0)[None]
                 blocks.append(values[:, piece.heads] if values.shape[1] > 1 else values)
         for part in piece.side_parts:  # side keys have no position, hence no bias
@@ -349,13 +354,13 @@ def _with_globals(
     return out.scatter(2, index[:, None, :, None].expand_as(rows), rows)
 
 
-def _autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast as autocast casts the inputs of dense attention."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def _checked(

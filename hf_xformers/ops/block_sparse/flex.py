@@ -45,7 +45,7 @@ class _Tabled(BlockSets):
 @functools.lru_cache(maxsize=16)
 def _block_map(
     pattern: Pattern, num_heads: int, q_len: int, k_len: int, q_offset: int, k_offset: int, device: torch.device
-) -> tuple[list[Pattern], Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+) -> tuple[list[Pattern], Tensor, tuple[Tensor, ...]]:
     """Distinct head patterns, the number of each head's pattern [H], and lists of active and of full key blocks.
 
     The lists are (count [1, H or 1, Q], indices [1, H or 1, Q, K]) of partial blocks, then the same of full ones.
@@ -107,15 +107,16 @@ def flex_block_sparse(
             allowed = torch.where(which[h] == number, own.allows(q_at, k_at), allowed)
         return allowed if key_mask is None else allowed & key_mask[b, k_index]
 
+    full: tuple[Tensor | None, Tensor | None] = (full_count, full_index)
     if key_mask is not None:
         # Full blocks skip the predicate, which holds the padding too: treat them as partial ones.
         merged = torch.zeros_like(index).scatter_(-1, index.long(), _first(count, index))
         merged = merged | torch.zeros_like(index).scatter_(-1, full_index.long(), _first(full_count, full_index))
         order = merged.argsort(dim=-1, descending=True, stable=True)
         count, index = merged.sum(-1).int(), order.int()
-        full_count, full_index = None, None
+        full = (None, None)
     mask = BlockMask.from_kv_blocks(
-        count, index, full_count, full_index, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(q.shape[2], k.shape[2])
+        count, index, *full, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(q.shape[2], k.shape[2])
     )
     run = _compiled() if compiled else flex_attention
     return run(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1], return_lse=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -180,6 +180,14 @@ def _sum_to(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return x.sum(several, keepdim=True) if several else x  # no dimension at all would mean every one
 
 
+@overload
+def _softmax(scores: Tensor, need_lse: Literal[True]) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def _softmax(scores: Tensor, need_lse: bool) -> tuple[Tensor, Tensor | None]: ...
+
+
 def _softmax(scores: Tensor, need_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Weights (zero in rows without a key) and, if wanted, the log-sum-exp [.., 1] (-inf there); destroys `scores`.
 
@@ -205,7 +213,8 @@ class _Scratch:
     """Buffers that are reused from tile to tile."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
-        self.dtype, self.device, self.buffers = dtype, device, {}
+        self.dtype, self.device = dtype, device
+        self.buffers: dict[str, Tensor] = {}
 
     def get(self, name: str, *shape: int) -> Tensor:
         size = math.prod(shape)
@@ -266,7 +275,7 @@ def backward_tiles(
     for source in sources:
         part_out, part_delta, part_lse = (source.pick_rows(x) for x in (grad_out, delta, lse))
         part_q = grad_q if source.rows is None else torch.zeros_like(source.q)
-        part_k, part_v = side_grads if source.side else grads
+        part_k, part_v = side_grads if source.side and side_grads is not None else grads
         if source.columns is not None:
             part_k, part_v = torch.zeros_like(source.k), torch.zeros_like(source.v)
         for tiles in source.part.tiles:

@@ -140,11 +140,13 @@ def _work(
                 if segments is None
                 else (segments[b, first_key : first_key + q.shape[2]], segments[b, piece.keys]),
             )
-            sources, used = [], number
+            sources: list[Source] = []
+            used = number
             for part, count in zip((*piece.parts, *piece.side_parts), counts, strict=True):
                 own = [_share(extra, b, heads, piece.heads) for extra in extras[used : used + count]]
-                side = len(sources) >= len(piece.parts)
-                both = (side_k[b, kv].to(dtype), side_v[b, kv].to(dtype)) if side else keys
+                side, both = len(sources) >= len(piece.parts), keys
+                if side and side_k is not None and side_v is not None:
+                    both = (side_k[b, kv].to(dtype), side_v[b, kv].to(dtype))
                 sources.append(Source(part, side, queries, both, hidden, own))
                 used += count
             yield b, piece, heads, kv, sources, number
@@ -255,7 +257,7 @@ def _backward(
     scale: float,
     dropout_p: float,
 ) -> list[Tensor]:
-    side = [] if side_k is None else [side_k, side_v]
+    side = [] if side_k is None or side_v is None else [side_k, side_v]
     grads = [torch.zeros_like(x) for x in (q, k, v, *side)]
     extra_grads = [torch.zeros_like(extra, dtype=lse.dtype) for extra in extras]
     runs = pieces_of_rows(q, k, side_k, row_lengths, geometry, pattern_from_key(pattern_key))
@@ -311,7 +313,7 @@ def _(q, k, v, *rest):
 
 @backward_op.register_fake
 def _(grad_out, grad_lse, out, lse, q, k, v, key_mask, side_k, side_v, side_mask, segments, extras, *rest):
-    side = [] if side_k is None else [side_k, side_v]
+    side = [] if side_k is None or side_v is None else [side_k, side_v]
     return [torch.empty_like(x) for x in (q, k, v, *side, *extras)]
 
 

@@ -188,7 +188,11 @@ class Positions(Pattern):
         return self._any(lambda start, stop: (low >= start) & (high < stop), q_lo + k_lo)
 
     def _listed(self, end: int) -> Tensor:
-        ranges = [torch.arange(start, min(stop, end)) for start, stop in self.intervals if start < end]
+        ranges = [
+            torch.arange(start, end if stop is None else min(stop, end))
+            for start, stop in self.intervals
+            if start < end
+        ]
         return torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.long)
 
     def columns(self, end: int) -> Tensor | None:
@@ -310,7 +314,7 @@ class RandomBlocks(BlockSets):
         # Floyd's algorithm: sampling without replacement in `count` steps, for all rows at once. The random numbers
         # are a hash of (seed, layer, head, row, step): no generator state, and the same row always draws the same.
         row = row.long()
-        end = row + 1 if self.causal else torch.zeros_like(row) + (total - self.last)
+        end = row + 1 if self.causal or total is None else torch.zeros_like(row) + (total - self.last)
         skip_from = torch.clamp(row - self.before, min=self.first)
         skip_from = torch.minimum(skip_from, torch.clamp(end, min=self.first))
         skip_to = torch.maximum(torch.minimum(row + self.after + 1, end), skip_from)

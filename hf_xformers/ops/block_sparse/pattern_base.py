@@ -226,12 +226,12 @@ class Union(Pattern):
 
     def span(self, q_lo: int, q_hi: int) -> Span:
         spans = [part.span(q_lo, q_hi) for part in self.parts]
-        lows, highs = [low for low, _ in spans], [high for _, high in spans]
-        return None if None in lows else min(lows), None if None in highs else max(highs)
+        lows, highs = [low for low, _ in spans if low is not None], [high for _, high in spans if high is not None]
+        return min(lows) if len(lows) == len(spans) else None, max(highs) if len(highs) == len(spans) else None
 
     def key_blocks(self, rows: Tensor, size: int) -> Tensor | None:
-        found = [part.key_blocks(rows, size) for part in self.parts]
-        return None if any(table is None for table in found) else torch.cat(found, 1)
+        found = [table for table in (part.key_blocks(rows, size) for part in self.parts) if table is not None]
+        return torch.cat(found, 1) if len(found) == len(self.parts) else None
 
     def terms(self) -> list[tuple[Pattern, ...]]:
         return [term for part in self.parts for term in part.terms()]

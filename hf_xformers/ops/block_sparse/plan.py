@@ -63,6 +63,7 @@ class Tiles:
 
     rows: int
     width: int
+    pattern: Pattern  # what these tiles hold
     q_start: int = 0
     k_start: int = 0
     classes: int = 1
@@ -72,7 +73,6 @@ class Tiles:
     q_index: Tensor | None = None  # [blocks, rows]: a gathered tile instead of a strided one
     k_index: Tensor | None = None  # [blocks, width]
     k_valid: Tensor | None = None  # [blocks, width], False for slots that are only filling
-    pattern: Pattern | None = None  # what these tiles hold
     uniform: bool = True  # one mask serves all tiles
     full: bool = False  # no mask needed
     cached: dict = field(default_factory=dict)
@@ -136,7 +136,7 @@ class Part:
             if not tiles.full:
                 by_pattern = tiles.pattern.allows(q, k[:, :, begin:end])
                 allowed = by_pattern if allowed is None else by_pattern & allowed
-            if not bool(allowed.all()):
+            if allowed is not None and not bool(allowed.all()):
                 bias = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -math.inf).to(device)
                 pieces.append((begin, end, bias))
         if sum(bias.numel() for _, _, bias in pieces) <= CACHED_MASK_LIMIT:
@@ -190,13 +190,13 @@ def make_plan(
         if layout == "blocks":
             part.tiles = list(_block_tiles(part, number))
         else:
-            if layout == "columns":
-                listed = term.columns(k_offset + k_len)
-                listed = listed[listed >= k_offset]
+            columns = term.columns(k_offset + k_len) if layout == "columns" else None
+            rows = term.rows(q_offset + q_len) if layout == "rows" else None
+            if columns is not None:
+                listed = columns[columns >= k_offset]
                 part.columns, part.k_axis = listed - k_offset, Axis(len(listed), listed=listed)
-            elif layout == "rows":
-                listed = term.rows(q_offset + q_len)
-                listed = listed[listed >= q_offset]
+            if rows is not None:
+                listed = rows[rows >= q_offset]
                 part.rows, part.q_axis = listed - q_offset, Axis(len(listed), listed=listed)
             part.tiles = list(_span_tiles(part, number, block_size))
         if part.tiles:

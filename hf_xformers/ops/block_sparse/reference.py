@@ -74,7 +74,7 @@ def block_sparse_reference(
         own = segment_ids[:, first : first + query.shape[2]]
         allowed = allowed & (own[:, None, :, None] == segment_ids[:, None, None, :])
     allowed = allowed & real[:, None, None, :]
-    if side_key is not None:
+    if side_key is not None and side_value is not None:
         if side_mask is None:
             side_mask = torch.ones_like(side_key[:, 0, :, 0], dtype=torch.bool)
         side_mask = side_mask[:, None, None] if side_mask.ndim == 2 else side_mask[:, None]

@@ -192,7 +192,7 @@ def _backward(
             to_keys = products.multiply("window", slopes.mT, queries)
             to_keys.mul_(1 / _LOG2_E)  # a factor that the queries carry
             to_k.index_add_(0, sources, to_keys.flatten(0, 1))
-    return tuple(_of_rows(rows, x) for rows, x in ((to_q, q), (to_k, k), (to_v, v)))
+    return _of_rows(to_q, q), _of_rows(to_k, k), _of_rows(to_v, v)
 
 
 forward_op = torch.library.custom_op(operator_name(__name__, "clusters"), _forward, mutates_args=())

@@ -40,6 +40,8 @@ def nearest_tokens(
         affinity = affinity.masked_fill(~padding_mask[:, None, None], -torch.inf)
     width = min(width, affinity.shape[-1])
     if widths is not None:
+        if padding_mask is None:
+            raise ValueError("`widths` are numbers of real tokens by row; give `padding_mask` with them.")
         return _nearest_by_row(affinity, width, padding_mask, widths[:, None, None, None].clamp(max=width), tolerance)
     least = affinity.topk(width, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     near = affinity >= least - tolerance

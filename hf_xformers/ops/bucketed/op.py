@@ -56,7 +56,8 @@ class Layout:
 
     @classmethod
     def from_list(cls, values: list[int]) -> Layout:
-        return cls(*values[:5], *(bool(value) for value in values[5:]))
+        size, before, after, low, high, *flags = values
+        return cls(size, before, after, low, high, *(bool(flag) for flag in flags))
 
     @property
     def window(self) -> int:
@@ -130,6 +131,8 @@ class Round:
 
     def take(self, name: str, tokens: Tensor, *, main: bool = False) -> Tensor:
         """The same from the tokens of all rows, [B T H, width]."""
+        if self._at is None:
+            raise ValueError("A round that was made without `first` knows no tokens of all rows to take.")
         at = self._at[:, self.main] if main else self._at
         out = self.scratch.get(name, tokens.dtype, at.numel(), tokens.shape[-1])
         torch.index_select(tokens, 0, at.reshape(-1), out=out)
@@ -181,6 +184,8 @@ class Round:
                 grads.masked_fill_(self._same(chunks), 0.0)
 
     def _pairs(self, chunks: slice) -> tuple[Tensor, Tensor]:
+        if self._position is None:
+            raise ValueError("Positions are kept for a causal or a circular order alone.")
         query = self._position[:, self.main].reshape(self.rows, self.chunks, -1, 1)[:, chunks]
         return query, self.windows(self._position, chunks)[:, :, None]
 
@@ -288,7 +293,6 @@ def _forward(
         for b, h in _groups(q, layout):
             places, codes, slots = (_flat(x[b, h]) for x in (order, code, rank))
             first = _first(q, b, h)
-            total = joint = None
             for number in range(order.shape[2]):
                 group = Round(places, codes, number, layout, sums, scratch, first, q.shape[1])
                 queries = group.take("queries", tokens_q, main=True).to(inner).mul_(scale * _LOG2_E)
@@ -309,7 +313,7 @@ def _forward(
                     part_lse[:, stop] = mass.log2_().add_(top).view(group.rows, -1, 1)
                 part_lse = group.unsort(part_lse, slots[:, number]).clone()
                 part = group.unsort(part, slots[:, number])
-                if total is None:
+                if number == 0:
                     total, joint = part.clone(), part_lse
                 else:
                     joint = torch.logaddexp2(joint, part_lse)
@@ -338,7 +342,7 @@ def _backward(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     layout = Layout.from_list(layout_values)
-    grads = tuple(torch.empty_like(x) for x in (q, k, v))
+    grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     sums, inner = _dtypes(q)
     dropout, scratch = Dropout(dropout_p, seed, q.device), Scratch(q.device)
     with torch.autocast(q.device.type, enabled=False):

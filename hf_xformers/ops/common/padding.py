@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .real_tokens import first_real
+
 
 def check_padding_mask(mask: Tensor | None, batch: int, length: int) -> None:
     """Refuses everything but a boolean mask `[batch, length]`."""
@@ -21,7 +23,7 @@ def check_padding_mask(mask: Tensor | None, batch: int, length: int) -> None:
 def row_spans(real: Tensor) -> tuple[Tensor, Tensor]:
     """[B, S], True for a real token -> the first one of each row, and the number of places from it to the last one,
     [B] each; 0 and S where a row has none."""
-    lead, trail = real.int().argmax(1), real.int().flip(1).argmax(1)
+    lead, trail = first_real(real), first_real(real.flip(1))
     return lead, real.shape[1] - trail - lead
 
 

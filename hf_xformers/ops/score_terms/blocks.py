@@ -110,11 +110,11 @@ class _TermAttention(torch.autograd.Function):
         found = [torch.zeros_like(x) for x in (query, key, value, *tables)]
         for first in range(0, heads, blocks.heads):
             group = slice(first, first + blocks.heads)
-            pieces = (x[:, group] for x in (query, key, value, grad, norms, along))
+            q, k, v, upstream, norm, sums = (x[:, group] for x in (query, key, value, grad, norms, along))
             _group_backward(
                 terms,
                 blocks.rows,
-                *pieces,
+                *(q, k, v, upstream, norm, sums),
                 _some(tuple(tables), group),
                 [x[:, group] for x in found[:3]],
                 [x if x.shape[0] == 1 else x[group] for x in found[3:]],
@@ -194,7 +194,7 @@ def _group_backward(
             scores = terms.scores(QueryBlock(part, own, *of_others), start[2:])
         block = _Block(terms, rows, part.detach(), key, value, grad[:, :, rows], norms[:, :, rows], along[:, :, rows])
         # .data: what hides pairs overwrites numbers that no derivative reads, which a version counter cannot know.
-        upstream = block.backward(scores.data, start[2:], found[0][:, :, rows], *totals, found_tables)
+        upstream = block.backward(scores.data, start[2:], found[0][:, :, rows], totals[0], totals[1], found_tables)
         if upstream.shape[0] > scores.shape[0]:
             upstream = upstream.sum(0, keepdim=True)
         inputs = (part, *own, *cut[count:], *start[2:])

@@ -128,11 +128,13 @@ class _DiagonalAttention(torch.autograd.Function):
         ordered = _ordered(line, query, key.shape[2], ctx.pairs.ordered)
         for first in range(0, heads, ctx.blocks.heads):
             group = slice(first, first + ctx.blocks.heads)
+            q, k, v, upstream, norm, sums = (x[:, group] for x in (query, key, value, grad, norms, along))
             _Group(
                 ctx.pairs,
                 ctx.blocks.rows,
-                *(x[:, group] for x in (query, key, value, grad, norms, along)),
-                *(None if x is None else x[:, group] for x in (of_queries, of_keys)),
+                *(q, k, v, upstream, norm, sums),
+                None if of_queries is None else of_queries[:, group],
+                None if of_keys is None else of_keys[:, group],
                 None if ordered is None else ordered[group],
                 tuple(None if x is None else x[:, group] for x in found[:5]),
                 None if found[5] is None else found[5][group],

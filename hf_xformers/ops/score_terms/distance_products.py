@@ -93,7 +93,7 @@ class _DistanceProducts(torch.autograd.Function):
             to_early, found, to_late = _vectors(to_queries, ctx.near, length, keys)
             _gradients_of_products(within, query, vectors, grad_query, found)
             for piece, vector, target in ((before, early, to_early), (after, late, to_late)):
-                if vector is not None:
+                if vector is not None and target is not None:
                     sums = piece.sum(-1, keepdim=True)
                     grad_query += _matmul(sums, vector)
                     target += torch.matmul(sums.mT, query).sum_to_size(target.shape)
@@ -106,7 +106,7 @@ class _DistanceProducts(torch.autograd.Function):
             _gradients_of_products(within.mT, key[:, :, first:stop], vectors, grad_key[:, :, first:stop], found)
             sides = ((before, slice(0, first), early, to_early), (after, slice(stop, keys), late, to_late))
             for piece, some, vector, target in sides:
-                if vector is not None:
+                if vector is not None and target is not None:
                     sums = piece.sum(-2).unsqueeze(-1)
                     grad_key[:, :, some] = _matmul(sums, vector)
                     target += torch.matmul(sums.mT, key[:, :, some]).sum_to_size(target.shape)

@@ -144,5 +144,7 @@ class Tiles:
 
     def of_heads(self, heads: slice) -> Tiles:
         """The tiles of some heads."""
-        parts = (x if x.shape[1] == 1 else x[:, heads] for x in (self.query_at, self.key_at, self.allowed))
-        return Tiles(*parts, self.own_score, self.offset)
+        query_at, key_at, allowed = (
+            x if x.shape[1] == 1 else x[:, heads] for x in (self.query_at, self.key_at, self.allowed)
+        )
+        return Tiles(query_at, key_at, allowed, self.own_score, self.offset)

@@ -40,8 +40,8 @@ def tile_attention(
     """
     if needs_room(query):
         with torch.autocast(query.device.type, enabled=False):
-            inputs, wide = widened(query, key, value), widened(*tables)
-            return tile_attention(*inputs, wide, terms, rounds, dropout).to(value.dtype)
+            q, k, v = widened(query, key, value)
+            return tile_attention(q, k, v, widened(*tables), terms, rounds, dropout).to(value.dtype)
 
     def attend(group: slice, query: Tensor, key: Tensor, value: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
         by_query, by_key = terms.by_query(query, tables), terms.by_key(key, tables)
