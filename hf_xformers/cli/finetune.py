@@ -160,9 +160,9 @@ def adapter_lines(folder: str, summary: Mapping[str, Any]) -> list[str]:
     of."""
     from ..finetuning.peft_methods import BOTTLENECKS
     from ..hub.adapter_card import read_adapter
-    from ..hub.checkpoint_files import BOTTLENECK, PEFT
+    from ..hub.checkpoint_files import BOTTLENECK, PEFT, Kind
 
-    kind = BOTTLENECK if summary["peft"] in BOTTLENECKS else PEFT
+    kind: Kind = BOTTLENECK if summary["peft"] in BOTTLENECKS else PEFT
     return read_adapter(Path(folder).expanduser(), kind, summary["init_from"]).use(folder, local=True)
 
 

@@ -58,7 +58,7 @@ def extent_of(inputs_embeds: Tensor, cache: Cache | None) -> Extent:
     batch, length = inputs_embeds.shape[:2]
     cached = cache.get_seq_length() if cache is not None else 0
     static = cache is not None and bool(cache.is_compileable)
-    total = cache.get_mask_sizes(length, 0)[0] if static else cached + length
+    total = cache.get_mask_sizes(length, 0)[0] if cache is not None and static else cached + length
     return Extent(batch, length, cached, total, static, inputs_embeds.device)
 
 
@@ -96,7 +96,7 @@ def _padding_mask(attention_mask: Tensor, extent: Extent) -> Tensor | None:
     padding = attention_mask.to(device=device, dtype=torch.bool)
     if padding.shape[1] == length and not static and cached:
         # A mask of the new tokens alone: what is cached was real.
-        padding = torch.cat([padding.new_ones(batch, cached), padding], dim=1)
+        padding = torch.cat([padding.new_ones(batch, int(cached)), padding], dim=1)
     elif static and padding.shape[1] < total:
         padding = pad(padding, (0, total - padding.shape[1]))
     if padding.shape[1] != total:

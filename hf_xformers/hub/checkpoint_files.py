@@ -14,8 +14,10 @@ from .flattening import VISIBLE
 CONFIG = "config.json"
 # The last line of a generated card: by it a later push knows that nobody has written the card by hand.
 MARK = "<!-- written by hf-xformers push, which will replace this card; delete this line to keep your own text -->"
-MODEL, PEFT, BOTTLENECK = "model", "peft", "bottleneck"
 Kind = Literal["model", "peft", "bottleneck"]
+MODEL: Kind = "model"
+PEFT: Kind = "peft"
+BOTTLENECK: Kind = "bottleneck"
 
 # What makes a folder a checkpoint: (config, weights) by kind; an adapter's folder may hold a tokenizer too.
 _MARKS: dict[Kind, tuple[str, str]] = {
