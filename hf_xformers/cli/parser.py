@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -14,15 +15,20 @@ _NOTHING = (None, False, "", argparse.SUPPRESS)
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """One spelling of each option, the defaults, and paragraphs: indented lines of a text are examples, left as they
-    are."""
+    """One spelling of each option, the defaults, and paragraphs: indented lines of a text are examples, each on lines
+    of its own with space around them."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        blocks = re.split(r"\n\s*\n", text)
-        return "\n\n".join(
-            block if block.startswith("  ") else textwrap.fill(" ".join(block.split()), width, break_on_hyphens=False)
-            for block in blocks
-        )
+        parts: list[str] = []
+        whole = re.sub(r" *\\\n *", " ", text)  # a command that is continued on a further line
+        for example, group in itertools.groupby(whole.splitlines(), key=lambda line: line.startswith("  ")):
+            lines = list(group)
+            if example:
+                parts.append("\n".join(_shell_lines(line.strip(), width) for line in lines))
+            else:
+                blocks = re.split(r"\n\s*\n", "\n".join(lines).strip())
+                parts += [textwrap.fill(" ".join(b.split()), width, break_on_hyphens=False) for b in blocks if b]
+        return "\n\n".join(parts)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)
@@ -65,6 +71,18 @@ class HelpFormatter(argparse.HelpFormatter):
         return (
             f"{text} (default: {shown})".strip().replace("%", "%%") if "%" in shown else f"{text} (default: {shown})"
         )
+
+
+def _shell_lines(command: str, width: int) -> str:
+    """An example, indented, and continued on further lines before an option where one line is too short."""
+    lines = [""]
+    for part in re.split(r" (?=--)", command):
+        longer = f"{lines[-1]} {part}".strip()
+        if lines[-1] and len(longer) > width - 6:  # the indentation, and the mark of a continued line
+            lines.append(part)
+        else:
+            lines[-1] = longer
+    return "  " + " \\\n    ".join(lines)
 
 
 class RefusingParser(argparse.ArgumentParser):

@@ -12,13 +12,15 @@ from .console import is_main_process, print_facts, say
 _DESCRIPTION = """Predict with a model or adapter that `hf-xformers finetune` trained: of every row of a file the
 label, tags, answer or text, with probabilities where the task has them, as JSONL or CSV in the order of the file.
 
-Task, columns and lengths are those of the training. For example
+Task, columns and lengths are those of the training. For example:
+
   hf-xformers predict --model runs/reviews --text "a fine film"
   hf-xformers predict --model runs/reviews --data new.csv --output predictions.csv"""
 _EVALUATION = """Evaluate a fine-tuned model or adapter: the task's metrics on rows with true answers, beside the
 trivial floor, what can be said without a model.
 
-Without --data: the split that its training held out. For example
+Without --data: the split that its training held out. For example:
+
   hf-xformers evaluate --model runs/reviews --data test.csv --output predictions.jsonl"""
 
 

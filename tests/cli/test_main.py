@@ -56,6 +56,34 @@ def test_help_keeps_to_the_terminal(command, columns, capsys, monkeypatch):
         assert len(lines) < 120
 
 
+EXAMPLES = {
+    "predict": [
+        'hf-xformers predict --model runs/reviews --text "a fine film"',
+        "hf-xformers predict --model runs/reviews --data new.csv --output predictions.csv",
+    ],
+    "evaluate": ["hf-xformers evaluate --model runs/reviews --data test.csv --output predictions.jsonl"],
+    "finetune": ["accelerate launch -m hf_xformers.cli finetune ..."],
+    "benchmark": [
+        "--variants narrow=longformer,wide=longformer,mix=xformer --set narrow.attention.window=128"
+        " --set mix.attention=performer --set mix.num_key_value_heads=2"
+    ],
+}
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_examples_stand_on_lines_of_their_own(command, columns, capsys, monkeypatch):
+    """They can be copied into a shell, which continues a line that ends in a backslash."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("hf_xformers.finetuning.trained.does_a_task", lambda name: True)
+    text = explained(capsys, command, *(["--model", "runs"] if command == "evaluate" else []))
+    assert all(len(line) <= columns for line in text.splitlines() if line.endswith("\\"))
+    lines = [*(" ".join(line.split()) for line in text.replace("\\\n", " ").splitlines()), ""]
+    for example in EXAMPLES[command]:
+        place = lines.index(example)
+        assert {lines[place - 1], lines[place + 1]} <= {"", *EXAMPLES[command]}
+
+
 def test_every_option_is_described(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for command in COMMANDS:
