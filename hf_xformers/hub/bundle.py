@@ -15,6 +15,11 @@ from ..families import HEADS
 from .checkpoint_files import CONFIG, checkpoint_files
 from .flattening import PACKAGE, Flattener, flat_name, unseen
 
+# Rooms whose modules share a file; the others' file names are known to the Auto classes, or to readers.
+_JOINED = (
+    *("core", "ops", "embedding", "position", "normalization", "attention", "feedforward", "blocks", "stacks"),
+    *("heads", "modeling"),
+)
 _MARK = "# Part of hf_xformers"
 _HEADER = (
     _MARK + " {version} (Apache-2.0), written with this checkpoint by `hf_xformers.hub.bundle`; source: {module}\n"
@@ -171,15 +176,19 @@ def code_files(config: Any, heads: tuple[str, ...]) -> dict[str, str]:
     flattener = Flattener({rooms: "", auto: _AUTO_CLASSES, table: _head_classes(config_class, heads)}, names)
     entries = {cls.__module__ for cls in (config_class, *model_classes(config_class, heads).values())}
     flattener.add([*entries, rooms, *parts])
+    flattener.join(_JOINED, entries)  # `auto_map` names the files of the entries
     files = flattener.files()
-    imported = [f"from .{flat_name(module)} import __name__" for module in parts]
+    imported = [f"from .{home} import __name__" for home in sorted({flattener.home(module) for module in parts})]
     rooms_file = f"{flat_name(rooms)}.py"
     files[rooms_file] = _ROOMS.format(components=_body(imported), others="    pass")
     hidden = unseen(files, flat_name(rooms))
     files[rooms_file] = _ROOMS.format(
         components=_body(imported), others=_body(f"from .{name} import __name__" for name in hidden)
     )
-    sources = {f"{flat_name(module)}.py": module.replace(".", "/") + ".py" for module in flattener.sources}
+    sources: dict[str, str] = {}
+    for module in flattener.sources:
+        name, path = f"{flattener.home(module)}.py", module.replace(".", "/") + ".py"
+        sources[name] = path if name == f"{flat_name(module)}.py" else "/".join(module.split(".")[:2])
     return {name: _HEADER.format(version=__version__, module=sources[name]) + text for name, text in files.items()}
 
 

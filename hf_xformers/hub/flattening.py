@@ -13,7 +13,10 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from .joining import homes, may_join
+
 PACKAGE = __package__.partition(".")[0]
+_FUTURE = "from __future__ import annotations"
 # What the loader reads (transformers/dynamic_module_utils.py, get_relative_imports).
 VISIBLE = re.compile(r"^\s*from\s+\.(\S+)\s+import", flags=re.MULTILINE)
 
@@ -29,6 +32,7 @@ class Flattener:
         self.names = names
         self.sources: dict[str, str] = {}
         self._substitutes = substitutes
+        self._homes: dict[str, str] = {}
 
     def add(self, modules: Iterable[str]) -> None:
         """Adds modules and, step by step, everything of the package that they import."""
@@ -41,15 +45,46 @@ class Flattener:
             self.sources[module] = self._read(module) if source is None else source
             waiting += self._imported(module)
 
+    def join(self, rooms: Iterable[str], alone: Iterable[str] = ()) -> None:
+        """Lets the modules of each of these rooms share files, but for those `alone`. A module that is imported
+        itself, for its names to be read off it, keeps its own, and so does one with a substitute."""
+        wanted = {f"{PACKAGE}.{room}": room for room in rooms}
+        targets = {module: self._targets(module) for module in self.sources}
+        apart = {name for found in targets.values() for name, itself in found if itself} | {*self._substitutes, *alone}
+        imports = {module: {name for name, _ in found} - set(self._substitutes) for module, found in targets.items()}
+        rooms_of = {
+            module: wanted[room]
+            for module, source in self.sources.items()
+            if (room := ".".join(module.split(".")[:2])) in wanted and module not in apart
+            if may_join(module, source)
+        }
+        self._homes = homes(self.sources, imports, rooms_of)
+
+    def home(self, module: str) -> str:
+        """The file, without suffix, that a module goes into."""
+        return self._homes.get(module) or flat_name(module)
+
     def files(self) -> dict[str, str]:
         """File name -> source of every module, imports rewritten."""
-        found: dict[str, str] = {}
-        for module in sorted(self.sources):
-            name = f"{flat_name(module)}.py"
-            if name in found:
-                raise ValueError(f"Two modules become the file {name!r}, one of them {module!r}; rename it.")
-            found[name] = self._rewritten(module)
-        return found
+        taken = {flat_name(module) for module in self.sources if module not in self._homes}
+        single = [module for module in sorted(self.sources) if module not in self._homes]
+        if len(taken) < len(single) or taken & set(self._homes.values()):
+            names = [*map(flat_name, single), *set(self._homes.values())]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"Two modules become the file '{twice}.py'; rename one.")
+        found = {f"{flat_name(module)}.py": self._rewritten(module) for module in single}
+        for module, home in self._homes.items():
+            name = f"{home}.py"
+            text = self._rewritten(module).replace(f"{_FUTURE}\n", "", 1)
+            found[name] = found.get(name, f"{_FUTURE}\n") + f"\n# {'-' * 20} {module}\n\n{text}"
+        return dict(sorted(found.items()))
+
+    def _statement(self, target: str, itself: bool, alias: ast.alias) -> str:
+        home = self.home(target)
+        if not itself:
+            return f"from .{home} import {alias.name}" + (f" as {alias.asname}" if alias.asname else "")
+        called = alias.asname or alias.name
+        return f"from . import {home}" + ("" if home == called else f" as {called}")
 
     @staticmethod
     def _read(module: str) -> str:
@@ -72,8 +107,11 @@ class Flattener:
             return self.names[name], False
         return base, False
 
+    def _targets(self, module: str) -> list[tuple[str, bool]]:
+        return [self._target(base, alias.name) for node, base in self._imports(module) for alias in node.names]
+
     def _imported(self, module: str) -> list[str]:
-        return [self._target(base, alias.name)[0] for node, base in self._imports(module) for alias in node.names]
+        return [target for target, _ in self._targets(module)]
 
     def _rewritten(self, module: str) -> str:
         lines = self.sources[module].encode().splitlines(keepends=True)  # the columns of `ast` count bytes
@@ -82,15 +120,18 @@ class Flattener:
             targets = [self._target(base, alias.name) for alias in node.names]
             first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
             before, after = lines[first][: node.col_offset], lines[last][node.end_col_offset :]
-            if all(
-                target == (base, False) for target in targets
-            ):  # the names, and comments among them, stay as they are
+            same = [module in self._homes and self.home(target) == self.home(module) for target, _ in targets]
+            if not any(same) and all(target == (base, False) for target in targets):
+                # the names, and comments among them, stay as they are
                 text = b"".join([*lines[first:last], lines[last][: node.end_col_offset]])[node.col_offset :].decode()
-                text = re.sub(r"^from\s+[.\w]+\s+import", f"from .{flat_name(base)} import", text, count=1)
+                text = re.sub(r"^from\s+[.\w]+\s+import", f"from .{self.home(base)} import", text, count=1)
             else:
-                text = ("\n" + " " * node.col_offset).join(
-                    _statement(*target, alias) for target, alias in zip(targets, node.names)
-                )
+                statements = [
+                    _in_same_file(alias) if here else self._statement(*target, alias)
+                    for target, alias, here in zip(targets, node.names, same)
+                ]
+                nothing = "pass" if node.col_offset else ""  # a block may hold nothing else
+                text = ("\n" + " " * node.col_offset).join(filter(None, statements)) or nothing
             lines[first : last + 1] = [before + text.encode() + after]
         return b"".join(lines).decode()
 
@@ -133,12 +174,8 @@ def flat_name(module: str) -> str:
     return module.removeprefix(f"{PACKAGE}.").replace(".", "_")
 
 
-def _statement(target: str, itself: bool, alias: ast.alias) -> str:
-    if not itself:
-        return f"from .{flat_name(target)} import {alias.name}" + (f" as {alias.asname}" if alias.asname else "")
-    called = alias.asname or alias.name
-    flat = flat_name(target)
-    return f"from . import {flat}" + ("" if flat == called else f" as {called}")
+def _in_same_file(alias: ast.alias) -> str:
+    return f"{alias.asname} = {alias.name}" if alias.asname not in (None, alias.name) else ""
 
 
 def _file(module: str) -> Path | None:
