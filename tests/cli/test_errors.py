@@ -28,7 +28,7 @@ CASES = {
         ["--variant", "linformer", "--objective", "clm"],
         ["variant 'xf_linformer' cannot be trained with objective 'clm'", "objective 'mlm'", "xf_gpt2"],
     ),
-    "unknown objective setting": (["--objective.mask_rate", "1"], ["no field mask_rate", "mask_prob"]),
+    "unknown objective setting": (["--objective.mask_rate", "1"], ["Unknown field 'mask_rate'", "mask_prob"]),
     "ill-typed objective setting": (
         ["--objective.mask_prob", "often"],
         ["--objective.mask_prob: 'often'", "a number"],
@@ -175,7 +175,7 @@ def test_evaluate(text, bert, tmp_path, capsys):
     assert "has no split 'tset': choose one of train, validation or all" in message("--split", "tset")
     assert "covers only 512" in message("--block_size", "600")
     assert "nowhere" in message(model="./nowhere")
-    assert "no field mask_rate" in message("--objective.mask_rate", "1")
+    assert "Unknown field 'mask_rate'" in message("--objective.mask_rate", "1")
     assert "there is no file or folder 'nowhere.txt'" in refused(
         capsys, "evaluate", "--model", bert, "--data", "nowhere.txt"
     )

@@ -123,9 +123,9 @@ def test_refusals(tmp_path, capsys, monkeypatch):
     file = tmp_path / "model.onnx"
     message = refused(capsys, "--model", decoder, "--output", file, "--length", 1)
     assert "got 2 x 1: raise --batch or --length" in message
-    linformer = tmp_path / "linformer"
-    save(linformer, "xf_linformer", "ForMaskedLM")
-    message = refused(capsys, "--model", linformer, "--output", file)
+    bigbird = tmp_path / "bigbird"
+    save(bigbird, "xf_bigbird", "ForMaskedLM")
+    message = refused(capsys, "--model", bigbird, "--output", file)
     assert "give --length and --fixed" in message and "dynamic" not in message
     assert "say which --head it has" in refused(capsys, "--model", encoder, "--output", file, "--head", "ForPoetry")
     message = refused(capsys, "--model", encoder, "--output", tmp_path / "nowhere" / "model.onnx")

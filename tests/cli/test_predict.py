@@ -269,7 +269,7 @@ def test_the_report_of_a_run_shows_the_floor(capsys, tmp_path):
     from hf_xformers.cli.finetune import report
 
     summary = {"task": "t", "variant": "v", "parameters": 1, "trained_parameters": 1, "steps": 1, "seconds": 1.0}
-    summary |= {"best_checkpoint": None, "trivial": {"rule": "always 'x'", "answer": "x"}}
+    summary |= {"best_checkpoint": None, "peft": None, "trivial": {"rule": "always 'x'", "answer": "x"}}
     report({**summary, "eval_accuracy": 0.75, "floor_validation": {"accuracy": 0.5}}, "runs/x")
     shown = " ".join(capsys.readouterr().out.split())
     assert "0.75 (floor 0.5)" in shown and "always 'x'" in shown
