@@ -125,5 +125,5 @@ def test_refusals():
             config(**fields)
     with pytest.raises(ValueError, match="a grid of 2 x 3 tokens"):
         generator(block={"grid_size": (2, 3)})(vectors(1, 5), make_context(5))
-    with pytest.raises(ValueError, match="packed documents"):
-        generator()(vectors(1, 4), make_context(4, segment_ids=torch.tensor([[0, 0, 1, 1]])))
+    with pytest.raises(ValueError, match="packed documents.*block 'cpe' cannot keep apart"):
+        XFormerModel(config())(torch.tensor([[5, 6, 7, 8]]), position_ids=torch.tensor([[0, 1, 0, 1]]))
