@@ -187,8 +187,8 @@ def print_learning(folder: Path) -> None:
 
 
 def print_words(model: Any, tokenizer: Any, folder: Path) -> None:
-    """How often the decoder is right about held-out words. Sentinels and ends, most of the targets of short rows, are always
-    the same: figures of all tokens would flatter a model that has learned nothing else."""
+    """How often the decoder is right about held-out words. Sentinels and ends, most of the targets of short rows, are
+    always the same: figures of all tokens would flatter a model that has learned nothing else."""
     summary = json.loads((folder / SUMMARY_FILE).read_text())
     objective = build_objective(summary["objective"])
     texts = load_splits(TextData(data=summary["data"]["data"]))["validation"]

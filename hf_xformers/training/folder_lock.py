@@ -26,7 +26,8 @@ def folder_lock(folder: str | Path, *, writes: bool = True, option: str = "--out
     the main one takes the lock for all). option: what the folder was given by, for messages.
 
     Raises:
-        ValueError: another process has the folder, or nothing can be written there.
+        ValueError: another process has the folder, or it is a file.
+        OSError: nothing can be written there.
     """
     folder = Path(folder).expanduser()
     place = folder.absolute()
@@ -42,8 +43,6 @@ def folder_lock(folder: str | Path, *, writes: bool = True, option: str = "--out
             f"another process{_holder(folder)} is writing to {option} {str(folder)!r}; wait until it has ended, or"
             " take another folder"
         ) from None
-    except OSError as error:
-        raise _unwritable(folder, option, error) from None
     _held.add(place)
     try:
         with suppress(OSError):  # it says who holds the lock, and is not the lock
@@ -69,14 +68,7 @@ def _make(folder: Path, option: str) -> bool:
         if folder.is_dir():
             return False
         raise ValueError(f"{option} {str(folder)!r} is a file; give a folder") from None
-    except OSError as error:
-        raise _unwritable(folder, option, error) from None
     return True
-
-
-def _unwritable(folder: Path, option: str, error: OSError) -> ValueError:
-    reason = error.strerror or str(error)
-    return ValueError(f"nothing can be written to {option} {str(folder)!r} ({reason}); give another folder")
 
 
 def _holder(folder: Path) -> str:
