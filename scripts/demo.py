@@ -72,8 +72,8 @@ console = Console(highlight=False)
 
 @dataclass(frozen=True)
 class Demo:
-    """objective, variant: of `hf-xformers pretrain`. options: of the tiny model that learns within minutes. length:
-    tokens of a row. batch: rows of a step."""
+    """objective, variant: of `hf-xformers pretrain`. options: of the model that learns within minutes when tiny.
+    length: tokens of a row. batch: rows of a step."""
 
     objective: str
     variant: str
@@ -86,7 +86,7 @@ class Demo:
 
 # Few layers, norms before the sublayers, positions that speak from the first step, no dropout in so short a run, and a
 # small vocabulary of whole words: each of them takes part in leaving the plateau of token frequencies early.
-_COMMON = "--tokenizer_kind wordpiece --vocab_size 2048 --num_hidden_layers 2 --hidden_dropout_prob 0"
+_COMMON = "--tokenizer_kind wordpiece --vocab_size 2048 --hidden_dropout_prob 0"
 _EARLY = "--residual pre_ln --position rotary"
 _WINDOW = "--attention_probs_dropout_prob 0 --block cpe --attention.attention_window 128"
 DEMOS = {
@@ -126,7 +126,8 @@ def command(name: str, folder: Path) -> list[str]:
     """The arguments of `hf-xformers`, with what the environment changes."""
     demo, given = DEMOS[name], os.environ.get
     variant, size = given("VARIANT") or demo.variant, given("SIZE") or "tiny"
-    tuned = variant == demo.variant and size == "tiny"
+    same = variant == demo.variant
+    tuned = same and size == "tiny"
     steps = int(given("STEPS") or demo.steps)
     batch = given("BATCH") or str(demo.batch)
     rate = given("LEARNING_RATE") or (demo.learning_rate if tuned else None)
@@ -135,7 +136,8 @@ def command(name: str, folder: Path) -> list[str]:
         *shlex.split(f"--output_dir {folder} --max_steps {steps} --block_size {given('LENGTH') or demo.length}"),
         *shlex.split(f"--per_device_train_batch_size {batch} --per_device_eval_batch_size {batch}"),
         *(["--learning_rate", rate] if rate else []),
-        *(shlex.split(demo.options) if tuned else []),
+        *(shlex.split(demo.options) if same else []),
+        *(["--num_hidden_layers", "2"] if tuned else []),
         *shlex.split(f"--eval_on_start true --eval_steps {steps} --logging_steps {-(-steps // 10)}"),
         *shlex.split("--save_strategy no --disable_tqdm true --seed 0"),
     ]
