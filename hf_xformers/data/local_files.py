@@ -8,12 +8,8 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from transformers.utils import logging
-
 from ..core.saved_files import LOCK_FILE, holds_run
 from .stdlib_corpus import STDLIB_CORPUS_ID
-
-logger = logging.get_logger(__name__)
 
 _FORMATS = {
     ".txt": "text",
@@ -113,7 +109,9 @@ def files_under(folder: Path, wanted: Callable[[Path], bool]) -> list[Path]:
         paths = (Path(place, name) for name in files if not name.startswith("."))
         found += [path for path in paths if path.is_file() and wanted(path)]
     if runs:
-        logger.warning(f"left out of the data, as training runs wrote them: {listed(runs)}")
+        from transformers.utils import logging  # slow to load, so not before it is needed
+
+        logging.get_logger(__name__).warning(f"left out of the data, as training runs wrote them: {listed(runs)}")
     return sorted(found)
 
 
