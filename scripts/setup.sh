@@ -84,7 +84,8 @@ else
     "${pip[@]}" "$(grep '^torch==' "$constraints")"
 fi
 echo "setup: installing hf_xformers (extras: ${wanted:-none})"
-"${pip[@]}" -c "$constraints" setuptools
+# setuptools_scm: what some packages are built with, which without it have no version
+"${pip[@]}" -c "$constraints" setuptools setuptools_scm
 "${pip[@]}" -c "$constraints" --no-build-isolation --editable ".${wanted:+[${wanted// /,}]}"
 
 printf '%s\n%s\n' "$fingerprint" "$wanted" >"$stamp"

@@ -170,7 +170,6 @@ def stack(folder: Path) -> None:
 
 
 def objective(folder: Path) -> None:
-    importlib.import_module("hf_xformers.objectives.last_tokens")
     from hf_xformers.cli import main
     from hf_xformers.data import train_tokenizer
     from hf_xformers.objectives import build_objective

@@ -75,7 +75,7 @@ def test_refusals(tmp_path, monkeypatch):
         raise RuntimeError("no such operator")
 
     monkeypatch.setattr(torch.onnx, "export", fails)
-    with pytest.raises(ValueError, match=r"has no ONNX graph of its computation \(no such operator\); dynamic=False"):
+    with pytest.raises(ValueError, match=r"no ONNX graph of its computation \(no such operator\); `dynamic=False`"):
         export_onnx(model, tmp_path / "model.onnx")
     assert not (tmp_path / "model.onnx").exists()
 
