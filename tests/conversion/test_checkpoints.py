@@ -341,9 +341,7 @@ def test_damaged_tokenizers_are_not_lost(tmp_path, bert):
 
 def test_directions_and_types(tmp_path, bert, cases):
     folder, model = bert
-    fails(
-        "'to_theirs' does not fit .* holds a 'bert' model", folder, tmp_path / "out", direction="to_theirs"
-    )
+    fails("'to_theirs' does not fit .* holds a 'bert' model", folder, tmp_path / "out", direction="to_theirs")
     fails("`direction` is 'auto', 'to_ours' or 'to_theirs', got 'back'", folder, tmp_path / "out", direction="back")
     fails("has no head 'ForPoetry'", folder, tmp_path / "out", head="ForPoetry")
     ours = from_transformers(model)
