@@ -137,7 +137,7 @@ def examples(path: Path) -> list[list[str]]:
     for line in docstring.splitlines():
         match = re.search(rf"python {re.escape(name)}(.*)", line)
         if match:
-            text = re.split(r"\s{2,}|#", match[1].strip())[0]
+            text = re.split(r"\s{2,}|#", match[1])[0].strip()
             text = re.sub(r"[\[\]]", "", text).replace("...", "").replace(" DIR", " .").replace(" N", " 1")
             found.append(shlex.split(text))
     return found
