@@ -1,8 +1,8 @@
 """Checkpoints of transformers' own families in this package's layout, and back.
 
-One file per family (`bert.py`, ...) holds the whole correspondence as data, which both directions read: config fields
-and a table of weight rules (`rules.py`). `transfer.py` applies it to a loaded model, `checkpoint.py` to folders and
-Hub ids.
+One file per family (`families/bert.py`, ...) holds the whole correspondence as data, which both directions read:
+config fields and a table of weight rules (`rules.py`). `transfer.py` applies it to a loaded model, `checkpoint.py` to
+folders and Hub ids.
 
 ```python
 >>> from hf_xformers.conversion import convert_checkpoint, from_transformers, to_transformers
@@ -18,12 +18,14 @@ Hub ids.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..configuration_xformer import XFormerConfig
 from ..modeling_base import XFormerPreTrainedModel
-from .base import converter_for
+from .base import converter_back, converter_for, converters
 from .checkpoint import convert_checkpoint, load, read_model_type
 from .report import Report
 from .swap import swap_checkpoint, swap_components
@@ -41,8 +43,7 @@ def _told(converted: tuple[PreTrainedModel, Report]) -> PreTrainedModel:
 
 
 def from_transformers(model_or_path: PreTrainedModel | str | Path, head: str | None = None) -> PreTrainedModel:
-    """Our model with the weights of one of transformers' BERT, RoBERTa, RoFormer, DeBERTa-v2, GPT, GPT-2, BART or T5
-    models.
+    """Our model with the weights of one of transformers' own, of any family in [`converters`].
 
     model_or_path: a loaded model (which stays as it is and shares no memory with the result), a folder, or a Hub id.
     head: our head's name (`Model`, `ForMaskedLM`, `ForSequenceClassification`, ...); by default the one that fits. The
@@ -63,10 +64,14 @@ def from_transformers(model_or_path: PreTrainedModel | str | Path, head: str | N
     return _told(to_ours(load(model_or_path, converter, False, head), converter, head))
 
 
-def to_transformers(model_or_path: PreTrainedModel | str | Path, head: str | None = None) -> PreTrainedModel:
+def to_transformers(
+    model_or_path: PreTrainedModel | str | Path, head: str | None = None, model_type: str | None = None
+) -> PreTrainedModel:
     """The counterpart of [`from_transformers`]: transformers' own model with the weights of one of ours.
 
-    Where transformers has no class for the head, the bare model is made.
+    model_type: transformers' family to make, where several have what the model is (`"mistral"`); by default the one
+    that a folder says it came from, or the one that the variant is named after. Where transformers has no class for
+    the head, the bare model is made.
 
     Raises:
         TypeError: neither one of this package's models nor a path.
@@ -75,18 +80,18 @@ def to_transformers(model_or_path: PreTrainedModel | str | Path, head: str | Non
     if isinstance(model_or_path, PreTrainedModel):
         if not isinstance(model_or_path, XFormerPreTrainedModel):
             raise TypeError(f"{type(model_or_path).__name__} is no model of this package.")
-        converter = converter_for(model_or_path.config.model_type)
+        converter = converter_back(cast(XFormerConfig, model_or_path.config), model_type)
         return _told(to_theirs(Source(model_or_path, borrowed=True), converter, head))
-    converter, ours = _read(model_or_path)
+    converter, ours = _read(model_or_path, model_type)
     if not ours:
         raise ValueError(f"{str(model_or_path)!r} holds a model of transformers already; use `from_pretrained`.")
     return _told(to_theirs(load(model_or_path, converter, True, head), converter, head))
 
 
-def _read(path: object):
+def _read(path: object, model_type: str | None = None):
     if not isinstance(path, (str, Path)):
         raise TypeError(f"Give a model, a folder or a Hub id, got {type(path).__name__}: {path!r}.")
-    return read_model_type(path)
+    return read_model_type(path, model_type)
 
 
 __all__ = [
@@ -94,6 +99,7 @@ __all__ = [
     "SwapReport",
     "convert_checkpoint",
     "converter_for",
+    "converters",
     "from_transformers",
     "swap_checkpoint",
     "swap_components",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
@@ -87,6 +88,11 @@ class Converter:
     a model of one tower does not read, where the family has both kinds. renamed: other names that a layout of theirs
     has for tensors, and those of the rules; layout: the fields of their config with which their class has a place for
     these names.
+
+    Several families may share one variant. native: this one is what a model of the variant goes back to unless another
+    is asked for. components: by slot, the component types that the family's config can say; needed where the variant
+    is the free mix, which may have any. per_layer: layers may differ; `to_ours` gives a `per_layer_config` then, and
+    `to_theirs` reads the views of the layers.
     """
 
     model_type: str
@@ -104,6 +110,9 @@ class Converter:
     unread_alone: tuple[str, ...] = ()
     renamed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
+    native: bool = True
+    components: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    per_layer: bool = False
 
     # ------------------------------------------------------------------------------------------------ configs
 
@@ -140,10 +149,11 @@ class Converter:
         Raises:
             ValueError: the config says something that the other side cannot express, such as another component.
         """
-        if config.is_heterogeneous:
+        if not self.per_layer and any(tower.is_heterogeneous for tower in config.tower_configs()):
             raise ValueError(
                 f"`per_layer_config` cannot be converted: all layers of a {self.model_type!r} model are alike."
             )
+        self._check_components(config)
         if not any(head.two_towers in (None, config.is_encoder_decoder) for head in self.heads):
             self.base_head(config)
         theirs = self._their_config(config)
@@ -157,13 +167,16 @@ class Converter:
             slots = [
                 slot for slot in SLOTS if slot != "cross_attention" or (mine.is_decoder and config.is_encoder_decoder)
             ]
-            for name in (*_GEOMETRY, *slots):
-                value, kept = getattr(mine, name), getattr(carried, name)
-                if value != kept and name not in self.unread_ours:
-                    raise ValueError(
-                        f"{name}={_shown(value)} has no counterpart in transformers: every {self.model_type!r} model"
-                        f" of this size has {_shown(kept)}; only what {self.variant} presets can be converted."
-                    )
+            for index in range(mine.num_hidden_layers if self.per_layer else 1):
+                view, other = (tower.layer(index) if self.per_layer else tower for tower in (mine, carried))
+                for name in (*_GEOMETRY, *slots):
+                    value, kept = getattr(view, name), getattr(other, name)
+                    if value != kept and name not in self.unread_ours:
+                        where = f" in layer {index}" if self.per_layer and mine.is_heterogeneous else ""
+                        raise ValueError(
+                            f"{name}={_shown(value)}{where} has no counterpart in transformers: every"
+                            f" {self.model_type!r} model of this size has {_shown(kept)} there."
+                        )
             pooler, kept = mine.pooler_activation, carried.pooler_activation
             if mine.add_pooler and pooler != kept:
                 raise ValueError(
@@ -176,6 +189,19 @@ class Converter:
                     note = f"{name}={value!r} becomes {kept!r} (it acts in training only)"
                     notes.extend([note] if note not in notes else [])
         return theirs
+
+    def _check_components(self, config: XFormerConfig) -> None:
+        for tower in config.tower_configs():
+            for slot, types in self.components.items():
+                if slot == "cross_attention" and not (tower.is_decoder and config.is_encoder_decoder):
+                    continue
+                for view in tower.layer_configs():
+                    found = getattr(view, slot).type
+                    if found not in types:
+                        raise ValueError(
+                            f"{slot} {found!r} has no counterpart in transformers: {self.model_type!r} models have"
+                            f" {' or '.join(map(repr, types))} there."
+                        )
 
     def _our_config(self, config: PreTrainedConfig) -> XFormerConfig:
         values = {name: getattr(config, name) for name in _COMMON if hasattr(config, name)}
@@ -240,33 +266,84 @@ def _shown(value: Any) -> str:
 
 # ---------------------------------------------------------------------------------------------------- registry
 
-_CONVERTERS: dict[str, Converter] = {}
+_CONVERTERS: dict[str, Converter] = {}  # by transformers' model type
 
 
 def register(converter: Converter) -> Converter:
-    """Enters a converter under its model type and its variant."""
-    _CONVERTERS[converter.model_type] = _CONVERTERS[converter.variant] = converter
+    """Enters a converter under its model type."""
+    _CONVERTERS[converter.model_type] = converter
     return converter
 
 
-def _all() -> dict[str, Converter]:
-    package = importlib.import_module(__package__)
+def converters() -> dict[str, Converter]:
+    """All converters by transformers' model type; every file of `families/` is read."""
+    package = importlib.import_module(f"{__package__}.families")
     for info in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{__package__}.{info.name}")
+        importlib.import_module(f"{package.__name__}.{info.name}")
     return _CONVERTERS
 
 
 def converter_for(model_type: str | None) -> Converter:
-    """The converter of a model type, transformers' or ours.
+    """The converter of a model type of transformers, or the native one of a variant of ours.
 
     Raises:
-        ValueError: no converter; the message lists what there is.
+        ValueError: no converter; the message lists what there is, the nearest first.
     """
-    known = _all()
-    if model_type not in known:
-        pairs = sorted({f"{found.model_type} <-> {found.variant}" for found in known.values()})
-        raise ValueError(f"No conversion for model type {model_type!r}; these convert: {', '.join(pairs)}.")
-    return known[model_type]
+    known = converters()
+    if model_type in known:
+        return known[model_type]
+    found = next((entry for entry in known.values() if entry.variant == model_type and entry.native), None)
+    if found is None:
+        names = sorted({name for entry in known.values() for name in (entry.model_type, entry.variant)})
+        close = difflib.get_close_matches(str(model_type), names, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else "."
+        raise ValueError(f"No conversion for model type {model_type!r}{hint} These convert: {', '.join(names)}.")
+    return found
+
+
+def converter_back(config: XFormerConfig, model_type: str | None = None, origin: str | None = None) -> Converter:
+    """The converter that leads a model of ours to transformers.
+
+    model_type: transformers' family that is wanted. origin: transformers' class that the model was made of, where that
+    is known. Without either it is the family that the variant is named after, or the only one whose config can say
+    what this one does.
+
+    Raises:
+        ValueError: no family fits, or several do.
+    """
+    known = converters()
+    of_variant = [entry for entry in known.values() if entry.variant == config.model_type]
+    if model_type is not None:
+        found = known.get(model_type)
+        if found is None or found not in of_variant:
+            names = ", ".join(sorted(entry.model_type for entry in of_variant)) or "none"
+            raise ValueError(
+                f"A {config.model_type!r} model has no counterpart of model type {model_type!r}; it converts to:"
+                f" {names}."
+            )
+        return found
+    made_of = next((entry for entry in of_variant if origin is not None and entry.head_of_theirs(origin)), None)
+    if made_of is not None:
+        return made_of
+    if not of_variant or any(entry.native for entry in of_variant):
+        return converter_for(config.model_type)
+    fitting = [entry for entry in of_variant if _says(entry, config)]
+    if len(fitting) == 1:
+        return fitting[0]
+    names = ", ".join(sorted(entry.model_type for entry in fitting or of_variant))
+    raise ValueError(
+        f"Several families of transformers have these components; say which `model_type` to make: {names}."
+        if fitting
+        else f"No family of transformers has these components; give a `model_type` to be told why: {names}."
+    )
+
+
+def _says(converter: Converter, config: XFormerConfig) -> bool:
+    try:
+        converter.config_to_theirs(config)
+    except ValueError:
+        return False
+    return True
 
 
 # ---------------------------------------------------------------------------------------------------- shared tables

@@ -15,8 +15,8 @@ from ..configuration_xformer import XFormerConfig
 from ..core.components import SLOTS
 from ..core.finite import refuse_non_finite
 from ..core.saved_files import read_object, refuse_damaged_weights, replacing
-from ..variants import config_class, family
-from .base import Converter, converter_for
+from ..variants import config_class, family, model_types
+from .base import Converter, converter_back, converter_for
 from .provenance import read_provenance, write_provenance
 from .report import Report
 from .transfer import Source, check_head, to_ours, to_theirs
@@ -61,17 +61,29 @@ def model_type_of(source: str | Path) -> str | None:
     return fields.get("model_type")
 
 
-def read_model_type(source: str | Path) -> tuple[Converter, bool]:
-    """The converter for a folder or Hub id, and whether it holds one of our models.
+def read_model_type(source: str | Path, wanted: str | None = None) -> tuple[Converter, bool]:
+    """The converter for a folder or Hub id, and whether it holds one of our models; wanted: transformers' model type
+    that one of ours shall become.
 
     Raises:
         ValueError: there is no such folder or repository, it has no config, or nothing converts its model type.
     """
     model_type = model_type_of(source)
+    if model_type not in model_types():
+        converter = converter_for(model_type)
+        if wanted not in (None, model_type):
+            raise ValueError(
+                f"`model_type` {wanted!r} says what a model of this package shall become, and {os.fspath(source)!r}"
+                f" holds a {model_type!r} model of transformers; leave it out."
+            )
+        return converter, False
+    origin = read_provenance(source)
+    made_of = None if origin is None else origin.steps()[0].classes[0]
     if model_type == XFormerConfig.model_type:  # of a swap; it may have the components of its source again
         model_type = _variant_again(source)
-    converter = converter_for(model_type)
-    return converter, model_type == converter.variant
+    if model_type == XFormerConfig.model_type:
+        return converter_back(AutoConfig.from_pretrained(os.fspath(source)), wanted, made_of), True
+    return converter_back(config_class(str(model_type))(), wanted, made_of), True
 
 
 def _variant_again(source: str | Path) -> str:
@@ -84,6 +96,8 @@ def _variant_again(source: str | Path) -> str:
     if origin is None:
         return XFormerConfig.model_type
     variant = origin.steps()[0].variants[0]
+    if variant == XFormerConfig.model_type:
+        return variant
     config, preset = AutoConfig.from_pretrained(os.fspath(source)), config_class(variant)()
     for layer in config.layer_configs():
         for slot in SLOTS:
@@ -204,6 +218,7 @@ def convert_checkpoint(
     *,
     direction: Direction = "auto",
     head: str | None = None,
+    model_type: str | None = None,
     overwrite: bool = False,
 ) -> Report:
     """Converts a saved model, with its tokenizer and generation settings, into a new folder.
@@ -211,7 +226,8 @@ def convert_checkpoint(
     source: a folder that `save_pretrained` wrote, or a Hub id. target: a folder that does not exist or is empty; with
     `overwrite`, one that is replaced when, and only when, everything is written. direction: `to_ours`, `to_theirs`, or
     `auto` by the source's model type. head: our name of the head to make (`Model`, `ForMaskedLM`, ...); by default the
-    one that the source has.
+    one that the source has. model_type: of transformers' family to make, where several have what the source is; by
+    default the one that it came from.
 
     Raises:
         ValueError: nothing to read, nothing that converts it, a tensor or setting without a counterpart, a damaged
@@ -221,7 +237,7 @@ def convert_checkpoint(
         raise ValueError(f"`direction` is 'auto', 'to_ours' or 'to_theirs', got {direction!r}.")
     folder = Path(target).expanduser()
     check_target(folder, source, overwrite)
-    converter, ours = read_model_type(source)
+    converter, ours = read_model_type(source, model_type)
     found = "to_theirs" if ours else "to_ours"
     if direction not in ("auto", found):
         kind = converter.variant if ours else converter.model_type

@@ -263,9 +263,9 @@ def test_sources_that_do_not_convert():
 
 def test_unknown_model_types_are_listed():
     with pytest.raises(
-        ValueError, match="No conversion for model type 'llama'; these convert: bart <-> xf_bart, bert"
+        ValueError, match="No conversion for model type 'bret'; did you mean 'bert'[?] These convert: "
     ):
-        base.converter_for("llama")
+        base.converter_for("bret")
     model = hf_xformers.XFormerModel(
         XFormerConfig(vocab_size=20, hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8)
     )

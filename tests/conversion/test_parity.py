@@ -201,7 +201,6 @@ def broken(monkeypatch):
     def put(converter):
         base.converter_for(converter.model_type)
         monkeypatch.setitem(base._CONVERTERS, converter.model_type, converter)
-        monkeypatch.setitem(base._CONVERTERS, converter.variant, converter)
 
     return put
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..configuration_xformer import XFormerConfig
-from .base import Converter, Head, activation, activation_name, feedforward, register
-from .rules import copied, first
+from ...configuration_xformer import XFormerConfig
+from ..base import Converter, Head, activation, activation_name, feedforward, register
+from ..rules import copied, first
 
 FIELDS = {
     name: name

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ..configuration_xformer import XFormerConfig
-from .base import Converter, Head, activation, activation_name, feedforward, register
+from ...configuration_xformer import XFormerConfig
+from ..base import Converter, Head, activation, activation_name, feedforward, register
+from ..rules import Operation, Rule, copied, first
 from .bert import DENSE_CLASSIFIERS, FIELDS, LAYERS
-from .rules import Operation, Rule, copied, first
 
 
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..configuration_xformer import XFormerConfig
-from .base import Converter, Head, activation, feedforward, register
+from ...configuration_xformer import XFormerConfig
+from ..base import Converter, Head, activation, feedforward, register
+from ..rules import copied
 from .gpt2 import BLOCKS, FIELDS, LANGUAGE_MODEL, SEQUENCE, SUMMARY, SUMMARY_HEAD
-from .rules import copied
 
 # This family's own names; "gelu" is the tanh form here.
 _ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu", "silu": "silu", "swish": "silu"}

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from ..configuration_xformer import XFormerConfig
-from .base import Converter, Head, activation, activation_name, feedforward, register
+from ...configuration_xformer import XFormerConfig
+from ..base import Converter, Head, activation, activation_name, feedforward, register
+from ..rules import Operation, Rule, copied, first
 from .bert import CLASSIFIERS, FIELDS
-from .rules import Operation, Rule, copied, first
 
 
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..configuration_xformer import XFormerConfig
-from .base import Converter, Head, activation, feedforward, register
-from .rules import copied, fused, only_theirs, transposed, zero
+from ...configuration_xformer import XFormerConfig
+from ..base import Converter, Head, activation, feedforward, register
+from ..rules import copied, fused, only_theirs, transposed, zero
 
 FIELDS: dict[str, str | tuple[str, ...]] = {
     "hidden_size": "n_embd",

@@ -10,10 +10,10 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..configuration_xformer import XFormerConfig
-from .base import Converter, Head, activation, feedforward, register
+from ...configuration_xformer import XFormerConfig
+from ..base import Converter, Head, activation, feedforward, register
+from ..rules import copied, first
 from .bert import BACKBONE, DENSE_CLASSIFIERS, FIELDS, POOLER, refuse_relative_positions
-from .rules import copied, first
 
 
 def _offset(config: PreTrainedConfig) -> int:

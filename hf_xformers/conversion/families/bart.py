@@ -12,9 +12,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..configuration_xformer import XFormerConfig
-from .base import Converter, Head, activation, feedforward, register
-from .rules import Rule, copied, only_ours, only_theirs, row, shared
+from ...configuration_xformer import XFormerConfig
+from ..base import Converter, Head, activation, feedforward, register
+from ..rules import Rule, copied, only_ours, only_theirs, row, shared
 
 FIELDS = {
     "hidden_size": "d_model",

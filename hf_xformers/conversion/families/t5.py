@@ -11,9 +11,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..configuration_xformer import XFormerConfig
-from .base import Converter, Head, activation, feedforward, register
-from .rules import Rule, copied, only_ours, only_theirs, shared
+from ...configuration_xformer import XFormerConfig
+from ..base import Converter, Head, activation, feedforward, register
+from ..rules import Rule, copied, only_ours, only_theirs, shared
 
 FIELDS = {
     "hidden_size": "d_model",

@@ -1,0 +1,1 @@
+"""The families of transformers that convert, one file each: a file dropped in is found."""

@@ -1,0 +1,191 @@
+"""Every architecture in `architectures/`: equal outputs and losses with padding on either side, both ways, exact
+tensors and configs back, and the same generated text."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedConfig
+
+from hf_xformers.conversion import base, from_transformers, to_transformers
+from tests.conversion.architectures import LENGTH, LENGTHS, Architecture, architectures
+from tests.conversion.test_configs import another
+from tests.conversion.test_parity import outputs
+
+ALL = architectures()
+IGNORED = {"transformers_version", "architectures", "dtype", "_name_or_path", "torch_dtype"}
+
+
+def pairs(kinds: str = "classes"):
+    return [
+        pytest.param(entry, head, id=f"{entry}-{head}") for entry in ALL.values() for head in getattr(entry, kinds)
+    ]
+
+
+def variations():
+    return [pytest.param(entry, name, id=f"{entry}-{name}") for entry in ALL.values() for name in entry.variations]
+
+
+def assert_same(entry: Architecture, theirs, ours, given, without: tuple[str, ...] = ()) -> set[str]:
+    """Equal outputs of real tokens, relative to the largest of each; the names that were compared."""
+    expected, got = outputs(theirs, given), outputs(ours, given)
+    shared = {name for name in expected.keys() & got.keys() if name.split(".")[0] not in without}
+    assert shared
+    wrong = {}
+    for name in sorted(shared):
+        assert expected[name].shape == got[name].shape, name
+        assert expected[name].isfinite().all(), name
+        scale = max(float(expected[name].abs().max()), 1.0)
+        difference = float((expected[name] - got[name]).abs().max()) / scale
+        if not difference < entry.tolerance:
+            wrong[name] = difference
+    assert not wrong, wrong
+    return shared
+
+
+def round_trip(entry: Architecture, model, head: str):
+    """Ours, and theirs again, from `model`, which stays as it is."""
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ours = from_transformers(model)
+    assert ours.config.model_type == entry.ours
+    back = to_transformers(ours, model_type=entry.model_type)
+    assert type(back).__name__ == entry.back_as.get(head, head)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())  # source untouched
+    return ours, back
+
+
+def assert_exact(model, back) -> None:
+    before, after = model.state_dict(), back.state_dict()
+    assert after.keys() == before.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    old, new = model.config.to_dict(), back.config.to_dict()
+    assert {k: v for k, v in old.items() if k not in IGNORED} == {k: v for k, v in new.items() if k not in IGNORED}
+
+
+@pytest.mark.parametrize(("entry", "head"), pairs())
+def test_outputs_and_losses_agree(entry, head):
+    model = entry.make(head)
+    ours = from_transformers(model)
+    assert type(ours).__name__.endswith(entry.classes[head])
+    dropped = ("logits", "loss") if head in entry.headless else ()
+    for side in entry.sides:
+        given = entry.given(head, side)
+        assert_same(entry, model, ours, given, without=dropped)
+    if dropped or entry.classes[head] == "Model":
+        return
+    whole = entry.classes[head] in ("ForQuestionAnswering", "ForMultipleChoice") or head in entry.unpadded_losses
+    given = entry.given(head, lengths=(LENGTH,) * len(LENGTHS) if whole else LENGTHS)
+    names = assert_same(entry, model, ours, {**given, **entry.labels(head, given, model.config.num_labels)})
+    assert "loss" in names
+
+
+@pytest.mark.parametrize(("entry", "head"), pairs("heads"))
+def test_round_trip_is_exact(entry, head):
+    model = entry.make(head)
+    _, back = round_trip(entry, model, head)
+    if head not in entry.back_as:
+        assert_exact(model, back)
+
+
+@pytest.mark.parametrize(("entry", "name"), variations())
+def test_variations_agree(entry, name):
+    changes = entry.variations[name]
+    head = entry.generating() or next(iter(entry.heads))
+    model = entry.make(head, **changes)
+    ours, back = round_trip(entry, model, head)
+    assert_exact(model, back)
+    given = entry.given(head)
+    assert_same(entry, model, ours, given)
+    plain = entry.make(head).config.to_dict()
+    assert {k: v for k, v in model.config.to_dict().items() if k not in IGNORED} != {
+        k: v for k, v in plain.items() if k not in IGNORED
+    }
+
+
+@pytest.mark.parametrize(("entry", "head"), pairs("heads"))
+def test_ours_first(entry, head):
+    """A model that starts here goes there with the same outputs."""
+    template = from_transformers(entry.make(head))
+    torch.manual_seed(3)
+    ours = type(template)(copy.deepcopy(template.config)).eval()
+    theirs = to_transformers(ours, model_type=entry.model_type)
+    assert_same(entry, theirs, ours, entry.given(head))
+    again = from_transformers(theirs)
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+
+
+def greedy(model, ids: torch.Tensor, count: int = 8) -> torch.Tensor:
+    """The likeliest text as forward calls of whole rows say."""
+    for _ in range(count):
+        with torch.no_grad():
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("entry", "head"),
+    [pytest.param(entry, entry.generating(), id=str(entry)) for entry in ALL.values() if entry.generating()],
+)
+def test_generation_with_caches_agrees(entry, head):
+    model = entry.make(head, seed=5)
+    ours = from_transformers(model)
+    side = "left" if not model.config.is_encoder_decoder and entry.left_prompts else "right"
+    lengths = LENGTHS if side == "left" or model.config.is_encoder_decoder else (LENGTH,) * len(LENGTHS)
+    given = entry.given(head, side, lengths)
+    prompt = {key: given[key] for key in ("input_ids", "attention_mask")}
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    if not entry.generates_as_forward:
+        assert torch.equal(ours.generate(**prompt, **options, eos_token_id=-1), greedy(model, given["input_ids"]))
+        return
+    expected = model.generate(**prompt, **options)
+    assert torch.equal(ours.generate(**prompt, **options), expected)
+    assert len(expected.unique()) > 2  # the text is not one token over and over
+
+
+@pytest.mark.parametrize("entry", [pytest.param(entry, id=str(entry)) for entry in ALL.values()])
+def test_no_field_of_theirs_is_lost(entry):
+    """Every field of their config, changed alone, comes back, or is refused, or is reported, or is listed as
+    unread."""
+    converter = base.converter_for(entry.model_type)
+    inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    start = entry.config()
+    fates: dict[str, str] = {}
+    for field in dataclasses.fields(type(start)):
+        name = field.name
+        if name in inherited:
+            continue
+        value = entry.other_values.get(name)
+        value = another(name, getattr(start, name), str(field.type)) if name not in entry.other_values else value
+        notes: list[str] = []
+        try:
+            changed = entry.config(**{name: value})
+            ours = converter.config_to_ours(changed, notes)
+        except (ValueError, TypeError) as error:
+            fates[name] = "refused"
+            assert str(error)
+            continue
+        back = converter.config_to_theirs(ours)
+        if getattr(back, name) == getattr(changed, name):
+            fates[name] = "carried"
+        elif any(name in note for note in notes):
+            fates[name] = "noted"
+        else:
+            assert name in converter.unread, name
+            fates[name] = "unread"
+    for fate, wanted in (("refused", entry.refused), ("noted", entry.noted), ("unread", entry.unread)):
+        assert {name for name, found in fates.items() if found == fate} == wanted, fate
+
+
+def test_every_converter_is_tried():
+    from tests.conversion.test_configs import FAMILIES
+
+    assert set(base.converters()) == {entry.model_type for entry in ALL.values()} | set(FAMILIES)
+    for entry in ALL.values():
+        known = {head.theirs for head in base.converter_for(entry.model_type).heads}
+        assert known == set(entry.classes), entry
+        assert all(hasattr(transformers, name) for name in entry.classes)
