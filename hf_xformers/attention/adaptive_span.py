@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.visibility import visible_block, visible_pairs
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import band
 from ..ops.common.products import wide_products
@@ -18,7 +19,6 @@ from ..ops.common.shifted_rows import shift_rows
 from ..ops.score_terms.attention import window_attention
 from .shared.base import Attention, AttentionSpec
 from .shared.query_blocks import over_query_blocks, rows_at_once, shared_rows
-from .shared.visibility import visible_block, visible_pairs
 
 TRIM = 64  # spans are rounded up to this many tokens, so that plans for them can be used again
 
@@ -69,6 +69,8 @@ class AdaptiveSpanAttention(Attention):
     Raises:
         ValueError: relative keys are wanted and the first layer is of another kind.
     """
+
+    spec: AdaptiveSpanSpec
 
     undecayed = ("span",)
 

@@ -9,11 +9,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from ..core.components import aliased, register
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
-from .block_sparse_terms import BlockSparseWithTerms
 from .shared.base import AttentionSpec
 from .shared.block_sparse import BlockSparseAttention
-
-INSIDE = {"score_terms", "head_terms"}  # acts of positions that have parameters inside attention
 
 
 def of_layer(value, layer_idx: int):
@@ -69,8 +66,6 @@ class BlockSparseSpec(AttentionSpec):
         raise NotImplementedError
 
     def build(self, config, **where) -> BlockSparseAttention:
-        if config.position.acts & INSIDE:
-            return BlockSparseWithTerms(config, self, **where)
         return BlockSparseAttention(config, self, **where)
 
 

@@ -11,10 +11,10 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.visibility import last_key, rows_can_be_empty, visible_block
 from ..ops.common.products import wide_products
 from .shared.base import Attention, AttentionSpec
-from .shared.query_blocks import last_key, over_query_blocks, rows_at_once, shared_rows, visible_softmax
-from .shared.visibility import rows_can_be_empty, visible_block
+from .shared.query_blocks import over_query_blocks, rows_at_once, shared_rows, visible_softmax
 
 _NAMES = ("q", "k", "v", "o")
 
@@ -112,8 +112,8 @@ class ComplexAttention(Attention):
 
         def block(begin: int, end: int, *parts: Tensor) -> Tensor:
             stop = last_key(context, self.cross, key.shape[2], end)
-            near = (x.take(0, stop) for x in whole)
-            return self._block(*parts, *near, context, slice(begin, end))[0]
+            (one, other), (near_key, near_value) = parts, (x.take(0, stop) for x in whole)
+            return self._block(one, other, near_key, near_value, context, slice(begin, end))[0]
 
         return over_query_blocks(block, query.shape[2], rows, (first, 2), (second, 2)), None
 

@@ -35,6 +35,8 @@ class DeltaNetAttention(Attention):
     one. A cached text gives none. `attention_probs_dropout_prob` has no effect, as there are no probabilities.
     """
 
+    spec: DeltaNetSpec
+
     def __init__(self, config, spec: DeltaNetSpec, **where):
         super().__init__(config, spec, **where)
         self.beta_proj = nn.Linear(config.hidden_size, self.num_heads, bias=False)

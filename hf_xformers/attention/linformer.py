@@ -35,6 +35,8 @@ class LinformerAttention(Attention):
         ValueError: a row has more than `max_length` tokens.
     """
 
+    spec: LinformerSpec
+
     def __init__(self, config, spec: LinformerSpec, *, layer_idx: int, cross: bool = False):
         super().__init__(config, spec, layer_idx=layer_idx, cross=cross)
         if cross and spec.sharing == "layerwise":

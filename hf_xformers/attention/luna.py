@@ -47,6 +47,8 @@ class LunaAttention(Attention):
     sum to one. `attention_probs_dropout_prob` acts on both softmaxes of an encoder.
     """
 
+    spec: LunaSpec
+
     def __init__(self, config, spec: LunaSpec, *, layer_idx: int, cross: bool = False):
         super().__init__(config, spec, layer_idx=layer_idx, cross=cross)
         del self.k_proj, self.v_proj

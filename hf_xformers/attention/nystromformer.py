@@ -38,6 +38,8 @@ class NystromAttention(Attention):
     `attention_probs_dropout_prob` has no effect.
     """
 
+    spec: NystromSpec
+
     def __init__(self, config, spec: NystromSpec, **where):
         super().__init__(config, spec, **where)
         size = spec.conv_kernel_size

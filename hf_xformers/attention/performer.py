@@ -43,6 +43,8 @@ class PerformerAttention(LinearAttention):
     redraw.
     """
 
+    spec: PerformerSpec
+
     def __init__(self, config, spec: PerformerSpec, **where):
         super().__init__(config, spec, **where)
         root = self.scaling**0.5

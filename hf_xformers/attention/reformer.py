@@ -15,13 +15,13 @@ from ..core.components import aliased, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import seeded_normal, start_projections
 from ..ops.bucketed.attention import Chunks, bucketed_attention, bucketed_reference
+from .shared.base import Attention
 from .shared.bucketed import BucketedSpec, Stage, attend_in_buckets, labels_of_all, recent_attention
-from .shared.position_terms import WithScoreTerms
 
 _EPSILON = 1e-6  # added to the mean square of a key before it is brought to length 1, as in the released code
 
 
-class ReformerAttention(WithScoreTerms):
+class ReformerAttention(Attention):
     """Softmax attention among tokens whose shared query and key fall into the same bucket of some hash.
 
     Kitaev, Kaiser, Levskaya 2020 (arXiv 2001.04451), section 2 and appendix A: with k_j = q_j / |q_j| and random
@@ -46,6 +46,9 @@ class ReformerAttention(WithScoreTerms):
         T)).
     Rotations are a buffer, drawn from `hash_seed` for each layer and round. State: keys, values, labels.
     """
+
+    spec: ReformerSpec
+    rotations: Tensor
 
     def __init__(self, config, spec: ReformerSpec, *, layer_idx: int, cross: bool = False):
         super().__init__(config, spec, layer_idx=layer_idx, cross=cross)

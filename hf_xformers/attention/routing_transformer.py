@@ -25,9 +25,9 @@ from ..ops.common.real_tokens import first_real, real_places
 from ..ops.score_terms.attention import tile_attention
 from ..ops.score_terms.bucket_tiles import cluster_attention
 from ..ops.score_terms.pattern_tiles import pattern_tiles
-from .shared.base import literal_softmax_attention
+from ..position.score_terms import SelfAttentionTerms
+from .shared.base import Attention, literal_softmax_attention
 from .shared.bucketed import FEW_QUERIES, BucketedSpec, Stage, labels_of_all, recent_attention
-from .shared.position_terms import ScoreTerms, WithScoreTerms
 
 _LEAST_COUNT = 1e-6  # of a centroid that lost all its vectors; keeps its place
 _FIRST_STAGE = 64  # tokens; below, clusters of a few tokens would not be worth a stage of their own
@@ -52,7 +52,7 @@ class _Routes:
     stage_labels: Tensor | None = None
 
 
-class RoutingAttention(WithScoreTerms):
+class RoutingAttention(Attention):
     """Roy, Saffar, Vaswani, Grangier 2021 (arXiv 2003.05997), section 4.1 and algorithm 1.
 
     The first heads are local: blocks of `block_size` tokens, a query reads its own block and the one before (an
@@ -82,6 +82,10 @@ class RoutingAttention(WithScoreTerms):
     Shapes: [B, T, D] -> [B, T, D]. Time O(T * (K + w) * d) per routed head, so O(T^1.5 d). State: keys, values,
     labels.
     """
+
+    spec: RoutingSpec
+    centroids: Tensor
+    counts: Tensor
 
     def __init__(self, config, spec: RoutingSpec, *, layer_idx: int, cross: bool = False):
         super().__init__(config, spec, layer_idx=layer_idx, cross=cross)
@@ -270,7 +274,7 @@ class RoutingAttention(WithScoreTerms):
             weights = torch.cat([seen for _, seen in parts], dim=1)
             dropped = F.dropout(weights, self.dropout, self.training)
             output = dropped @ value
-            output = (output if added is None else output + added.values(dropped)).transpose(1, 2)
+            output = (output if added is None else output + added.values_of_all(dropped)).transpose(1, 2)
         else:
             weights, outputs = None, [part.transpose(1, 2) for part, _ in parts]
             output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
@@ -308,7 +312,7 @@ class RoutingAttention(WithScoreTerms):
         return self.dropout if self.training and not self.wants_weights(context) else 0.0
 
     def _local(
-        self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, added: ScoreTerms | None
+        self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, added: SelfAttentionTerms | None
     ) -> tuple[Tensor, Tensor | None]:
         """Own block and neighbours; positions count from a row's first real token."""
         dropout = self._dropout(context)
@@ -332,7 +336,7 @@ class RoutingAttention(WithScoreTerms):
             found = pattern_tiles(self.blocks, *query.shape[1:3], key.shape[2], **place, device=query.device)
             rounds = found[0][1]  # one pattern for all heads
             scaled = query * added.scale
-            return tile_attention(scaled, key, value, added.tables, added.terms, rounds, dropout), None
+            return tile_attention(scaled, key, value, added.tables, added, rounds, dropout), None
         output = block_sparse_attention(
             query,
             key,
@@ -368,7 +372,7 @@ class RoutingAttention(WithScoreTerms):
         context: LayerContext,
         cache: Cache | None,
         step: int,
-        added: ScoreTerms | None,
+        added: SelfAttentionTerms | None,
     ) -> tuple[Tensor, Tensor | None]:
         literal, dropout = self.wants_weights(context), self._dropout(context)
         if not self.chooses:
@@ -390,7 +394,7 @@ class RoutingAttention(WithScoreTerms):
             reference = partial(clustered_reference, query, key, value, *chosen, **options)
             return added.from_matrix(reference, query, key, value, dropout)
         if added is not None:
-            inputs = (query * added.scale, key, value, added.tables, added.terms)
+            inputs = (query * added.scale, key, value, added.tables, added)
             return cluster_attention(*inputs, *chosen, **options, dropout=dropout), None
         options.update(scale=self.scaling, dropout=dropout)
         if literal:

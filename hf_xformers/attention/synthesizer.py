@@ -13,11 +13,11 @@ from transformers.cache_utils import Cache
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import start_projections
+from ..core.visibility import boolean_mask, visible_pairs
 from ..ops.common.products import wide_products
 from ..ops.common.real_tokens import real_first, real_places
 from .shared.base import Attention, AttentionSpec
 from .shared.query_blocks import over_query_blocks, rows_at_once, shared_rows, visible_softmax
-from .shared.visibility import boolean_mask, visible_pairs
 
 KINDS = ("dot", "dense", "random", "fixed_random", "factorized_dense", "factorized_random")
 # Kinds that are products of a vector of the query and one of the key, so that fused attention computes them.
@@ -46,6 +46,8 @@ class SynthesizerAttention(Attention):
     Raises:
         ValueError: a row has more than `max_length` tokens.
     """
+
+    spec: SynthesizerSpec
 
     undecayed = ("mixture",)
 

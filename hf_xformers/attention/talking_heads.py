@@ -11,10 +11,10 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.visibility import last_key, rows_can_be_empty, visible_block
 from ..ops.common.products import wide_products
 from .shared.base import Attention, AttentionSpec
-from .shared.query_blocks import last_key, over_query_blocks, rows_at_once, shared_rows, visible_softmax
-from .shared.visibility import rows_can_be_empty, visible_block
+from .shared.query_blocks import over_query_blocks, rows_at_once, shared_rows, visible_softmax
 
 DYNAMIC = ("x2l", "m2l", "x2w", "m2w")  # by query (x) or by key (m), to the scores (l) or to the weights (w)
 
@@ -33,6 +33,8 @@ class TalkingHeadsAttention(Attention):
     of one block of queries, O(S), also in training; O(heads T S) on the literal path. State: keys and values of all
     tokens seen; what a key's token adds to the projections is stored behind them.
     """
+
+    spec: TalkingHeadsSpec
 
     def __init__(self, config, spec: TalkingHeadsSpec, **where):
         super().__init__(config, spec, **where)

@@ -11,7 +11,7 @@ from ..core.components import register
 from .base import Position, PositionSpec, Rotation
 
 
-class RotaryTables:
+class RotaryTables(Rotation):
     """Cosines and sines [B or 1, 1, T, r] for one set of positions; calling it rotates [B, H, T, d] (r <= d)."""
 
     def __init__(self, cos: Tensor, sin: Tensor, interleaved: bool, values: bool = False):

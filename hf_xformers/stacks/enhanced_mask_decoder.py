@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..attention.shared.position_terms import KEY_STATES
+from ..attention.shared.base import KEY_STATES
 from ..blocks.base import unpack_layer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses

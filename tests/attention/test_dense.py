@@ -9,6 +9,7 @@ from transformers.cache_utils import DynamicCache
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM
 from hf_xformers.attention.shared.base import literal_softmax_attention
 from hf_xformers.core.context import LayerContext
+from hf_xformers.position.base import ScoreBias
 from tests.helpers import close, make_strong, tokens
 
 WIDTH, HEADS = 16, 4
@@ -144,7 +145,7 @@ def test_score_bias_by_hand():
     module = build_attention(position={"type": "t5_relative_bias", "num_buckets": 8, "max_distance": 10})
     bias = torch.randn(HEADS, 6, 6, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 
-    class Bias:
+    class Bias(ScoreBias):
         def block(self, query_index, key_index):
             return bias[:, query_index][:, :, key_index]
 

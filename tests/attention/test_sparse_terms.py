@@ -11,10 +11,9 @@ import torch
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerModel
 from hf_xformers.attention import routing_transformer as routing
 from hf_xformers.attention.shared import bucketed
-from hf_xformers.attention.shared.position_terms import ScoreTerms
 from hf_xformers.ops.score_terms import tiles
 from hf_xformers.ops.score_terms.attention import tile_attention
-from hf_xformers.ops.score_terms.terms import Tiles
+from hf_xformers.ops.score_terms.terms import ScoreTerms, Tiles
 from hf_xformers.position import distances
 from tests.helpers import close, make_strong, pad, tokens
 

@@ -15,6 +15,11 @@ from ...core.initialization import start_projections
 from ...core.sublayer import Sublayer
 from ...core.weight_decay import Undecayed
 from ...ops.common.products import wide_products
+from ...position.base import PositionTerms, Rotation, ScoreBias
+from ...position.score_terms import SelfAttentionTerms
+
+# A stream with the states [B, S, D] that keys and values are made of where they are not the queries' own.
+KEY_STATES = "key_states"
 
 
 class Attention(Undecayed, Sublayer):
@@ -29,7 +34,22 @@ class Attention(Undecayed, Sublayer):
     - the literal equation runs when attention weights are wanted or `attn_implementation="eager"`, with the same
       parameters and the same result as the fast path;
     - with a cache, token by token equals the whole sequence at once.
+
+    What the config's position has inside attention reaches every mechanism from here: a rotation and what it adds to
+    queries, keys and values in [`Attention.place`], what it adds to scores in [`Attention.score_terms`]. A spec says
+    which of these its mechanism reads (`rotation`, `score_bias`, `score_terms`, `head_terms`); configs refuse the
+    others. Cross-attention has none of them.
+
+    unpads: [`Attention.forward`] and [`Attention.project_self`] can be given real tokens alone. A class that brings
+    its own does not, unless it says so.
     """
+
+    unpads: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **kwargs) -> None:
+        super().__init_subclass__(**kwargs)
+        if "unpads" not in vars(cls) and not {"forward", "project_self"}.isdisjoint(vars(cls)):
+            cls.unpads = False
 
     def __init__(self, config, spec: AttentionSpec, *, layer_idx: int, cross: bool = False):
         super().__init__()
@@ -44,15 +64,24 @@ class Attention(Undecayed, Sublayer):
         self.k_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
         self.v_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, width, bias=spec.bias)
+        self.position_terms: PositionTerms | None = None
+        if not cross and config.position.acts & {"score_terms", "head_terms"}:
+            self.position_terms = config.position.build_terms(config, layer_idx=layer_idx)
 
     @property
     def takes_unpadded(self) -> bool:
         """Whether it reads real tokens alone (`context.unpadding`): projections do, and lay them out in rows for the
         rest."""
-        kind = type(self)
-        return not self.cross and kind.forward is Attention.forward and kind.project_self is Attention.project_self
+        return self.unpads and not self.cross and self.position_terms is None
 
     # ------------------------------------------------------------------------------------------- for mechanisms
+
+    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+        """Called once per forward call and layer before the first layer runs: put into `context.shared` what layers
+        can share, under a key that names it, unless it is there already. What carries gradients goes into
+        `context.streams` instead. A mechanism that has something of its own to prepare calls this as well."""
+        if self.position_terms is not None:
+            self.position_terms.prepare(context)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         """query [B, H, T, d], key and value [B, K, S, d] -> (output [B, T, H, d], weights [B, H, T, S] or None)."""
@@ -83,31 +112,58 @@ class Attention(Undecayed, Sublayer):
         self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache | None, step: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, and the keys and values of all tokens seen so far."""
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        query, key, value = (self.heads(context.padded(project(hidden_states))) for project in projections)
-        rotation = context.shared.get("rotation")
-        if rotation is not None:
-            query, key = rotation(query), rotation(key)
-            if getattr(rotation, "values", False):
-                value = rotation(value)
+        source = context.streams.get(KEY_STATES, hidden_states)
+        projections = ((self.q_proj, hidden_states), (self.k_proj, source), (self.v_proj, source))
+        query, key, value = (self.heads(context.padded(project(states))) for project, states in projections)
+        query, key, value = self.place(query, key, value, context)
         cache = self_attention_cache(past_key_values)
         if cache is not None:
             key, value = cache.update(key, value, step)
         return query, key, value
 
+    def place(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
+        """query [B, H, T, d], key and value [B, K, T, d] of the current tokens -> the same with what the position does
+        to them."""
+        rotation: Rotation | None = context.shared.get("rotation")
+        if rotation is not None:
+            query, key = rotation(query), rotation(key)
+            value = rotation(value) if rotation.values else value
+        if self.position_terms is not None:
+            query, key, value = self.position_terms.heads(query, key, value, context)
+        return query, key, value
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether the position adds terms with parameters of this layer to its scores."""
+        return self.position_terms is not None and self.position_terms.changes_scores
+
+    def score_bias(self, context: LayerContext) -> ScoreBias | None:
+        """The bias that the position adds to scores, if it does."""
+        bias = None if self.cross else context.shared.get("score_bias")
+        return bias if isinstance(bias, ScoreBias) else None  # it may be tables that score terms share
+
+    def score_terms(self, context: LayerContext) -> SelfAttentionTerms | None:
+        """What is added to the scores of all heads in this call, a bias included; None: nothing."""
+        if self.position_terms is None:
+            bias = self.score_bias(context)
+            return None if bias is None else bias.score_terms(self.num_heads, self.scaling, context)
+        if not self.position_terms.changes_scores:
+            return None
+        return self.position_terms.score_terms(self, self.scaling * self.position_terms.content_scale, context)
+
     def project_cross(
-        self, hidden_states: Tensor, memory: Tensor, past_key_values: Cache | None, step: int
+        self, hidden_states: Tensor, memory: Tensor | None, past_key_values: Cache | None, step: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the tokens, and keys and values of the memory [B, S, D], computed once per generated text."""
         query = self.heads(self.q_proj(hidden_states))
-        cached = isinstance(past_key_values, EncoderDecoderCache)
-        if cached and past_key_values.is_updated.get(step):
-            layer = past_key_values.cross_attention_cache.layers[step]
+        cache = past_key_values if isinstance(past_key_values, EncoderDecoderCache) else None
+        if cache is not None and cache.is_updated.get(step):
+            layer: Any = cache.cross_attention_cache.layers[step]
             return query, layer.keys, layer.values
         key, value = self.heads(self.k_proj(memory)), self.heads(self.v_proj(memory))
-        if cached:
-            key, value = past_key_values.cross_attention_cache.update(key, value, step)
-            past_key_values.is_updated[step] = True
+        if cache is not None:
+            key, value = cache.cross_attention_cache.update(key, value, step)
+            cache.is_updated[step] = True
         return query, key, value
 
     def forward(
@@ -253,4 +309,4 @@ def literal_softmax_attention(
     return torch.matmul(dropped, value).transpose(1, 2), weights
 
 
-__all__ = ["Attention", "AttentionSpec", "is_plain_linear", "literal_softmax_attention"]
+__all__ = ["KEY_STATES", "Attention", "AttentionSpec", "is_plain_linear", "literal_softmax_attention"]

@@ -15,9 +15,8 @@ from ...ops.bucketed.attention import Chunks, Recent, bucketed_attention, bucket
 from ...ops.common.real_tokens import real_first, real_places
 from ...ops.score_terms.attention import tile_attention
 from ...ops.score_terms.bucket_tiles import bucket_tiles
-from ...ops.score_terms.terms import Tiles
+from ...ops.score_terms.terms import ScoreTerms, Tiles
 from .base import AttentionSpec
-from .position_terms import ScoreTerms
 
 # Up to this many queries against a cache meet all keys at once; more of them run the whole sequence again.
 FEW_QUERIES = 16
@@ -85,7 +84,7 @@ def attend_in_buckets(
     """[`bucketed_attention`] with terms for the last T tokens, [B, H, T, d]; options: of [`bucket_tiles`]."""
     first = key.shape[2] - query.shape[2]
     rounds = bucket_tiles(labels, sets, key_padding_mask=key_padding_mask, query_offset=first, **options)
-    output = tile_attention(query * added.scale, key, value, added.tables, added.terms, rounds, dropout)
+    output = tile_attention(query * added.scale, key, value, added.tables, added, rounds, dropout)
     if key_padding_mask is None:
         return output
     return output.masked_fill(~key_padding_mask[:, None, first:, None], 0.0)
@@ -191,7 +190,7 @@ def recent_attention(
             if len(used) > 1:
                 found = [[_of_stage(tiles, number[:, first:] == at) for tiles in tiled] for tiled in found]
             rounds = [[*one, *other] for one, other in zip(rounds, found, strict=True)] if rounds else found
-        output = tile_attention(query * added.scale, key, value, added.tables, added.terms, rounds, dropout)
+        output = tile_attention(query * added.scale, key, value, added.tables, added, rounds, dropout)
         return output if valid is None else output.masked_fill(~valid[:, None, first:, None], 0.0), None
     if not context.fresh:  # the queries of cached tokens are gone; their results are not asked for
         query = torch.zeros_like(key).index_copy(2, context.query_index, query)
