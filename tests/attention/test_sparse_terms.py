@@ -64,7 +64,7 @@ ATTENTIONS = {
 SIZES = dict(vocab_size=99, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
 
 
-def build(position, attention, causal):
+def build(position, attention, causal, **changes):
     """The model in float64 with strong weights; None where the config refuses the pair."""
     try:
         config = XFormerConfig(
@@ -76,6 +76,7 @@ def build(position, attention, causal):
             attention=ATTENTIONS[attention],
             is_decoder=causal,
             use_cache=False,
+            **changes,
         )
     except ValueError:
         return None
@@ -146,6 +147,16 @@ def refused(position, attention, causal):
     if attention == "reformer_released":
         return causal
     return attention == "bigbird" and causal
+
+
+@pytest.mark.parametrize("position", ["shaw", "t5"])
+@pytest.mark.parametrize("attention", ["longformer", "longformer_shared"])
+def test_global_tokens_where_heads_share_keys(attention, position):
+    model = build(position, attention, False, num_key_value_heads=1)
+    padded, mask = pad([tokens(LENGTH), tokens(9, seed=1)], LENGTH, "left", seed=2)
+    chosen = torch.zeros_like(mask)
+    chosen[0, 2] = chosen[:, -3] = 1
+    compare(model, padded, mask, global_attention_mask=chosen)
 
 
 @pytest.mark.parametrize("attention", [name for name in ATTENTIONS if name != "longformer_shared"])

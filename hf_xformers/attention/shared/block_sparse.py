@@ -84,7 +84,8 @@ class BlockSparseAttention(Attention):
         if self._literal(context, query.shape[2]):
             mask, matrix, inputs = self._pairs(context)[..., dropped:], None, (query, key, value)
             if chosen is not None:
-                return self._literal_with_globals(inputs, global_rows or inputs, mask, chosen, dropout, context)
+                inputs, rows = (self._by_head(of) for of in (inputs, global_rows or inputs))
+                return self._literal_with_globals(inputs, rows, mask, chosen, dropout, context)
             if bias is not None:
                 matrix = context.streams["dense_bias"][..., dropped:]
             output, weights = literal_softmax_attention(*inputs, mask, matrix, self.scaling, dropout)
@@ -120,10 +121,9 @@ class BlockSparseAttention(Attention):
         dropped: int,
         context: LayerContext,
     ) -> tuple[Tensor, Tensor | None]:
-        dropout, (query, key, value) = self.dropout if self.training else 0.0, given
-        inputs, rows = (query, self.repeated(key), self.repeated(value)), global_rows
-        rows = inputs if rows is None else (rows[0], self.repeated(rows[1]), self.repeated(rows[2]))
-        if not self._literal(context, query.shape[2]):
+        dropout, inputs = self.dropout if self.training else 0.0, self._by_head(given)
+        rows = inputs if global_rows is None else self._by_head(global_rows)
+        if not self._literal(context, inputs[0].shape[2]):
             return self._in_tiles(inputs, rows, added, chosen, context, dropped, dropout).transpose(1, 2), None
         mask = self._pairs(context)[..., dropped:]
         if chosen is not None:
@@ -192,6 +192,10 @@ class BlockSparseAttention(Attention):
             )
         return known[self.pattern]
 
+    def _by_head(self, inputs: Inputs) -> Inputs:
+        """Queries, keys and values, as many of each."""
+        return inputs[0], self.repeated(inputs[1]), self.repeated(inputs[2])
+
     def _literal(self, context: LayerContext, queries: int) -> bool:
         """Whether the dense equation runs: asked for, or cheaper, or the keys are slots of which some are not written,
         or the caller prepared a mask."""
@@ -221,8 +225,8 @@ class BlockSparseAttention(Attention):
         own = literal_softmax_attention(*inputs, local, of_all, scale)[1]
         weights = torch.where(rows_of_globals, literal_softmax_attention(*rows, visible, of_rows, scale)[1], own)
         thinned = F.dropout(weights, dropout) if dropout else weights
-        output = torch.matmul(thinned.masked_fill(rows_of_globals, 0.0), self.repeated(inputs[2]))
-        output = output + torch.matmul(thinned.masked_fill(~rows_of_globals, 0.0), self.repeated(rows[2]))
+        output = torch.matmul(thinned.masked_fill(rows_of_globals, 0.0), inputs[2])
+        output = output + torch.matmul(thinned.masked_fill(~rows_of_globals, 0.0), rows[2])
         output = output if added is None else output + added.values_of_all(thinned)
         return output.transpose(1, 2), weights
 
