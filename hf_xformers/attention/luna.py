@@ -63,7 +63,7 @@ class LunaAttention(Attention):
         self.v_proj = None if spec.tie_kv else projection()
         self.pack_k_proj = None if self.is_causal else projection()
         self.pack_v_proj = None if self.is_causal or spec.tie_kv else projection()
-        first = layer_idx == 0 and not (cross and config.attention.type == "luna")
+        first = layer_idx == 0 and not (cross and config.attention.carries == STREAM)
         self.memory = nn.Parameter(torch.empty(self.slots, width)) if first else None
         self.dynamic = spec.dynamic_projection and not cross
         count = config.stack.num_layers(config)
@@ -280,6 +280,7 @@ class LunaSpec(AttentionSpec):
     cross = True
     rotation = False
     first_owns = runs_through = True
+    carries = STREAM
 
     projected_length: int = 128
     pack_heads: int | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,16 +17,19 @@ from ..core.initialization import start_projections
 from .base import FeedForward, FeedForwardSpec
 
 
-class DenseForm(Protocol):
-    """What a spec says of a dense network: of every layer, or of those where its own kind does not stand."""
+class DenseForm(FeedForwardSpec):
+    """Base of specs that say how a dense network looks: of every layer, or of those where its own kind does not
+    stand."""
 
     bias: bool
 
     @property
-    def gated(self) -> bool: ...
+    def activation_name(self) -> str:
+        """The activation's name in transformers' table."""
+        raise NotImplementedError
 
-    @property
-    def activation_name(self) -> str: ...
+    def common_settings(self) -> dict[str, Any]:
+        return {"bias": self.bias, "activation": self.activation_name}
 
 
 class DenseFeedForward(FeedForward):
@@ -79,7 +82,7 @@ class DenseFeedForward(FeedForward):
 
 
 @dataclass(kw_only=True)
-class DenseFeedForwardSpec(FeedForwardSpec):
+class DenseFeedForwardSpec(DenseForm):
     """Base of the dense forms. activation: its name in transformers' table. bias: biases on the projections."""
 
     activation: ClassVar[str]

@@ -201,7 +201,8 @@ class AttentionSpec(Spec):
 
     Layers may share more than the call: [`AttentionSpec.shared_sizes`]. first_owns: the first layer owns what they
     share;
-    runs_through: every layer passes it on, up to the last.
+    runs_through: every layer passes it on, up to the last. carries: the stream in which they do so, if it is one that
+    cross-attention of the same kind goes on with.
 
     What other components ask for. keeps_keys_alone: its state for generation is keys and values and nothing else, so
     that a block may keep a state of its own beside them. reads_segment_memory: it reads the states that a
@@ -228,6 +229,7 @@ class AttentionSpec(Spec):
     max_global_tokens: ClassVar[int | None] = None
     first_owns: ClassVar[bool] = False
     runs_through: ClassVar[bool] = False
+    carries: ClassVar[str | None] = None
     keeps_keys_alone: ClassVar[bool] = False
     reads_segment_memory: ClassVar[bool] = False
     reads_feedback: ClassVar[bool] = False
