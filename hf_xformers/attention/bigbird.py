@@ -13,10 +13,10 @@ from ..core.context import LayerContext
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
 from ..ops.common.real_tokens import first_real
-from .block_sparse import check_at_least
 from .shared.base import AttentionSpec
 from .shared.block_sparse import BlockSparseAttention
 from .shared.global_tokens import given_globals
+from .shared.pattern_spec import check_at_least
 
 
 class BigBirdAttention(BlockSparseAttention):

@@ -13,10 +13,10 @@ from ..core.context import LayerContext, SublayerOutput
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
 from ..ops.common.real_tokens import from_first_real, is_first_real
-from .block_sparse import by_head, check_at_least, check_heads, check_layers, largest, of_layer, window_cache
 from .shared.base import AttentionSpec
 from .shared.block_sparse import BlockSparseAttention, Inputs
 from .shared.global_tokens import given_globals
+from .shared.pattern_spec import by_head, check_at_least, check_heads, check_layers, largest, of_layer, window_cache
 
 
 class LongformerAttention(BlockSparseAttention):
