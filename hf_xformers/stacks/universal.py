@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..blocks.base import unpack_layer
+from ..blocks.base import XFormerLayer, unpack_layer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses
 from ..position.base import Position
@@ -80,7 +81,7 @@ class UniversalStack(Stack):
 
     def forward(
         self,
-        layers: nn.ModuleList,
+        layers: Sequence[XFormerLayer],
         hidden_states: Tensor,
         context: LayerContext,
         *,
@@ -93,16 +94,16 @@ class UniversalStack(Stack):
             layer.prepare(context, past_key_values)
         placed = self.position_signal(context.positions, hidden_states)
         ledger = None if self.halting is None else _Ledger(hidden_states, context.query_padding_mask, self.spec)
-        may_stop = ledger is not None and past_key_values is None and not _leaves_a_trace(context)
+        may_stop = past_key_values is None and not _leaves_a_trace(context)
         streams = context.streams
         memories = memory_by_step(memory, self.steps * len(layers))
         for step in range(1, self.steps + 1):
-            if may_stop and step > 1 and not bool(ledger.running.any()):
+            if ledger is not None and may_stop and step > 1 and not bool(ledger.running.any()):
                 break
             state = hidden_states
             for signal in (placed, self.step_signal(step, state)):
                 state = state if signal is None else state + signal
-            if ledger is not None:
+            if ledger is not None and self.halting is not None:
                 ledger.spend(self.halting.probability(state), last=step == self.steps)
             for index, layer in enumerate(layers):
                 slot = (step - 1) * len(layers) + index

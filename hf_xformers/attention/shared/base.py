@@ -156,10 +156,11 @@ class Attention(Undecayed, Sublayer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the tokens, and keys and values of the memory [B, S, D], computed once per generated text."""
         query = self.heads(self.q_proj(hidden_states))
-        cache = past_key_values if isinstance(past_key_values, EncoderDecoderCache) else None
+        cache = cross_cache(past_key_values)
         if cache is not None and cache.is_updated.get(step):
             layer: Any = cache.cross_attention_cache.layers[step]
             return query, layer.keys, layer.values
+        memory = given_memory(memory)
         key, value = self.heads(self.k_proj(memory)), self.heads(self.v_proj(memory))
         if cache is not None:
             key, value = cache.cross_attention_cache.update(key, value, step)
@@ -272,6 +273,18 @@ class AttentionSpec(Spec):
         return {}
 
 
+def given_memory(memory: Tensor | None) -> Tensor:
+    """What cross-attention reads. Raises `ValueError` where the caller has given nothing."""
+    if memory is None:
+        raise ValueError("Cross-attention reads the `memory` of an encoder, and got None; give its last states.")
+    return memory
+
+
+def cross_cache(past_key_values: Cache | None) -> EncoderDecoderCache | None:
+    """The cache, if it is one that holds what cross-attention has made of a memory."""
+    return past_key_values if isinstance(past_key_values, EncoderDecoderCache) else None
+
+
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether the weight and bias of a projection are all there is to it, so that a mechanism may use them without
     calling it: no adapter, hook, offloading, quantisation or sharding."""
@@ -311,4 +324,12 @@ def literal_softmax_attention(
     return torch.matmul(dropped, value).transpose(1, 2), weights
 
 
-__all__ = ["KEY_STATES", "Attention", "AttentionSpec", "is_plain_linear", "literal_softmax_attention"]
+__all__ = [
+    "KEY_STATES",
+    "Attention",
+    "AttentionSpec",
+    "cross_cache",
+    "given_memory",
+    "is_plain_linear",
+    "literal_softmax_attention",
+]

@@ -149,7 +149,8 @@ def recent_attention(
         asked = number[:, context.query_index][:, None, :, None]
 
         def reference(**options: Any) -> tuple[Tensor, Tensor]:
-            output = weights = None
+            output: Any = None
+            weights: Any = None
             for at, (stage, own) in enumerate(used):
                 found = bucketed_reference(
                     query,
@@ -176,8 +177,9 @@ def recent_attention(
         first = length - query.shape[2]
         for at, (stage, own) in enumerate(used):
             # Keys beyond the stage's end are after all of its queries: absent, so that no tile holds them.
-            real = valid if at == len(used) - 1 else number <= at
-            real = real if valid is None or real is valid else real & valid
+            real = valid
+            if at < len(used) - 1:
+                real = number <= at if valid is None else (number <= at) & valid
             real = None if real is None else real.expand(key.shape[0], -1)
             found = bucket_tiles(
                 own,
@@ -211,7 +213,8 @@ def _by_stages(
     if valid is not None:  # real tokens first, so that places are positions
         order = real_first(valid)
         valid = valid.gather(1, order)
-        inputs = tuple(_rearranged(x, order) for x in inputs)
+        query, key, value = (_rearranged(x, order) for x in inputs)
+        inputs = (query, key, value)
     parts = []
     for at, (stage, labels) in enumerate(used):
         end = inputs[0].shape[2] if at == len(used) - 1 else used[at + 1][0].begin
