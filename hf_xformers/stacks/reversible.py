@@ -234,6 +234,11 @@ class ReversibleStackSpec(StackSpec):
                 "stack 'reversible' recovers a sublayer's input by a subtraction, which residual"
                 f" {config.residual.type!r} does not allow; use 'pre_ln' or another one that adds to the stream."
             )
+        if not config.block.in_sequence:
+            raise ValueError(
+                "stack 'reversible' gives two streams to sublayers in turn, which block"
+                f" {config.block.type!r} runs side by side; use the block 'vanilla'."
+            )
         if "layer_input" in config.position.acts:
             raise ValueError(
                 f"stack 'reversible' has no place for position {config.position.type!r}, which adds to the input of"
