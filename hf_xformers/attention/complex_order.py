@@ -40,11 +40,12 @@ class ComplexAttention(Attention):
         self.q_proj = nn.Linear(half, self.num_heads * self.channels, bias=spec.bias)
         self.k_proj = nn.Linear(half, self.num_key_value_heads * self.channels, bias=spec.bias)
         self.v_proj = nn.Linear(half, self.num_key_value_heads * self.channels, bias=spec.bias)
-        self.o_proj = nn.Linear(self.num_heads * self.channels, half, bias=spec.bias)
+        self.o_proj = nn.Linear(self.num_heads * self.channels, half, bias=spec.has_output_bias)
         if spec.weights == "full":
             for name in _NAMES:
                 real: nn.Linear = getattr(self, f"{name}_proj")
-                setattr(self, f"{name}_imaginary", nn.Linear(real.in_features, real.out_features, bias=spec.bias))
+                own = nn.Linear(real.in_features, real.out_features, bias=real.bias is not None)
+                setattr(self, f"{name}_imaginary", own)
 
     def initialize(self, config, init) -> None:
         super().initialize(config, init)

@@ -44,7 +44,7 @@ class TalkingHeadsAttention(Attention):
         self.q_proj = nn.Linear(width, self.key_heads * d, bias=spec.bias)
         self.k_proj = nn.Linear(width, self.key_heads * d, bias=spec.bias)
         self.v_proj = nn.Linear(width, self.value_heads * d, bias=spec.bias)
-        self.o_proj = nn.Linear(self.value_heads * d, width, bias=spec.bias)
+        self.o_proj = nn.Linear(self.value_heads * d, width, bias=spec.has_output_bias)
         self.score_mixing = nn.Parameter(torch.empty(self.key_heads, heads)) if spec.mix_scores else None
         self.weight_mixing = nn.Parameter(torch.empty(heads, self.value_heads)) if spec.mix_weights else None
         sizes = {"l": self.key_heads * heads, "w": heads * self.value_heads}

@@ -253,6 +253,15 @@ def test_names_of_projections():
     assert {name for name, _ in unbiased.named_parameters()} == {f"{part}_proj.weight" for part in "qkvo"}
 
 
+@pytest.mark.parametrize("name", ["dense", "talking_heads", "realformer"])
+def test_bias_of_the_output_alone(name):
+    """And the reverse: none there, where the others have one."""
+    for others, output in ((False, True), (True, False)):
+        module = build_attention(attention={"type": name, "bias": others, "output_bias": output})
+        own = {part: getattr(module, f"{part}_proj").bias is not None for part in "qkvo"}
+        assert own == {"q": others, "k": others, "v": others, "o": output}
+
+
 def test_masks_that_do_not_fit_are_refused():
     torch.manual_seed(0)
     model = XFormerForCausalLM(XFormerConfig(**GEOMETRY)).eval()

@@ -63,7 +63,7 @@ class Attention(Undecayed, Sublayer):
         self.q_proj = nn.Linear(width, self.num_heads * self.head_dim, bias=spec.bias)
         self.k_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
         self.v_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
-        self.o_proj = nn.Linear(self.num_heads * self.head_dim, width, bias=spec.bias)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, width, bias=spec.has_output_bias)
         self.position_terms: PositionTerms | None = None
         if not cross and config.position.acts & {"score_terms", "head_terms"}:
             self.position_terms = config.position.build_terms(config, layer_idx=layer_idx)
@@ -213,7 +213,8 @@ class AttentionSpec(Spec):
     work, too. rotates_values: a rotation may turn values and its output. exports_usual_path: its usual path is made of
     ONNX operators alone; of others the literal equation is exported.
 
-    bias: biases on the projections. scale: factor on scores (`None`: 1 / sqrt(head width); T5: 1.0).
+    bias: biases on the projections. output_bias: the same for the output projection (`None`: as the others). scale:
+    factor on scores (`None`: 1 / sqrt(head width); T5: 1.0).
     """
 
     causal: ClassVar[bool] = True
@@ -241,7 +242,12 @@ class AttentionSpec(Spec):
     exports_usual_path: ClassVar[bool] = False
 
     bias: bool = True
+    output_bias: bool | None = None
     scale: float | int | None = None
+
+    @property
+    def has_output_bias(self) -> bool:
+        return self.bias if self.output_bias is None else self.output_bias
 
     def shared_sizes(self, config) -> tuple | None:
         """What has to be alike in all layers of a tower with this mechanism, because they share tensors; None: they
