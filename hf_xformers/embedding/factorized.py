@@ -9,7 +9,8 @@ from .base import EmbeddingSpec, InputPosition
 
 
 class FactorizedEmbedding(nn.Module):
-    """x_t = W norm(E[w_t] + type[s_t]) + b + position(t), then dropout; E [V, e], W [D, e].
+    """x_t = W norm(E[w_t] + type[s_t]) + b + position(t), then dropout; E [V, e], W [D, e]. With `narrow_positions`
+    x_t = W dropout(norm(E[w_t] + type[s_t] + position(t))) + b, as in the released code of ALBERT and ELECTRA.
 
     Lan et al. 2020 (arXiv 1909.11942), section 3.1: V e + e D parameters instead of V D. The head `transform` leads
     back to width e, where the table is tied. `inputs_embeds` have width e.
@@ -17,6 +18,7 @@ class FactorizedEmbedding(nn.Module):
 
     def __init__(self, config, spec: FactorizedEmbeddingSpec):
         super().__init__()
+        self.narrow_positions = spec.narrow_positions
         self.tokens = nn.Embedding(config.vocab_size, spec.width)
         self.types = nn.Embedding(config.type_vocab_size, spec.width) if config.type_vocab_size else None
         self.norm = config.normalization.build(config, width=spec.width)
@@ -42,16 +44,20 @@ class FactorizedEmbedding(nn.Module):
             narrow = narrow + (self.types.weight[0] if token_type_ids is None else self.types(token_type_ids))
         elif token_type_ids is not None:
             raise ValueError("`token_type_ids` were given to a model with `type_vocab_size=0`; leave them out.")
+        if self.narrow_positions:
+            return self.proj(self.dropout(self.norm(position.embed(narrow, positions))))
         return self.dropout(position.embed(self.proj(self.norm(narrow)), positions))
 
 
 @register("embedding", "factorized")
 class FactorizedEmbeddingSpec(EmbeddingSpec):
-    """width: e, of the token table."""
+    """width: e, of the token table. narrow_positions: positions are added at width e too, before the norm (ALBERT,
+    ELECTRA), not after the projection (RoFormer has none)."""
 
     summary = "a narrow token table and a projection onto the model's width (ALBERT, RoFormer)"
 
     width: int = 128
+    narrow_positions: bool = False
 
     def check_fields(self) -> None:
         if self.width < 1:
@@ -63,6 +69,12 @@ class FactorizedEmbeddingSpec(EmbeddingSpec):
                 f"embedding 'factorized' of width {self.width} needs the head 'transform', which leads from "
                 f"`hidden_size` {config.hidden_size} back to it, got {config.head.type!r}."
             )
+        if self.narrow_positions and "input" in config.position.acts and not config.position.any_width:
+            raise ValueError(
+                "embedding 'factorized' with `narrow_positions` adds positions at its own width, which position"
+                f" {config.position.type!r} has not; use 'learned_absolute' or 'sinusoidal_absolute', or leave"
+                " `narrow_positions` off."
+            )
         if config.normalization.over_tokens or not config.normalization.any_width:
             raise ValueError(
                 f"embedding 'factorized' normalises the width {self.width}, for 'layer_norm' or 'rms_norm', got "
@@ -71,6 +83,9 @@ class FactorizedEmbeddingSpec(EmbeddingSpec):
 
     def table_width(self, config) -> int:
         return self.width
+
+    def position_width(self, config) -> int:
+        return self.width if self.narrow_positions else config.hidden_size
 
     def build(self, config, **where) -> FactorizedEmbedding:
         return FactorizedEmbedding(config, self)

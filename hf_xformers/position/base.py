@@ -124,7 +124,8 @@ class PositionSpec(Spec):
     acts: the ways in which the component acts (see this module's text). extrapolates: whether positions beyond the
     training length are defined. needs_causal: refused in an encoder. shares_tables: its terms in every layer read
     tables that its one module holds ([`Position.score_bias`]). knows_insertion: tokens may come in the order of their
-    generation and stand elsewhere in the text.
+    generation and stand elsewhere in the text. any_width: what it adds to the input has the width at which the
+    embedding adds positions (`EmbeddingSpec.position_width`), which may be other than `hidden_size`.
     """
 
     acts: ClassVar[frozenset[str]] = frozenset()
@@ -132,6 +133,7 @@ class PositionSpec(Spec):
     needs_causal: ClassVar[bool] = False
     shares_tables: ClassVar[bool] = False
     knows_insertion: ClassVar[bool] = False
+    any_width: ClassVar[bool] = False
 
     def max_length(self, config) -> int | None:
         """Longest sequence (tokens) that positions exist for; None without a limit."""

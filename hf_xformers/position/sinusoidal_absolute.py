@@ -44,6 +44,7 @@ class SinusoidalSpec(PositionSpec):
     context_parallel = True
     summary = "fixed sinusoids added to the input"
     acts = frozenset({"input"})
+    any_width = True
 
     base: float | int = 10000.0
     layout: Literal["interleaved", "half"] = "interleaved"
@@ -53,8 +54,9 @@ class SinusoidalSpec(PositionSpec):
             raise ValueError(f"sinusoidal_absolute needs `base` > 1, got {self.base}.")
 
     def check(self, config) -> None:
-        if config.hidden_size % 2:
-            raise ValueError(f"sinusoidal_absolute needs an even `hidden_size`, got {config.hidden_size}.")
+        width = config.embedding.position_width(config)
+        if width % 2:
+            raise ValueError(f"sinusoidal_absolute needs an even width (`hidden_size`), got {width}.")
 
     def build(self, config, **where) -> SinusoidalPosition:
         return SinusoidalPosition(self)
