@@ -56,6 +56,22 @@ def test_narrow_positions(position):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("tied", [True, False])
+def test_linear_there_and_back(tied):
+    """Without norm and biases, and with the head `factorized`: W P h, W the table or a matrix of its own."""
+    embedding = {"type": "factorized", "width": 6, "normalize": False, "bias": False}
+    fields = {"embedding": embedding, "head": {"type": "factorized", "bias": True}, "tie_word_embeddings": tied}
+    net, ids = model(**fields, position="none", type_vocab_size=0).double(), tokens(2, 5, high=40)
+    part, head, seen = net.model.trunk.embedding, net.lm_head, []
+    part.register_forward_hook(lambda _, __, output: seen.append(output))
+    output = net(input_ids=ids, output_hidden_states=True)
+    close(seen[0], part.tokens.weight[ids] @ part.proj.weight.T)
+    table = part.tokens.weight if tied else head.decoder.weight
+    assert head.dense.weight.shape == (6, 16) and head.dense.bias is None and table.shape == (40, 6)
+    close(output.logits, output.hidden_states[-1] @ head.dense.weight.T @ table.T + head.decoder.bias)
+
+
+@torch.no_grad()
 def test_head_leads_back(tmp_path):
     net, ids = model(), tokens(1, 4, high=40)
     assert net.get_output_embeddings().weight is net.get_input_embeddings().weight

@@ -32,6 +32,7 @@ class Architecture:
     head has no counterpart, the same way. settings: by class, fields that it needs. variations: by name, fields that
     make another tiny config worth trying (odd geometry, an activation, untied tables); they are tried with the first
     head that generates, or else the first.
+    apart: by variation, outputs that have another meaning there than ours.
     base: fields of a base-sized config where transformers' defaults are larger than that, or smaller.
     sides: where padding may stand so that transformers numbers positions rightly. left_prompts: whether that holds for
     prompts padded on the left while text is generated. generates_as_forward: whether their `generate` gives what their
@@ -51,6 +52,7 @@ class Architecture:
     headless: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     variations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    apart: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     base: Mapping[str, Any] = field(default_factory=dict)
     sides: tuple[str, ...] = ("right", "left")
     left_prompts: bool = True
