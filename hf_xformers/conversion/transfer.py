@@ -132,7 +132,7 @@ def to_theirs(source: Source, converter: Converter, head: str | None = None) -> 
     wanted = wanted or converter.base_head(config)
     notes: list[str] = []
     theirs = converter.config_to_theirs(config, notes)
-    if not converter.ties_by_weights:
+    if not converter.ties_by_weights and hasattr(theirs, "tie_word_embeddings"):  # models of images have no tables
         theirs.tie_word_embeddings = _tied(model)
     groups = converter.required if pair is None else pair.groups
     left = _Side(type(model), pair, groups, "" if own == "Model" else "model.", own)
@@ -163,8 +163,8 @@ def _check_towers(converter: Converter, model: PreTrainedModel, name: str) -> No
 def _tied(model: PreTrainedModel) -> bool:
     """Whether the output projection is the token table; what the config says where there is no output."""
     output = model.get_output_embeddings()
-    if output is None:
-        return model.config.tie_word_embeddings
+    if output is None:  # models of images say nothing of it
+        return getattr(model.config, "tie_word_embeddings", True)
     projection, table = cast(Tensor, output.weight), cast(Tensor, model.get_input_embeddings().weight)
     if projection.shape != table.shape:  # what transformers names as output only leads to a product with the table
         return True

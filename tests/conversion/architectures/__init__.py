@@ -43,7 +43,8 @@ class Architecture:
     field, where none can be guessed. inputs: changes what both models are given (class name, inputs). ready: changes a
     fresh model of theirs, so that every tensor matters. back_as: class that comes back, where several share one of
     ours.
-    tolerance: of outputs, relative to the largest of them.
+    raw_last_state: whether their last hidden state is what the last layer gives, and ours what the final norm makes of
+    it. tolerance: of outputs, relative to the largest of them.
     """
 
     model_type: str
@@ -67,6 +68,7 @@ class Architecture:
     inputs: Callable[[str, dict[str, Tensor]], dict[str, Tensor]] | None = None
     ready: Callable[[transformers.PreTrainedModel], None] | None = None
     back_as: Mapping[str, str] = field(default_factory=dict)
+    raw_last_state: bool = False
     tolerance: float = 1e-5
 
     def __str__(self) -> str:
