@@ -106,7 +106,7 @@ def to_ours(source: Source, converter: Converter, head: str | None = None) -> tu
     left = _Side(type(model), pair, pair.groups, pair.prefix, pair.ours)
     groups = converter.required if wanted is None else wanted.groups
     right = _Side(family(converter.variant)[name], wanted, groups, "" if name == "Model" else "model.", name)
-    if name == "Model" and "pooler" in groups and not _has_pooler(source, left):
+    if name == "Model" and "pooler" in groups and not _has_pooler(source, converter, left, config, True):
         config.add_pooler = False
         right.groups = tuple(group for group in groups if group != "pooler")
     return _transfer(source, converter, left, right, config, config, notes, True)
@@ -138,7 +138,11 @@ def to_theirs(source: Source, converter: Converter, head: str | None = None) -> 
     left = _Side(type(model), pair, groups, "" if own == "Model" else "model.", own)
     right = _Side(getattr(transformers, wanted.theirs), wanted, wanted.groups, wanted.prefix, wanted.ours)
     _check_pooling(converter, config, left, wanted)
-    if wanted.ours == "Model" and "pooler" in wanted.groups and not _has_pooler(source, left):
+    if (
+        wanted.ours == "Model"
+        and "pooler" in wanted.groups
+        and not _has_pooler(source, converter, left, config, False)
+    ):
         right.groups = tuple(group for group in wanted.groups if group != "pooler")
         right.arguments["add_pooling_layer"] = False
         notes.append(
@@ -173,9 +177,12 @@ def _tied(model: PreTrainedModel) -> bool:
     return projection is table or torch.equal(projection, table)
 
 
-def _has_pooler(source: Source, side: _Side) -> bool:
-    name = f"{side.prefix}pooler.dense.weight"
-    return "pooler" in side.groups and name not in source.absent and name in source.model.state_dict()
+def _has_pooler(source: Source, converter: Converter, side: _Side, config: XFormerConfig, to_ours: bool) -> bool:
+    if "pooler" not in side.groups:
+        return False
+    entries = converter.entries(("pooler",), (side.prefix, side.prefix), config)
+    names = {name for entry in entries for name in entry.ends(to_ours)[0]}
+    return names <= source.model.state_dict().keys() - source.absent
 
 
 def _check_pooling(converter: Converter, config: XFormerConfig, left: _Side, wanted: Head) -> None:

@@ -32,7 +32,9 @@ def variations():
 
 def assert_same(entry: Architecture, theirs, ours, given, without: tuple[str, ...] = ()) -> set[str]:
     """Equal outputs of real tokens, relative to the largest of each; the names that were compared."""
-    expected, got = outputs(theirs, given), outputs(ours, given)
+    back = {mine: name for name, mine in entry.renamed.items()}
+    expected = outputs(theirs, {back.get(name, name): tensor for name, tensor in given.items()})
+    expected, got = {entry.renamed.get(name, name): out for name, out in expected.items()}, outputs(ours, given)
     if entry.raw_last_state:
         without = (*without, f"hidden_states.{theirs.config.num_hidden_layers}")
     shared = {name for name in expected.keys() & got.keys() if not {name, name.split(".")[0]} & {*without}}

@@ -42,7 +42,7 @@ class Architecture:
     reported as acting in training only, or are read by nothing that converts. other_values: another valid value of a
     field, where none can be guessed. inputs: changes what both models are given (class name, inputs). ready: changes a
     fresh model of theirs, so that every tensor matters. back_as: class that comes back, where several share one of
-    ours.
+    ours. renamed: names of labels and outputs in transformers -> ours, where they differ.
     raw_last_state: whether their last hidden state is what the last layer gives, and ours what the final norm makes of
     it. tolerance: of outputs, relative to the largest of them.
     """
@@ -69,6 +69,7 @@ class Architecture:
     ready: Callable[[transformers.PreTrainedModel], None] | None = None
     back_as: Mapping[str, str] = field(default_factory=dict)
     raw_last_state: bool = False
+    renamed: Mapping[str, str] = field(default_factory=dict)
     tolerance: float = 1e-5
 
     def __str__(self) -> str:
@@ -147,10 +148,7 @@ class Architecture:
             return {"labels": draw(num_labels, *mask.shape).masked_fill(~mask, -100)}
         before = mask.roll(1, dims=-1)  # a first token after padding is predicted from padding: no target
         labels = {"labels": draw(VOCAB, *mask.shape).masked_fill(~mask | ~before, -100)}
-        if (
-            task == "ForPreTraining"
-            and "next_sentence_label" in getattr(transformers, head).forward.__code__.co_varnames
-        ):
+        if task == "ForPreTraining":
             labels["next_sentence_label"] = draw(2, rows)
         return labels
 
