@@ -122,6 +122,19 @@ def zero(ours: str) -> Rule:
     return Rule((), (ours,), ZERO)
 
 
+def computed(theirs: str, table: Callable[[], Tensor], what: str) -> Rule:
+    """A table of theirs that we compute: refused where it holds something else, made anew on the way back."""
+
+    def check(tensors: Tensors) -> Tensors:
+        if not torch.allclose(
+            tensors[0].float(), table().to(tensors[0].device), atol=1e-2
+        ):  # it may be half precision
+            raise ValueError(f"it is not the table of {what}, and the other side computes those")
+        return []
+
+    return Rule((theirs,), (), Operation(f"{what}, computed", check, lambda _: [table()]))
+
+
 def only_theirs(*theirs: str) -> Rule:
     """Tensors that we have nothing for: dropped, or started anew on the way back."""
     return Rule(theirs, (), NONE)
