@@ -33,7 +33,7 @@ ARCHITECTURE = Architecture(
     variations={
         "sinusoids": {"sinusoidal_pos_embds": True},
         "relu": {"activation": "relu"},
-        "three heads": {"n_heads": 2, "n_layers": 3},
+        "wider heads": {"n_heads": 2, "n_layers": 3},
     },
     base=dict(n_layers=12),
     sides=("right",),
