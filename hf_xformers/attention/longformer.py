@@ -139,7 +139,8 @@ class LongformerSpec(AttentionSpec):
     def task_inputs(self, task: str, config, input_ids: Tensor | None, mask: Tensor) -> dict[str, Any]:
         """Global tokens that a head chooses when the caller does not, as transformers' Longformer does: for whole
         texts the first real token, for questions the tokens before the first separator (`sep_token_id`), for choices
-        those after it (without a separator: none, and the first token). mask [B, T], True = real."""
+        those of the last part: after the second of two neighbouring separators (RoBERTa's pairs), with the one at its
+        end (without a separator: none, and the first token). mask [B, T], True = real."""
         if config.is_decoder:
             return {}
         chosen = is_first_real(mask)
@@ -153,7 +154,9 @@ class LongformerSpec(AttentionSpec):
         has = found.any(-1, keepdim=True)
         if task == "question_answering":
             return {"global_attention_mask": mask & ~seen & has}
-        return {"global_attention_mask": torch.where(has, mask & seen & ~found, chosen)}
+        answer = seen.roll(2, dims=-1)  # from two places after the first separator
+        answer[:, :2] = False
+        return {"global_attention_mask": torch.where(has, mask & answer, chosen)}
 
     def build(self, config, **where) -> LongformerAttention:
         return LongformerAttention(config, self, **where)
