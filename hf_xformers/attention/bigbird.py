@@ -30,7 +30,7 @@ class BigBirdAttention(BlockSparseAttention):
     N(i) is a set: a block that is found twice counts once. Draws are a hash of seed, layer, head and block: the same
     in training, evaluation and after a reload. They are uniform over the blocks of the text, whatever its length,
     outside of window and global blocks; a text ends with its last real token, so that neither padding nor other texts
-    change N(i).
+    change N(i). All tokens of a text of at most `dense_length` are global.
 
     Time and memory O(T b (w + r + 2 g)).
     """
@@ -47,18 +47,20 @@ class BigBirdAttention(BlockSparseAttention):
             return None, 0
         if spec.global_mode == "etc":
             return given_globals(context, None)
-        key = f"bigbird_globals_{spec.block_size}_{spec.num_global_blocks}"
+        key = f"bigbird_globals_{spec.block_size}_{spec.num_global_blocks}_{spec.dense_length}"
         if key not in context.shared:
             context.shared[key] = self._end_blocks(context)
         return context.shared[key]
 
     def _end_blocks(self, context: LayerContext) -> tuple[Tensor | None, int | None]:
-        """Tokens of the first and the last blocks of each text."""
+        """Tokens of the first and the last blocks of each text, and all of short texts."""
         size, tokens = self.spec.block_size, self.spec.num_global_blocks * self.spec.block_size
-        length = context.query_index.shape[0]
-        if tokens == 0:
-            return None, 0
+        length, dense = context.query_index.shape[0], self.spec.dense_length
         place, real = context.query_index[None], context.padding_mask
+        if real is None and length > dense:
+            dense = 0  # there is no short text
+        if tokens == 0 and dense == 0:
+            return None, 0
         if real is None:
             last = torch.full_like(place[:, :1], length - 1)
         else:
@@ -66,15 +68,17 @@ class BigBirdAttention(BlockSparseAttention):
             last = torch.where(real, place, first).amax(-1, keepdim=True) - first
             place = place - first
         chosen = (place < tokens) | (place // size > last // size - self.spec.num_global_blocks)
+        chosen = chosen | (last < dense)
         chosen = chosen if real is None else chosen & real
-        return chosen, min(2 * tokens, length)
+        return chosen, min(max(2 * tokens, dense), length)
 
 
 @register("attention", "bigbird", aliases=("big_bird",))
 class BigBirdSpec(AttentionSpec):
     """block_size: b, tokens. window_blocks: w, odd, the own block included. num_random_blocks: r. num_global_blocks: g
     at each end (ITC). global_mode: itc, or etc with the stack `global_tokens`. random_seed: of the draws.
-    attention_type: original_full is dense attention with the same parameters."""
+    attention_type: original_full is dense attention with the same parameters. dense_length: texts of at most so many
+    tokens are read whole (transformers' BigBird: (5 + 2 r) b)."""
 
     summary = "a window, random blocks and global tokens"
     causal = False
@@ -95,6 +99,7 @@ class BigBirdSpec(AttentionSpec):
     global_mode: Literal["itc", "etc"] = "itc"
     random_seed: int = 0
     attention_type: Literal["block_sparse", "original_full"] = "block_sparse"
+    dense_length: int = 0
 
     def takes_global_tokens(self) -> bool:
         return self.global_mode == "etc"
@@ -102,8 +107,17 @@ class BigBirdSpec(AttentionSpec):
     def check_fields(self) -> None:
         check_at_least("bigbird", 1, block_size=self.block_size, window_blocks=self.window_blocks)
         check_at_least(
-            "bigbird", 0, num_random_blocks=self.num_random_blocks, num_global_blocks=self.num_global_blocks
+            "bigbird",
+            0,
+            num_random_blocks=self.num_random_blocks,
+            num_global_blocks=self.num_global_blocks,
+            dense_length=self.dense_length,
         )
+        if self.dense_length and self.global_mode == "etc":
+            raise ValueError(
+                f"bigbird's `dense_length` ({self.dense_length}) needs global_mode='itc'; with 'etc' the stack chooses"
+                " the global tokens, so leave it 0."
+            )
         if self.window_blocks % 2 == 0:
             raise ValueError(
                 "bigbird's window has as many blocks on both sides, so `window_blocks` is odd, got"

@@ -44,7 +44,8 @@ class Architecture:
     fresh model of theirs, so that every tensor matters. back_as: class that comes back, where several share one of
     ours. renamed: names of labels and outputs in transformers -> ours, where they differ.
     raw_last_state: whether their last hidden state is what the last layer gives, and ours what the final norm makes of
-    it. tolerance: of outputs, relative to the largest of them.
+    it. idle: by class, the ends of names of tensors that nothing in transformers reads, so that they come back fresh.
+    tolerance: of outputs, relative to the largest of them.
     """
 
     model_type: str
@@ -70,6 +71,7 @@ class Architecture:
     back_as: Mapping[str, str] = field(default_factory=dict)
     raw_last_state: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
+    idle: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     tolerance: float = 1e-5
 
     def __str__(self) -> str:
