@@ -10,7 +10,7 @@ from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAtt
 from hf_xformers.conversion.base import converter_for
 from hf_xformers.ops.block_sparse.pattern_atoms import RandomBlocks
 from tests.conversion.architectures import VOCAB, architectures
-from tests.conversion.test_architectures import assert_exact, round_trip
+from tests.conversion.test_architectures import assert_exact, assert_same, round_trip
 
 ALL = architectures()
 
@@ -55,3 +55,14 @@ def test_bigbird_random_blocks_are_told():
         config = converter_for("big_bird").config_to_ours(ALL["big_bird"].config(**fields), notes)
         assert len(notes) == count
         assert config.attention.dense_length == (5 if "num_random_blocks" in fields else 9)
+
+
+def test_nystromformer_with_padding():
+    """Exact attention and a convolution of one token: padding on the right changes nothing on either side."""
+    entry = ALL["nystromformer"]
+    model = entry.make("NystromformerForMaskedLM", num_landmarks=4, segment_means_seq_len=4, conv_kernel_size=1)
+    ours, back = round_trip(entry, model, "NystromformerForMaskedLM")
+    assert_exact(model, back)
+    given = full_rows(9)
+    given["attention_mask"][1, 5:] = 0
+    assert_same(entry, model, ours, given)
