@@ -39,8 +39,9 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     def tell(prepared: Any) -> None:
         plan = prepared.plan
         teacher = "" if distillation.teacher is None else f", teacher {distillation.teacher}"
+        kind = kind_of(choice.model, prepared.config.model_type)
         say(
-            f"{choice.model} ({kind_of(choice.model, prepared.config.model_type)}), objective {plan['objective']['type']}{teacher}: "
+            f"{choice.model} ({kind}), objective {plan['objective']['type']}{teacher}: "
             f"{amount(plan['train_rows'])} rows of {plan['block_size']} tokens to train on, "
             f"{amount(plan['validation_rows'])} held out"
         )

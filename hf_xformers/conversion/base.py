@@ -49,6 +49,7 @@ _GEOMETRY = (
 _DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout_prob", "classifier_dropout")
 
 Rules = tuple[Rule, ...]
+Groups = Rules | Callable[[XFormerConfig], Rules]  # a part's rules, or what makes them for our config
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Converter:
     fields: Mapping[str, str | tuple[str, ...]]
     to_ours: Callable[[PreTrainedConfig], dict[str, Any]]
     to_theirs: Callable[[XFormerConfig], dict[str, Any]]
-    groups: Mapping[str, Rules | Callable[[XFormerConfig], Rules]]
+    groups: Mapping[str, Groups]
     heads: tuple[Head, ...]
     required: tuple[str, ...] = ("backbone",)
     training_only: tuple[str, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, cast
 
 from torch import Tensor, nn
 
@@ -67,13 +67,13 @@ class TokenEmbedding(nn.Module):
         elif token_type_ids is not None:
             raise ValueError("`token_type_ids` were given to a model with `type_vocab_size=0`; leave them out.")
         for name, table in self.id_tables.items():
-            hidden_states = self._with_ids(hidden_states, name, table, ids.get(name))
+            hidden_states = self._with_ids(hidden_states, name, cast(nn.Embedding, table), ids.get(name))
         hidden_states = position.embed(hidden_states, positions)
         if self.norm is not None:
             hidden_states = self.norm(hidden_states)
         return self.dropout(hidden_states)
 
-    def _with_ids(self, hidden_states: Tensor, name: str, table: nn.Module, ids: Tensor | None) -> Tensor:
+    def _with_ids(self, hidden_states: Tensor, name: str, table: nn.Embedding, ids: Tensor | None) -> Tensor:
         """hidden_states [B, T, D] with the vectors of one of `id_tables`."""
         if ids is None:
             return hidden_states + table.weight[0] if self.spec.absent_ids == "first" else hidden_states

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from ..core.components import build_spec, register
-from .base import LayerTerms, Position, PositionSpec, Rotation, ScoreBias
+from .base import Position, PositionSpec, PositionTerms, Rotation, ScoreBias
 
 _AT_INPUTS = frozenset({"input", "layer_input"})
 
@@ -19,22 +20,25 @@ class CombinedPosition(Position):
         super().__init__()
         self.parts = nn.ModuleList(part.build(config) for part in spec.parts)
 
+    def _parts(self) -> Iterator[Position]:
+        return (cast(Position, part) for part in self.parts)
+
     def embed(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
-        for part in self.parts:
+        for part in self._parts():
             hidden_states = part.embed(hidden_states, positions)
         return hidden_states
 
     def embed_layer(self, hidden_states: Tensor, positions: Tensor, step: int) -> Tensor:
-        for part in self.parts:
+        for part in self._parts():
             hidden_states = part.embed_layer(hidden_states, positions, step)
         return hidden_states
 
     def rotation(self, positions: Tensor, like: Tensor) -> Rotation | None:
-        found = (part.rotation(positions, like) for part in self.parts)
+        found = (part.rotation(positions, like) for part in self._parts())
         return next((rotation for rotation in found if rotation is not None), None)
 
     def score_bias(self) -> ScoreBias | Position | None:
-        found = (part.score_bias() for part in self.parts)
+        found = (part.score_bias() for part in self._parts())
         return next((bias for bias in found if bias is not None), None)
 
 
@@ -123,6 +127,6 @@ class CombinedSpec(PositionSpec):
     def build(self, config, **where) -> CombinedPosition:
         return CombinedPosition(config, self)
 
-    def build_terms(self, config, layer_idx: int) -> LayerTerms:
+    def build_terms(self, config, layer_idx: int) -> PositionTerms:
         inside = next(part for part in self.parts if part.acts - _AT_INPUTS)
         return inside.build_terms(config, layer_idx)

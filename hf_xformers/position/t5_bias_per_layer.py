@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..core.components import register
 from ..core.context import LayerContext
-from .base import LayerTerms, Position
+from .base import Position, PositionTerms
 from .distances import distances_of_block
+from .score_terms import BiasByDistance, SelfAttentionTerms
 from .t5_relative_bias import T5RelativeBiasSpec, relative_buckets
 
 
-class T5BiasOfLayer(LayerTerms):
+class T5BiasOfLayer(PositionTerms):
     """score_ij += b^l[h, bucket(j - i)], a table [buckets, H] in layer l (Chung et al. 2023, section 3.1, UMT5)."""
-
-    separable = True
 
     def __init__(self, config, spec: T5BiasPerLayerSpec):
         super().__init__()
@@ -29,18 +28,14 @@ class T5BiasOfLayer(LayerTerms):
             std = config.initializer_factor * config.hidden_size**-0.5
         init.normal_(self.table.weight, mean=0.0, std=std)
 
-    def tables(self, attention: Any, scale: float, context: LayerContext) -> tuple[Tensor, ...]:
-        """The bias by distance, from the last query to the first key and on, [H, T + S - 1]."""
+    def score_terms(self, attention: Any, scale: float, context: LayerContext) -> SelfAttentionTerms:
         buckets = relative_buckets(
             distances_of_block(context, slice(None), context.key_index.shape[0]),
             bidirectional=self.bidirectional,
             num_buckets=self.spec.num_buckets,
             max_distance=self.spec.max_distance,
         )
-        return (self.table(buckets).t(),)
-
-    def line(self, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor | None:
-        return tables[0]
+        return BiasByDistance(scale, (self.table(buckets).t(),), context)
 
 
 @register("position", "t5_bias_per_layer")
