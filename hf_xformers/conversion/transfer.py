@@ -171,7 +171,7 @@ def _tied(model: PreTrainedModel) -> bool:
         return getattr(model.config, "tie_word_embeddings", True)
     projection, table = cast(Tensor, output.weight), cast(Tensor, model.get_input_embeddings().weight)
     if projection.shape != table.shape:  # what transformers names as output only leads to a product with the table
-        return True
+        return model.config.tie_word_embeddings if isinstance(model.config, XFormerConfig) else True
     if not model.config.tie_word_embeddings:
         return False
     return projection is table or torch.equal(projection, table)

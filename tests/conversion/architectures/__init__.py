@@ -110,7 +110,7 @@ class Architecture:
         """Rows of 9, 6 and 1 tokens, padded on one side; what an image model reads instead."""
         generator = torch.Generator().manual_seed(7)
         config = self.config()
-        if "Image" in head or hasattr(config, "image_size"):
+        if hasattr(config, "image_size"):
             shape = (len(lengths), config.num_channels, config.image_size, config.image_size)
             given = {"pixel_values": torch.randn(shape, generator=generator)}
             return given if self.inputs is None else self.inputs(head, given)
