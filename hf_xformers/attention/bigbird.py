@@ -20,6 +20,7 @@ class BigBirdSpec(AttentionSpec):
     attention_type: original_full is dense attention with the same parameters."""
 
     summary = "a window, random blocks and global tokens"
+    normalizes_heads = True
     causal = False
     explicit_mask = True
     score_bias = True

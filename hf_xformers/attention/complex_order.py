@@ -40,7 +40,7 @@ class ComplexAttention(Attention):
         self.q_proj = nn.Linear(half, self.num_heads * self.channels, bias=spec.bias)
         self.k_proj = nn.Linear(half, self.num_key_value_heads * self.channels, bias=spec.bias)
         self.v_proj = nn.Linear(half, self.num_key_value_heads * self.channels, bias=spec.bias)
-        self.o_proj = nn.Linear(self.num_heads * self.channels, half, bias=spec.bias)
+        self.o_proj = nn.Linear(self.num_heads * self.channels, half, bias=spec.biased_output)
         if spec.weights == "full":
             for name in _NAMES:
                 real: nn.Linear = getattr(self, f"{name}_proj")

@@ -26,6 +26,8 @@ class DenseSpec(AttentionSpec):
     apart_key_states = True
     rotates_values = True
     exports_usual_path = True
+    normalizes_heads = True
+    caps_scores = True
 
     def takes_global_tokens(self) -> bool:
         return True  # as all others

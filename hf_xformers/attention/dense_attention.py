@@ -8,8 +8,12 @@ from transformers.masking_utils import create_bidirectional_mask, create_causal_
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..core.context import LayerContext
+from ..ops.block_sparse.attention import block_sparse_attention
+from ..ops.block_sparse.patterns import full
 from .shared.base import Attention, literal_softmax_attention
 from .shared.visibility import boolean_mask
+
+_ALL = full()  # made here, as a graph that is being recorded cannot make a pattern
 
 
 class DenseAttention(Attention):
@@ -61,7 +65,9 @@ class DenseAttention(Attention):
         if self.wants_weights(context):
             if causal:
                 mask = (context.key_index[None, :] <= context.query_index[:, None])[None, None]
-            return literal_softmax_attention(query, key, value, mask, bias, self.scaling, dropout)
+            return literal_softmax_attention(query, key, value, mask, bias, self.scaling, dropout, self.spec.score_cap)
+        if self.spec.score_cap is not None:
+            return self._capped(query, key, value, context, dropout), None
         if context.implementation == "sdpa" and mask is not None and mask.shape[-2] == 1 and query.shape[2] > 1:
             # A key mask is broadcast by the kernel; expanding it would cost T x S bytes per row of the batch.
             mask = mask.expand(-1, -1, query.shape[2], -1)
@@ -82,3 +88,26 @@ class DenseAttention(Attention):
             sees = mask.any(dim=-1).transpose(1, 2).unsqueeze(-1)
             output = output.masked_fill(~sees, 0.0)
         return output, None
+
+    def _capped(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, dropout: float) -> Tensor:
+        """[B, T, H, d]. No back-end for all devices caps scores: they are made tile by tile, and where the caller or a
+        cache with unwritten slots says who sees whom, all at once."""
+        whole = not self.cross and (context.explicit_mask is not None or context.static)
+        if whole:
+            return literal_softmax_attention(
+                query, key, value, boolean_mask(context), None, self.scaling, dropout, self.spec.score_cap
+            )[0]
+        output = block_sparse_attention(
+            query,
+            key,
+            value,
+            _ALL,
+            key_padding_mask=context.memory_padding_mask if self.cross else context.padding_mask,
+            query_offset=0 if self.cross else key.shape[2] - query.shape[2],
+            causal=self.is_causal,
+            scale=self.scaling,
+            dropout=dropout,
+            segment_ids=None if self.cross else context.segment_ids,
+            score_cap=self.spec.score_cap,
+        )
+        return output.transpose(1, 2)

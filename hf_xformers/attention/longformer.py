@@ -27,6 +27,7 @@ class LongformerSpec(AttentionSpec):
     room for all tokens, at quadratic cost)."""
 
     summary = "a sliding window and global tokens with their own projections"
+    normalizes_heads = True
     explicit_mask = True
     score_bias = True
     score_terms = True

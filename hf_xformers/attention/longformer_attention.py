@@ -117,6 +117,8 @@ class LongformerAttention(BlockSparseAttention):
     def _global_rows(self, hidden_states: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor] | None:
         if not self.separate or self.global_tokens(context)[0] is None:
             return None
-        query, key, value = (self.heads(self._own(name)(hidden_states)) for name in "qkv")
-        rotation = context.shared.get("rotation")
+        query, key, value = (self._own(name)(hidden_states) for name in "qkv")
+        query, key = self.normalized(query, key)
+        query, key, value = self.heads(query), self.heads(key), self.heads(value)
+        rotation = self.rotation(context)
         return (query, key, value) if rotation is None else (rotation(query), rotation(key), value)

@@ -42,7 +42,7 @@ class TalkingHeadsAttention(Attention):
         self.q_proj = nn.Linear(width, self.key_heads * d, bias=spec.bias)
         self.k_proj = nn.Linear(width, self.key_heads * d, bias=spec.bias)
         self.v_proj = nn.Linear(width, self.value_heads * d, bias=spec.bias)
-        self.o_proj = nn.Linear(self.value_heads * d, width, bias=spec.bias)
+        self.o_proj = nn.Linear(self.value_heads * d, width, bias=spec.biased_output)
         self.score_mixing = nn.Parameter(torch.empty(self.key_heads, heads)) if spec.mix_scores else None
         self.weight_mixing = nn.Parameter(torch.empty(heads, self.value_heads)) if spec.mix_weights else None
         sizes = {"l": self.key_heads * heads, "w": heads * self.value_heads}
@@ -68,7 +68,7 @@ class TalkingHeadsAttention(Attention):
     ) -> SublayerOutput:
         step = self.layer_idx if step is None else step
         query = self.heads(self.q_proj(hidden_states))
-        rotation = None if self.cross else context.shared.get("rotation")
+        rotation = None if self.cross else self.rotation(context)
         if rotation is not None:
             query = rotation(query)
         key, value = self._state(hidden_states, memory, rotation, past_key_values, step)

@@ -43,6 +43,10 @@ class Rotation(Protocol):
 
     def __call__(self, heads: Tensor) -> Tensor: ...
 
+    def of_last(self, count: int) -> Rotation:
+        """The same for the last `count` of its tokens."""
+        ...
+
 
 class ScoreBias(ABC):
     """An additive score term that can be evaluated on any block of pairs. [`ScoreBias.block`] is all that a bias must

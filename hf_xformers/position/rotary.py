@@ -19,6 +19,12 @@ class RotaryTables:
         self.cos, self.sin, self.interleaved = cos, sin, interleaved
         self.values, self.by_length = values, by_length
 
+    def of_last(self, count: int) -> RotaryTables:
+        if count == self.cos.shape[2]:
+            return self
+        cos, sin = self.cos[:, :, -count:], self.sin[:, :, -count:]
+        return RotaryTables(cos, sin, self.interleaved, self.values, self.by_length)
+
     def __call__(self, heads: Tensor) -> Tensor:
         width = self.cos.shape[-1]
         turned, rest = (heads, None) if width == heads.shape[-1] else (heads[..., :width], heads[..., width:])
@@ -120,7 +126,11 @@ class RotarySpec(PositionSpec):
                         f"Rotary scaling {scaling.type!r} says itself which pairs of a head turn, got `fraction`"
                         f" {self.fraction}; leave that at 1."
                     )
-
+                if scaling.by_length and self.values:
+                    raise ValueError(
+                        f"Rotary scaling {scaling.type!r} turns the tokens of a longer text otherwise, which rotary"
+                        " with `values` cannot in a cache; leave `values` at False."
+                    )
         if self.values and not config.attention.rotates_values:
             raise ValueError(
                 f"rotary with `values` rotates what dense attention sums, which attention {config.attention.type!r}"

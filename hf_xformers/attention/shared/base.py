@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from ...core.initialization import start_projections
 from ...core.sublayer import Sublayer
 from ...core.weight_decay import Undecayed
 from ...ops.common.products import wide_products
+from ...position.base import Rotation
 
 
 class Attention(Undecayed, Sublayer):
@@ -43,7 +44,12 @@ class Attention(Undecayed, Sublayer):
         self.q_proj = nn.Linear(width, self.num_heads * self.head_dim, bias=spec.bias)
         self.k_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
         self.v_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
-        self.o_proj = nn.Linear(self.num_heads * self.head_dim, width, bias=spec.bias)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, width, bias=spec.biased_output)
+        self.q_norm = self.k_norm = None
+        if spec.query_key_norm != "none":
+            whole = spec.query_key_norm == "projection"
+            widths = [self.head_dim * (heads if whole else 1) for heads in (self.num_heads, self.num_key_value_heads)]
+            self.q_norm, self.k_norm = (config.normalization.build(config, width=width) for width in widths)
 
     @property
     def takes_unpadded(self) -> bool:
@@ -75,6 +81,34 @@ class Attention(Undecayed, Sublayer):
         """[B, T, heads * d] -> [B, heads, T, d]."""
         return projected.view(*projected.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
+    def normalized(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [..., H * d] and keys [..., K * d] as they are projected -> the same, normalised where the spec says
+        so."""
+        return self._normalized(self.q_norm, query), self._normalized(self.k_norm, key)
+
+    def _normalized(self, norm: nn.Module | None, projected: Tensor) -> Tensor:
+        if norm is None:
+            return projected
+        if self.spec.query_key_norm == "projection":
+            return norm(projected)
+        return norm(projected.unflatten(-1, (-1, self.head_dim))).flatten(-2)
+
+    def queries(self, hidden_states: Tensor) -> Tensor:
+        """[B, T, D] -> queries [B, H, T, d], before positions."""
+        return self.heads(self._normalized(self.q_norm, self.q_proj(hidden_states)))
+
+    def keys(self, hidden_states: Tensor) -> Tensor:
+        """[B, S, D] -> keys [B, K, S, d], before positions."""
+        return self.heads(self._normalized(self.k_norm, self.k_proj(hidden_states)))
+
+    def rotation(self, context: LayerContext) -> Rotation | None:
+        """What the position turns queries and keys of this layer by, if it does."""
+        return context.shared.get(self._rotation_name)
+
+    @property
+    def _rotation_name(self) -> str:
+        return {"global": "rotation", "local": "local_rotation", "none": "no_rotation"}[self.spec.angles]
+
     def repeated(self, x: Tensor) -> Tensor:
         """Keys or values [B, K, S, d], one for each head."""
         return x.repeat_interleave(self.num_key_value_groups, dim=1) if self.num_key_value_groups > 1 else x
@@ -83,28 +117,31 @@ class Attention(Undecayed, Sublayer):
         self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache | None, step: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, and the keys and values of all tokens seen so far."""
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        query, key, value = (self.heads(context.padded(project(hidden_states))) for project in projections)
-        rotation = context.shared.get("rotation")
+        query, key = self.normalized(self.q_proj(hidden_states), self.k_proj(hidden_states))
+        query, key, value = (self.heads(context.padded(x)) for x in (query, key, self.v_proj(hidden_states)))
+        rotation = self.rotation(context)
+        late = rotation is not None and rotation.by_length
         if rotation is not None:
-            query, key = rotation(query), rotation(key)
-            if getattr(rotation, "values", False):
-                value = rotation(value)
+            query = rotation(query)
+            key = key if late else rotation(key)
+            value = rotation(value) if rotation.values else value
         cache = self_attention_cache(past_key_values)
         if cache is not None:
             key, value = cache.update(key, value, step)
+        if late:
+            key = context.shared.get(f"{self._rotation_name}_of_keys", rotation).of_last(key.shape[2])(key)
         return query, key, value
 
     def project_cross(
         self, hidden_states: Tensor, memory: Tensor, past_key_values: Cache | None, step: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the tokens, and keys and values of the memory [B, S, D], computed once per generated text."""
-        query = self.heads(self.q_proj(hidden_states))
+        query = self.queries(hidden_states)
         cached = isinstance(past_key_values, EncoderDecoderCache)
         if cached and past_key_values.is_updated.get(step):
             layer = past_key_values.cross_attention_cache.layers[step]
             return query, layer.keys, layer.values
-        key, value = self.heads(self.k_proj(memory)), self.heads(self.v_proj(memory))
+        key, value = self.keys(memory), self.heads(self.v_proj(memory))
         if cached:
             key, value = past_key_values.cross_attention_cache.update(key, value, step)
             past_key_values.is_updated[step] = True
@@ -155,7 +192,15 @@ class AttentionSpec(Spec):
     work, too. rotates_values: a rotation may turn values and its output. exports_usual_path: its usual path is made of
     ONNX operators alone; of others the literal equation is exported.
 
-    bias: biases on the projections. scale: factor on scores (`None`: 1 / sqrt(head width); T5: 1.0).
+    Of the fields below mechanisms may refuse some: normalizes_heads: queries and keys may be normalised
+    (`query_key_norm`). caps_scores: scores may be capped (`score_cap`).
+
+    bias: biases on the projections. output_bias: on that of the output (`None`: as `bias`; Qwen 2 has them on queries,
+    keys and values alone). scale: factor on scores (`None`: 1 / sqrt(head width); T5: 1.0). query_key_norm: the
+    config's normalization on queries and keys, before rotation: of each `head` (Qwen 3; Dehghani et al. 2023, arXiv
+    2302.05442, section 2), or of the whole `projection` (OLMo 2). score_cap: scaled scores s become c tanh(s / c), so
+    that they stay within c (Gemma 2; Bello et al. 2016, arXiv 1611.09940, section 5.1). angles: which rotation of a
+    rotary position the layer has, that of all layers (`global`), the `local` one, or `none`.
     """
 
     causal: ClassVar[bool] = True
@@ -181,8 +226,20 @@ class AttentionSpec(Spec):
     rotates_values: ClassVar[bool] = False
     exports_usual_path: ClassVar[bool] = False
 
+    normalizes_heads: ClassVar[bool] = False
+    caps_scores: ClassVar[bool] = False
+
     bias: bool = True
+    output_bias: bool | None = None
     scale: float | int | None = None
+    query_key_norm: Literal["none", "head", "projection"] = "none"
+    score_cap: float | int | None = None
+    angles: Literal["global", "local", "none"] = "global"
+
+    @property
+    def biased_output(self) -> bool:
+        """Whether the output's projection has a bias."""
+        return self.bias if self.output_bias is None else self.output_bias
 
     def shared_sizes(self, config) -> tuple | None:
         """What has to be alike in all layers of a tower with this mechanism, because they share tensors; None: they
@@ -231,8 +288,10 @@ def literal_softmax_attention(
     bias: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale * Q K^T + bias) V with masked pairs excluded, written out; scores in float32 at least.
+    """softmax(scale * Q K^T + bias) V with masked pairs excluded, written out; scores in float32 at least. cap: c,
+    where scale * Q K^T becomes c tanh(scale * Q K^T / c).
 
     query [B, H, T, d], key and value [B, K, S, d] (K divides H); mask [B or 1, 1 or H, T or 1, S] boolean, True = may
     attend; bias broadcastable to [B, H, T, S] -> output [B, T, H, d], weights [B, H, T, S]. A row that may attend to
@@ -242,6 +301,8 @@ def literal_softmax_attention(
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = wide_products(query, key) * scaling
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
     if bias is not None:
         scores = scores + bias
     if mask is not None:

@@ -70,7 +70,9 @@ class BlockSparseAttention(Attention):
             inputs = (query, key, value)
             if chosen is None:
                 matrix = None if matrix is None else matrix[..., dropped:]
-                output, weights = literal_softmax_attention(*inputs, mask, matrix, self.scaling, dropout)
+                output, weights = literal_softmax_attention(
+                    *inputs, mask, matrix, self.scaling, dropout, self.spec.score_cap
+                )
                 return output, F.pad(weights, (dropped, 0)) if dropped else weights
             return self._literal_with_globals(inputs, global_rows or inputs, mask, chosen, dropout, context)
         row_query, row_key, row_value = global_rows or (None, None, None)
@@ -92,6 +94,7 @@ class BlockSparseAttention(Attention):
             global_key=row_key,
             global_value=row_value,
             max_globals=most,
+            score_cap=self.spec.score_cap,
         )
         return output.transpose(1, 2), None
 

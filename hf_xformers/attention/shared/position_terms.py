@@ -175,8 +175,8 @@ class WithPositionTerms(WithScoreTerms):
         if self.position_terms is None:
             return super().project_self(hidden_states, context, past_key_values, step)
         source = context.streams.get(KEY_STATES, hidden_states)
-        query = self.heads(self.q_proj(hidden_states))
-        key, value = self.heads(self.k_proj(source)), self.heads(self.v_proj(source))
+        query = self.queries(hidden_states)
+        key, value = self.keys(source), self.heads(self.v_proj(source))
         query, key, value = self.position_terms.heads(query, key, value, context)
         cache = self_attention_cache(past_key_values)
         if cache is not None:
