@@ -9,7 +9,7 @@ from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.gates import Gates, check_stack, gate_usage
 from ..normalization.base import norm_inputs
-from .dense_attention import DenseAttention
+from .dense import DenseAttention
 from .shared.base import AttentionSpec
 
 
@@ -20,6 +20,8 @@ class ConditionalAttention(DenseAttention):
     token. A closed g_s multiplies the vector before the key and value projections, so that the token is still read, as
     their biases; it keeps its place in the cache. Norms are inside: the residual frame is 'bare'.
     """
+
+    spec: ConditionalAttentionSpec
 
     def __init__(self, config, spec: ConditionalAttentionSpec, *, layer_idx: int, cross: bool = False):
         super().__init__(config, spec, layer_idx=layer_idx, cross=cross)

@@ -26,6 +26,8 @@ class LinearTransformerAttention(LinearAttention):
     sums ([`folded_sums`]), as long as these projections are plain ones.
     """
 
+    spec: LinearTransformerSpec
+
     phi = EluPlusOne()
     relative_phi = RelativeElu()
 

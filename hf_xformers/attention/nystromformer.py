@@ -38,6 +38,8 @@ class NystromAttention(Attention):
     `attention_probs_dropout_prob` has no effect.
     """
 
+    spec: NystromSpec
+
     def __init__(self, config, spec: NystromSpec, **where):
         super().__init__(config, spec, **where)
         size = spec.conv_kernel_size
@@ -80,8 +82,9 @@ class NystromAttention(Attention):
         exact = _softmax(wide_products(query, key) * self.scaling, real[:, None, None])
         if query.shape[2] <= most:
             return exact.to(dtype)
-        query_means, count = segment_means(query, most, real)
+        query_means, tokens = segment_means(query, most, real)
         key_means, _ = segment_means(key, most, real)
+        count = query.new_ones(query.shape[0], most) if tokens is None else tokens
         used = (count > 0)[:, None, None]  # [B, 1, 1, m]
         first = _softmax(wide_products(query, key_means) * self.scaling, used)
         middle = _softmax(wide_products(query_means, key_means) * self.scaling, used) * used.mT

@@ -43,6 +43,11 @@ class PerformerAttention(LinearAttention):
     redraw.
     """
 
+    spec: PerformerSpec
+    directions: Tensor
+    passes: Tensor
+    draws: Tensor
+
     def __init__(self, config, spec: PerformerSpec, **where):
         super().__init__(config, spec, **where)
         root = self.scaling**0.5
@@ -93,8 +98,8 @@ class PerformerAttention(LinearAttention):
         # A pass keeps the rows that it began with, also where it is computed again for its gradients.
         context.shared[self._key()] = self.directions.clone()
 
-    def _key(self) -> tuple:
-        return "performer", self.layer_idx, self.cross
+    def _key(self) -> str:
+        return f"performer_{self.layer_idx}_{'cross' if self.cross else 'self'}"
 
     def _load_from_state_dict(self, *args, **kwargs) -> None:
         super()._load_from_state_dict(*args, **kwargs)

@@ -15,9 +15,9 @@ from .console import in_options, print_facts, say
 from .parser import CommandParser
 from .values import parse
 
-_DESCRIPTION = """Convert a saved model of transformers (BERT, RoBERTa, RoFormer, DeBERTa-v2, GPT, GPT-2, BART, T5)
-into this package's variant, with its tokenizer, or one of this package's variants back. The direction follows from the
-model.
+_DESCRIPTION = """Convert a saved model of one of transformers' families into this package's variant of it, or into
+freely mixed components, with its tokenizer; or a model of this package back. The direction follows from the model.
+`hf-xformers list --families` names those that convert.
 
 With components (--SLOT NAME, --SLOT.FIELD VALUE), --max-length or --num-key-value-heads the model, of transformers or
 of this package, gets these in place of its own: weights that still have a meaning are kept, the others start anew, and
@@ -28,6 +28,8 @@ _GROUPS = (*_SLOTS, "decoder")
 _OPTIONS = {
     "overwrite=True": "--overwrite",
     "direction": "--direction",
+    "model_type": "--model-type",
+    "layers": "--SLOT.layers",
     "head": "--head",
     "max_length": "--max-length",
     "num_key_value_heads": "--num-key-value-heads",
@@ -90,6 +92,7 @@ def _convert(arguments: argparse.Namespace) -> Any:
         arguments.target,
         direction=arguments.direction,
         head=arguments.head,
+        model_type=arguments.model_type,
         overwrite=arguments.overwrite,
     )
 
@@ -97,11 +100,18 @@ def _convert(arguments: argparse.Namespace) -> Any:
 def _swap(arguments: argparse.Namespace, dotted: Mapping[str, Mapping[str, str]]) -> Any:
     from ..conversion.swap import source_config, swap_checkpoint
 
+    if arguments.model_type is not None:
+        raise ValueError(
+            "--model-type is transformers' family to make, and a model with other components stays with this package;"
+            " leave it out"
+        )
     if arguments.direction == "to_theirs":
         raise ValueError(
             "--direction to_theirs cannot swap components, which transformers' own families do not have; leave it out"
         )
     config = source_config(arguments.source)
+    chosen = {slot: fields["layers"] for slot, fields in dotted.items() if "layers" in fields}
+    dotted = {slot: {key: fields[key] for key in fields if key != "layers"} for slot, fields in dotted.items()}
     changes: dict[str, Any] = dict(parse_changes(config, dotted))
     if arguments.num_key_value_heads is not None:
         changes["num_key_value_heads"] = arguments.num_key_value_heads
@@ -124,6 +134,7 @@ def _swap(arguments: argparse.Namespace, dotted: Mapping[str, Mapping[str, str]]
         max_length=arguments.max_length,
         texts=sample,
         seed=arguments.seed,
+        layers=chosen,
         **changes,
     )
 
@@ -141,6 +152,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--head", metavar="CLASS", help="class to make, such as Model or ForMaskedLM; default: what the source has"
     )
     parser.add_argument(
+        "--model-type",
+        "--model_type",
+        metavar="NAME",
+        help="transformers' family to make of a model of this package; default: the one that it came from",
+    )
+    parser.add_argument(
         "--direction",
         choices=("auto", "to_ours", "to_theirs"),
         default="auto",
@@ -152,6 +169,12 @@ def make_parser() -> argparse.ArgumentParser:
     swap = parser.add_argument_group("swap", "See `hf-xformers list --components SLOT` for names and fields.")
     for slot in _SLOTS:  # for the help; they are taken out before
         swap.add_argument(f"--{slot}", metavar="NAME", default=argparse.SUPPRESS, help="default: as in the source")
+    swap.add_argument(
+        "--SLOT.layers",
+        metavar="N-M,K",
+        default=argparse.SUPPRESS,
+        help="layers that get it, from 0 on, or all; the others stay as they are",
+    )
     swap.add_argument(
         "--decoder.SLOT",
         metavar="NAME",

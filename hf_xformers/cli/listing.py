@@ -26,6 +26,9 @@ def run(argv: Sequence[str]) -> int:
     if arguments.objectives:
         _show_objectives(arguments.word, arguments.json)
         return 0
+    if arguments.families:
+        _show_families(arguments.word, arguments.json)
+        return 0
     if arguments.components is not None:
         _show_components(arguments.components, arguments.word, arguments.json)
         return 0
@@ -67,6 +70,9 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument(
         "--objectives", action="store_true", help="objectives of pretraining instead: all, or those that are named"
+    )
+    parser.add_argument(
+        "--families", action="store_true", help="families of transformers that `hf-xformers convert` takes instead"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -222,6 +228,32 @@ def _show_objectives(names: Sequence[str], as_json: bool) -> None:
     show("objective: --objective NAME --objective.FIELD VALUE")
     for entry in entries:
         _show_component(entry, explain=bool(names), slot=False)
+
+
+def _show_families(words: Sequence[str], as_json: bool) -> None:
+    """Transformers' model types that convert, what they become, and the heads that come along."""
+    from ..conversion import converters
+
+    entries = [
+        {
+            "model_type": name,
+            "variant": entry.variant,
+            "heads": list(dict.fromkeys(head.ours for head in entry.heads)),
+        }
+        for name, entry in sorted(converters().items())
+        if all(word.lower() in f"{name} {entry.variant}" for word in words)
+    ]
+    if not entries:
+        raise ValueError(f"no family of transformers that converts mentions {' '.join(words)!r}; leave the word out")
+    if as_json:
+        print(json.dumps(entries, indent=2))
+        return
+    plural = "family" if len(entries) == 1 else "families"
+    show(f"{len(entries)} {plural} of transformers, what each becomes (xformer: freely mixed components), and heads.")
+    show()
+    for entry in entries:
+        heads = ", ".join(head.removeprefix("For") for head in entry["heads"])
+        show(f"{entry['model_type']:<{_COLUMN}} {entry['variant']}: {heads}", hanging=_COLUMN + 1)
 
 
 def _of_variants(words: Sequence[str], slot: str) -> list[dict[str, Any]]:

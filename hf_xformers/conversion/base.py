@@ -353,12 +353,16 @@ _PLAIN: dict[str, dict[str, Any]] = {
     "relu": {"type": "relu"},
     "gelu": {"type": "gelu", "approximate": "none"},
     "gelu_new": {"type": "gelu", "approximate": "tanh"},
+    "quick_gelu": {"type": "gelu", "approximate": "sigmoid"},
+    "relu2": {"type": "squared_relu"},
     "silu": {"type": "swish"},
 }
 _GATED: dict[str, dict[str, Any]] = {
     "relu": {"type": "reglu"},
     "gelu": {"type": "geglu", "approximate": "none"},
     "gelu_new": {"type": "geglu", "approximate": "tanh"},
+    "quick_gelu": {"type": "geglu", "approximate": "sigmoid"},
+    "relu2": {"type": "squared_reglu"},
     "silu": {"type": "swiglu"},
     "sigmoid": {"type": "glu"},
     "linear": {"type": "bilinear"},

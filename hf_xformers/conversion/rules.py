@@ -91,6 +91,22 @@ def fused(theirs: str, query: str, key: str, value: str) -> Rule:
     return Rule((theirs,), (query, key, value), FUSED)
 
 
+def fused_by_head(theirs: str, query: str, key: str, value: str, *, groups: int, queries: int = 1) -> Rule:
+    """One `nn.Linear` whose rows stand in `groups`, for each of them `queries` heads of queries, one of keys and one
+    of values, and three `nn.Linear`."""
+
+    def split(tensors: Tensors) -> Tensors:
+        parts = tensors[0].unflatten(0, (groups, queries + 2, -1)).split([queries, 1, 1], dim=1)
+        return [part.flatten(0, 2).contiguous() for part in parts]
+
+    def join(tensors: Tensors) -> Tensors:
+        counts = (queries, 1, 1)
+        parts = [part.unflatten(0, (groups, count, -1)) for part, count in zip(tensors, counts, strict=True)]
+        return [torch.cat(parts, dim=1).flatten(0, 2)]
+
+    return Rule((theirs,), (query, key, value), Operation("fused query, key and value of each head", split, join))
+
+
 def shared(theirs: tuple[str, ...], ours: tuple[str, ...]) -> Rule:
     """One tensor under several names; refused where they differ."""
     return Rule(theirs, ours, SHARED)

@@ -36,7 +36,7 @@ from .derivations import Derived, Part, derive
 from .movement import Movement, movement
 from .provenance import write_provenance
 from .report import Report
-from .swap_config import changed_slots, swapped_config
+from .swap_config import Layers, changed_slots, swapped_config
 from .swap_report import SwapReport
 from .transfer import Source, carry_generation, check_head, our_head_of, quiet, to_ours
 
@@ -52,6 +52,7 @@ def swap_components(
     tokenizer: Any | None = None,
     measure: bool = True,
     seed: int = 0,
+    layers: Mapping[str, Layers] | None = None,
     **changes: SpecLike | int | Mapping[str, Any] | None,
 ) -> tuple[PreTrainedModel, SwapReport]:
     """A trained model with other components, and the account of every tensor.
@@ -62,7 +63,8 @@ def swap_components(
     encoder-decoder's decoder) and `per_layer_config`. max_length: tokens that positions shall cover. head: our head's
     name, by default the source's.
     texts, tokenizer: the sample on which the movement of the outputs is measured (`measure=False`: not at all), by
-    default the help texts that come with Python and the source's own tokenizer. seed: of what starts anew.
+    default the help texts that come with Python and the source's own tokenizer. seed: of what starts anew. layers: by
+    slot, the layers that change (`{"attention": "0-9,12"}`); the others stay as they are.
 
     A component keeps the settings that it shares with the one it replaces (say, `bias` of any attention). The result
     is of the source's variant while no component changes its type, and of the free mix (`XFormer...`) from then on; it
@@ -78,7 +80,7 @@ def swap_components(
     model, conversion, borrowed = open_model(source, head)
     if tokenizer is None and not isinstance(source, PreTrainedModel):
         tokenizer = open_tokenizer(source)
-    config = swapped_config(cast(XFormerConfig, model.config), changes)
+    config = swapped_config(cast(XFormerConfig, model.config), changes, layers)
     target, report = _swapped(model, config, borrowed, seed)
     report.conversion = conversion
     if measure:
@@ -254,7 +256,8 @@ def _moved_norms(old: XFormerTower, new: XFormerTower) -> tuple[dict[str, Derive
     alike = [entry.name for layer in old.layers for entry in _plan(layer)] == [
         entry.name for layer in new.layers for entry in _plan(layer)
     ]
-    if kinds not in (("post_ln", "pre_ln"), ("pre_ln", "post_ln")) or not alike:
+    in_sequence = old.config.block.in_sequence and new.config.block.in_sequence
+    if kinds not in (("post_ln", "pre_ln"), ("pre_ln", "post_ln")) or not alike or not in_sequence:
         return {}, set()
     sites = [f"layers.{i}.{entry.name}_residual.norm" for i, layer in enumerate(old.layers) for entry in _plan(layer)]
     before, after = old.state_dict(), new.state_dict()

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..configuration_xformer import XFormerConfig
-from ..core.changes import merge_changes
+from ..core.changes import changed_component, class_of_change, merge_changes
 from ..core.components import SLOTS, Spec, did_you_mean
 
 # What may change beside components: the weights that this touches can be derived.
 _FIELDS = ("max_length", "num_key_value_heads", "decoder", "per_layer_config")
 # Not `head`: in every conversion that is the class to make.
 SWAPPABLE = tuple(slot for slot in SLOTS if slot != "head")
+# What single layers may have of their own.
+LAYERED = ("attention", "cross_attention", "feedforward", "normalization")
+Layers = str | Iterable[int]
 _NOT_OURS = ("model_type", "transformers_version", "architectures", "dtype")
 
 
-def swapped_config(config: XFormerConfig, changes: Mapping[str, Any]) -> XFormerConfig:
+def swapped_config(
+    config: XFormerConfig, changes: Mapping[str, Any], layers: Mapping[str, Layers] | None = None
+) -> XFormerConfig:
     """`config` with `changes`: components by slot, `max_length`, `num_key_value_heads`, `decoder`, `per_layer_config`.
 
-    Overrides of single layers and of the decoder that `config` has stay where `changes` does not name them.
+    layers: by slot, the layers that its change is for, as numbers from 0 on, as text (`"0-9,12"`), or `"all"`; the
+    others stay as they are. Overrides of single layers and of the decoder that `config` has stay where `changes` does
+    not name them.
 
     Raises:
-        ValueError: nothing changes, a field that cannot change, or what the configuration itself refuses.
+        ValueError: nothing changes, a field that cannot change, layers that do not exist or have a component of their
+            own which nothing is said of, or what the configuration itself refuses.
     """
     for name in changes:
         _check_name(name, config)
@@ -36,6 +44,7 @@ def swapped_config(config: XFormerConfig, changes: Mapping[str, Any]) -> XFormer
         raise ValueError("`decoder` changes the second tower, which this model does not have; leave it out.")
     left_out = [name for name in ("max_length", "decoder", "per_layer_config") if changes.get(name) is None]
     given = {name: value for name, value in changes.items() if name not in (*left_out, "max_length")}
+    given = _in_layers(config, given, layers or {})
     if length is not None:
         given["max_position_embeddings"] = length
     fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_OURS}
@@ -45,6 +54,65 @@ def swapped_config(config: XFormerConfig, changes: Mapping[str, Any]) -> XFormer
         swapped = XFormerConfig(**fields)
     swapped._attn_implementation_internal = config._attn_implementation
     return swapped
+
+
+def _in_layers(config: XFormerConfig, changes: dict[str, Any], layers: Mapping[str, Layers]) -> dict[str, Any]:
+    """`changes` with those that are for single layers as their `per_layer_config`, complete."""
+    fields = config.to_dict()
+    own = {int(number): dict(entry) for number, entry in (fields.get("per_layer_config") or {}).items()}
+    chosen = {slot: layer_numbers(slot, which, config.num_hidden_layers) for slot, which in layers.items()}
+    for slot in chosen:
+        if slot not in changes:
+            raise ValueError(f"Layers are chosen for {slot!r}, which does not change; say what it becomes.")
+    if chosen and "per_layer_config" in changes:
+        raise ValueError("`per_layer_config` says itself what single layers have; leave the choice of layers out.")
+    for slot in (slot for slot in LAYERED if slot in changes and "per_layer_config" not in changes):
+        differing = sorted(number for number, entry in own.items() if slot in entry)
+        if slot in chosen or not differing:
+            continue
+        if class_of_change(slot, changes[slot], fields[slot]).type != fields[slot]["type"]:
+            raise ValueError(
+                f"Layers with a {slot!r} of their own: {', '.join(map(str, differing))}; say which layers"
+                " change (`layers`: 'all', or '0-9,12')."
+            )
+    moved = {slot: changes[slot] for slot in chosen}
+    for slot, numbers in chosen.items():
+        made = {
+            number: changed_component(
+                slot, moved[slot], own.get(number, {}).get(slot, fields[slot]), take_over=shared_settings
+            )
+            for number in numbers
+        }
+        if len(numbers) == config.num_hidden_layers and all(entry == made[0] for entry in made.values()):
+            changes = {**changes, slot: made[0]}
+            own = {number: {key: entry[key] for key in entry if key != slot} for number, entry in own.items()}
+            continue
+        changes = {key: value for key, value in changes.items() if key != slot}
+        for number, component in made.items():
+            own.setdefault(number, {})[slot] = component
+    return {**changes, "per_layer_config": {n: own[n] for n in sorted(own) if own[n]} or None} if chosen else changes
+
+
+def layer_numbers(slot: str, which: Layers, count: int) -> list[int]:
+    """The layers that `which` means, of `count`.
+
+    Raises:
+        ValueError: not numbers and ranges from 0 on, a layer that does not exist, or a slot that is alike in all.
+    """
+    if slot not in LAYERED:
+        raise ValueError(f"All layers have one {slot!r}; single layers can have these: {', '.join(LAYERED)}.")
+    numbers: set[int] = set()
+    for part in which.split(",") if isinstance(which, str) else which:
+        first, dash, last = str(part).strip().partition("-")
+        if str(part).strip() == "all":
+            numbers.update(range(count))
+        elif first.isdecimal() and (last.isdecimal() if dash else not last):
+            numbers.update(range(int(first), int(last or first) + 1))
+        else:
+            raise ValueError(f"Layers are numbers and ranges such as '0-9,12', or 'all', got {which!r}.")
+    if not numbers or max(numbers) >= count:
+        raise ValueError(f"Layers {which!r} do not exist: the model has {count}, numbered from 0 on.")
+    return sorted(numbers)
 
 
 def _check_name(name: str, config: XFormerConfig) -> None:
@@ -65,17 +133,11 @@ def _check_name(name: str, config: XFormerConfig) -> None:
 
 def shared_settings(before: Spec, spec_class: type[Spec]) -> dict[str, Any]:
     """What a component of `spec_class` takes over from the one in whose place it is put: the fields of their nearest
-    common class, and biases and activation of any feed-forward network."""
+    common class, and what means the same in all components of the slot."""
     shared = next(base for base in type(before).__mro__ if issubclass(spec_class, base))
     kept = {field.name: getattr(before, field.name) for field in dataclasses.fields(shared)}
     own = {field.name for field in dataclasses.fields(spec_class)}
-    for name, settled in (
-        ("bias", "bias"),
-        ("activation", "activation_name"),
-    ):  # the same in all feed-forward networks
-        if before.slot == "feedforward" and name in own and hasattr(before, settled):
-            kept[name] = getattr(before, settled)
-    return kept
+    return kept | {name: value for name, value in before.common_settings().items() if name in own}
 
 
 def _types(config: XFormerConfig) -> list[list[str]]:
@@ -93,4 +155,4 @@ def changed_slots(before: XFormerConfig, after: XFormerConfig) -> dict[str, tupl
     return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}
 
 
-__all__ = ["SWAPPABLE", "changed_slots", "shared_settings", "swapped_config"]
+__all__ = ["LAYERED", "SWAPPABLE", "Layers", "layer_numbers", "changed_slots", "shared_settings", "swapped_config"]

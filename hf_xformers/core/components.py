@@ -54,6 +54,11 @@ class Spec(TypedSpec):
     def check(self, config) -> None:
         """Checks of this spec against the config that holds it (one tower's view of it)."""
 
+    def common_settings(self) -> dict[str, Any]:
+        """What means the same in all components of the slot that have a field of that name: one that is put in this
+        one's place takes it over."""
+        return {}
+
     def build(self, config, **where):
         raise NotImplementedError(f"{type(self).__name__} does not say which module it builds.")
 

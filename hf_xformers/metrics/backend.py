@@ -75,8 +75,7 @@ def _script(name: str) -> Any | None:
         return None
 
 
-# ------------------------------------------------------------------------------------------------ evaluate's
-# signatures
+# ----------------------------------------------------------------------------------------------- evaluate's signatures
 
 
 def _same(script: Any, predictions: Sequence[Any], references: Sequence[Any], **options: Any) -> Scores:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..core.components import register
-from .base import Position, PositionSpec
+from .base import Position, PositionSpec, Rotation
 from .rotary_scaling import RotaryScaling, build_scaling, plain_frequencies
 
 
-class RotaryTables:
+class RotaryTables(Rotation):
     """Cosines and sines [B or 1, 1, T, r] for one set of positions; calling it rotates [B, H, T, d] (r <= d)."""
 
     def __init__(self, cos: Tensor, sin: Tensor, interleaved: bool, values: bool = False, by_length: bool = False):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ..blocks.base import XFormerLayer
 from ..core.components import aliased, register
 from ..core.context import LayerContext
 from ..core.segment_memory import take_slots
@@ -35,7 +38,7 @@ class GlobalTokensStack(PlainStack):
 
     def forward(
         self,
-        layers: nn.ModuleList,
+        layers: Sequence[XFormerLayer],
         hidden_states: Tensor,
         context: LayerContext,
         *,
@@ -73,7 +76,7 @@ class GlobalTokensStack(PlainStack):
         """The context of the same tokens in the order [B, T] of slots."""
         chosen = context.inputs["global_attention_mask"].gather(1, order)
         return context.derive(
-            padding_mask=context.padding_mask.gather(1, order),
+            padding_mask=None if context.padding_mask is None else context.padding_mask.gather(1, order),
             positions=context.positions.expand(order.shape[0], -1).gather(1, order),
             inputs={**context.inputs, "global_attention_mask": chosen},
         )

@@ -1,4 +1,4 @@
-"""Normalised queries and keys, capped scores, biases of single projections, and layers with a rotation of their own."""
+"""Normalised queries and keys, capped scores, biases of single projections, and rotations of single layers."""
 
 import pytest
 import torch

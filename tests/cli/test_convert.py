@@ -2,7 +2,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
+from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM, CamembertConfig, CamembertForMaskedLM
 
 from hf_xformers.cli import main
 
@@ -21,6 +21,27 @@ def bert(tmp_path_factory):
 def logits(folder):
     with torch.no_grad():
         return AutoModelForMaskedLM.from_pretrained(folder).eval()(input_ids=torch.arange(5, 15)[None]).logits
+
+
+def test_families_that_share_a_variant(tmp_path, capsys):
+    """A model goes back to the family that it came from, or to the one that is asked for."""
+    sizes = dict(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    CamembertForMaskedLM(CamembertConfig(**sizes)).save_pretrained(tmp_path / "theirs")
+
+    def made(target, *more):
+        source = "theirs" if target == "ours" else "ours"
+        argv = ["convert", "--from", str(tmp_path / source), "--to", str(tmp_path / target), *more]
+        return main(argv)
+
+    def model_type(folder):
+        return json.loads((tmp_path / folder / "config.json").read_text())["model_type"]
+
+    assert made("ours") == made("back") == made("other", "--model-type", "xlm-roberta") == 0
+    assert [model_type(folder) for folder in ("ours", "back", "other")] == ["xf_roberta", "camembert", "xlm-roberta"]
+    torch.testing.assert_close(logits(tmp_path / "other"), logits(tmp_path / "theirs"), rtol=1e-5, atol=1e-5)
+    capsys.readouterr()
+    assert made("wrong", "--model-type", "bert") == 2
+    assert "it converts to: camembert, roberta, xlm-roberta" in " ".join(capsys.readouterr().err.split())
 
 
 def test_there_and_back(bert, tmp_path, capsys):

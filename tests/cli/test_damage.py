@@ -165,8 +165,7 @@ def test_damaged_summaries(command, content, text, bert, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-# ---------------------------------------------------------------------------------------------------- places to write
-# to
+# -------------------------------------------------------------------------------------------------- places to write to
 
 
 def writers(model, text, output):

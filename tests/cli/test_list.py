@@ -160,3 +160,13 @@ def test_component_tables(capsys, monkeypatch):
 def test_unknown_names(argv, words, capsys):
     assert main(["list", *argv]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_families_that_convert(capsys, monkeypatch):
+    from hf_xformers.conversion import converters
+
+    assert [entry["model_type"] for entry in listed(capsys, "--families")] == sorted(converters())
+    assert [entry["variant"] for entry in listed(capsys, "--families", "camembert")] == ["xf_roberta"]
+    lines = shown(capsys, monkeypatch, "--families", "bert")
+    assert any(line.startswith("xlm-roberta ") for line in lines) and max(map(len, lines)) <= 80
+    assert main(["list", "--families", "nothing"]) == 2

@@ -527,8 +527,7 @@ def test_tasks_that_transformers_has():
     assert set(TASKS) <= set(HEADS) and {task for task in TASKS.values() if task} <= set(SUPPORTED_TASKS)
 
 
-# ---------------------------------------------------------------------------------------------------- where it came
-# from
+# -------------------------------------------------------------------------------------------------- where it came from
 
 
 @pytest.fixture(scope="module")

@@ -39,6 +39,17 @@ def test_swap(bert, tmp_path, capsys):
     assert (config.attention.attention_window, config.max_position_embeddings) == (256, 40)
 
 
+def test_chosen_layers(bert, tmp_path, capsys):
+    argv = ["convert", "--from", bert, "--attention", "longformer", "--attention.window", "256"]
+    assert main(list(map(str, [*argv, "--attention.layers", "1", "--to", tmp_path / "out"]))) == 0
+    config = AutoModelForMaskedLM.from_pretrained(tmp_path / "out").config
+    assert [config.layer(index).attention.type for index in range(2)] == ["dense", "longformer"]
+    capsys.readouterr()
+    assert main(list(map(str, [*argv, "--attention.layers", "1-2", "--to", tmp_path / "other"]))) == 2
+    assert "Layers '1-2' do not exist: the model has 2" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "other").exists()
+
+
 def test_fields_of_the_component_that_is_there(bert, tmp_path, capsys):
     first, second = tmp_path / "first", tmp_path / "second"
     sample = tmp_path / "sample.txt"

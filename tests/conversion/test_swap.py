@@ -421,11 +421,52 @@ def test_refused_sources(tmp_path, cases):
         swap_components(3, max_length=5)
     with pytest.raises(ValueError, match="There is no folder"):
         swap_components(tmp_path / "nothing", max_length=5)
-    with pytest.raises(ValueError, match="No conversion for model type 'distilbert'; these convert: bart"):
+    with pytest.raises(ValueError, match="No conversion for model type 'fnet'[.;] .*These convert: .*bart"):
         swap_components(
-            transformers.DistilBertModel(transformers.DistilBertConfig(n_layers=1, dim=12, n_heads=2, hidden_dim=12)),
+            transformers.FNetModel(
+                transformers.FNetConfig(vocab_size=9, num_hidden_layers=1, hidden_size=12, intermediate_size=12)
+            ),
             max_length=5,
         )
     model = from_transformers(cases["BertForMaskedLM"].make())
     with pytest.raises(ValueError, match="leave `head` out"):
         swap_components(model, head="Model", max_length=5)
+
+
+# ---------------------------------------------------------------------------------------------------- single layers
+
+
+def kinds(model):
+    return [model.config.layer(index).attention.type for index in range(model.config.num_hidden_layers)]
+
+
+def test_chosen_layers_change_alone(cases):
+    source = from_transformers(cases["BertForMaskedLM"].make(num_hidden_layers=5))
+    wide = {"type": "longformer", "attention_window": 64}
+    model, _ = swapped(source, attention=wide, layers={"attention": "0-1,4"}, measure=False)
+    assert kinds(model) == ["longformer", "longformer", "dense", "dense", "longformer"]
+    given = cases["BertForMaskedLM"].inputs()
+    mask = given["attention_mask"].bool()
+    assert float((outputs(model, given) - outputs(source, given))[mask].abs().max()) < 1e-5
+    again, _ = swapped(model, attention="performer", layers={"attention": [2]}, measure=False)
+    assert kinds(again) == ["longformer", "longformer", "performer", "dense", "longformer"]
+    assert again.config.layer(0).attention == model.config.layer(0).attention
+    with pytest.raises(ValueError, match="'attention' of their own: 0, 1, 4"):
+        swap_components(model, attention="performer", measure=False)
+    whole, _ = swapped(model, attention="performer", layers={"attention": "all"}, measure=False)
+    assert kinds(whole) == ["performer"] * 5 and not whole.config.is_heterogeneous
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ({"attention": "0-5"}, "Layers '0-5' do not exist: the model has 2"),
+        ({"attention": "first"}, "numbers and ranges such as"),
+        ({"position": "0"}, "All layers have one 'position'"),
+        ({"feedforward": "0"}, "chosen for 'feedforward', which does not change"),
+    ],
+)
+def test_refused_layers(cases, layers, message):
+    source = from_transformers(cases["BertForMaskedLM"].make())
+    with pytest.raises(ValueError, match=message):
+        swap_components(source, attention="performer", layers=layers, measure=False)

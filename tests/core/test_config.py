@@ -238,8 +238,7 @@ def test_the_shape_keeps_what_the_config_knows():
     assert shaped.id2label == config.id2label and shaped._attn_implementation == "eager"
 
 
-# ----------------------------------------------------------------------------------------------------- layers,
-# serialising
+# ------------------------------------------------------------------------------------------------- layers, serialising
 
 
 def test_derived_sizes():

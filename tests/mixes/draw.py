@@ -104,6 +104,7 @@ SOMETIMES: dict[str, tuple[Any, ...]] = {
     "fraction": (0.5, 1.0, 0.25, 0, 1.5),
     "passes": (1, 2, 3),
     "layers_per_step": (1, 2, 3),
+    "universal.groups": (1, 2, 5),
     "base": (100.0, 10000, 1),
     "theta": (100.0, 10000, 0),
     "dropout": (0.0,),

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM
+from hf_xformers.attention.dense import DenseAttention
 from hf_xformers.attention.shared import query_blocks
 from hf_xformers.position.deberta import log_buckets
 from hf_xformers.position.t5_relative_bias import relative_buckets
 from tests.attention.score_helpers import (
+    GEOMETRY,
     HEADS,
     WIDTH,
     check_compile,
@@ -364,3 +366,31 @@ def test_a_mask_for_each_head(position, monkeypatch):
     literal, weights = run(layer, module, vectors(2, 9), literal=True, **given)
     assert weights is not None and not weights[~mask].any()
     close(run(layer, module, vectors(2, 9), **given)[0], literal)
+
+
+def test_every_attention_builds_the_terms_but_those_that_read_a_memory():
+    """A mechanism needs no class of its own for them, and its tensors keep their names."""
+    for attention in ("dense", "band_attention", "longformer", "bigbird", "reformer", "routing_transformer"):
+        config = XFormerConfig(**{**GEOMETRY, "position": "shaw_relative", "attention": attention})
+        layer = config.attention.build(config, layer_idx=0)
+        names = {name for name, _ in layer.named_parameters() if name.startswith("position_terms")}
+        assert names == {"position_terms.key_table", "position_terms.value_table"}
+        assert not layer.takes_unpadded
+    config = XFormerConfig(**{**GEOMETRY, "position": "shaw_relative"})
+    assert config.attention.build(config, layer_idx=0, cross=True).position_terms is None
+
+
+def test_an_attention_with_its_own_forward_reads_the_padded_batch():
+    """Also where the class that it derives from takes real tokens alone."""
+
+    class Own(DenseAttention):
+        def forward(self, hidden_states, context, **given):
+            return super().forward(hidden_states, context, **given)
+
+    class Plain(DenseAttention):
+        pass
+
+    config = XFormerConfig(**GEOMETRY)
+    assert Plain(config, config.attention, layer_idx=0).takes_unpadded
+    assert not Own(config, config.attention, layer_idx=0).takes_unpadded
+    assert not Plain(config, config.attention, layer_idx=0, cross=True).takes_unpadded

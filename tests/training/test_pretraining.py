@@ -142,8 +142,7 @@ def test_the_folder_holds_no_pickles_and_no_leftovers(trained):
     assert not [name for name in names if name.endswith((".bin", ".pt", ".tmp")) or name.startswith(".")]
 
 
-# ------------------------------------------------------------------------------------------------ seeds, tokenizers,
-# starts
+# ------------------------------------------------------------------------------------------- seeds, tokenizers, starts
 
 
 def test_the_seed_decides_everything(text, tmp_path):

@@ -15,7 +15,11 @@ from ...core.initialization import start_projections
 from ...core.sublayer import Sublayer
 from ...core.weight_decay import Undecayed
 from ...ops.common.products import wide_products
-from ...position.base import Rotation
+from ...position.base import PositionTerms, Rotation, ScoreBias
+from ...position.score_terms import SelfAttentionTerms
+
+# A stream with the states [B, S, D] that keys and values are made of where they are not the queries' own.
+KEY_STATES = "key_states"
 
 
 class Attention(Undecayed, Sublayer):
@@ -30,7 +34,22 @@ class Attention(Undecayed, Sublayer):
     - the literal equation runs when attention weights are wanted or `attn_implementation="eager"`, with the same
       parameters and the same result as the fast path;
     - with a cache, token by token equals the whole sequence at once.
+
+    What the config's position has inside attention reaches every mechanism from here: a rotation and what it adds to
+    queries, keys and values in [`Attention.place`], what it adds to scores in [`Attention.score_terms`]. A spec says
+    which of these its mechanism reads (`rotation`, `score_bias`, `score_terms`, `head_terms`); configs refuse the
+    others. Cross-attention has none of them.
+
+    unpads: [`Attention.forward`] and [`Attention.project_self`] can be given real tokens alone. A class that brings
+    its own does not, unless it says so.
     """
+
+    unpads: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **kwargs) -> None:
+        super().__init_subclass__(**kwargs)
+        if "unpads" not in vars(cls) and not {"forward", "project_self"}.isdisjoint(vars(cls)):
+            cls.unpads = False
 
     def __init__(self, config, spec: AttentionSpec, *, layer_idx: int, cross: bool = False):
         super().__init__()
@@ -44,21 +63,31 @@ class Attention(Undecayed, Sublayer):
         self.q_proj = nn.Linear(width, self.num_heads * self.head_dim, bias=spec.bias)
         self.k_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
         self.v_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
-        self.o_proj = nn.Linear(self.num_heads * self.head_dim, width, bias=spec.biased_output)
-        self.q_norm = self.k_norm = None
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, width, bias=spec.has_output_bias)
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
         if spec.query_key_norm != "none":
             whole = spec.query_key_norm == "projection"
             widths = [self.head_dim * (heads if whole else 1) for heads in (self.num_heads, self.num_key_value_heads)]
             self.q_norm, self.k_norm = (config.normalization.build(config, width=width) for width in widths)
+        self.position_terms: PositionTerms | None = None
+        if not cross and config.position.acts & {"score_terms", "head_terms"}:
+            self.position_terms = config.position.build_terms(config, layer_idx=layer_idx)
 
     @property
     def takes_unpadded(self) -> bool:
         """Whether it reads real tokens alone (`context.unpadding`): projections do, and lay them out in rows for the
         rest."""
-        kind = type(self)
-        return not self.cross and kind.forward is Attention.forward and kind.project_self is Attention.project_self
+        return self.unpads and not self.cross and self.position_terms is None
 
     # ------------------------------------------------------------------------------------------- for mechanisms
+
+    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+        """Called once per forward call and layer before the first layer runs: put into `context.shared` what layers
+        can share, under a key that names it, unless it is there already. What carries gradients goes into
+        `context.streams` instead. A mechanism that has something of its own to prepare calls this as well."""
+        if self.position_terms is not None:
+            self.position_terms.prepare(context)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         """query [B, H, T, d], key and value [B, K, S, d] -> (output [B, T, H, d], weights [B, H, T, S] or None)."""
@@ -117,34 +146,66 @@ class Attention(Undecayed, Sublayer):
         self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache | None, step: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, and the keys and values of all tokens seen so far."""
-        query, key = self.normalized(self.q_proj(hidden_states), self.k_proj(hidden_states))
-        query, key, value = (self.heads(context.padded(x)) for x in (query, key, self.v_proj(hidden_states)))
+        source = context.streams.get(KEY_STATES, hidden_states)
+        query, key = self.normalized(self.q_proj(hidden_states), self.k_proj(source))
+        query, key, value = (self.heads(context.padded(x)) for x in (query, key, self.v_proj(source)))
         rotation = self.rotation(context)
         late = rotation is not None and rotation.by_length
-        if rotation is not None:
-            query = rotation(query)
-            key = key if late else rotation(key)
-            value = rotation(value) if rotation.values else value
+        query, key, value = self.place(query, key, value, context, turn_keys=not late)
         cache = self_attention_cache(past_key_values)
         if cache is not None:
             key, value = cache.update(key, value, step)
         if late:
-            key = context.shared.get(f"{self._rotation_name}_of_keys", rotation).of_last(key.shape[2])(key)
+            turn: Rotation = context.shared.get(f"{self._rotation_name}_of_keys", rotation)
+            key = turn.of_last(key.shape[2])(key)
         return query, key, value
 
+    def place(
+        self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, *, turn_keys: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """query [B, H, T, d], key and value [B, K, T, d] of the current tokens -> the same with what the position does
+        to them. turn_keys: whether keys are rotated here."""
+        rotation = self.rotation(context)
+        if rotation is not None:
+            query, key = rotation(query), rotation(key) if turn_keys else key
+            value = rotation(value) if rotation.values else value
+        if self.position_terms is not None:
+            query, key, value = self.position_terms.heads(query, key, value, context)
+        return query, key, value
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether the position adds terms with parameters of this layer to its scores."""
+        return self.position_terms is not None and self.position_terms.changes_scores
+
+    def score_bias(self, context: LayerContext) -> ScoreBias | None:
+        """The bias that the position adds to scores, if it does."""
+        bias = None if self.cross else context.shared.get("score_bias")
+        return bias if isinstance(bias, ScoreBias) else None  # it may be tables that score terms share
+
+    def score_terms(self, context: LayerContext) -> SelfAttentionTerms | None:
+        """What is added to the scores of all heads in this call, a bias included; None: nothing."""
+        if self.position_terms is None:
+            bias = self.score_bias(context)
+            return None if bias is None else bias.score_terms(self.num_heads, self.scaling, context)
+        if not self.position_terms.changes_scores:
+            return None
+        return self.position_terms.score_terms(self, self.scaling * self.position_terms.content_scale, context)
+
     def project_cross(
-        self, hidden_states: Tensor, memory: Tensor, past_key_values: Cache | None, step: int
+        self, hidden_states: Tensor, memory: Tensor | None, past_key_values: Cache | None, step: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the tokens, and keys and values of the memory [B, S, D], computed once per generated text."""
         query = self.queries(hidden_states)
-        cached = isinstance(past_key_values, EncoderDecoderCache)
-        if cached and past_key_values.is_updated.get(step):
-            layer = past_key_values.cross_attention_cache.layers[step]
+        cache = cross_cache(past_key_values)
+        if cache is not None and cache.is_updated.get(step):
+            layer: Any = cache.cross_attention_cache.layers[step]
             return query, layer.keys, layer.values
+        memory = given_memory(memory)
         key, value = self.keys(memory), self.heads(self.v_proj(memory))
-        if cached:
-            key, value = past_key_values.cross_attention_cache.update(key, value, step)
-            past_key_values.is_updated[step] = True
+        if cache is not None:
+            key, value = cache.cross_attention_cache.update(key, value, step)
+            cache.is_updated[step] = True
         return query, key, value
 
     def forward(
@@ -182,7 +243,8 @@ class AttentionSpec(Spec):
 
     Layers may share more than the call: [`AttentionSpec.shared_sizes`]. first_owns: the first layer owns what they
     share;
-    runs_through: every layer passes it on, up to the last.
+    runs_through: every layer passes it on, up to the last. carries: the stream in which they do so, if it is one that
+    cross-attention of the same kind goes on with.
 
     What other components ask for. keeps_keys_alone: its state for generation is keys and values and nothing else, so
     that a block may keep a state of its own beside them. reads_segment_memory: it reads the states that a
@@ -195,12 +257,12 @@ class AttentionSpec(Spec):
     Of the fields below mechanisms may refuse some: normalizes_heads: queries and keys may be normalised
     (`query_key_norm`). caps_scores: scores may be capped (`score_cap`).
 
-    bias: biases on the projections. output_bias: on that of the output (`None`: as `bias`; Qwen 2 has them on queries,
-    keys and values alone). scale: factor on scores (`None`: 1 / sqrt(head width); T5: 1.0). query_key_norm: the
-    config's normalization on queries and keys, before rotation: of each `head` (Qwen 3; Dehghani et al. 2023, arXiv
-    2302.05442, section 2), or of the whole `projection` (OLMo 2). score_cap: scaled scores s become c tanh(s / c), so
-    that they stay within c (Gemma 2; Bello et al. 2016, arXiv 1611.09940, section 5.1). angles: which rotation of a
-    rotary position the layer has, that of all layers (`global`), the `local` one, or `none`.
+    bias: biases on the projections. output_bias: the same for the output projection (`None`: as the others). scale:
+    factor on scores (`None`: 1 / sqrt(head width); T5: 1.0). query_key_norm: the config's normalization on queries and
+    keys, before rotation: of each `head` (Qwen 3; Dehghani et al. 2023, arXiv 2302.05442, section 2), or of the whole
+    `projection` (OLMo 2). score_cap: scaled scores s become c tanh(s / c), so that they stay within c (Gemma 2; Bello
+    et al. 2016, arXiv 1611.09940, section 5.1). angles: which rotation of a rotary position the layer has, that of all
+    layers (`global`), the `local` one, or `none`.
     """
 
     causal: ClassVar[bool] = True
@@ -217,6 +279,7 @@ class AttentionSpec(Spec):
     max_global_tokens: ClassVar[int | None] = None
     first_owns: ClassVar[bool] = False
     runs_through: ClassVar[bool] = False
+    carries: ClassVar[str | None] = None
     keeps_keys_alone: ClassVar[bool] = False
     reads_segment_memory: ClassVar[bool] = False
     reads_feedback: ClassVar[bool] = False
@@ -237,8 +300,7 @@ class AttentionSpec(Spec):
     angles: Literal["global", "local", "none"] = "global"
 
     @property
-    def biased_output(self) -> bool:
-        """Whether the output's projection has a bias."""
+    def has_output_bias(self) -> bool:
         return self.bias if self.output_bias is None else self.output_bias
 
     def shared_sizes(self, config) -> tuple | None:
@@ -269,6 +331,18 @@ class AttentionSpec(Spec):
     def task_inputs(self, task: str, config, input_ids: Tensor | None, mask: Tensor) -> dict[str, Any]:
         """Model inputs that a head chooses for `task` where the caller does not; mask [B, T], True = real."""
         return {}
+
+
+def given_memory(memory: Tensor | None) -> Tensor:
+    """What cross-attention reads. Raises `ValueError` where the caller has given nothing."""
+    if memory is None:
+        raise ValueError("Cross-attention reads the `memory` of an encoder, and got None; give its last states.")
+    return memory
+
+
+def cross_cache(past_key_values: Cache | None) -> EncoderDecoderCache | None:
+    """The cache, if it is one that holds what cross-attention has made of a memory."""
+    return past_key_values if isinstance(past_key_values, EncoderDecoderCache) else None
 
 
 def is_plain_linear(module: nn.Module) -> bool:
@@ -314,4 +388,12 @@ def literal_softmax_attention(
     return torch.matmul(dropped, value).transpose(1, 2), weights
 
 
-__all__ = ["Attention", "AttentionSpec", "is_plain_linear", "literal_softmax_attention"]
+__all__ = [
+    "KEY_STATES",
+    "Attention",
+    "AttentionSpec",
+    "cross_cache",
+    "given_memory",
+    "is_plain_linear",
+    "literal_softmax_attention",
+]

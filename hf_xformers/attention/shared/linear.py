@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from ...core.cache import RecurrentStateLayer
 from ...core.context import LayerContext, SublayerOutput, self_attention_cache
@@ -18,7 +19,7 @@ from ...ops.linear.attention import (
     linear_attention_read,
     vanishes,
 )
-from .base import Attention, AttentionSpec
+from .base import Attention, AttentionSpec, cross_cache, given_memory
 
 
 class LinearAttention(Attention):
@@ -41,9 +42,9 @@ class LinearAttention(Attention):
 
     # ------------------------------------------------------------------------------------------- for mechanisms
 
-    def phi(self, x: Tensor, *params: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """[B, H, t, d] -> features [B, H, t, F], or those and the logarithm of a factor [B, H, t]; token by token."""
-        raise NotImplementedError
+    # `phi(x, *params)`: [B, H, t, d] -> features [B, H, t, F], or those and the logarithm of a factor [B, H, t]; token
+    # by token. An object that knows its own derivative is handed to the engine as it is.
+    phi: Callable[..., Tensor | tuple[Tensor, Tensor]]
 
     @property
     def query_phi(self) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
@@ -111,18 +112,19 @@ class LinearAttention(Attention):
     ) -> tuple[Tensor, Tensor | None]:
         mask = context.memory_padding_mask
         if self.wants_weights(context):
-            key, value = self._keys_and_values(memory)
+            key, value = self._keys_and_values(given_memory(memory))
             return self._literal(query, key, value, _visible(query, key, mask, False), context, None)
-        cached = isinstance(past, EncoderDecoderCache) and not context.static
-        if cached and past.is_updated.get(step):
-            state = _unpack(past.cross_attention_cache.layers[step])
+        cache = None if context.static else cross_cache(past)
+        if cache is not None and cache.is_updated.get(step):
+            held: Any = cache.cross_attention_cache.layers[step]
+            state = _unpack(held)
             features, _ = _pair(self.query_phi(*widened(query), *self.phi_params(context)))
             return linear_attention_read(features, state, eps=self.eps).to(query.dtype), None
-        key, value = self._keys_and_values(memory)
+        key, value = self._keys_and_values(given_memory(memory))
         output, state = self._mix(query, key, value, mask, context, None, None)
-        if cached:
-            past.cross_attention_cache.update(*_pack(state), step)
-            past.is_updated[step] = True
+        if cache is not None:
+            cache.cross_attention_cache.update(*_pack(state), step)
+            cache.is_updated[step] = True
         return output, None
 
     def _mix(
@@ -137,7 +139,7 @@ class LinearAttention(Attention):
     ) -> tuple[Tensor, LinearState]:
         """The engine: output [B, H, T, d] and the state after these keys."""
         params = self.phi_params(context)
-        options = {
+        options: dict[str, Any] = {
             "causal": self.is_causal,
             "key_padding_mask": mask,
             "state": state,
@@ -146,11 +148,13 @@ class LinearAttention(Attention):
             "eps": self.eps,
         }
         if rotation is None:  # features are made piece by piece, and again in the backward pass
-            return kernel_attention(query, key, value, self.query_phi, *params, key_map=self.phi, **options)
+            found: Any = kernel_attention(query, key, value, self.query_phi, *params, key_map=self.phi, **options)
+            return found
         phi_q, _ = _pair(self.query_phi(*widened(query), *params))
         phi_k, logs = _pair(self.phi(*widened(key), *params))
         options |= {"rotated_query": rotation(phi_q), "rotated_key": rotation(phi_k)}
-        return linear_attention(phi_q, phi_k, value, log_weight=logs, **options)
+        found = linear_attention(phi_q, phi_k, value, log_weight=logs, **options)
+        return found
 
     def _literal(
         self,
@@ -225,7 +229,12 @@ def _pack(state: LinearState) -> tuple[Tensor, Tensor]:
 
 
 def _unpack(layer: DynamicLayer) -> LinearState:
-    kv, z = layer.keys, layer.values[..., 0]
+    keys, values = layer.keys, layer.values
+    if keys is None or values is None:
+        raise ValueError(
+            "The cache holds no state of this memory yet; run the decoder once with the encoder's states."
+        )
+    kv, z = keys, values[..., 0]
     width = kv.shape[2]
     return LinearState(kv, z[..., :width], z[..., width] if z.shape[-1] > width else None)
 

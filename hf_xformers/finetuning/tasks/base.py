@@ -181,8 +181,7 @@ class Task:
         ]
         return self.score(guessed)
 
-    # ------------------------------------------------------------------------------------------------ for the
-    # subclasses
+    # ---------------------------------------------------------------------------------------------- for the subclasses
 
     def metric_of(self, name: str, predictions: Sequence[Any], references: Sequence[Any], **extra: Any) -> dict:
         return compute(name, predictions, references, backend=self.options.metric_backend, **extra)
