@@ -185,9 +185,7 @@ class XFormerTower(XFormerPreTrainedModel):
 
     def _share_position(self, context: LayerContext, hidden_states: Tensor) -> None:
         """What the position component prepares once per call for all layers."""
-        rotation = self.position.rotation(context.positions, hidden_states)
-        if rotation is not None:
-            context.shared["rotation"] = rotation
+        self.position.share_rotations(context, hidden_states)
         bias = self.position.score_bias()
         if bias is not None:
             context.shared["score_bias"] = bias

@@ -371,6 +371,7 @@ class AdaptiveSpanSpec(AttentionSpec):
     relative_keys: learned keys by distance. dynamic: each token chooses its spans."""
 
     summary = "each head learns how far back it reads"
+    normalizes_heads = True
     score_bias = True
     explicit_mask = True
     packed = True

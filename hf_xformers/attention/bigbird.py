@@ -81,6 +81,7 @@ class BigBirdSpec(AttentionSpec):
     tokens are read whole (transformers' BigBird: (5 + 2 r) b)."""
 
     summary = "a window, random blocks and global tokens"
+    normalizes_heads = True
     causal = False
     explicit_mask = True
     score_bias = True

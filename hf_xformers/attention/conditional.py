@@ -52,9 +52,9 @@ class ConditionalAttention(DenseAttention):
         if self.cross:
             query, key, value = self.project_cross(asking, source, past_key_values, step)
         else:
-            query = self.heads(self.q_proj(asking))
-            key, value = self.heads(self.k_proj(source)), self.heads(self.v_proj(source))
-            rotation = context.shared.get("rotation")
+            query = self.queries(asking)
+            key, value = self.keys(source), self.heads(self.v_proj(source))
+            rotation = self.rotation(context)
             if rotation is not None:
                 query, key = rotation(query), rotation(key)
             cache = self_attention_cache(past_key_values)
@@ -72,6 +72,7 @@ class ConditionalAttentionSpec(AttentionSpec):
     """gate_source: also gate the tokens that are read (keys and values)."""
 
     summary = "softmax attention with a gate for each asking and each read token"
+    normalizes_heads = True
     cross = True
     score_bias = True
     explicit_mask = True

@@ -53,7 +53,8 @@ class DeltaNetAttention(Attention):
         step: int | None = None,
     ) -> SublayerOutput:
         layer = state_layer(past_key_values, self.layer_idx if step is None else step)
-        query, key, value = (self.heads(part(hidden_states)) for part in (self.q_proj, self.k_proj, self.v_proj))
+        query, key = self.queries(hidden_states), self.keys(hidden_states)
+        value = self.heads(self.v_proj(hidden_states))
         key, value = self.repeated(key), self.repeated(value)
         beta = torch.sigmoid(self.beta_proj(hidden_states)).transpose(1, 2)
         mask, weights = context.query_padding_mask, None
@@ -95,6 +96,7 @@ class DeltaNetSpec(AttentionSpec):
     chunk_size: tokens per triangular system."""
 
     summary = "fast weights that are corrected by the delta rule: linear time, causal"
+    normalizes_heads = True
     bidirectional = False
     rotation = False
 

@@ -14,6 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..core.components import register
 from ..core.context import LayerContext
 from ..core.visibility import boolean_mask
+from ..ops.block_sparse.attention import block_sparse_attention
+from ..ops.block_sparse.patterns import full
 from ..ops.score_terms.attention import applies
 from ..position.score_terms import SelfAttentionTerms
 from .shared.base import Attention, AttentionSpec, literal_softmax_attention
@@ -24,6 +26,7 @@ BIAS_AT_ONCE = 1 << 23
 # The same where the bias is trained on a processor in full precision: torch's kernels would write all scores out for
 # its gradient, so that tiles pay from about 256 tokens on.
 TRAINED_BIAS_AT_ONCE = 1 << 19
+_ALL = full()  # made here, as a graph that is being recorded cannot make a pattern
 
 
 class DenseAttention(Attention):
@@ -99,7 +102,9 @@ class DenseAttention(Attention):
         if self.wants_weights(context):
             if causal:
                 mask = (context.key_index[None, :] <= context.query_index[:, None])[None, None]
-            return literal_softmax_attention(query, key, value, mask, bias, self.scaling, dropout)
+            return literal_softmax_attention(query, key, value, mask, bias, self.scaling, dropout, self.spec.score_cap)
+        if self.spec.score_cap is not None:
+            return self._capped(query, key, value, context, dropout), None
         if context.implementation == "sdpa" and mask is not None and mask.shape[-2] == 1 and query.shape[2] > 1:
             # A key mask is broadcast by the kernel; expanding it would cost T x S bytes per row of the batch.
             mask = mask.expand(-1, -1, query.shape[2], -1)
@@ -121,6 +126,28 @@ class DenseAttention(Attention):
             output = output.masked_fill(~sees, 0.0)
         return output, None
 
+    def _capped(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, dropout: float) -> Tensor:
+        """[B, T, H, d]. No back-end for all devices caps scores: they are made tile by tile, and where the caller or a
+        cache with unwritten slots says who sees whom, all at once."""
+        cap = self.spec.score_cap
+        if not self.cross and (context.explicit_mask is not None or context.static):
+            mask = boolean_mask(context)
+            return literal_softmax_attention(query, key, value, mask, None, self.scaling, dropout, cap)[0]
+        output: Any = block_sparse_attention(
+            query,
+            key,
+            value,
+            _ALL,
+            key_padding_mask=context.memory_padding_mask if self.cross else context.padding_mask,
+            query_offset=0 if self.cross else key.shape[2] - query.shape[2],
+            causal=self.is_causal,
+            scale=self.scaling,
+            dropout=dropout,
+            segment_ids=None if self.cross else context.segment_ids,
+            score_cap=cap,
+        )
+        return output.transpose(1, 2)
+
 
 @register("attention", "dense", aliases=("vanilla", "softmax"))
 class DenseSpec(AttentionSpec):
@@ -139,6 +166,8 @@ class DenseSpec(AttentionSpec):
     apart_key_states = True
     rotates_values = True
     exports_usual_path = True
+    normalizes_heads = True
+    caps_scores = True
 
     def takes_global_tokens(self) -> bool:
         return True  # as all others

@@ -86,7 +86,8 @@ class LongformerAttention(BlockSparseAttention):
     def _global_rows(self, hidden_states: Tensor, context: LayerContext) -> Inputs | None:
         if not self.separate or self.global_tokens(context)[0] is None:
             return None
-        query, key, value = (self.heads(self._own(name)(hidden_states)) for name in "qkv")
+        query, key, value = (self._own(name)(hidden_states) for name in "qkv")
+        query, key, value = (self.heads(x) for x in (*self.normalized(query, key), value))
         return self.place(query, key, value, context)
 
 
@@ -99,6 +100,7 @@ class LongformerSpec(AttentionSpec):
     room for all tokens, at quadratic cost)."""
 
     summary = "a sliding window and global tokens with their own projections"
+    normalizes_heads = True
     explicit_mask = True
     score_bias = True
     score_terms = True

@@ -121,6 +121,7 @@ class NystromSpec(AttentionSpec):
     Nystromformer), which lets the rest of the batch change a result."""
 
     summary = "softmax attention through a few landmarks (Nystrom method): linear time"
+    normalizes_heads = True
     causal = False
     why_not_causal = "its landmarks are means over all tokens, later ones too."
 

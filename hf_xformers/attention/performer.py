@@ -131,6 +131,7 @@ class PerformerSpec(LinearSpec):
 
     splits_heads = True
     summary = "softmax attention estimated by positive orthogonal random features: linear time"
+    normalizes_heads = True
 
     num_features: int = aliased(256, "features")
     feature_kind: Literal["positive", "hyperbolic"] = "positive"

@@ -155,6 +155,7 @@ class RealFormerSpec(AttentionSpec):
     """mean: divide the running sum by the number of layers so far (for deep models)."""
 
     summary = "scores add up from layer to layer"
+    normalizes_heads = True
     splits_heads = True
     cross = True
     score_bias = True

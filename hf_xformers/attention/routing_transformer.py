@@ -251,7 +251,7 @@ class RoutingAttention(Attention):
         key = self.heads(self.k_proj(hidden_states)) if self.key_heads else query[:, :0]
         (local_query, routed_query), (local_value, routed_value) = self._parted(query), self._parted(value)
         local_key, routed_key = (key, None) if self.shared else self._parted(key)
-        rotation = context.shared.get("rotation")
+        rotation = self.rotation(context)
         if rotation is not None:  # positions are for the local heads; routing is by content
             local_query, local_key = rotation(local_query), rotation(local_key)
         routed_query = _normalized_heads(routed_query)

@@ -160,7 +160,7 @@ class SynthesizerAttention(Attention):
         value = self.heads(self.v_proj(hidden_states))
         if self.q_proj is not None:
             query, key = self.heads(self.q_proj(hidden_states)), self.heads(self.k_proj(hidden_states))
-            rotation = context.shared.get("rotation")
+            rotation = self.rotation(context)
             if rotation is not None:
                 query, key = rotation(query), rotation(key)
         cache = self_attention_cache(past_key_values)

@@ -71,7 +71,7 @@ class TalkingHeadsAttention(Attention):
     ) -> SublayerOutput:
         step = self.layer_idx if step is None else step
         query = self.heads(self.q_proj(hidden_states))
-        rotation = None if self.cross else context.shared.get("rotation")
+        rotation = None if self.cross else self.rotation(context)
         if rotation is not None:
             query = rotation(query)
         key, value = self._state(hidden_states, memory, rotation, past_key_values, step)

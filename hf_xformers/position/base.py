@@ -27,18 +27,27 @@ from ..ops.common.real_tokens import real_places
 from .distances import distances_of_block
 from .score_terms import BiasByDistance, BiasOfPairs, SelfAttentionTerms
 
+# Under which names the rotations of a call stand in `context.shared`, and whether it is that of local layers.
+ROTATIONS = (("rotation", False), ("local_rotation", True))
+
 
 class Rotation(ABC):
     """Rotates per-head queries or keys [B, H, T, d] that stand at the positions it was made for.
 
-    values: whether values are rotated as well.
+    values: whether values are rotated as well. by_length: a longer text turns the same token otherwise, so that a
+    cache keeps keys as they are and all of them are turned in every call.
     """
 
     values: bool = False
+    by_length: bool = False
 
     @abstractmethod
     def __call__(self, heads: Tensor) -> Tensor:
         """[B, H, T, d] -> the same, rotated."""
+
+    @abstractmethod
+    def of_last(self, count: int) -> Rotation:
+        """The same for the last `count` of its tokens."""
 
 
 class ScoreBias(ABC):
@@ -80,9 +89,26 @@ class Position(Undecayed, nn.Module):
         """The same for the input of the layer that runs at depth `step`."""
         return hidden_states
 
-    def rotation(self, positions: Tensor, like: Tensor) -> Rotation | None:
-        """The rotation for tokens at `positions` [B or 1, T]; tables in the dtype and on the device of `like`."""
+    has_local: bool = False  # whether layers may ask for a second rotation
+
+    def rotation(
+        self, positions: Tensor, like: Tensor, tokens: Tensor | None = None, local: bool = False
+    ) -> Rotation | None:
+        """The rotation for tokens at `positions` [B or 1, T]; tables in the dtype and on the device of `like`. tokens
+        [B or 1]: of each text so far (None: up to the last of `positions`); local: the one for layers whose attention
+        has `angles="local"`."""
         return None
+
+    def share_rotations(self, context: LayerContext, like: Tensor) -> None:
+        """Makes the rotations for the tokens of a call; [`Attention.rotation`] reads them."""
+        for name, local in ROTATIONS[: 2 if self.has_local else 1]:
+            made = self.rotation(context.positions, like, local=local)
+            if made is None:
+                continue
+            context.shared[name] = made
+            if made.by_length and not context.fresh:
+                tokens = context.positions.amax(-1) + 1
+                context.shared[f"{name}_of_keys"] = self.rotation(key_positions(context), like, tokens, local)
 
     def score_bias(self) -> ScoreBias | Position | None:
         """What attention reads from this module, in `context.shared["score_bias"]`: the additive score term (act
@@ -138,6 +164,11 @@ class PositionSpec(Spec):
     def max_length(self, config) -> int | None:
         """Longest sequence (tokens) that positions exist for; None without a limit."""
         return None
+
+    @property
+    def has_local(self) -> bool:
+        """Whether layers may have a rotation of a second kind (`angles="local"` of their attention)."""
+        return False
 
     def shared_sizes(self, config) -> tuple:
         """What has to be alike in all layers of a tower, because they read the same tables."""

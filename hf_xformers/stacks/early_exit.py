@@ -145,9 +145,7 @@ def take_rows(context: LayerContext, rows: Tensor, position: Position, like: Ten
     kept.shared, kept.streams = {}, {}
     if "score_bias" in context.shared:  # a function of positions in the table, not of rows
         kept.shared["score_bias"] = context.shared["score_bias"]
-    rotation = position.rotation(kept.positions, like)
-    if rotation is not None:
-        kept.shared["rotation"] = rotation
+    position.share_rotations(kept, like)
     return kept
 
 

@@ -61,10 +61,10 @@ class GlobalTokensStack(PlainStack):
             order = real_first(wider.padding_mask)
             hidden_states = take_slots(hidden_states, order)
             wider = self._ordered(wider, order)
-        rotation, bias = position.rotation(wider.positions, hidden_states), position.score_bias()
-        wider.shared.update(
-            {name: one for name, one in (("rotation", rotation), ("score_bias", bias)) if one is not None}
-        )
+        position.share_rotations(wider, hidden_states)
+        bias = position.score_bias()
+        if bias is not None:
+            wider.shared["score_bias"] = bias
         result = super().forward(layers, hidden_states, wider, position=position, memory=memory, **more)
         hidden_states = result.hidden_states
         if order is not None:

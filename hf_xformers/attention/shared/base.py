@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,12 @@ class Attention(Undecayed, Sublayer):
         self.k_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
         self.v_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, width, bias=spec.has_output_bias)
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        if spec.query_key_norm != "none":
+            whole = spec.query_key_norm == "projection"
+            widths = [self.head_dim * (heads if whole else 1) for heads in (self.num_heads, self.num_key_value_heads)]
+            self.q_norm, self.k_norm = (config.normalization.build(config, width=width) for width in widths)
         self.position_terms: PositionTerms | None = None
         if not cross and config.position.acts & {"score_terms", "head_terms"}:
             self.position_terms = config.position.build_terms(config, layer_idx=layer_idx)
@@ -104,6 +110,34 @@ class Attention(Undecayed, Sublayer):
         """[B, T, heads * d] -> [B, heads, T, d]."""
         return projected.view(*projected.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
+    def normalized(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [..., H * d] and keys [..., K * d] as they are projected -> the same, normalised where the spec says
+        so."""
+        return self._normalized(self.q_norm, query), self._normalized(self.k_norm, key)
+
+    def _normalized(self, norm: nn.Module | None, projected: Tensor) -> Tensor:
+        if norm is None:
+            return projected
+        if self.spec.query_key_norm == "projection":
+            return norm(projected)
+        return norm(projected.unflatten(-1, (-1, self.head_dim))).flatten(-2)
+
+    def queries(self, hidden_states: Tensor) -> Tensor:
+        """[B, T, D] -> queries [B, H, T, d], before positions."""
+        return self.heads(self._normalized(self.q_norm, self.q_proj(hidden_states)))
+
+    def keys(self, hidden_states: Tensor) -> Tensor:
+        """[B, S, D] -> keys [B, K, S, d], before positions."""
+        return self.heads(self._normalized(self.k_norm, self.k_proj(hidden_states)))
+
+    def rotation(self, context: LayerContext) -> Rotation | None:
+        """What the position turns queries and keys of this layer by, if it does."""
+        return context.shared.get(self._rotation_name)
+
+    @property
+    def _rotation_name(self) -> str:
+        return {"global": "rotation", "local": "local_rotation", "none": "no_rotation"}[self.spec.angles]
+
     def repeated(self, x: Tensor) -> Tensor:
         """Keys or values [B, K, S, d], one for each head."""
         return x.repeat_interleave(self.num_key_value_groups, dim=1) if self.num_key_value_groups > 1 else x
@@ -113,20 +147,27 @@ class Attention(Undecayed, Sublayer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, and the keys and values of all tokens seen so far."""
         source = context.streams.get(KEY_STATES, hidden_states)
-        projections = ((self.q_proj, hidden_states), (self.k_proj, source), (self.v_proj, source))
-        query, key, value = (self.heads(context.padded(project(states))) for project, states in projections)
-        query, key, value = self.place(query, key, value, context)
+        query, key = self.normalized(self.q_proj(hidden_states), self.k_proj(source))
+        query, key, value = (self.heads(context.padded(x)) for x in (query, key, self.v_proj(source)))
+        rotation = self.rotation(context)
+        late = rotation is not None and rotation.by_length
+        query, key, value = self.place(query, key, value, context, turn_keys=not late)
         cache = self_attention_cache(past_key_values)
         if cache is not None:
             key, value = cache.update(key, value, step)
+        if late:
+            turn: Rotation = context.shared.get(f"{self._rotation_name}_of_keys", rotation)
+            key = turn.of_last(key.shape[2])(key)
         return query, key, value
 
-    def place(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
+    def place(
+        self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, *, turn_keys: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """query [B, H, T, d], key and value [B, K, T, d] of the current tokens -> the same with what the position does
-        to them."""
-        rotation: Rotation | None = context.shared.get("rotation")
+        to them. turn_keys: whether keys are rotated here."""
+        rotation = self.rotation(context)
         if rotation is not None:
-            query, key = rotation(query), rotation(key)
+            query, key = rotation(query), rotation(key) if turn_keys else key
             value = rotation(value) if rotation.values else value
         if self.position_terms is not None:
             query, key, value = self.position_terms.heads(query, key, value, context)
@@ -155,13 +196,13 @@ class Attention(Undecayed, Sublayer):
         self, hidden_states: Tensor, memory: Tensor | None, past_key_values: Cache | None, step: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the tokens, and keys and values of the memory [B, S, D], computed once per generated text."""
-        query = self.heads(self.q_proj(hidden_states))
+        query = self.queries(hidden_states)
         cache = cross_cache(past_key_values)
         if cache is not None and cache.is_updated.get(step):
             layer: Any = cache.cross_attention_cache.layers[step]
             return query, layer.keys, layer.values
         memory = given_memory(memory)
-        key, value = self.heads(self.k_proj(memory)), self.heads(self.v_proj(memory))
+        key, value = self.keys(memory), self.heads(self.v_proj(memory))
         if cache is not None:
             key, value = cache.cross_attention_cache.update(key, value, step)
             cache.is_updated[step] = True
@@ -213,8 +254,15 @@ class AttentionSpec(Spec):
     work, too. rotates_values: a rotation may turn values and its output. exports_usual_path: its usual path is made of
     ONNX operators alone; of others the literal equation is exported.
 
+    Of the fields below mechanisms may refuse some: normalizes_heads: queries and keys may be normalised
+    (`query_key_norm`). caps_scores: scores may be capped (`score_cap`).
+
     bias: biases on the projections. output_bias: the same for the output projection (`None`: as the others). scale:
-    factor on scores (`None`: 1 / sqrt(head width); T5: 1.0).
+    factor on scores (`None`: 1 / sqrt(head width); T5: 1.0). query_key_norm: the config's normalization on queries and
+    keys, before rotation: of each `head` (Qwen 3; Dehghani et al. 2023, arXiv 2302.05442, section 2), or of the whole
+    `projection` (OLMo 2). score_cap: scaled scores s become c tanh(s / c), so that they stay within c (Gemma 2; Bello
+    et al. 2016, arXiv 1611.09940, section 5.1). angles: which rotation of a rotary position the layer has, that of all
+    layers (`global`), the `local` one, or `none`.
     """
 
     causal: ClassVar[bool] = True
@@ -241,9 +289,15 @@ class AttentionSpec(Spec):
     rotates_values: ClassVar[bool] = False
     exports_usual_path: ClassVar[bool] = False
 
+    normalizes_heads: ClassVar[bool] = False
+    caps_scores: ClassVar[bool] = False
+
     bias: bool = True
     output_bias: bool | None = None
     scale: float | int | None = None
+    query_key_norm: Literal["none", "head", "projection"] = "none"
+    score_cap: float | int | None = None
+    angles: Literal["global", "local", "none"] = "global"
 
     @property
     def has_output_bias(self) -> bool:
@@ -312,8 +366,10 @@ def literal_softmax_attention(
     bias: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale * Q K^T + bias) V with masked pairs excluded, written out; scores in float32 at least.
+    """softmax(scale * Q K^T + bias) V with masked pairs excluded, written out; scores in float32 at least. cap: c,
+    where scale * Q K^T becomes c tanh(scale * Q K^T / c).
 
     query [B, H, T, d], key and value [B, K, S, d] (K divides H); mask [B or 1, 1 or H, T or 1, S] boolean, True = may
     attend; bias broadcastable to [B, H, T, S] -> output [B, T, H, d], weights [B, H, T, S]. A row that may attend to
@@ -323,6 +379,8 @@ def literal_softmax_attention(
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = wide_products(query, key) * scaling
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
     if bias is not None:
         scores = scores + bias
     if mask is not None:

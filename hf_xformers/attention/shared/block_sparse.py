@@ -88,7 +88,8 @@ class BlockSparseAttention(Attention):
                 return self._literal_with_globals(inputs, rows, mask, chosen, dropout, context)
             if bias is not None:
                 matrix = context.streams["dense_bias"][..., dropped:]
-            output, weights = literal_softmax_attention(*inputs, mask, matrix, self.scaling, dropout)
+            given = (mask, matrix, self.scaling, dropout, self.spec.score_cap)
+            output, weights = literal_softmax_attention(*inputs, *given)
             return output, F.pad(weights, (dropped, 0)) if dropped else weights
         row_query, row_key, row_value = global_rows or (None, None, None)
         result: Any = block_sparse_attention(
@@ -109,6 +110,7 @@ class BlockSparseAttention(Attention):
             global_key=row_key,
             global_value=row_value,
             max_globals=most,
+            score_cap=self.spec.score_cap,
         )
         return result.transpose(1, 2), None
 

@@ -75,7 +75,7 @@ class LinearAttention(Attention):
         whole = self.at_once(hidden_states, context)
         if whole is not None:
             return SublayerOutput(whole, None)
-        query = self.heads(self.q_proj(hidden_states))
+        query = self.queries(hidden_states)
         if self.cross:
             output, weights = self._read_memory(query, memory, context, past_key_values, step)
         else:
@@ -86,7 +86,7 @@ class LinearAttention(Attention):
 
     def _keys_and_values(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """[B, S, D] -> [B, H, S, d] twice; grouped heads are repeated, as a state belongs to a query's head."""
-        key, value = self.heads(self.k_proj(states)), self.heads(self.v_proj(states))
+        key, value = self.keys(states), self.heads(self.v_proj(states))
         return self.repeated(key), self.repeated(value)
 
     def _read_tokens(
@@ -94,7 +94,7 @@ class LinearAttention(Attention):
     ) -> tuple[Tensor, Tensor | None]:
         layer = state_layer(past, step)
         state = LinearState(**layer.state) if layer is not None and layer.state else None
-        mask, rotation, weights = context.query_padding_mask, context.shared.get("rotation"), None
+        mask, rotation, weights = context.query_padding_mask, self.rotation(context), None
         if self.wants_weights(context) and state is None:
             visible = _visible(query, key, mask, self.is_causal)
             output, weights = self._literal(query, key, value, visible, context, rotation)

@@ -74,6 +74,8 @@ class BlockSparseSpec(AttentionSpec):
     score_terms: ClassVar[bool] = True
     head_terms: ClassVar[bool] = True
     explicit_mask: ClassVar[bool] = True
+    normalizes_heads: ClassVar[bool] = True
+    caps_scores: ClassVar[bool] = True
 
     def pattern(self, config, layer_idx: int) -> Pattern:
         """N(i) of layer `layer_idx`; a decoder's causal order is added to it."""
