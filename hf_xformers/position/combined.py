@@ -19,6 +19,7 @@ class CombinedPosition(Position):
     def __init__(self, config, spec: CombinedSpec):
         super().__init__()
         self.parts = nn.ModuleList(part.build(config) for part in spec.parts)
+        self.has_local = spec.has_local
 
     def _parts(self) -> Iterator[Position]:
         return (cast(Position, part) for part in self.parts)
@@ -33,8 +34,10 @@ class CombinedPosition(Position):
             hidden_states = part.embed_layer(hidden_states, positions, step)
         return hidden_states
 
-    def rotation(self, positions: Tensor, like: Tensor) -> Rotation | None:
-        found = (part.rotation(positions, like) for part in self._parts())
+    def rotation(
+        self, positions: Tensor, like: Tensor, tokens: Tensor | None = None, local: bool = False
+    ) -> Rotation | None:
+        found = (part.rotation(positions, like, tokens, local) for part in self._parts())
         return next((rotation for rotation in found if rotation is not None), None)
 
     def score_bias(self) -> ScoreBias | Position | None:
@@ -108,6 +111,10 @@ class CombinedSpec(PositionSpec):
     @property
     def tensor_parallel(self) -> bool:  # type: ignore[override]
         return all(part.tensor_parallel for part in self.parts)
+
+    @property
+    def has_local(self) -> bool:
+        return any(part.has_local for part in self.parts)
 
     @property
     def layers_apart(self) -> bool:  # type: ignore[override]
