@@ -47,7 +47,7 @@ REFUSED = {
     "bert": {"add_cross_attention"},
     "roberta": {"add_cross_attention"},
     "roformer": {"add_cross_attention"},
-    "deberta-v2": {"relative_attention", "position_biased_input"},
+    "deberta-v2": {"relative_attention"},
     "openai-gpt": set(),
     "gpt2": {"scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"},
     "bart": {"is_decoder"},
