@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor, nn
+from torch import nn
 
 from ..core.components import register
-from .residual import Residual, ResidualSpec
-
-
-class BareSum(Residual):
-    """y = x + f(x)."""
-
-    def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None, **inputs: Any) -> Tensor:
-        return hidden_states + self.branch(output, gate)
+from .residual import BareSum, ResidualSpec
 
 
 @register("residual", "bare")

@@ -65,6 +65,13 @@ class PostNorm(Residual):
         return self.norm(hidden_states + self.branch(output, gate), **inputs)
 
 
+class BareSum(Residual):
+    """y = x + f(x)."""
+
+    def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None, **inputs: Any) -> Tensor:
+        return hidden_states + self.branch(output, gate)
+
+
 class PreNorm(Residual):
     """y = x + f(LN(x)) (Xiong et al. 2020, arXiv 2002.04745)."""
 
@@ -124,7 +131,9 @@ class PostLNSpec(ResidualSpec):
 
 @register("residual", "pre_ln", aliases=("pre",))
 class PreLNSpec(ResidualSpec):
-    """final_norm: normalise the residual stream after the last layer. final_dropout: dropout after that norm (T5)."""
+    """final_norm: normalise the residual stream after the last layer. final_dropout: dropout after that norm (T5).
+    first_norm: whether the first sublayer has a norm, which an embedding that ends in one makes needless
+    (ModernBERT)."""
 
     context_parallel = True
     summary = "normalise a sublayer's input, plus a final norm"
