@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
+
+from torch import Tensor, nn
 
 from ..core.components import register
-from .residual import BareSum, ResidualSpec
+from .residual import Residual, ResidualSpec
+
+
+class BareSum(Residual):
+    """y = x + f(x)."""
+
+    def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None, **inputs: Any) -> Tensor:
+        return hidden_states + self.branch(output, gate)
 
 
 @register("residual", "bare")

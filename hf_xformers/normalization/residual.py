@@ -65,13 +65,6 @@ class PostNorm(Residual):
         return self.norm(hidden_states + self.branch(output, gate), **inputs)
 
 
-class BareSum(Residual):
-    """y = x + f(x)."""
-
-    def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None, **inputs: Any) -> Tensor:
-        return hidden_states + self.branch(output, gate)
-
-
 class PreNorm(Residual):
     """y = x + f(LN(x)) (Xiong et al. 2020, arXiv 2002.04745)."""
 
@@ -143,9 +136,11 @@ class PreLNSpec(ResidualSpec):
 
     final_norm: bool = True
     final_dropout: bool = False
+    first_norm: bool = True
 
     def build(self, config, **where) -> Residual:
-        if where.get("entered"):
+        first = where.get("layer_idx") == 0 and not where.get("siblings")
+        if where.get("entered") or (first and not self.first_norm):
             return PlainSum(config, scale=where.get("scale", 1.0))
         return super().build(config, **where)
 

@@ -8,29 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
 from ...position.rotary_scaling import LongRopeScaling
 from ..base import Converter, feedforward, register
 from ..rotary import rope_parameters, rotary_of, rotation_fields
-from ..rules import Operation, Rule, copied
+from ..rules import Rule, copied, joined
 from . import llama
 from .mistral import COMPONENTS, attention, window_of
 
 FIELDS = {mine: theirs for mine, theirs in llama.FIELDS.items() if mine != "num_key_value_heads"}
 FIELDS["hidden_dropout_prob"] = ("resid_pdrop", "embd_pdrop")
-
-
-def joined(theirs: str, ours: tuple[str, ...], widths: tuple[int, ...], name: str) -> Rule:
-    """One tensor of theirs that holds the rows of several of ours, `widths` of each."""
-
-    def divide(tensors: list[Tensor]) -> list[Tensor]:
-        return [part.contiguous() for part in tensors[0].split(widths)]
-
-    return Rule((theirs,), ours, Operation(name, divide, lambda tensors: [torch.cat(tensors)]))
 
 
 def backbone(config: XFormerConfig) -> tuple[Rule, ...]:

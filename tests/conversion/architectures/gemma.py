@@ -50,7 +50,7 @@ ARCHITECTURES = (
         },
         base={**BASE, "num_key_value_heads": 4, "head_dim": 64},
         refused=frozenset({"use_bidirectional_attention"}),
-        other_values={**OTHERS, **GEMMA_OTHERS},
+        other_values={**OTHERS, **GEMMA_OTHERS, "use_bidirectional_attention": True},
     ),
     Architecture(
         model_type="gemma3_text",
