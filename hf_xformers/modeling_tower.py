@@ -75,6 +75,7 @@ class XFormerTower(XFormerPreTrainedModel):
         layers = config.layer_configs()
         specs = [
             config.stack,
+            config.embedding,
             config.position,
             *(spec for entry in layers for spec in (entry.attention, entry.feedforward)),
         ]
@@ -170,7 +171,8 @@ class XFormerTower(XFormerPreTrainedModel):
         """[B, T, D]: what the layers start from."""
         if token_type_ids is not None and not self.config.type_vocab_size:
             token_type_ids = self.leave_out(token_type_ids)
-        hidden_states = self.embedding(inputs_embeds, token_type_ids, context.positions, self.position)
+        given = {name: context.inputs[name] for name in self.config.embedding.inputs if name in context.inputs}
+        hidden_states = self.embedding(inputs_embeds, token_type_ids, context.positions, self.position, **given)
         return hidden_states.to(self.dtype) if isinstance(self.embedding, Float32Module) else hidden_states
 
     def _leave_padding_out(self, context: LayerContext) -> None:

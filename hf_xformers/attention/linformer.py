@@ -222,6 +222,9 @@ class LinformerSpec(AttentionSpec):
         """Columns n."""
         return config.max_position_embeddings if self.max_length is None else self.max_length
 
+    def places(self, config) -> int:
+        return self.longest(config)
+
     def rows(self, config) -> int:
         """Rows k."""
         return max(self.longest(config) // 4, 1) if self.projected_length is None else self.projected_length

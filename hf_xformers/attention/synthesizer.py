@@ -355,6 +355,9 @@ class SynthesizerSpec(AttentionSpec):
     def members(self) -> tuple[str, ...]:
         return tuple(part.strip() for part in self.kind.split("+"))
 
+    def places(self, config) -> int:
+        return self.table_length(config)
+
     def table_length(self, config) -> int:
         return config.max_position_embeddings if self.max_length is None else self.max_length
 

@@ -20,6 +20,10 @@ from ..normalization.residual import Residual
 PARTNER = "residual_partner"
 
 
+Kind = Literal["attention", "cross_attention", "feedforward"]
+Reads = Literal["stream", "same_stream", "same_input"]
+
+
 @dataclass(frozen=True)
 class SublayerPlan:
     """One sublayer of a layer: its attribute name, what it does, the factor on its output, a feed-forward's part of
@@ -27,10 +31,10 @@ class SublayerPlan:
     are added together), or the `same_input`, which that sublayer's frame has made of it."""
 
     name: str
-    kind: Literal["attention", "cross_attention", "feedforward"]
+    kind: Kind
     residual_scale: float = 1.0
     inner_scale: float = 1.0
-    reads: Literal["stream", "same_stream", "same_input"] = "stream"
+    reads: Reads = "stream"
 
 
 class BlockSpec(Spec):

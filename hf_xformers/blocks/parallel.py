@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ..core.components import register
-from .base import BlockSpec, SublayerPlan
+from .base import BlockSpec, Kind, Reads, SublayerPlan
 
 
 @register("block", "parallel")
@@ -37,6 +37,6 @@ class ParallelBlockSpec(BlockSpec):
             )
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:
-        reads = "same_input" if self.shared_norm else "same_stream"
-        kinds = ("cross_attention", "feedforward") if cross else ("feedforward",)
+        reads: Reads = "same_input" if self.shared_norm else "same_stream"
+        kinds: tuple[Kind, ...] = ("cross_attention", "feedforward") if cross else ("feedforward",)
         return [SublayerPlan("attention", "attention"), *(SublayerPlan(kind, kind, reads=reads) for kind in kinds)]

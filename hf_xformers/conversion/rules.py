@@ -131,6 +131,23 @@ def zero(ours: str) -> Rule:
     return Rule((), (ours,), ZERO)
 
 
+def computed(theirs: str, table: Callable[[], Tensor], what: str) -> Rule:
+    """A table of theirs that we compute: refused where it holds something else, made anew on the way back."""
+
+    def holds(found: Tensor, wanted: Tensor) -> bool:
+        error = (found - wanted).abs()
+        return bool(error.max() < 1e-2) and float((error > 1e-4).float().mean()) < 1e-3  # few round the other way
+
+    def check(tensors: Tensors) -> Tensors:
+        found, wanted = tensors[0].float(), table().to(tensors[0].device)
+        saved_as = (torch.float32, torch.float16, torch.bfloat16)  # it may have been in half precision once
+        if not any(holds(found, wanted.to(dtype).float()) for dtype in saved_as):
+            raise ValueError(f"it is not the table of {what}, and the other side computes those")
+        return []
+
+    return Rule((theirs,), (), Operation(f"{what}, computed", check, lambda _: [table()]))
+
+
 def only_theirs(*theirs: str) -> Rule:
     """Tensors that we have nothing for: dropped, or started anew on the way back."""
     return Rule(theirs, (), NONE)

@@ -95,7 +95,7 @@ def to_ours(source: Source, converter: Converter, head: str | None = None) -> tu
     if wanted is None:
         _check_towers(converter, model, name)
     if wanted is not None:
-        for key, value in wanted.settings.items():
+        for key, value in wanted.settings_for(config).items():
             setattr(config, key, value)
     if wanted is pair and pair.causal is not None and bool(config.is_decoder) != pair.causal:
         raise ValueError(
@@ -171,7 +171,7 @@ def _tied(model: PreTrainedModel) -> bool:
         return getattr(model.config, "tie_word_embeddings", True)
     projection, table = cast(Tensor, output.weight), cast(Tensor, model.get_input_embeddings().weight)
     if projection.shape != table.shape:  # what transformers names as output only leads to a product with the table
-        return True
+        return model.config.tie_word_embeddings if isinstance(model.config, XFormerConfig) else True
     if not model.config.tie_word_embeddings:
         return False
     return projection is table or torch.equal(projection, table)
@@ -194,7 +194,7 @@ def _check_pooling(converter: Converter, config: XFormerConfig, left: _Side, wan
             f"classifier_pooling={config.classifier_pooling!r} has no counterpart: {wanted.theirs} reads the "
             f"{wanted.pooling} token. Convert the bare model with `head='Model'`."
         )
-    for name, value in wanted.settings.items():
+    for name, value in wanted.settings_for(config).items():
         if getattr(config, name) != value:
             raise ValueError(
                 f"{name}={getattr(config, name)!r} has no counterpart: {wanted.theirs} does what {name}={value!r}"

@@ -33,7 +33,8 @@ class Spec(TypedSpec):
     A subclass declares typed fields with the paper's defaults, is registered with [`register`], and implements
     `build(config, **where)`, which returns the component's module.
 
-    inputs: further model inputs that the component reads, by keyword name; they reach it in `context.inputs`.
+    inputs: further model inputs that the component reads, by keyword name; they reach it in `context.inputs`, and an
+    embedding as keyword arguments.
     tensor_parallel: whether the component gives the same in every process of a tensor-parallel group. layers_apart:
     whether parameters of a layer are read inside that layer's call alone, so that they may be sharded layer by layer
     (FSDP).

@@ -34,7 +34,7 @@ class LanguageModelHead(nn.Module):
         self.dense = nn.Linear(width, table, bias=not projects) if transform or projects else None
         self.activation = ACT2FN[transform] if transform else None
         self.norm = config.normalization.build(config, width=table) if transform else None
-        self.decoder = nn.Linear(table, config.vocab_size, bias=bias)
+        self.decoder = nn.Linear(table, config.head.num_outputs(config), bias=bias)
         self.scale = width**-0.5 if scale else None
         self.cap = cap
 
@@ -53,18 +53,38 @@ class LanguageModelHead(nn.Module):
 @register("head", "linear")
 class LinearHeadSpec(HeadSpec):
     """bias: one per vocabulary entry (BART). scale: multiply hidden states by hidden_size^-0.5 first (T5 with tied
-    tables). cap: c, where logits become c tanh(logits / c), so that they stay within c (Gemma 2)."""
+    tables). unpredicted: how many ids at the end of the vocabulary are read but never predicted, so that they have no
+    logits (Image GPT's token of the start). cap: c, where logits become c tanh(logits / c), so that they stay within c
+    (Gemma 2)."""
 
     context_parallel = True
     summary = "one projection onto the vocabulary"
 
     bias: bool = False
     scale: bool = False
+    unpredicted: int = 0
     cap: float | int | None = None
 
     def check_fields(self) -> None:
+        if self.unpredicted < 0:
+            raise ValueError(f"linear head: `unpredicted` is a number of ids, got {self.unpredicted}.")
         if self.cap is not None and self.cap <= 0:
             raise ValueError(f"linear head needs a positive `cap` on its logits, or None, got {self.cap}.")
+
+    def check(self, config) -> None:
+        if self.unpredicted and config.tie_word_embeddings:
+            raise ValueError(
+                f"linear head with `unpredicted={self.unpredicted}` has fewer rows than the token table and cannot be"
+                " tied to it; set `tie_word_embeddings=False`."
+            )
+        if self.unpredicted >= config.vocab_size:
+            raise ValueError(
+                f"linear head: `unpredicted={self.unpredicted}` leaves nothing of `vocab_size` {config.vocab_size} to"
+                " predict; lower it."
+            )
+
+    def num_outputs(self, config) -> int:
+        return config.vocab_size - self.unpredicted
 
     def build(self, config, **where) -> LanguageModelHead:
         return LanguageModelHead(config, transform=None, bias=self.bias, scale=self.scale, cap=self.cap)

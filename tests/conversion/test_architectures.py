@@ -62,10 +62,12 @@ def round_trip(entry: Architecture, model, head: str):
     return ours, back
 
 
-def assert_exact(model, back) -> None:
+def assert_exact(model, back, idle: tuple[str, ...] = ()) -> None:
+    """The same tensors and config; idle: ends of names of tensors that may differ."""
     before, after = model.state_dict(), back.state_dict()
     assert after.keys() == before.keys()
-    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    different = [name for name in before if not torch.equal(before[name], after[name])]
+    assert [name for name in different if not name.endswith(idle)] == []
     old, new = model.config.to_dict(), back.config.to_dict()
     assert {k: v for k, v in old.items() if k not in IGNORED} == {k: v for k, v in new.items() if k not in IGNORED}
 
@@ -92,7 +94,7 @@ def test_round_trip_is_exact(entry, head):
     model = entry.make(head)
     _, back = round_trip(entry, model, head)
     if head not in entry.back_as:
-        assert_exact(model, back)
+        assert_exact(model, back, entry.idle.get(head, ()))
 
 
 @pytest.mark.parametrize(("entry", "name"), variations())
@@ -101,7 +103,7 @@ def test_variations_agree(entry, name):
     head = entry.generating() or next(iter(entry.heads))
     model = entry.make(head, **changes)
     ours, back = round_trip(entry, model, head)
-    assert_exact(model, back)
+    assert_exact(model, back, entry.idle.get(head, ()))
     given = entry.given(head)
     assert_same(entry, model, ours, given, without=entry.apart.get(name, ()))
     plain = entry.make(head).config.to_dict()

@@ -57,6 +57,7 @@ ALWAYS: dict[str, tuple[Any, ...]] = {
     "global_tokens.num_global_tokens": (1, 2, 5),
     "global_attention.num_global_tokens": (1, 2),
     "t5_relative_bias.num_buckets": (8, 4, 32),
+    "t5_bias_per_layer.num_buckets": (8, 4, 32),
     "tupe.num_buckets": (8, 32, 4),
     "reformer.num_buckets": (None, 2, 4, (2, 2), (2, 4), 8),
     "routing_transformer.num_clusters": (1, 2, 4),

@@ -257,6 +257,39 @@ def test_tupe_refusals():
     assert not XFormerConfig(position="tupe").position.resets(XFormerConfig(is_decoder=True))
 
 
+# ----------------------------------------------------------------------------------------------- a bias of each layer
+
+
+@BOTH
+def test_bias_of_the_layer_by_the_formula(causal):
+    """q_i k_j / sqrt(d) + b[bucket(j - i), h], one pair at a time, with the layer's own table."""
+    spec = {"type": "t5_bias_per_layer", "num_buckets": 8, "max_distance": 12}
+
+    def term(layer, module, h, i, j, q, k):
+        number = relative_buckets(torch.tensor(j - i), bidirectional=not causal, num_buckets=8, max_distance=12)
+        return q @ k + layer.position_terms.table.weight[number, h] / D_HEAD**-0.5
+
+    check_scores(spec, by_pairs(term), causal)
+
+
+def test_equal_biases_of_layers_are_the_shared_one():
+    sizes = dict(vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
+    own, shared = (
+        XFormerForCausalLM(XFormerConfig(**sizes, position=name)).double().eval()
+        for name in ("t5_bias_per_layer", "t5_relative_bias")
+    )
+    found = shared.load_state_dict(own.state_dict(), strict=False)
+    assert found.missing_keys == ["model.trunk.position.table.weight"]
+    tables = [layer.attention.position_terms.table.weight for layer in own.model.trunk.layers]
+    ids = tokens(2, 9, high=30)
+    with torch.no_grad():
+        tables[1].copy_(tables[0])
+        shared.model.trunk.position.table.weight.copy_(tables[0])
+        close(own(ids).logits, shared(ids).logits)
+        tables[1].add_(torch.randn_like(tables[1]))
+        assert (own(ids).logits - shared(ids).logits).abs().max() > 1e-4
+
+
 # ------------------------------------------------------------------------------------------------ relative sinusoids
 
 

@@ -308,6 +308,10 @@ class AttentionSpec(Spec):
         share none."""
         return None
 
+    def places(self, config) -> int | None:
+        """Longest sequence (tokens) that its parameters have places for; None without a limit."""
+        return None
+
     def hands_on(self, config) -> bool:
         """Whether each layer hands tensors to the next one."""
         return False

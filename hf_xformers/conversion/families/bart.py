@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Head, activation, feedforward, register
+from ..base import Converter, Groups, Head, activation, feedforward, register
 from ..rules import Rule, copied, only_ours, only_theirs, row, shared
 
 # What all of the relatives have.
@@ -107,7 +107,7 @@ def _cross(config: XFormerConfig) -> tuple[Rule, ...]:
     return () if config.is_encoder_decoder else (only_theirs(*names, f"{layer}_layer_norm.*"),)
 
 
-GROUPS = {
+GROUPS: dict[str, Groups] = {
     "backbone": backbone,
     "cross": _cross,
     # the token table again, as a rule: present where the rest of the head is not

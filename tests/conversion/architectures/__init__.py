@@ -44,7 +44,8 @@ class Architecture:
     fresh model of theirs, so that every tensor matters. back_as: class that comes back, where several share one of
     ours. renamed: names of labels and outputs in transformers -> ours, where they differ.
     raw_last_state: whether their last hidden state is what the last layer gives, and ours what the final norm makes of
-    it. tolerance: of outputs, relative to the largest of them.
+    it. idle: by class, the ends of names of tensors that nothing in transformers reads, so that they come back fresh.
+    tolerance: of outputs, relative to the largest of them.
     """
 
     model_type: str
@@ -70,6 +71,7 @@ class Architecture:
     back_as: Mapping[str, str] = field(default_factory=dict)
     raw_last_state: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
+    idle: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     tolerance: float = 1e-5
 
     def __str__(self) -> str:
@@ -108,7 +110,7 @@ class Architecture:
         """Rows of 9, 6 and 1 tokens, padded on one side; what an image model reads instead."""
         generator = torch.Generator().manual_seed(7)
         config = self.config()
-        if "Image" in head or hasattr(config, "image_size"):
+        if hasattr(config, "image_size"):
             shape = (len(lengths), config.num_channels, config.image_size, config.image_size)
             given = {"pixel_values": torch.randn(shape, generator=generator)}
             return given if self.inputs is None else self.inputs(head, given)
