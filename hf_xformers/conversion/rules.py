@@ -113,6 +113,15 @@ def stacked(theirs: tuple[str, ...], ours: str) -> Rule:
     return Rule(theirs, (ours,), STACKED)
 
 
+def joined(theirs: str, ours: tuple[str, ...], widths: tuple[int, ...], name: str) -> Rule:
+    """One tensor of theirs that holds the rows of several of ours, `widths` of each; name: for the report."""
+
+    def divide(tensors: Tensors) -> Tensors:
+        return [part.contiguous() for part in tensors[0].split(widths)]
+
+    return Rule((theirs,), ours, Operation(name, divide, lambda tensors: [torch.cat(tensors)]))
+
+
 def shared(theirs: tuple[str, ...], ours: tuple[str, ...]) -> Rule:
     """One tensor under several names; refused where they differ."""
     return Rule(theirs, ours, SHARED)

@@ -61,7 +61,7 @@ def projections(config: XFormerConfig) -> tuple[Rule, ...]:
     own, ours = "@layers.{i}", "@trunk.layers.{i}"
     return (
         *(linear(f"{own}.self_attn.{x}_proj", f"{ours}.attention.{x}_proj", attention.bias) for x in "qkv"),
-        linear(f"{own}.self_attn.o_proj", f"{ours}.attention.o_proj", attention.bias),
+        linear(f"{own}.self_attn.o_proj", f"{ours}.attention.o_proj", attention.has_output_bias),
         *(linear(f"{own}.mlp.{x}_proj", f"{ours}.feedforward.{x}_proj", bias) for x in ("gate", "up", "down")),
     )
 
