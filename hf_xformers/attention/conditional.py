@@ -41,7 +41,7 @@ class ConditionalAttention(DenseAttention):
         step = self.layer_idx if step is None else step
         asking = self.input_norm(hidden_states, **norm_inputs(self.config.normalization, context))
         gates = [(self.query_gate(asking, context), context.query_padding_mask)]
-        source = memory if self.cross else asking
+        source: Any = memory if self.cross else asking
         known = (
             self.cross and isinstance(past_key_values, EncoderDecoderCache) and past_key_values.is_updated.get(step)
         )

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Head, activation, feedforward, register
+from ..base import Converter, Groups, Head, activation, feedforward, register
 from ..rotary import rope_parameters, rotary_of, rotation_fields
 from ..rules import Rule, copied, zero
 
@@ -76,7 +76,7 @@ def backbone(config: XFormerConfig) -> tuple[Rule, ...]:
     )
 
 
-GROUPS = {
+GROUPS: dict[str, Groups] = {
     "backbone": backbone,
     "lm": (copied("lm_head.weight", "lm_head.decoder.weight"),),
     "sequence": (copied("score.weight", "classifier.weight"), zero("classifier.bias")),
