@@ -10,16 +10,17 @@ from typing import Any, Literal
 import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.utils import CONFIG_NAME, cached_file
 
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SLOTS
 from ..core.finite import refuse_non_finite
-from ..core.saved_files import read_object, refuse_damaged_weights, replacing
+from ..core.saved_files import read_object, refuse_damaged_weights, replacing, tensors_of, weight_files
 from ..variants import config_class, family, model_types
 from .base import Converter, converter_back, converter_for
 from .provenance import read_provenance, write_provenance
 from .report import Report
-from .transfer import Source, check_head, to_ours, to_theirs
+from .transfer import Source, check_head, needed_beside, to_ours, to_theirs
 
 Direction = Literal["auto", "to_ours", "to_theirs"]
 _TOKENIZER_FILES = (
@@ -131,7 +132,27 @@ def load(source: str | Path, converter: Converter, ours: bool, head: str | None)
         for key, value in converter.layout.items():
             setattr(config, key, value)
         found = _loaded(_class_of(config, converter, ours, head), name, config)
+    if not ours and found.extra:
+        _keep_needed(found, converter, name)
     return found
+
+
+def _keep_needed(found: Source, converter: Converter, name: str) -> None:
+    """Reads what the rules need and the loaded class has no place for. Names in files may lack the base model's
+    prefix, or have it where the class does not."""
+    pair = converter.head_of_theirs(type(found.model).__name__)
+    prefixes = {head.prefix for head in converter.heads}
+    needed = needed_beside(converter, found.model)
+    if pair is None or not needed:
+        return
+    wanted = {prefix + key.removeprefix(pair.prefix): key for key in needed for prefix in prefixes}
+    folder = Path(name).expanduser()
+    if not folder.is_dir():  # loading has brought the files
+        folder = Path(str(cached_file(name, CONFIG_NAME))).parent
+    for path in weight_files(folder):
+        for key, tensor in tensors_of(path, wanted).items():
+            found.kept[wanted[key]] = tensor
+    found.extra = tuple(key for key in found.extra if key not in wanted)
 
 
 def _loaded(model_class: Any, name: str, config: PreTrainedConfig) -> Source:

@@ -9,7 +9,7 @@ import re
 import shutil
 import uuid
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,19 @@ def weight_files(folder: Path) -> list[Path]:
         if index.is_file():
             return [folder / part for part in _parts(index)]
     return []
+
+
+def tensors_of(path: Path, names: Container[str]) -> dict[str, Any]:
+    """Those of `names` that a file of weights holds, on the CPU. A pickle has to have been looked into
+    ([`refuse_damaged_weights`])."""
+    import torch
+    from safetensors import safe_open
+
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys() if key in names}
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    return {key: tensor for key, tensor in state.items() if key in names}
 
 
 def weights_defect(folder: Path) -> str | None:

@@ -89,6 +89,21 @@ def test_a_trained_position_table_is_refused(cases):
         from_transformers(model)
 
 
+def test_a_computed_table_may_have_been_saved_in_half_precision():
+    """Sinusoids that are only rounded convert; those that were trained a little would be lost."""
+    config = transformers.DistilBertConfig(
+        vocab_size=60, dim=32, n_layers=1, n_heads=2, hidden_dim=8, sinusoidal_pos_embds=True
+    )
+    model = transformers.DistilBertModel(config)
+    from_transformers(model)
+    from_transformers(model.bfloat16())
+    from_transformers(model.float())
+    table = model.embeddings.position_embeddings.weight
+    table.data += 1e-3 * torch.randn_like(table)
+    with pytest.raises(ValueError, match="it is not the table of sinusoids"):
+        from_transformers(model)
+
+
 def test_multiple_choice_reads_the_last_token(cases):
     ours = from_transformers(cases["RoFormerForMultipleChoice"].make())
     assert ours.config.classifier_pooling == "last" and ours.model.pooler is None
