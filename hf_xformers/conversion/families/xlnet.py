@@ -121,7 +121,7 @@ CONVERTER = register(
             Head("XLNetForTokenClassification", "ForTokenClassification", "transformer.", (*BASE, "token")),
             Head("XLNetForQuestionAnsweringSimple", "ForQuestionAnswering", "transformer.", (*BASE, "spans")),
             Head("XLNetForSequenceClassification", "ForSequenceClassification", "transformer.", (*BASE, "summary")),
-            Head("XLNetForMultipleChoice", "ForMultipleChoice", "transformer.", (*BASE, "summary")),
+            Head("XLNetForMultipleChoice", "Model", "transformer.", (*BASE, "summary")),
             Head("XLNetForQuestionAnswering", "Model", "transformer.", (*BASE, "beams")),
         ),
         unread=(

@@ -13,7 +13,7 @@ HEADS = {
 }
 HEADLESS = {
     "XLNetForSequenceClassification": "ForSequenceClassification",
-    "XLNetForMultipleChoice": "ForMultipleChoice",
+    "XLNetForMultipleChoice": "Model",
     "XLNetForQuestionAnswering": "Model",
 }
 
