@@ -132,8 +132,9 @@ def to_theirs(source: Source, converter: Converter, head: str | None = None) -> 
     wanted = wanted or converter.base_head(config)
     notes: list[str] = []
     theirs = converter.config_to_theirs(config, notes)
-    if not converter.ties_by_weights and hasattr(theirs, "tie_word_embeddings"):  # models of images have no tables
-        theirs.tie_word_embeddings = _tied(model)
+    tied = _tied(model)  # models of images have no tables to tie
+    if not converter.ties_by_weights and getattr(theirs, "tie_word_embeddings", tied) != tied:
+        theirs.tie_word_embeddings = tied
     groups = converter.required if pair is None else pair.groups
     left = _Side(type(model), pair, groups, "" if own == "Model" else "model.", own)
     right = _Side(getattr(transformers, wanted.theirs), wanted, wanted.groups, wanted.prefix, wanted.ours)

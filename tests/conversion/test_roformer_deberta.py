@@ -56,6 +56,17 @@ def test_absolute_positions_have_no_counterpart(cases):
         to_transformers(model)
 
 
+def test_absolute_positions_beside_relative_ones(cases):
+    case = cases[LEGACY]
+    model = case.make(position_biased_input=True)
+    ours = from_transformers(model)
+    assert [part.type for part in ours.config.position.parts] == ["learned_absolute", "deberta"]
+    given = case.inputs()
+    assert_parity(model, ours, given)
+    back = to_transformers(ours)
+    assert back.config.position_biased_input and gap(back, model, given) == 0
+
+
 def test_long_texts(cases):
     """Buckets beyond the exact distances, and distances beyond the last bucket."""
     case = cases[LEGACY]

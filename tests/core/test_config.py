@@ -1,6 +1,7 @@
 """XFormerConfig: slots, geometry, refusals, towers, layers that differ, serialisation."""
 
 import copy
+import dataclasses
 import json
 import pickle
 from dataclasses import dataclass
@@ -258,7 +259,7 @@ def test_layers_that_differ_round_trip():
     )
     text = config.to_json_string()
     stored = json.loads(text)["per_layer_config"]["0"]["attention"]
-    assert {"type": "dense", "bias": True, "scale": 0.5}.items() <= stored.items()
+    assert stored.items() >= {"type": "dense", "bias": True, "scale": 0.5}.items()
     read = XFormerConfig.from_dict(json.loads(text))
     assert read.to_json_string() == text and read.is_heterogeneous
     for view in (config, read):
@@ -282,9 +283,8 @@ def test_model_of_differing_layers():
 def test_specs_in_json():
     config = XFormerConfig(**SMALL, position={"type": "rotary", "theta": 500})
     stored = json.loads(config.to_json_string())["position"]
-    named = {"type": "rotary", "theta": 500, "fraction": 1.0, "layout": "half", "values": False}
-    plain = dict.fromkeys(("scaling", "local_theta", "local_scaling"))
-    assert stored == {**named, **plain}
+    assert stored.items() >= {"type": "rotary", "theta": 500, "fraction": 1.0, "layout": "half"}.items()
+    assert stored.keys() == {"type", *(field.name for field in dataclasses.fields(config.position))}
     assert XFormerConfig.from_dict(json.loads(config.to_json_string())).position == config.position
 
 

@@ -123,28 +123,34 @@ GROUPS: dict[str, Groups] = {
 
 
 def heads(
-    name: str, *, generator: str = "ForConditionalGeneration", classifiers: bool = True, extra: tuple[str, ...] = ()
+    name: str,
+    *,
+    generator: str = "ForConditionalGeneration",
+    classifiers: bool = True,
+    extra: tuple[str, ...] = (),
+    prefix: str = "model.",
 ) -> tuple[Head, ...]:
-    """The class pairs of a relative whose classes start with `name`; extra: further groups of every class."""
+    """The class pairs of a relative whose classes start with `name`; extra: further groups of every class; prefix: of
+    the base model under a head."""
     base, lm = ("backbone", *extra), ("projection", "lm")
     of_texts = (
         Head(
             f"{name}ForSequenceClassification",
             "ForSequenceClassification",
-            "model.",
+            prefix,
             (*base, "sequence"),
             two_towers=True,
         ),
-        Head(f"{name}ForQuestionAnswering", "ForQuestionAnswering", "model.", (*base, "spans"), two_towers=True),
+        Head(f"{name}ForQuestionAnswering", "ForQuestionAnswering", prefix, (*base, "spans"), two_towers=True),
     )
     return (
         Head(f"{name}Model", "Model", "", base, two_towers=True),
-        Head(f"{name}{generator}", "ForSeq2SeqLM", "model.", (*base, *lm), two_towers=True),
+        Head(f"{name}{generator}", "ForSeq2SeqLM", prefix, (*base, *lm), two_towers=True),
         *(of_texts if classifiers else ()),
         Head(
             f"{name}ForCausalLM",
             "ForCausalLM",
-            "model.",
+            prefix,
             (*base, "cross", "projection"),
             two_towers=False,
             causal=True,
@@ -154,9 +160,10 @@ def heads(
 
 def to_ours(config: PreTrainedConfig, **components: Any) -> dict[str, Any]:
     """components: those of the variant that BART's has not."""
+    scale = bool(getattr(config, "scale_embedding", False))  # LED has no such field
     common = {
         "layer_norm_eps": 1e-5,
-        "embedding": {"type": "token", "normalize": True, "scale": bool(config.scale_embedding)},
+        "embedding": {"type": "token", "normalize": True, "scale": scale},
         "feedforward": feedforward(config.activation_function),
         **components,
     }
