@@ -68,6 +68,8 @@ class SlidingWindowAttention(BlockSparseAttention):
     inside the cache). Time O(T (w + k)). State: keys and values of w tokens and of the k.
     """
 
+    spec: SlidingWindowSpec
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -121,8 +123,9 @@ class SlidingWindowAttention(BlockSparseAttention):
             seen = seen[:, None].expand(-1, local.shape[1], -1, -1)
             mask = torch.cat((local.expand(query.shape[0], -1, -1, -1), seen), dim=-1)
             keys, values = torch.cat((key, sinks.key), dim=2), torch.cat((value, sinks.value), dim=2)
-            given = (mask, None, self.scaling, dropout, self.spec.score_cap)
-            output, found = literal_softmax_attention(query, keys, values, *given)
+            output, found = literal_softmax_attention(
+                query, keys, values, mask, None, self.scaling, dropout, self.spec.score_cap
+            )
             weights = found.new_zeros(*found.shape[:3], total)
             weights[..., dropped:] = found[..., : key.shape[2]]
             index = sinks.slots[:, None, None].expand(-1, *found.shape[1:3], -1)

@@ -155,9 +155,8 @@ class Attention(Undecayed, Sublayer):
         cache = self_attention_cache(past_key_values)
         if cache is not None:
             key, value = cache.update(key, value, step)
-        if late:
-            turn: Rotation = context.shared.get(f"{self._rotation_name}_of_keys", rotation)
-            key = turn.of_last(key.shape[2])(key)
+        if rotation is not None and late:
+            key = context.shared.get(f"{self._rotation_name}_of_keys", rotation).of_last(key.shape[2])(key)
         return query, key, value
 
     def place(

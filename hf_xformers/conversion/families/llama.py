@@ -7,7 +7,7 @@ the longest of them; ours each by its own length: they agree where rows are of o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -76,7 +76,7 @@ def backbone(config: XFormerConfig) -> tuple[Rule, ...]:
     )
 
 
-GROUPS = {
+GROUPS: dict[str, tuple[Rule, ...] | Callable[[XFormerConfig], tuple[Rule, ...]]] = {
     "backbone": backbone,
     "lm": (copied("lm_head.weight", "lm_head.decoder.weight"),),
     "sequence": (copied("score.weight", "classifier.weight"), zero("classifier.bias")),
