@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
@@ -43,7 +43,7 @@ class ConditionalAttention(DenseAttention):
         step = self.layer_idx if step is None else step
         asking = self.input_norm(hidden_states, **norm_inputs(self.config.normalization, context))
         gates = [(self.query_gate(asking, context), context.query_padding_mask)]
-        source: Any = memory if self.cross else asking
+        source = memory if self.cross else asking
         known = (
             self.cross and isinstance(past_key_values, EncoderDecoderCache) and past_key_values.is_updated.get(step)
         )
@@ -55,7 +55,7 @@ class ConditionalAttention(DenseAttention):
             query, key, value = self.project_cross(asking, source, past_key_values, step)
         else:
             query = self.queries(asking)
-            key, value = self.keys(source), self.heads(self.v_proj(source))
+            key, value = self.keys(cast(Tensor, source)), self.heads(self.v_proj(source))
             rotation = self.rotation(context)
             if rotation is not None:
                 query, key = rotation(query), rotation(key)
