@@ -32,7 +32,7 @@ class DeltaNetAttention(Attention):
     D). A token with a cache takes one step. State: S, the same size at any length. A padded token leaves it untouched.
 
     The weights given out are those that the rule implies for earlier values: they can be negative and do not sum to
-    one. A cached text gives none. `attention_probs_dropout_prob` has no effect, as there are no probabilities.
+    one. A cached text gives none. Rotary positions turn queries and keys before phi. `attention_probs_dropout_prob` has no effect, as there are no probabilities.
     """
 
     def __init__(self, config, spec: DeltaNetSpec, **where):
@@ -52,6 +52,9 @@ class DeltaNetAttention(Attention):
     ) -> SublayerOutput:
         layer = state_layer(past_key_values, self.layer_idx if step is None else step)
         query, key, value = (self.heads(part(hidden_states)) for part in (self.q_proj, self.k_proj, self.v_proj))
+        rotation = context.shared.get("rotation")
+        if rotation is not None:
+            query, key = rotation(query), rotation(key)
         key, value = self.repeated(key), self.repeated(value)
         beta = torch.sigmoid(self.beta_proj(hidden_states)).transpose(1, 2)
         mask, output, weights = context.query_padding_mask, None, None
@@ -93,7 +96,6 @@ class DeltaNetSpec(AttentionSpec):
 
     summary = "fast weights that are corrected by the delta rule: linear time, causal"
     bidirectional = False
-    rotation = False
 
     feature_map: Literal["dpfp", "elu"] = "dpfp"
     nu: int = 3

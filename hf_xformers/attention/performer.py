@@ -41,7 +41,11 @@ class PerformerAttention(LinearAttention):
     Redrawing (section 4.2 of the paper): every `redraw_interval` training passes, counted in the buffer `passes`;
     between passes by [`redraw_features`]. Evaluation, frozen projections (under adapters) and compiled training never
     redraw.
+
+    Rotary positions turn queries and keys before phi: what is estimated is softmax attention with these positions.
     """
+
+    rotates_inputs = True  # the scores that are estimated are those of turned queries and keys
 
     def __init__(self, config, spec: PerformerSpec, **where):
         super().__init__(config, spec, **where)
@@ -126,6 +130,7 @@ class PerformerSpec(LinearSpec):
 
     splits_heads = True
     summary = "softmax attention estimated by positive orthogonal random features: linear time"
+    rotation = True
 
     num_features: int = aliased(256, "features")
     feature_kind: Literal["positive", "hyperbolic"] = "positive"
