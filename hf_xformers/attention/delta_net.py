@@ -32,7 +32,8 @@ class DeltaNetAttention(Attention):
     D). A token with a cache takes one step. State: S, the same size at any length. A padded token leaves it untouched.
 
     The weights given out are those that the rule implies for earlier values: they can be negative and do not sum to
-    one. A cached text gives none. Rotary positions turn queries and keys before phi. `attention_probs_dropout_prob` has no effect, as there are no probabilities.
+    one. A cached text gives none. `attention_probs_dropout_prob` has no effect, as there are no probabilities. Rotary
+    positions turn queries and keys before phi.
     """
 
     def __init__(self, config, spec: DeltaNetSpec, **where):
