@@ -75,6 +75,7 @@ class XFormerTower(XFormerPreTrainedModel):
         layers = config.layer_configs()
         specs = [
             config.stack,
+            config.embedding,
             config.position,
             *(spec for entry in layers for spec in (entry.attention, entry.feedforward)),
         ]
@@ -170,7 +171,8 @@ class XFormerTower(XFormerPreTrainedModel):
         """[B, T, D]: what the layers start from."""
         if token_type_ids is not None and not self.config.type_vocab_size:
             token_type_ids = self.leave_out(token_type_ids)
-        hidden_states = self.embedding(inputs_embeds, token_type_ids, context.positions, self.position)
+        given = {name: context.inputs[name] for name in self.config.embedding.inputs if name in context.inputs}
+        hidden_states = self.embedding(inputs_embeds, token_type_ids, context.positions, self.position, **given)
         return hidden_states.to(self.dtype) if isinstance(self.embedding, Float32Module) else hidden_states
 
     def _leave_padding_out(self, context: LayerContext) -> None:
@@ -183,9 +185,7 @@ class XFormerTower(XFormerPreTrainedModel):
 
     def _share_position(self, context: LayerContext, hidden_states: Tensor) -> None:
         """What the position component prepares once per call for all layers."""
-        rotation = self.position.rotation(context.positions, hidden_states)
-        if rotation is not None:
-            context.shared["rotation"] = rotation
+        self.position.share_rotations(context, hidden_states)
         bias = self.position.score_bias()
         if bias is not None:
             context.shared["score_bias"] = bias

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.visibility import visible_block, visible_pairs
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import band
 from ..ops.common.products import wide_products
@@ -18,7 +20,6 @@ from ..ops.common.shifted_rows import shift_rows
 from ..ops.score_terms.attention import window_attention
 from .shared.base import Attention, AttentionSpec
 from .shared.query_blocks import over_query_blocks, rows_at_once, shared_rows
-from .shared.visibility import visible_block, visible_pairs
 
 TRIM = 64  # spans are rounded up to this many tokens, so that plans for them can be used again
 
@@ -28,9 +29,10 @@ class SpanCacheLayer(DynamicSlidingWindowLayer):
 
     def keep(self, tokens: int) -> None:
         """Forgets all but the last `tokens`, unless a later rollback may want them back."""
-        if not self.record_past and self.keys.shape[-2] > tokens:
-            first = self.keys.shape[-2] - tokens
-            self.keys, self.values = self.keys[:, :, first:], self.values[:, :, first:]
+        keys, values = self.keys, self.values
+        if keys is not None and values is not None and not self.record_past and keys.shape[-2] > tokens:
+            first = keys.shape[-2] - tokens
+            self.keys, self.values = keys[:, :, first:], values[:, :, first:]
 
 
 class _UnitClamp(torch.autograd.Function):
@@ -69,6 +71,8 @@ class AdaptiveSpanAttention(Attention):
     Raises:
         ValueError: relative keys are wanted and the first layer is of another kind.
     """
+
+    spec: AdaptiveSpanSpec
 
     undecayed = ("span",)
 
@@ -147,10 +151,11 @@ class AdaptiveSpanAttention(Attention):
         spans = self.spans(hidden_states)
         reach = self._reach(spans, context)
         cache = self_attention_cache(past_key_values)
-        if cache is not None and isinstance(cache.layers[step], SpanCacheLayer):
+        layer = None if cache is None else cache.layers[step]
+        if isinstance(layer, SpanCacheLayer):
             # The spans of later tokens are not known when every token chooses its own.
             needed = self.max_span if self.spec.dynamic else max(reach)
-            cache.layers[step].keep(needed - 1 + self.gap)
+            layer.keep(needed - 1 + self.gap)
         relative, streams = self._relative_keys(context)
         inputs, weights = (query * self.scaling, key, value, spans, relative, context), None
         if self.wants_weights(context):
@@ -252,7 +257,9 @@ class AdaptiveSpanAttention(Attention):
 
         def visible(queries: slice, keys: slice) -> Tensor:
             keys = slice(dropped + keys.start, dropped + keys.stop)
-            return visible_block(context, False, queries, keys, order=False)  # the order is in the offsets
+            # The order is in the offsets; it is asked only where something else hides keys.
+            found: Any = visible_block(context, False, queries, keys, order=False)
+            return found
 
         masks = (context.padding_mask, context.explicit_mask, context.segment_ids)
         masked = any(mask is not None for mask in masks)
@@ -329,7 +336,7 @@ class AdaptiveSpanAttention(Attention):
             own = _log(self._mask(offset[..., None, :, :], spans[:, None, None]))
             return own if bias is None else own + bias.block(q_at, k_at)
 
-        output = block_sparse_attention(
+        output: Any = block_sparse_attention(
             query,
             key,
             value,
@@ -364,6 +371,7 @@ class AdaptiveSpanSpec(AttentionSpec):
     relative_keys: learned keys by distance. dynamic: each token chooses its spans."""
 
     summary = "each head learns how far back it reads"
+    normalizes_heads = True
     score_bias = True
     explicit_mask = True
     packed = True

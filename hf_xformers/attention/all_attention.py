@@ -9,8 +9,8 @@ from transformers.cache_utils import Cache
 
 from ..core.components import register
 from ..core.context import LayerContext
+from ..core.visibility import boolean_mask
 from .shared.base import Attention, AttentionSpec, literal_softmax_attention
-from .shared.visibility import boolean_mask
 
 
 class AllAttention(Attention):
@@ -20,6 +20,8 @@ class AllAttention(Attention):
     position and are always visible. As in the authors' code a stored key is multiplied by sqrt(d) and a stored value
     by sqrt(N), which scales their gradients. Cost: O(T (S + N) D) time; state: keys and values of the text.
     """
+
+    spec: AllAttentionSpec
 
     def __init__(self, config, spec: AllAttentionSpec, **where):
         super().__init__(config, spec, **where)

@@ -1,25 +1,87 @@
-"""BigBird: its blocks, random draws and global tokens."""
+"""BigBird: a window of blocks, random blocks, and global tokens."""
 
 from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
 from ..core.components import aliased, register
+from ..core.context import LayerContext
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
-from .bigbird_attention import BigBirdAttention
-from .block_sparse import INSIDE, check_at_least
-from .block_sparse_terms import BigBirdWithTerms
+from ..ops.common.real_tokens import first_real
 from .shared.base import AttentionSpec
+from .shared.block_sparse import BlockSparseAttention
+from .shared.global_tokens import given_globals
+from .shared.pattern_spec import check_at_least
+
+
+class BigBirdAttention(BlockSparseAttention):
+    """Zaheer et al. 2020 (arXiv 2007.14062), section 2: softmax over N(i), the union of
+
+    - a window: the token's own block of b tokens and (w - 1) / 2 blocks on each side;
+    - r random blocks, drawn for each layer, head and block of tokens from the blocks outside its window;
+    - global tokens, which see and are seen by all. ITC ("internal"): those of a text's first and last g blocks. ETC
+      ("extended"): those of the model input `global_attention_mask`, which the stack `global_tokens` adds and sets.
+
+    N(i) is a set: a block that is found twice counts once. Draws are a hash of seed, layer, head and block: the same
+    in training, evaluation and after a reload. They are uniform over the blocks of the text, whatever its length,
+    outside of window and global blocks; a text ends with its last real token, so that neither padding nor other texts
+    change N(i). All tokens of a text of at most `dense_length` are global.
+
+    Time and memory O(T b (w + r + 2 g)).
+    """
+
+    spec: BigBirdSpec
+
+    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+        super().prepare(context, past_key_values)
+        self.global_tokens(context)
+
+    def global_tokens(self, context: LayerContext) -> tuple[Tensor | None, int | None]:
+        spec = self.spec
+        if spec.attention_type == "original_full":
+            return None, 0
+        if spec.global_mode == "etc":
+            return given_globals(context, None)
+        key = f"bigbird_globals_{spec.block_size}_{spec.num_global_blocks}_{spec.dense_length}"
+        if key not in context.shared:
+            context.shared[key] = self._end_blocks(context)
+        return context.shared[key]
+
+    def _end_blocks(self, context: LayerContext) -> tuple[Tensor | None, int | None]:
+        """Tokens of the first and the last blocks of each text, and all of short texts."""
+        size, tokens = self.spec.block_size, self.spec.num_global_blocks * self.spec.block_size
+        length, dense = context.query_index.shape[0], self.spec.dense_length
+        place, real = context.query_index[None], context.padding_mask
+        if real is None and length > dense:
+            dense = 0  # there is no short text
+        if tokens == 0 and dense == 0:
+            return None, 0
+        if real is None:
+            last = torch.full_like(place[:, :1], length - 1)
+        else:
+            first = first_real(real)[:, None]
+            last = torch.where(real, place, first).amax(-1, keepdim=True) - first
+            place = place - first
+        chosen = (place < tokens) | (place // size > last // size - self.spec.num_global_blocks)
+        chosen = chosen | (last < dense)
+        chosen = chosen if real is None else chosen & real
+        return chosen, min(max(2 * tokens, dense), length)
 
 
 @register("attention", "bigbird", aliases=("big_bird",))
 class BigBirdSpec(AttentionSpec):
     """block_size: b, tokens. window_blocks: w, odd, the own block included. num_random_blocks: r. num_global_blocks: g
     at each end (ITC). global_mode: itc, or etc with the stack `global_tokens`. random_seed: of the draws.
-    attention_type: original_full is dense attention with the same parameters."""
+    attention_type: original_full is dense attention with the same parameters. dense_length: texts of at most so many
+    tokens are read whole (transformers' BigBird: (5 + 2 r) b)."""
 
     summary = "a window, random blocks and global tokens"
+    normalizes_heads = True
     causal = False
     explicit_mask = True
     score_bias = True
@@ -38,6 +100,7 @@ class BigBirdSpec(AttentionSpec):
     global_mode: Literal["itc", "etc"] = "itc"
     random_seed: int = 0
     attention_type: Literal["block_sparse", "original_full"] = "block_sparse"
+    dense_length: int = 0
 
     def takes_global_tokens(self) -> bool:
         return self.global_mode == "etc"
@@ -45,8 +108,17 @@ class BigBirdSpec(AttentionSpec):
     def check_fields(self) -> None:
         check_at_least("bigbird", 1, block_size=self.block_size, window_blocks=self.window_blocks)
         check_at_least(
-            "bigbird", 0, num_random_blocks=self.num_random_blocks, num_global_blocks=self.num_global_blocks
+            "bigbird",
+            0,
+            num_random_blocks=self.num_random_blocks,
+            num_global_blocks=self.num_global_blocks,
+            dense_length=self.dense_length,
         )
+        if self.dense_length and self.global_mode == "etc":
+            raise ValueError(
+                f"bigbird's `dense_length` ({self.dense_length}) needs global_mode='itc'; with 'etc' the stack chooses"
+                " the global tokens, so leave it 0."
+            )
         if self.window_blocks % 2 == 0:
             raise ValueError(
                 "bigbird's window has as many blocks on both sides, so `window_blocks` is odd, got"
@@ -72,6 +144,4 @@ class BigBirdSpec(AttentionSpec):
         return near | drawn.for_layer(layer_idx)
 
     def build(self, config, **where) -> BigBirdAttention:
-        if config.position.acts & {"score_bias", *INSIDE}:
-            return BigBirdWithTerms(config, self, **where)
         return BigBirdAttention(config, self, **where)

@@ -11,10 +11,10 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.visibility import last_key, rows_can_be_empty, visible_block
 from ..ops.common.products import wide_products
 from .shared.base import Attention, AttentionSpec
-from .shared.query_blocks import last_key, over_query_blocks, rows_at_once, shared_rows, visible_softmax
-from .shared.visibility import rows_can_be_empty, visible_block
+from .shared.query_blocks import over_query_blocks, rows_at_once, shared_rows, visible_softmax
 
 _NAMES = ("q", "k", "v", "o")
 
@@ -40,11 +40,12 @@ class ComplexAttention(Attention):
         self.q_proj = nn.Linear(half, self.num_heads * self.channels, bias=spec.bias)
         self.k_proj = nn.Linear(half, self.num_key_value_heads * self.channels, bias=spec.bias)
         self.v_proj = nn.Linear(half, self.num_key_value_heads * self.channels, bias=spec.bias)
-        self.o_proj = nn.Linear(self.num_heads * self.channels, half, bias=spec.bias)
+        self.o_proj = nn.Linear(self.num_heads * self.channels, half, bias=spec.has_output_bias)
         if spec.weights == "full":
             for name in _NAMES:
                 real: nn.Linear = getattr(self, f"{name}_proj")
-                setattr(self, f"{name}_imaginary", nn.Linear(real.in_features, real.out_features, bias=spec.bias))
+                own = nn.Linear(real.in_features, real.out_features, bias=real.bias is not None)
+                setattr(self, f"{name}_imaginary", own)
 
     def initialize(self, config, init) -> None:
         super().initialize(config, init)
@@ -112,8 +113,8 @@ class ComplexAttention(Attention):
 
         def block(begin: int, end: int, *parts: Tensor) -> Tensor:
             stop = last_key(context, self.cross, key.shape[2], end)
-            near = (x.take(0, stop) for x in whole)
-            return self._block(*parts, *near, context, slice(begin, end))[0]
+            (one, other), (near_key, near_value) = parts, (x.take(0, stop) for x in whole)
+            return self._block(one, other, near_key, near_value, context, slice(begin, end))[0]
 
         return over_query_blocks(block, query.shape[2], rows, (first, 2), (second, 2)), None
 

@@ -9,7 +9,7 @@ from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.gates import Gates, check_stack, gate_usage
 from ..normalization.base import norm_inputs
-from .dense_attention import DenseAttention
+from .dense import DenseAttention
 from .shared.base import AttentionSpec
 
 
@@ -20,6 +20,8 @@ class ConditionalAttention(DenseAttention):
     token. A closed g_s multiplies the vector before the key and value projections, so that the token is still read, as
     their biases; it keeps its place in the cache. Norms are inside: the residual frame is 'bare'.
     """
+
+    spec: ConditionalAttentionSpec
 
     def __init__(self, config, spec: ConditionalAttentionSpec, *, layer_idx: int, cross: bool = False):
         super().__init__(config, spec, layer_idx=layer_idx, cross=cross)
@@ -50,9 +52,9 @@ class ConditionalAttention(DenseAttention):
         if self.cross:
             query, key, value = self.project_cross(asking, source, past_key_values, step)
         else:
-            query = self.heads(self.q_proj(asking))
-            key, value = self.heads(self.k_proj(source)), self.heads(self.v_proj(source))
-            rotation = context.shared.get("rotation")
+            query = self.queries(asking)
+            key, value = self.keys(source), self.heads(self.v_proj(source))
+            rotation = self.rotation(context)
             if rotation is not None:
                 query, key = rotation(query), rotation(key)
             cache = self_attention_cache(past_key_values)
@@ -70,6 +72,7 @@ class ConditionalAttentionSpec(AttentionSpec):
     """gate_source: also gate the tokens that are read (keys and values)."""
 
     summary = "softmax attention with a gate for each asking and each read token"
+    normalizes_heads = True
     cross = True
     score_bias = True
     explicit_mask = True

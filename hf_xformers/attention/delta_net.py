@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,8 @@ class DeltaNetAttention(Attention):
     positions turn queries and keys before phi.
     """
 
+    spec: DeltaNetSpec
+
     def __init__(self, config, spec: DeltaNetSpec, **where):
         super().__init__(config, spec, **where)
         self.beta_proj = nn.Linear(config.hidden_size, self.num_heads, bias=False)
@@ -52,21 +54,23 @@ class DeltaNetAttention(Attention):
         step: int | None = None,
     ) -> SublayerOutput:
         layer = state_layer(past_key_values, self.layer_idx if step is None else step)
-        query, key, value = (self.heads(part(hidden_states)) for part in (self.q_proj, self.k_proj, self.v_proj))
-        rotation = context.shared.get("rotation")
+        query, key = self.queries(hidden_states), self.keys(hidden_states)
+        value = self.heads(self.v_proj(hidden_states))
+        rotation = self.rotation(context)
         if rotation is not None:
             query, key = rotation(query), rotation(key)
         key, value = self.repeated(key), self.repeated(value)
         beta = torch.sigmoid(self.beta_proj(hidden_states)).transpose(1, 2)
-        mask, output, weights = context.query_padding_mask, None, None
+        mask, weights = context.query_padding_mask, None
+        output: Any = None
         state = layer.state.get("memory") if layer is not None else None
         if self.wants_weights(context) and state is None:
             output, weights = self._literal(query, key, value, beta, mask)
         if weights is None or layer is not None:
-            options = {"key_padding_mask": mask, "state": state, "chunk_size": self.spec.chunk_size}
+            options: dict[str, Any] = {"key_padding_mask": mask, "state": state, "chunk_size": self.spec.chunk_size}
             found, state = delta_rule(query, key, value, beta, feature_map=self.phi, return_state=True, **options)
             output = output if weights is not None else found * self.scaling
-        if layer is not None:
+        if layer is not None and state is not None:
             layer.advance(query.shape[2], memory=state)
         output = self.o_proj(output.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1))
         return SublayerOutput(output, weights)
@@ -96,6 +100,7 @@ class DeltaNetSpec(AttentionSpec):
     chunk_size: tokens per triangular system."""
 
     summary = "fast weights that are corrected by the delta rule: linear time, causal"
+    normalizes_heads = True
     bidirectional = False
 
     feature_map: Literal["dpfp", "elu"] = "dpfp"

@@ -1,12 +1,152 @@
-"""Dense attention, the vanilla mechanism: which form of it a config needs."""
+"""Dense attention, the vanilla mechanism, through transformers' attention back-ends."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
 from ..core.components import register
-from .dense_attention import DenseAttention
-from .dense_bias import DenseWithBias
-from .dense_terms import DenseWithTerms
-from .shared.base import AttentionSpec
+from ..core.context import LayerContext
+from ..core.visibility import boolean_mask
+from ..ops.block_sparse.attention import block_sparse_attention
+from ..ops.block_sparse.patterns import full
+from ..ops.score_terms.attention import applies
+from ..position.score_terms import SelfAttentionTerms
+from .shared.base import Attention, AttentionSpec, literal_softmax_attention
+from .shared.term_blocks import attend_with_terms, weights_with_terms
+
+# Numbers (over heads) of a bias that is made as a whole, for all layers and rows of a batch: 32 MiB in float32.
+BIAS_AT_ONCE = 1 << 23
+# The same where the bias is trained on a processor in full precision: torch's kernels would write all scores out for
+# its gradient, so that tiles pay from about 256 tokens on.
+TRAINED_BIAS_AT_ONCE = 1 << 19
+_ALL = full()  # made here, as a graph that is being recorded cannot make a pattern
+
+
+class DenseAttention(Attention):
+    """o_i = sum_j softmax_j(scale * q_i k_j + b_ij) v_j over all j that i may see.
+
+    Vaswani et al. 2017 (arXiv 1706.03762), eq. 1. Cost O(T S D) time; memory O(T) with the fused kernels, O(H T S) on
+    the literal path. State: keys and values of all tokens seen.
+
+    A short text has the bias b of the config's position [H, T, S] made once, for all layers. What no fused kernel
+    knows the derivative of, score terms and the bias of a long text that is a number for each distance, is made for a
+    block of queries at a time, in every layer and again in the backward pass: O(T + S) memory, also in training.
+    """
+
+    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+        super().prepare(context, past_key_values)
+        if self.cross or self.changes_scores:  # what follows is not read
+            return
+        if "dense_mask" not in context.shared:
+            if context.implementation in ("eager", "sdpa") or context.output_attentions:
+                context.shared["dense_mask"] = boolean_mask(context)
+            else:
+                context.shared["dense_mask"] = self._backend_mask(context, past_key_values)
+        bias = self.score_bias(context)
+        if bias is not None and "dense_bias" not in context.streams and not self._bias_in_blocks(context):
+            matrix = bias.block(context.query_index, context.key_index)
+            context.streams["dense_bias"] = matrix if matrix.ndim == 4 else matrix[None]
+
+    def _backend_mask(self, context: LayerContext, past_key_values: Cache | None) -> Any:
+        """The mask in the form that a FlexAttention or FlashAttention back-end expects."""
+        make: Callable[..., Any] = create_causal_mask if context.causal else create_bidirectional_mask
+        arguments = {"position_ids": context.position_ids} if context.causal else {}
+        return make(
+            config=self.config,
+            inputs_embeds=context.inputs_embeds,
+            attention_mask=context.padding_mask if context.explicit_mask is None else context.explicit_mask,
+            past_key_values=past_key_values,
+            **arguments,
+        )
+
+    def _bias_in_blocks(self, context: LayerContext) -> bool:
+        bias = self.score_bias(context)
+        if bias is None or not bias.relative or context.static or torch.compiler.is_compiling():
+            return False
+        if context.implementation != "sdpa" or self.wants_weights(context):
+            return False
+        pairs = context.query_index.shape[0] * context.key_index.shape[0]
+        return self.num_heads * pairs >= self._bias_at_once
+
+    @property
+    def _bias_at_once(self) -> int:
+        tiles = torch.is_grad_enabled() and applies(self.q_proj.weight, self.dropout if self.training else 0.0)
+        return TRAINED_BIAS_AT_ONCE if tiles else BIAS_AT_ONCE
+
+    def _in_blocks(self, context: LayerContext) -> SelfAttentionTerms | None:
+        """What is added to scores and no kernel takes as it is; None: nothing."""
+        if self.cross:
+            return None
+        if self.changes_scores or ("dense_bias" not in context.streams and self._bias_in_blocks(context)):
+            return self.score_terms(context)
+        return None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+        dropout, added = self.dropout if self.training else 0.0, self._in_blocks(context)
+        if added is not None:
+            inputs = (query * added.scale, self.repeated(key), self.repeated(value), added, dropout)
+            return weights_with_terms(*inputs) if self.wants_weights(context) else (attend_with_terms(*inputs), None)
+        if self.cross:
+            padding = context.memory_padding_mask
+            mask, bias = (None if padding is None else padding[:, None, None, :]), None
+        else:
+            mask, bias = context.shared["dense_mask"], context.streams.get("dense_bias")
+        causal = self.is_causal and mask is None and context.fresh
+        if self.wants_weights(context):
+            if causal:
+                mask = (context.key_index[None, :] <= context.query_index[:, None])[None, None]
+            return literal_softmax_attention(query, key, value, mask, bias, self.scaling, dropout, self.spec.score_cap)
+        if self.spec.score_cap is not None:
+            return self._capped(query, key, value, context, dropout), None
+        if context.implementation == "sdpa" and mask is not None and mask.shape[-2] == 1 and query.shape[2] > 1:
+            # A key mask is broadcast by the kernel; expanding it would cost T x S bytes per row of the batch.
+            mask = mask.expand(-1, -1, query.shape[2], -1)
+        backend = ALL_ATTENTION_FUNCTIONS[context.implementation]
+        output, _ = backend(
+            self,
+            query,
+            key,
+            value,
+            mask,
+            dropout=dropout,
+            scaling=self.scaling,
+            is_causal=causal,
+            position_bias=bias,
+        )
+        if bias is not None and context.implementation == "sdpa" and mask is not None:
+            # With a bias the mask becomes large negative numbers, under which a row that sees nothing sees everything.
+            sees = mask.any(dim=-1).transpose(1, 2).unsqueeze(-1)
+            output = output.masked_fill(~sees, 0.0)
+        return output, None
+
+    def _capped(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, dropout: float) -> Tensor:
+        """[B, T, H, d]. No back-end for all devices caps scores: they are made tile by tile, and where the caller or a
+        cache with unwritten slots says who sees whom, all at once."""
+        cap = self.spec.score_cap
+        if not self.cross and (context.explicit_mask is not None or context.static):
+            mask = boolean_mask(context)
+            return literal_softmax_attention(query, key, value, mask, None, self.scaling, dropout, cap)[0]
+        output: Any = block_sparse_attention(
+            query,
+            key,
+            value,
+            _ALL,
+            key_padding_mask=context.memory_padding_mask if self.cross else context.padding_mask,
+            query_offset=0 if self.cross else key.shape[2] - query.shape[2],
+            causal=self.is_causal,
+            scale=self.scaling,
+            dropout=dropout,
+            segment_ids=None if self.cross else context.segment_ids,
+            score_cap=cap,
+        )
+        return output.transpose(1, 2)
 
 
 @register("attention", "dense", aliases=("vanilla", "softmax"))
@@ -26,13 +166,11 @@ class DenseSpec(AttentionSpec):
     apart_key_states = True
     rotates_values = True
     exports_usual_path = True
+    normalizes_heads = True
+    caps_scores = True
 
     def takes_global_tokens(self) -> bool:
         return True  # as all others
 
     def build(self, config, **where) -> DenseAttention:
-        if config.position.acts & {"score_terms", "head_terms"} and not where.get("cross"):
-            return DenseWithTerms(config, self, **where)
-        if "score_bias" in config.position.acts and not where.get("cross"):
-            return DenseWithBias(config, self, **where)
         return DenseAttention(config, self, **where)

@@ -29,6 +29,8 @@ class FeedbackAttention(Attention):
     memory, not a masked one, so that a text begins the same with padding before it and without.
     """
 
+    spec: FeedbackAttentionSpec
+
     def __init__(self, config, spec: FeedbackAttentionSpec, *, layer_idx: int, cross: bool = False):
         super().__init__(config, spec, layer_idx=layer_idx, cross=cross)
         del self.k_proj, self.v_proj  # they stand on the stack

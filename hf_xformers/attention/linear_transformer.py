@@ -26,6 +26,8 @@ class LinearTransformerAttention(LinearAttention):
     sums ([`folded_sums`]), as long as these projections are plain ones.
     """
 
+    spec: LinearTransformerSpec
+
     phi = EluPlusOne()
     relative_phi = RelativeElu()
 
@@ -49,17 +51,17 @@ class LinearTransformerAttention(LinearAttention):
         # In half precision the sums of states would lose what sums in float32 keep.
         precise = states.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(states.device.type)
         plain = is_plain_linear(self.v_proj) and is_plain_linear(self.o_proj)
-        return precise and plain and context.shared.get("rotation") is None
+        return precise and plain and self.rotation(context) is None
 
     def at_once(self, states: Tensor, context: LayerContext) -> Tensor | None:
         if not self._folds(states, context):
             return None
         value, output = self.v_proj, self.o_proj
         sums = folded_sums(
-            *(self.heads(self.k_proj(states)), states, value.weight, value.bias),
+            *(self.keys(states), states, value.weight, value.bias),
             key_padding_mask=context.query_padding_mask,
         )
-        return read_folded_sums(self.heads(self.q_proj(states)), sums, output.weight, output.bias, eps=self.eps)
+        return read_folded_sums(self.queries(states), sums, output.weight, output.bias, eps=self.eps)
 
 
 @register("attention", "linear_transformer", aliases=("linear",))
@@ -69,6 +71,7 @@ class LinearTransformerSpec(LinearSpec):
 
     splits_heads = True
     summary = "weights are products of features elu(x) + 1: linear time, a state of constant size"
+    normalizes_heads = True
     rotation = True
 
     chunk_size: int = 64

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
 from ..ops.common.real_tokens import real_first, real_places
-from .shared.base import Attention, AttentionSpec, literal_softmax_attention
+from .shared.base import Attention, AttentionSpec, cross_cache, given_memory, literal_softmax_attention
 
 STREAM = "linformer_projection"
 
@@ -34,6 +34,8 @@ class LinformerAttention(Attention):
     Raises:
         ValueError: a row has more than `max_length` tokens.
     """
+
+    spec: LinformerSpec
 
     def __init__(self, config, spec: LinformerSpec, *, layer_idx: int, cross: bool = False):
         super().__init__(config, spec, layer_idx=layer_idx, cross=cross)
@@ -80,8 +82,8 @@ class LinformerAttention(Attention):
     def _projections(self, context: LayerContext) -> tuple[Tensor, Tensor, dict[str, Tensor] | None]:
         """E, F and what to hand on."""
         if self.spec.sharing != "layerwise":
-            second = self.key_projection if self.value_projection is None else self.value_projection
-            return self.key_projection, second, None
+            first: Any = self.key_projection  # every layer has its own
+            return first, first if self.value_projection is None else self.value_projection, None
         if self.key_projection is not None:
             # A copy: a parameter that is sharded over devices is whole only inside its own layer.
             own = self.key_projection.clone()
@@ -106,11 +108,11 @@ class LinformerAttention(Attention):
         step: int | None = None,
     ) -> SublayerOutput:
         step = self.layer_idx if step is None else step
-        read = memory if self.cross else hidden_states
+        read: Any = memory if self.cross else hidden_states  # None where a cache has what is made of it
         query = self.heads(self.q_proj(hidden_states))
         first, second, streams = self._projections(context)
         if self.wants_weights(context):
-            output, weights = self._literal(query, read, first, second, context)
+            output, weights = self._literal(query, given_memory(read), first, second, context)
         else:
             key, value = self._short(read, first, second, context, past_key_values, step)
             grouped = self.num_key_value_groups > 1
@@ -125,13 +127,14 @@ class LinformerAttention(Attention):
         return self.dropout if self.training else 0.0
 
     def _short(
-        self, read: Tensor, first: Tensor, second: Tensor, context: LayerContext, past: Cache | None, step: int
+        self, read: Tensor | None, first: Tensor, second: Tensor, context: LayerContext, past: Cache | None, step: int
     ) -> tuple[Tensor, Tensor]:
         """E K and F V, [B, heads, k, d]; those of a memory are computed once per generated text."""
-        cached = self.cross and isinstance(past, EncoderDecoderCache) and not context.static
-        if cached and past.is_updated.get(step):
-            layer = past.cross_attention_cache.layers[step]
+        cache = cross_cache(past) if self.cross and not context.static else None
+        if cache is not None and cache.is_updated.get(step):
+            layer: Any = cache.cross_attention_cache.layers[step]
             return layer.keys, layer.values
+        read = given_memory(read)
         mask, order = self._padding(context)
         if self.cross:
             self._check_length(read.shape[1], mask)
@@ -139,9 +142,9 @@ class LinformerAttention(Attention):
         columns = tokens.shape[1]
         key = self._project(tokens, mask, self.k_proj, first[..., :columns])
         value = self._project(tokens, mask, self.v_proj, second[..., :columns])
-        if cached:
-            key, value = past.cross_attention_cache.update(key, value, step)
-            past.is_updated[step] = True
+        if cache is not None:
+            key, value = cache.cross_attention_cache.update(key, value, step)
+            cache.is_updated[step] = True
         return key, value
 
     def _padding(self, context: LayerContext) -> tuple[Tensor | None, Tensor | None]:
@@ -218,6 +221,9 @@ class LinformerSpec(AttentionSpec):
     def longest(self, config) -> int:
         """Columns n."""
         return config.max_position_embeddings if self.max_length is None else self.max_length
+
+    def places(self, config) -> int:
+        return self.longest(config)
 
     def rows(self, config) -> int:
         """Rows k."""

@@ -1,21 +1,94 @@
-"""Longformer: its windows, gaps and global tokens, and the tokens that tasks make global."""
+"""Longformer: a sliding window, and global tokens with projections of their own."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..core.components import aliased, register
+from ..core.context import LayerContext, SublayerOutput
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
 from ..ops.common.real_tokens import from_first_real, is_first_real
-from .block_sparse import INSIDE, by_head, check_at_least, check_heads, check_layers, largest, of_layer, window_cache
-from .block_sparse_terms import LongformerWithTerms
-from .longformer_attention import LongformerAttention
 from .shared.base import AttentionSpec
+from .shared.block_sparse import BlockSparseAttention, Inputs
+from .shared.global_tokens import given_globals
+from .shared.pattern_spec import by_head, check_at_least, check_heads, check_layers, largest, of_layer, window_cache
+
+
+class LongformerAttention(BlockSparseAttention):
+    """Beltagy, Peters and Cohan 2020 (arXiv 2004.05150), section 3.1, with window W and global tokens G.
+
+    Token i not in G: softmax over {j : |i - j| <= W / 2} and G with the projections Q, K, V. Token i in G: softmax
+    over all tokens with Q_g, K_g, V_g, which start as copies of Q, K, V. G comes as the model input
+    `global_attention_mask` [B, T], 1 = global; padding never is.
+
+    Heads of a layer may have gaps ("dilation", section 3.1): |i - j| = g t, t <= W / 2. A decoder reads
+    {i - g t : 0 <= t <= W / 2} and has no global tokens (the paper's character model).
+
+    Time and memory O(T (W + |G|)), |G| that of the row with most. State: keys and values of the last g W / 2 + 1
+    tokens.
+    """
+
+    spec: LongformerSpec
+
+    def __init__(self, config, spec: LongformerSpec, *, layer_idx: int, cross: bool = False):
+        super().__init__(config, spec, layer_idx=layer_idx, cross=cross)
+        self.separate = not self.is_causal and spec.separate_global_projections
+        if self.separate:
+            for name in "qkv":
+                local = getattr(self, f"{name}_proj")
+                own = nn.Linear(local.in_features, local.out_features, bias=spec.bias)
+                self.add_module(f"{name}_global_proj", own)
+
+    def initialize(self, config, init) -> None:
+        super().initialize(config, init)
+        if self.separate:
+            for name in "qkv":
+                local, own = getattr(self, f"{name}_proj"), getattr(self, f"{name}_global_proj")
+                init.copy_(own.weight, local.weight)
+                if own.bias is not None:
+                    init.copy_(own.bias, local.bias)
+
+    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+        super().prepare(context, past_key_values)
+        self.global_tokens(context)
+
+    def global_tokens(self, context: LayerContext) -> tuple[Tensor | None, int | None]:
+        return given_globals(context, self.spec.max_global_tokens)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        step: int | None = None,
+    ) -> SublayerOutput:
+        step = self.layer_idx if step is None else step
+        query, key, value = self.project_self(hidden_states, context, past_key_values, step)
+        rows = self._global_rows(hidden_states, context)
+        output, weights = self.attend(query, key, value, context, rows)
+        output = self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
+        if self.separate and rows is None and torch.is_grad_enabled():
+            # Without global tokens their projections still take part, with gradient zero: distributed training
+            # waits for the gradient of every parameter.
+            output = output + 0.0 * sum(p.sum() for name in "qkv" for p in self._own(name).parameters())
+        return SublayerOutput(output, weights)
+
+    def _own(self, name: str) -> nn.Linear:
+        return getattr(self, f"{name}_global_proj")
+
+    def _global_rows(self, hidden_states: Tensor, context: LayerContext) -> Inputs | None:
+        if not self.separate or self.global_tokens(context)[0] is None:
+            return None
+        query, key, value = (self._own(name)(hidden_states) for name in "qkv")
+        query, key, value = (self.heads(x) for x in (*self.normalized(query, key), value))
+        return self.place(query, key, value, context)
 
 
 @register("attention", "longformer")
@@ -27,6 +100,7 @@ class LongformerSpec(AttentionSpec):
     room for all tokens, at quadratic cost)."""
 
     summary = "a sliding window and global tokens with their own projections"
+    normalizes_heads = True
     explicit_mask = True
     score_bias = True
     score_terms = True
@@ -36,7 +110,7 @@ class LongformerSpec(AttentionSpec):
     attention_window: int | tuple[int, ...] = aliased(512, "window")
     attention_dilation: int | tuple[int | tuple[int, ...], ...] = aliased(1, "dilation")
     separate_global_projections: bool = True
-    max_global_tokens: int | None = None
+    max_global_tokens: int | None = None  # type: ignore[misc]
 
     def check_fields(self) -> None:
         check_at_least(
@@ -67,7 +141,8 @@ class LongformerSpec(AttentionSpec):
     def task_inputs(self, task: str, config, input_ids: Tensor | None, mask: Tensor) -> dict[str, Any]:
         """Global tokens that a head chooses when the caller does not, as transformers' Longformer does: for whole
         texts the first real token, for questions the tokens before the first separator (`sep_token_id`), for choices
-        those after it (without a separator: none, and the first token). mask [B, T], True = real."""
+        those of the last part: after the second of two neighbouring separators (RoBERTa's pairs), with the one at its
+        end (without a separator: none, and the first token). mask [B, T], True = real."""
         if config.is_decoder:
             return {}
         chosen = is_first_real(mask)
@@ -81,9 +156,9 @@ class LongformerSpec(AttentionSpec):
         has = found.any(-1, keepdim=True)
         if task == "question_answering":
             return {"global_attention_mask": mask & ~seen & has}
-        return {"global_attention_mask": torch.where(has, mask & seen & ~found, chosen)}
+        answer = seen.roll(2, dims=-1)  # from two places after the first separator
+        answer[:, :2] = False
+        return {"global_attention_mask": torch.where(has, mask & answer, chosen)}
 
     def build(self, config, **where) -> LongformerAttention:
-        if config.position.acts & {"score_bias", *INSIDE}:
-            return LongformerWithTerms(config, self, **where)
         return LongformerAttention(config, self, **where)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache
 
 from ..core.cache import RecurrentStateLayer
 from ..core.components import register
@@ -16,7 +18,7 @@ from ..ops.common.products import wide_products
 from ..ops.common.segments import accumulation_dtype
 from ..ops.linear.attention import LinearState, linear_attention
 from ..ops.linear.feature_maps import elu_plus_one
-from .shared.base import Attention, AttentionSpec, literal_softmax_attention
+from .shared.base import Attention, AttentionSpec, cross_cache, given_memory, literal_softmax_attention
 from .shared.linear import state_layer
 
 STREAM = "luna_memory"
@@ -47,6 +49,8 @@ class LunaAttention(Attention):
     sum to one. `attention_probs_dropout_prob` acts on both softmaxes of an encoder.
     """
 
+    spec: LunaSpec
+
     def __init__(self, config, spec: LunaSpec, *, layer_idx: int, cross: bool = False):
         super().__init__(config, spec, layer_idx=layer_idx, cross=cross)
         del self.k_proj, self.v_proj
@@ -58,10 +62,10 @@ class LunaAttention(Attention):
             return nn.Linear(width, inner, bias=spec.bias)
 
         self.pack_q_proj, self.k_proj = projection(), projection()
-        self.v_proj = None if spec.tie_kv else projection()
-        self.pack_k_proj = None if self.is_causal else projection()
+        self.v_proj: nn.Linear | None = None if spec.tie_kv else projection()  # type: ignore[assignment]
+        self.pack_k_proj: Any = None if self.is_causal else projection()
         self.pack_v_proj = None if self.is_causal or spec.tie_kv else projection()
-        first = layer_idx == 0 and not (cross and config.attention.type == "luna")
+        first = layer_idx == 0 and not (cross and config.attention.carries == STREAM)
         self.memory = nn.Parameter(torch.empty(self.slots, width)) if first else None
         self.dynamic = spec.dynamic_projection and not cross
         count = config.stack.num_layers(config)
@@ -92,6 +96,7 @@ class LunaAttention(Attention):
     ) -> SublayerOutput:
         step = self.layer_idx if step is None else step
         handed = self._memory(context)
+        streams: dict[str, Tensor] | None
         if self.is_causal:
             output, weights = self._decode(hidden_states, handed, context, past_key_values, step)
             streams = {STREAM: handed}
@@ -127,20 +132,21 @@ class LunaAttention(Attention):
         past: Cache | None,
         step: int,
     ) -> tuple[Tensor, Tensor | None, dict[str, Tensor] | None]:
-        read = memory if self.cross else hidden_states
+        read = given_memory(memory) if self.cross else hidden_states
         mask = context.memory_padding_mask if self.cross else context.padding_mask
         if self.dynamic:
             handed = handed[:, : read.shape[1]]
         literal = self.wants_weights(context)
-        cached = self.cross and isinstance(past, EncoderDecoderCache) and not context.static
-        if cached and past.is_updated.get(step) and not literal:
-            layer = past.cross_attention_cache.layers[step]
-            packed, packing = layer.keys[:, 0], None
+        cache = cross_cache(past) if self.cross and not context.static else None
+        packing: Tensor | None = None
+        if cache is not None and cache.is_updated.get(step) and not literal:
+            layer: Any = cache.cross_attention_cache.layers[step]
+            packed = layer.keys[:, 0]
         else:
             packed, packing = self._pack(handed, read, mask, literal)
-            if cached and not past.is_updated.get(step):
-                past.cross_attention_cache.update(packed[:, None], packed[:, None, :, :0], step)
-                past.is_updated[step] = True
+            if cache is not None and not cache.is_updated.get(step):
+                cache.cross_attention_cache.update(packed[:, None], packed[:, None, :, :0], step)
+                cache.is_updated[step] = True
         streams = None
         if self.memory_norm is not None:
             streams = {STREAM: self.memory_norm(handed + packed)}
@@ -239,16 +245,17 @@ class LunaAttention(Attention):
     ) -> tuple[Tensor, LinearState, LinearState]:
         """Both sums as causal scans, and the states after them."""
         opened = elu_plus_one(wide_products(key, slots))  # a, [B, H, T, l]
-        options = {"causal": True, "key_padding_mask": mask, "normalize": False, "return_state": True}
+        options: dict[str, Any] = {"causal": True, "key_padding_mask": mask, "normalize": False, "return_state": True}
         options["chunk_size"] = self.spec.chunk_size
-        keys = (state["keys"], _sums(state["keys"])) if state else None
+        before = (state["keys"], _sums(state["keys"])) if state else None
         # Sums grow with the text: they are divided before anything is brought back to half precision.
-        scores, keys = linear_attention(query.to(share.dtype) * share, key, opened, state=keys, **options)
+        scores, keys = linear_attention(query.to(share.dtype) * share, key, opened, state=before, **options)
         chosen = torch.softmax(scores, dim=-1) * share
         # When tied, what the values were written to is what the keys were written to, turned over.
-        values = state.get("values", state["keys"].mT.contiguous()) if state else None
-        values = (values, _sums(values)) if values is not None else None
-        found, values = linear_attention(chosen, opened, value, state=values, **options)
+        if state:
+            kept = state.get("values", state["keys"].mT.contiguous())
+            before = (kept, _sums(kept))
+        found, values = linear_attention(chosen, opened, value, state=before, **options)
         return found, keys, values
 
     def _decode_literal(
@@ -278,6 +285,7 @@ class LunaSpec(AttentionSpec):
     cross = True
     rotation = False
     first_owns = runs_through = True
+    carries = STREAM
 
     projected_length: int = 128
     pack_heads: int | None = None

@@ -29,7 +29,8 @@ class NystromAttention(Attention):
 
     Xiong et al. 2021 (arXiv 2102.03902), eqs. 11-14: the landmarks Q~ and K~ are means of `num_landmarks` segments of
     consecutive real tokens, of equal length up to one token, the pseudo-inverse is `pinv_iterations` steps of an
-    iteration made of products. A text of no more tokens than landmarks gets exact attention. DWConv convolves each
+    iteration made of products. A text of no more tokens than landmarks gets exact attention, and so does every text
+    where the landmarks are as many as `text_length`. DWConv convolves each
     head's values over the sequence with a kernel of its own (the paper's skip connection). Padding enters neither
     landmarks nor convolution.
 
@@ -37,6 +38,8 @@ class NystromAttention(Attention):
     convolution: they can be negative and sum to one only roughly. They have no dropout, as in the released code:
     `attention_probs_dropout_prob` has no effect.
     """
+
+    spec: NystromSpec
 
     def __init__(self, config, spec: NystromSpec, **where):
         super().__init__(config, spec, **where)
@@ -51,6 +54,11 @@ class NystromAttention(Attention):
         if self.conv is not None:
             init.normal_(self.conv.weight, mean=0.0, std=config.initializer_range)
 
+    @property
+    def num_landmarks(self) -> int | None:
+        """Landmarks of a text; None: each token is one."""
+        return None if self.spec.num_landmarks == self.spec.text_length else self.spec.num_landmarks
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         key, value = self.repeated(key), self.repeated(value)
         spec, mask, weights = self.spec, context.padding_mask, None
@@ -60,7 +68,7 @@ class NystromAttention(Attention):
         else:
             output = nystrom_attention(
                 *(query, key, value),
-                num_landmarks=spec.num_landmarks,
+                num_landmarks=query.shape[2] if self.num_landmarks is None else self.num_landmarks,
                 key_padding_mask=mask,
                 query_padding_mask=mask,
                 pinv_iterations=spec.pinv_iterations,
@@ -74,14 +82,15 @@ class NystromAttention(Attention):
 
     def matrix(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
         """The approximated attention matrix [B, H, T, T], its three factors multiplied out."""
-        most, dtype = self.spec.num_landmarks, query.dtype
+        most, dtype = self.num_landmarks, query.dtype
         query, key = widened(query, key)
         real = query.new_ones(query.shape[0], query.shape[2], dtype=torch.bool) if mask is None else mask
         exact = _softmax(wide_products(query, key) * self.scaling, real[:, None, None])
-        if query.shape[2] <= most:
+        if most is None or query.shape[2] <= most:
             return exact.to(dtype)
-        query_means, count = segment_means(query, most, real)
+        query_means, tokens = segment_means(query, most, real)
         key_means, _ = segment_means(key, most, real)
+        count = query.new_ones(query.shape[0], most) if tokens is None else tokens
         used = (count > 0)[:, None, None]  # [B, 1, 1, m]
         first = _softmax(wide_products(query, key_means) * self.scaling, used)
         middle = _softmax(wide_products(query_means, key_means) * self.scaling, used) * used.mT
@@ -104,25 +113,34 @@ def _softmax(scores: Tensor, allowed: Tensor) -> Tensor:
 
 @register("attention", "nystromformer", aliases=("nystrom",))
 class NystromSpec(AttentionSpec):
-    """num_landmarks: segments of the text. conv_kernel_size: tokens under the kernel of the convolution over
-    values, odd (`None`: no convolution). pinv_iterations: steps of the inverse (`None`: exact pseudo-inverse, which is
-    not always the better approximation). pinv_init: its start, by the norms of each matrix, or `global`, by the
-    largest of all (transformers' Nystromformer), which lets the rest of the batch change a result."""
+    """num_landmarks: segments of the text. text_length: tokens of the texts that they are meant for, a multiple of it
+    (`None`: any); where both are one number each token is a landmark, and attention is exact at every length.
+    conv_kernel_size: tokens under the kernel of the convolution over values, odd (`None`: no convolution).
+    pinv_iterations: steps of the inverse (`None`: exact pseudo-inverse, which is not always the better approximation).
+    pinv_init: its start, by the norms of each matrix, or `global`, by the largest of all (transformers'
+    Nystromformer), which lets the rest of the batch change a result."""
 
     summary = "softmax attention through a few landmarks (Nystrom method): linear time"
+    normalizes_heads = True
     causal = False
     why_not_causal = "its landmarks are means over all tokens, later ones too."
 
     num_landmarks: int = aliased(64, "landmarks")
+    text_length: int | None = None
     conv_kernel_size: int | None = 65
     pinv_iterations: int | None = 6
     pinv_init: Literal["per_matrix", "global"] = "per_matrix"
 
     def check_fields(self) -> None:
-        for name in ("num_landmarks", "pinv_iterations", "conv_kernel_size"):
+        for name in ("num_landmarks", "text_length", "pinv_iterations", "conv_kernel_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"nystromformer needs `{name}` >= 1, got {value}.")
+        if self.text_length is not None and self.text_length % self.num_landmarks:
+            raise ValueError(
+                f"nystromformer cuts texts into equal segments, so `text_length` {self.text_length} must be a multiple"
+                f" of `num_landmarks` {self.num_landmarks}."
+            )
         if self.conv_kernel_size is not None and self.conv_kernel_size % 2 == 0:
             raise ValueError(
                 "nystromformer centres its convolution on a token, so `conv_kernel_size` must be odd, got"

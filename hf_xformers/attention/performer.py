@@ -45,6 +45,10 @@ class PerformerAttention(LinearAttention):
     Rotary positions turn queries and keys before phi: what is estimated is softmax attention with these positions.
     """
 
+    spec: PerformerSpec
+    directions: Tensor
+    passes: Tensor
+    draws: Tensor
     rotates_inputs = True  # the scores that are estimated are those of turned queries and keys
 
     def __init__(self, config, spec: PerformerSpec, **where):
@@ -97,8 +101,8 @@ class PerformerAttention(LinearAttention):
         # A pass keeps the rows that it began with, also where it is computed again for its gradients.
         context.shared[self._key()] = self.directions.clone()
 
-    def _key(self) -> tuple:
-        return "performer", self.layer_idx, self.cross
+    def _key(self) -> str:
+        return f"performer_{self.layer_idx}_{'cross' if self.cross else 'self'}"
 
     def _load_from_state_dict(self, *args, **kwargs) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -131,6 +135,7 @@ class PerformerSpec(LinearSpec):
     splits_heads = True
     summary = "softmax attention estimated by positive orthogonal random features: linear time"
     rotation = True
+    normalizes_heads = True
 
     num_features: int = aliased(256, "features")
     feature_kind: Literal["positive", "hyperbolic"] = "positive"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -9,12 +11,12 @@ from transformers.cache_utils import Cache
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
+from ..core.visibility import visible_pairs
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import full
 from ..ops.common.products import wide_products
 from .shared.base import Attention, AttentionSpec
 from .shared.query_blocks import visible_softmax
-from .shared.visibility import visible_pairs
 
 _ALL = full()
 
@@ -39,6 +41,7 @@ class RealFormerAttention(Attention):
 
     def __init__(self, config, spec: RealFormerSpec, **where):
         super().__init__(config, spec, **where)
+        self.spec: RealFormerSpec = spec
         self.chain = "realformer_cross" if self.cross else "realformer"
         self.joined_width = self.head_dim * (config.num_hidden_layers + 1)
 
@@ -124,7 +127,7 @@ class RealFormerAttention(Attention):
             streams[f"{self.chain}_{name}"] = own
         query, key = streams[f"{self.chain}_queries"], streams[f"{self.chain}_keys"]
         bias = None if self.cross else context.shared.get("score_bias")
-        output = block_sparse_attention(
+        output: Any = block_sparse_attention(
             query if depth is None else query / depth,
             key,
             value,
@@ -152,6 +155,7 @@ class RealFormerSpec(AttentionSpec):
     """mean: divide the running sum by the number of layers so far (for deep models)."""
 
     summary = "scores add up from layer to layer"
+    normalizes_heads = True
     splits_heads = True
     cross = True
     score_bias = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,13 +15,13 @@ from ..core.components import aliased, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import seeded_normal, start_projections
 from ..ops.bucketed.attention import Chunks, bucketed_attention, bucketed_reference
+from .shared.base import Attention
 from .shared.bucketed import BucketedSpec, Stage, attend_in_buckets, labels_of_all, recent_attention
-from .shared.position_terms import WithScoreTerms
 
 _EPSILON = 1e-6  # added to the mean square of a key before it is brought to length 1, as in the released code
 
 
-class ReformerAttention(WithScoreTerms):
+class ReformerAttention(Attention):
     """Softmax attention among tokens whose shared query and key fall into the same bucket of some hash.
 
     Kitaev, Kaiser, Levskaya 2020 (arXiv 2001.04451), section 2 and appendix A: with k_j = q_j / |q_j| and random
@@ -47,12 +47,16 @@ class ReformerAttention(WithScoreTerms):
     Rotations are a buffer, drawn from `hash_seed` for each layer and round. State: keys, values, labels.
     """
 
+    spec: ReformerSpec
+    rotations: Tensor
+
     def __init__(self, config, spec: ReformerSpec, *, layer_idx: int, cross: bool = False):
         super().__init__(config, spec, layer_idx=layer_idx, cross=cross)
         del self.k_proj  # queries and keys share q_proj
         self.factors = spec.bucket_factors(config)
         self.by_length = spec.num_buckets is None
-        self.stages, self.stage_powers = [Stage(0, spec.chunk_length * spec.chunks_before)], []
+        self.stages = [Stage(0, spec.chunk_length * spec.chunks_before)]
+        self.stage_powers: list[int] = []
         self.strict = self.is_causal and spec.causal_form == "strict"
         if self.strict and self.by_length:
             self.stages, self.stage_powers = self._stages()
@@ -90,6 +94,7 @@ class ReformerAttention(WithScoreTerms):
         causal model [B, H, stages * rounds, T]. With several factors a bucket is a tuple of hashes."""
         keys = keys.to(torch.promote_types(keys.dtype, torch.float32))
         turned = [keys @ rotations for rotations in self.rotations.to(keys.dtype).unbind(0)]
+        kinds: list[Sequence[int | Tensor]]
         if self.stage_powers:
             kinds = [self._factors(power) for power in self.stage_powers]
         elif not self.by_length:
@@ -105,7 +110,9 @@ class ReformerAttention(WithScoreTerms):
     def _bucket(self, turned: Tensor, factors: Sequence[int | Tensor]) -> Tensor:
         """Turned keys [B, H, T, b/2] -> bucket numbers [B, H, T] among the product of factors, numbers or those of
         each row [B]."""
-        bucket, base, start = 0, 1, 0
+        bucket: Any = 0
+        base: Any = 1
+        start = 0
         for factor, room in zip(factors, self.factors, strict=True):
             columns = turned[..., start : start + room // 2]
             if isinstance(factor, Tensor):
@@ -162,9 +169,10 @@ class ReformerAttention(WithScoreTerms):
         key = self.keys(query)
         # When activations are computed again (reversible layers, checkpointing), the buckets stay those of the first
         # time: a key that was rebuilt with another rounding may fall on the other side of a border.
-        labels = context.shared.get(("reformer", step))
+        known = f"reformer_{step}"
+        labels = context.shared.get(known)
         if labels is None:
-            labels = context.shared[("reformer", step)] = self.hash(key, context.query_padding_mask)
+            labels = context.shared[known] = self.hash(key, context.query_padding_mask)
         cache = self_attention_cache(past_key_values)
         if cache is not None:
             if self.spec.why_not_generate():
@@ -181,7 +189,7 @@ class ReformerAttention(WithScoreTerms):
         spec, literal, added = self.spec, self.wants_weights(context), self.score_terms(context)
         dropout = self.dropout if self.training else 0.0
         released = spec.sets == "chunk"
-        options = {"own_key_last": True, "distinct": spec.deduplicate and not released}
+        options: dict[str, Any] = {"own_key_last": True, "distinct": spec.deduplicate and not released}
         if self.strict:
             options.update(num_labels=self.num_buckets, scale=self.scaling, dropout=dropout, added=added)
             return recent_attention(query, key, value, labels, self.stages, context, literal=literal, **options)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,14 +26,17 @@ from ..ops.common.real_tokens import first_real, real_places
 from ..ops.score_terms.attention import tile_attention
 from ..ops.score_terms.bucket_tiles import cluster_attention
 from ..ops.score_terms.pattern_tiles import pattern_tiles
-from .shared.base import literal_softmax_attention
+from ..position.score_terms import SelfAttentionTerms
+from .shared.base import Attention, literal_softmax_attention
 from .shared.bucketed import FEW_QUERIES, BucketedSpec, Stage, labels_of_all, recent_attention
-from .shared.position_terms import ScoreTerms, WithScoreTerms
 
 _LEAST_COUNT = 1e-6  # of a centroid that lost all its vectors; keeps its place
 _FIRST_STAGE = 64  # tokens; below, clusters of a few tokens would not be worth a stage of their own
 _ROUNDING = 32  # of affinities, in units of the last place of their bound: what the products before them leave
 _AFFINITIES_AT_ONCE = 1 << 21  # products of tokens with centroids: 8 MiB in float32
+
+
+_Places = tuple[Tensor, Tensor | None]
 
 
 @dataclass
@@ -47,12 +51,12 @@ class _Routes:
     centroids: Tensor
     query_labels: Tensor
     key_labels: Tensor | None = None
-    query_places: tuple[Tensor, Tensor | None] | None = None
-    key_places: tuple[Tensor, Tensor | None] | None = None
+    query_places: _Places | None = None
+    key_places: _Places | None = None
     stage_labels: Tensor | None = None
 
 
-class RoutingAttention(WithScoreTerms):
+class RoutingAttention(Attention):
     """Roy, Saffar, Vaswani, Grangier 2021 (arXiv 2003.05997), section 4.1 and algorithm 1.
 
     The first heads are local: blocks of `block_size` tokens, a query reads its own block and the one before (an
@@ -83,6 +87,10 @@ class RoutingAttention(WithScoreTerms):
     labels.
     """
 
+    spec: RoutingSpec
+    centroids: Tensor
+    counts: Tensor
+
     def __init__(self, config, spec: RoutingSpec, *, layer_idx: int, cross: bool = False):
         super().__init__(config, spec, layer_idx=layer_idx, cross=cross)
         self.routed = spec.routed_heads(config, layer_idx)
@@ -91,16 +99,16 @@ class RoutingAttention(WithScoreTerms):
         self.clusters = spec.most_clusters(config)
         self.stages, self.stage_clusters = self._stages(config)
         self.blocks = block_local(spec.block_size, before=1, after=0 if self.is_causal else 1)
-        key_heads = self.local if self.shared else self.num_heads
+        self.key_heads = self.local if self.shared else self.num_heads
         del self.k_proj
-        if key_heads:
-            self.k_proj = nn.Linear(config.hidden_size, key_heads * self.head_dim, bias=spec.bias)
+        if self.key_heads:
+            self.k_proj = nn.Linear(config.hidden_size, self.key_heads * self.head_dim, bias=spec.bias)
         if self.routed:
             self.register_buffer("centroids", self.draw_centroids())
             self.register_buffer("counts", torch.ones(self.routed, self.clusters))
 
     def initialize(self, config, init) -> None:
-        keys = [self.k_proj] if hasattr(self, "k_proj") else []
+        keys = [self.k_proj] if self.key_heads else []
         start_projections(config, init, inputs=(self.q_proj, *keys, self.v_proj), output=self.o_proj)
         if config.initializer == "t5":
             std = config.initializer_factor * (config.hidden_size * self.head_dim) ** -0.5
@@ -176,13 +184,14 @@ class RoutingAttention(WithScoreTerms):
             width = spec.window_size or torch.sym_max(most, -(-length // self.clusters))
             counts, widths = spec.by_row(valid.sum(-1), self.clusters)
             absent = (torch.arange(centroids.shape[1], device=valid.device) >= counts[:, None])[:, None]  # [B, 1, K]
-        labels, places, used = [], [], []
+        labels, places = [], []
+        used: list[Any] = []
         for affinity, tolerance in self._affinities(vectors, centroids):
             near = affinity if absent is None else affinity.masked_fill(absent[:, :, None], -torch.inf)
             labels.append(near.argmax(-1))
             found = nearest_tokens(affinity, width, valid, widths, tolerance)
             places.append(found[0])
-            used.append(found[1] if absent is None else found[1] & ~absent[..., None])
+            used.append(found[1] if absent is None else cast(Tensor, found[1]) & ~absent[..., None])
         return torch.cat(labels, dim=1), (torch.cat(places, dim=1), None if valid is None else torch.cat(used, dim=1))
 
     def _affinities(self, vectors: Tensor, centroids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -239,10 +248,10 @@ class RoutingAttention(WithScoreTerms):
     ) -> SublayerOutput:
         step = self.layer_idx if step is None else step
         query, value = self.heads(self.q_proj(hidden_states)), self.heads(self.v_proj(hidden_states))
-        key = self.heads(self.k_proj(hidden_states)) if hasattr(self, "k_proj") else query[:, :0]
+        key = self.heads(self.k_proj(hidden_states)) if self.key_heads else query[:, :0]
         (local_query, routed_query), (local_value, routed_value) = self._parted(query), self._parted(value)
         local_key, routed_key = (key, None) if self.shared else self._parted(key)
-        rotation = context.shared.get("rotation")
+        rotation = self.rotation(context)
         if rotation is not None:  # positions are for the local heads; routing is by content
             local_query, local_key = rotation(local_query), rotation(local_key)
         routed_query = _normalized_heads(routed_query)
@@ -263,14 +272,14 @@ class RoutingAttention(WithScoreTerms):
         of_routed = None if added is None else added.of_heads(slice(self.local, None))
         if self.local:
             parts.append(self._local(local_query, local_key, local_value, context, of_local))
-        if self.routed:
+        if routes is not None:
             inputs = (routed_query, routed_key, routed_value)
             parts.append(self._routed(*inputs, routes, context, cache, step, of_routed))
         if self.wants_weights(context):  # what is returned is what is used, so that gradients reach it
-            weights = torch.cat([seen for _, seen in parts], dim=1)
+            weights = torch.cat([seen for _, seen in parts if seen is not None], dim=1)
             dropped = F.dropout(weights, self.dropout, self.training)
             output = dropped @ value
-            output = (output if added is None else output + added.values(dropped)).transpose(1, 2)
+            output = (output if added is None else output + added.values_of_all(dropped)).transpose(1, 2)
         else:
             weights, outputs = None, [part.transpose(1, 2) for part, _ in parts]
             output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
@@ -288,16 +297,16 @@ class RoutingAttention(WithScoreTerms):
         """The routes of this call, found and learnt from once: when activations are computed again (reversible layers,
         checkpointing), centroids have moved already, and their decisions must stay as they were."""
         valid = context.query_padding_mask
-        routes = context.shared.get(("routing", step))
+        routes = context.shared.get(f"routing_{step}")
         # What is frozen (under adapters) stays as it is.
         learns = routes is None and self.training and self.q_proj.weight.requires_grad
         commits = self.training and self.spec.commitment_weight != 0
         if routes is None:
-            routes = context.shared[("routing", step)] = self.route(query, key, valid)
+            routes = context.shared[f"routing_{step}"] = self.route(query, key, valid)
         clusters, count = [], self.clusters
         if learns or commits:
             clusters.append(sums_of_clusters(query, routes.query_labels, count, valid))
-            if key is not None:
+            if key is not None and routes.key_labels is not None:
                 clusters.append(sums_of_clusters(key, routes.key_labels, count, valid))
         if learns:
             self.learn(clusters)
@@ -308,7 +317,7 @@ class RoutingAttention(WithScoreTerms):
         return self.dropout if self.training and not self.wants_weights(context) else 0.0
 
     def _local(
-        self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, added: ScoreTerms | None
+        self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, added: SelfAttentionTerms | None
     ) -> tuple[Tensor, Tensor | None]:
         """Own block and neighbours; positions count from a row's first real token."""
         dropout = self._dropout(context)
@@ -323,7 +332,7 @@ class RoutingAttention(WithScoreTerms):
             if added is not None:
                 return added.from_matrix(reference, query, key, value, dropout)
             return reference(self.scaling, dropout=dropout)
-        place = {
+        place: dict[str, Any] = {
             "key_padding_mask": context.padding_mask,
             "causal": self.is_causal,
             "query_offset": key.shape[2] - query.shape[2],
@@ -332,8 +341,8 @@ class RoutingAttention(WithScoreTerms):
             found = pattern_tiles(self.blocks, *query.shape[1:3], key.shape[2], **place, device=query.device)
             rounds = found[0][1]  # one pattern for all heads
             scaled = query * added.scale
-            return tile_attention(scaled, key, value, added.tables, added.terms, rounds, dropout), None
-        output = block_sparse_attention(
+            return tile_attention(scaled, key, value, added.tables, added, rounds, dropout), None
+        output: Any = block_sparse_attention(
             query,
             key,
             value,
@@ -368,10 +377,10 @@ class RoutingAttention(WithScoreTerms):
         context: LayerContext,
         cache: Cache | None,
         step: int,
-        added: ScoreTerms | None,
+        added: SelfAttentionTerms | None,
     ) -> tuple[Tensor, Tensor | None]:
         literal, dropout = self.wants_weights(context), self._dropout(context)
-        if not self.chooses:
+        if routes.stage_labels is not None:
             labels = labels_of_all(routes.stage_labels, key, cache, step, self.nearest)
             return recent_attention(
                 *(query, key, value, labels, self.stages, context),
@@ -383,14 +392,17 @@ class RoutingAttention(WithScoreTerms):
                 dropout=dropout,
                 added=added,
             )
-        (query_index, query_valid), (key_index, key_valid) = routes.query_places, routes.key_places
-        options = {"query_valid": query_valid, "key_valid": key_valid, "causal": self.is_causal}
+        (query_index, query_valid), (key_index, key_valid) = (
+            cast(_Places, routes.query_places),
+            cast(_Places, routes.key_places),
+        )
+        options: dict[str, Any] = {"query_valid": query_valid, "key_valid": key_valid, "causal": self.is_causal}
         chosen = (query_index, key_index)
         if added is not None and literal:
             reference = partial(clustered_reference, query, key, value, *chosen, **options)
             return added.from_matrix(reference, query, key, value, dropout)
         if added is not None:
-            inputs = (query * added.scale, key, value, added.tables, added.terms)
+            inputs = (query * added.scale, key, value, added.tables, added)
             return cluster_attention(*inputs, *chosen, **options, dropout=dropout), None
         options.update(scale=self.scaling, dropout=dropout)
         if literal:

@@ -8,7 +8,7 @@ from typing import Literal
 from ..core.components import register
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
-from .block_sparse import BlockSparseSpec, check_at_least
+from .shared.pattern_spec import BlockSparseSpec, check_at_least
 
 
 @register("attention", "sparse_transformer", aliases=("sparse",))

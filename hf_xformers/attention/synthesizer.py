@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,11 @@ from transformers.cache_utils import Cache
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import start_projections
+from ..core.visibility import boolean_mask, visible_pairs
 from ..ops.common.products import wide_products
 from ..ops.common.real_tokens import real_first, real_places
 from .shared.base import Attention, AttentionSpec
 from .shared.query_blocks import over_query_blocks, rows_at_once, shared_rows, visible_softmax
-from .shared.visibility import boolean_mask, visible_pairs
 
 KINDS = ("dot", "dense", "random", "fixed_random", "factorized_dense", "factorized_random")
 # Kinds that are products of a vector of the query and one of the key, so that fused attention computes them.
@@ -47,6 +47,9 @@ class SynthesizerAttention(Attention):
         ValueError: a row has more than `max_length` tokens.
     """
 
+    spec: SynthesizerSpec
+    fixed_table: Tensor
+
     undecayed = ("mixture",)
 
     def __init__(self, config, spec: SynthesizerSpec, **where):
@@ -56,7 +59,7 @@ class SynthesizerAttention(Attention):
         width, heads, d, length = config.hidden_size, self.num_heads, self.head_dim, self.length
         tables = 1 if spec.share_heads else heads
         if "dot" not in self.members:
-            self.q_proj = self.k_proj = None
+            self.q_proj = self.k_proj = None  # type: ignore[assignment]
         if "dense" in self.members:
             self.hidden_proj = nn.Linear(width, heads * d, bias=spec.bias)
             self.dense_table = nn.Parameter(torch.empty(tables, length, d))
@@ -99,7 +102,7 @@ class SynthesizerAttention(Attention):
             return
         padding = context.padding_mask
         if context.explicit_mask is not None:
-            padding = visible_pairs(context).any(dim=1).any(dim=1)  # real is what anybody may read
+            padding = cast(Tensor, visible_pairs(context)).any(dim=1).any(dim=1)  # real is what anybody may read
         if padding is not None:
             places = real_places(padding)
             context.shared["places"] = (places[:, context.query_index], places)
@@ -157,7 +160,7 @@ class SynthesizerAttention(Attention):
         value = self.heads(self.v_proj(hidden_states))
         if self.q_proj is not None:
             query, key = self.heads(self.q_proj(hidden_states)), self.heads(self.k_proj(hidden_states))
-            rotation = context.shared.get("rotation")
+            rotation = self.rotation(context)
             if rotation is not None:
                 query, key = rotation(query), rotation(key)
         cache = self_attention_cache(past_key_values)
@@ -191,10 +194,10 @@ class SynthesizerAttention(Attention):
         at, places = (x.clamp(max=self.length - 1) for x in context.shared["places"])
         columns = places[:, None, None, :]
         size = (value.shape[0], self.num_heads, hidden_states.shape[1], value.shape[2])
-        scores = 0.0
+        scores: Any = 0.0
         for member, share in self._shares().items():
             if member == "dot":
-                own = wide_products(query, key) * self.scaling
+                own = wide_products(cast(Tensor, query), cast(Tensor, key)) * self.scaling
             elif member in ("random", "fixed_random", "factorized_random"):
                 if member == "factorized_random":
                     table = torch.matmul(self.query_table, self.key_table.transpose(-1, -2))
@@ -223,7 +226,7 @@ class SynthesizerAttention(Attention):
         queries, tables = [], []
         for member, share in self._shares().items():
             if member == "dot":
-                own, table = query * self.scaling, key
+                own, table = cast(Tensor, query) * self.scaling, cast(Tensor, key)
             elif member == "dense":
                 own, table = self._hidden(hidden_states), self._rows(self.dense_table, places)
                 if self.dense_bias is not None:  # the bias of a place is one more number, which every query takes once
@@ -267,17 +270,19 @@ class SynthesizerAttention(Attention):
         (batch, heads), real = value.shape[:2], None
         products = {member for member in self.members if member in PRODUCTS}
         own, other = self._vectors(hidden_states, query, key, context) if products else (None, None)
-        factors = self._factors(hidden_states) if "factorized_dense" in self.members else (None, None)
+        factors: list[Tensor | None] = [None, None]
+        if "factorized_dense" in self.members:
+            factors = [*self._factors(hidden_states)]
         if order is not None:
             value, other = _take(value, order), None if other is None else _take(other, order)
             if fresh:
                 own, *factors = (None if x is None else _take(x, order) for x in (own, *factors))
             if not context.causal:  # in causal order a real token sees no padding, which comes last
-                count = context.padding_mask.sum(-1)
+                count = cast(Tensor, context.padding_mask).sum(-1)
                 real = (torch.arange(keys, device=value.device) < count[:, None])[:, None, None, :]
         shares = self._shares()
-        tables = {"random": "random_table", "fixed_random": "fixed_table"}
-        tables = {member: getattr(self, name) for member, name in tables.items() if member in self.members}
+        names = {"random": "random_table", "fixed_random": "fixed_table"}
+        tables: dict[str, Tensor] = {kind: getattr(self, name) for kind, name in names.items() if kind in self.members}
         dropout = self.dropout if self.training else 0.0
         # Scores that are the same in all rows of the batch act on all rows' values at once.
         together = own is None and factors[0] is None and not dropout and real is None and (fresh or order is None)
@@ -290,10 +295,10 @@ class SynthesizerAttention(Attention):
         def block(begin: int, end: int, q: Tensor | None, u: Tensor | None, w: Tensor | None, *slices: Tensor | None):
             stop = min(end, keys) if context.causal and fresh else keys
             rows = torch.arange(begin, end, device=value.device)[None] if fresh else at[:, begin:end]
-            scores = 0.0
-            if q is not None:
+            scores: Any = 0.0
+            if q is not None and others is not None:
                 scores = wide_products(q, others.take(0, stop))
-            if u is not None:
+            if u is not None and w is not None:
                 outer = (u[..., :, None] * w[..., None, :]).flatten(-2)[..., :stop]
                 scores = scores + shares["factorized_dense"] * outer
             for (member, table), part in zip(tables.items(), slices, strict=True):
@@ -319,7 +324,7 @@ class SynthesizerAttention(Attention):
         if order is not None:
             if fresh:
                 output = output.gather(1, places[:, :, None, None].expand(-1, -1, *output.shape[2:]))
-            output = output.masked_fill(~context.query_padding_mask[:, :, None, None], 0.0)
+            output = output.masked_fill(~cast(Tensor, context.query_padding_mask)[:, :, None, None], 0.0)
         return output
 
 
@@ -349,6 +354,9 @@ class SynthesizerSpec(AttentionSpec):
     @property
     def members(self) -> tuple[str, ...]:
         return tuple(part.strip() for part in self.kind.split("+"))
+
+    def places(self, config) -> int:
+        return self.table_length(config)
 
     def table_length(self, config) -> int:
         return config.max_position_embeddings if self.max_length is None else self.max_length

@@ -31,13 +31,13 @@ class T2RAttention(LearnedFeatures):
         super().__init__(config, spec, **where)
         self.eps = float(spec.eps)
         self.feature_map = HeadMap(self.num_heads, self.head_dim, spec.num_features or self.head_dim)
-        self.normalized = spec.normalization == "denominator"
-        if not self.normalized:
+        self.divides = spec.normalization == "denominator"
+        if not self.divides:
             self.output_norm = nn.Parameter(torch.ones(self.num_heads, self.head_dim))
 
     def initialize(self, config, init) -> None:
         super().initialize(config, init)
-        if not self.normalized:
+        if not self.divides:
             init.ones_(self.output_norm)
 
     def phi(self, x: Tensor, *params: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class T2RAttention(LearnedFeatures):
         return self.feature_map.tensors()
 
     def finished(self, output: Tensor) -> Tensor:
-        if self.normalized:
+        if self.divides:
             return output
         wide = output.to(torch.promote_types(output.dtype, torch.float32))
         normed = wide * (wide.square().mean(-1, keepdim=True) + self.config.layer_norm_eps).rsqrt()

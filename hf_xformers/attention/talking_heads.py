@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,10 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.visibility import last_key, rows_can_be_empty, visible_block
 from ..ops.common.products import wide_products
-from .shared.base import Attention, AttentionSpec
-from .shared.query_blocks import last_key, over_query_blocks, rows_at_once, shared_rows, visible_softmax
-from .shared.visibility import rows_can_be_empty, visible_block
+from .shared.base import Attention, AttentionSpec, given_memory
+from .shared.query_blocks import over_query_blocks, rows_at_once, shared_rows, visible_softmax
 
 DYNAMIC = ("x2l", "m2l", "x2w", "m2w")  # by query (x) or by key (m), to the scores (l) or to the weights (w)
 
@@ -34,6 +34,8 @@ class TalkingHeadsAttention(Attention):
     tokens seen; what a key's token adds to the projections is stored behind them.
     """
 
+    spec: TalkingHeadsSpec
+
     def __init__(self, config, spec: TalkingHeadsSpec, **where):
         super().__init__(config, spec, **where)
         width, heads, d = config.hidden_size, self.num_heads, self.head_dim
@@ -42,7 +44,7 @@ class TalkingHeadsAttention(Attention):
         self.q_proj = nn.Linear(width, self.key_heads * d, bias=spec.bias)
         self.k_proj = nn.Linear(width, self.key_heads * d, bias=spec.bias)
         self.v_proj = nn.Linear(width, self.value_heads * d, bias=spec.bias)
-        self.o_proj = nn.Linear(self.value_heads * d, width, bias=spec.bias)
+        self.o_proj = nn.Linear(self.value_heads * d, width, bias=spec.has_output_bias)
         self.score_mixing = nn.Parameter(torch.empty(self.key_heads, heads)) if spec.mix_scores else None
         self.weight_mixing = nn.Parameter(torch.empty(heads, self.value_heads)) if spec.mix_weights else None
         sizes = {"l": self.key_heads * heads, "w": heads * self.value_heads}
@@ -53,6 +55,7 @@ class TalkingHeadsAttention(Attention):
         for mixing in (self.score_mixing, self.weight_mixing):
             if mixing is not None:
                 (init.eye_ if self.spec.start == "identity" else init.xavier_uniform_)(mixing)
+        projection: Any
         for projection in self.dynamic.values():  # the released code: a hundredth of the variance that keeps the scale
             init.normal_(projection.weight, mean=0.0, std=0.1 * projection.in_features**-0.5)
             init.zeros_(projection.bias)
@@ -68,7 +71,7 @@ class TalkingHeadsAttention(Attention):
     ) -> SublayerOutput:
         step = self.layer_idx if step is None else step
         query = self.heads(self.q_proj(hidden_states))
-        rotation = None if self.cross else context.shared.get("rotation")
+        rotation = None if self.cross else self.rotation(context)
         if rotation is not None:
             query = rotation(query)
         key, value = self._state(hidden_states, memory, rotation, past_key_values, step)
@@ -85,18 +88,18 @@ class TalkingHeadsAttention(Attention):
 
         by_rows = ((query, 2), (added.get("x2l"), 1), (added.get("x2w"), 1))
         if self.wants_weights(context):
-            tensors = (x for x, _ in by_rows)
-            mixed, weights = self._block(*tensors, key, value, added, context, slice(0, query.shape[2]))
+            own = (query, added.get("x2l"), added.get("x2w"))
+            mixed, weights = self._block(*own, key, value, added, context, slice(0, query.shape[2]))
             return SublayerOutput(self.o_proj(mixed.flatten(2)), weights)
 
         heads = max(self.num_heads, self.key_heads, self.value_heads)
         rows = rows_at_once(query.shape[0] * heads * key.shape[2])
         whole = [shared_rows(x, query.shape[2], rows) for x in (key, value)]
 
-        def block(begin: int, end: int, *parts: Tensor | None) -> Tensor:
+        def block(begin: int, end: int, part: Tensor, x2l: Tensor | None, x2w: Tensor | None) -> Tensor:
             stop = last_key(context, self.cross, key.shape[2], end)
-            near = (x.take(0, stop) for x in whole)
-            return self._block(*parts, *near, added, context, slice(begin, end))[0]
+            near_key, near_value = (x.take(0, stop) for x in whole)
+            return self._block(part, x2l, x2w, near_key, near_value, added, context, slice(begin, end))[0]
 
         mixed = over_query_blocks(block, query.shape[2], rows, *by_rows)
         return SublayerOutput(self.o_proj(mixed.flatten(2)))
@@ -153,12 +156,13 @@ class TalkingHeadsAttention(Attention):
             cache = self_attention_cache(past_key_values)
             return (key, value) if cache is None else self._through(cache, key, value, step)
         if not isinstance(past_key_values, EncoderDecoderCache):
-            return self._keys_and_values(memory, None)
+            return self._keys_and_values(given_memory(memory), None)
         cache = past_key_values.cross_attention_cache
         if past_key_values.is_updated.get(step):
-            return self._unfolded(cache.layers[step].keys, cache.layers[step].values)
+            layer: Any = cache.layers[step]
+            return self._unfolded(layer.keys, layer.values)
         past_key_values.is_updated[step] = True
-        return self._through(cache, *self._keys_and_values(memory, None), step)
+        return self._through(cache, *self._keys_and_values(given_memory(memory), None), step)
 
     def _through(self, cache: Cache, key: Tensor, value: Tensor, step: int) -> tuple[Tensor, Tensor]:
         if self.key_heads != self.value_heads:  # some caches want one number of heads: all side by side as one

@@ -17,9 +17,10 @@ from ..ops.common.products import wide_products
 from ..ops.common.shifted_rows import shift_rows
 from ..ops.score_terms.attention import distance_products
 from ..ops.score_terms.terms import QueryBlock
-from .shared.base import Attention, AttentionSpec
+from ..position.score_terms import SelfAttentionTerms
+from .shared.base import KEY_STATES, Attention, AttentionSpec
 from .shared.query_blocks import visible_softmax
-from .shared.term_blocks import VisibleTerms, attend_with_terms, blocks_of
+from .shared.term_blocks import attend_with_terms, blocks_of
 
 # What a stack with segment memory hands to attention: a stream with the memory that this step reads, [B, M, D],
 # entered as the layer's own input is; and in `context.shared` its length M, which of the slots [memory ; segment] are
@@ -29,7 +30,6 @@ MEMORY_LENGTH, MEMORY_REAL, MEMORY_ORDER = "segment_memory_length", "segment_mem
 # What a stack that pools queries hands to attention: a stream with the states [B, S, D] that keys and values are made
 # of, entered as the layer's own input is; and in `context.shared` which of them are real [B, S] (None: all), and the
 # [`Grid`].
-KEY_STATES = "key_states"
 KEY_REAL, KEY_COUNT, GRID = "key_states_real", "key_states_count", "position_grid"
 # Where a stack wants to know how much attention each key got: a dict in `context.shared`, step -> [B, M + T], the sums
 # over heads and queries, in the order of the keys.
@@ -126,7 +126,7 @@ class TransformerXLAttention(Attention):
     # share
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
-        if self.spec.share_biases and self.content_bias is not None:
+        if self.spec.share_biases and self.content_bias is not None and self.position_bias is not None:
             context.streams.update(zip(BIASES, (self.content_bias, self.position_bias), strict=True))
         if TABLE not in context.shared:
             length = context.query_index.shape[0]
@@ -202,8 +202,8 @@ class TransformerXLAttention(Attention):
         if self.is_causal:  # a block's first query meets keys as much later than itself as the block is long; not seen
             relative = F.pad(relative, (0, min(blocks.rows, length) - 1))
         tables = (relative.transpose(-1, -2), (position_bias - content_bias)[:, None].to(query.dtype) * self.scaling)
-        terms = RelativeTerms(self, context, keys, grid, real, step)
-        mixed = attend_with_terms(content, key, value, tables, terms, self.dropout if self.training else 0.0, blocks)
+        terms = RelativeTerms(self, tables, context, keys, grid, real, step)
+        mixed = attend_with_terms(content, key, value, terms, self.dropout if self.training else 0.0, blocks)
         return SublayerOutput(self.o_proj(mixed.flatten(2)))
 
     def _keys_and_values(
@@ -246,25 +246,27 @@ class TransformerXLAttention(Attention):
         if not isinstance(layer, SegmentCacheLayer):
             return project(table[:keys])
         # While generating only the distances that are new are projected.
-        known = 0 if layer.relative is None else layer.relative.shape[-1]
-        if known < keys:
+        relative = layer.relative
+        known = 0 if relative is None else relative.shape[-1]
+        if relative is None or known < keys:
             new = project(table[: keys - known])
-            layer.relative = new if layer.relative is None else torch.cat([new, layer.relative], dim=-1)
-        return layer.relative[..., layer.relative.shape[-1] - keys :]
+            relative = layer.relative = new if relative is None else torch.cat([new, relative], dim=-1)
+        return relative[..., relative.shape[-1] - keys :]
 
     def visible(
         self, rows: slice, keys: slice, grid: Grid, context: LayerContext, real: Tensor | None, order: bool = True
     ) -> Tensor | None:
         """Which of `keys` the queries `rows` may see, [B or 1, 1, t or 1, s] (None: all); `order=False`: not minding
         that they may be later."""
-        mask, reach, order = None, self.spec.reach, order and self.is_causal
+        mask: Tensor | None = None
+        reach, order = self.spec.reach, order and self.is_causal
         if order or reach is not None:
             distance = grid.distances(rows, keys, context.query_index.device) * grid.stride
             if reach is not None:
                 mask = (distance <= reach) if self.is_causal else (distance.abs() <= reach)
             if order:
                 mask = distance >= 0 if mask is None else mask & (distance >= 0)
-            mask = mask[None, None]
+            mask = None if mask is None else mask[None, None]
         if real is not None:
             padding = real[:, None, None, keys]
             mask = padding if mask is None else mask & padding
@@ -275,20 +277,21 @@ class TransformerXLAttention(Attention):
         return mask
 
 
-class RelativeTerms(VisibleTerms):
+class RelativeTerms(SelfAttentionTerms):
     """(q_i + v) W_R R by distance in one call. Tables: W_R R [H, distances, d], the largest first, and v - u [H, 1,
     d]."""
 
     def __init__(
         self,
         layer: TransformerXLAttention,
+        tables: tuple[Tensor, ...],
         context: LayerContext,
         num_keys: int,
         grid: Grid,
         real: Tensor | None,
         step: int,
     ) -> None:
-        super().__init__(context, num_keys)
+        super().__init__(layer.scaling, tables, context, num_keys)
         self.layer, self.grid, self.real, self.step = layer, grid, real, step
         self.needs_weights = KEY_USAGE in context.shared
 
@@ -319,7 +322,7 @@ class RelativeTerms(VisibleTerms):
     def scores(self, block: QueryBlock, tables: tuple[Tensor, ...]) -> Tensor:
         rows, keys = block.rows, block.keys
         length, step = rows.stop - rows.start, self.grid.step
-        first = step * (self.context.query_index.shape[0] - rows.stop)
+        first = step * (self.num_queries - rows.stop)
         near = block.by_distance[0].take(first, first + keys + step * (length - 1)).squeeze(0)
         if step == 1 and not torch.compiler.is_compiling():
             return self._by_distance(block, near)

@@ -20,25 +20,33 @@ from ..normalization.residual import Residual
 PARTNER = "residual_partner"
 
 
+Kind = Literal["attention", "cross_attention", "feedforward"]
+Reads = Literal["stream", "same_stream", "same_input"]
+
+
 @dataclass(frozen=True)
 class SublayerPlan:
-    """One sublayer of a layer: its attribute name, what it does, the factor on its output, and a feed-forward's part
-    of `intermediate_size`."""
+    """One sublayer of a layer: its attribute name, what it does, the factor on its output, a feed-forward's part of
+    `intermediate_size`, and what it reads: the residual `stream`, the `same_stream` as the sublayer before it (the two
+    are added together), or the `same_input`, which that sublayer's frame has made of it."""
 
     name: str
-    kind: Literal["attention", "cross_attention", "feedforward"]
+    kind: Kind
     residual_scale: float = 1.0
     inner_scale: float = 1.0
+    reads: Reads = "stream"
 
 
 class BlockSpec(Spec):
     """Base of block specs. unpads: nothing of it but its attentions looks at other tokens, or at where padding is; if
     not, why_not_unpad says what does. passes_streams: it carries what the attentions of several layers share.
-    reads_sentences: its layers work on a text as sentences of words, which the stack makes."""
+    reads_sentences: its layers work on a text as sentences of words, which the stack makes. in_sequence: every
+    sublayer reads what the one before it has added to."""
 
     unpads: ClassVar[bool] = True
     passes_streams: ClassVar[bool] = True
     reads_sentences: ClassVar[bool] = False
+    in_sequence: ClassVar[bool] = True
     why_not_unpad: ClassVar[str] = ""
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:
@@ -76,7 +84,7 @@ class XFormerLayer(GradientCheckpointingLayer):
                 )
             self.add_module(entry.name, function)
             where = {"scale": entry.residual_scale, "layer_idx": layer_idx, "siblings": frames}
-            frames.append(config.residual.build(config, **where))
+            frames.append(config.residual.build(config, **where, entered=entry.reads == "same_input"))
             self.add_module(f"{entry.name}_residual", frames[-1])
 
     @staticmethod
@@ -120,12 +128,16 @@ class XFormerLayer(GradientCheckpointingLayer):
         context = context.with_streams(streams)
         around = context if context.unpadding is None else context.of_tokens()
         losses: dict[str, Tensor] = {}
+        read = entered = hidden_states
         for entry in self.sublayers(memory):
             if before_sublayer is not None:
                 before_sublayer()
-            read = hidden_states if partner is None else partner
-            result = self.run_sublayer(entry, read, context, memory, past_key_values, step)
             frame = self.frame(entry)
+            if entry.reads == "stream":
+                read = hidden_states if partner is None else partner
+            if entry.reads != "same_input":
+                entered = frame.enter(read, **frame.inputs(around))
+            result = self.run_entered(entry, entered, context, memory, past_key_values, step)
             written = frame.leave(hidden_states, result.output, result.gate, **frame.inputs(around))
             hidden_states, partner = (written, None) if partner is None else (partner, written)
             add_losses(losses, result.aux_losses)
@@ -155,11 +167,24 @@ class XFormerLayer(GradientCheckpointingLayer):
         past_key_values: Cache | None,
         step: int,
     ) -> SublayerOutput:
-        """f(enter(x)) of one sublayer, before its residual sum."""
-        function, frame = self.function(entry), self.frame(entry)
-        unpadding = context.unpadding
-        around = context if unpadding is None else context.of_tokens()
+        """f(enter(x)) of one sublayer by itself, before its residual sum."""
+        frame = self.frame(entry)
+        around = context if context.unpadding is None else context.of_tokens()
         entered = frame.enter(hidden_states, **frame.inputs(around))
+        return self.run_entered(entry, entered, context, memory, past_key_values, step)
+
+    def run_entered(
+        self,
+        entry: SublayerPlan,
+        entered: Tensor,
+        context: LayerContext,
+        memory: Tensor | None,
+        past_key_values: Cache | None,
+        step: int,
+    ) -> SublayerOutput:
+        """f of one sublayer for the input [B, T, D] that its frame, or another's, has made."""
+        function, unpadding = self.function(entry), context.unpadding
+        around = context if unpadding is None else context.of_tokens()
         alone = unpadding if unpadding is None or not function.takes_unpadded else None
         if alone is not None:
             entered, context = context.padded(entered), context.of_padded()

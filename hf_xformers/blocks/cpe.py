@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
-from ..normalization.residual import Residual
+from ..normalization.residual import PlainSum
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 from .window_state import WindowCacheLayer, WindowSublayer, check_window_block
 
@@ -69,13 +69,6 @@ class PositionGenerator(WindowSublayer):
         grid = states[:, extra:].transpose(1, 2).unflatten(-1, (rows, columns))
         output = F.conv2d(self._border(grid, 2), self.weight, self.bias, groups=states.shape[-1])
         return F.pad(output.flatten(2).transpose(1, 2), (0, 0, extra, 0))
-
-
-class PlainSum(Residual):
-    """y = x + dropout(f(x)): no norm, wherever the config's residual normalises."""
-
-    def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None, **inputs: Any) -> Tensor:
-        return hidden_states + self.branch(output, gate)
 
 
 class CPELayer(XFormerLayer):

@@ -144,9 +144,7 @@ class Levels:
                 position_ids=None,
                 inputs={},
             )
-            rotation = position.rotation(derived.positions, like)
-            if rotation is not None:
-                derived.shared["rotation"] = rotation
+            position.share_rotations(derived, like)
             return derived
 
         return cls(nesting, *(level(mask) for mask in masks))

@@ -141,6 +141,11 @@ def _row(start: str, text: str) -> None:
             print(((start if number == 0 else " " * len(start)) + line).rstrip())
 
 
+def share_text(share: float) -> str:
+    """A share of 1 in percent with one decimal."""
+    return f"{share:.1%}"
+
+
 def cell_text(value: Any) -> str:
     """A value as people read it."""
     if isinstance(value, bool):

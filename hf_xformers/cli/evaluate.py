@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .arguments import Parser, named_option, parse_command, parse_objective
-from .console import is_main_process, print_facts
+from .console import is_main_process, print_facts, share_text
 from .pretrain import quiet_libraries
 
 _DESCRIPTION = """Evaluate a saved language model: masked, causal or span corruption.
@@ -58,9 +58,29 @@ def run(argv: Sequence[str]) -> int:
         if is_main_process():
             print(json.dumps(figures, indent=2))
     else:
-        data = " ".join(figures.pop("data"))
-        print_facts("evaluated", {**figures, "objective": figures["objective"]["type"], "data": data})
+        report(figures)
     return 0
+
+
+def report(figures: Mapping[str, Any]) -> None:
+    """The figures in words, with what token frequencies alone reach below each that has such a floor."""
+    beside = {
+        "loss": ("... of token frequencies alone", figures["floor_loss"]),
+        "accuracy": ("... of always the most frequent token", share_text(figures["floor_accuracy"])),
+    }
+    texts = {
+        "objective": figures["objective"]["type"],
+        "data": " ".join(figures["data"]),
+        "accuracy": share_text(figures["accuracy"]),
+    }
+    facts: dict[str, Any] = {}
+    for name, value in figures.items():
+        if name not in ("floor_loss", "floor_accuracy"):
+            words = f"{name.removeprefix('aux_')} (held out)" if name.startswith("aux_") else name.replace("_", " ")
+            facts[words] = texts.get(name, value)
+        if name in beside:
+            facts[beside[name][0]] = beside[name][1]
+    print_facts("evaluated", facts)
 
 
 def make_parser(first_look: Mapping[str, Any]) -> Parser:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .arguments import Parser, parse_command
-from .console import is_main_process, print_facts, say
+from .console import is_main_process, print_facts, say, share_text
 
 _DESCRIPTION = """Predict with a model or adapter that `hf-xformers finetune` trained: of every row of a file the
 label, tags, answer or text, with probabilities where the task has them, as JSONL or CSV in the order of the file.
@@ -75,8 +75,12 @@ def run_evaluation(argv: Sequence[str]) -> int:
 
 def beside_floor(metrics: Mapping[str, float], floor: Mapping[str, float], rule: str | None) -> dict[str, str]:
     """Metrics as text, each with the trivial one, and what that is."""
+
+    def text(name: str, value: float) -> str:
+        return share_text(value) if name == "accuracy" else f"{value:.4g}"
+
     shown = {
-        name: f"{value:.4g}" + (f" (floor {floor[name]:.4g})" if name in floor else "")
+        name: text(name, value) + (f" (floor {text(name, floor[name])})" if name in floor else "")
         for name, value in metrics.items()
     }
     return {**shown, "floor": rule} if rule else shown

@@ -15,7 +15,7 @@ from .arguments import (
     parse_fields,
     parse_objective,
 )
-from .console import print_facts, say
+from .console import print_facts, say, share_text
 
 if TYPE_CHECKING:
     from ..configuration_xformer import XFormerConfig
@@ -135,6 +135,7 @@ def quiet_libraries(args: Any) -> None:
 
 
 def report(summary: Mapping[str, Any], folder: str, title: str = "pretrained") -> None:
+    shares = {name: share_text(summary[name]) for name in ("eval_accuracy", "eval_floor_accuracy") if name in summary}
     facts = {
         "variant": summary["variant"],
         "objective": summary["objective"]["type"],
@@ -145,8 +146,8 @@ def report(summary: Mapping[str, Any], folder: str, title: str = "pretrained") -
         "held-out loss": summary.get("eval_loss"),
         "... of token frequencies alone": summary.get("eval_floor_loss"),
         "held-out perplexity": summary.get("eval_perplexity"),
-        "held-out accuracy": summary.get("eval_accuracy"),
-        "... of always the most frequent token": summary.get("eval_floor_accuracy"),
+        "held-out accuracy": shares.get("eval_accuracy"),
+        "... of always the most frequent token": shares.get("eval_floor_accuracy"),
         **{
             name.removeprefix("eval_aux_") + " (held out)": value
             for name, value in summary.items()

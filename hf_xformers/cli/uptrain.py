@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..core.components import SLOTS, build_spec
 from .arguments import Parser, parse_command, parse_objective
 from .console import in_options, say
 from .pretrain import OUTPUT_HELP, amount, quiet_libraries, report
@@ -20,6 +21,7 @@ FILE.yaml has the options by name. Works unchanged under a launcher:
 
 # What `pretrain` calls the model to start from.
 _OPTIONS = {"--init_from": "--model"}
+_FREE_MIX = "xformer"
 
 
 def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
@@ -37,8 +39,9 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     def tell(prepared: Any) -> None:
         plan = prepared.plan
         teacher = "" if distillation.teacher is None else f", teacher {distillation.teacher}"
+        kind = kind_of(choice.model, prepared.config.model_type)
         say(
-            f"{choice.model} ({prepared.config.model_type}), objective {plan['objective']['type']}{teacher}: "
+            f"{choice.model} ({kind}), objective {plan['objective']['type']}{teacher}: "
             f"{amount(plan['train_rows'])} rows of {plan['block_size']} tokens to train on, "
             f"{amount(plan['validation_rows'])} held out"
         )
@@ -47,8 +50,23 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
 
     with in_options(_OPTIONS):
         summary = uptrain(preparation, distillation, args, callbacks=callbacks, on_prepared=tell)
-    report(summary, str(args.output_dir), "uptrained")
+    kind = kind_of(choice.model, summary["variant"])
+    report({**summary, "variant": kind}, str(args.output_dir), "uptrained")
     return 0
+
+
+def kind_of(model: str, variant: str) -> str:
+    """What a model is, in words: its variant, or, of a free mix that was made by swapping components, the variant it
+    was made of and what it has instead."""
+    from ..conversion.provenance import read_provenance
+
+    swapped = read_provenance(model) if variant == _FREE_MIX else None
+    if swapped is None:
+        return "xformer, the free mix" if variant == _FREE_MIX else variant
+    steps = swapped.steps()
+    put_in = {slot: after for step in steps for slot, (_, after) in step.changes.items() if slot in SLOTS}
+    kinds = [f"{slot.replace('_', '-')} {build_spec(slot, after).type}" for slot, after in put_in.items()]
+    return f"a free mix: {steps[0].variants[0]}" + (f" with {', '.join(kinds)}" if kinds else "")
 
 
 def make_parser(first_look: Mapping[str, Any]) -> Parser:

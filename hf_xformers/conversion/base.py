@@ -49,6 +49,7 @@ _GEOMETRY = (
 _DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout_prob", "classifier_dropout")
 
 Rules = tuple[Rule, ...]
+Groups = Rules | Callable[[XFormerConfig], Rules]  # a part's rules, or what makes them for our config
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class Head:
     theirs: class name. ours: head name. prefix: of the base model's tensors in their class. groups: the rule groups
     that make up the model. pooling: what `classifier_pooling` has to come to for the two to agree. two_towers: whether
     this pair is an encoder-decoder, where a family has both kinds. causal: what their `is_decoder` has to be, where
-    that is not free. settings: fields of our config that this class of theirs comes to, and needs on the way back.
+    that is not free. settings: fields of our config that this class of theirs comes to, and needs on the way back;
+    values, or functions of our config to them.
     """
 
     theirs: str
@@ -69,6 +71,10 @@ class Head:
     two_towers: bool | None = None
     causal: bool | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def settings_for(self, config: XFormerConfig) -> dict[str, Any]:
+        """`settings` as they are for a model of ours."""
+        return {name: value(config) if callable(value) else value for name, value in self.settings.items()}
 
     @property
     def our_prefix(self) -> str:
@@ -91,7 +97,8 @@ class Converter:
 
     Several families may share one variant. native: this one is what a model of the variant goes back to unless another
     is asked for. components: by slot, the component types that the family's config can say; needed where the variant
-    is the free mix, which may have any. per_layer: layers may differ; `to_ours` gives a `per_layer_config` then, and
+    is the free mix, which may have any. remarks: what the report says of a model with their config, beside what gets
+    lost. per_layer: layers may differ; `to_ours` gives a `per_layer_config` then, and
     `to_theirs` reads the views of the layers.
     """
 
@@ -100,7 +107,7 @@ class Converter:
     fields: Mapping[str, str | tuple[str, ...]]
     to_ours: Callable[[PreTrainedConfig], dict[str, Any]]
     to_theirs: Callable[[XFormerConfig], dict[str, Any]]
-    groups: Mapping[str, Rules | Callable[[XFormerConfig], Rules]]
+    groups: Mapping[str, Groups]
     heads: tuple[Head, ...]
     required: tuple[str, ...] = ("backbone",)
     training_only: tuple[str, ...] = ()
@@ -113,6 +120,7 @@ class Converter:
     native: bool = True
     components: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     per_layer: bool = False
+    remarks: Callable[[PreTrainedConfig], tuple[str, ...]] | None = None
 
     # ------------------------------------------------------------------------------------------------ configs
 
@@ -141,6 +149,8 @@ class Converter:
                 )
             if notes is not None:
                 notes.append(f"{name}={value!r} becomes {carried!r} (it acts in training only)")
+        if notes is not None and self.remarks is not None:
+            notes.extend(self.remarks(config))
         return ours
 
     def config_to_theirs(self, config: XFormerConfig, notes: list[str] | None = None) -> PreTrainedConfig:
@@ -178,7 +188,7 @@ class Converter:
                             f" {self.model_type!r} model of this size has {_shown(kept)} there."
                         )
             pooler, kept = mine.pooler_activation, carried.pooler_activation
-            if mine.add_pooler and pooler != kept:
+            if mine.add_pooler and pooler != kept and "pooler_activation" not in self.unread_ours:
                 raise ValueError(
                     f"pooler_activation={pooler!r} has no counterpart: the pooler of this {self.model_type!r} model"
                     f" has {kept!r}."
@@ -353,12 +363,16 @@ _PLAIN: dict[str, dict[str, Any]] = {
     "relu": {"type": "relu"},
     "gelu": {"type": "gelu", "approximate": "none"},
     "gelu_new": {"type": "gelu", "approximate": "tanh"},
+    "quick_gelu": {"type": "gelu", "approximate": "sigmoid"},
+    "relu2": {"type": "squared_relu"},
     "silu": {"type": "swish"},
 }
 _GATED: dict[str, dict[str, Any]] = {
     "relu": {"type": "reglu"},
     "gelu": {"type": "geglu", "approximate": "none"},
     "gelu_new": {"type": "geglu", "approximate": "tanh"},
+    "quick_gelu": {"type": "geglu", "approximate": "sigmoid"},
+    "relu2": {"type": "squared_reglu"},
     "silu": {"type": "swiglu"},
     "sigmoid": {"type": "glu"},
     "linear": {"type": "bilinear"},

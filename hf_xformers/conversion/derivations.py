@@ -205,7 +205,9 @@ def position_table(old: Part, new: Part) -> dict[str, Derived]:
     if old.spec.type == "sinusoidal_absolute":
         from ..position.sinusoidal_absolute import sinusoids
 
-        table = sinusoids(torch.arange(-offset, count), wanted.shape[1], old.spec.base, old.spec.layout)
+        start = old.spec.offset - offset
+        places = torch.arange(start, start + offset + count)
+        table = sinusoids(places, wanted.shape[1], old.spec.base, old.spec.layout)
         return {name: Derived(table.to(wanted.dtype), (), "the sinusoids as a table")}
     if old.spec.type != "learned_absolute" or old.tensors[name].shape[1] != wanted.shape[1]:
         return {}

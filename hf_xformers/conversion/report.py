@@ -6,6 +6,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
+def tensors(count: int) -> str:
+    """A number of tensors in words."""
+    return "1 tensor" if count == 1 else f"{count} tensors"
+
+
 @dataclass
 class Report:
     """The account of one conversion, by tensor name.
@@ -36,7 +41,7 @@ class Report:
     def summary(self) -> str:
         """A few lines for people: counts, then what is new, dropped or noted, by name."""
         lines = [
-            f"{self.source} -> {self.target}: {len(self.mapped)} tensors mapped, {len(self.derived)} derived, "
+            f"{self.source} -> {self.target}: {tensors(len(self.mapped))} mapped, {len(self.derived)} derived, "
             f"{len(self.new)} new, {len(self.dropped)} dropped"
         ]
         for title, names in (("new", self.new), ("dropped", self.dropped)):

@@ -91,6 +91,22 @@ def fused(theirs: str, query: str, key: str, value: str) -> Rule:
     return Rule((theirs,), (query, key, value), FUSED)
 
 
+def fused_by_head(theirs: str, query: str, key: str, value: str, *, groups: int, queries: int = 1) -> Rule:
+    """One `nn.Linear` whose rows stand in `groups`, for each of them `queries` heads of queries, one of keys and one
+    of values, and three `nn.Linear`."""
+
+    def split(tensors: Tensors) -> Tensors:
+        parts = tensors[0].unflatten(0, (groups, queries + 2, -1)).split([queries, 1, 1], dim=1)
+        return [part.flatten(0, 2).contiguous() for part in parts]
+
+    def join(tensors: Tensors) -> Tensors:
+        counts = (queries, 1, 1)
+        parts = [part.unflatten(0, (groups, count, -1)) for part, count in zip(tensors, counts, strict=True)]
+        return [torch.cat(parts, dim=1).flatten(0, 2)]
+
+    return Rule((theirs,), (query, key, value), Operation("fused query, key and value of each head", split, join))
+
+
 def shared(theirs: tuple[str, ...], ours: tuple[str, ...]) -> Rule:
     """One tensor under several names; refused where they differ."""
     return Rule(theirs, ours, SHARED)
@@ -104,6 +120,23 @@ def first(theirs: tuple[str, ...], ours: str) -> Rule:
 def zero(ours: str) -> Rule:
     """A tensor that only we have: zero when it is made, and refused on the way back if it is not."""
     return Rule((), (ours,), ZERO)
+
+
+def computed(theirs: str, table: Callable[[], Tensor], what: str) -> Rule:
+    """A table of theirs that we compute: refused where it holds something else, made anew on the way back."""
+
+    def holds(found: Tensor, wanted: Tensor) -> bool:
+        error = (found - wanted).abs()
+        return bool(error.max() < 1e-2) and float((error > 1e-4).float().mean()) < 1e-3  # few round the other way
+
+    def check(tensors: Tensors) -> Tensors:
+        found, wanted = tensors[0].float(), table().to(tensors[0].device)
+        saved_as = (torch.float32, torch.float16, torch.bfloat16)  # it may have been in half precision once
+        if not any(holds(found, wanted.to(dtype).float()) for dtype in saved_as):
+            raise ValueError(f"it is not the table of {what}, and the other side computes those")
+        return []
+
+    return Rule((theirs,), (), Operation(f"{what}, computed", check, lambda _: [table()]))
 
 
 def only_theirs(*theirs: str) -> Rule:

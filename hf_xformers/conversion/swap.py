@@ -256,7 +256,8 @@ def _moved_norms(old: XFormerTower, new: XFormerTower) -> tuple[dict[str, Derive
     alike = [entry.name for layer in old.layers for entry in _plan(layer)] == [
         entry.name for layer in new.layers for entry in _plan(layer)
     ]
-    if kinds not in (("post_ln", "pre_ln"), ("pre_ln", "post_ln")) or not alike:
+    in_sequence = old.config.block.in_sequence and new.config.block.in_sequence
+    if kinds not in (("post_ln", "pre_ln"), ("pre_ln", "post_ln")) or not alike or not in_sequence:
         return {}, set()
     sites = [f"layers.{i}.{entry.name}_residual.norm" for i, layer in enumerate(old.layers) for entry in _plan(layer)]
     before, after = old.state_dict(), new.state_dict()

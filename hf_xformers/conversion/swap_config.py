@@ -133,17 +133,11 @@ def _check_name(name: str, config: XFormerConfig) -> None:
 
 def shared_settings(before: Spec, spec_class: type[Spec]) -> dict[str, Any]:
     """What a component of `spec_class` takes over from the one in whose place it is put: the fields of their nearest
-    common class, and biases and activation of any feed-forward network."""
+    common class, and what means the same in all components of the slot."""
     shared = next(base for base in type(before).__mro__ if issubclass(spec_class, base))
     kept = {field.name: getattr(before, field.name) for field in dataclasses.fields(shared)}
     own = {field.name for field in dataclasses.fields(spec_class)}
-    for name, settled in (
-        ("bias", "bias"),
-        ("activation", "activation_name"),
-    ):  # the same in all feed-forward networks
-        if before.slot == "feedforward" and name in own and hasattr(before, settled):
-            kept[name] = getattr(before, settled)
-    return kept
+    return kept | {name: value for name, value in before.common_settings().items() if name in own}
 
 
 def _types(config: XFormerConfig) -> list[list[str]]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .movement import Movement
-from .report import Report
+from .report import Report, tensors
 
 
 @dataclass
@@ -40,16 +40,16 @@ class SwapReport:
     def summary(self) -> str:
         """A few lines for people: counts, what was derived and how, names of what is new or dropped, the movement."""
         lines = [
-            f"{self.source} -> {self.target}: {len(self.kept)} tensors kept, {len(self.derived)} derived,"
+            f"{self.source} -> {self.target}: {tensors(len(self.kept))} kept, {len(self.derived)} derived,"
             f" {len(self.new)} new, {len(self.dropped)} dropped"
         ]
         for name, (before, after) in self.changes.items():
             lines.append(f"  {name}: {_short(before)} -> {_short(after)}")
         ways = Counter((_last(name), how) for _, name, how in self.derived)
-        lines.extend(f"  derived: {name} ({how}), {count} tensors" for (name, how), count in ways.items())
+        lines.extend(f"  derived: {name} ({how}), {tensors(count)}" for (name, how), count in ways.items())
         for title, names in (("new", self.new), ("dropped", self.dropped)):
             kinds = Counter(map(_last, names))
-            lines.extend(f"  {title}: {name}, {count} tensors" for name, count in kinds.items())
+            lines.extend(f"  {title}: {name}, {tensors(count)}" for name, count in kinds.items())
         if self.movement is not None:
             lines.append(f"  outputs: {self.movement}")
         if self.conversion is not None:

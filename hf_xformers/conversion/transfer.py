@@ -95,7 +95,7 @@ def to_ours(source: Source, converter: Converter, head: str | None = None) -> tu
     if wanted is None:
         _check_towers(converter, model, name)
     if wanted is not None:
-        for key, value in wanted.settings.items():
+        for key, value in wanted.settings_for(config).items():
             setattr(config, key, value)
     if wanted is pair and pair.causal is not None and bool(config.is_decoder) != pair.causal:
         raise ValueError(
@@ -106,7 +106,7 @@ def to_ours(source: Source, converter: Converter, head: str | None = None) -> tu
     left = _Side(type(model), pair, pair.groups, pair.prefix, pair.ours)
     groups = converter.required if wanted is None else wanted.groups
     right = _Side(family(converter.variant)[name], wanted, groups, "" if name == "Model" else "model.", name)
-    if name == "Model" and "pooler" in groups and not _has_pooler(source, left):
+    if name == "Model" and "pooler" in groups and not _has_pooler(source, converter, left, config, True):
         config.add_pooler = False
         right.groups = tuple(group for group in groups if group != "pooler")
     return _transfer(source, converter, left, right, config, config, notes, True)
@@ -132,13 +132,17 @@ def to_theirs(source: Source, converter: Converter, head: str | None = None) -> 
     wanted = wanted or converter.base_head(config)
     notes: list[str] = []
     theirs = converter.config_to_theirs(config, notes)
-    if not converter.ties_by_weights:
+    if not converter.ties_by_weights and hasattr(theirs, "tie_word_embeddings"):  # models of images have no tables
         theirs.tie_word_embeddings = _tied(model)
     groups = converter.required if pair is None else pair.groups
     left = _Side(type(model), pair, groups, "" if own == "Model" else "model.", own)
     right = _Side(getattr(transformers, wanted.theirs), wanted, wanted.groups, wanted.prefix, wanted.ours)
     _check_pooling(converter, config, left, wanted)
-    if wanted.ours == "Model" and "pooler" in wanted.groups and not _has_pooler(source, left):
+    if (
+        wanted.ours == "Model"
+        and "pooler" in wanted.groups
+        and not _has_pooler(source, converter, left, config, False)
+    ):
         right.groups = tuple(group for group in wanted.groups if group != "pooler")
         right.arguments["add_pooling_layer"] = False
         notes.append(
@@ -163,19 +167,22 @@ def _check_towers(converter: Converter, model: PreTrainedModel, name: str) -> No
 def _tied(model: PreTrainedModel) -> bool:
     """Whether the output projection is the token table; what the config says where there is no output."""
     output = model.get_output_embeddings()
-    if output is None:
-        return model.config.tie_word_embeddings
+    if output is None:  # models of images say nothing of it
+        return getattr(model.config, "tie_word_embeddings", True)
     projection, table = cast(Tensor, output.weight), cast(Tensor, model.get_input_embeddings().weight)
     if projection.shape != table.shape:  # what transformers names as output only leads to a product with the table
-        return True
+        return model.config.tie_word_embeddings if isinstance(model.config, XFormerConfig) else True
     if not model.config.tie_word_embeddings:
         return False
     return projection is table or torch.equal(projection, table)
 
 
-def _has_pooler(source: Source, side: _Side) -> bool:
-    name = f"{side.prefix}pooler.dense.weight"
-    return "pooler" in side.groups and name not in source.absent and name in source.model.state_dict()
+def _has_pooler(source: Source, converter: Converter, side: _Side, config: XFormerConfig, to_ours: bool) -> bool:
+    if "pooler" not in side.groups:
+        return False
+    entries = converter.entries(("pooler",), (side.prefix, side.prefix), config)
+    names = {name for entry in entries for name in entry.ends(to_ours)[0]}
+    return names <= source.model.state_dict().keys() - source.absent
 
 
 def _check_pooling(converter: Converter, config: XFormerConfig, left: _Side, wanted: Head) -> None:
@@ -187,7 +194,7 @@ def _check_pooling(converter: Converter, config: XFormerConfig, left: _Side, wan
             f"classifier_pooling={config.classifier_pooling!r} has no counterpart: {wanted.theirs} reads the "
             f"{wanted.pooling} token. Convert the bare model with `head='Model'`."
         )
-    for name, value in wanted.settings.items():
+    for name, value in wanted.settings_for(config).items():
         if getattr(config, name) != value:
             raise ValueError(
                 f"{name}={getattr(config, name)!r} has no counterpart: {wanted.theirs} does what {name}={value!r}"

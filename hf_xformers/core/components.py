@@ -33,7 +33,8 @@ class Spec(TypedSpec):
     A subclass declares typed fields with the paper's defaults, is registered with [`register`], and implements
     `build(config, **where)`, which returns the component's module.
 
-    inputs: further model inputs that the component reads, by keyword name; they reach it in `context.inputs`.
+    inputs: further model inputs that the component reads, by keyword name; they reach it in `context.inputs`, and an
+    embedding as keyword arguments.
     tensor_parallel: whether the component gives the same in every process of a tensor-parallel group. layers_apart:
     whether parameters of a layer are read inside that layer's call alone, so that they may be sharded layer by layer
     (FSDP).
@@ -53,6 +54,11 @@ class Spec(TypedSpec):
 
     def check(self, config) -> None:
         """Checks of this spec against the config that holds it (one tower's view of it)."""
+
+    def common_settings(self) -> dict[str, Any]:
+        """What means the same in all components of the slot that have a field of that name: one that is put in this
+        one's place takes it over."""
+        return {}
 
     def build(self, config, **where):
         raise NotImplementedError(f"{type(self).__name__} does not say which module it builds.")
@@ -146,6 +152,13 @@ def check_components(config) -> None:
                 f"{slot} {getattr(config, slot).type!r} needs a positive `scale` on its scores, or None for 1 /"
                 f" sqrt(head width), got {scale}."
             )
+    for slot in ("attention", "cross_attention"):
+        _check_heads(slot, getattr(config, slot), config)
+    if attention.angles == "local" and not position.has_local:
+        raise ValueError(
+            f"attention {attention.type!r} with `angles='local'` asks for a second rotation, which position"
+            f" {position.type!r} as it is set has not; give a rotary position its `local_theta`."
+        )
     if not cross.cross:
         raise ValueError(f"attention {cross.type!r} cannot read a memory as `cross_attention`; use 'dense' there.")
     for act, capability, what in (
@@ -168,6 +181,32 @@ def check_components(config) -> None:
         refuse_unpadding(config)
     for slot in SLOTS:
         getattr(config, slot).check(config)
+
+
+def _check_heads(slot: str, spec: Any, config) -> None:
+    """Refuses what attention cannot do to its queries, keys and scores."""
+    if spec.query_key_norm != "none":
+        norm = config.normalization
+        if not spec.normalizes_heads:
+            raise ValueError(
+                f"{slot} {spec.type!r} makes its queries and keys in a way of its own and cannot normalise them; leave"
+                " `query_key_norm` at 'none', or use a mechanism such as 'dense'."
+            )
+        if norm.over_tokens or not norm.any_width:
+            raise ValueError(
+                f"`query_key_norm` of {slot} {spec.type!r} normalises single heads, which normalization {norm.type!r}"
+                " cannot; use 'rms_norm' or 'layer_norm', or leave `query_key_norm` at 'none'."
+            )
+    if spec.score_cap is not None:
+        if spec.score_cap <= 0:
+            raise ValueError(f"{slot} {spec.type!r} needs a positive `score_cap`, or None, got {spec.score_cap}.")
+        inside = config.position.acts & {"score_terms", "score_bias"}
+        if not spec.caps_scores or (slot == "attention" and inside):
+            what = f"position {config.position.type!r}" if spec.caps_scores else f"{slot} {spec.type!r}"
+            raise ValueError(
+                f"{what} has no place for `score_cap` {spec.score_cap}, which dense and windowed attention have with a"
+                " position outside the scores; leave it at None."
+            )
 
 
 def refuse_packing(layers: list) -> None:

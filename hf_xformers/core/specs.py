@@ -266,6 +266,10 @@ def build_in(registry: Registry[AnySpec], value: Any, asked: str) -> AnySpec:
             f"Unknown field {unknown[0]!r} of {asked} {name!r}.{did_you_mean(unknown[0], [*valid, *aliases])} Its"
             f" fields are: {', '.join(valid.values()) or 'none'}."
         )
+    for field in dataclasses.fields(spec_class):  # type: ignore[arg-type]
+        given = field.name in fields or field.default_factory is not dataclasses.MISSING
+        if not given and field.default is dataclasses.MISSING:
+            raise ValueError(f"{asked} {name!r} needs `{field.name}`, which has no default; give it.")
     for key, entry in fields.items():
         if isinstance(entry, list):  # JSON has no tuples; frozen sequences keep specs comparable and hashable by value
             fields[key] = tuple(tuple(item) if isinstance(item, list) else item for item in entry)

@@ -13,7 +13,8 @@ class InputPosition(Protocol):
     """What an embedding asks of the position component."""
 
     def embed(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
-        """hidden_states [B, T, D], positions [B or 1, T] -> [B, T, D] with what positions add."""
+        """hidden_states [B, T, D], positions [B or 1, T] -> [B, T, D] with what positions add; D as
+        [`EmbeddingSpec.position_width`] says."""
         ...
 
 
@@ -22,6 +23,10 @@ class EmbeddingSpec(Spec):
 
     def table_width(self, config) -> int:
         """Columns of the token table, which the towers of an encoder-decoder share."""
+        return config.hidden_size
+
+    def position_width(self, config) -> int:
+        """Width of the states that positions are added to."""
         return config.hidden_size
 
     def normalizes(self) -> bool:

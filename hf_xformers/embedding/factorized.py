@@ -9,18 +9,22 @@ from .base import EmbeddingSpec, InputPosition
 
 
 class FactorizedEmbedding(nn.Module):
-    """x_t = W norm(E[w_t] + type[s_t]) + b + position(t), then dropout; E [V, e], W [D, e].
+    """x_t = W norm(E[w_t] + type[s_t]) + b + position(t), then dropout; E [V, e], W [D, e]. With `narrow_positions`
+    x_t = W dropout(norm(E[w_t] + type[s_t] + position(t))) + b, as in the released code of ALBERT and ELECTRA.
 
-    Lan et al. 2020 (arXiv 1909.11942), section 3.1: V e + e D parameters instead of V D. The head `transform` leads
-    back to width e, where the table is tied. `inputs_embeds` have width e.
+    Lan et al. 2020 (arXiv 1909.11942), section 3.1: V e + e D parameters instead of V D. The heads `transform` and
+    `factorized` lead back to width e, where the table is tied. `inputs_embeds` have width e.
     """
+
+    norm: nn.Module
 
     def __init__(self, config, spec: FactorizedEmbeddingSpec):
         super().__init__()
+        self.narrow_positions = spec.narrow_positions
         self.tokens = nn.Embedding(config.vocab_size, spec.width)
         self.types = nn.Embedding(config.type_vocab_size, spec.width) if config.type_vocab_size else None
-        self.norm = config.normalization.build(config, width=spec.width)
-        self.proj = nn.Linear(spec.width, config.hidden_size)
+        self.norm = config.normalization.build(config, width=spec.width) if spec.normalize else nn.Identity()
+        self.proj = nn.Linear(spec.width, config.hidden_size, bias=spec.bias)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def initialize(self, config, init) -> None:
@@ -42,16 +46,23 @@ class FactorizedEmbedding(nn.Module):
             narrow = narrow + (self.types.weight[0] if token_type_ids is None else self.types(token_type_ids))
         elif token_type_ids is not None:
             raise ValueError("`token_type_ids` were given to a model with `type_vocab_size=0`; leave them out.")
+        if self.narrow_positions:
+            return self.proj(self.dropout(self.norm(position.embed(narrow, positions))))
         return self.dropout(position.embed(self.proj(self.norm(narrow)), positions))
 
 
 @register("embedding", "factorized")
 class FactorizedEmbeddingSpec(EmbeddingSpec):
-    """width: e, of the token table."""
+    """width: e, of the token table. narrow_positions: positions are added at width e too, before the norm (ALBERT,
+    ELECTRA), not after the projection (RoFormer has none). normalize: whether there is the norm; bias: whether there
+    is b (OPT has neither)."""
 
     summary = "a narrow token table and a projection onto the model's width (ALBERT, RoFormer)"
 
     width: int = 128
+    narrow_positions: bool = False
+    normalize: bool = True
+    bias: bool = True
 
     def check_fields(self) -> None:
         if self.width < 1:
@@ -60,10 +71,16 @@ class FactorizedEmbeddingSpec(EmbeddingSpec):
     def check(self, config) -> None:
         if not config.head.leads_back and self.width != config.hidden_size:
             raise ValueError(
-                f"embedding 'factorized' of width {self.width} needs the head 'transform', which leads from "
-                f"`hidden_size` {config.hidden_size} back to it, got {config.head.type!r}."
+                f"embedding 'factorized' of width {self.width} needs the head 'transform' or 'factorized', which lead"
+                f" from `hidden_size` {config.hidden_size} back to it, got {config.head.type!r}."
             )
-        if config.normalization.over_tokens or not config.normalization.any_width:
+        if self.narrow_positions and "input" in config.position.acts and not config.position.any_width:
+            raise ValueError(
+                "embedding 'factorized' with `narrow_positions` adds positions at its own width, which position"
+                f" {config.position.type!r} has not; use 'learned_absolute' or 'sinusoidal_absolute', or leave"
+                " `narrow_positions` off."
+            )
+        if self.normalize and (config.normalization.over_tokens or not config.normalization.any_width):
             raise ValueError(
                 f"embedding 'factorized' normalises the width {self.width}, for 'layer_norm' or 'rms_norm', got "
                 f"{config.normalization.type!r}."
@@ -71,6 +88,9 @@ class FactorizedEmbeddingSpec(EmbeddingSpec):
 
     def table_width(self, config) -> int:
         return self.width
+
+    def position_width(self, config) -> int:
+        return self.width if self.narrow_positions else config.hidden_size
 
     def build(self, config, **where) -> FactorizedEmbedding:
         return FactorizedEmbedding(config, self)

@@ -21,15 +21,21 @@ class FixNormEmbedding(TokenEmbedding):
         init.uniform_(self.tokens.weight, -0.01, 0.01)
 
     def forward(
-        self, inputs_embeds: Tensor, token_type_ids: Tensor | None, positions: Tensor, position: InputPosition
+        self,
+        inputs_embeds: Tensor,
+        token_type_ids: Tensor | None,
+        positions: Tensor,
+        position: InputPosition,
+        **ids: Tensor,
     ) -> Tensor:
         """As [`TokenEmbedding.forward`]."""
-        return super().forward(F.normalize(inputs_embeds, dim=-1, eps=1e-5), token_type_ids, positions, position)
+        unit = F.normalize(inputs_embeds, dim=-1, eps=1e-5)
+        return super().forward(unit, token_type_ids, positions, position, **ids)
 
 
 @register("embedding", "fix_norm")
 class FixNormEmbeddingSpec(TokenEmbeddingSpec):
-    """scale: multiply the unit vectors by sqrt(hidden_size). normalize: as for 'token'."""
+    """scale: multiply the unit vectors by sqrt(hidden_size). The other fields are those of 'token'."""
 
     summary = "token vectors of unit length"
 

@@ -14,17 +14,18 @@ from .base import EmbeddingSpec, InputPosition
 
 
 class PatchEmbedding(Undecayed, nn.Module):
-    """z_0 = [x_class; x_1 E; ...; x_N E] + E_pos (Dosovitskiy et al. 2021, arXiv 2010.11929, eq. 1).
+    """z_0 = [x_class; x_1 E; ...; x_N E] + E_pos (Dosovitskiy et al. 2021, arXiv 2010.11929, eq. 1); with a
+    distillation token [x_class; x_distill; x_1 E; ...] (Touvron et al. 2021, arXiv 2012.12877, section 4).
 
     x_i is the i-th patch in row-major order with all its channels, E (with a bias) a linear map, computed as a
-    convolution whose stride is its width. E_pos [1 + N, D] is learned. For an image of another size it is resized as a
-    2-D grid, the class token's row kept as it is (section 3.2): bicubic, by pixel centres, as transformers' ViT does
-    it.
+    convolution whose stride is its width. E_pos [1 + N, D] (2 + N with a distillation token) is learned. For an image
+    of another size it is resized as a 2-D grid, the rows of tokens that are no patches kept as they are (section 3.2):
+    bicubic, by pixel centres, as transformers' ViT does it.
 
     `tokens` (the convolution) stands where a token table stands in a text model.
     """
 
-    undecayed = ("class_token",)
+    undecayed = ("class_token", "distillation_token")
 
     def __init__(self, config, spec: PatchEmbeddingSpec):
         super().__init__()
@@ -37,13 +38,16 @@ class PatchEmbedding(Undecayed, nn.Module):
         )
         self.tokens = nn.Conv2d(config.num_channels, width, kernel_size=self.patch, stride=self.patch)
         self.class_token = nn.Parameter(torch.zeros(width)) if spec.class_token else None
-        count = self.grid[0] * self.grid[1] + spec.class_token
+        self.distillation_token = nn.Parameter(torch.zeros(width)) if spec.distillation_token else None
+        self.leading = spec.leading_tokens
+        count = self.grid[0] * self.grid[1] + self.leading
         self.positions = nn.Parameter(torch.zeros(count, width)) if spec.positions else None
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def initialize(self, config, init) -> None:
-        if self.class_token is not None:
-            init.zeros_(self.class_token)
+        for token in (self.class_token, self.distillation_token):
+            if token is not None:
+                init.zeros_(token)
         if self.positions is not None:
             init.normal_(self.positions, mean=0.0, std=config.initializer_range)
 
@@ -51,19 +55,18 @@ class PatchEmbedding(Undecayed, nn.Module):
         raise ValueError("A model with patch embedding reads images; give `pixel_values` instead of `input_ids`.")
 
     def grid_positions(self, rows: int, columns: int) -> Tensor:
-        """E_pos for a grid of patches, [(1 +) rows * columns, D], of an embedding that has it."""
+        """E_pos for a grid of patches, [leading + rows * columns, D], of an embedding that has it."""
         own = cast(Tensor, self.positions)
         if (rows, columns) == self.grid:
             return own
-        extra = 0 if self.class_token is None else 1
-        table = own[extra:].view(1, *self.grid, -1).permute(0, 3, 1, 2)
+        table = own[self.leading :].view(1, *self.grid, -1).permute(0, 3, 1, 2)
         wide = table if table.dtype == torch.float64 else table.float()
         resized = F.interpolate(wide, size=(rows, columns), mode="bicubic", align_corners=False)
         patches = resized.to(table.dtype).permute(0, 2, 3, 1).flatten(0, 2)
-        return torch.cat([own[:extra], patches])
+        return torch.cat([own[: self.leading], patches])
 
     def patches(self, pixel_values: Tensor, interpolate: bool = False) -> Tensor:
-        """pixel_values [B, C, H, W] -> [B, (1 +) N, D], positions included: what `inputs_embeds` holds.
+        """pixel_values [B, C, H, W] -> [B, leading + N, D], positions included: what `inputs_embeds` holds.
 
         interpolate: allow images of another size than the config's `image_size`, by resizing the positions.
 
@@ -88,8 +91,9 @@ class PatchEmbedding(Undecayed, nn.Module):
             )
         grid = self.tokens(pixel_values.to(self.tokens.weight.dtype))
         vectors = grid.flatten(2).transpose(1, 2)
-        if self.class_token is not None:
-            vectors = torch.cat([self.class_token.expand(vectors.shape[0], 1, -1), vectors], dim=1)
+        learned = (token for token in (self.class_token, self.distillation_token) if token is not None)
+        leading = [token.expand(vectors.shape[0], 1, -1) for token in learned]
+        vectors = torch.cat([*leading, vectors], dim=1)
         if self.positions is not None:
             vectors = vectors + self.grid_positions(*grid.shape[2:])
         return vectors
@@ -106,12 +110,25 @@ class PatchEmbedding(Undecayed, nn.Module):
 @register("embedding", "patch")
 class PatchEmbeddingSpec(EmbeddingSpec):
     """class_token: a learned vector before the patches, whose state stands for the image. positions: a learned vector
-    for the class token and each cell of the grid."""
+    for each cell of the grid and each token before. distillation_token: a second vector after the class token, whose
+    state learns what a teacher says (DeiT)."""
 
     summary = "patches of an image, a class token and learned positions"
 
     class_token: bool = True
     positions: bool = True
+    distillation_token: bool = False
+
+    @property
+    def leading_tokens(self) -> int:
+        """How many tokens stand before the patches."""
+        return int(self.class_token) + int(self.distillation_token)
+
+    def check_fields(self) -> None:
+        if self.distillation_token and not self.class_token:
+            raise ValueError(
+                "embedding 'patch' has a distillation token beside a class token alone; set `class_token=True`."
+            )
 
     def check(self, config) -> None:
         if config.modality != "image":

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+from typing import Literal, cast
 
 from torch import Tensor, nn
 
 from ..core.components import register
 from .base import EmbeddingSpec, InputPosition
 
+# Inputs that mean something else to every model.
+_NAMED = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "labels")
+
 
 class TokenEmbedding(nn.Module):
-    """x_t = scale * E[w_t] + type[s_t] + position(t), optionally normalised, then dropout.
+    """x_t = scale * E[w_t] + type[s_t] + sum_n E_n[i_nt] + position(t), optionally normalised, then dropout.
 
-    Vaswani et al. 2017, section 3.4 (`scale=True`: sqrt(D)); Devlin et al. 2019, section 3 (`normalize=True`, types).
+    Vaswani et al. 2017, section 3.4 (`scale=True`: sqrt(D)); Devlin et al. 2019, section 3 (`normalize=True`, types);
+    E_n are `id_tables`, as for languages (Conneau & Lample 2019, arXiv 1901.07291, section 3.1) or tasks (Sun et al.
+    2020, arXiv 1907.12412, section 3.2).
     """
 
     def __init__(self, config, spec: TokenEmbeddingSpec):
@@ -23,6 +29,7 @@ class TokenEmbedding(nn.Module):
         # No padding index: a seq2seq decoder may start with the padding token, whose vector must learn.
         self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.types = nn.Embedding(config.type_vocab_size, config.hidden_size) if config.type_vocab_size else None
+        self.id_tables = nn.ModuleDict({name: nn.Embedding(rows, config.hidden_size) for name, rows in spec.id_tables})
         self.norm = config.normalization.build(config) if spec.normalize else None
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.scale = math.sqrt(config.hidden_size) if spec.scale else 1.0
@@ -38,9 +45,19 @@ class TokenEmbedding(nn.Module):
         return self.tokens(input_ids)
 
     def forward(
-        self, inputs_embeds: Tensor, token_type_ids: Tensor | None, positions: Tensor, position: InputPosition
+        self,
+        inputs_embeds: Tensor,
+        token_type_ids: Tensor | None,
+        positions: Tensor,
+        position: InputPosition,
+        **ids: Tensor,
     ) -> Tensor:
-        """inputs_embeds [B, T, D], token_type_ids [B, T] or None, positions [B or 1, T] -> [B, T, D]."""
+        """inputs_embeds [B, T, D], token_type_ids [B, T] or None, positions [B or 1, T], ids [B, T] or [B, 1] of
+        `id_tables` by name, as far as they are given -> [B, T, D].
+
+        Raises:
+            ValueError: ids of another length.
+        """
         hidden_states = inputs_embeds * self.scale if self.spec.scale else inputs_embeds
         if self.types is not None:
             if token_type_ids is None:  # type 0 throughout; a row of the table, not a lookup of T equal ids
@@ -49,21 +66,53 @@ class TokenEmbedding(nn.Module):
                 hidden_states = hidden_states + self.types(token_type_ids)
         elif token_type_ids is not None:
             raise ValueError("`token_type_ids` were given to a model with `type_vocab_size=0`; leave them out.")
+        for name, table in self.id_tables.items():
+            hidden_states = self._with_ids(hidden_states, name, cast(nn.Embedding, table), ids.get(name))
         hidden_states = position.embed(hidden_states, positions)
         if self.norm is not None:
             hidden_states = self.norm(hidden_states)
         return self.dropout(hidden_states)
 
+    def _with_ids(self, hidden_states: Tensor, name: str, table: nn.Embedding, ids: Tensor | None) -> Tensor:
+        """hidden_states [B, T, D] with the vectors of one of `id_tables`."""
+        if ids is None:
+            return hidden_states + table.weight[0] if self.spec.absent_ids == "first" else hidden_states
+        if ids.ndim != 2 or ids.shape[1] not in (1, hidden_states.shape[1]):
+            raise ValueError(
+                f"`{name}` must be [batch, length] like the tokens of this call, of which a row has"
+                f" {hidden_states.shape[1]}, or [batch, 1], got {list(ids.shape)}."
+            )
+        return hidden_states + table(ids)
+
 
 @register("embedding", "token")
 class TokenEmbeddingSpec(EmbeddingSpec):
-    """scale: multiply token vectors by sqrt(hidden_size). normalize: normalise the sum before dropout (BERT, BART)."""
+    """scale: multiply token vectors by sqrt(hidden_size). normalize: normalise the sum before dropout (BERT, BART).
+    id_tables: further tables, each with the name of the model input [B, T] that holds ids for it, and its rows, e.g.
+    `(("langs", 15),)`. absent_ids: where such an input is not given, the `first` row counts, as for token types, or
+    `none`."""
 
     context_parallel = True
     summary = "token (+ type) vectors plus an input position"
 
     scale: bool = False
     normalize: bool = False
+    id_tables: tuple[tuple[str, int], ...] = ()
+    absent_ids: Literal["first", "none"] = "first"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(name for name, _ in self.id_tables)
+
+    def check_fields(self) -> None:
+        for name, rows in self.id_tables:
+            if not name.isidentifier() or name in _NAMED or self.inputs.count(name) > 1:
+                raise ValueError(
+                    f"embedding {self.type!r} names a further model input for each of `id_tables`, such as 'langs',"
+                    f" got {name!r}, which is no name, is taken, or comes twice."
+                )
+            if rows < 1:
+                raise ValueError(f"embedding {self.type!r} needs a row at least in each of `id_tables`, got {rows}.")
 
     def normalizes(self) -> bool:
         return self.normalize

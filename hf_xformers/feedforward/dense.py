@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,16 +17,19 @@ from ..core.initialization import start_projections
 from .base import FeedForward, FeedForwardSpec
 
 
-class DenseForm(Protocol):
-    """What a spec says of a dense network: of every layer, or of those where its own kind does not stand."""
+class DenseForm(FeedForwardSpec):
+    """Base of specs that say how a dense network looks: of every layer, or of those where its own kind does not
+    stand."""
 
     bias: bool
 
     @property
-    def gated(self) -> bool: ...
+    def activation_name(self) -> str:
+        """The activation's name in transformers' table."""
+        raise NotImplementedError
 
-    @property
-    def activation_name(self) -> str: ...
+    def common_settings(self) -> dict[str, Any]:
+        return {"bias": self.bias, "activation": self.activation_name}
 
 
 class DenseFeedForward(FeedForward):
@@ -79,7 +82,7 @@ class DenseFeedForward(FeedForward):
 
 
 @dataclass(kw_only=True)
-class DenseFeedForwardSpec(FeedForwardSpec):
+class DenseFeedForwardSpec(DenseForm):
     """Base of the dense forms. activation: its name in transformers' table. bias: biases on the projections."""
 
     activation: ClassVar[str]
@@ -104,6 +107,14 @@ class ReLUSpec(DenseFeedForwardSpec):
     activation = "relu"
 
 
+@register("feedforward", "squared_relu", aliases=("squared_relu_ffn", "relu2"))
+class SquaredReLUSpec(DenseFeedForwardSpec):
+    """max(0, x W1)^2 W2 (So et al. 2021, arXiv 2109.08668, section 4: Primer)."""
+
+    summary = "two projections with a squared ReLU between"
+    activation = "relu2"
+
+
 @register("feedforward", "swish", aliases=("swish_ffn",))
 class SwishSpec(DenseFeedForwardSpec):
     """Swish with beta = 1, i.e. SiLU (Ramachandran et al. 2018)."""
@@ -112,19 +123,24 @@ class SwishSpec(DenseFeedForwardSpec):
     activation = "silu"
 
 
+# "gelu_pytorch_tanh" is the same function as "gelu_new" in one operator: written out, it keeps four tensors of the
+# inner width.
+_GELU = {"none": "gelu", "tanh": "gelu_pytorch_tanh", "sigmoid": "quick_gelu"}
+
+
 @register("feedforward", "gelu", aliases=("gelu_ffn",))
 class GELUSpec(DenseFeedForwardSpec):
-    """GELU (Hendrycks & Gimpel 2016). approximate: `none` (erf; BERT) or `tanh` (GPT, GPT-2)."""
+    """GELU (Hendrycks & Gimpel 2016). approximate: `none` (erf; BERT), `tanh` (GPT, GPT-2) or `sigmoid`,
+    x sigmoid(1.702 x) (Image GPT)."""
 
     summary = "two projections with a GELU between"
     activation = "gelu"
 
-    approximate: Literal["none", "tanh"] = "none"
+    approximate: Literal["none", "tanh", "sigmoid"] = "none"
 
     @property
     def activation_name(self) -> str:
-        # The same function as "gelu_new", in one operator: written out, it keeps four tensors of the inner width.
-        return "gelu_pytorch_tanh" if self.approximate == "tanh" else "gelu"
+        return _GELU[self.approximate]
 
 
 @register("feedforward", "glu", aliases=("glu_ffn",))
@@ -151,6 +167,14 @@ class ReGLUSpec(DenseFeedForwardSpec):
     activation, gated = "relu", True
 
 
+@register("feedforward", "squared_reglu", aliases=("squared_reglu_ffn",))
+class SquaredReGLUSpec(DenseFeedForwardSpec):
+    """(max(0, x W)^2 * x V) W2: [`SquaredReLUSpec`]'s activation in the gated form of Shazeer 2020, section 2."""
+
+    summary = "gated by a squared ReLU"
+    activation, gated = "relu2", True
+
+
 @register("feedforward", "geglu", aliases=("geglu_ffn",))
 class GEGLUSpec(DenseFeedForwardSpec):
     """(GELU(x W) * x V) W2 (Shazeer 2020, eq. 5). approximate: as for `gelu`; T5 v1.1 uses `tanh`."""
@@ -158,11 +182,11 @@ class GEGLUSpec(DenseFeedForwardSpec):
     summary = "gated by a GELU"
     activation, gated = "gelu", True
 
-    approximate: Literal["none", "tanh"] = "none"
+    approximate: Literal["none", "tanh", "sigmoid"] = "none"
 
     @property
     def activation_name(self) -> str:
-        return "gelu_pytorch_tanh" if self.approximate == "tanh" else "gelu"
+        return _GELU[self.approximate]
 
 
 @register("feedforward", "swiglu", aliases=("swiglu_ffn",))

@@ -18,8 +18,7 @@ from transformers.integrations import moe as transformers_moe
 from ..core.components import aliased
 from ..core.context import LayerContext
 from ..ops.common.derivatives import first_derivative_only
-from .base import FeedForwardSpec
-from .dense import DenseFeedForward
+from .dense import DenseFeedForward, DenseForm
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -339,7 +338,7 @@ def z_loss(logits: Tensor, real: Tensor) -> Tensor:
 
 
 @dataclass(kw_only=True)
-class ExpertsSpec(FeedForwardSpec):
+class ExpertsSpec(DenseForm):
     """Base of specs with experts.
 
     num_experts: E. every: experts stand in every `every`-th layer, the last of each run of `every`; the others have

@@ -19,7 +19,6 @@ from .dense import DenseFeedForward
 from .experts import Experts, ExpertsSpec, real_tokens
 
 _PRIME = 2**31 - 1
-# Stacks that let layers prepare once per call, with the cache, and keep the text's length.
 # What a call found out about earlier tokens, [B, T] in `context.shared`.
 _PREVIOUS = "previous_ids"
 

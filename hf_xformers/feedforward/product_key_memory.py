@@ -14,8 +14,8 @@ from ..core.context import LayerContext, SublayerOutput
 from ..core.distributed import sum_over_processes
 from ..core.weight_decay import Undecayed
 from ..ops.common.derivatives import first_derivative_only
-from .base import FeedForward, FeedForwardSpec
-from .dense import DenseFeedForward
+from .base import FeedForward
+from .dense import DenseFeedForward, DenseForm
 from .experts import real_tokens, wide
 
 CACHED_NUMBERS = 1 << 20  # of values read at once for the gradient of weights: 4 MiB in float32
@@ -196,7 +196,7 @@ class ProductKeyMemory(FeedForward):
 
 
 @register("feedforward", "product_key_memory", aliases=("pkm",))
-class ProductKeyMemorySpec(FeedForwardSpec):
+class ProductKeyMemorySpec(DenseForm):
     """A memory of n^2 slots in some layers, a dense network in the others.
 
     layers: which layers have a memory (`None`: the middle one). num_heads: reading heads. num_keys: n, sub-keys per

@@ -293,6 +293,7 @@ class FineTuning:
         """
         from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+        from ..training.callbacks import speak_plainly
         from .trainer import TaskTrainer
 
         args, task, folder = self.args, prepared.task, self.folder
@@ -318,6 +319,7 @@ class FineTuning:
             callbacks=[*self._callbacks(collator), *callbacks],
             compute_loss_func=self._loss(prepared),
         )
+        speak_plainly(trainer)
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         summary = {**prepared.plan, "parameters": model.num_parameters(), "trained_parameters": trainable}
         if args.should_save:

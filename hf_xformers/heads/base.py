@@ -17,5 +17,9 @@ class HeadSpec(Spec):
     normalizes: ClassVar[bool] = False
     leads_back: ClassVar[bool] = False
 
+    def num_outputs(self, config) -> int:
+        """How many entries of the vocabulary can be predicted, from id 0 on: the last axis of the logits."""
+        return config.vocab_size
+
 
 __all__ = ["HeadSpec"]

@@ -12,23 +12,26 @@ from .base import HeadSpec
 class LanguageModelHead(nn.Module):
     """logits = W (scale * t(h)) + b with W [V, D], tied to the token table unless the config unties it.
 
-    t is the identity or BERT's transform: dense, activation, normalisation (Devlin et al. 2019, released code).
+    t is the identity, BERT's transform, dense, activation, normalisation (Devlin et al. 2019, released code), or a
+    linear map to the width of the table.
     """
 
-    def __init__(self, config, *, transform: str | None, bias: bool, scale: bool):
+    def __init__(self, config, *, transform: str | None, bias: bool, scale: bool, projects: bool = False):
         super().__init__()
         width = config.hidden_size
         table = config.embedding.table_width(config)
-        self.dense = nn.Linear(width, table) if transform else None
+        self.dense = nn.Linear(width, table, bias=not projects) if transform or projects else None
         self.activation = ACT2FN[transform] if transform else None
         self.norm = config.normalization.build(config, width=table) if transform else None
-        self.decoder = nn.Linear(table, config.vocab_size, bias=bias)
+        self.decoder = nn.Linear(table, config.head.num_outputs(config), bias=bias)
         self.scale = width**-0.5 if scale else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""
-        if self.dense is not None and self.activation is not None and self.norm is not None:
-            hidden_states = self.norm(self.activation(self.dense(hidden_states)))
+        if self.dense is not None:
+            hidden_states = self.dense(hidden_states)
+        if self.activation is not None and self.norm is not None:
+            hidden_states = self.norm(self.activation(hidden_states))
         if self.scale is not None:
             hidden_states = hidden_states * self.scale
         return self.decoder(hidden_states)
@@ -37,13 +40,34 @@ class LanguageModelHead(nn.Module):
 @register("head", "linear")
 class LinearHeadSpec(HeadSpec):
     """bias: one per vocabulary entry (BART). scale: multiply hidden states by hidden_size^-0.5 first (T5 with tied
-    tables)."""
+    tables). unpredicted: how many ids at the end of the vocabulary are read but never predicted, so that they have no
+    logits (Image GPT's token of the start)."""
 
     context_parallel = True
     summary = "one projection onto the vocabulary"
 
     bias: bool = False
     scale: bool = False
+    unpredicted: int = 0
+
+    def check_fields(self) -> None:
+        if self.unpredicted < 0:
+            raise ValueError(f"linear head: `unpredicted` is a number of ids, got {self.unpredicted}.")
+
+    def check(self, config) -> None:
+        if self.unpredicted and config.tie_word_embeddings:
+            raise ValueError(
+                f"linear head with `unpredicted={self.unpredicted}` has fewer rows than the token table and cannot be"
+                " tied to it; set `tie_word_embeddings=False`."
+            )
+        if self.unpredicted >= config.vocab_size:
+            raise ValueError(
+                f"linear head: `unpredicted={self.unpredicted}` leaves nothing of `vocab_size` {config.vocab_size} to"
+                " predict; lower it."
+            )
+
+    def num_outputs(self, config) -> int:
+        return config.vocab_size - self.unpredicted
 
     def build(self, config, **where) -> LanguageModelHead:
         return LanguageModelHead(config, transform=None, bias=self.bias, scale=self.scale)
@@ -69,3 +93,18 @@ class TransformHeadSpec(HeadSpec):
 
     def build(self, config, **where) -> LanguageModelHead:
         return LanguageModelHead(config, transform=self.activation, bias=self.bias, scale=False)
+
+
+@register("head", "factorized")
+class FactorizedHeadSpec(HeadSpec):
+    """The way back from the embedding `factorized`: W P h with P [e, D], e the width of the token table (OPT). bias:
+    one per vocabulary entry."""
+
+    context_parallel = True
+    summary = "a linear map to the width of the token table before the projection"
+    leads_back = True
+
+    bias: bool = False
+
+    def build(self, config, **where) -> LanguageModelHead:
+        return LanguageModelHead(config, transform=None, bias=self.bias, scale=False, projects=True)

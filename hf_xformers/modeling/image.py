@@ -54,10 +54,9 @@ class XFormerForImageClassification(XFormerPreTrainedModel):
     def pooled(self, hidden_states: Tensor) -> Tensor:
         """[B, T, D] -> [B, D] by `classifier_pooling`: `first` and `auto` are the class token, `mean` is that of all
         patches; without a class token `auto` is the mean."""
-        token = self.config.embedding.class_token
-        how = self.config.classifier_pooling
-        if how == "mean" or (how == "auto" and not token):
-            return hidden_states[:, int(token) :].mean(dim=1)
+        embedding, how = self.config.embedding, self.config.classifier_pooling
+        if how == "mean" or (how == "auto" and not embedding.class_token):
+            return hidden_states[:, embedding.leading_tokens :].mean(dim=1)
         return hidden_states[:, -1 if how == "last" else 0]
 
     @can_return_tuple

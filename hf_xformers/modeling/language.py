@@ -42,6 +42,15 @@ class LanguageModel(XFormerPreTrainedModel):
     def set_output_embeddings(self, value: nn.Module) -> None:
         self.lm_head.decoder = value
 
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
+        outputs, size = self.config.head.num_outputs(self.config), self.config.vocab_size
+        if new_num_tokens not in (None, size) and outputs != size:
+            raise ValueError(
+                f"The vocabulary of {size} cannot become one of {new_num_tokens}: the head predicts the first"
+                f" {outputs} ids alone (`unpredicted`); keep its size."
+            )
+        return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+
     def get_encoder(self, modality: str | None = None) -> nn.Module:
         return self.model.get_encoder(modality)
 

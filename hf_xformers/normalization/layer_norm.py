@@ -13,15 +13,24 @@ from .base import NormSpec
 @register("normalization", "layer_norm")
 class LayerNormSpec(NormSpec):
     """y = g * (x - mean(x)) / sqrt(var(x) + eps) + b over the width (Ba et al. 2016, arXiv 1607.06450). bias:
-    whether there is b. eps: the config's `layer_norm_eps`."""
+    whether there is b. gain: whether there is g; without it there is no b either. eps: the config's
+    `layer_norm_eps`."""
 
     context_parallel = True
     summary = "mean and variance over the width"
 
     bias: bool = True
+    gain: bool = True
+
+    def check_fields(self) -> None:
+        if self.bias and not self.gain:
+            raise ValueError(
+                "layer_norm has no bias without a gain; set `bias` to False, too, or leave `gain` at True."
+            )
 
     def build(self, config, **where) -> nn.LayerNorm:
-        return nn.LayerNorm(where.get("width", config.hidden_size), eps=config.layer_norm_eps, bias=self.bias)
+        width = where.get("width", config.hidden_size)
+        return nn.LayerNorm(width, eps=config.layer_norm_eps, elementwise_affine=self.gain, bias=self.bias)
 
 
 class RMSNorm(Undecayed, nn.Module):

@@ -43,6 +43,13 @@ class Residual(Undecayed, nn.Module):
         raise NotImplementedError
 
 
+class PlainSum(Residual):
+    """y = x + f(x): no norm, wherever the config's residual normalises."""
+
+    def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None, **inputs: Any) -> Tensor:
+        return hidden_states + self.branch(output, gate)
+
+
 class PostNorm(Residual):
     """y = LN(x + f(x)) (Vaswani et al. 2017, section 3.1)."""
 
@@ -78,13 +85,17 @@ class PreNorm(Residual):
 
 class ResidualSpec(Spec):
     """Base of residual specs. module: the frame's class. additive: `leave(x, f) = x + g(f)`, so that x can be
-    recovered from the sum (reversible layers). enters_as_is: f reads the residual stream itself."""
+    recovered from the sum (reversible layers). enters_as_is: f reads the residual stream itself. shares_input: what a
+    frame makes of the stream can be given to further sublayers, whose own frames have no norm before f (`entered`)."""
 
     module: ClassVar[type[Residual]]
     additive: ClassVar[bool] = False
     enters_as_is: ClassVar[bool] = False
+    shares_input: ClassVar[bool] = False
 
     def build(self, config, **where) -> Residual:
+        """The frame of one sublayer. where: `scale`, `layer_idx`, `siblings` (frames of the layer's sublayers before
+        it), `entered` (whether the sublayer is given the input of another one)."""
         return self.module(config, scale=where.get("scale", 1.0))
 
     def build_final(self, config) -> nn.Module | None:
@@ -119,9 +130,15 @@ class PreLNSpec(ResidualSpec):
     summary = "normalise a sublayer's input, plus a final norm"
     module = PreNorm
     additive = True
+    shares_input = True
 
     final_norm: bool = True
     final_dropout: bool = False
+
+    def build(self, config, **where) -> Residual:
+        if where.get("entered"):
+            return PlainSum(config, scale=where.get("scale", 1.0))
+        return super().build(config, **where)
 
     def build_final(self, config) -> nn.Module | None:
         parts = [config.normalization.build(config)] if self.final_norm else []

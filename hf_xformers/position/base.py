@@ -8,15 +8,14 @@ A position component acts in one or more of six ways (`PositionSpec.acts`):
 - `score_bias`: adds to attention scores a function of (query, key, positions) that can be evaluated on any block of
   pairs: [`Position.score_bias`];
 - `score_terms`: adds to attention scores terms that depend on the queries and keys themselves, with parameters in
-  every
-  layer: [`PositionSpec.build_terms`], [`LayerTerms.scores`];
-- `head_terms`: adds to every layer's queries, keys and values: [`PositionSpec.build_terms`], [`LayerTerms.heads`].
+  every layer: [`PositionSpec.build_terms`], [`PositionTerms.score_terms`];
+- `head_terms`: adds to every layer's queries, keys and values: [`PositionSpec.build_terms`], [`PositionTerms.heads`].
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +24,30 @@ from ..core.components import Spec
 from ..core.context import LayerContext
 from ..core.weight_decay import Undecayed
 from ..ops.common.real_tokens import real_places
-from ..ops.score_terms.terms import Pairs, QueryBlock
+from .distances import distances_of_block
+from .score_terms import BiasByDistance, BiasOfPairs, SelfAttentionTerms
+
+# Under which names the rotations of a call stand in `context.shared`, and whether it is that of local layers.
+ROTATIONS = (("rotation", False), ("local_rotation", True))
 
 
-class Rotation(Protocol):
-    """Rotates per-head queries or keys [B, H, T, d] that stand at the positions it was made for."""
+class Rotation(ABC):
+    """Rotates per-head queries or keys [B, H, T, d] that stand at the positions it was made for.
 
-    def __call__(self, heads: Tensor) -> Tensor: ...
+    values: whether values are rotated as well. by_length: a longer text turns the same token otherwise, so that a
+    cache keeps keys as they are and all of them are turned in every call.
+    """
+
+    values: bool = False
+    by_length: bool = False
+
+    @abstractmethod
+    def __call__(self, heads: Tensor) -> Tensor:
+        """[B, H, T, d] -> the same, rotated."""
+
+    @abstractmethod
+    def of_last(self, count: int) -> Rotation:
+        """The same for the last `count` of its tokens."""
 
 
 class ScoreBias(ABC):
@@ -53,6 +69,14 @@ class ScoreBias(ABC):
         flat = distance.flatten()
         return self.block(torch.zeros_like(flat[:1]), flat).squeeze(-2).unflatten(-1, distance.shape)
 
+    def score_terms(self, heads: int, scale: float, context: LayerContext) -> SelfAttentionTerms:
+        """This bias for all `heads` as engines with score terms read it."""
+        if self.relative:
+            line = self.by_distance(distances_of_block(context, slice(None), context.key_index.shape[0]))
+            return BiasByDistance(scale, (line,), context)
+        numbers = torch.arange(heads, device=context.key_index.device)[:, None]
+        return BiasOfPairs(scale, (numbers,), context, self.block)
+
 
 class Position(Undecayed, nn.Module):
     """Base of position modules; the defaults do nothing."""
@@ -65,33 +89,45 @@ class Position(Undecayed, nn.Module):
         """The same for the input of the layer that runs at depth `step`."""
         return hidden_states
 
-    def rotation(self, positions: Tensor, like: Tensor) -> Rotation | None:
-        """The rotation for tokens at `positions` [B or 1, T]; tables in the dtype and on the device of `like`."""
+    has_local: bool = False  # whether layers may ask for a second rotation
+
+    def rotation(
+        self, positions: Tensor, like: Tensor, tokens: Tensor | None = None, local: bool = False
+    ) -> Rotation | None:
+        """The rotation for tokens at `positions` [B or 1, T]; tables in the dtype and on the device of `like`. tokens
+        [B or 1]: of each text so far (None: up to the last of `positions`); local: the one for layers whose attention
+        has `angles="local"`."""
         return None
+
+    def share_rotations(self, context: LayerContext, like: Tensor) -> None:
+        """Makes the rotations for the tokens of a call; [`Attention.rotation`] reads them."""
+        for name, local in ROTATIONS[: 2 if self.has_local else 1]:
+            made = self.rotation(context.positions, like, local=local)
+            if made is None:
+                continue
+            context.shared[name] = made
+            if made.by_length and not context.fresh:
+                tokens = context.positions.amax(-1) + 1
+                context.shared[f"{name}_of_keys"] = self.rotation(key_positions(context), like, tokens, local)
 
     def score_bias(self) -> ScoreBias | Position | None:
         """What attention reads from this module, in `context.shared["score_bias"]`: the additive score term (act
-        `score_bias`), or the module whose tables all [`LayerTerms`] share; None if neither."""
+        `score_bias`), or the module whose tables all [`PositionTerms`] share; None if neither."""
         return None
 
 
-class LayerTerms(nn.Module):
-    """What a position adds inside the attention of one layer: score_ij = scale * q_i k_j + scores_ij, and
-    o_i = sum_j w_ij v_j + values_i. It stands on the attention module, so each layer has parameters of its own.
+class PositionTerms(nn.Module):
+    """What a position has on the attention of one layer, with parameters of that layer's own.
 
-    content_scale: factor on the attention's own scale. changes_scores: whether scores and values get terms (act
-    `score_terms`) or queries, keys and values alone (`head_terms`). has_values: whether values get terms. separable:
-    scores are products of [`LayerTerms.by_query`] and [`LayerTerms.by_key`], one tensor each, and a number for each
-    distance.
+    It may change queries, keys and values ([`PositionTerms.heads`], act `head_terms`), and add to scores and values
+    ([`PositionTerms.score_terms`], act `score_terms`).
 
-    Scores are made for some heads and some queries at a time, and again in the backward pass, so the methods for them
-    are pure functions: whatever has a gradient comes in as an argument. `h` stands for the heads that are asked for.
+    content_scale: factor on the attention's own scale. changes_scores: whether scores and values get terms, or
+    queries, keys and values alone.
     """
 
     content_scale: float = 1.0
     changes_scores: bool = True
-    has_values: bool = False
-    separable: bool = False
 
     def prepare(self, context: LayerContext) -> None:
         """Called once per call and layer before the first layer runs: put into `context.streams` what layers share and
@@ -102,49 +138,10 @@ class LayerTerms(nn.Module):
         same with what the position adds."""
         return query, key, value
 
-    def tables(self, attention: Any, scale: float, context: LayerContext) -> tuple[Tensor, ...]:
-        """What is made once per layer and call and has no axis of pairs, [H or 1, ...] each: all parameters that the
-        methods below read, or what is made of them. attention: the module that this stands on, whose projections may
-        be shared;
-        scale: the factor on content scores."""
-        return ()
-
-    def by_query(self, query: Tensor, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
-        """query [B, h, T, d] (scaled) -> what belongs to queries, [B or 1, h, T, n] each."""
-        return ()
-
-    def by_key(self, key: Tensor, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
-        """key [B, h, S, d] -> what belongs to keys and all blocks of queries read, [B or 1, h, S, n] each."""
-        return ()
-
-    def by_distance(self, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
-        """What belongs to distances and all blocks of queries read, [1, h, distances, n] each (not where
-        `separable`)."""
-        return ()
-
-    def line(self, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor | None:
-        """A number for each distance (key - query) from the last query and the first key on, [h, T + S - 1], if scores
-        get one (only where `separable`)."""
-        return None
-
-    def scores(self, block: QueryBlock, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
-        """The terms of a block of pairs, [B or 1, h, t, s], a tensor of its own that the caller may overwrite (not
-        where `separable`)."""
-        raise NotImplementedError
-
-    def values(self, weights: Tensor, tables: tuple[Tensor, ...], rows: slice, context: LayerContext) -> Tensor:
-        """weights [B, h, t, s] of the queries `rows` and the first s keys -> what is added to the output, [B, h, t,
-        d]."""
-        raise NotImplementedError
-
-    def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
-        """The same terms for any pairs, as sparse mechanisms need them, broadcastable to [B, h, n, t, s] (not where
-        `separable`)."""
-        raise NotImplementedError
-
-    def pair_values(self, weights: Tensor, pairs: Pairs, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
-        """weights [B, h, n, t, s] of any pairs -> what is added to the output, [B, h, n, t, d]."""
-        raise NotImplementedError
+    def score_terms(self, attention: Any, scale: float, context: LayerContext) -> SelfAttentionTerms:
+        """What is added to scores and values in this call (only where `changes_scores`). attention: the module that
+        this stands on, whose projections may be shared; scale: the factor on the products of queries and keys."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what it adds to scores.")
 
 
 class PositionSpec(Spec):
@@ -153,7 +150,8 @@ class PositionSpec(Spec):
     acts: the ways in which the component acts (see this module's text). extrapolates: whether positions beyond the
     training length are defined. needs_causal: refused in an encoder. shares_tables: its terms in every layer read
     tables that its one module holds ([`Position.score_bias`]). knows_insertion: tokens may come in the order of their
-    generation and stand elsewhere in the text.
+    generation and stand elsewhere in the text. any_width: what it adds to the input has the width at which the
+    embedding adds positions (`EmbeddingSpec.position_width`), which may be other than `hidden_size`.
     """
 
     acts: ClassVar[frozenset[str]] = frozenset()
@@ -161,17 +159,23 @@ class PositionSpec(Spec):
     needs_causal: ClassVar[bool] = False
     shares_tables: ClassVar[bool] = False
     knows_insertion: ClassVar[bool] = False
+    any_width: ClassVar[bool] = False
 
     def max_length(self, config) -> int | None:
         """Longest sequence (tokens) that positions exist for; None without a limit."""
         return None
+
+    @property
+    def has_local(self) -> bool:
+        """Whether layers may have a rotation of a second kind (`angles="local"` of their attention)."""
+        return False
 
     def shared_sizes(self, config) -> tuple:
         """What has to be alike in all layers of a tower, because they read the same tables."""
         rotation = (config.head_width,) if "rotation" in self.acts else ()
         return rotation + ((config.num_attention_heads,) if "score_bias" in self.acts else ())
 
-    def build_terms(self, config, layer_idx: int) -> LayerTerms:
+    def build_terms(self, config, layer_idx: int) -> PositionTerms:
         """What stands on the attention of layer `layer_idx` (acts `score_terms` and `head_terms`)."""
         raise NotImplementedError(f"position {self.type!r} adds nothing inside attention.")
 

@@ -13,12 +13,9 @@ from ..core.components import register
 from ..core.context import LayerContext
 from ..ops.score_terms.attention import distance_products
 from ..ops.score_terms.terms import Pairs, QueryBlock
-from .base import LayerTerms, Position, PositionSpec
-from .distances import (
-    Near,
-    pick_rows,
-    slot_distances,
-)
+from .base import Position, PositionSpec, PositionTerms
+from .distances import Near, pick_rows, slot_distances
+from .score_terms import SelfAttentionTerms
 
 TABLE = "deberta_table"  # the stream of vectors by distance, [2k, D]
 
@@ -49,7 +46,7 @@ class DebertaTable(Position):
         return self.table.weight if self.norm is None else self.norm(self.table.weight)
 
 
-class DebertaTerms(LayerTerms):
+class DebertaTerms(PositionTerms):
     """score_ij = (q_i k_j + q_i K^r_ij + k_j Q^r_ij) / sqrt(3 d) with K^r_ij = P_{delta(i,j)} W^{K,r} and Q^r_ij =
     P_{delta(i,j)} W^{Q,r} (eq. 4; both terms read delta(i, j), as the released code does).
 
@@ -61,7 +58,6 @@ class DebertaTerms(LayerTerms):
         super().__init__()
         self.spec, self.span = spec, spec.reach(config)
         self.far = spec.max_distance or config.max_position_embeddings
-        self.reach = self.span if spec.buckets is None else self.far
         self.heads_count, self.dropout = config.num_attention_heads, config.hidden_dropout_prob
         self.content_scale = (1 + len(spec.terms)) ** -0.5
         width, heads = config.hidden_size, config.num_attention_heads * config.head_width
@@ -73,8 +69,7 @@ class DebertaTerms(LayerTerms):
         if TABLE not in context.streams:
             context.streams[TABLE] = context.shared["score_bias"].vectors()
 
-    def tables(self, attention: Any, scale: float, context: LayerContext) -> tuple[Tensor, ...]:
-        """K^r and scaled Q^r [H, 2k, d], those that there are."""
+    def score_terms(self, attention: Any, scale: float, context: LayerContext) -> DebertaScores:
         vectors = context.streams[TABLE]
         if self.training and self.dropout:
             vectors = F.dropout(vectors, self.dropout)
@@ -83,7 +78,28 @@ class DebertaTerms(LayerTerms):
             found.append((self.key_proj or attention.k_proj)(vectors))
         if "p2c" in self.spec.terms:
             found.append((self.query_proj or attention.q_proj)(vectors) * scale)
-        return tuple(x.unflatten(-1, (self.heads_count, -1)).transpose(0, 1) for x in found)
+        tables = tuple(x.unflatten(-1, (self.heads_count, -1)).transpose(0, 1) for x in found)
+        return DebertaScores(scale, tables, context, self.spec, self.span, self.far)
+
+
+class DebertaScores(SelfAttentionTerms):
+    """The terms of one call. Tables: K^r and scaled Q^r [H, 2k, d], those that there are.
+
+    span: k. far: the distance from which all count as one, where there are buckets.
+    """
+
+    def __init__(
+        self,
+        scale: float,
+        tables: tuple[Tensor, ...],
+        context: LayerContext,
+        spec: DebertaSpec,
+        span: int,
+        far: int,
+    ) -> None:
+        super().__init__(scale, tables, context)
+        self.spec, self.span, self.far = spec, span, far
+        self.reach = span if spec.buckets is None else far
 
     def _row(self, distance: Tensor) -> Tensor:
         """distance i - j -> its row of P."""
@@ -91,37 +107,37 @@ class DebertaTerms(LayerTerms):
             distance = log_buckets(distance, self.span, self.far)
         return distance.clamp(-self.span, self.span - 1) + self.span
 
-    def by_key(self, key: Tensor, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
+    def by_key(self, key: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (key,) if "p2c" in self.spec.terms else ()
 
-    def _pair_by_pair(self, context: LayerContext) -> bool:
+    def _pair_by_pair(self) -> bool:
         """Slots that only the device knows, graphs of any length, and the literal equation."""
-        return context.static or torch.compiler.is_compiling() or context.implementation == "eager"
+        return self.context.static or torch.compiler.is_compiling() or self.context.implementation == "eager"
 
-    def _distances(self, context: LayerContext) -> tuple[int, int]:
+    def _distances(self) -> tuple[int, int]:
         """The least and the greatest distance key - query (slots) whose vector some block reads."""
-        queries, keys = context.query_index.shape[0], context.key_index.shape[0]
-        near = Near.of(context, slice(0, queries), keys, self.reach)
+        queries, keys = self.num_queries, self.num_keys
+        near = Near.of(self.context, slice(0, queries), keys, self.reach)
         return near.first - keys + 1 - (near.first > 0), near.stop - 1 - keys + queries + (near.stop < keys)
 
-    def by_distance(self, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
+    def by_distance(self, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The vectors of all distances, for queries from the least distance on, for keys from the greatest."""
-        if self._pair_by_pair(context):
+        if self._pair_by_pair():
             return ()
-        least, greatest = self._distances(context)
-        row_at = self._row(-torch.arange(least, greatest + 1, device=context.key_index.device))
+        least, greatest = self._distances()
+        row_at = self._row(-torch.arange(least, greatest + 1, device=self.context.key_index.device))
         orders = [row_at] * ("c2p" in self.spec.terms) + [row_at.flip(0)] * ("p2c" in self.spec.terms)
         return tuple(table.index_select(1, at).unsqueeze(0) for table, at in zip(tables, orders, strict=True))
 
-    def scores(self, block: QueryBlock, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
+    def scores(self, block: QueryBlock, tables: tuple[Tensor, ...]) -> Tensor:
         query, rows, keys = block.query, block.rows, block.keys
         key = block.by_key[0].take(0, keys) if block.by_key else None
         if not block.by_distance:
             pairs = Pairs.of_block(query, query[:, :, :0] if key is None else key, rows, keys)
-            return self.pairs(pairs, tables, context).squeeze(2)
+            return self.pairs(pairs, tables).squeeze(2)
         # Beyond reach a term is one number for a query or for a key, of the vectors next to those of near keys.
-        near, (least, greatest) = Near.of(context, rows, keys, self.reach), self._distances(context)
-        begin = context.key_index.shape[0] - context.query_index.shape[0]
+        near, (least, greatest) = Near.of(self.context, rows, keys, self.reach), self._distances()
+        begin = self.first_query
         low = near.first - (begin + rows.stop - 1) - (near.first > 0)
         high = near.stop - 1 - (begin + rows.start) + (near.stop < keys)
         of_queries = of_keys = None
@@ -131,8 +147,8 @@ class DebertaTerms(LayerTerms):
             of_keys = block.by_distance[-1].take(greatest - high, greatest - low + 1).squeeze(0)
         return distance_products(query, key, of_queries, of_keys, near, keys)
 
-    def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
-        row_at, parts = self._row(-slot_distances(pairs, context)), []
+    def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...]) -> Tensor:
+        row_at, parts = self._row(-slot_distances(pairs, self.context)), []
         if "c2p" in self.spec.terms:
             parts.append(pick_rows(pairs.query, tables[0], row_at))
         if "p2c" in self.spec.terms:

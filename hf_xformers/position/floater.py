@@ -14,7 +14,7 @@ from ..core.components import register
 from ..core.context import LayerContext
 from ..core.precision import Float32Module
 from ..ops.common.products import widened
-from .base import LayerTerms, Position, PositionSpec
+from .base import Position, PositionSpec, PositionTerms
 
 BIASES = "floater_biases"  # the stream of biases of all layers, [positions, 3, layers, D]
 SEGMENT = 32  # positions whose solver steps are computed again together in the backward pass
@@ -137,7 +137,7 @@ def _same(some: list[Tensor], others: list[Tensor]) -> bool:
     return alike and all(torch.equal(a, b) for a, b in pairs)
 
 
-class FloaterTerms(LayerTerms):
+class FloaterTerms(PositionTerms):
     """q_i += b^Q(t_i), k_j += b^K(t_j), v_j += b^V(t_j) after the projections; t_i = i * delta."""
 
     changes_scores = False

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from ..core.components import register
 from ..core.context import LayerContext
 from ..ops.score_terms.terms import Pairs, QueryBlock
-from .base import LayerTerms, Position, PositionSpec
+from .base import Position, PositionSpec, PositionTerms
 from .distances import slot_distances, spread_queries
+from .score_terms import SelfAttentionTerms
 
 PLACES = "insertion_positions"
 
@@ -37,7 +38,7 @@ def places_of(relation: Tensor) -> Tensor:
     return (relation == 1).sum(-1)
 
 
-class IndigoTerms(LayerTerms):
+class IndigoTerms(PositionTerms):
     """score_ij += q_i a_r, r = r_ij + 1, one table [3, d] for all heads of a layer (section 3.1)."""
 
     def __init__(self, config):
@@ -56,11 +57,16 @@ class IndigoTerms(LayerTerms):
                 f"{context.key_index.shape[0]}; give the places of all of them."
             )
 
-    def tables(self, attention: Any, scale: float, context: LayerContext) -> tuple[Tensor, ...]:
-        return (self.table[None],)
+    def score_terms(self, attention: Any, scale: float, context: LayerContext) -> IndigoScores:
+        return IndigoScores(scale, (self.table[None],), context)
 
-    def scores(self, block: QueryBlock, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
+
+class IndigoScores(SelfAttentionTerms):
+    """The terms of one call, of the table a."""
+
+    def scores(self, block: QueryBlock, tables: tuple[Tensor, ...]) -> Tensor:
         products = torch.matmul(block.query, tables[0][0].t().to(block.query.dtype))
+        context = self.context
         places = context.inputs.get(PLACES)
         if places is None:  # left to right: a slot is a place
             return spread_queries(
@@ -71,13 +77,13 @@ class IndigoTerms(LayerTerms):
         )
         return _by_sign(products, sign[:, None])
 
-    def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
+    def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...]) -> Tensor:
         products = torch.matmul(pairs.query, tables[0][0].t().to(pairs.query.dtype))
-        places = context.inputs.get(PLACES)
+        places = self.context.inputs.get(PLACES)
         if places is None:
-            return _by_sign(products, -torch.sign(slot_distances(pairs, context)))
-        asks = _places_at(places, context.query_index[pairs.query_at])
-        answers = _places_at(places, context.key_index[pairs.key_at])
+            return _by_sign(products, -torch.sign(slot_distances(pairs, self.context)))
+        asks = _places_at(places, self.context.query_index[pairs.query_at])
+        answers = _places_at(places, self.context.key_index[pairs.key_at])
         return _by_sign(products, torch.sign(asks.unsqueeze(-1) - answers.unsqueeze(-2)))
 
 

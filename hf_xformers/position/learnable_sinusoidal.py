@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from ..core.components import register
 from ..core.context import LayerContext
 from ..core.precision import Float32Module
-from .base import LayerTerms, Position, PositionSpec
+from .base import Position, PositionSpec, PositionTerms
+from .score_terms import SelfAttentionTerms
 
 
 class LearnableSinusoid(Float32Module, Position):
@@ -82,28 +83,32 @@ class SharedSinusoid(LearnableSinusoid):
         return self
 
 
-class RelativeSinusoidTerms(LayerTerms):
+class RelativeSinusoidTerms(PositionTerms):
     """score_ij += q_i R_{i-j}, R_n = [sin(omega n) | cos(omega n)].
 
     By the addition theorems that is a product of something of the query and its place with something of the key's
     place alone, so it costs one matrix product and picks nothing.
     """
 
-    separable = True
-
-    def tables(self, attention: Any, scale: float, context: LayerContext) -> tuple[Tensor, ...]:
-        """Sines and cosines [1, T or S, d / 2] of the angles of queries and keys."""
+    def score_terms(self, attention: Any, scale: float, context: LayerContext) -> RelativeSinusoidScores:
         angles = context.shared["score_bias"].angles
         made = (angles(context.query_index)[None], angles(context.key_index)[None])
-        return tuple(table for angle in made for table in (angle.sin(), angle.cos()))
+        tables = tuple(table for angle in made for table in (angle.sin(), angle.cos()))
+        return RelativeSinusoidScores(scale, tables, context)
 
-    def by_query(self, query: Tensor, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
+
+class RelativeSinusoidScores(SelfAttentionTerms):
+    """The terms of one call. Tables: sines and cosines [1, T or S, d / 2] of the angles of queries and keys."""
+
+    separable = True
+
+    def by_query(self, query: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         sin, cos = tables[0].to(query.dtype), tables[1].to(query.dtype)
         first, second = query.chunk(2, dim=-1)
         # sin(a - b) = sin a cos b - cos a sin b, cos(a - b) = cos a cos b + sin a sin b
         return (torch.cat((second * sin - first * cos, first * sin + second * cos), dim=-1),)
 
-    def by_key(self, key: Tensor, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
+    def by_key(self, key: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         table = torch.cat(tables[2:], dim=-1).to(key.dtype)
         return (table[None].expand(1, key.shape[1], -1, -1),)
 

@@ -17,7 +17,8 @@ class LearnedPosition(Position):
     def __init__(self, config, spec: LearnedAbsoluteSpec):
         super().__init__()
         self.offset = spec.offset
-        self.table = nn.Embedding(config.max_position_embeddings + spec.offset, config.hidden_size)
+        width = config.embedding.position_width(config)
+        self.table = nn.Embedding(config.max_position_embeddings + spec.offset, width)
 
     def embed(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
         return hidden_states + self.table(positions + self.offset if self.offset else positions)
@@ -31,6 +32,7 @@ class LearnedAbsoluteSpec(PositionSpec):
     summary = "one learned vector per position, added to the input"
     acts = frozenset({"input"})
     extrapolates = False
+    any_width = True
 
     offset: int = 0
 

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from ..core.components import register
 from ..core.context import LayerContext
 from ..ops.score_terms.terms import Pairs, QueryBlock
-from .base import LayerTerms, Position, PositionSpec
+from .base import Position, PositionSpec, PositionTerms
 from .distances import distances_of_block, pick_rows, products_by_distance, slot_distances
+from .score_terms import SelfAttentionTerms
 
 
-class MusicTerms(LayerTerms):
+class MusicTerms(PositionTerms):
     """score_ij += q_i E_{i-j} for j <= i; the table [H or 1, max_distance, d] begins with distance 0. Distances beyond
     the table add nothing (released code), and neither do later keys, which nobody sees."""
 
@@ -26,18 +27,22 @@ class MusicTerms(LayerTerms):
     def initialize(self, config, init) -> None:
         init.normal_(self.table, mean=0.0, std=self.table.shape[-1] ** -0.5)
 
-    def tables(self, attention: Any, scale: float, context: LayerContext) -> tuple[Tensor, ...]:
-        return (self.table,)
+    def score_terms(self, attention: Any, scale: float, context: LayerContext) -> MusicScores:
+        return MusicScores(scale, (self.table,), context)
 
-    def scores(self, block: QueryBlock, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
-        distance, reach = -distances_of_block(context, block.rows, block.keys), tables[0].shape[1]
+
+class MusicScores(SelfAttentionTerms):
+    """The terms of one call, of the table E."""
+
+    def scores(self, block: QueryBlock, tables: tuple[Tensor, ...]) -> Tensor:
+        distance, reach = -distances_of_block(self.context, block.rows, block.keys), tables[0].shape[1]
         known = (distance >= 0) & (distance < reach)
         table = tables[0].index_select(1, distance.clamp(0, reach - 1))
         table = table.masked_fill(~known[None, :, None], 0.0).to(block.query.dtype)
         return products_by_distance(block.query, table, block.keys)  # the skewing of section 3.4.1
 
-    def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
-        distance, reach = -slot_distances(pairs, context), tables[0].shape[1]
+    def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...]) -> Tensor:
+        distance, reach = -slot_distances(pairs, self.context), tables[0].shape[1]
         known = (distance >= 0) & (distance < reach)
         return pick_rows(pairs.query, tables[0], distance.clamp(0, reach - 1)).masked_fill(~known, 0.0)
 

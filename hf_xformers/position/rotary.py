@@ -9,13 +9,21 @@ from torch import Tensor
 
 from ..core.components import register
 from .base import Position, PositionSpec, Rotation
+from .rotary_scaling import RotaryScaling, build_scaling, plain_frequencies
 
 
-class RotaryTables:
+class RotaryTables(Rotation):
     """Cosines and sines [B or 1, 1, T, r] for one set of positions; calling it rotates [B, H, T, d] (r <= d)."""
 
-    def __init__(self, cos: Tensor, sin: Tensor, interleaved: bool, values: bool = False):
-        self.cos, self.sin, self.interleaved, self.values = cos, sin, interleaved, values
+    def __init__(self, cos: Tensor, sin: Tensor, interleaved: bool, values: bool = False, by_length: bool = False):
+        self.cos, self.sin, self.interleaved = cos, sin, interleaved
+        self.values, self.by_length = values, by_length
+
+    def of_last(self, count: int) -> RotaryTables:
+        if count == self.cos.shape[2]:
+            return self
+        cos, sin = self.cos[:, :, -count:], self.sin[:, :, -count:]
+        return RotaryTables(cos, sin, self.interleaved, self.values, self.by_length)
 
     def __call__(self, heads: Tensor) -> Tensor:
         width = self.cos.shape[-1]
@@ -32,27 +40,48 @@ class RotaryTables:
 class RotaryPosition(Position):
     """Su et al. 2021 (arXiv 2104.09864), eq. 34: each pair of channels of q and k turns by position * theta^(-2i/r),
     so that a score depends on the distance only. `interleaved` pairs neighbouring channels (the paper, RoFormer);
-    `half` pairs channel i with i + r/2 (LLaMA and most current models)."""
+    `half` pairs channel i with i + r/2 (LLaMA and most current models). Scalings give other frequencies
+    (`rotary_scaling.py`), and layers whose attention asks for it (`angles="local"`) a theta and scaling of their own.
 
-    def __init__(self, width: int, spec: RotarySpec):
+    length: tokens that the model is for, which some scalings compare a text with.
+    """
+
+    def __init__(self, width: int, spec: RotarySpec, length: int = 512):
         super().__init__()
-        self.width, self.spec = width, spec
+        self.width, self.spec, self.length = width, spec, length
+        self.has_local = spec.has_local
 
-    def rotation(self, positions: Tensor, like: Tensor) -> Rotation:
+    def rotation(
+        self, positions: Tensor, like: Tensor, tokens: Tensor | None = None, local: bool = False
+    ) -> RotaryTables:
+        spec = self.spec
+        theta = float(spec.theta if not local or spec.local_theta is None else spec.local_theta)
+        scaling = build_scaling(spec.local_scaling if local else spec.scaling)
         # Angles in float32: in bfloat16 neighbouring positions beyond 256 would collapse.
-        exponent = torch.arange(0, self.width, 2, device=positions.device, dtype=torch.float32) / self.width
-        frequency = torch.pow(torch.tensor(float(self.spec.theta), device=exponent.device), -exponent)
-        angles = positions.to(torch.float32).unsqueeze(-1) * frequency
-        interleaved = self.spec.layout == "interleaved"
+        if scaling is None:
+            frequencies, amplitude = plain_frequencies(theta, self.width, positions.device), 1.0
+        else:
+            tokens = positions.amax(-1) + 1 if tokens is None else tokens
+            frequencies = scaling.frequencies(theta, self.width, self.length, tokens)
+            amplitude = scaling.amplitude(self.length)
+        angles = positions.to(torch.float32).unsqueeze(-1) * frequencies.unsqueeze(1)
+        interleaved = spec.layout == "interleaved"
         angles = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
         angles = angles.unsqueeze(1)
-        return RotaryTables(angles.cos().to(like.dtype), angles.sin().to(like.dtype), interleaved, self.spec.values)
+        cos, sin = angles.cos(), angles.sin()
+        if amplitude != 1.0:
+            cos, sin = cos * amplitude, sin * amplitude
+        by_length = scaling is not None and scaling.by_length
+        return RotaryTables(cos.to(like.dtype), sin.to(like.dtype), interleaved, spec.values, by_length)
 
 
 @register("position", "rotary", aliases=("roformer", "rope"))
 class RotarySpec(PositionSpec):
     """theta: base of the frequencies. fraction: part of each head's width that is rotated. layout: which channels
-    pair. values: rotate the values as well (the released RoFormer's `rotary_value`), with dense attention."""
+    pair. values: rotate the values as well (the released RoFormer's `rotary_value`), with dense attention. scaling:
+    how frequencies are stretched for long texts, a type and its fields: `linear`, `dynamic`, `yarn`, `longrope`,
+    `llama3` or `proportional` (`rotary_scaling.py`), or None. local_theta, local_scaling: the same for layers whose
+    attention has `angles="local"` (Gemma 3, ModernBERT); without `local_theta` their base is `theta`."""
 
     context_parallel = True
     summary = "queries and keys rotated by their position"
@@ -62,23 +91,46 @@ class RotarySpec(PositionSpec):
     fraction: float | int = 1.0
     layout: Literal["interleaved", "half"] = "half"
     values: bool = False
+    scaling: dict | str | RotaryScaling | None = None
+    local_theta: float | int | None = None
+    local_scaling: dict | str | RotaryScaling | None = None
 
     def check_fields(self) -> None:
-        if self.theta <= 1:
-            raise ValueError(f"rotary needs `theta` > 1, got {self.theta}.")
+        for name, theta in (("theta", self.theta), ("local_theta", self.local_theta)):
+            if theta is not None and theta <= 1:
+                raise ValueError(f"rotary needs `{name}` > 1, got {theta}.")
         if not 0 < self.fraction <= 1:
             raise ValueError(f"rotary needs `fraction` in (0, 1], got {self.fraction}.")
+        self.scaling = build_scaling(self.scaling)
+        self.local_scaling = build_scaling(self.local_scaling, "local_scaling")
+
+    @property
+    def has_local(self) -> bool:
+        return self.local_theta is not None or self.local_scaling is not None
 
     def _width(self, config) -> int:
         return int(config.head_width * self.fraction)
 
     def check(self, config) -> None:
-        if self._width(config) % 2 or self._width(config) == 0:
+        width = self._width(config)
+        if width % 2 or width == 0:
             raise ValueError(
                 f"rotary turns pairs of channels, but {self.fraction} of head width {config.head_width} is "
-                f"{self._width(config)}; choose an even rotated width."
+                f"{width}; choose an even rotated width."
             )
-
+        for scaling in (build_scaling(self.scaling), build_scaling(self.local_scaling)):
+            if scaling is not None:
+                scaling.check_width(width)
+                if scaling.whole_heads and self.fraction != 1:
+                    raise ValueError(
+                        f"Rotary scaling {scaling.type!r} says itself which pairs of a head turn, got `fraction`"
+                        f" {self.fraction}; leave that at 1."
+                    )
+                if scaling.by_length and self.values:
+                    raise ValueError(
+                        f"Rotary scaling {scaling.type!r} turns the tokens of a longer text otherwise, which rotary"
+                        " with `values` cannot in a cache; leave `values` at False."
+                    )
         if self.values and not config.attention.rotates_values:
             raise ValueError(
                 f"rotary with `values` rotates what dense attention sums, which attention {config.attention.type!r}"
@@ -86,4 +138,4 @@ class RotarySpec(PositionSpec):
             )
 
     def build(self, config, **where) -> RotaryPosition:
-        return RotaryPosition(self._width(config), self)
+        return RotaryPosition(self._width(config), self, config.max_position_embeddings)

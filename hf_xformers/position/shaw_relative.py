@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from ..core.components import register
 from ..core.context import LayerContext
 from ..ops.score_terms.terms import Pairs, QueryBlock
-from .base import LayerTerms, Position, PositionSpec
+from .base import Position, PositionSpec, PositionTerms
 from .distances import pick_rows, slot_distances, spread_queries, sum_by_distance
+from .score_terms import SelfAttentionTerms
 
 
-class ShawTerms(LayerTerms):
+class ShawTerms(PositionTerms):
     """score_ij += q_i a^K_c(j-i), o_i += sum_j w_ij a^V_c(j-i), c(x) = clip(x, -k, k) (eqs. 3 and 4).
 
     Tables [2k + 1, d], or one for each head. Neither the vectors a_ij nor anything else with T S d numbers is made:
@@ -28,33 +29,41 @@ class ShawTerms(LayerTerms):
         size = (*heads, 2 * spec.max_distance + 1, config.head_width)
         self.key_table = nn.Parameter(torch.empty(size))
         self.value_table = nn.Parameter(torch.empty(size)) if spec.values else None
-        self.has_values = spec.values
 
     def initialize(self, config, init) -> None:
         for table in (self.key_table, self.value_table):
             if table is not None:  # as the projections of keys and values, which they stand beside
                 init.xavier_uniform_(table)
 
-    def tables(self, attention: Any, scale: float, context: LayerContext) -> tuple[Tensor, ...]:
-        return (self.key_table,) if self.value_table is None else (self.key_table, self.value_table)
+    def score_terms(self, attention: Any, scale: float, context: LayerContext) -> ShawScores:
+        tables = (self.key_table,) if self.value_table is None else (self.key_table, self.value_table)
+        return ShawScores(scale, tables, context, self.reach)
+
+
+class ShawScores(SelfAttentionTerms):
+    """The terms of one call, of a^K and, where there are any, a^V."""
+
+    def __init__(self, scale: float, tables: tuple[Tensor, ...], context: LayerContext, reach: int) -> None:
+        super().__init__(scale, tables, context)
+        self.reach, self.has_values = reach, len(tables) > 1
 
     def _row(self, distance: Tensor) -> Tensor:
         return distance.clamp(-self.reach, self.reach) + self.reach
 
-    def scores(self, block: QueryBlock, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
+    def scores(self, block: QueryBlock, tables: tuple[Tensor, ...]) -> Tensor:
         products = torch.matmul(block.query, tables[0].transpose(-1, -2).to(block.query.dtype))
-        return spread_queries(products, self._row, self.reach, block.rows, block.keys, context)
+        return spread_queries(products, self._row, self.reach, block.rows, block.keys, self.context)
 
-    def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
-        return pick_rows(pairs.query, tables[0], self._row(slot_distances(pairs, context)))
+    def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...]) -> Tensor:
+        return pick_rows(pairs.query, tables[0], self._row(slot_distances(pairs, self.context)))
 
-    def pair_values(self, weights: Tensor, pairs: Pairs, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor:
-        index = self._row(slot_distances(pairs, context)).expand_as(weights)
+    def pair_values(self, weights: Tensor, pairs: Pairs, tables: tuple[Tensor, ...]) -> Tensor:
+        index = self._row(slot_distances(pairs, self.context)).expand_as(weights)
         sums = weights.new_zeros(*weights.shape[:-1], 2 * self.reach + 1).scatter_add(-1, index, weights)
         return torch.matmul(sums, tables[1][:, None].to(weights.dtype))
 
-    def values(self, weights: Tensor, tables: tuple[Tensor, ...], rows: slice, context: LayerContext) -> Tensor:
-        sums = sum_by_distance(weights, self._row, 2 * self.reach + 1, self.reach, rows, context)
+    def values(self, weights: Tensor, tables: tuple[Tensor, ...], rows: slice) -> Tensor:
+        sums = sum_by_distance(weights, self._row, 2 * self.reach + 1, self.reach, rows, self.context)
         return torch.matmul(sums, tables[1].to(weights.dtype))
 
 

@@ -26,35 +26,42 @@ def sinusoids(positions: Tensor, width: int, base: float, layout: str) -> Tensor
 
 
 class SinusoidalPosition(Position):
-    """x_t + PE(t), see [`sinusoids`]."""
+    """x_t + PE(t + offset), see [`sinusoids`]."""
 
     def __init__(self, spec: SinusoidalSpec):
         super().__init__()
         self.spec = spec
 
     def embed(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
+        positions = positions + self.spec.offset if self.spec.offset else positions
         table = sinusoids(positions, hidden_states.shape[-1], self.spec.base, self.spec.layout)
         return hidden_states + table.to(hidden_states.dtype)
 
 
 @register("position", "sinusoidal_absolute", aliases=("sinusoidal",))
 class SinusoidalSpec(PositionSpec):
-    """base: longest wavelength is base * 2 pi tokens. layout: order of sines and cosines along the width."""
+    """base: longest wavelength is base * 2 pi tokens. layout: order of sines and cosines along the width. offset: the
+    position that the first token has (fairseq's models start after the padding token's id)."""
 
     context_parallel = True
     summary = "fixed sinusoids added to the input"
     acts = frozenset({"input"})
+    any_width = True
 
     base: float | int = 10000.0
     layout: Literal["interleaved", "half"] = "interleaved"
+    offset: int = 0
 
     def check_fields(self) -> None:
         if self.base <= 1:
             raise ValueError(f"sinusoidal_absolute needs `base` > 1, got {self.base}.")
+        if self.offset < 0:
+            raise ValueError(f"sinusoidal_absolute needs `offset` >= 0, got {self.offset}.")
 
     def check(self, config) -> None:
-        if config.hidden_size % 2:
-            raise ValueError(f"sinusoidal_absolute needs an even `hidden_size`, got {config.hidden_size}.")
+        width = config.embedding.position_width(config)
+        if width % 2:
+            raise ValueError(f"sinusoidal_absolute needs an even width (`hidden_size`), got {width}.")
 
     def build(self, config, **where) -> SinusoidalPosition:
         return SinusoidalPosition(self)

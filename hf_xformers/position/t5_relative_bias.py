@@ -79,19 +79,19 @@ class T5RelativeBiasSpec(PositionSpec):
 
     def check_fields(self) -> None:
         if self.num_buckets < 2:
-            raise ValueError(f"t5_relative_bias needs `num_buckets` >= 2, got {self.num_buckets}.")
+            raise ValueError(f"{self.type} needs `num_buckets` >= 2, got {self.num_buckets}.")
         if self.max_distance <= self.num_buckets // 2:
             raise ValueError(
-                f"t5_relative_bias needs `max_distance` above half of `num_buckets` ({self.num_buckets // 2}), "
+                f"{self.type} needs `max_distance` above half of `num_buckets` ({self.num_buckets // 2}), "
                 f"got {self.max_distance}."
             )
 
     def check(self, config) -> None:
         if not config.is_decoder and (self.num_buckets % 2 or self.num_buckets < 4):
             raise ValueError(
-                f"t5_relative_bias in an encoder splits `num_buckets` between two directions: it must be even and at "
+                f"{self.type} in an encoder splits `num_buckets` between two directions: it must be even and at "
                 f"least 4, got {self.num_buckets}."
             )
 
-    def build(self, config, **where) -> T5RelativeBias:
+    def build(self, config, **where) -> Position:
         return T5RelativeBias(config, self)

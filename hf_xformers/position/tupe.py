@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from ..core.components import register
 from ..core.context import LayerContext
-from .base import LayerTerms, Position, PositionSpec, key_positions
+from .base import Position, PositionSpec, PositionTerms, key_positions
 from .distances import distances_of_block
+from .score_terms import SelfAttentionTerms
 from .t5_relative_bias import relative_buckets
 
 QUERIES, KEYS = "tupe_queries", "tupe_keys"  # streams: p U^Q and p U^K of all positions, [rows, H, d]
@@ -40,7 +41,7 @@ class TupePosition(Position):
         return self.query_proj(vectors).unflatten(-1, size), self.key_proj(vectors).unflatten(-1, size)
 
 
-class TupeTerms(LayerTerms):
+class TupeTerms(PositionTerms):
     """score_ij = q_i k_j / sqrt(2 d) + (p_i U^Q)(p_j U^K) / sqrt(2 d) + b_{j-i} (eqs. 7 and 9).
 
     Where position 0 is [CLS], what it pays to others and what they pay to it does not depend on their places (section
@@ -49,7 +50,6 @@ class TupeTerms(LayerTerms):
     """
 
     content_scale = 2**-0.5
-    separable = True
 
     def __init__(self, config, spec: TupeSpec):
         super().__init__()
@@ -59,9 +59,7 @@ class TupeTerms(LayerTerms):
         if QUERIES not in context.streams:
             context.streams[QUERIES], context.streams[KEYS] = context.shared["score_bias"].projected()
 
-    def tables(self, attention: Any, scale: float, context: LayerContext) -> tuple[Tensor, ...]:
-        """Scaled p U^Q and p U^K by position [H, rows, d]; the numbers of [CLS] to others and of others to [CLS] [H,
-        2]; the bias by distance from the last query to the first key, and on, [H, T + S - 1]."""
+    def score_terms(self, attention: Any, scale: float, context: LayerContext) -> TupeScores:
         queries, keys = context.streams[QUERIES] * scale, context.streams[KEYS]
         bias, made = context.shared["score_bias"].bias, []
         if self.resets:
@@ -78,28 +76,43 @@ class TupeTerms(LayerTerms):
                 max_distance=self.spec.max_distance,
             )
             made.append(bias(buckets).t())
-        return queries.transpose(0, 1), keys.transpose(0, 1), *made
+        tables = (queries.transpose(0, 1), keys.transpose(0, 1), *made)
+        return TupeScores(scale, tables, context, resets=self.resets, relative=self.spec.relative)
 
-    def line(self, tables: tuple[Tensor, ...], context: LayerContext) -> Tensor | None:
-        return tables[-1] if self.spec.relative else None
 
-    def by_query(self, query: Tensor, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
+class TupeScores(SelfAttentionTerms):
+    """The terms of one call. Tables: scaled p U^Q and p U^K by position [H, rows, d]; where [CLS] `resets`, its
+    numbers to others and those of others to it [H, 2]; where `relative`, the bias by distance from the last query to
+    the first key, and on, [H, T + S - 1]."""
+
+    separable = True
+
+    def __init__(
+        self, scale: float, tables: tuple[Tensor, ...], context: LayerContext, *, resets: bool, relative: bool
+    ) -> None:
+        super().__init__(scale, tables, context)
+        self.resets, self.relative = resets, relative
+
+    def line(self, tables: tuple[Tensor, ...]) -> Tensor | None:
+        return tables[-1] if self.relative else None
+
+    def by_query(self, query: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """p U^Q of the tokens. Where [CLS] is apart its row is zero, and two columns meet those of the keys: the first
         brings others what they pay to [CLS] less the bias that the pair gets as well, the second says that this is
         [CLS]."""
-        placed = tables[0][:, context.positions].transpose(0, 1).to(query.dtype)
+        placed = tables[0][:, self.context.positions].transpose(0, 1).to(query.dtype)
         if not self.resets:
             return (placed,)
-        cls, cls_slot, slots = self._cls(context.positions)
+        cls, cls_slot, slots = self._cls(self.context.positions)
         from_others = self._less_bias(1, tables, cls_slot - slots).masked_fill(cls, 0.0)
         is_cls = cls.to(placed.dtype).expand(from_others.shape)
         return (torch.cat((placed.masked_fill(cls, 0.0), from_others.to(placed.dtype), is_cls), dim=-1),)
 
-    def by_key(self, key: Tensor, tables: tuple[Tensor, ...], context: LayerContext) -> tuple[Tensor, ...]:
+    def by_key(self, key: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """p U^K of the tokens; the two columns say that this is [CLS], and bring what [CLS] pays to a key less the
         bias."""
         # A cache may have more slots than there are places.
-        positions = key_positions(context).clamp(max=tables[1].shape[1] - 1)
+        positions = key_positions(self.context).clamp(max=tables[1].shape[1] - 1)
         placed = tables[1][:, positions].transpose(0, 1).to(key.dtype)
         if not self.resets:
             return (placed,)
@@ -117,7 +130,7 @@ class TupeTerms(LayerTerms):
     def _less_bias(self, which: int, tables: tuple[Tensor, ...], distance: Tensor) -> Tensor:
         """[CLS]'s number less the bias at distance (key - query) [B or 1, T] -> [B or 1, h, T, 1]"""
         number = tables[2][None, :, which, None, None]
-        if not self.spec.relative:
+        if not self.relative:
             return number.expand(distance.shape[0], -1, distance.shape[-1], -1)
         zero = tables[-1].shape[-1] // 2  # an encoder's keys are its queries
         return number - tables[-1][:, distance + zero].transpose(0, 1).unsqueeze(-1)

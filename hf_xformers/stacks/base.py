@@ -9,6 +9,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ..blocks.base import XFormerLayer
 from ..core.components import Spec
 from ..core.context import LayerContext
 from ..core.segment_memory import SegmentMemory
@@ -52,7 +53,7 @@ class Stack(Undecayed, nn.Module):
 
     def forward(
         self,
-        layers: nn.ModuleList,
+        layers: Sequence[XFormerLayer],
         hidden_states: Tensor,
         context: LayerContext,
         *,

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..attention.transformer_xl import KEY_USAGE, MEMORY_ORDER
+from ..blocks.base import XFormerLayer
 from ..core.components import register
 from ..core.context import LayerContext
 from ..core.segment_memory import CompressiveMemory, MemoryCacheLayer, SegmentMemory, take_slots
@@ -103,7 +104,7 @@ class CompressiveStack(SegmentRecurrentStack):
         return slot
 
     def remember(
-        self, layers: nn.ModuleList, carried: SegmentMemory, inputs: Sequence[Tensor], context: LayerContext
+        self, layers: Sequence[XFormerLayer], carried: SegmentMemory, inputs: Sequence[Tensor], context: LayerContext
     ) -> tuple[SegmentMemory, dict[str, Tensor]]:
         if not isinstance(carried, CompressiveMemory):
             raise TypeError(f"The compressive stack needs a CompressiveMemory, got {type(carried).__name__}.")
@@ -122,7 +123,7 @@ class CompressiveStack(SegmentRecurrentStack):
             mask = None if old.mask is None else old.mask[:, ::rate]
             kept = kept.push(slots, mask, self.compressed_length)
         elif learns:  # nothing left the memory yet; parameters that take no part would puzzle distributed training
-            losses = [0.0 * sum(parameter.sum() for parameter in self.compressions.parameters())]
+            losses = [torch.stack([0.0 * parameter.sum() for parameter in self.compressions.parameters()]).sum()]
         total = {"reconstruction": self.spec.reconstruction_weight * torch.stack(losses).sum()} if losses else {}
         return kept, total
 

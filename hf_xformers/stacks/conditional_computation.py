@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache
 
+from ..blocks.base import XFormerLayer
 from ..core.components import register
 from ..core.context import LayerContext
 from ..core.gates import ALL, NOISE, OPEN, Gates
@@ -22,6 +25,8 @@ class ConditionalStack(PlainStack):
     `passes`) if gates learn from it: with gradients on, and gates that are not frozen.
     """
 
+    passes: Tensor
+
     def __init__(self, spec: ConditionalComputationSpec):
         super().__init__()
         self.spec = spec
@@ -32,7 +37,7 @@ class ConditionalStack(PlainStack):
 
     def forward(
         self,
-        layers: nn.ModuleList,
+        layers: Sequence[XFormerLayer],
         hidden_states: Tensor,
         context: LayerContext,
         *,
@@ -43,7 +48,7 @@ class ConditionalStack(PlainStack):
     ) -> StackOutput:
         if self.training:
             context.shared[NOISE] = self.spec.noise_max * (self.passes / self.spec.noise_steps).clamp(max=1.0)
-            gate = next((module for module in layers.modules() if isinstance(module, Gates)), None)
+            gate = next((module for layer in layers for module in layer.modules() if isinstance(module, Gates)), None)
             if gate is not None and gate.outer.weight.requires_grad and torch.is_grad_enabled():
                 self.passes += 1
         result = super().forward(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..blocks.base import unpack_layer
+from ..blocks.base import XFormerLayer, unpack_layer
 from ..core.context import LayerContext, add_losses
 from ..position.base import Position
 from .base import StackOutput, StackSpec
@@ -44,7 +45,7 @@ class EarlyExitStack(PlainStack):
 
     def forward(
         self,
-        layers: nn.ModuleList,
+        layers: Sequence[XFormerLayer],
         hidden_states: Tensor,
         context: LayerContext,
         *,
@@ -71,7 +72,9 @@ class EarlyExitStack(PlainStack):
             or torch.compiler.is_compiling()
             or torch.jit.is_tracing()
         )
-        whole, rows, final, left = context, None, None, None
+        whole, rows = context, None
+        final: Tensor | None = None
+        left: Tensor | None = None
         aux_losses: dict[str, Tensor] = {}
         for layer in layers:
             layer.prepare(context, None)
@@ -89,7 +92,11 @@ class EarlyExitStack(PlainStack):
             if leaves is None:
                 continue
             if not gathers:
-                final = hidden_states if final is None else torch.where(left[:, None, None], final, hidden_states)
+                final = (
+                    hidden_states
+                    if final is None or left is None
+                    else torch.where(left[:, None, None], final, hidden_states)
+                )
                 left = leaves if left is None else left | leaves
                 continue
             stay = (~leaves).nonzero().squeeze(-1)
@@ -106,9 +113,9 @@ class EarlyExitStack(PlainStack):
             # What no layer has touched is made anew with the rest; what layers hand on is cut.
             handed = {name: _take(x, stay) for name, x in streams.items() if x is not prepared.get(name)}
             streams = {**context.streams, **handed}
-        if left is not None:
+        if left is not None and final is not None:
             hidden_states = torch.where(left[:, None, None], final, hidden_states)
-        elif rows is not None:
+        elif rows is not None and final is not None:
             hidden_states = final.index_copy(0, rows, hidden_states)
         return StackOutput(hidden_states, whole, aux_losses)
 
@@ -138,9 +145,7 @@ def take_rows(context: LayerContext, rows: Tensor, position: Position, like: Ten
     kept.shared, kept.streams = {}, {}
     if "score_bias" in context.shared:  # a function of positions in the table, not of rows
         kept.shared["score_bias"] = context.shared["score_bias"]
-    rotation = position.rotation(kept.positions, like)
-    if rotation is not None:
-        kept.shared["rotation"] = rotation
+    position.share_rotations(kept, like)
     return kept
 
 

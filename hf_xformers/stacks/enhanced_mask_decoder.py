@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..attention.shared.position_terms import KEY_STATES
-from ..blocks.base import unpack_layer
+from ..attention.shared.base import KEY_STATES
+from ..blocks.base import XFormerLayer, unpack_layer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses
 from .base import StackOutput, StackSpec
@@ -33,7 +33,7 @@ class EnhancedMaskDecoder(PlainStack):
 
     def forward(
         self,
-        layers: nn.ModuleList,
+        layers: Sequence[XFormerLayer],
         hidden_states: Tensor,
         context: LayerContext,
         *,

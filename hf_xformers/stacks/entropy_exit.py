@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..core.components import register
 from ..core.pooling import Pooler
 from .early_exit import EarlyExitSpec
-from .exits import EarlyExits, final_norm
+from .exits import Classifier, EarlyExits, final_norm
 
 
 def entropy(logits: Tensor) -> Tensor:
@@ -51,26 +51,27 @@ class EntropyExits(EarlyExits):
     def trunk_learns(self) -> bool:
         return self.spec.training_stage == "trunk"
 
-    def begin_ramps(self, model: nn.Module) -> None:
+    def begin_ramps(self, model: Classifier) -> None:
         """Turns `model` to the second stage: ramps start from the last classifier's pooler, if there is one, and only
         they learn. The stage is written to the config."""
         pooler = model.model.pooler
+        ramp: Any
         for ramp in self.ramps:
             if pooler is not None:
                 ramp.pooler.load_state_dict(pooler.state_dict())
         self.spec.training_stage = "ramps"
         self.freeze(model)
 
-    def freeze(self, model: nn.Module) -> None:
+    def freeze(self, model: Classifier) -> None:
         """Says which parameters learn in this stage."""
         inside = {id(parameter) for parameter in self.parameters()}
         for parameter in model.parameters():
             parameter.requires_grad_((id(parameter) in inside) != self.trunk_learns)
 
-    def logits(self, model: nn.Module, layer: int, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
+    def logits(self, model: Classifier, layer: int, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
         return self.ramps[layer - 1](final_norm(model, hidden_states, padding_mask), padding_mask)
 
-    def rule(self, model: nn.Module, batch: int):
+    def rule(self, model: Classifier, batch: int):
         if not self.spec.exits_early or not self.ramps:
             return None
         if model.config.num_labels == 1 or model.config.problem_type in ("regression", "multi_label_classification"):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from ..core.losses import with_aux_losses
 from ..core.outputs import XFormerEarlyExitClassifierOutput
+
+# A sequence classifier (`XFormerForSequenceClassification`), which stands above the stacks.
+Classifier: TypeAlias = Any
 
 
 class EarlyExits(nn.Module):
@@ -19,11 +22,11 @@ class EarlyExits(nn.Module):
     one.
     """
 
-    def logits(self, model: nn.Module, layer: int, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
+    def logits(self, model: Classifier, layer: int, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
         """[R, T, D] after layer 1, 2, ... -> [R, num_labels]."""
         raise NotImplementedError
 
-    def rule(self, model: nn.Module, batch: int) -> Any | None:
+    def rule(self, model: Classifier, batch: int) -> Any | None:
         """`rule(layer, logits [R, C], rows [R] or None) -> [R] boolean`, or None if no row can leave early."""
         raise NotImplementedError
 
@@ -31,9 +34,12 @@ class EarlyExits(nn.Module):
         """The objective from the losses of the classifiers 1 .. L."""
         raise NotImplementedError
 
-    trunk_learns = True  # False: no gradient goes into the layers and the last classifier
+    @property
+    def trunk_learns(self) -> bool:
+        """Whether gradients go into the layers and the last classifier."""
+        return True
 
-    def classify(self, model: nn.Module, labels: Tensor | None, inputs: dict[str, Any]):
+    def classify(self, model: Classifier, labels: Tensor | None, inputs: dict[str, Any]):
         """The whole forward pass of `model`, an `XFormerForSequenceClassification`."""
         watch: _Collector | _Run | None = None
         if model.training and labels is not None:
@@ -46,13 +52,14 @@ class EarlyExits(nn.Module):
         with torch.no_grad() if frozen else nullcontext():
             base = model.model(**inputs, exit_watch=watch)
             logits = model.classifier(model.dropout(model.pooled(base, inputs.get("attention_mask"))))
-        exit_layers = None
+        exit_layers: Any = None
         if not model.training:
             count = torch.full_like(logits[:, 0], model.config.num_hidden_layers, dtype=torch.long)
             exit_layers = count
-            if isinstance(watch, _Run) and watch.running is not None:
-                logits = torch.where(watch.running[:, None], logits, watch.answers)
-                exit_layers = torch.where(watch.running, count, watch.layers)
+            if isinstance(watch, _Run) and watch.left is not None:
+                left = watch.left
+                logits = torch.where(left.running[:, None], logits, left.answers)
+                exit_layers = torch.where(left.running, count, left.layers)
         loss = None
         if labels is not None:
 
@@ -82,36 +89,43 @@ class _Collector:
         self.seen.append((hidden_states, padding_mask))
 
 
-class _Run:
-    """The exits of one batch: answers [B, C] and layers [B] of the rows that left, `running` [B]: those that did
-    not."""
+class _Left(NamedTuple):
+    """Answers [B, C] and layers [B] of the rows that left, `running` [B]: those that did not."""
 
-    def __init__(self, exits: EarlyExits, model: nn.Module, rule: Any):
+    answers: Tensor
+    layers: Tensor
+    running: Tensor
+
+
+class _Run:
+    """The exits of one batch."""
+
+    def __init__(self, exits: EarlyExits, model: Classifier, rule: Any):
         self.exits, self.model, self.rule = exits, model, rule
-        self.answers: Tensor | None = None
-        self.layers: Tensor | None = None
-        self.running: Tensor | None = None
+        self.left: _Left | None = None
 
     def __call__(self, layer: int, hidden_states: Tensor, padding_mask: Tensor | None, rows: Tensor | None) -> Tensor:
         logits = self.exits.logits(self.model, layer, hidden_states, padding_mask)
         leaves = self.rule(layer, logits, rows)
-        if self.running is None:
-            self.answers = torch.zeros_like(logits)
-            self.layers = torch.zeros_like(leaves, dtype=torch.long)
-            self.running = torch.ones_like(leaves)
+        left = self.left
+        if left is None:
+            start = torch.zeros_like(leaves, dtype=torch.long)
+            left = _Left(torch.zeros_like(logits), start, torch.ones_like(leaves))
         if rows is None:  # the whole batch, among it rows that have left before
-            leaves = leaves & self.running
+            leaves = leaves & left.running
             everyone = leaves
         else:
-            logits = torch.zeros_like(self.answers).index_copy(0, rows, logits)
-            everyone = torch.zeros_like(self.running).index_copy(0, rows, leaves)
-        self.answers = torch.where(everyone[:, None], logits, self.answers)
-        self.layers = torch.where(everyone, layer, self.layers)
-        self.running = self.running & ~everyone
+            logits = torch.zeros_like(left.answers).index_copy(0, rows, logits)
+            everyone = torch.zeros_like(left.running).index_copy(0, rows, leaves)
+        answers, layers = (
+            torch.where(everyone[:, None], logits, left.answers),
+            torch.where(everyone, layer, left.layers),
+        )
+        self.left = _Left(answers, layers, left.running & ~everyone)
         return leaves
 
 
-def final_norm(model: nn.Module, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
+def final_norm(model: Classifier, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
     """What the classifier above the last layer is given: the trunk's last norm, where it has one."""
     trunk = model.model.trunk
     if trunk.final_norm is None:

@@ -4,14 +4,16 @@ steps."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from ..attention.feedback import STREAMS
-from ..blocks.base import unpack_layer
+from ..blocks.base import XFormerLayer, unpack_layer
 from ..core.cache import RecurrentStateLayer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses, self_attention_cache
@@ -91,7 +93,7 @@ class FeedbackStack(Stack):
 
     def forward(
         self,
-        layers: nn.ModuleList,
+        layers: Sequence[XFormerLayer],
         hidden_states: Tensor,
         context: LayerContext,
         *,
@@ -145,13 +147,14 @@ class FeedbackStack(Stack):
             outputs.append(state)
         if cache is not None:
             keys, values = (part.detach() for part in window.whole())
+            slot: Any
             for index, slot in enumerate(cache.layers):
                 slot.advance(length, **({"keys": keys, "values": values} if index == 0 else {}))
         if not recorded:
             return StackOutput(torch.cat(outputs, dim=1), context, aux_losses)
 
         # The last step's memory is read by later segments only.
-        keys, values = (
+        read_keys, read_values = (
             torch.cat([first, *(pair[which] for pair in written[:-1])], dim=-2).unbind(1)
             for which, first in enumerate(start)
         )
@@ -161,8 +164,8 @@ class FeedbackStack(Stack):
             output = layer(
                 state,
                 memories[index],
-                keys[index % self.groups],
-                values[index % self.groups],
+                read_keys[index % self.groups],
+                read_values[index % self.groups],
                 context=context,
                 step=index,
                 stream_names=STREAMS[:2],

@@ -3,6 +3,7 @@ end."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..attention.transformer_xl import GRID, KEY_COUNT, KEY_REAL, KEY_STATES, Grid
-from ..blocks.base import unpack_layer
+from ..blocks.base import XFormerLayer, unpack_layer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses
 from ..core.segment_memory import take_slots
@@ -40,7 +41,7 @@ class FunnelStack(Stack):
 
     def forward(
         self,
-        layers: nn.ModuleList,
+        layers: Sequence[XFormerLayer],
         hidden_states: Tensor,
         context: LayerContext,
         *,
@@ -121,7 +122,7 @@ class FunnelStack(Stack):
 class _Run:
     """The layers of one forward call, with its step count and auxiliary losses."""
 
-    def __init__(self, layers: nn.ModuleList, context: LayerContext, spec: FunnelSpec):
+    def __init__(self, layers: Sequence[XFormerLayer], context: LayerContext, spec: FunnelSpec):
         self.layers, self.base, self.spec = layers, context, spec
         self.step = 0
         self.losses: dict[str, Tensor] = {}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ..blocks.base import XFormerLayer
 from ..core.components import aliased, register
 from ..core.context import LayerContext
 from ..core.segment_memory import take_slots
@@ -35,7 +38,7 @@ class GlobalTokensStack(PlainStack):
 
     def forward(
         self,
-        layers: nn.ModuleList,
+        layers: Sequence[XFormerLayer],
         hidden_states: Tensor,
         context: LayerContext,
         *,
@@ -58,10 +61,10 @@ class GlobalTokensStack(PlainStack):
             order = real_first(wider.padding_mask)
             hidden_states = take_slots(hidden_states, order)
             wider = self._ordered(wider, order)
-        rotation, bias = position.rotation(wider.positions, hidden_states), position.score_bias()
-        wider.shared.update(
-            {name: one for name, one in (("rotation", rotation), ("score_bias", bias)) if one is not None}
-        )
+        position.share_rotations(wider, hidden_states)
+        bias = position.score_bias()
+        if bias is not None:
+            wider.shared["score_bias"] = bias
         result = super().forward(layers, hidden_states, wider, position=position, memory=memory, **more)
         hidden_states = result.hidden_states
         if order is not None:
@@ -73,7 +76,7 @@ class GlobalTokensStack(PlainStack):
         """The context of the same tokens in the order [B, T] of slots."""
         chosen = context.inputs["global_attention_mask"].gather(1, order)
         return context.derive(
-            padding_mask=context.padding_mask.gather(1, order),
+            padding_mask=None if context.padding_mask is None else context.padding_mask.gather(1, order),
             positions=context.positions.expand(order.shape[0], -1).gather(1, order),
             inputs={**context.inputs, "global_attention_mask": chosen},
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ..blocks.base import XFormerLayer
 from ..blocks.nesting import NESTING, SENTENCE_POSITIONS, AttentivePooling, Levels, make_nesting
 from ..core.components import register
 from ..core.context import LayerContext
@@ -48,7 +50,7 @@ class HiStack(PlainStack):
 
     def forward(
         self,
-        layers: nn.ModuleList,
+        layers: Sequence[XFormerLayer],
         hidden_states: Tensor,
         context: LayerContext,
         *,

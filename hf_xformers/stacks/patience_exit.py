@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..core.components import register
 from ..core.pooling import pool
 from .early_exit import EarlyExitSpec
-from .exits import EarlyExits, final_norm
+from .exits import Classifier, EarlyExits, final_norm
 
 
 class PatienceExits(EarlyExits):
@@ -27,10 +27,10 @@ class PatienceExits(EarlyExits):
             nn.Linear(config.hidden_size, config.num_labels) for _ in range(config.num_hidden_layers - 1)
         )
 
-    def freeze(self, model: nn.Module) -> None:
+    def freeze(self, model: Classifier) -> None:
         """Everything learns."""
 
-    def logits(self, model: nn.Module, layer: int, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
+    def logits(self, model: Classifier, layer: int, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
         states, pooler = final_norm(model, hidden_states, padding_mask), model.model.pooler
         if pooler is not None:
             vector = pooler(states, padding_mask)
@@ -39,7 +39,7 @@ class PatienceExits(EarlyExits):
             vector = pool(states, padding_mask, "first" if how == "auto" else how)
         return self.classifiers[layer - 1](model.dropout(vector))
 
-    def rule(self, model: nn.Module, batch: int):
+    def rule(self, model: Classifier, batch: int):
         patience = self.spec.resolved(model.config)
         if not patience or patience >= model.config.num_hidden_layers:
             return None

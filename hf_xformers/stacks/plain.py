@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..blocks.base import unpack_layer
+from ..blocks.base import XFormerLayer, unpack_layer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses
 from ..position.base import Position
@@ -19,7 +19,7 @@ class PlainStack(Stack):
 
     def forward(
         self,
-        layers: nn.ModuleList,
+        layers: Sequence[XFormerLayer],
         hidden_states: Tensor,
         context: LayerContext,
         *,

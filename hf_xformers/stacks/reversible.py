@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -42,7 +42,7 @@ class ReversibleStack(Stack):
 
     def forward(
         self,
-        layers: nn.ModuleList,
+        layers: Sequence[XFormerLayer],
         hidden_states: Tensor,
         context: LayerContext,
         *,
@@ -66,7 +66,7 @@ class ReversibleStack(Stack):
         return StackOutput((first + second) / 2, context, losses)
 
     @staticmethod
-    def _rebuilds(layers: nn.ModuleList, context: LayerContext, past_key_values: Cache | None) -> bool:
+    def _rebuilds(layers: Sequence[XFormerLayer], context: LayerContext, past_key_values: Cache | None) -> bool:
         if not torch.is_grad_enabled() or past_key_values is not None or torch.compiler.is_compiling():
             return False
         if context.output_attentions or context.output_hidden_states:
@@ -78,7 +78,7 @@ class ReversibleStack(Stack):
 class _Run:
     """One forward call: what its backward pass needs beside the tensors that autograd keeps."""
 
-    layers: nn.ModuleList
+    layers: Sequence[XFormerLayer]
     context: LayerContext
     past_key_values: Cache | None
     position: Position
@@ -92,7 +92,7 @@ class _Run:
     def __post_init__(self) -> None:
         # Layers read tables of the position module (`context.shared["score_bias"]`): they are inputs like their own.
         self.of_position = [parameter for parameter in self.position.parameters() if parameter.requires_grad]
-        own = [parameter for parameter in self.layers.parameters() if parameter.requires_grad]
+        own = [x for layer in self.layers for x in layer.parameters() if x.requires_grad]
         self.parameters = own + self.of_position
 
     def forward(
@@ -102,7 +102,11 @@ class _Run:
         losses: dict[str, Tensor] = {}
         memories = memory_by_step(memory, len(self.layers))
         device = first.device
-        keep = (lambda: self.states.append(_random_state(device))) if record and self.layers.training else None
+        keep = (
+            (lambda: self.states.append(_random_state(device)))
+            if record and any(layer.training for layer in self.layers)
+            else None
+        )
         for step, layer in enumerate(self.layers):
             output = layer(
                 first,
@@ -152,7 +156,7 @@ class _Reversible(torch.autograd.Function):
                 read = first.detach().requires_grad_()
                 memories = memory_by_step(memory, len(run.layers))
                 result = layer.run_sublayer(entry, read, context, memories[step], None, step)
-                added = layer.frame(entry).leave(0.0, result.output, result.gate)
+                added = layer.frame(entry).leave(result.output.new_zeros(()), result.output, result.gate)
                 targets, slopes = [added], [to_second]
                 for name, loss in (result.aux_losses or {}).items():
                     if loss.requires_grad:
@@ -178,7 +182,9 @@ def _split(
     return memory, dict(zip(run.stream_names, rest[:count], strict=True)), rest[count:]
 
 
-def _backwards(layers: nn.ModuleList, memory: Tensor | None) -> Iterator[tuple[int, XFormerLayer, SublayerPlan]]:
+def _backwards(
+    layers: Sequence[XFormerLayer], memory: Tensor | None
+) -> Iterator[tuple[int, XFormerLayer, SublayerPlan]]:
     for step in reversed(range(len(layers))):
         for entry in reversed(layers[step].sublayers(memory)):
             yield step, layers[step], entry
@@ -227,6 +233,11 @@ class ReversibleStackSpec(StackSpec):
             raise ValueError(
                 "stack 'reversible' recovers a sublayer's input by a subtraction, which residual"
                 f" {config.residual.type!r} does not allow; use 'pre_ln' or another one that adds to the stream."
+            )
+        if not config.block.in_sequence:
+            raise ValueError(
+                "stack 'reversible' gives two streams to sublayers in turn, which block"
+                f" {config.block.type!r} runs side by side; use the block 'vanilla'."
             )
         if "layer_input" in config.position.acts:
             raise ValueError(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ..attention.transformer_xl import MEMORY_LENGTH, MEMORY_ORDER, MEMORY_REAL, SEGMENT_MEMORY
-from ..blocks.base import unpack_layer
+from ..blocks.base import XFormerLayer, unpack_layer
+from ..core.cache import RecurrentStateLayer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses, self_attention_cache
 from ..core.segment_memory import MemoryCacheLayer, SegmentMemory, join_masks
@@ -35,7 +37,7 @@ class SegmentRecurrentStack(Stack):
 
     def forward(
         self,
-        layers: nn.ModuleList,
+        layers: Sequence[XFormerLayer],
         hidden_states: Tensor,
         context: LayerContext,
         *,
@@ -87,8 +89,8 @@ class SegmentRecurrentStack(Stack):
             add_losses(aux_losses, losses)
         if slot is not None and cache is not None:
             slot.memory = kept
-            for layer in cache.layers:
-                layer.advance(length)
+            for each in cast(list[RecurrentStateLayer], cache.layers):
+                each.advance(length)
         return StackOutput(hidden_states, context, aux_losses, segment_memory=kept)
 
     def begin(self, context: LayerContext) -> None:
@@ -126,7 +128,7 @@ class SegmentRecurrentStack(Stack):
         return given
 
     def remember(
-        self, layers: nn.ModuleList, carried: SegmentMemory, inputs: Sequence[Tensor], context: LayerContext
+        self, layers: Sequence[XFormerLayer], carried: SegmentMemory, inputs: Sequence[Tensor], context: LayerContext
     ) -> tuple[SegmentMemory, dict[str, Tensor]]:
         """The memory after this segment, and losses of making it."""
         return carried.update(inputs, context.query_padding_mask, self.memory_length), {}

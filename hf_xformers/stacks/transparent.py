@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
+from ..blocks.base import XFormerLayer
 from ..core.components import register
 from ..core.context import LayerContext
 from ..position.base import Position
@@ -44,15 +47,22 @@ class TransparentEncoderStack(PlainStack):
 
     def forward(
         self,
-        layers: nn.ModuleList,
+        layers: Sequence[XFormerLayer],
         hidden_states: Tensor,
         context: LayerContext,
         *,
         position: Position,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
+        collect: Callable[[Tensor], None] | None = None,
     ) -> StackOutput:
         states = [hidden_states]
+
+        def keep(state: Tensor) -> None:
+            states.append(state)
+            if collect is not None:
+                collect(state)
+
         result = super().forward(
             layers,
             hidden_states,
@@ -60,7 +70,7 @@ class TransparentEncoderStack(PlainStack):
             position=position,
             memory=memory,
             past_key_values=past_key_values,
-            collect=states.append,
+            collect=keep,
         )
         weights = F.dropout(self.weights(), self.dropout, self.training).to(hidden_states.dtype)
         batch, length, width = hidden_states.shape

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..blocks.base import unpack_layer
+from ..blocks.base import XFormerLayer, unpack_layer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses
 from ..position.base import Position
@@ -52,6 +53,9 @@ class UniversalStack(Stack):
     (`keep_updating`, as in tensor2tensor). Nothing depends on the rest of the batch. Padding has halted before the
     first step. The ponder loss is tau times the mean of N + R over real tokens; N has no gradient.
 
+    With `groups` the steps are divided into that many consecutive groups, of which each has layers of its own: step t
+    runs those of group floor((t - 1) groups / N), from 0 (Lan et al. 2020, arXiv 1909.11942; the released code).
+
     When every token has halted the loop ends, unless later steps leave a trace of their own (cache slots, recorded
     states, a graph that is being traced): their output is the same.
     """
@@ -62,6 +66,10 @@ class UniversalStack(Stack):
         self.steps = config.num_hidden_layers // spec.layers_per_step
         self.halting = Halting(config, spec) if spec.act != "none" else None
         self.step_table = nn.Embedding(self.steps, config.hidden_size) if spec.step_signal == "learned" else None
+
+    def group(self, step: int) -> int:
+        """The group, from 0, of step 1, 2, ...; with the released code's rounding."""
+        return int((step - 1) / (self.steps / self.spec.groups))
 
     def position_signal(self, positions: Tensor, like: Tensor) -> Tensor | None:
         """positions [B or 1, T] -> PE(i), [B or 1, T, D], in the dtype of `like`."""
@@ -80,7 +88,7 @@ class UniversalStack(Stack):
 
     def forward(
         self,
-        layers: nn.ModuleList,
+        layers: Sequence[XFormerLayer],
         hidden_states: Tensor,
         context: LayerContext,
         *,
@@ -93,19 +101,21 @@ class UniversalStack(Stack):
             layer.prepare(context, past_key_values)
         placed = self.position_signal(context.positions, hidden_states)
         ledger = None if self.halting is None else _Ledger(hidden_states, context.query_padding_mask, self.spec)
-        may_stop = ledger is not None and past_key_values is None and not _leaves_a_trace(context)
+        may_stop = past_key_values is None and not _leaves_a_trace(context)
         streams = context.streams
-        memories = memory_by_step(memory, self.steps * len(layers))
+        each = self.spec.layers_per_step
+        memories = memory_by_step(memory, self.steps * each)
         for step in range(1, self.steps + 1):
-            if may_stop and step > 1 and not bool(ledger.running.any()):
+            if ledger is not None and may_stop and step > 1 and not bool(ledger.running.any()):
                 break
             state = hidden_states
             for signal in (placed, self.step_signal(step, state)):
                 state = state if signal is None else state + signal
-            if ledger is not None:
+            if ledger is not None and self.halting is not None:
                 ledger.spend(self.halting.probability(state), last=step == self.steps)
-            for index, layer in enumerate(layers):
-                slot = (step - 1) * len(layers) + index
+            first = each * self.group(step)
+            for index, layer in enumerate(layers[first : first + each]):
+                slot = (step - 1) * each + index
                 state = position.embed_layer(state, context.positions, slot)
                 output = layer(
                     state,
@@ -183,6 +193,8 @@ class UniversalSpec(StackSpec):
     """One layer (or a few), run again and again. `num_hidden_layers` counts the runs, which are the cache slots.
 
     layers_per_step: layers that form one step (tensor2tensor: `num_inrecurrence_layers`); divides `num_hidden_layers`.
+    groups: consecutive groups of steps with layers of their own (ALBERT: `num_hidden_groups`), at most one for each
+    step.
     step_signal, position_signal: what is added before every step. act: `none` (all tokens take every step), or how a
     token's output is made of its states; `num_hidden_layers / layers_per_step` steps are then the most it can take.
     act_epsilon: what may remain of a token's probability when it halts. act_halting_bias_init: b at the start (1: p =
@@ -194,6 +206,7 @@ class UniversalSpec(StackSpec):
     summary = "one layer at every depth, with per-token halting"
 
     layers_per_step: int = 1
+    groups: int = 1
     step_signal: Literal["sinusoid", "learned", "none"] = "sinusoid"
     position_signal: bool = True
     act: Literal["none", "accumulated", "overwrite"] = "none"
@@ -205,6 +218,8 @@ class UniversalSpec(StackSpec):
     def check_fields(self) -> None:
         if self.layers_per_step < 1:
             raise ValueError(f"universal needs `layers_per_step` >= 1, got {self.layers_per_step}.")
+        if self.groups < 1:
+            raise ValueError(f"universal needs `groups` >= 1, got {self.groups}.")
         if not 0 < self.act_epsilon < 1:
             raise ValueError(f"universal needs `act_epsilon` between 0 and 1, got {self.act_epsilon}.")
         if self.act_loss_weight < 0:
@@ -216,6 +231,11 @@ class UniversalSpec(StackSpec):
                 f"universal runs {self.layers_per_step} layers per step, which does not divide `num_hidden_layers` "
                 f"{config.num_hidden_layers}; change one of them."
             )
+        if self.groups * self.layers_per_step > config.num_hidden_layers:
+            raise ValueError(
+                f"universal has `groups={self.groups}`, of {self.layers_per_step} layers each, for"
+                f" {config.num_hidden_layers // self.layers_per_step} steps; a group needs a step at least."
+            )
         if config.hidden_size % 2 and (self.position_signal or self.step_signal == "sinusoid"):
             raise ValueError(
                 f"universal's sinusoidal signals need an even `hidden_size`, got {config.hidden_size}; change it, or"
@@ -223,7 +243,7 @@ class UniversalSpec(StackSpec):
             )
 
     def num_layers(self, config) -> int:
-        return min(self.layers_per_step, config.num_hidden_layers)
+        return self.groups * self.layers_per_step
 
     def build(self, config, **where) -> UniversalStack:
         if config.is_heterogeneous:

@@ -161,11 +161,28 @@ def build_model(config: XFormerConfig, objective: Objective) -> PreTrainedModel:
     return family(config.model_type)[f"For{objective.head}"](config)
 
 
+def _smallest(limits: Iterable[int | None]) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _longest_by_position(config: XFormerConfig) -> int | None:
+    return _smallest(view.position.max_length(view) for view in config.tower_configs())
+
+
+def _shortest_attention(config: XFormerConfig) -> tuple[int, str] | None:
+    """(tokens, name) of the attention that has places for the fewest tokens; None where none counts places."""
+    layers = [layer for view in config.tower_configs() for layer in view.layer_configs()]
+    cross = config.tower("decoder").layer_configs() if config.is_encoder_decoder else []
+    found = [(layer.attention.places(layer), layer.attention.type) for layer in layers]
+    found += [(layer.cross_attention.places(layer), layer.cross_attention.type) for layer in cross]
+    return min(((places, name) for places, name in found if places is not None), default=None)
+
+
 def longest_input(config: XFormerConfig) -> int | None:
-    """Tokens up to which every tower of a configuration has positions; None without a limit."""
-    limits = [view.position.max_length(view) for view in config.tower_configs()]
-    limits = [limit for limit in limits if limit is not None]
-    return min(limits) if limits else None
+    """Tokens up to which every tower of a configuration has positions, and every attention places; None without a
+    limit."""
+    attention = _shortest_attention(config)
+    return _smallest((_longest_by_position(config), None if attention is None else attention[0]))
 
 
 def longest_sequence(objective: Objective, block_size: int) -> int:
@@ -180,7 +197,7 @@ def grown_positions(config: XFormerConfig, length: int) -> dict[str, int]:
     the user gave, or that weights were trained with, stays and is held against the text's length.
     """
     positions = config.max_position_embeddings
-    limit = longest_input(config)
+    limit = _longest_by_position(config)
     if length <= (positions if limit is None else min(positions, limit)):
         return {}
     kept_back = 0 if limit is None else max(positions - limit, 0)  # places that the model keeps for itself
@@ -190,7 +207,8 @@ def grown_positions(config: XFormerConfig, length: int) -> dict[str, int]:
 def choose_block_size(config: XFormerConfig, objective: Objective, size: str, given: int | None) -> int:
     """Tokens of a model input: `given`, or the size's own as far as positions go.
 
-    Raises ValueError when inputs (or, for span corruption, targets) would be longer than the positions allow.
+    Raises ValueError when inputs (or, for span corruption, targets) would be longer than positions or attention
+    allow.
     """
     limit = longest_input(config)
     if given is None:
@@ -198,6 +216,13 @@ def choose_block_size(config: XFormerConfig, objective: Objective, size: str, gi
     if given < 1:
         raise ValueError(f"--block_size {given} must be at least 1 token")
     longest = longest_sequence(objective, given)
+    attention = _shortest_attention(config)
+    if attention is not None and longest > attention[0]:
+        raise ValueError(
+            f"rows of --block_size {given} make sequences of {longest} tokens, and attention {attention[1]!r} has"
+            f" places for only {attention[0]} (--max_position_embeddings {config.max_position_embeddings}, or its own"
+            f" `max_length`); raise that to at least {longest}, or shorten --block_size"
+        )
     if limit is not None and longest > limit:
         raise ValueError(
             f"rows of --block_size {given} make sequences of {longest} tokens, and position {config.position.type!r}"

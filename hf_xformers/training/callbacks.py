@@ -78,16 +78,24 @@ class EpochCallback(TrainerCallback):
         self._next += 1
 
 
+# Held-out figures that a line leaves out: they follow from another one, or say how fast the machine is.
+_NOT_SHOWN = ("perplexity", "tokens", "runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
+
+
 def log_line(logs: dict[str, Any], state: TrainerState) -> str:
-    """What Trainer logged, as a line for people: held-out figures beside the floor, what token frequencies alone
-    reach."""
+    """What Trainer logged, as a line for people: held-out figures (loss and accuracy first, then a task's others)
+    beside the floor, what token frequencies alone reach."""
     parts = [f"step {state.global_step}/{state.max_steps}"]
-    if "eval_loss" in logs:
-        for name, form in (("loss", ".3f"), ("accuracy", ".1%")):
-            value, floor = logs.get(f"eval_{name}"), logs.get(f"eval_floor_{name}")
+    held_out = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith("eval_")}
+    if held_out:
+        others = [name for name in held_out if name not in _NOT_SHOWN and not name.startswith(("floor_", "aux_"))]
+        figures = []
+        for name in dict.fromkeys(("loss", "accuracy", *others)):
+            form = {"loss": ".3f", "accuracy": ".1%"}.get(name, ".4g")
+            value, floor = held_out.get(name), held_out.get(f"floor_{name}")
             beside = "" if floor is None else f" (floor {floor:{form}})"
-            parts += [] if value is None else [f"{name} {value:{form}}{beside}"]
-        parts[1] = f"held out: {parts[1]}"
+            figures += [] if value is None else [f"{name.replace('_', ' ')} {value:{form}}{beside}"]
+        parts.append(f"held out: {', '.join(figures)}" if figures else "held out")
         prefix = "eval_"
     elif "train_runtime" in logs:
         parts.append(f"done in {logs['train_runtime']:.0f} s")

@@ -19,6 +19,7 @@ class XFBigBirdConfig(XFormerConfig):
     max_position_embeddings: int = 4096
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
+    sep_token_id: int | None = 66
     layer_norm_eps: float = 1e-12
     embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
     attention: SpecLike = "bigbird"
@@ -54,10 +55,11 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFBigBirdConfig, "XFBigBird", ENCODER_HEADS, INFO)
+_family = make_family(XFBigBirdConfig, "XFBigBird", (*ENCODER_HEADS, "ForPreTraining"), INFO)
 XFBigBirdModel = _family["Model"]
 XFBigBirdForMaskedLM = _family["ForMaskedLM"]
 XFBigBirdForSequenceClassification = _family["ForSequenceClassification"]
 XFBigBirdForTokenClassification = _family["ForTokenClassification"]
 XFBigBirdForQuestionAnswering = _family["ForQuestionAnswering"]
 XFBigBirdForMultipleChoice = _family["ForMultipleChoice"]
+XFBigBirdForPreTraining = _family["ForPreTraining"]

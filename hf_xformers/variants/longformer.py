@@ -56,8 +56,8 @@ INFO = VariantInfo(
     notes=(
         "Global tokens are the model input `global_attention_mask` [batch, length], 1 = global. Without it, text"
         " classification takes the first token, question answering the tokens before the first `sep_token_id`,"
-        " multiple choice those after it, all others none. Decoders have the causal window alone; the encoder-decoder"
-        " (LED) decodes with dense attention."
+        " multiple choice those of the part after the separators, all others none. Decoders have the causal window"
+        " alone; the encoder-decoder (LED) decodes with dense attention."
     ),
 )
 

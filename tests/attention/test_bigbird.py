@@ -242,6 +242,8 @@ def test_refusals():
         XFormerConfig(**GEOMETRY, attention={**SPEC, "window_blocks": 4})
     with pytest.raises(ValueError, match="`block_size` >= 1, got 0"):
         XFormerConfig(**GEOMETRY, attention={**SPEC, "block_size": 0})
+    with pytest.raises(ValueError, match=r"`dense_length` \(8\) needs global_mode='itc'"):
+        XFormerConfig(**GEOMETRY, attention={**SPEC, "dense_length": 8, "global_mode": "etc"})
     with pytest.raises(ValueError, match="needs attention that takes global tokens, which 'band_attention'"):
         XFormerConfig(**GEOMETRY, attention="band_attention", stack=ETC["stack"])
     with pytest.raises(ValueError, match="needs attention that takes global tokens, which 'bigbird'"):

@@ -9,6 +9,7 @@ from transformers.cache_utils import DynamicCache
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM
 from hf_xformers.attention.shared.base import literal_softmax_attention
 from hf_xformers.core.context import LayerContext
+from hf_xformers.position.base import ScoreBias
 from tests.helpers import close, make_strong, tokens
 
 WIDTH, HEADS = 16, 4
@@ -144,7 +145,7 @@ def test_score_bias_by_hand():
     module = build_attention(position={"type": "t5_relative_bias", "num_buckets": 8, "max_distance": 10})
     bias = torch.randn(HEADS, 6, 6, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 
-    class Bias:
+    class Bias(ScoreBias):
         def block(self, query_index, key_index):
             return bias[:, query_index][:, :, key_index]
 
@@ -250,6 +251,15 @@ def test_names_of_projections():
     assert names == {f"{part}_proj.{kind}" for part in "qkvo" for kind in ("weight", "bias")}
     unbiased = build_attention(attention={"type": "dense", "bias": False})
     assert {name for name, _ in unbiased.named_parameters()} == {f"{part}_proj.weight" for part in "qkvo"}
+
+
+@pytest.mark.parametrize("name", ["dense", "talking_heads", "realformer"])
+def test_bias_of_the_output_alone(name):
+    """And the reverse: none there, where the others have one."""
+    for others, output in ((False, True), (True, False)):
+        module = build_attention(attention={"type": name, "bias": others, "output_bias": output})
+        own = {part: getattr(module, f"{part}_proj").bias is not None for part in "qkvo"}
+        assert own == {"q": others, "k": others, "v": others, "o": output}
 
 
 def test_masks_that_do_not_fit_are_refused():

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from hf_xformers import XFormerConfig, XFormerModel
-from hf_xformers.attention import dense_bias
+from hf_xformers.attention import dense
 from hf_xformers.attention.shared import query_blocks
 from hf_xformers.ops.score_terms.attention import blocks_of_tiles
 from hf_xformers.ops.score_terms.terms import Blocks
+from hf_xformers.position import score_terms
 
 LENGTH = 23
 
@@ -49,9 +50,9 @@ def test_blocks_equal_the_whole(monkeypatch, causal, key_value_heads, padded):
 
     expected, whole = run()
     blocks = []
-    line = dense_bias.BiasByDistance.line
-    monkeypatch.setattr(dense_bias.BiasByDistance, "line", lambda *a: blocks.append(1) or line(*a))
-    monkeypatch.setattr(dense_bias, "TRAINED_BIAS_AT_ONCE", 1)
+    line = score_terms.BiasByDistance.line
+    monkeypatch.setattr(score_terms.BiasByDistance, "line", lambda *a: blocks.append(1) or line(*a))
+    monkeypatch.setattr(dense, "TRAINED_BIAS_AT_ONCE", 1)
     monkeypatch.setattr(query_blocks, "SCORES_AT_ONCE", 2 * LENGTH * 8)
     monkeypatch.setattr(query_blocks, "LEAST_ROWS", 4)
     monkeypatch.setattr(query_blocks, "FAVOURED_ROWS", 4)
@@ -65,16 +66,16 @@ def test_blocks_equal_the_whole(monkeypatch, causal, key_value_heads, padded):
 def test_the_whole_is_made_where_tiles_do_not_pay(monkeypatch):
     """Tiles are for the gradient of the bias; without one, or with dropout, torch's kernels take the whole bias for
     longer."""
-    monkeypatch.setattr(dense_bias, "TRAINED_BIAS_AT_ONCE", 1)
+    monkeypatch.setattr(dense, "TRAINED_BIAS_AT_ONCE", 1)
     blocks = []
-    line = dense_bias.BiasByDistance.line
-    monkeypatch.setattr(dense_bias.BiasByDistance, "line", lambda *a: blocks.append(1) or line(*a))
+    line = score_terms.BiasByDistance.line
+    monkeypatch.setattr(score_terms.BiasByDistance, "line", lambda *a: blocks.append(1) or line(*a))
     ids = torch.randint(1, 30, (2, LENGTH))
     with torch.no_grad():
         model_of(False)(input_ids=ids)
     model_of(False, dropout=0.1).train()(input_ids=ids)
     assert not blocks
-    monkeypatch.setattr(dense_bias, "BIAS_AT_ONCE", 1)
+    monkeypatch.setattr(dense, "BIAS_AT_ONCE", 1)
     with torch.no_grad():
         model_of(False)(input_ids=ids)
     assert blocks

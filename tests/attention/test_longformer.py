@@ -183,7 +183,7 @@ def test_heads_choose_global_tokens():
     first, question, answer = (torch.zeros_like(ids) for _ in range(3))
     first[0, 2] = first[1, 0] = 1
     question[0, 2:4] = question[1, :7] = 1
-    answer[0, 6:12] = answer[1, 8:] = 1
+    answer[0, 6:] = answer[1, 9:] = 1
     heads = {
         XFLongformerForSequenceClassification: first,
         XFLongformerForQuestionAnswering: question,

@@ -178,6 +178,9 @@ def test_exact_attention_is_the_limit():
         q, k, v = (split_heads(part(states), D) for part in (layer.q_proj, layer.k_proj, layer.v_proj))
         expected = layer.o_proj(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         close(run_layers([layer], states, make_context(6))[0].output, expected, 1e-12)
+        for path in ("sdpa", "eager"):  # landmarks for texts of their own number
+            (layer,) = build_layers({**PLAIN, "num_landmarks": 2, "text_length": 2})
+            close(run_layers([layer], states, make_context(6, implementation=path))[0].output, expected, 1e-12)
         # Twice the same text: segments of two equal tokens are the tokens themselves.
         doubled = states.repeat_interleave(2, dim=1)
         (layer,) = build_layers({**PLAIN, "num_landmarks": 6, "pinv_iterations": None})
@@ -215,6 +218,7 @@ def test_refusals():
         ({"num_landmarks": 0}, "`num_landmarks` >= 1, got 0"),
         ({"conv_kernel_size": 4}, "must be odd, got 4"),
         ({"pinv_iterations": 0}, "`pinv_iterations` >= 1"),
+        ({"text_length": 8}, "`text_length` 8 must be a multiple of `num_landmarks` 3"),
     ):
         with pytest.raises(ValueError, match=message):
             XFormerConfig(**GEOMETRY, attention={**SPEC, **fields})

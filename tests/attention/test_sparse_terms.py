@@ -11,10 +11,9 @@ import torch
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerModel
 from hf_xformers.attention import routing_transformer as routing
 from hf_xformers.attention.shared import bucketed
-from hf_xformers.attention.shared.position_terms import ScoreTerms
 from hf_xformers.ops.score_terms import tiles
 from hf_xformers.ops.score_terms.attention import tile_attention
-from hf_xformers.ops.score_terms.terms import Tiles
+from hf_xformers.ops.score_terms.terms import ScoreTerms, Tiles
 from hf_xformers.position import distances
 from tests.helpers import close, make_strong, pad, tokens
 
@@ -65,7 +64,7 @@ ATTENTIONS = {
 SIZES = dict(vocab_size=99, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
 
 
-def build(position, attention, causal):
+def build(position, attention, causal, **changes):
     """The model in float64 with strong weights; None where the config refuses the pair."""
     try:
         config = XFormerConfig(
@@ -77,6 +76,7 @@ def build(position, attention, causal):
             attention=ATTENTIONS[attention],
             is_decoder=causal,
             use_cache=False,
+            **changes,
         )
     except ValueError:
         return None
@@ -147,6 +147,16 @@ def refused(position, attention, causal):
     if attention == "reformer_released":
         return causal
     return attention == "bigbird" and causal
+
+
+@pytest.mark.parametrize("position", ["shaw", "t5"])
+@pytest.mark.parametrize("attention", ["longformer", "longformer_shared"])
+def test_global_tokens_where_heads_share_keys(attention, position):
+    model = build(position, attention, False, num_key_value_heads=1)
+    padded, mask = pad([tokens(LENGTH), tokens(9, seed=1)], LENGTH, "left", seed=2)
+    chosen = torch.zeros_like(mask)
+    chosen[0, 2] = chosen[:, -3] = 1
+    compare(model, padded, mask, global_attention_mask=chosen)
 
 
 @pytest.mark.parametrize("attention", [name for name in ATTENTIONS if name != "longformer_shared"])

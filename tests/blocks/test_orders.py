@@ -1,11 +1,11 @@
-"""Macaron and Sandwich: orders of sublayers, against hand-written blocks and the vanilla order."""
+"""Macaron, Sandwich and parallel sublayers, against hand-written blocks and the vanilla order."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerModel
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForSeq2SeqLM, XFormerModel
 
 SIZES = {
     "vocab_size": 40,
@@ -94,7 +94,86 @@ def test_sandwich_generates_with_one_cache_slot_a_layer():
     assert torch.equal(out.sequences, net.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False))
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("residual", ["pre_ln", "rezero"])
+def test_parallel_equals_a_hand_written_block(shared, residual):
+    if shared and residual == "rezero":
+        pytest.skip("refused: it has no norm to share")
+    net = model(block={"type": "parallel", "shared_norm": shared}, residual=residual)
+    ids = torch.randint(0, 40, (2, 7))
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    x = net.trunk.embedding.tokens(ids) + net.trunk.position.table.weight[:7]
+    for layer in net.trunk.layers:
+        if residual == "rezero":
+            alpha = layer.attention_residual.alpha
+            x = x + alpha * (attention_by_hand(layer.attention, x) + feedforward_by_hand(layer.feedforward, x))
+            continue
+        first = layer.attention_residual.norm(x)
+        second = first if shared else layer.feedforward_residual.norm(x)
+        x = x + attention_by_hand(layer.attention, first) + feedforward_by_hand(layer.feedforward, second)
+    torch.testing.assert_close(net(ids).last_hidden_state, x if residual == "rezero" else net.trunk.final_norm(x))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_parallel_gradients_and_norms(shared):
+    """One norm for each layer where it is shared; every parameter learns, with and without activation
+    checkpointing."""
+    net = model(block={"type": "parallel", "shared_norm": shared}, residual="pre_ln").train()
+    norms = [name for name, _ in net.named_modules() if name.endswith("_residual.norm")]
+    assert len(norms) == (3 if shared else 6)
+    ids, found = torch.randint(0, 40, (2, 7)), []
+    for checkpointed in (False, True):
+        if checkpointed:
+            net.gradient_checkpointing_enable()
+        net.zero_grad()
+        net(ids).last_hidden_state.square().mean().backward()
+        found.append([p.grad.clone() for p in net.trunk.layers.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert one.abs().max() > 0 or one.ndim == 1  # a key's bias moves no softmax
+        torch.testing.assert_close(one, other)
+
+
+def test_parallel_cross_attention_stands_beside_the_others():
+    block = {"type": "parallel", "shared_norm": True}
+    net = model(cls=XFormerForSeq2SeqLM, block=block, residual="pre_ln", num_hidden_layers=1, position="none")
+    ids, target = torch.randint(3, 40, (2, 7)), torch.randint(3, 40, (2, 5))
+    output = net(input_ids=ids, decoder_input_ids=target)
+    layer, x = net.model.decoder.layers[0], net.model.decoder.embedding.tokens(target)
+    n = layer.attention_residual.norm(x)
+    context_free = XFormerForCausalLM(net.config)  # its layer alone, for self-attention with a causal mask
+    assert [entry.reads for entry in context_free.model.trunk.layers[0].plan] == ["stream", "same_input"]
+    causal = torch.full((5, 5), float("-inf"), dtype=torch.float64).triu(1)
+
+    def attend(module, queries, memory, mask):
+        q, k, v = (
+            p(y).unflatten(-1, (2, 8)).transpose(1, 2)
+            for p, y in ((module.q_proj, queries), (module.k_proj, memory), (module.v_proj, memory))
+        )
+        weights = torch.softmax(q @ k.mT / 8**0.5 + mask, dim=-1)
+        return module.o_proj((weights @ v).transpose(1, 2).flatten(2))
+
+    own = attend(layer.attention, n, n, causal)
+    read = attend(layer.cross_attention, n, output.encoder_last_hidden_state, 0.0)
+    x = x + own + read + feedforward_by_hand(layer.feedforward, n)
+    torch.testing.assert_close(output.logits, net.lm_head(net.model.decoder.final_norm(x)))
+
+
+def test_parallel_generates_with_a_cache():
+    net = model(cls=XFormerForCausalLM, block={"type": "parallel", "shared_norm": True}, residual="pre_ln")
+    ids = torch.randint(3, 40, (2, 5))
+    cached = net.generate(ids, max_new_tokens=6, do_sample=False)
+    assert torch.equal(cached, net.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False))
+
+
 def test_refusals():
+    with pytest.raises(ValueError, match="does more than add to it"):
+        XFormerConfig(**SIZES, block="parallel")
+    with pytest.raises(ValueError, match="shared_norm"):
+        XFormerConfig(**SIZES, block={"type": "parallel", "shared_norm": True}, residual="rezero")
+    with pytest.raises(ValueError, match="side by side"):
+        XFormerConfig(**SIZES, block="parallel", residual="pre_ln", stack="reversible")
     with pytest.raises(ValueError, match="coefficient"):
         XFormerConfig(**SIZES, block={"type": "sandwich", "coefficient": 3})
     with pytest.raises(ValueError, match="intermediate_size"):

@@ -60,3 +60,33 @@ def test_refusals_in_the_words_of_the_command():
     assert str(refused.value) == "--max-length of --model 'x' is 0; give --overwrite or `other`"
     with pytest.raises(ValueError, match="invalid literal"), in_options(names):  # a bug stays as it is
         int("x")
+
+
+def test_figures_in_words(capsys):
+    """Shares in percent; floors below what they are the floor of."""
+    from hf_xformers.cli.evaluate import report as evaluated
+    from hf_xformers.cli.pretrain import report as pretrained
+
+    figures = {
+        "model": "runs/x", "objective": {"type": "mlm"}, "data": ["a.txt", "b.txt"], "block_size": 16, "loss": 2.5,
+        "perplexity": 12.18, "accuracy": 0.0006677, "floor_loss": 5.0, "floor_accuracy": 0.07, "aux_balance": 1.5,
+    }  # fmt: skip
+    evaluated(figures)
+    lines = [line.split("  ", 1) for line in capsys.readouterr().out.replace("\n  ", "\n").splitlines()]
+    assert [[name, *(part.strip() for part in rest)] for name, *rest in lines] == [
+        ["evaluated"],
+        ["model", "runs/x"],
+        ["objective", "mlm"],
+        ["data", "a.txt b.txt"],
+        ["block size", "16"],
+        ["loss", "2.5"],
+        ["... of token frequencies alone", "5"],
+        ["perplexity", "12.18"],
+        ["accuracy", "0.1%"],
+        ["... of always the most frequent token", "7.0%"],
+        ["balance (held out)", "1.5"],
+    ]
+    summary = {"variant": "v", "objective": {"type": "mlm"}, "parameters": 1, "steps": 1, "seconds": 1.0}
+    pretrained({**summary, "train_loss": None, "eval_accuracy": 0.0006677, "eval_floor_accuracy": 0.5}, "runs/x")
+    out = capsys.readouterr().out
+    assert "0.1%" in out and "50.0%" in out and "0.0006677" not in out

@@ -312,3 +312,13 @@ def test_nothing_already_written_is_damaged(bert, classifier, data, tmp_path, ca
     ):
         assert words in refused(capsys, *command("text-classification", files, output, **options))
         assert (contents(output), contents(bert)) == before
+
+
+def test_progress_in_lines_for_people(bert, data, tmp_path, capsys):
+    finetune("text-classification", data, tmp_path / "out", model=bert, max_steps=2, logging_steps=1,
+             eval_strategy="steps", eval_steps=2, save_strategy="no", load_best_model_at_end="false")  # fmt: skip
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("step 1/2, loss ") for line in lines)
+    (held_out,) = [line for line in lines if "held out: " in line]
+    assert held_out.startswith("step 2/2, held out: loss ") and "%" in held_out and "f1 " in held_out
+    assert not any("{" in line for line in lines)

@@ -272,4 +272,4 @@ def test_the_report_of_a_run_shows_the_floor(capsys, tmp_path):
     summary |= {"best_checkpoint": None, "peft": None, "trivial": {"rule": "always 'x'", "answer": "x"}}
     report({**summary, "eval_accuracy": 0.75, "floor_validation": {"accuracy": 0.5}}, "runs/x")
     shown = " ".join(capsys.readouterr().out.split())
-    assert "0.75 (floor 0.5)" in shown and "always 'x'" in shown
+    assert "75.0% (floor 50.0%)" in shown and "always 'x'" in shown

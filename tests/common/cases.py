@@ -59,6 +59,15 @@ MIXES: dict[str, Mix] = {
     "score_bias_post_ln": Mix(
         {"position": {"type": "t5_relative_bias", "num_buckets": 8, "max_distance": 12}, "head": "transform"}
     ),
+    "side_by_side": Mix(  # as in GPT-J, with BLOOM's positions
+        {
+            "position": "alibi",
+            "block": {"type": "parallel", "shared_norm": True},
+            "residual": "pre_ln",
+            "attention": {"type": "dense", "bias": False, "output_bias": True},
+            "feedforward": "squared_reglu",
+        }
+    ),
     "differing_layers": Mix(
         {
             "num_hidden_layers": 3,

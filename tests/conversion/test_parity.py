@@ -19,6 +19,7 @@ SINGLE = (
     "pooler_output",
     "prediction_logits",
     "seq_relationship_logits",
+    "sop_logits",
     "start_logits",
     "end_logits",
 )
@@ -27,9 +28,14 @@ LISTS = ("hidden_states", "decoder_hidden_states", "encoder_hidden_states")
 
 
 def valid(tensor, name, given):
-    """The part of an output that belongs to real tokens. A pooler reads the first token, which must be real."""
+    """The part of an output that belongs to real tokens. A pooler reads the first token, which must be real. Images
+    are real everywhere."""
+    if "attention_mask" not in given:
+        return tensor
     mask = given["attention_mask"].bool()
-    pooled = name in ("pooler_output", "seq_relationship_logits") or (name == "logits" and tensor.ndim == 2)
+    pooled = name in ("pooler_output", "seq_relationship_logits", "sop_logits") or (
+        name == "logits" and tensor.ndim == 2
+    )
     if pooled and not mask[..., 0].all():
         return (
             tensor[mask[..., 0]]

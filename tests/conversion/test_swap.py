@@ -248,6 +248,7 @@ def test_new_and_dropped_tensors(cases):
     json.dumps(report.to_dict())
     text = report.summary()
     assert "attention: dense -> synthesizer" in text and "dropped: attention.q_proj.weight, 2 tensors" in text
+    assert "  dropped: model.trunk.position.table.weight, 1 tensor" in text.splitlines()
     again, _ = swapped(source, attention="synthesizer", position="sinusoidal_absolute", measure=False)
     other, _ = swapped(source, attention="synthesizer", position="sinusoidal_absolute", measure=False, seed=1)
     new = report.new[0]

@@ -231,3 +231,31 @@ def test_an_encoder_loads_into_another_head(tmp_path):
     assert set(report["missing_keys"]) == {"classifier.weight", "classifier.bias"}
     for name, parameter in model.model.named_parameters():
         assert torch.equal(parameter, dict(loaded.model.named_parameters())[name]), name
+
+
+def test_ids_that_are_never_predicted(tmp_path):
+    """The last two of 40 ids have no logits; losses and texts are those of a vocabulary that ends before them."""
+    fields = dict(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    torch.manual_seed(0)
+    config = XFormerConfig(**fields, head={"type": "linear", "unpredicted": 2}, tie_word_embeddings=False)
+    model = XFormerForCausalLM(config).eval()
+    ids = torch.tensor([[39, 5, 9, 30, 37]])
+    output = model(input_ids=ids, labels=ids)
+    assert output.logits.shape == (1, 5, 38) and model.lm_head.decoder.weight.shape == (38, 16)
+    expected = torch.nn.functional.cross_entropy(output.logits[0, :-1], ids[0, 1:])
+    torch.testing.assert_close(output.loss, expected)
+    for beams in (1, 3):
+        assert model.generate(ids, max_new_tokens=6, num_beams=beams, do_sample=False)[:, 5:].max() < 38
+    model.save_pretrained(tmp_path)
+    again = XFormerForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(input_ids=ids).logits, output.logits)
+    with pytest.raises(ValueError, match="vocabulary of 40 cannot become one of 50: the head predicts the first 38"):
+        model.resize_token_embeddings(50)
+    for changes, message in (
+        ({"unpredicted": -1}, "is a number of ids"),
+        ({"unpredicted": 40}, "leaves nothing"),
+        ({"unpredicted": 1}, "cannot be tied"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tied = changes == {"unpredicted": 1}
+            XFormerConfig(**fields, head={"type": "linear", **changes}, tie_word_embeddings=tied)

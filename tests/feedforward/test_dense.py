@@ -32,17 +32,29 @@ def relu(x):
     return max(x, 0.0)
 
 
+def squared_relu(x):
+    return x * x if x > 0 else 0.0
+
+
+def sigmoid_gelu(x):
+    return x / (1 + math.exp(-1.702 * x))
+
+
 FORMS = [  # spec, activation, gated
     ({"type": "relu"}, relu, False),
     ({"type": "swish"}, swish, False),
     ({"type": "gelu"}, gelu, False),
     ({"type": "gelu", "approximate": "tanh"}, tanh_gelu, False),
+    ({"type": "gelu", "approximate": "sigmoid"}, sigmoid_gelu, False),
+    ({"type": "squared_relu"}, squared_relu, False),
     ({"type": "glu"}, sigmoid, True),
     ({"type": "bilinear"}, lambda x: x, True),
     ({"type": "reglu"}, relu, True),
     ({"type": "geglu"}, gelu, True),
     ({"type": "geglu", "approximate": "tanh"}, tanh_gelu, True),
+    ({"type": "geglu", "approximate": "sigmoid"}, sigmoid_gelu, True),
     ({"type": "swiglu"}, swish, True),
+    ({"type": "squared_reglu"}, squared_relu, True),
 ]
 each_form = pytest.mark.parametrize(
     ("spec", "activation", "gated"), FORMS, ids=["-".join(spec.values()) for spec, _, _ in FORMS]

@@ -68,6 +68,15 @@ def test_without_bias():
     close(module(states), module.weight * centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt())
 
 
+def test_without_gain():
+    module, states = build("layer_norm", gain=False, bias=False), vectors()
+    assert not list(module.parameters())
+    centred = states - states.mean(-1, keepdim=True)
+    close(module(states), centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt())
+    with pytest.raises(ValueError, match="no bias without a gain"):
+        build("layer_norm", gain=False)
+
+
 def test_width_of_their_own():
     config = XFormerConfig(hidden_size=WIDTH, num_attention_heads=2)
     for name in ("layer_norm", "rms_norm"):

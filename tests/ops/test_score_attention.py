@@ -1,7 +1,5 @@
 """Attention with terms of its own, block by block and tile by tile, against the scores laid out in one matrix."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +7,7 @@ from torch import Tensor
 from hf_xformers.ops.score_terms import blocks as term_attention
 from hf_xformers.ops.score_terms import diagonal as diagonal_attention
 from hf_xformers.ops.score_terms.reference import diagonal_attention_reference, term_attention_reference
-from hf_xformers.ops.score_terms.terms import Blocks
+from hf_xformers.ops.score_terms.terms import Blocks, ScoreTerms
 
 BATCH, HEADS, WIDTH, FURTHER = 2, 4, 6, 3
 
@@ -18,29 +16,25 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
-@dataclass
-class Pairs:
+class Pairs(ScoreTerms):
     """Who sees whom among `length` queries, the last of `keys` slots; real: [B, keys]."""
 
-    length: int
-    keys: int
-    ordered: bool
-    real: Tensor | None = None
-    has_values = False
+    ordered = False
 
-    def last_key(self, stop: int) -> int:
-        return self.keys - self.length + stop if self.ordered else self.keys
+    def __init__(self, length: int, keys: int, ordered: bool, real: Tensor | None = None) -> None:
+        super().__init__(1.0, (), length, keys)
+        self.ordered, self.real = ordered, real
 
     def hidden(self, rows: slice, keys: slice) -> Tensor | None:
         return None if self.real is None else ~self.real[:, None, None, keys]
 
     def seen(self) -> Tensor:
         """[B, 1, T, S], pair by pair."""
-        result = torch.ones(BATCH, 1, self.length, self.keys, dtype=torch.bool)
+        result = torch.ones(BATCH, 1, self.num_queries, self.num_keys, dtype=torch.bool)
         for b in range(BATCH):
-            for i in range(self.length):
-                for j in range(self.keys):
-                    late = self.ordered and j > self.keys - self.length + i
+            for i in range(self.num_queries):
+                for j in range(self.num_keys):
+                    late = self.ordered and j > self.num_keys - self.num_queries + i
                     result[b, 0, i, j] = not late and (self.real is None or bool(self.real[b, j]))
         return result
 
@@ -68,10 +62,6 @@ class Products(Pairs):
 
     def values(self, weights, tables, rows):
         return weights @ tables[4][:, : weights.shape[-1]]
-
-    def hide(self, scores, rows):
-        seen = self.seen()[:, :, rows, : scores.shape[-1]]
-        return scores.masked_fill(~seen, -torch.inf)
 
 
 def literal(query, key, value, scores, seen, added=None):

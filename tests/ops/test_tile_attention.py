@@ -7,7 +7,7 @@ from torch import Tensor
 from hf_xformers.ops.score_terms import tiles as module
 from hf_xformers.ops.score_terms.attention import tile_attention
 from hf_xformers.ops.score_terms.reference import tile_attention_reference
-from hf_xformers.ops.score_terms.terms import Tiles
+from hf_xformers.ops.score_terms.terms import ScoreTerms, Tiles
 
 BATCH, HEADS, LENGTH, KEYS, WIDTH, FURTHER = 2, 3, 7, 9, 4, 2
 
@@ -16,10 +16,11 @@ def numbers(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
-class Products:
+class Products(ScoreTerms):
     """term_ij = tanh(q_i W) . tanh(k_j U) + tanh(i + 2 j), and what it adds to the output: weight_ij u_h."""
 
-    has_values = False
+    def __init__(self):
+        super().__init__(1.0, (), LENGTH, KEYS)
 
     def by_query(self, query, tables):
         return (torch.tanh(query @ tables[0]),)

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM
+from hf_xformers.attention.dense import DenseAttention
 from hf_xformers.attention.shared import query_blocks
 from hf_xformers.position.deberta import log_buckets
 from hf_xformers.position.t5_relative_bias import relative_buckets
 from tests.attention.score_helpers import (
+    GEOMETRY,
     HEADS,
     WIDTH,
     check_compile,
@@ -255,6 +257,39 @@ def test_tupe_refusals():
     assert not XFormerConfig(position="tupe").position.resets(XFormerConfig(is_decoder=True))
 
 
+# ----------------------------------------------------------------------------------------------- a bias of each layer
+
+
+@BOTH
+def test_bias_of_the_layer_by_the_formula(causal):
+    """q_i k_j / sqrt(d) + b[bucket(j - i), h], one pair at a time, with the layer's own table."""
+    spec = {"type": "t5_bias_per_layer", "num_buckets": 8, "max_distance": 12}
+
+    def term(layer, module, h, i, j, q, k):
+        number = relative_buckets(torch.tensor(j - i), bidirectional=not causal, num_buckets=8, max_distance=12)
+        return q @ k + layer.position_terms.table.weight[number, h] / D_HEAD**-0.5
+
+    check_scores(spec, by_pairs(term), causal)
+
+
+def test_equal_biases_of_layers_are_the_shared_one():
+    sizes = dict(vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
+    own, shared = (
+        XFormerForCausalLM(XFormerConfig(**sizes, position=name)).double().eval()
+        for name in ("t5_bias_per_layer", "t5_relative_bias")
+    )
+    found = shared.load_state_dict(own.state_dict(), strict=False)
+    assert found.missing_keys == ["model.trunk.position.table.weight"]
+    tables = [layer.attention.position_terms.table.weight for layer in own.model.trunk.layers]
+    ids = tokens(2, 9, high=30)
+    with torch.no_grad():
+        tables[1].copy_(tables[0])
+        shared.model.trunk.position.table.weight.copy_(tables[0])
+        close(own(ids).logits, shared(ids).logits)
+        tables[1].add_(torch.randn_like(tables[1]))
+        assert (own(ids).logits - shared(ids).logits).abs().max() > 1e-4
+
+
 # ------------------------------------------------------------------------------------------------ relative sinusoids
 
 
@@ -364,3 +399,31 @@ def test_a_mask_for_each_head(position, monkeypatch):
     literal, weights = run(layer, module, vectors(2, 9), literal=True, **given)
     assert weights is not None and not weights[~mask].any()
     close(run(layer, module, vectors(2, 9), **given)[0], literal)
+
+
+def test_every_attention_builds_the_terms_but_those_that_read_a_memory():
+    """A mechanism needs no class of its own for them, and its tensors keep their names."""
+    for attention in ("dense", "band_attention", "longformer", "bigbird", "reformer", "routing_transformer"):
+        config = XFormerConfig(**{**GEOMETRY, "position": "shaw_relative", "attention": attention})
+        layer = config.attention.build(config, layer_idx=0)
+        names = {name for name, _ in layer.named_parameters() if name.startswith("position_terms")}
+        assert names == {"position_terms.key_table", "position_terms.value_table"}
+        assert not layer.takes_unpadded
+    config = XFormerConfig(**{**GEOMETRY, "position": "shaw_relative"})
+    assert config.attention.build(config, layer_idx=0, cross=True).position_terms is None
+
+
+def test_an_attention_with_its_own_forward_reads_the_padded_batch():
+    """Also where the class that it derives from takes real tokens alone."""
+
+    class Own(DenseAttention):
+        def forward(self, hidden_states, context, **given):
+            return super().forward(hidden_states, context, **given)
+
+    class Plain(DenseAttention):
+        pass
+
+    config = XFormerConfig(**GEOMETRY)
+    assert Plain(config, config.attention, layer_idx=0).takes_unpadded
+    assert not Own(config, config.attention, layer_idx=0).takes_unpadded
+    assert not Plain(config, config.attention, layer_idx=0, cross=True).takes_unpadded

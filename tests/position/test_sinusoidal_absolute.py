@@ -58,8 +58,9 @@ def test_half_layout_is_a_permutation():
     assert torch.equal(one[:, order], other)
 
 
-def test_model_adds_it():
-    """x_t = sqrt(D) E[w_t] + PE(t), counted from the first real token; nothing is learned."""
+@pytest.mark.parametrize("offset", [0, 2])
+def test_model_adds_it(offset):
+    """x_t = sqrt(D) E[w_t] + PE(t + offset), counted from the first real token; nothing is learned."""
     config = XFormerConfig(
         vocab_size=30,
         hidden_size=WIDTH,
@@ -67,7 +68,7 @@ def test_model_adds_it():
         num_hidden_layers=1,
         intermediate_size=8,
         max_position_embeddings=4,  # no limit for sinusoids
-        position="sinusoidal_absolute",
+        position={"type": "sinusoidal_absolute", "offset": offset},
         embedding={"type": "token", "scale": True},
     )
     model = XFormerModel(config).double().eval()
@@ -76,10 +77,11 @@ def test_model_adds_it():
     with torch.no_grad():
         vectors = model.get_input_embeddings()(ids)[0] * math.sqrt(WIDTH)
         output = model(ids, output_hidden_states=True).hidden_states[0][0]
-        close(output, vectors + torch.tensor([closed_form(t) for t in range(9)], dtype=torch.float64), 1e-5)
+        table = torch.tensor([closed_form(t + offset) for t in range(9)], dtype=torch.float64)
+        close(output, vectors + table, 1e-5)
         mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 0, 0]])
         output = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states[0][0, 2:7]
-        close(output, vectors[2:7] + torch.tensor([closed_form(t) for t in range(5)], dtype=torch.float64), 1e-5)
+        close(output, vectors[2:7] + table[:5], 1e-5)
 
 
 def test_bfloat16_keeps_positions_apart():
@@ -99,6 +101,7 @@ def test_bfloat16_keeps_positions_apart():
     ("fields", "message"),
     [
         ({"position": {"type": "sinusoidal_absolute", "base": 1.0}}, "`base` > 1, got 1.0"),
+        ({"position": {"type": "sinusoidal_absolute", "offset": -1}}, "`offset` >= 0, got -1"),
         (
             {"position": "sinusoidal_absolute", "hidden_size": 15, "num_attention_heads": 3},
             "even `hidden_size`, got 15",

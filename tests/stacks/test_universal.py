@@ -55,8 +55,8 @@ def calls(net, ids, **more):
 # ------------------------------------------------------------------------------------------------ without ACT
 
 
-@pytest.mark.parametrize("inner", [1, 2])
-def test_equals_albert(inner):
+@pytest.mark.parametrize(("inner", "groups"), [(1, 1), (2, 1), (1, 2), (2, 3)])
+def test_equals_albert(inner, groups):
     """Without signals and ACT it is ALBERT's stack, parameter by parameter."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 99, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
@@ -66,6 +66,7 @@ def test_equals_albert(inner):
             embedding_size=16,
             num_hidden_layers=3,
             inner_group_num=inner,
+            num_hidden_groups=groups,
             max_position_embeddings=20,
             hidden_act="gelu",
             layer_norm_eps=1e-5,
@@ -76,6 +77,7 @@ def test_equals_albert(inner):
     ours = model(
         num_hidden_layers=3 * inner,
         layers_per_step=inner,
+        groups=groups,
         position="learned_absolute",
         max_position_embeddings=20,
         type_vocab_size=2,
@@ -92,8 +94,9 @@ def test_equals_albert(inner):
         (source.position_embeddings, ours.trunk.position.table),
         (source.LayerNorm, target.norm),
     ]
-    assert len(ours.trunk.layers) == inner
-    for theirs, layer in zip(albert.encoder.albert_layer_groups[0].albert_layers, ours.trunk.layers, strict=True):
+    assert len(ours.trunk.layers) == inner * groups
+    theirs_all = [layer for group in albert.encoder.albert_layer_groups for layer in group.albert_layers]
+    for theirs, layer in zip(theirs_all, ours.trunk.layers, strict=True):
         pairs += [
             (theirs.attention.query, layer.attention.q_proj),
             (theirs.attention.key, layer.attention.k_proj),
@@ -359,6 +362,8 @@ def test_recording_runs_all_steps():
     [
         ({"layers_per_step": 4}, {}, "does not divide `num_hidden_layers` 6"),
         ({"layers_per_step": 0}, {}, "`layers_per_step` >= 1, got 0"),
+        ({"groups": 0}, {}, "`groups` >= 1, got 0"),
+        ({"groups": 4, "layers_per_step": 2}, {}, "`groups=4`, of 2 layers each, for 3 steps"),
         ({"act_epsilon": 0.0}, {}, "between 0 and 1, got 0.0"),
         ({"act_loss_weight": -1}, {}, "`act_loss_weight` >= 0, got -1"),
         ({}, {"hidden_size": 15, "num_attention_heads": 3}, "even `hidden_size`, got 15"),

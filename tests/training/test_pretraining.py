@@ -289,6 +289,20 @@ def test_default_rows_fit_the_positions():
     assert choose_block_size(free, span, "tiny", 1000) == 1000
 
 
+@pytest.mark.parametrize("attention", ["linformer", "synthesizer"])
+@pytest.mark.parametrize("where", ["max_length", "max_position_embeddings"])
+def test_rows_fit_the_places_of_attention(attention, where):
+    """Sinusoids have no limit of their own."""
+    mlm = build_objective("mlm")
+    spec = {"type": attention, **({"max_length": 40} if where == "max_length" else {})}
+    fields = {"max_position_embeddings": 40} if where == "max_position_embeddings" else {}
+    components = {"attention": spec, "position": "sinusoidal_absolute"}
+    config = build_config(config_class("xformer"), "tiny", mlm, components=components, fields=fields)
+    assert longest_input(config) == 40 and choose_block_size(config, mlm, "tiny", None) == 40
+    with pytest.raises(ValueError, match=f"attention '{attention}' has places for only 40"):
+        choose_block_size(config, mlm, "tiny", 41)
+
+
 def test_targets_count_as_well():
     span = build_objective({"type": "span", "noise_density": 0.8, "mean_noise_span_length": 30.0})
     config = build_config(config_class("bart"), "tiny", span, fields={"max_position_embeddings": 64})

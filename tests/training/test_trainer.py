@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from transformers import TrainingArguments
+from transformers import TrainerState, TrainingArguments
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM
 from hf_xformers.training.callbacks import ExactSaves
@@ -323,3 +323,13 @@ def test_lines_for_people(tmp_path, capsys):
     assert f"loss {metrics['eval_loss']:.3f} (floor {metrics['eval_floor_loss']:.3f})" in held_out
     assert f"accuracy {metrics['eval_accuracy']:.1%} (floor {metrics['eval_floor_accuracy']:.1%})" in held_out
     assert max(map(len, lines)) <= 80 and not any("{" in line for line in lines)
+
+
+def test_lines_of_a_task():
+    """A task has figures of its own, perhaps no loss; how fast the machine is stands in the log alone."""
+    from hf_xformers.training.callbacks import log_line
+
+    logs = {"eval_exact_match": 12.345678, "eval_f1": 0.5, "eval_accuracy": 0.25, "eval_runtime": 3.0, "epoch": 1.0}
+    state = TrainerState(global_step=4, max_steps=9)
+    assert log_line(logs, state) == "step 4/9, held out: accuracy 25.0%, exact match 12.35, f1 0.5"
+    assert log_line({"loss": 1.0, "grad_norm": 2.0, "epoch": 0.5}, state) == "step 4/9, loss 1.000, epoch 0.50"

@@ -132,6 +132,26 @@ def test_patches(more):
     assert embedding.positions.shape == (rows * columns + 1, 16)
 
 
+def test_distillation_token():
+    """It stands between the class token and the patches, has a position of its own, which no resizing changes, and is
+    no patch of the mean."""
+    net = build(XFVisionTransformerForImageClassification, embedding={"type": "patch", "distillation_token": True})
+    pixels, embedding = picture(12, 12), net.model.trunk.embedding
+    leading = torch.stack([embedding.class_token, embedding.distillation_token]).expand(2, 2, -1)
+    assert embedding.positions.shape == (11, 16)
+    with torch.no_grad():
+        close(
+            embedding.patches(pixels), torch.cat([leading, unfolded(net.model, pixels)], dim=1) + embedding.positions
+        )
+        assert torch.equal(embedding.grid_positions(2, 5)[:2], embedding.positions[:2])
+        states = net.model(pixels).last_hidden_state
+        close(net.pooled(states), states[:, 0])
+        net.config.classifier_pooling = "mean"
+        close(net.pooled(states), states[:, 2:].mean(1))
+    with pytest.raises(ValueError, match="beside a class token alone"):
+        build(embedding={"type": "patch", "class_token": False, "distillation_token": True})
+
+
 def test_positions_tell_patches_apart():
     """Without positions, the class token does not see the order of the patches; with them it does."""
     pixels = picture(12, 12)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,11 @@ from ...core.initialization import start_projections
 from ...core.sublayer import Sublayer
 from ...core.weight_decay import Undecayed
 from ...ops.common.products import wide_products
+from ...position.base import PositionTerms, Rotation, ScoreBias
+from ...position.score_terms import SelfAttentionTerms
+
+# A stream with the states [B, S, D] that keys and values are made of where they are not the queries' own.
+KEY_STATES = "key_states"
 
 
 class Attention(Undecayed, Sublayer):
@@ -29,7 +34,22 @@ class Attention(Undecayed, Sublayer):
     - the literal equation runs when attention weights are wanted or `attn_implementation="eager"`, with the same
       parameters and the same result as the fast path;
     - with a cache, token by token equals the whole sequence at once.
+
+    What the config's position has inside attention reaches every mechanism from here: a rotation and what it adds to
+    queries, keys and values in [`Attention.place`], what it adds to scores in [`Attention.score_terms`]. A spec says
+    which of these its mechanism reads (`rotation`, `score_bias`, `score_terms`, `head_terms`); configs refuse the
+    others. Cross-attention has none of them.
+
+    unpads: [`Attention.forward`] and [`Attention.project_self`] can be given real tokens alone. A class that brings
+    its own does not, unless it says so.
     """
+
+    unpads: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **kwargs) -> None:
+        super().__init_subclass__(**kwargs)
+        if "unpads" not in vars(cls) and not {"forward", "project_self"}.isdisjoint(vars(cls)):
+            cls.unpads = False
 
     def __init__(self, config, spec: AttentionSpec, *, layer_idx: int, cross: bool = False):
         super().__init__()
@@ -43,16 +63,31 @@ class Attention(Undecayed, Sublayer):
         self.q_proj = nn.Linear(width, self.num_heads * self.head_dim, bias=spec.bias)
         self.k_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
         self.v_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
-        self.o_proj = nn.Linear(self.num_heads * self.head_dim, width, bias=spec.bias)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, width, bias=spec.has_output_bias)
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        if spec.query_key_norm != "none":
+            whole = spec.query_key_norm == "projection"
+            widths = [self.head_dim * (heads if whole else 1) for heads in (self.num_heads, self.num_key_value_heads)]
+            self.q_norm, self.k_norm = (config.normalization.build(config, width=width) for width in widths)
+        self.position_terms: PositionTerms | None = None
+        if not cross and config.position.acts & {"score_terms", "head_terms"}:
+            self.position_terms = config.position.build_terms(config, layer_idx=layer_idx)
 
     @property
     def takes_unpadded(self) -> bool:
         """Whether it reads real tokens alone (`context.unpadding`): projections do, and lay them out in rows for the
         rest."""
-        kind = type(self)
-        return not self.cross and kind.forward is Attention.forward and kind.project_self is Attention.project_self
+        return self.unpads and not self.cross and self.position_terms is None
 
     # ------------------------------------------------------------------------------------------- for mechanisms
+
+    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+        """Called once per forward call and layer before the first layer runs: put into `context.shared` what layers
+        can share, under a key that names it, unless it is there already. What carries gradients goes into
+        `context.streams` instead. A mechanism that has something of its own to prepare calls this as well."""
+        if self.position_terms is not None:
+            self.position_terms.prepare(context)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         """query [B, H, T, d], key and value [B, K, S, d] -> (output [B, T, H, d], weights [B, H, T, S] or None)."""
@@ -75,6 +110,34 @@ class Attention(Undecayed, Sublayer):
         """[B, T, heads * d] -> [B, heads, T, d]."""
         return projected.view(*projected.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
+    def normalized(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [..., H * d] and keys [..., K * d] as they are projected -> the same, normalised where the spec says
+        so."""
+        return self._normalized(self.q_norm, query), self._normalized(self.k_norm, key)
+
+    def _normalized(self, norm: nn.Module | None, projected: Tensor) -> Tensor:
+        if norm is None:
+            return projected
+        if self.spec.query_key_norm == "projection":
+            return norm(projected)
+        return norm(projected.unflatten(-1, (-1, self.head_dim))).flatten(-2)
+
+    def queries(self, hidden_states: Tensor) -> Tensor:
+        """[B, T, D] -> queries [B, H, T, d], before positions."""
+        return self.heads(self._normalized(self.q_norm, self.q_proj(hidden_states)))
+
+    def keys(self, hidden_states: Tensor) -> Tensor:
+        """[B, S, D] -> keys [B, K, S, d], before positions."""
+        return self.heads(self._normalized(self.k_norm, self.k_proj(hidden_states)))
+
+    def rotation(self, context: LayerContext) -> Rotation | None:
+        """What the position turns queries and keys of this layer by, if it does."""
+        return context.shared.get(self._rotation_name)
+
+    @property
+    def _rotation_name(self) -> str:
+        return {"global": "rotation", "local": "local_rotation", "none": "no_rotation"}[self.spec.angles]
+
     def repeated(self, x: Tensor) -> Tensor:
         """Keys or values [B, K, S, d], one for each head."""
         return x.repeat_interleave(self.num_key_value_groups, dim=1) if self.num_key_value_groups > 1 else x
@@ -83,31 +146,66 @@ class Attention(Undecayed, Sublayer):
         self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache | None, step: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, and the keys and values of all tokens seen so far."""
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        query, key, value = (self.heads(context.padded(project(hidden_states))) for project in projections)
-        rotation = context.shared.get("rotation")
-        if rotation is not None:
-            query, key = rotation(query), rotation(key)
-            if getattr(rotation, "values", False):
-                value = rotation(value)
+        source = context.streams.get(KEY_STATES, hidden_states)
+        query, key = self.normalized(self.q_proj(hidden_states), self.k_proj(source))
+        query, key, value = (self.heads(context.padded(x)) for x in (query, key, self.v_proj(source)))
+        rotation = self.rotation(context)
+        late = rotation is not None and rotation.by_length
+        query, key, value = self.place(query, key, value, context, turn_keys=not late)
         cache = self_attention_cache(past_key_values)
         if cache is not None:
             key, value = cache.update(key, value, step)
+        if late:
+            turn: Rotation = context.shared.get(f"{self._rotation_name}_of_keys", rotation)
+            key = turn.of_last(key.shape[2])(key)
         return query, key, value
 
+    def place(
+        self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, *, turn_keys: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """query [B, H, T, d], key and value [B, K, T, d] of the current tokens -> the same with what the position does
+        to them. turn_keys: whether keys are rotated here."""
+        rotation = self.rotation(context)
+        if rotation is not None:
+            query, key = rotation(query), rotation(key) if turn_keys else key
+            value = rotation(value) if rotation.values else value
+        if self.position_terms is not None:
+            query, key, value = self.position_terms.heads(query, key, value, context)
+        return query, key, value
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether the position adds terms with parameters of this layer to its scores."""
+        return self.position_terms is not None and self.position_terms.changes_scores
+
+    def score_bias(self, context: LayerContext) -> ScoreBias | None:
+        """The bias that the position adds to scores, if it does."""
+        bias = None if self.cross else context.shared.get("score_bias")
+        return bias if isinstance(bias, ScoreBias) else None  # it may be tables that score terms share
+
+    def score_terms(self, context: LayerContext) -> SelfAttentionTerms | None:
+        """What is added to the scores of all heads in this call, a bias included; None: nothing."""
+        if self.position_terms is None:
+            bias = self.score_bias(context)
+            return None if bias is None else bias.score_terms(self.num_heads, self.scaling, context)
+        if not self.position_terms.changes_scores:
+            return None
+        return self.position_terms.score_terms(self, self.scaling * self.position_terms.content_scale, context)
+
     def project_cross(
-        self, hidden_states: Tensor, memory: Tensor, past_key_values: Cache | None, step: int
+        self, hidden_states: Tensor, memory: Tensor | None, past_key_values: Cache | None, step: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the tokens, and keys and values of the memory [B, S, D], computed once per generated text."""
-        query = self.heads(self.q_proj(hidden_states))
-        cached = isinstance(past_key_values, EncoderDecoderCache)
-        if cached and past_key_values.is_updated.get(step):
-            layer = past_key_values.cross_attention_cache.layers[step]
+        query = self.queries(hidden_states)
+        cache = cross_cache(past_key_values)
+        if cache is not None and cache.is_updated.get(step):
+            layer: Any = cache.cross_attention_cache.layers[step]
             return query, layer.keys, layer.values
-        key, value = self.heads(self.k_proj(memory)), self.heads(self.v_proj(memory))
-        if cached:
-            key, value = past_key_values.cross_attention_cache.update(key, value, step)
-            past_key_values.is_updated[step] = True
+        memory = given_memory(memory)
+        key, value = self.keys(memory), self.heads(self.v_proj(memory))
+        if cache is not None:
+            key, value = cache.cross_attention_cache.update(key, value, step)
+            cache.is_updated[step] = True
         return query, key, value
 
     def forward(
@@ -145,7 +243,8 @@ class AttentionSpec(Spec):
 
     Layers may share more than the call: [`AttentionSpec.shared_sizes`]. first_owns: the first layer owns what they
     share;
-    runs_through: every layer passes it on, up to the last.
+    runs_through: every layer passes it on, up to the last. carries: the stream in which they do so, if it is one that
+    cross-attention of the same kind goes on with.
 
     What other components ask for. keeps_keys_alone: its state for generation is keys and values and nothing else, so
     that a block may keep a state of its own beside them. reads_segment_memory: it reads the states that a
@@ -155,7 +254,15 @@ class AttentionSpec(Spec):
     work, too. rotates_values: a rotation may turn values and its output. exports_usual_path: its usual path is made of
     ONNX operators alone; of others the literal equation is exported.
 
-    bias: biases on the projections. scale: factor on scores (`None`: 1 / sqrt(head width); T5: 1.0).
+    Of the fields below mechanisms may refuse some: normalizes_heads: queries and keys may be normalised
+    (`query_key_norm`). caps_scores: scores may be capped (`score_cap`).
+
+    bias: biases on the projections. output_bias: the same for the output projection (`None`: as the others). scale:
+    factor on scores (`None`: 1 / sqrt(head width); T5: 1.0). query_key_norm: the config's normalization on queries and
+    keys, before rotation: of each `head` (Qwen 3; Dehghani et al. 2023, arXiv 2302.05442, section 2), or of the whole
+    `projection` (OLMo 2). score_cap: scaled scores s become c tanh(s / c), so that they stay within c (Gemma 2; Bello
+    et al. 2016, arXiv 1611.09940, section 5.1). angles: which rotation of a rotary position the layer has, that of all
+    layers (`global`), the `local` one, or `none`.
     """
 
     causal: ClassVar[bool] = True
@@ -172,6 +279,7 @@ class AttentionSpec(Spec):
     max_global_tokens: ClassVar[int | None] = None
     first_owns: ClassVar[bool] = False
     runs_through: ClassVar[bool] = False
+    carries: ClassVar[str | None] = None
     keeps_keys_alone: ClassVar[bool] = False
     reads_segment_memory: ClassVar[bool] = False
     reads_feedback: ClassVar[bool] = False
@@ -181,12 +289,27 @@ class AttentionSpec(Spec):
     rotates_values: ClassVar[bool] = False
     exports_usual_path: ClassVar[bool] = False
 
+    normalizes_heads: ClassVar[bool] = False
+    caps_scores: ClassVar[bool] = False
+
     bias: bool = True
+    output_bias: bool | None = None
     scale: float | int | None = None
+    query_key_norm: Literal["none", "head", "projection"] = "none"
+    score_cap: float | int | None = None
+    angles: Literal["global", "local", "none"] = "global"
+
+    @property
+    def has_output_bias(self) -> bool:
+        return self.bias if self.output_bias is None else self.output_bias
 
     def shared_sizes(self, config) -> tuple | None:
         """What has to be alike in all layers of a tower with this mechanism, because they share tensors; None: they
         share none."""
+        return None
+
+    def places(self, config) -> int | None:
+        """Longest sequence (tokens) that its parameters have places for; None without a limit."""
         return None
 
     def hands_on(self, config) -> bool:
@@ -214,6 +337,18 @@ class AttentionSpec(Spec):
         return {}
 
 
+def given_memory(memory: Tensor | None) -> Tensor:
+    """What cross-attention reads. Raises `ValueError` where the caller has given nothing."""
+    if memory is None:
+        raise ValueError("Cross-attention reads the `memory` of an encoder, and got None; give its last states.")
+    return memory
+
+
+def cross_cache(past_key_values: Cache | None) -> EncoderDecoderCache | None:
+    """The cache, if it is one that holds what cross-attention has made of a memory."""
+    return past_key_values if isinstance(past_key_values, EncoderDecoderCache) else None
+
+
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether the weight and bias of a projection are all there is to it, so that a mechanism may use them without
     calling it: no adapter, hook, offloading, quantisation or sharding."""
@@ -231,8 +366,10 @@ def literal_softmax_attention(
     bias: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale * Q K^T + bias) V with masked pairs excluded, written out; scores in float32 at least.
+    """softmax(scale * Q K^T + bias) V with masked pairs excluded, written out; scores in float32 at least. cap: c,
+    where scale * Q K^T becomes c tanh(scale * Q K^T / c).
 
     query [B, H, T, d], key and value [B, K, S, d] (K divides H); mask [B or 1, 1 or H, T or 1, S] boolean, True = may
     attend; bias broadcastable to [B, H, T, S] -> output [B, T, H, d], weights [B, H, T, S]. A row that may attend to
@@ -242,6 +379,8 @@ def literal_softmax_attention(
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = wide_products(query, key) * scaling
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
     if bias is not None:
         scores = scores + bias
     if mask is not None:
@@ -253,4 +392,12 @@ def literal_softmax_attention(
     return torch.matmul(dropped, value).transpose(1, 2), weights
 
 
-__all__ = ["Attention", "AttentionSpec", "is_plain_linear", "literal_softmax_attention"]
+__all__ = [
+    "KEY_STATES",
+    "Attention",
+    "AttentionSpec",
+    "cross_cache",
+    "given_memory",
+    "is_plain_linear",
+    "literal_softmax_attention",
+]

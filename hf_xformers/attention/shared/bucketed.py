@@ -15,9 +15,8 @@ from ...ops.bucketed.attention import Chunks, Recent, bucketed_attention, bucket
 from ...ops.common.real_tokens import real_first, real_places
 from ...ops.score_terms.attention import tile_attention
 from ...ops.score_terms.bucket_tiles import bucket_tiles
-from ...ops.score_terms.terms import Tiles
+from ...ops.score_terms.terms import ScoreTerms, Tiles
 from .base import AttentionSpec
-from .position_terms import ScoreTerms
 
 # Up to this many queries against a cache meet all keys at once; more of them run the whole sequence again.
 FEW_QUERIES = 16
@@ -85,7 +84,7 @@ def attend_in_buckets(
     """[`bucketed_attention`] with terms for the last T tokens, [B, H, T, d]; options: of [`bucket_tiles`]."""
     first = key.shape[2] - query.shape[2]
     rounds = bucket_tiles(labels, sets, key_padding_mask=key_padding_mask, query_offset=first, **options)
-    output = tile_attention(query * added.scale, key, value, added.tables, added.terms, rounds, dropout)
+    output = tile_attention(query * added.scale, key, value, added.tables, added, rounds, dropout)
     if key_padding_mask is None:
         return output
     return output.masked_fill(~key_padding_mask[:, None, first:, None], 0.0)
@@ -150,7 +149,8 @@ def recent_attention(
         asked = number[:, context.query_index][:, None, :, None]
 
         def reference(**options: Any) -> tuple[Tensor, Tensor]:
-            output = weights = None
+            output: Any = None
+            weights: Any = None
             for at, (stage, own) in enumerate(used):
                 found = bucketed_reference(
                     query,
@@ -177,8 +177,9 @@ def recent_attention(
         first = length - query.shape[2]
         for at, (stage, own) in enumerate(used):
             # Keys beyond the stage's end are after all of its queries: absent, so that no tile holds them.
-            real = valid if at == len(used) - 1 else number <= at
-            real = real if valid is None or real is valid else real & valid
+            real = valid
+            if at < len(used) - 1:
+                real = number <= at if valid is None else (number <= at) & valid
             real = None if real is None else real.expand(key.shape[0], -1)
             found = bucket_tiles(
                 own,
@@ -191,7 +192,7 @@ def recent_attention(
             if len(used) > 1:
                 found = [[_of_stage(tiles, number[:, first:] == at) for tiles in tiled] for tiled in found]
             rounds = [[*one, *other] for one, other in zip(rounds, found, strict=True)] if rounds else found
-        output = tile_attention(query * added.scale, key, value, added.tables, added.terms, rounds, dropout)
+        output = tile_attention(query * added.scale, key, value, added.tables, added, rounds, dropout)
         return output if valid is None else output.masked_fill(~valid[:, None, first:, None], 0.0), None
     if not context.fresh:  # the queries of cached tokens are gone; their results are not asked for
         query = torch.zeros_like(key).index_copy(2, context.query_index, query)
@@ -212,7 +213,8 @@ def _by_stages(
     if valid is not None:  # real tokens first, so that places are positions
         order = real_first(valid)
         valid = valid.gather(1, order)
-        inputs = tuple(_rearranged(x, order) for x in inputs)
+        query, key, value = (_rearranged(x, order) for x in inputs)
+        inputs = (query, key, value)
     parts = []
     for at, (stage, labels) in enumerate(used):
         end = inputs[0].shape[2] if at == len(used) - 1 else used[at + 1][0].begin

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from ...core.cache import RecurrentStateLayer
 from ...core.context import LayerContext, SublayerOutput, self_attention_cache
@@ -20,7 +20,7 @@ from ...ops.linear.attention import (
     vanishes,
 )
 from ...ops.linear.window import WindowState
-from .base import Attention, AttentionSpec
+from .base import Attention, AttentionSpec, cross_cache, given_memory
 
 
 class LinearAttention(Attention):
@@ -42,13 +42,13 @@ class LinearAttention(Attention):
     def __init__(self, config, spec: LinearSpec, **where):
         super().__init__(config, spec, **where)
         self.chunk_size = spec.chunk_size
-        self.normalized = True  # False: no denominator
+        self.divides = True  # by the sum of weights
 
     # ------------------------------------------------------------------------------------------- for mechanisms
 
-    def phi(self, x: Tensor, *params: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """[B, H, t, d] -> features [B, H, t, F], or those and the logarithm of a factor [B, H, t]; token by token."""
-        raise NotImplementedError
+    # `phi(x, *params)`: [B, H, t, d] -> features [B, H, t, F], or those and the logarithm of a factor [B, H, t]; token
+    # by token. An object that knows its own derivative is handed to the engine as it is.
+    phi: Callable[..., Tensor | tuple[Tensor, Tensor]]
 
     @property
     def query_phi(self) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
@@ -83,7 +83,7 @@ class LinearAttention(Attention):
         whole = self.at_once(hidden_states, context)
         if whole is not None:
             return SublayerOutput(whole, None)
-        query = self.heads(self.q_proj(hidden_states))
+        query = self.queries(hidden_states)
         if self.cross:
             output, weights = self._read_memory(query, memory, context, past_key_values, step)
         else:
@@ -94,7 +94,7 @@ class LinearAttention(Attention):
 
     def _keys_and_values(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """[B, S, D] -> [B, H, S, d] twice; grouped heads are repeated, as a state belongs to a query's head."""
-        key, value = self.heads(self.k_proj(states)), self.heads(self.v_proj(states))
+        key, value = self.keys(states), self.heads(self.v_proj(states))
         return self.repeated(key), self.repeated(value)
 
     def _read_tokens(
@@ -102,7 +102,7 @@ class LinearAttention(Attention):
     ) -> tuple[Tensor, Tensor | None]:
         layer = state_layer(past, step)
         state = self.state_type(**layer.state) if layer is not None and layer.state else None
-        mask, rotation, weights = context.query_padding_mask, context.shared.get("rotation"), None
+        mask, rotation, weights = context.query_padding_mask, self.rotation(context), None
         if rotation is not None and self.rotates_inputs:
             query, key, rotation = rotation(query), rotation(key), None
         if self.wants_weights(context) and state is None:
@@ -122,19 +122,20 @@ class LinearAttention(Attention):
     ) -> tuple[Tensor, Tensor | None]:
         mask = context.memory_padding_mask
         if self.wants_weights(context):
-            key, value = self._keys_and_values(memory)
+            key, value = self._keys_and_values(given_memory(memory))
             return self._literal(query, key, value, visible_tokens(query, key, mask, False), context, None)
-        cached = isinstance(past, EncoderDecoderCache) and not context.static
-        if cached and past.is_updated.get(step):
-            state = _unpack(past.cross_attention_cache.layers[step])
+        cache = None if context.static else cross_cache(past)
+        if cache is not None and cache.is_updated.get(step):
+            held: Any = cache.cross_attention_cache.layers[step]
+            state = _unpack(held)
             features, _ = _pair(self.query_phi(*widened(query), *self.phi_params(context)))
-            read = linear_attention_read(features, state, eps=self.eps, normalize=self.normalized)
+            read = linear_attention_read(features, state, eps=self.eps, normalize=self.divides)
             return read.to(query.dtype), None
-        key, value = self._keys_and_values(memory)
+        key, value = self._keys_and_values(given_memory(memory))
         output, state = self._mix(query, key, value, mask, context, None, None)
-        if cached:
-            past.cross_attention_cache.update(*_pack(state), step)
-            past.is_updated[step] = True
+        if cache is not None:
+            cache.cross_attention_cache.update(*_pack(state), step)
+            cache.is_updated[step] = True
         return output, None
 
     def _mix(
@@ -149,21 +150,23 @@ class LinearAttention(Attention):
     ) -> tuple[Tensor, Any]:
         """The engine: output [B, H, T, d] and the state after these keys."""
         params = self.phi_params(context)
-        options = {
+        options: dict[str, Any] = {
             "causal": self.is_causal,
             "key_padding_mask": mask,
             "state": state,
             "return_state": True,
             "chunk_size": self.chunk_size,
             "eps": self.eps,
-            "normalize": self.normalized,
+            "normalize": self.divides,
         }
         if rotation is None:  # features are made piece by piece, and again in the backward pass
-            return kernel_attention(query, key, value, self.query_phi, *params, key_map=self.phi, **options)
+            found: Any = kernel_attention(query, key, value, self.query_phi, *params, key_map=self.phi, **options)
+            return found
         phi_q, _ = _pair(self.query_phi(*widened(query), *params))
         phi_k, logs = _pair(self.phi(*widened(key), *params))
         options |= {"rotated_query": rotation(phi_q), "rotated_key": rotation(phi_k)}
-        return linear_attention(phi_q, phi_k, value, log_weight=logs, **options)
+        found = linear_attention(phi_q, phi_k, value, log_weight=logs, **options)
+        return found
 
     def _literal(
         self,
@@ -187,7 +190,7 @@ class LinearAttention(Attention):
             logs = logs if visible is None else logs.masked_fill(~visible, -torch.inf)
             top = logs.detach().amax(-1, keepdim=True)
             factors = (logs - top.masked_fill(top == -torch.inf, 0.0)).exp()
-        if not self.normalized:
+        if not self.divides:
             weights = products * factors
             return wide_products(weights, value.mT).to(value.dtype), weights.to(value.dtype)
         sums = (products * factors).sum(-1, keepdim=True) + self.eps
@@ -241,7 +244,12 @@ def _pack(state: LinearState) -> tuple[Tensor, Tensor]:
 
 
 def _unpack(layer: DynamicLayer) -> LinearState:
-    kv, z = layer.keys, layer.values[..., 0]
+    keys, values = layer.keys, layer.values
+    if keys is None or values is None:
+        raise ValueError(
+            "The cache holds no state of this memory yet; run the decoder once with the encoder's states."
+        )
+    kv, z = keys, values[..., 0]
     width = kv.shape[2]
     return LinearState(kv, z[..., :width], z[..., width] if z.shape[-1] > width else None)
 

@@ -1,4 +1,4 @@
-"""What mechanisms with explicit scores share: who is visible, softmax over what is, and a loop over blocks of queries.
+"""What mechanisms with explicit scores share: softmax over what is visible, and a loop over blocks of queries.
 
 A mechanism that changes scores in a way no fused kernel knows needs them written out. Block by block over the queries,
 and computed again in the backward pass, they take memory in proportion to the number of keys and not to its square.
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ...core.context import LayerContext
 from ...ops.common.shifted_rows import SharedRows
 
 # Scores (over batch and heads) in one block: 4 MiB in float32, large enough to hide the cost of a Python step.
@@ -21,13 +20,6 @@ SCORES_AT_ONCE = 1 << 20
 LEAST_ROWS = 64
 # What a block costs beside its scores (reading all keys, adding to all their gradients) is shared by its queries.
 FAVOURED_ROWS = 256
-
-
-def last_key(context: LayerContext, cross: bool, num_keys: int, stop: int) -> int:
-    """How many of `num_keys` keys the queries before `stop` can see at most."""
-    if cross or not context.causal or context.static:
-        return num_keys
-    return num_keys - context.query_index.shape[0] + stop
 
 
 def visible_softmax(scores: Tensor, mask: Tensor | None, can_be_empty: bool = True, overwrite: bool = False) -> Tensor:

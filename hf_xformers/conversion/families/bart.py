@@ -1,4 +1,4 @@
-"""BART: `bart` <-> `xf_bart`.
+"""BART: `bart` <-> `xf_bart`, and what its relatives (mBART, Marian, PEGASUS, M2M-100) have in common with it.
 
 Without `position_ids`, transformers counts padding on the left as positions and ours does not. `final_logits_bias` is
 a buffer there and the output projection's bias, a parameter, here: our model counts `vocab_size` more parameters. Both
@@ -13,10 +13,11 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Head, activation, feedforward, register
+from ..base import Converter, Groups, Head, activation, feedforward, register
 from ..rules import Rule, copied, only_ours, only_theirs, row, shared
 
-FIELDS = {
+# What all of the relatives have.
+TOWER_FIELDS = {
     "hidden_size": "d_model",
     "num_hidden_layers": "encoder_layers",
     "num_decoder_layers": "decoder_layers",
@@ -26,52 +27,76 @@ FIELDS = {
     "hidden_dropout_prob": "dropout",
     "attention_probs_dropout_prob": "attention_dropout",
     "activation_dropout_prob": "activation_dropout",
-    "classifier_dropout": "classifier_dropout",
     "initializer_range": "init_std",
     "decoder_start_token_id": "decoder_start_token_id",
 }
+FIELDS = {**TOWER_FIELDS, "classifier_dropout": "classifier_dropout"}
 # Their field -> ours, for what may differ between the towers.
 DECODER_FIELDS = {"decoder_attention_heads": "num_attention_heads", "decoder_ffn_dim": "intermediate_size"}
+LAYER_DROPS = ("encoder_layerdrop", "decoder_layerdrop")
 
 
-def _tower(theirs: str, ours: str, layer: str, cross: bool) -> tuple[Rule, ...]:
-    """The rules of one tower; `layer`: its placeholder."""
-
-    def sublayer(their_name: str, our_name: str) -> tuple[Rule, ...]:
-        projections = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "out_proj": "o_proj"}
-        return (
-            *(
-                copied(f"@{theirs}.layers.{layer}.{their_name}.{a}.*", f"@{ours}.layers.{layer}.{our_name}.{b}.*")
-                for a, b in projections.items()
-            ),
-            copied(
-                f"@{theirs}.layers.{layer}.{their_name}_layer_norm.*",
-                f"@{ours}.layers.{layer}.{our_name}_residual.norm.*",
-            ),
-        )
-
+def sublayer(their_layer: str, our_layer: str, their_name: str, our_name: str) -> tuple[Rule, ...]:
+    """An attention of a layer, and its norm."""
+    projections = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "out_proj": "o_proj"}
     return (
-        copied(f"@{theirs}.embed_positions.weight", f"@{ours}.position.table.weight"),
-        copied(f"@{theirs}.layernorm_embedding.*", f"@{ours}.embedding.norm.*"),
-        *sublayer("self_attn", "attention"),
-        *(sublayer("encoder_attn", "cross_attention") if cross else ()),
-        copied(f"@{theirs}.layers.{layer}.fc1.*", f"@{ours}.layers.{layer}.feedforward.up_proj.*"),
-        copied(f"@{theirs}.layers.{layer}.fc2.*", f"@{ours}.layers.{layer}.feedforward.down_proj.*"),
-        copied(f"@{theirs}.layers.{layer}.final_layer_norm.*", f"@{ours}.layers.{layer}.feedforward_residual.norm.*"),
+        *(
+            copied(f"{their_layer}.{their_name}.{a}.*", f"{our_layer}.{our_name}.{b}.*")
+            for a, b in projections.items()
+        ),
+        copied(f"{their_layer}.{their_name}_layer_norm.*", f"{our_layer}.{our_name}_residual.norm.*"),
     )
 
 
-def _backbone(config: XFormerConfig) -> tuple[Rule, ...]:
+def dense_feedforward(their_layer: str, our_layer: str) -> tuple[Rule, ...]:
+    """The feed-forward sublayer of a layer, and its norm."""
+    return (
+        copied(f"{their_layer}.fc1.*", f"{our_layer}.feedforward.up_proj.*"),
+        copied(f"{their_layer}.fc2.*", f"{our_layer}.feedforward.down_proj.*"),
+        copied(f"{their_layer}.final_layer_norm.*", f"{our_layer}.feedforward_residual.norm.*"),
+    )
+
+
+def around_layers(theirs: str, ours: str, config: XFormerConfig) -> tuple[Rule, ...]:
+    """What a tower has before and after its layers, as far as the config has it."""
+    rules = []
+    if config.position.type == "learned_absolute":
+        rules.append(copied(f"@{theirs}.embed_positions.weight", f"@{ours}.position.table.weight"))
+    if config.embedding.normalizes():
+        rules.append(copied(f"@{theirs}.layernorm_embedding.*", f"@{ours}.embedding.norm.*"))
+    if config.residual.final_norm:
+        rules.append(copied(f"@{theirs}.layer_norm.*", f"@{ours}.final_norm.*"))
+    return tuple(rules)
+
+
+def tower(theirs: str, ours: str, layer: str, config: XFormerConfig, *, cross: bool) -> tuple[Rule, ...]:
+    """The rules of one tower; `layer`: its placeholder."""
+    their_layer, our_layer = f"@{theirs}.layers.{layer}", f"@{ours}.layers.{layer}"
+    return (
+        *around_layers(theirs, ours, config),
+        *sublayer(their_layer, our_layer, "self_attn", "attention"),
+        *(sublayer(their_layer, our_layer, "encoder_attn", "cross_attention") if cross else ()),
+        *dense_feedforward(their_layer, our_layer),
+    )
+
+
+def token_table() -> Rule:
+    """The one token table, which stands under a name for each tower."""
+    return shared(
+        ("@shared.weight", "@encoder.embed_tokens.weight", "@decoder.embed_tokens.weight"),
+        ("@trunk.embedding.tokens.weight", "@decoder.embedding.tokens.weight"),
+    )
+
+
+def backbone(config: XFormerConfig) -> tuple[Rule, ...]:
+    """Both towers, or the decoder by itself."""
     if not config.is_encoder_decoder:
         table = copied("@decoder.embed_tokens.weight", "@trunk.embedding.tokens.weight")
-        return (table, *_tower("decoder", "trunk", "{i}", cross=False))
+        return (table, *tower("decoder", "trunk", "{i}", config, cross=False))
     return (
-        shared(
-            ("@shared.weight", "@encoder.embed_tokens.weight", "@decoder.embed_tokens.weight"),
-            ("@trunk.embedding.tokens.weight", "@decoder.embedding.tokens.weight"),
-        ),
-        *_tower("encoder", "trunk", "{i}", cross=False),
-        *_tower("decoder", "decoder", "{j}", cross=True),
+        token_table(),
+        *tower("encoder", "trunk", "{i}", config, cross=False),
+        *tower("decoder", "decoder", "{j}", config, cross=True),
     )
 
 
@@ -82,13 +107,65 @@ def _cross(config: XFormerConfig) -> tuple[Rule, ...]:
     return () if config.is_encoder_decoder else (only_theirs(*names, f"{layer}_layer_norm.*"),)
 
 
-def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
+GROUPS: dict[str, Groups] = {
+    "backbone": backbone,
+    "cross": _cross,
+    # the token table again, as a rule: present where the rest of the head is not
+    "projection": (copied("lm_head.weight", "lm_head.decoder.weight"),),
+    "lm": (row("final_logits_bias", "lm_head.decoder.bias"),),
+    # Theirs reads the state at the last end token through a hidden layer, ours the last state at once.
+    "sequence": (
+        only_theirs("classification_head.dense.*", "classification_head.out_proj.*"),
+        only_ours("classifier.*"),
+    ),
+    "spans": (copied("qa_outputs.*", "classifier.*"),),
+}
+
+
+def heads(
+    name: str, *, generator: str = "ForConditionalGeneration", classifiers: bool = True, extra: tuple[str, ...] = ()
+) -> tuple[Head, ...]:
+    """The class pairs of a relative whose classes start with `name`; extra: further groups of every class."""
+    base, lm = ("backbone", *extra), ("projection", "lm")
+    of_texts = (
+        Head(
+            f"{name}ForSequenceClassification",
+            "ForSequenceClassification",
+            "model.",
+            (*base, "sequence"),
+            two_towers=True,
+        ),
+        Head(f"{name}ForQuestionAnswering", "ForQuestionAnswering", "model.", (*base, "spans"), two_towers=True),
+    )
+    return (
+        Head(f"{name}Model", "Model", "", base, two_towers=True),
+        Head(f"{name}{generator}", "ForSeq2SeqLM", "model.", (*base, *lm), two_towers=True),
+        *(of_texts if classifiers else ()),
+        Head(
+            f"{name}ForCausalLM",
+            "ForCausalLM",
+            "model.",
+            (*base, "cross", "projection"),
+            two_towers=False,
+            causal=True,
+        ),
+    )
+
+
+def to_ours(config: PreTrainedConfig, **components: Any) -> dict[str, Any]:
+    """components: those of the variant that BART's has not."""
+    common = {
+        "layer_norm_eps": 1e-5,
+        "embedding": {"type": "token", "normalize": True, "scale": bool(config.scale_embedding)},
+        "feedforward": feedforward(config.activation_function),
+        **components,
+    }
     if not config.is_encoder_decoder:
         return {
+            **common,
             "num_hidden_layers": config.decoder_layers,
             "num_decoder_layers": None,
             **{ours: getattr(config, theirs) for theirs, ours in DECODER_FIELDS.items()},
-            **_common(config),
             "is_encoder_decoder": False,
             "is_decoder": config.is_decoder,
             "head": "linear",  # without the bias
@@ -96,30 +173,29 @@ def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
     decoder = {
         ours: getattr(config, theirs)
         for theirs, ours in DECODER_FIELDS.items()
-        if getattr(config, theirs) != getattr(config, str(FIELDS[ours]))
+        if getattr(config, theirs) != getattr(config, str(TOWER_FIELDS[ours]))
     }
-    return {**_common(config), "decoder": decoder or None}
+    return {**common, "is_encoder_decoder": True, "decoder": decoder or None}
 
 
-def _common(config: PreTrainedConfig) -> dict[str, Any]:
-    return {
-        "layer_norm_eps": 1e-5,
-        "embedding": {"type": "token", "normalize": True, "scale": bool(config.scale_embedding)},
-        "feedforward": feedforward(config.activation_function),
-    }
-
-
-def to_theirs(config: XFormerConfig) -> dict[str, Any]:
+def towers_to_theirs(config: XFormerConfig) -> dict[str, Any]:
+    """The fields that all relatives have."""
     decoder = config.tower("decoder") if config.is_encoder_decoder else config
-    dropout = config.classifier_dropout
     return {
         "decoder_layers": decoder.num_hidden_layers,
         **{theirs: getattr(decoder, ours) for theirs, ours in DECODER_FIELDS.items()},
-        "classifier_dropout": config.hidden_dropout_prob if dropout is None else dropout,
         "scale_embedding": getattr(config.embedding, "scale", False),
         "activation_function": activation(config.feedforward)[0],
         "is_encoder_decoder": config.is_encoder_decoder,
         "is_decoder": config.is_decoder and not config.is_encoder_decoder,
+    }
+
+
+def to_theirs(config: XFormerConfig) -> dict[str, Any]:
+    dropout = config.classifier_dropout
+    return {
+        **towers_to_theirs(config),
+        "classifier_dropout": config.hidden_dropout_prob if dropout is None else dropout,
     }
 
 
@@ -130,48 +206,11 @@ CONVERTER = register(
         fields=FIELDS,
         to_ours=to_ours,
         to_theirs=to_theirs,
-        groups={
-            "backbone": _backbone,
-            "cross": _cross,
-            # the token table again, as a rule: present where the rest of the head is not
-            "projection": (copied("lm_head.weight", "lm_head.decoder.weight"),),
-            "lm": (row("final_logits_bias", "lm_head.decoder.bias"),),
-            # Theirs reads the state at the last end token through a hidden layer, ours the last state at once.
-            "sequence": (
-                only_theirs("classification_head.dense.*", "classification_head.out_proj.*"),
-                only_ours("classifier.*"),
-            ),
-            "spans": (copied("qa_outputs.*", "classifier.*"),),
-        },
-        heads=(
-            Head("BartModel", "Model", "", ("backbone",), two_towers=True),
-            Head(
-                "BartForConditionalGeneration",
-                "ForSeq2SeqLM",
-                "model.",
-                ("backbone", "projection", "lm"),
-                two_towers=True,
-            ),
-            Head(
-                "BartForSequenceClassification",
-                "ForSequenceClassification",
-                "model.",
-                ("backbone", "sequence"),
-                two_towers=True,
-            ),
-            Head("BartForQuestionAnswering", "ForQuestionAnswering", "model.", ("backbone", "spans"), two_towers=True),
-            Head(
-                "BartForCausalLM",
-                "ForCausalLM",
-                "model.",
-                ("backbone", "cross", "projection"),
-                two_towers=False,
-                causal=True,
-            ),
-        ),
+        groups=GROUPS,
+        heads=heads("Bart"),
         unread_alone=("encoder_layers", "encoder_attention_heads", "encoder_ffn_dim"),
         # a generation setting, which travels with the generation config
         unread=("forced_eos_token_id", "activation_function"),
-        training_only=("encoder_layerdrop", "decoder_layerdrop"),
+        training_only=LAYER_DROPS,
     )
 )

@@ -38,13 +38,25 @@ LAYERS = (
     copied("@encoder.layer.{i}.output.dense.*", "@trunk.layers.{i}.feedforward.down_proj.*"),
     copied("@encoder.layer.{i}.output.LayerNorm.*", "@trunk.layers.{i}.feedforward_residual.norm.*"),
 )
-BACKBONE = (
+EMBEDDINGS = (
     copied("@embeddings.word_embeddings.weight", "@trunk.embedding.tokens.weight"),
     copied("@embeddings.token_type_embeddings.weight", "@trunk.embedding.types.weight"),
     copied("@embeddings.position_embeddings.weight", "@trunk.position.table.weight"),
     copied("@embeddings.LayerNorm.*", "@trunk.embedding.norm.*"),
-    *LAYERS,
 )
+BACKBONE = (*EMBEDDINGS, *LAYERS)
+# What a free mix has to have to be one of BERT's relatives.
+COMPONENTS: dict[str, tuple[str, ...]] = {
+    "embedding": ("token",),
+    "position": ("learned_absolute",),
+    "attention": ("dense",),
+    "normalization": ("layer_norm",),
+    "residual": ("post_ln",),
+    "feedforward": ("relu", "gelu", "swish"),
+    "block": ("vanilla",),
+    "stack": ("plain",),
+    "head": ("transform",),
+}
 POOLER = (copied("@pooler.dense.*", "@pooler.dense.*"),)
 _CLASSIFIER = (copied("classifier.*", "classifier.*"),)
 CLASSIFIERS = {

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
 from ..base import Converter, Head, activation, activation_name, feedforward, register
-from ..rules import Operation, Rule, copied, first
+from ..rules import Rule, computed, copied, first
 from .bert import DENSE_CLASSIFIERS, FIELDS, LAYERS
 
 
@@ -59,13 +59,7 @@ def table(config: XFormerConfig) -> Tensor:
 
 
 def _positions(config: XFormerConfig) -> tuple[Rule, ...]:
-    def check(tensors: list[Tensor]) -> list[Tensor]:
-        if not torch.allclose(tensors[0].float(), table(config).to(tensors[0].device), atol=1e-2):
-            raise ValueError("it is not the table of sines and cosines, and the other side computes those")
-        return []
-
-    computed = Operation("sines and cosines, computed", check, lambda _: [table(config)])
-    return (Rule(("@encoder.embed_positions.weight",), (), computed),)
+    return (computed("@encoder.embed_positions.weight", lambda: table(config), "sines and cosines"),)
 
 
 def _backbone(config: XFormerConfig) -> tuple[Rule, ...]:

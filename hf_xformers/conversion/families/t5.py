@@ -1,12 +1,13 @@
-"""T5 (v1.0 and v1.1): `t5` <-> `xf_t5`.
+"""T5 (v1.0 and v1.1) and mT5: `t5` and `mt5` <-> `xf_t5`; what their relatives have in common with them.
 
 transformers says whether decoder outputs are scaled by hidden_size^-0.5 (`scale_decoder_outputs`, v1.0), and ties the
 output projection unless a checkpoint brings one of its own (v1.1). Here the first is the head's `scale`, the second
-`tie_word_embeddings`.
+`tie_word_embeddings`. mT5 never scales.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -27,52 +28,82 @@ FIELDS = {
 }
 
 
-def _attention(theirs: str, ours: str) -> tuple[Rule, ...]:
+def attention(theirs: str, ours: str) -> tuple[Rule, ...]:
     names = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
     return tuple(copied(f"{theirs}.{a}.weight", f"{ours}.{b}.weight") for a, b in names.items())
 
 
-def _feedforward(theirs: str, ours: str, gated: bool) -> tuple[Rule, ...]:
+def dense_feedforward(theirs: str, ours: str, gated: bool) -> tuple[Rule, ...]:
     names = {"wi_0": "gate_proj", "wi_1": "up_proj"} if gated else {"wi": "up_proj"}
     names["wo"] = "down_proj"
     return tuple(copied(f"{theirs}.{a}.weight", f"{ours}.{b}.weight") for a, b in names.items())
 
 
-def _tower(theirs: str, ours: str, layer: str, *, cross: bool, gated: bool) -> tuple[Rule, ...]:
-    """The rules of one tower; `layer`: its placeholder."""
-    block, mine = f"@{theirs}.block.{layer}.layer", f"@{ours}.layers.{layer}"
-    reading = (
-        *_attention(f"{block}.1.EncDecAttention", f"{mine}.cross_attention"),
-        copied(f"{block}.1.layer_norm.weight", f"{mine}.cross_attention_residual.norm.weight"),
-    )
-    last = 2 if cross else 1
+def around_layers(theirs: str, ours: str) -> tuple[Rule, ...]:
+    """The bias that all layers share, and the last norm."""
     first_attention = f"@{theirs}.block.0.layer.0.SelfAttention"
     return (
         # the first layer's table serves all layers
         copied(f"{first_attention}.relative_attention_bias.weight", f"@{ours}.position.table.weight"),
-        *_attention(f"{block}.0.SelfAttention", f"{mine}.attention"),
-        copied(f"{block}.0.layer_norm.weight", f"{mine}.attention_residual.norm.weight"),
-        *(reading if cross else ()),
-        *_feedforward(f"{block}.{last}.DenseReluDense", f"{mine}.feedforward", gated),
-        copied(f"{block}.{last}.layer_norm.weight", f"{mine}.feedforward_residual.norm.weight"),
         copied(f"@{theirs}.final_layer_norm.weight", f"@{ours}.final_norm.0.weight"),
     )
 
 
-def _encoder(config: XFormerConfig) -> tuple[Rule, ...]:
-    """The encoder and the token table, which stands under a name for each tower."""
+def attentions(theirs: str, ours: str, layer: str, *, cross: bool) -> tuple[Rule, ...]:
+    """The attention sublayers of every layer."""
+    block, mine = f"@{theirs}.block.{layer}.layer", f"@{ours}.layers.{layer}"
+    reading = (
+        *attention(f"{block}.1.EncDecAttention", f"{mine}.cross_attention"),
+        copied(f"{block}.1.layer_norm.weight", f"{mine}.cross_attention_residual.norm.weight"),
+    )
+    return (
+        *attention(f"{block}.0.SelfAttention", f"{mine}.attention"),
+        copied(f"{block}.0.layer_norm.weight", f"{mine}.attention_residual.norm.weight"),
+        *(reading if cross else ()),
+    )
+
+
+def tower(theirs: str, ours: str, layer: str, *, cross: bool, gated: bool) -> tuple[Rule, ...]:
+    """The rules of one tower without its positions; `layer`: its placeholder."""
+    last = f"@{theirs}.block.{layer}.layer.{2 if cross else 1}"
+    mine = f"@{ours}.layers.{layer}"
+    return (
+        *attentions(theirs, ours, layer, cross=cross),
+        *dense_feedforward(f"{last}.DenseReluDense", f"{mine}.feedforward", gated),
+        copied(f"{last}.layer_norm.weight", f"{mine}.feedforward_residual.norm.weight"),
+    )
+
+
+def token_table(config: XFormerConfig) -> Rule:
+    """The token table, which stands under a name for each tower."""
     theirs: tuple[str, ...] = ("@shared.weight", "@encoder.embed_tokens.weight")
     ours: tuple[str, ...] = ("@trunk.embedding.tokens.weight",)
     if config.is_encoder_decoder:
         theirs, ours = (*theirs, "@decoder.embed_tokens.weight"), (*ours, "@decoder.embedding.tokens.weight")
-    return (shared(theirs, ours), *_tower("encoder", "trunk", "{i}", cross=False, gated=config.feedforward.gated))
+    return shared(theirs, ours)
 
 
-def _decoder(config: XFormerConfig) -> tuple[Rule, ...]:
-    return _tower("decoder", "decoder", "{j}", cross=True, gated=config.feedforward.gated)
+def encoder(config: XFormerConfig) -> tuple[Rule, ...]:
+    return (
+        token_table(config),
+        *around_layers("encoder", "trunk"),
+        *tower("encoder", "trunk", "{i}", cross=False, gated=config.feedforward.gated),
+    )
+
+
+def decoder(config: XFormerConfig) -> tuple[Rule, ...]:
+    return (
+        *around_layers("decoder", "decoder"),
+        *tower("decoder", "decoder", "{j}", cross=True, gated=config.feedforward.gated),
+    )
 
 
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
+    return {**towers_to_ours(config), "head": {"type": "linear", "scale": config.scale_decoder_outputs}}
+
+
+def towers_to_ours(config: PreTrainedConfig) -> dict[str, Any]:
+    """The fields that all relatives have."""
     own_width = config.d_kv * config.num_heads != config.d_model
     return {
         "head_dim": config.d_kv if own_width else None,
@@ -87,7 +118,6 @@ def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
             "max_distance": config.relative_attention_max_distance,
         },
         "feedforward": feedforward(config.dense_act_fn, gated=config.is_gated_act, bias=False),
-        "head": {"type": "linear", "scale": config.scale_decoder_outputs},
     }
 
 
@@ -128,8 +158,8 @@ CONVERTER = register(
         to_ours=to_ours,
         to_theirs=to_theirs,
         groups={
-            "encoder": _encoder,
-            "decoder": _decoder,
+            "encoder": encoder,
+            "decoder": decoder,
             "lm": (copied("lm_head.weight", "lm_head.decoder.weight"),),
             # Theirs reads the state at the last end token through a hidden layer, ours the last state at once.
             "sequence": HIDDEN_HEAD,
@@ -152,3 +182,15 @@ CONVERTER = register(
         ties_by_weights=True,
     )
 )
+
+
+def _mt5_to_ours(config: PreTrainedConfig) -> dict[str, Any]:
+    return {**towers_to_ours(config), "head": {"type": "linear", "scale": False}}
+
+
+def renamed(name: str) -> tuple[Head, ...]:
+    """T5's class pairs for a relative whose classes start with `name`."""
+    return tuple(dataclasses.replace(head, theirs=name + head.theirs.removeprefix("T5")) for head in CONVERTER.heads)
+
+
+register(dataclasses.replace(CONVERTER, model_type="mt5", native=False, to_ours=_mt5_to_ours, heads=renamed("MT5")))

@@ -56,6 +56,7 @@ def block_sparse_attention(
     side_mask: Tensor | None = None,
     block_size: int | None = None,
     return_lse: bool = False,
+    score_cap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`softmax` over the keys that `pattern` allows, times the values.
 
@@ -89,6 +90,7 @@ def block_sparse_attention(
             position (external global tokens, memories).
         side_mask: [B, S] or [B, T_q, S], True where a side key may be read.
         block_size: rows of a query block; chosen by estimated work when not given.
+        score_cap: c, where the scaled scores s become c tanh(s / c) before any bias.
         return_lse: also return the logarithm of the softmax denominator, [B, H, T_q], -inf for an empty row.
 
     Returns:
@@ -122,6 +124,7 @@ def block_sparse_attention(
         score_bias=score_bias,
         bias_is_relative=bias_is_relative,
         side=(side_key, side_value, side_mask),
+        cap=0.0 if score_cap is None else float(score_cap),
     )
     if global_mask is None:
         out, lse = _aligned(query, key, value, pattern, key_padding_mask, key_padding_mask, call)
@@ -156,6 +159,7 @@ class _Call:
     score_bias: ScoreBias | None = None
     bias_is_relative: bool = False
     side: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    cap: float = 0.0  # on scores; 0: none
 
 
 def _engine(
@@ -163,7 +167,7 @@ def _engine(
 ) -> tuple[Tensor, Tensor]:
     plain = call.dropout == 0 and call.score_bias is None and call.segment_ids is None
     plain = plain and call.row_lengths is None  # what follows has one pattern for all rows
-    if plain and flex_applies(query, key, value):
+    if plain and not call.cap and flex_applies(query, key, value):
         places = (call.query_offset, call.key_offset, call.causal)
         local = flex_block_sparse(query, key, value, pattern, key_mask, places, call.scale)
         side_key, side_value, side_mask = call.side
@@ -181,7 +185,7 @@ def _engine(
     seed = torch.randint(2**31, ()) if call.dropout > 0 else None
     geometry = [call.query_offset, call.key_offset, int(call.causal), call.block_size or 0]
     tensors = (query, key, value, key_mask, *call.side, call.segment_ids, extras, call.row_lengths, seed)
-    return forward_op(*tensors, geometry, pattern.key, call.scale, call.dropout)
+    return forward_op(*tensors, geometry, pattern.key, call.scale, call.dropout, call.cap)
 
 
 def _join_side(
@@ -233,6 +237,7 @@ def _few_rows(
     dtype = torch.promote_types(query.dtype, torch.float32)
     keys, values = (x[:, :, None, begin:end].to(dtype) for x in (key, value))
     scores = (call.scale * query.unflatten(1, (kv_heads, -1)).to(dtype) @ keys.transpose(3, 4)).flatten(1, 2)
+    scores = call.cap * torch.tanh(scores / call.cap) if call.cap else scores
     scores = scores.masked_fill(~allowed, torch.finfo(dtype).min)
     weights = scores.softmax(-1)
     lse = scores.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()

@@ -141,11 +141,19 @@ class Source:
         q: Tensor,
         k: Tensor,
         scale: float,
+        cap: float,
         out: Tensor,
+        slope: Tensor | None = None,
     ) -> None:
-        """Write scale * q k^T to `out` [batch * heads * tiles, G * rows, width], hidden pairs at -inf."""
+        """Write scale * q k^T to `out` [batch * heads * tiles, G * rows, width], hidden pairs at -inf. With a cap c >
+        0 they are c tanh(scale * q k^T / c), whose derivative by scale * q k^T goes to `slope`."""
         ratio, rows, width = self.q.shape[2], tiles.rows, tiles.width
-        torch.baddbmm(out, q, k.transpose(1, 2), beta=0, alpha=scale, out=out)
+        torch.baddbmm(out, q, k.transpose(1, 2), beta=0, alpha=scale / cap if cap else scale, out=out)
+        if cap:
+            out.tanh_()
+            if slope is not None:
+                torch.mul(out, out, out=slope).neg_().add_(1.0)
+            out.mul_(cap)
         batch, count = self.q[b].shape[0], tiles.count
         pairs = out.view(batch, -1, count, ratio, rows, width)
         for begin, end, bias in pieces:
@@ -223,7 +231,7 @@ class _Scratch:
         return self.buffers[name][:size].view(shape)
 
 
-def forward_tiles(sources: list[Source], scale: float, dropout: Dropout, out: Tensor, lse: Tensor) -> None:
+def forward_tiles(sources: list[Source], scale: float, cap: float, dropout: Dropout, out: Tensor, lse: Tensor) -> None:
     """Fill `out` [B, K, G, T, dv] (zeros before) and `lse` [B, K, G, T, 1] (-inf before)."""
     scratch = _Scratch(lse.dtype, lse.device)
     for number, source in enumerate(sources):
@@ -233,7 +241,7 @@ def forward_tiles(sources: list[Source], scale: float, dropout: Dropout, out: Te
             for b, h in source.chunks(tiles):
                 q, k = _load_q(source.q[b, h], tiles), _load_k(source.k[b, h], tiles)
                 scores = scratch.get("scores", *q.shape[:2], tiles.width)
-                source.scores(tiles, pieces, b, h, q, k, scale, scores)
+                source.scores(tiles, pieces, b, h, q, k, scale, cap, scores)
                 weights, joint = _softmax(scores, need_lse=True)
                 if dropout.active:
                     weights.mul_(dropout.mask(scratch.get("keep", *weights.shape)))
@@ -255,6 +263,7 @@ def forward_tiles(sources: list[Source], scale: float, dropout: Dropout, out: Te
 def backward_tiles(
     sources: list[Source],
     scale: float,
+    cap: float,
     dropout: Dropout,
     grad_out: Tensor,
     delta: Tensor,
@@ -267,8 +276,8 @@ def backward_tiles(
     """Add the gradients, those of queries and keys still without the factor `scale`.
 
     With weights P and delta = rowsum(dO * O) - d(lse): dV = P^T dO, dS = P * (dO V^T - delta), dQ = scale * dS K,
-    dK = scale * dS^T Q. Where P is the softmax of one part alone, its share exp(lse_part - lse) of the row goes into
-    dO and delta instead.
+    dK = scale * dS^T Q; with a cap, dS is multiplied by its slope before the last two. Where P is the softmax of one
+    part alone, its share exp(lse_part - lse) of the row goes into dO and delta instead.
     """
     scratch = _Scratch(lse.dtype, lse.device)
     extra_grads = list(extra_grads)
@@ -284,7 +293,8 @@ def backward_tiles(
                 q, k = _load_q(source.q[b, h], tiles), _load_k(source.k[b, h], tiles)
                 v, d_out = _load_k(source.v[b, h], tiles), _load_q(part_out[b, h], tiles)
                 scores = scratch.get("scores", *q.shape[:2], tiles.width)
-                source.scores(tiles, pieces, b, h, q, k, scale, scores)
+                slope = scratch.get("slope", *scores.shape) if cap else None
+                source.scores(tiles, pieces, b, h, q, k, scale, cap, scores, slope)
                 weights, own = _softmax(scores, need_lse=len(sources) > 1)
                 d_delta = _load_q(part_delta[b, h], tiles)
                 if own is not None:
@@ -304,6 +314,8 @@ def backward_tiles(
                     view = d_scores.view(*source.q[b, h].shape[:2], tiles.count, -1, tiles.rows, tiles.width)
                     target = _as_pairs(extra_grads[0], source.q.shape[2], b, h)
                     target += _sum_to(view, target.shape)
+                if slope is not None:
+                    d_scores.mul_(slope)
                 _put_q(part_q[b, h], tiles, torch.bmm(d_scores, k), add=True)
                 _add_k(part_k[b, h], tiles, torch.bmm(d_scores.transpose(1, 2), q))
             source.extra, extra_grads = source.extra[1:], extra_grads[1:]

@@ -216,6 +216,7 @@ def _forward(
     pattern_key: int,
     scale: float,
     dropout_p: float,
+    cap: float,
 ) -> tuple[Tensor, Tensor]:
     out, lse = _empty_results(q, v)
     out.zero_()
@@ -228,10 +229,10 @@ def _forward(
             groups = (kv.stop - kv.start, -1)
             part_out, part_lse = out[b, heads].unflatten(1, groups), lse[b, heads].unflatten(1, groups)[..., None]
             if out.dtype == lse.dtype:
-                forward_tiles(sources, scale, dropout, part_out, part_lse)
+                forward_tiles(sources, scale, cap, dropout, part_out, part_lse)
             else:
                 precise = torch.zeros_like(part_out, dtype=lse.dtype)
-                forward_tiles(sources, scale, dropout, precise, part_lse)
+                forward_tiles(sources, scale, cap, dropout, precise, part_lse)
                 part_out.copy_(precise)
     return out, lse
 
@@ -256,6 +257,7 @@ def _backward(
     pattern_key: int,
     scale: float,
     dropout_p: float,
+    cap: float,
 ) -> list[Tensor]:
     side = [] if side_k is None or side_v is None else [side_k, side_v]
     grads = [torch.zeros_like(x) for x in (q, k, v, *side)]
@@ -277,6 +279,7 @@ def _backward(
             backward_tiles(
                 sources,
                 scale,
+                cap,
                 dropout,
                 grad_out[b, heads].unflatten(1, groups).to(lse.dtype),
                 delta[b, heads].unflatten(1, groups)[..., None],
@@ -318,9 +321,9 @@ def _(grad_out, grad_lse, out, lse, q, k, v, key_mask, side_k, side_v, side_mask
 
 
 def _setup(ctx, inputs, output) -> None:
-    *tensors, extras, row_lengths, seed, geometry, key, scale, dropout_p = inputs
+    *tensors, extras, row_lengths, seed, geometry, key, scale, dropout_p, cap = inputs
     ctx.save_for_backward(*output, *tensors, row_lengths, seed, *extras)
-    ctx.rest = (geometry, key, scale, dropout_p)
+    ctx.rest = (geometry, key, scale, dropout_p, cap)
     ctx.pattern = pattern_from_key(key)  # keeps it alive until the backward pass
 
 
@@ -332,7 +335,7 @@ def _autograd(ctx, grad_out, grad_lse):
     grads = backward_op(grad_out, grad_lse, out, lse, *tensors, *ctx.rest)
     side = (None, None) if side_k is None else tuple(grads[3:5])
     extra_grads = grads[3 if side_k is None else 5 :]
-    return (*grads[:3], None, *side, None, None, extra_grads, *(None,) * 6)
+    return (*grads[:3], None, *side, None, None, extra_grads, *(None,) * 7)
 
 
 forward_op.register_autograd(_autograd, setup_context=_setup)

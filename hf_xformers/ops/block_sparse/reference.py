@@ -41,6 +41,7 @@ def block_sparse_reference(
     side_key: Tensor | None = None,
     side_value: Tensor | None = None,
     side_mask: Tensor | None = None,
+    score_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The arguments and meaning of `block_sparse_attention`, computed with T x T scores, a mask and one softmax.
 
@@ -60,7 +61,8 @@ def block_sparse_reference(
     allowed = torch.stack([pattern.for_head(head).allows_within(*within) for head in range(heads)], 1)
 
     def scores(query: Tensor, key: Tensor) -> Tensor:
-        return wide_products(query, key.repeat_interleave(groups, 1)) * scale
+        products = wide_products(query, key.repeat_interleave(groups, 1)) * scale
+        return products if score_cap is None else score_cap * torch.tanh(products / score_cap)
 
     logits, values = scores(query, key), value.repeat_interleave(groups, 1)
     if score_bias is not None:

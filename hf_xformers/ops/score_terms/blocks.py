@@ -16,7 +16,7 @@ from torch import Tensor
 from ..common.derivatives import LITERAL, first_derivative_only
 from ..common.exponential import exp_
 from ..common.shifted_rows import SharedRows
-from .terms import Blocks, QueryBlock, Terms
+from .terms import Blocks, QueryBlock, ScoreTerms
 
 # Scores (over batch and heads) in a tile: half a megabyte in float32, as a second-level cache holds beside what makes
 # them.
@@ -51,7 +51,7 @@ def applies(query: Tensor, dropout: float) -> bool:
 
 
 def term_attention(
-    query: Tensor, key: Tensor, value: Tensor, tables: tuple[Tensor, ...], terms: Terms, blocks: Blocks
+    query: Tensor, key: Tensor, value: Tensor, tables: tuple[Tensor, ...], terms: ScoreTerms, blocks: Blocks
 ) -> Tensor:
     """softmax_j(q_i k_j + term_ij) v_j [+ term of the values] over all j that are not hidden from i.
 
@@ -75,7 +75,9 @@ def _rows_of(tensors: tuple[Tensor, ...], rows: slice) -> tuple[Tensor, ...]:
 
 class _TermAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, terms: Terms, blocks: Blocks, query: Tensor, key: Tensor, value: Tensor, *tables: Tensor):
+    def forward(
+        ctx: Any, terms: ScoreTerms, blocks: Blocks, query: Tensor, key: Tensor, value: Tensor, *tables: Tensor
+    ):
         batch, heads, length, width = query.shape
         output = query.new_empty(batch, length, heads, width)
         norms = query.new_empty(batch, heads, length)
@@ -123,7 +125,13 @@ class _TermAttention(torch.autograd.Function):
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, scores: Tensor, terms: Terms, tables: tuple[Tensor, ...], rows: slice
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: Tensor,
+    terms: ScoreTerms,
+    tables: tuple[Tensor, ...],
+    rows: slice,
 ) -> tuple[Tensor, Tensor]:
     """Output [B, h, t, d] and logarithm of the sum of exponentials [B, h, t] (-inf: a query that sees nothing)."""
     if not terms.has_values:
@@ -157,7 +165,7 @@ def finite_norm(norm: Tensor) -> Tensor:
 
 
 def _group_backward(
-    terms: Terms,
+    terms: ScoreTerms,
     block_rows: int,
     query: Tensor,
     key: Tensor,
@@ -223,7 +231,7 @@ def _add_gradients(
 class _Block:
     """A block of queries in the backward pass; tensors [B, h, t or S, d], norms and along [B, h, t]."""
 
-    terms: Terms
+    terms: ScoreTerms
     rows: slice
     query: Tensor
     key: Tensor
@@ -283,4 +291,4 @@ class _Block:
         return result
 
 
-__all__ = ["Blocks", "Terms", "applies", "plus_products", "term_attention"]
+__all__ = ["applies", "plus_products", "term_attention"]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..bucketed.attention import HIDDEN, OWN_KEY, Chunks, Recent, Round, Scratch, sorted_layout
 from ..common.row_lookup import sum_rows
-from .terms import PairTerms, Tiles
+from .terms import ScoreTerms, Tiles
 from .tiles import attend_in_tiles, over_heads, tiled_heads_at_once
 
 
@@ -56,7 +56,7 @@ def cluster_attention(
     key: Tensor,
     value: Tensor,
     tables: tuple[Tensor, ...],
-    terms: PairTerms,
+    terms: ScoreTerms,
     query_index: Tensor,
     key_index: Tensor,
     *,

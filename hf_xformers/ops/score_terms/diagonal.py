@@ -22,7 +22,7 @@ from .blocks import (
     fused_attention,
     plus_products,
 )
-from .terms import Blocks, VisiblePairs
+from .terms import Blocks, ScoreTerms
 
 # Queries in a block at least, however many samples there are: fewer would add to the gradients of all keys too often.
 LEAST_ROWS = 128
@@ -34,7 +34,7 @@ def diagonal_attention(
     value: Tensor,
     further: tuple[Tensor, Tensor] | None,
     line: Tensor | None,
-    pairs: VisiblePairs,
+    pairs: ScoreTerms,
     blocks: Blocks,
 ) -> Tensor:
     """softmax_j(q_i k_j + a_i c_j + b_(j-i)) v_j over all j that are not hidden from i.
@@ -79,7 +79,7 @@ class _DiagonalAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        pairs: VisiblePairs,
+        pairs: ScoreTerms,
         blocks: Blocks,
         query: Tensor,
         key: Tensor,
@@ -147,7 +147,7 @@ class _Group:
     """Some heads in the backward pass; tensors [B, h, ...], line [h, T + S - 1]; found: the gradients to add to, of
     queries, keys, values and the further factors."""
 
-    pairs: VisiblePairs
+    pairs: ScoreTerms
     block_rows: int
     query: Tensor
     key: Tensor

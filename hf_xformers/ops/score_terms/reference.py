@@ -8,19 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..common.shifted_rows import SharedRows
-from .terms import Pairs, PairTerms, QueryBlock, Terms, Tiles, Visible, VisiblePairs
+from .terms import Pairs, ScoreTerms, Tiles, Visible
 
 
 def term_attention_reference(
-    query: Tensor, key: Tensor, value: Tensor, tables: tuple[Tensor, ...], terms: Terms
+    query: Tensor, key: Tensor, value: Tensor, tables: tuple[Tensor, ...], terms: ScoreTerms
 ) -> Tensor:
     """[`term_attention`] with all queries in one block."""
     everything = slice(0, query.shape[2])
-    of_keys, of_distances = (
-        tuple(SharedRows(x, 1) for x in found) for found in (terms.by_key(key, tables), terms.by_distance(tables))
-    )
-    block = QueryBlock(query, terms.by_query(query, tables), of_keys, everything, key.shape[2], of_distances)
+    block = terms.whole(query, key, tables)
     weights = _softmax(query @ key.mT + terms.hide(terms.scores(block, tables).clone(), everything))
     output = weights @ value
     return output + terms.values(weights, tables, everything) if terms.has_values else output
@@ -32,7 +28,7 @@ def diagonal_attention_reference(
     value: Tensor,
     further: tuple[Tensor, Tensor] | None,
     line: Tensor | None,
-    pairs: VisiblePairs,
+    pairs: ScoreTerms,
 ) -> Tensor:
     """[`diagonal_attention`] with the number of each distance laid out for each pair."""
     (length, keys), scores = (query.shape[2], key.shape[2]), query @ key.mT
@@ -52,7 +48,7 @@ def tile_attention_reference(
     key: Tensor,
     value: Tensor,
     tables: tuple[Tensor, ...],
-    terms: PairTerms,
+    terms: ScoreTerms,
     rounds: Sequence[Sequence[Tiles]],
 ) -> Tensor:
     """[`tile_attention`] with one row of scores for each query, over the keys of all tiles one after another."""

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..common.products import needs_room, widened
 from ..common.row_lookup import take_rows
-from .terms import Pairs, PairTerms, Tiles
+from .terms import Pairs, ScoreTerms, Tiles
 
 # Scores (over batch, heads and all tiles) that are there at once: 16 MiB in float32.
 SCORES_AT_ONCE = 1 << 22
@@ -28,7 +28,7 @@ def tile_attention(
     key: Tensor,
     value: Tensor,
     tables: tuple[Tensor, ...],
-    terms: PairTerms,
+    terms: ScoreTerms,
     rounds: Sequence[Sequence[Tiles]],
     dropout: float = 0.0,
 ) -> Tensor:
@@ -100,7 +100,7 @@ def attend_in_tiles(
     key: Tensor,
     value: Tensor,
     tables: tuple[Tensor, ...],
-    terms: PairTerms,
+    terms: ScoreTerms,
     by_query: tuple[Tensor, ...],
     by_key: tuple[Tensor, ...],
     tiles: Tiles,

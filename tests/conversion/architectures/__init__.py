@@ -32,15 +32,19 @@ class Architecture:
     head has no counterpart, the same way. settings: by class, fields that it needs. variations: by name, fields that
     make another tiny config worth trying (odd geometry, an activation, untied tables); they are tried with the first
     head that generates, or else the first.
+    apart: by variation, outputs that have another meaning there than ours.
     base: fields of a base-sized config where transformers' defaults are larger than that, or smaller.
     sides: where padding may stand so that transformers numbers positions rightly. left_prompts: whether that holds for
     prompts padded on the left while text is generated. generates_as_forward: whether their `generate` gives what their
     forward calls say (RoBERTa numbers positions from 0 there). unpadded_losses: classes whose loss in transformers
-    reads padding, too. refused, noted, unread: fields of their config that, changed alone, do not convert, are
+    reads padding, too. other_losses: classes whose loss in transformers is another function of the labels. refused,
+    noted, unread: fields of their config that, changed alone, do not convert, are
     reported as acting in training only, or are read by nothing that converts. other_values: another valid value of a
     field, where none can be guessed. inputs: changes what both models are given (class name, inputs). ready: changes a
     fresh model of theirs, so that every tensor matters. back_as: class that comes back, where several share one of
-    ours.
+    ours. renamed: names of labels and outputs in transformers -> ours, where they differ.
+    raw_last_state: whether their last hidden state is what the last layer gives, and ours what the final norm makes of
+    it. idle: by class, the ends of names of tensors that nothing in transformers reads, so that they come back fresh.
     tolerance: of outputs, relative to the largest of them.
     """
 
@@ -51,11 +55,13 @@ class Architecture:
     headless: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     variations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    apart: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     base: Mapping[str, Any] = field(default_factory=dict)
     sides: tuple[str, ...] = ("right", "left")
     left_prompts: bool = True
     generates_as_forward: bool = True
     unpadded_losses: tuple[str, ...] = ()
+    other_losses: tuple[str, ...] = ()
     refused: frozenset[str] = frozenset()
     noted: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
@@ -63,6 +69,9 @@ class Architecture:
     inputs: Callable[[str, dict[str, Tensor]], dict[str, Tensor]] | None = None
     ready: Callable[[transformers.PreTrainedModel], None] | None = None
     back_as: Mapping[str, str] = field(default_factory=dict)
+    raw_last_state: bool = False
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    idle: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     tolerance: float = 1e-5
 
     def __str__(self) -> str:
@@ -101,7 +110,7 @@ class Architecture:
         """Rows of 9, 6 and 1 tokens, padded on one side; what an image model reads instead."""
         generator = torch.Generator().manual_seed(7)
         config = self.config()
-        if "Image" in head or hasattr(config, "image_size"):
+        if hasattr(config, "image_size"):
             shape = (len(lengths), config.num_channels, config.image_size, config.image_size)
             given = {"pixel_values": torch.randn(shape, generator=generator)}
             return given if self.inputs is None else self.inputs(head, given)
@@ -141,10 +150,7 @@ class Architecture:
             return {"labels": draw(num_labels, *mask.shape).masked_fill(~mask, -100)}
         before = mask.roll(1, dims=-1)  # a first token after padding is predicted from padding: no target
         labels = {"labels": draw(VOCAB, *mask.shape).masked_fill(~mask | ~before, -100)}
-        if (
-            task == "ForPreTraining"
-            and "next_sentence_label" in getattr(transformers, head).forward.__code__.co_varnames
-        ):
+        if task == "ForPreTraining":
             labels["next_sentence_label"] = draw(2, rows)
         return labels
 

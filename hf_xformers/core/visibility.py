@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...core.context import LayerContext
+from .context import LayerContext
 
 
 def boolean_mask(context: LayerContext) -> Tensor | None:
@@ -69,3 +69,10 @@ def rows_can_be_empty(context: LayerContext, cross: bool = False) -> bool:
     if cross:
         return context.memory_padding_mask is not None
     return context.padding_mask is not None or context.explicit_mask is not None
+
+
+def last_key(context: LayerContext, cross: bool, num_keys: int, stop: int) -> int:
+    """How many of `num_keys` keys the queries before `stop` can see at most."""
+    if cross or not context.causal or context.static:
+        return num_keys
+    return num_keys - context.query_index.shape[0] + stop

@@ -1,0 +1,35 @@
+"""A sliding window."""
+
+from __future__ import annotations
+
+from transformers.cache_utils import CacheLayerMixin
+
+from ..core.components import aliased, register
+from ..ops.block_sparse.patterns import Pattern
+from .shared.pattern_spec import BlockSparseSpec, check_at_least, check_layers, largest, of_layer, window, window_cache
+
+
+@register("attention", "band_attention", aliases=("band", "sliding_window", "local_attention"))
+class BandSpec(BlockSparseSpec):
+    """Sliding window (the band of the survey, section 4.1.1). Time and memory O(T window).
+
+    window_size: keys on each side of a token; in a decoder, keys that a token reads, its own included. One number, or
+    a tuple with one per layer.
+    """
+
+    summary = "a sliding window"
+    packed = True
+
+    window_size: int | tuple[int, ...] = aliased(256, "window")
+
+    def check_fields(self) -> None:
+        check_at_least(self.type, 1, window_size=self.window_size)
+
+    def check(self, config) -> None:
+        check_layers(self.type, "window_size", self.window_size, config)
+
+    def pattern(self, config, layer_idx: int) -> Pattern:
+        return window(of_layer(self.window_size, layer_idx), config.is_decoder)
+
+    def cache_layer(self, config) -> CacheLayerMixin:
+        return window_cache(largest(self.window_size))

@@ -1,0 +1,39 @@
+"""Blocks of tokens that read themselves and their neighbours."""
+
+from __future__ import annotations
+
+from ..core.components import register
+from ..ops.block_sparse import patterns
+from ..ops.block_sparse.patterns import Pattern
+from .shared.pattern_spec import BlockSparseSpec, check_at_least
+
+
+@register("attention", "block_local_attention", aliases=("block_local",))
+class BlockLocalSpec(BlockSparseSpec):
+    """Blocks of tokens that read themselves, and whole neighbouring blocks where wanted (the survey, section 4.1.1;
+    Liu et al. 2018, arXiv 1801.10198, section 4.2.4). Time O(T block_size (1 + neighbours)).
+
+    Without neighbours no layer carries anything from one block to another; mix it with other layers.
+
+    block_size: tokens. blocks_before, blocks_after: neighbours on each side (a decoder has none after).
+    """
+
+    summary = "blocks that read themselves and their neighbours"
+
+    block_size: int = 256
+    blocks_before: int = 0
+    blocks_after: int = 0
+
+    def check_fields(self) -> None:
+        check_at_least(self.type, 1, block_size=self.block_size)
+        check_at_least(self.type, 0, blocks_before=self.blocks_before, blocks_after=self.blocks_after)
+
+    def check(self, config) -> None:
+        if config.is_decoder and self.blocks_after:
+            raise ValueError(
+                f"block_local_attention in a decoder cannot read later blocks, got `blocks_after` {self.blocks_after};"
+                " use 0."
+            )
+
+    def pattern(self, config, layer_idx: int) -> Pattern:
+        return patterns.block_local(self.block_size, self.blocks_before, self.blocks_after)

@@ -1,0 +1,36 @@
+"""A sliding window and global tokens."""
+
+from __future__ import annotations
+
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from ..core.components import aliased, register
+from ..ops.block_sparse import patterns
+from ..ops.block_sparse.patterns import Pattern
+from .band_attention import BandSpec
+from .shared.pattern_spec import check_at_least
+
+
+@register("attention", "global_attention", aliases=("global",))
+class GlobalSpec(BandSpec):
+    """A sliding window and global tokens: the first tokens of a text read all others and are read by all. In a decoder
+    they are only read, so that nothing looks ahead. Time and memory O(T (window + global tokens)).
+
+    num_global_tokens: how many. window_size: as for `band_attention`.
+    """
+
+    summary = "a sliding window and the first tokens, which see and are seen by all"
+    packed = False
+
+    num_global_tokens: int = aliased(1, "global_tokens")
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        check_at_least(self.type, 1, num_global_tokens=self.num_global_tokens)
+
+    def pattern(self, config, layer_idx: int) -> Pattern:
+        everywhere = patterns.global_(first=self.num_global_tokens, rows=not config.is_decoder)
+        return super().pattern(config, layer_idx) | everywhere
+
+    def cache_layer(self, config) -> CacheLayerMixin:
+        return DynamicLayer()

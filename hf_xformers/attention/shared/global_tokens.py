@@ -1,0 +1,48 @@
+"""Tokens that a caller makes global: they see and are seen by all."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...core.context import LayerContext
+
+
+def given_globals(context: LayerContext, most: int | None) -> tuple[Tensor | None, int | None]:
+    """The model input `global_attention_mask` [B, T] as a boolean mask of real tokens, and the largest number of them
+    in a row: the input `max_global_tokens` or `most`, where they bound it, else counted once per call. A graph that is
+    being recorded cannot count, and makes room for all tokens. (None, 0) where there are none.
+
+    Raises:
+        ValueError: the mask is not [B, T], stands in a decoder, or has more tokens than `most`.
+    """
+    given = context.inputs.get("global_attention_mask")
+    if given is None:
+        return None, 0
+    if "global_tokens" not in context.shared:
+        length = context.query_index.shape[0]
+        if context.causal:
+            raise ValueError(
+                "`global_attention_mask` was given to a causal decoder, whose tokens cannot read later ones; leave it"
+                " out."
+            )
+        if given.ndim != 2 or given.shape[1] != length:
+            raise ValueError(
+                f"`global_attention_mask` must be [batch, length] with length {length}, got {list(given.shape)}."
+            )
+        chosen = given.to(context.query_index.device) > 0
+        if context.padding_mask is not None:
+            chosen = chosen & context.padding_mask
+        most = context.inputs.get("max_global_tokens", most)
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            most = length if most is None else most
+        else:
+            found = int(chosen.sum(-1).max()) if chosen.numel() else 0
+            if most is not None and found > most:
+                raise ValueError(
+                    f"A row of `global_attention_mask` has {found} tokens, more than `max_global_tokens` {most}; raise"
+                    " that."
+                )
+            most = found
+        context.shared["global_tokens"] = (None, 0) if most == 0 else (chosen, most)
+    return context.shared["global_tokens"]

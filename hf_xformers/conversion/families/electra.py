@@ -1,0 +1,99 @@
+"""ELECTRA, generators and discriminators: `electra` <-> the free mix.
+
+The discriminator's head, which says of every token whether it was replaced, has no counterpart:
+`ElectraForPreTraining` converts without it. Where a dense layer with GELU stands before a classifier of texts or of
+choices, it is our pooler.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ...configuration_xformer import XFormerConfig
+from ..base import Converter, Head, activation, feedforward, register
+from ..rules import Rule, copied, only_theirs
+from .bert import COMPONENTS, DENSE_CLASSIFIERS, EMBEDDINGS, FIELDS, LAYERS
+
+
+def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
+    narrow = config.embedding_size != config.hidden_size
+    return {
+        "embedding": {"type": "factorized", "width": config.embedding_size, "narrow_positions": True}
+        if narrow
+        else {"type": "token", "normalize": True},
+        "feedforward": feedforward(config.hidden_act),
+        "head": {"type": "transform", "activation": "gelu"},  # whatever `hidden_act` says
+        "pooler_activation": "gelu",
+    }
+
+
+def to_theirs(config: XFormerConfig) -> dict[str, Any]:
+    return {
+        "hidden_act": activation(config.feedforward)[0],
+        "embedding_size": config.embedding.table_width(config),
+    }
+
+
+def _backbone(config: XFormerConfig) -> tuple[Rule, ...]:
+    projected = (copied("@embeddings_project.*", "@trunk.embedding.proj.*"),)
+    return (*EMBEDDINGS, *(projected if config.embedding.type == "factorized" else ()), *LAYERS)
+
+
+POOLED = {"add_pooler": True}
+
+CONVERTER = register(
+    Converter(
+        model_type="electra",
+        variant="xformer",
+        fields=FIELDS,
+        to_ours=to_ours,
+        to_theirs=to_theirs,
+        groups={
+            "backbone": _backbone,
+            # the token table again, as a rule: present where the rest of the head is not
+            "projection": (copied("generator_lm_head.weight", "lm_head.decoder.weight"),),
+            "generator": (
+                copied("generator_predictions.dense.*", "lm_head.dense.*"),
+                copied("generator_predictions.LayerNorm.*", "lm_head.norm.*"),
+                copied("generator_lm_head.bias", "lm_head.decoder.bias"),
+            ),
+            "discriminator": (
+                only_theirs("discriminator_predictions.dense.*", "discriminator_predictions.dense_prediction.*"),
+            ),
+            **DENSE_CLASSIFIERS,
+            "choice_pooler": (copied("sequence_summary.summary.*", "@pooler.dense.*"),),
+        },
+        heads=(
+            Head("ElectraModel", "Model", "", ("backbone",)),
+            Head("ElectraForPreTraining", "Model", "electra.", ("backbone", "discriminator")),
+            Head(
+                "ElectraForMaskedLM", "ForMaskedLM", "electra.", ("backbone", "projection", "generator"), causal=False
+            ),
+            Head(
+                "ElectraForCausalLM", "ForCausalLM", "electra.", ("backbone", "projection", "generator"), causal=True
+            ),
+            Head(
+                "ElectraForSequenceClassification",
+                "ForSequenceClassification",
+                "electra.",
+                ("backbone", "sequence_pooler", "sequence"),
+                settings=POOLED,
+            ),
+            Head("ElectraForTokenClassification", "ForTokenClassification", "electra.", ("backbone", "token")),
+            Head("ElectraForQuestionAnswering", "ForQuestionAnswering", "electra.", ("backbone", "spans")),
+            Head(
+                "ElectraForMultipleChoice",
+                "ForMultipleChoice",
+                "electra.",
+                ("backbone", "choice_pooler", "choice"),
+                settings=POOLED,
+            ),
+        ),
+        unread=("hidden_act",),
+        training_only=("summary_last_dropout",),
+        native=False,
+        components=COMPONENTS | {"embedding": ("token", "factorized")},
+    )
+)

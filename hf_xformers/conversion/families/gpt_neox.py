@@ -1,0 +1,120 @@
+"""GPT-NeoX and Pythia: `gpt_neox` <-> a free mix with parallel sublayers (`xformer`).
+
+Without `position_ids`, transformers counts padding on the left as positions; rotary scores depend on distances alone,
+so that outputs agree all the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ...configuration_xformer import XFormerConfig
+from ..base import Converter, Head, activation, feedforward, register
+from ..rules import Rule, copied, fused_by_head
+from .gpt_neo import TASKS
+
+FIELDS: dict[str, str | tuple[str, ...]] = {
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_hidden_layers",
+    "num_attention_heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "hidden_dropout_prob": "hidden_dropout",
+    "attention_probs_dropout_prob": "attention_dropout",
+    "classifier_dropout": "classifier_dropout",
+    "layer_norm_eps": "layer_norm_eps",
+    "initializer_range": "initializer_range",
+}
+
+
+def _backbone(config: XFormerConfig) -> tuple[Rule, ...]:
+    theirs, ours = "@layers.{i}", "@trunk.layers.{i}"
+    suffixes = ("weight", "bias") if config.attention.bias else ("weight",)
+    projections = [f"{ours}.attention.{name}_proj" for name in "qkv"]
+    attention = [
+        rule
+        for suffix in suffixes
+        for rule in (
+            fused_by_head(
+                f"{theirs}.attention.query_key_value.{suffix}",
+                *(f"{projection}.{suffix}" for projection in projections),
+                groups=config.num_attention_heads,
+            ),
+            copied(f"{theirs}.attention.dense.{suffix}", f"{ours}.attention.o_proj.{suffix}"),
+        )
+    ]
+    return (
+        copied("@embed_in.weight", "@trunk.embedding.tokens.weight"),
+        copied(f"{theirs}.input_layernorm.*", f"{ours}.attention_residual.norm.*"),
+        *attention,
+        copied(f"{theirs}.post_attention_layernorm.*", f"{ours}.feedforward_residual.norm.*"),
+        copied(f"{theirs}.mlp.dense_h_to_4h.*", f"{ours}.feedforward.up_proj.*"),
+        copied(f"{theirs}.mlp.dense_4h_to_h.*", f"{ours}.feedforward.down_proj.*"),
+        copied("@final_layer_norm.*", "@trunk.final_norm.*"),
+    )
+
+
+def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
+    rope = config.rope_parameters
+    if rope["rope_type"] != "default":
+        raise ValueError(
+            f"A 'gpt_neox' model with rope_type={rope['rope_type']!r} does not convert; only 'default' does."
+        )
+    return {
+        "is_decoder": True,
+        "position": {"type": "rotary", "theta": rope["rope_theta"], "fraction": rope["partial_rotary_factor"]},
+        "attention": {"type": "dense", "bias": config.attention_bias},
+        "block": "parallel" if config.use_parallel_residual else "vanilla",
+        "residual": "pre_ln",
+        "feedforward": feedforward(config.hidden_act),
+        "head": "linear",
+    }
+
+
+def to_theirs(config: XFormerConfig) -> dict[str, Any]:
+    return {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": config.position.theta,
+            "partial_rotary_factor": config.position.fraction,
+        },
+        "attention_bias": config.attention.bias,
+        "use_parallel_residual": config.block.type == "parallel",
+        "hidden_act": activation(config.feedforward)[0],
+    }
+
+
+CONVERTER = register(
+    Converter(
+        model_type="gpt_neox",
+        variant="xformer",
+        fields=FIELDS,
+        to_ours=to_ours,
+        to_theirs=to_theirs,
+        groups={"backbone": _backbone, "lm": (copied("lm_head.weight", "lm_head.decoder.weight"),), **TASKS},
+        heads=(
+            Head("GPTNeoXModel", "Model", "", ("backbone",)),
+            Head("GPTNeoXForCausalLM", "ForCausalLM", "gpt_neox.", ("backbone", "lm")),
+            Head(
+                "GPTNeoXForSequenceClassification",
+                "ForSequenceClassification",
+                "gpt_neox.",
+                ("backbone", "sequence"),
+                pooling="last",
+            ),
+            Head("GPTNeoXForTokenClassification", "ForTokenClassification", "gpt_neox.", ("backbone", "token")),
+            Head("GPTNeoXForQuestionAnswering", "ForQuestionAnswering", "gpt_neox.", ("backbone", "spans")),
+        ),
+        # its models are causal whatever `is_decoder` says
+        unread=("hidden_act", "is_decoder"),
+        native=False,
+        components={
+            "position": ("rotary",),
+            "attention": ("dense",),
+            "residual": ("pre_ln",),
+            "block": ("parallel", "vanilla"),
+        },
+    )
+)

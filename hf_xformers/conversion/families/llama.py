@@ -1,0 +1,178 @@
+"""Llama: `llama` -> `xformer`; and what its many relatives share.
+
+Without `position_ids`, transformers counts padding on the left as positions and ours does not; rotary scores depend on
+distances alone, so that the two agree. Under `rope_type` "dynamic" or "longrope" it stretches all rows of a batch by
+the longest of them; ours each by its own length: they agree where rows are of one length, or short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ...configuration_xformer import XFormerConfig
+from ..base import Converter, Head, activation, feedforward, register
+from ..rotary import rope_parameters, rotary_of, rotation_fields
+from ..rules import Rule, copied, zero
+
+FIELDS: dict[str, str | tuple[str, ...]] = {
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_hidden_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_key_value_heads",
+    "intermediate_size": "intermediate_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "attention_probs_dropout_prob": "attention_dropout",
+    "initializer_range": "initializer_range",
+    "layer_norm_eps": "rms_norm_eps",
+}
+COMPONENTS = {
+    "embedding": ("token",),
+    "position": ("rotary",),
+    "attention": ("dense",),
+    "normalization": ("rms_norm",),
+    "residual": ("pre_ln",),
+    "block": ("vanilla",),
+    "stack": ("plain",),
+    "head": ("linear",),
+}
+# What all of these models are, whatever their config says.
+DECODER: dict[str, Any] = {
+    "is_decoder": True,
+    "type_vocab_size": 0,
+    "hidden_dropout_prob": 0.0,
+    "embedding": "token",
+    "normalization": "rms_norm",
+    "residual": "pre_ln",
+    "head": "linear",
+}
+
+
+def linear(theirs: str, ours: str, bias: bool) -> Rule:
+    """A projection with or without bias."""
+    return copied(f"{theirs}.*", f"{ours}.*") if bias else copied(f"{theirs}.weight", f"{ours}.weight")
+
+
+def projections(config: XFormerConfig) -> tuple[Rule, ...]:
+    """Of attention and of the gated feed-forward network, in all layers."""
+    attention, bias = config.layer(0).attention, config.feedforward.bias
+    own, ours = "@layers.{i}", "@trunk.layers.{i}"
+    return (
+        *(linear(f"{own}.self_attn.{x}_proj", f"{ours}.attention.{x}_proj", attention.bias) for x in "qkv"),
+        linear(f"{own}.self_attn.o_proj", f"{ours}.attention.o_proj", attention.bias),
+        *(linear(f"{own}.mlp.{x}_proj", f"{ours}.feedforward.{x}_proj", bias) for x in ("gate", "up", "down")),
+    )
+
+
+def backbone(config: XFormerConfig) -> tuple[Rule, ...]:
+    return (
+        copied("@embed_tokens.weight", "@trunk.embedding.tokens.weight"),
+        *projections(config),
+        copied("@layers.{i}.input_layernorm.weight", "@trunk.layers.{i}.attention_residual.norm.weight"),
+        copied("@layers.{i}.post_attention_layernorm.weight", "@trunk.layers.{i}.feedforward_residual.norm.weight"),
+        copied("@norm.weight", "@trunk.final_norm.weight"),
+    )
+
+
+GROUPS = {
+    "backbone": backbone,
+    "lm": (copied("lm_head.weight", "lm_head.decoder.weight"),),
+    "sequence": (copied("score.weight", "classifier.weight"), zero("classifier.bias")),
+    "token": (copied("score.*", "classifier.*"),),
+    "spans": (copied("qa_outputs.*", "classifier.*"),),
+}
+
+
+def heads(name: str, *, token: bool = True, spans: str | None = "model.", stem: str | None = None) -> tuple[Head, ...]:
+    """The usual classes of a family called `name`. token: it classifies tokens; spans: prefix of the model inside its
+    class for questions, None where there is none; stem: the name of its classes without language model."""
+    stem = name if stem is None else stem
+    found = [
+        Head(f"{stem}Model", "Model", "", ("backbone",)),
+        Head(f"{name}ForCausalLM", "ForCausalLM", "model.", ("backbone", "lm")),
+        Head(
+            f"{stem}ForSequenceClassification",
+            "ForSequenceClassification",
+            "model.",
+            ("backbone", "sequence"),
+            pooling="last",
+        ),
+    ]
+    if token:
+        found.append(Head(f"{name}ForTokenClassification", "ForTokenClassification", "model.", ("backbone", "token")))
+    if spans is not None:
+        found.append(Head(f"{name}ForQuestionAnswering", "ForQuestionAnswering", spans, ("backbone", "spans")))
+    return tuple(found)
+
+
+def by_layer(attentions: list[dict[str, Any]]) -> dict[str, Any]:
+    """Our fields for layers with these attentions: the first layer's for all, and those that differ."""
+    others = {index: {"attention": entry} for index, entry in enumerate(attentions) if entry != attentions[0]}
+    return {"attention": attentions[0], **({"per_layer_config": others} if others else {})}
+
+
+def refuse_other(config: PreTrainedConfig, **plain: Any) -> None:
+    """Raises `ValueError` for a field of theirs that is not what converts."""
+    for name, value in plain.items():
+        found = getattr(config, name, value)
+        if found != value:
+            raise ValueError(f"{name}={found!r} does not convert; only {value!r} does.")
+
+
+def head_width(config: XFormerConfig) -> dict[str, int]:
+    return {"head_dim": config.head_width, "num_key_value_heads": config.key_value_heads}
+
+
+def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
+    refuse_other(config, pretraining_tp=1)
+    return {
+        **DECODER,
+        "head_dim": config.head_dim,
+        "attention": {"type": "dense", "bias": config.attention_bias},
+        "feedforward": feedforward(config.hidden_act, gated=True, bias=config.mlp_bias),
+        "position": {"type": "rotary", **rotation_fields(config.rope_parameters)},
+    }
+
+
+def to_theirs(config: XFormerConfig) -> dict[str, Any]:
+    return {
+        **head_width(config),
+        **gated_activation(config, "hidden_act"),
+        "attention_bias": config.attention.bias,
+        "mlp_bias": config.feedforward.bias,
+        "rope_parameters": rope_parameters(rotary_of(config)),
+    }
+
+
+def gated_activation(config: XFormerConfig, name: str) -> Mapping[str, str]:
+    """Their field `name` for a gated feed-forward component.
+
+    Raises:
+        ValueError: it has no gate.
+    """
+    found, gated = activation(config.feedforward)
+    if not gated:
+        raise ValueError(
+            f"feedforward {config.feedforward.type!r} has no counterpart in transformers: this model's is gated, as"
+            " 'swiglu' is."
+        )
+    return {name: found}
+
+
+CONVERTER = register(
+    Converter(
+        model_type="llama",
+        variant="xformer",
+        native=False,
+        fields=FIELDS,
+        to_ours=to_ours,
+        to_theirs=to_theirs,
+        groups=GROUPS,
+        heads=heads("Llama", spans="transformer."),
+        components=COMPONENTS,
+        # `rope_parameters` may leave defaults out, or say them; what they mean is compared as our position
+        unread=("hidden_act", "pretraining_tp", "rope_parameters"),
+    )
+)

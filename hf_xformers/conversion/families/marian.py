@@ -1,0 +1,82 @@
+"""Marian: `marian` <-> the free mix, a BART with sinusoids in place of learned positions and no norm after them.
+
+What BART's text says holds here, too. transformers stores the sinusoids as tables that do not learn; ours computes
+them, so tables with other numbers are refused. Checkpoints whose towers have a token table each
+(`share_encoder_decoder_embeddings=False`) do not convert: both towers of ours read one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ...configuration_xformer import XFormerConfig
+from ..base import Converter, register
+from ..rules import Operation, Rule
+from . import bart
+
+POSITION = {"type": "sinusoidal_absolute", "layout": "half"}
+
+
+def _table(rows: int, width: int) -> Tensor:
+    """[rows, width] float32: sines, then cosines, in double precision as transformers makes its tables."""
+    rates = torch.pow(
+        torch.tensor(10000.0, dtype=torch.float64), torch.arange(0, width, 2, dtype=torch.float64) / width
+    )
+    angles = torch.arange(rows, dtype=torch.float64)[:, None] / rates
+    return torch.cat([angles.sin(), angles.cos()], dim=-1).float()
+
+
+def tables(config: XFormerConfig) -> tuple[Rule, ...]:
+    """The tables of sinusoids, which only transformers has."""
+
+    def compare(tensors: list[Tensor]) -> list[Tensor]:
+        found = tensors[0].float()
+        wanted = _table(*found.shape).to(found.device)
+        if not torch.allclose(found, wanted.to(tensors[0].dtype).float(), atol=1e-3):
+            raise ValueError("it does not hold the sinusoids that our model computes")
+        return []
+
+    def make(tensors: list[Tensor]) -> list[Tensor]:
+        return [_table(config.max_position_embeddings, config.hidden_size)]
+
+    operation = Operation("table of sinusoids", compare, make)
+    towers = ("encoder", "decoder") if config.is_encoder_decoder else ("decoder",)
+    return tuple(Rule((f"@{name}.embed_positions.weight",), (), operation) for name in towers)
+
+
+def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
+    return bart.to_ours(
+        config,
+        embedding={"type": "token", "scale": bool(config.scale_embedding)},
+        position=POSITION,
+        head={"type": "linear", "bias": True},
+    )
+
+
+def to_theirs(config: XFormerConfig) -> dict[str, Any]:
+    fields = bart.towers_to_theirs(config)
+    name = fields["activation_function"]
+    published = {"silu": "swish"}  # their name for it in published checkpoints
+    return {**fields, "activation_function": published.get(name, name), "decoder_vocab_size": config.vocab_size}
+
+
+CONVERTER = register(
+    Converter(
+        model_type="marian",
+        variant="xformer",
+        native=False,
+        components={"position": ("sinusoidal_absolute",), "residual": ("post_ln",)},
+        fields=bart.TOWER_FIELDS,
+        to_ours=to_ours,
+        to_theirs=to_theirs,
+        groups={**bart.GROUPS, "tables": tables},
+        heads=bart.heads("Marian", generator="MTModel", classifiers=False, extra=("tables",)),
+        unread_alone=bart.CONVERTER.unread_alone,
+        unread=bart.CONVERTER.unread,
+        training_only=bart.LAYER_DROPS,
+    )
+)

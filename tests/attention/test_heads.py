@@ -1,0 +1,222 @@
+"""Normalised queries and keys, capped scores, biases of single projections, and rotations of single layers."""
+
+import pytest
+import torch
+
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerModel
+from hf_xformers.core.components import SLOTS
+from hf_xformers.ops.block_sparse.attention import block_sparse_attention, block_sparse_reference
+from hf_xformers.ops.block_sparse.patterns import band, full, global_
+from tests.helpers import close, make_strong, tokens
+
+TINY = dict(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=40)
+ATTENTIONS = {name: SLOTS["attention"].get(name) for name in SLOTS["attention"]}
+
+
+def config(**changes):
+    fields = {**TINY, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "position": "none"}
+    return XFormerConfig(**{**fields, **changes})
+
+
+def padded(lengths=(7, 5)):
+    ids, length = tokens(len(lengths), max(lengths), high=50), max(lengths)
+    mask = torch.arange(length) < torch.tensor(lengths)[:, None]
+    return {"input_ids": ids, "attention_mask": mask.long()}
+
+
+def by_hand(model, given, causal: bool) -> torch.Tensor:
+    """The first layer's attention output, one head at a time, in the equations' own words."""
+    attention = model.trunk.layers[0].attention
+    spec, x = attention.spec, model.trunk.embedding.tokens(given["input_ids"]).double()
+    weight = {name: tensor.double() for name, tensor in attention.state_dict().items()}
+
+    def linear(name):
+        return x @ weight[f"{name}.weight"].T + weight.get(f"{name}.bias", 0.0)
+
+    def rms(x, name):
+        return x / (x.pow(2).mean(-1, keepdim=True) + model.config.layer_norm_eps).sqrt() * weight[f"{name}.weight"]
+
+    query, key, value = (linear(f"{name}_proj") for name in "qkv")
+    if spec.query_key_norm == "projection":
+        query, key = rms(query, "q_norm"), rms(key, "k_norm")
+    width, outputs = attention.head_dim, []
+    for head in range(attention.num_heads):
+        own = slice(head * width, (head + 1) * width)
+        shared = head // attention.num_key_value_groups
+        other = slice(shared * width, (shared + 1) * width)
+        q, k, v = query[..., own], key[..., other], value[..., other]
+        if spec.query_key_norm == "head":
+            q, k = rms(q, "q_norm"), rms(k, "k_norm")
+        scores = q @ k.transpose(1, 2) * attention.scaling
+        if spec.score_cap is not None:
+            scores = spec.score_cap * torch.tanh(scores / spec.score_cap)
+        hidden = given["attention_mask"][:, None].bool().logical_not().expand_as(scores)
+        if causal:
+            hidden = hidden | torch.ones_like(scores[0]).triu(1).bool()
+        outputs.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v)
+    return torch.cat(outputs, dim=-1) @ weight["o_proj.weight"].T + weight.get("o_proj.bias", 0.0)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("attention", ["dense", {"type": "band_attention", "window_size": 50}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"query_key_norm": "head"},
+        {"query_key_norm": "projection", "output_bias": False},
+        {"score_cap": 0.5, "bias": False, "output_bias": True},
+        {"query_key_norm": "head", "score_cap": 2.0, "scale": 0.3},
+    ],
+    ids=str,
+)
+def test_equation(fields, attention, causal, implementation):
+    named = {"type": attention} if isinstance(attention, str) else attention
+    made = config(attention={**named, **fields}, is_decoder=causal, num_key_value_heads=2, normalization="rms_norm")
+    made._attn_implementation = implementation
+    model = make_strong(XFormerModel(made)).eval()
+    given, found = padded(), {}
+    model.trunk.layers[0].attention.register_forward_hook(lambda _, __, output: found.update(output=output.output))
+    with torch.no_grad():
+        model(**given)
+        expected = by_hand(model, given, causal)
+    real = given["attention_mask"].bool()
+    close(found["output"].double()[real], expected[real], 2e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, spec in ATTENTIONS.items() if spec.normalizes_heads])
+def test_norms_of_all_mechanisms_are_read(name):
+    """Other weights of either norm change the result, and decoding token by token gives the same."""
+    spec = ATTENTIONS[name]
+    stack = {"conditional": "conditional_computation"}.get(name, "plain")
+    causal = spec.causal and stack == "plain"
+    made = config(
+        attention={"type": name, "query_key_norm": "head"}, is_decoder=causal, normalization="rms_norm", stack=stack
+    )
+    model = make_strong(XFormerForCausalLM(made) if causal else XFormerModel(made)).eval()
+    given = padded((9, 9))
+    with torch.no_grad():
+        first = model(**given)[0]
+        if causal:
+            past = model(given["input_ids"][:, :6], use_cache=True).past_key_values
+            later = [model(given["input_ids"][:, [i]], past_key_values=past).logits for i in range(6, 9)]
+            close(torch.cat(later, 1), first[:, 6:], 2e-4)
+        for norm in ("q_norm", "k_norm"):
+            part = getattr(model.base_model.trunk.layers[1].attention, norm)
+            kept = part.weight.clone()
+            part.weight.mul_(torch.linspace(0.2, 3.0, len(kept)))
+            assert float((model(**given)[0] - first).abs().max()) > 1e-4, norm
+            part.weight.copy_(kept)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pattern": full(), "causal": True},
+        {"pattern": band(3, 2)},
+        {"pattern": band(2, 0) | global_(first=2)},
+        {"pattern": [band(1, 1), full(), band(0, 4), full()]},
+    ],
+    ids=["causal", "band", "global", "heads"],
+)
+def test_engine_caps_scores(fields):
+    """Outputs and gradients of the tiles are those of the dense equation."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(2, heads, 13, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    padding = torch.arange(13) < torch.tensor([[13], [8]])
+    options = {"key_padding_mask": padding, "scale": 2.0, "score_cap": 1.5, **fields}
+    results = []
+    for function in (block_sparse_attention, block_sparse_reference):
+        output = function(query, key, value, **options)
+        output = output if isinstance(output, torch.Tensor) else output[0]
+        gradients = torch.autograd.grad((output * torch.linspace(-1, 2, 4)).sum(), (query, key, value))
+        results.append((output, *gradients))
+    for own, expected in zip(*results, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-9, atol=1e-10)
+    assert not torch.allclose(
+        results[0][0], block_sparse_attention(query, key, value, **{**options, "score_cap": None})
+    )
+    few = block_sparse_attention(query[:, :, -1:], key, value, query_offset=12, **options)
+    torch.testing.assert_close(few, results[1][0][:, :, -1:], rtol=1e-9, atol=1e-10)
+
+
+def test_layers_choose_their_rotation():
+    """Three layers: as all, local, none; each is that of a model that has no other."""
+    position = {"type": "rotary", "theta": 1000.0, "local_theta": 7.0}
+    layers = {
+        1: {"attention": {"type": "dense", "angles": "local"}},
+        2: {"attention": {"type": "dense", "angles": "none"}},
+    }
+    model = make_strong(XFormerModel(config(num_hidden_layers=3, position=position, per_layer_config=layers))).eval()
+    given, found = padded((6, 6)), {}
+    for index, layer in enumerate(model.trunk.layers):
+        layer.attention.register_forward_hook(
+            lambda _, args, output, index=index: found.update({index: (args[0], output.output)})
+        )
+    with torch.no_grad():
+        model(**given)
+    for index, plain in enumerate(({"theta": 1000.0}, {"theta": 7.0}, None)):
+        own = XFormerModel(config(position="none" if plain is None else {"type": "rotary", **plain})).eval()
+        attention = own.trunk.layers[0].attention
+        attention.load_state_dict(model.trunk.layers[index].attention.state_dict())
+        states, expected = found[index]
+        context = own.trunk.make_context(states)
+        own.trunk._share_position(context, states)
+        attention.prepare(context, None)
+        with torch.no_grad():
+            close(attention(states, context).output, expected, 1e-5)
+
+
+@pytest.mark.parametrize("scaling", [{"type": "dynamic", "factor": 3.0}, "longrope"])
+@pytest.mark.parametrize("attention", ["dense", {"type": "band_attention", "window_size": 5}])
+def test_caches_turn_keys_by_the_length_so_far(scaling, attention):
+    """Beyond the length that frequencies depend on, a decoded token reads keys as the whole text has them. One layer:
+    above it, states of earlier tokens are those of the shorter text that they were made in."""
+    if scaling == "longrope":
+        scaling = {
+            "type": "longrope",
+            "short_factor": [1, 1.5, 2, 3],
+            "long_factor": [2, 4, 7, 9],
+            "original_max_position_embeddings": 6,
+        }
+    made = config(
+        is_decoder=True,
+        num_hidden_layers=1,
+        max_position_embeddings=6,
+        position={"type": "rotary", "scaling": scaling},
+        attention=attention,
+    )
+    model = make_strong(XFormerForCausalLM(made)).eval()
+    ids = tokens(2, 12, high=50)
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    with torch.no_grad():
+        past = model(ids[:, :4], attention_mask=mask[:, :4], use_cache=True).past_key_values
+        for end in range(5, 13):
+            step = model(ids[:, end - 1 : end], attention_mask=mask[:, :end], past_key_values=past).logits[:, -1]
+            close(step, model(ids[:, :end], attention_mask=mask[:, :end]).logits[:, -1], 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention": {"type": "linformer", "query_key_norm": "head"}}, "cannot normalise them"),
+        (
+            {"attention": {"type": "dense", "query_key_norm": "head"}, "normalization": "power_norm"},
+            "normalization 'power_norm' cannot",
+        ),
+        ({"attention": {"type": "performer", "score_cap": 3.0}}, "attention 'performer' has no place for `score_cap`"),
+        (
+            {"attention": {"type": "dense", "score_cap": 3.0}, "position": "t5_relative_bias"},
+            "position 't5_relative_bias' has no place",
+        ),
+        ({"attention": {"type": "dense", "score_cap": 0}}, "positive `score_cap`"),
+        ({"attention": {"type": "dense", "angles": "local"}, "position": "rotary"}, "give a rotary position its"),
+    ],
+)
+def test_what_cannot_be_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        config(**fields)

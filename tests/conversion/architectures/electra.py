@@ -1,0 +1,38 @@
+"""ELECTRA."""
+
+from tests.conversion.architectures import VOCAB, Architecture
+
+ARCHITECTURE = Architecture(
+    model_type="electra",
+    ours="xformer",
+    tiny=dict(
+        vocab_size=VOCAB,
+        embedding_size=16,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=24,
+    ),
+    heads={
+        "ElectraModel": "Model",
+        "ElectraForMaskedLM": "ForMaskedLM",
+        "ElectraForCausalLM": "ForCausalLM",
+        "ElectraForSequenceClassification": "ForSequenceClassification",
+        "ElectraForTokenClassification": "ForTokenClassification",
+        "ElectraForQuestionAnswering": "ForQuestionAnswering",
+        "ElectraForMultipleChoice": "ForMultipleChoice",
+    },
+    headless={"ElectraForPreTraining": "Model"},
+    settings={"ElectraForCausalLM": {"is_decoder": True}},
+    variations={
+        "wide": {"embedding_size": 32},
+        "untied": {"tie_word_embeddings": False},
+        "relu": {"hidden_act": "relu"},
+        "types": {"type_vocab_size": 3, "layer_norm_eps": 1e-5},
+    },
+    base=dict(embedding_size=768, hidden_size=768, num_attention_heads=12, intermediate_size=3072),
+    sides=("right",),
+    refused=frozenset({"add_cross_attention", "summary_type", "summary_use_proj", "summary_activation"}),
+    noted=frozenset({"summary_last_dropout"}),
+)

@@ -1,0 +1,52 @@
+"""GPT-NeoX: sublayers side by side, queries, keys and values in one projection, rotary on a part of each head."""
+
+from tests.conversion.architectures import VOCAB, Architecture
+
+ARCHITECTURE = Architecture(
+    model_type="gpt_neox",
+    ours="xformer",
+    tiny=dict(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=24,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+    heads={
+        "GPTNeoXModel": "Model",
+        "GPTNeoXForCausalLM": "ForCausalLM",
+        "GPTNeoXForSequenceClassification": "ForSequenceClassification",
+        "GPTNeoXForTokenClassification": "ForTokenClassification",
+        "GPTNeoXForQuestionAnswering": "ForQuestionAnswering",
+    },
+    variations={
+        "one_after_the_other": {"use_parallel_residual": False},
+        "no_attention_biases": {"attention_bias": False, "tie_word_embeddings": True},
+        "whole_heads_rotated": {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0}
+        },
+        "odd_heads": {
+            "num_attention_heads": 2,
+            "hidden_size": 36,
+            "hidden_act": "relu",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000, "partial_rotary_factor": 0.34},
+        },
+    },
+    base=dict(
+        vocab_size=50304,
+        hidden_size=768,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        intermediate_size=3072,
+    ),
+    unread=frozenset({"is_decoder"}),
+    other_values={
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+        "hidden_size": 64,
+    },
+)

@@ -1,0 +1,33 @@
+"""GPT-J: sublayers side by side behind one norm, rotary in neighbouring channels on a part of each head."""
+
+from tests.conversion.architectures import VOCAB, Architecture
+
+ARCHITECTURE = Architecture(
+    model_type="gptj",
+    ours="xformer",
+    tiny=dict(
+        vocab_size=VOCAB,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=24,
+        rotary_dim=4,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+    heads={
+        "GPTJModel": "Model",
+        "GPTJForCausalLM": "ForCausalLM",
+        "GPTJForSequenceClassification": "ForSequenceClassification",
+        "GPTJForQuestionAnswering": "ForQuestionAnswering",
+    },
+    variations={
+        "whole_heads_rotated": {"rotary_dim": 8},
+        "other_sizes": {"n_inner": 48, "n_head": 2, "n_embd": 44, "rotary_dim": 14, "activation_function": "relu"},
+        "tied": {"tie_word_embeddings": True},
+    },
+    base=dict(n_embd=768, n_layer=12, n_head=12, rotary_dim=32),
+    noted=frozenset({"embd_pdrop"}),
+    other_values={"n_head": 2, "n_embd": 64, "activation_function": "relu"},
+)

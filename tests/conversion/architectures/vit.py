@@ -1,0 +1,40 @@
+"""ViT and DeiT."""
+
+from tests.conversion.architectures import Architecture
+
+TINY = dict(
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=48,
+    image_size=12,
+    patch_size=4,
+    layer_norm_eps=1e-6,
+)
+COMMON = dict(
+    ours="xf_vision_transformer",
+    tiny=TINY,
+    sides=("right",),  # images have no padding
+    raw_last_state=True,
+    variations={
+        "activation": {"hidden_act": "gelu_new"},
+        "other constants": {"layer_norm_eps": 1e-12, "pooler_act": "relu", "num_labels": 5},
+        "wide patches": {"image_size": (12, 12), "patch_size": (2, 6)},
+    },
+    refused=frozenset({"qkv_bias", "pooler_output_size"}),
+    unread=frozenset({"encoder_stride"}),
+    other_values={"pooler_act": "relu", "image_size": 16, "patch_size": 6},
+)
+VIT = Architecture(
+    model_type="vit",
+    heads={"ViTForImageClassification": "ForImageClassification", "ViTModel": "Model"},
+    headless={"ViTForMaskedImageModeling": "Model"},
+    **COMMON,
+)
+DEIT = Architecture(
+    model_type="deit",
+    heads={"DeiTForImageClassification": "ForImageClassification", "DeiTModel": "Model"},
+    headless={"DeiTForMaskedImageModeling": "Model", "DeiTForImageClassificationWithTeacher": "Model"},
+    **COMMON,
+)
+ARCHITECTURES = (VIT, DEIT)

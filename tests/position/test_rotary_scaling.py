@@ -1,0 +1,206 @@
+"""Rotary scalings against the formulas of the papers in float64, and against transformers' own functions."""
+
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from hf_xformers import XFormerConfig, build_spec
+from hf_xformers.position.rotary import RotaryPosition
+from hf_xformers.position.rotary_scaling import SCALINGS, build_scaling
+
+WIDTH, THETA, LENGTH = 16, 10000.0, 64
+FIELDS = {
+    "linear": {"factor": 3.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": 32},
+    "longrope": {
+        "short_factor": [1.0 + 0.1 * i for i in range(WIDTH // 2)],
+        "long_factor": [2.0 + 0.7 * i for i in range(WIDTH // 2)],
+        "original_max_position_embeddings": 20,
+        "factor": 5.0,
+    },
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256,
+    },
+    "proportional": {"proportion": 0.5, "factor": 2.0},
+}
+MORE = {
+    "yarn": (
+        {"attention_factor": 0.7},
+        {"beta_fast": 3.0, "beta_slow": 0.5, "truncate": False},
+        {"mscale": 0.7, "mscale_all_dim": 1.3},
+        {"factor": None},
+    ),
+    "longrope": ({"factor": None}, {"attention_factor": 1.25}, {"factor": 1.0}),
+    "linear": (),
+    "dynamic": (),
+    "llama3": (),
+    "proportional": ({"proportion": 0.25},),
+}
+CASES = [(name, {**FIELDS[name], **more}) for name in FIELDS for more in ({}, *MORE[name])]
+
+
+def formula(name: str, fields: dict, tokens: int) -> tuple[list[float], float]:
+    """f_i and the factor on cosines and sines, one i at a time."""
+    plain = [THETA ** (-2 * i / WIDTH) for i in range(WIDTH // 2)]
+    factor = fields.get("factor")
+    if name == "linear":
+        return [f / factor for f in plain], 1.0
+    if name == "dynamic":
+        stretch = 1.0 if tokens <= LENGTH else factor * tokens / LENGTH - (factor - 1)
+        base = THETA * stretch ** (WIDTH / (WIDTH - 2))
+        return [base ** (-2 * i / WIDTH) for i in range(WIDTH // 2)], 1.0
+    if name == "proportional":
+        turning = int(fields["proportion"] * WIDTH / 2)
+        return [f / factor if i < turning else 0.0 for i, f in enumerate(plain)], 1.0
+    original = fields["original_max_position_embeddings"]
+    factor = LENGTH / original if factor is None else factor
+    if name == "llama3":
+        found = []
+        for f in plain:
+            wavelength = 2 * math.pi / f
+            if wavelength < original / fields["high_freq_factor"]:
+                found.append(f)
+            elif wavelength > original / fields["low_freq_factor"]:
+                found.append(f / factor)
+            else:
+                smooth = (original / wavelength - fields["low_freq_factor"]) / (
+                    fields["high_freq_factor"] - fields["low_freq_factor"]
+                )
+                found.append((1 - smooth) * f / factor + smooth * f)
+        return found, 1.0
+    if name == "longrope":
+        factors = fields["long_factor" if tokens > original else "short_factor"]
+        amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        return [f / s for f, s in zip(plain, factors, strict=True)], fields.get("attention_factor") or amplitude
+    fast, slow = fields.get("beta_fast", 32), fields.get("beta_slow", 1)
+    ends = [WIDTH * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(THETA)) for turns in (fast, slow)]
+    if fields.get("truncate", True):
+        ends = [math.floor(ends[0]), math.ceil(ends[1])]
+    low, high = max(ends[0], 0), min(ends[1], WIDTH - 1)
+    found = []
+    for i, f in enumerate(plain):
+        ramp = min(max((i - low) / (high - low), 0.0), 1.0)
+        found.append(f / factor * ramp + f * (1 - ramp))
+    amplitude = 0.1 * math.log(factor) + 1
+    if "mscale" in fields:
+        parts = [0.1 * fields[key] * math.log(factor) + 1 for key in ("mscale", "mscale_all_dim")]
+        amplitude = parts[0] / parts[1]
+    return found, fields.get("attention_factor") or amplitude
+
+
+def ours(name, fields, tokens):
+    scaling = build_scaling({"type": name, **fields})
+    scaling.check_width(WIDTH)
+    return scaling.frequencies(THETA, WIDTH, LENGTH, torch.tensor([tokens])), scaling.amplitude(LENGTH)
+
+
+def test_every_type_is_tried():
+    assert set(SCALINGS) == set(FIELDS) == set(ROPE_INIT_FUNCTIONS)
+
+
+@pytest.mark.parametrize("tokens", [10, 64, 300])
+@pytest.mark.parametrize(("name", "fields"), CASES)
+def test_formula(name, fields, tokens):
+    found, amplitude = ours(name, fields, tokens)
+    expected, factor = formula(name, fields, tokens)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found[0].double(), torch.tensor(expected).double(), rtol=2e-6, atol=0)
+    assert amplitude == pytest.approx(factor, rel=1e-12)
+
+
+@pytest.mark.parametrize("tokens", [10, 64, 300])
+@pytest.mark.parametrize(("name", "fields"), CASES)
+def test_transformers(name, fields, tokens):
+    """The same numbers, to the last bit but one."""
+    given = {"partial_rotary_factor" if key == "proportion" else key: value for key, value in fields.items()}
+    parameters = {"rope_type": name, "rope_theta": THETA, **given}
+    config = LlamaConfig(
+        hidden_size=4 * WIDTH, num_attention_heads=4, max_position_embeddings=LENGTH, rope_parameters=parameters
+    )
+    expected, factor = ROPE_INIT_FUNCTIONS[name](config, torch.device("cpu"), seq_len=tokens)
+    found, amplitude = ours(name, fields, tokens)
+    torch.testing.assert_close(found[0], expected, rtol=3e-7, atol=0)
+    assert amplitude == pytest.approx(factor, rel=1e-12)
+
+
+def position(**fields):
+    return RotaryPosition(WIDTH, build_spec("position", {"type": "rotary", **fields}), LENGTH)
+
+
+def test_rows_are_scaled_by_their_own_length():
+    """What is longer beside a text in a batch changes nothing in it."""
+    module = position(scaling={"type": "dynamic", "factor": 4.0})
+    rows = torch.stack([torch.arange(100), torch.arange(100).clamp(max=69)])
+    like = torch.zeros(1)
+    both = module.rotation(rows, like)
+    for row in range(2):
+        alone = module.rotation(rows[row : row + 1], like)
+        assert torch.equal(both.cos[row], alone.cos[0])
+    assert not torch.equal(both.cos[0, :, :70], both.cos[1, :, :70])
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_tables_have_the_amplitude(layout):
+    module = position(scaling={"type": "yarn", **FIELDS["yarn"]}, layout=layout)
+    tables = module.rotation(torch.arange(5)[None], torch.zeros(1))
+    factor = 0.1 * math.log(8.0) + 1
+    torch.testing.assert_close(tables.cos**2 + tables.sin**2, torch.full_like(tables.cos, factor**2))
+
+
+def test_local_rotation_has_its_own_theta_and_scaling():
+    module = position(theta=1e6, scaling={"type": "linear", "factor": 8.0}, local_theta=100.0)
+    places, like = torch.arange(30)[None], torch.zeros(1)
+    local = module.rotation(places, like, local=True)
+    assert torch.equal(local.cos, position(theta=100.0).rotation(places, like).cos)
+    wide = position(theta=1e6, scaling={"type": "linear", "factor": 8.0}).rotation(places, like)
+    assert torch.equal(module.rotation(places, like).cos, wide.cos)
+    assert not position().has_local and module.has_local
+
+
+def test_config_keeps_the_scaling():
+    for name, fields in FIELDS.items():
+        made = {"type": "rotary", "scaling": {"type": name, **fields}, "local_scaling": "proportional"}
+        config = XFormerConfig(hidden_size=32, num_attention_heads=2, position=made)
+        again = XFormerConfig.from_dict(config.to_dict())
+        assert again.position == config.position
+        stored = config.to_dict()["position"]["scaling"]
+        assert {key: stored[key] for key in ("type", *fields)} == {"type": name, **fields}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"type": "lineer"}, "Unknown rotary scaling 'lineer'. Did you mean 'linear'"),
+        ({"type": "linear", "factr": 2.0}, "Unknown field 'factr' of scaling 'linear'. Did you mean 'factor'"),
+        ({"type": "linear"}, "scaling 'linear' needs `factor`"),
+        ({"type": "linear", "factor": 0.5}, "needs `factor` >= 1, got 0.5"),
+        ({"type": "linear", "factor": "2"}, "factor"),
+        ({"type": "yarn", "original_max_position_embeddings": 0}, ">= 1 token, got 0"),
+        ({"type": "yarn", "original_max_position_embeddings": 8, "beta_slow": 40}, "`beta_fast` > `beta_slow`"),
+        (
+            {"type": "llama3", "factor": 2.0, "original_max_position_embeddings": 8, "low_freq_factor": 5},
+            "`high_freq_factor` > `low_freq_factor`",
+        ),
+        ({"type": "proportional", "proportion": 2}, r"`proportion` in \(0, 1\], got 2"),
+        (
+            {"type": "longrope", "short_factor": [1], "long_factor": [1], "original_max_position_embeddings": 8},
+            "one number in `short_factor` for each of 8 pairs",
+        ),
+    ],
+)
+def test_bad_scalings_are_refused(scaling, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        XFormerConfig(hidden_size=32, num_attention_heads=2, position={"type": "rotary", "scaling": scaling})
+
+
+def test_whole_heads_take_no_fraction():
+    made = {"type": "rotary", "scaling": "proportional", "fraction": 0.5}
+    with pytest.raises(ValueError, match="leave that at 1"):
+        XFormerConfig(hidden_size=32, num_attention_heads=2, position=made)
