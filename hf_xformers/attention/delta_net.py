@@ -119,6 +119,9 @@ class DeltaNetSpec(AttentionSpec):
                 f"delta_net has {most} different shifts for heads of width {config.head_width}, got `nu={self.nu}`."
             )
 
+    def weighs(self, config) -> bool:
+        return False
+
     def cache_layer(self, config) -> RecurrentStateLayer:
         return RecurrentStateLayer()
 

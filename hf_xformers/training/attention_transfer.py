@@ -137,7 +137,7 @@ def weight_cross_entropy(own: Tensor | None, taught: Tensor | None, mask: Tensor
             "`transfer_loss='weights'` compares attention weights, which one of the mechanisms does not give; take"
             " 'output'."
         )
-    entropy = -(taught.float() * (own.float().clamp(min=0.0) + 1e-8).log()).sum(-1)
+    entropy = -(taught.float() * (own.float() + 1e-8).log()).sum(-1)
     if mask is None:
         return entropy.mean()
     keep = mask[:, None].expand_as(entropy)

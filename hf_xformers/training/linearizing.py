@@ -165,6 +165,11 @@ class Linearizer:
                 f"layer {same[0]} of {choice.model!r} has {specs[0].type!r} attention already; choose other layers"
                 " (--layers), or another --attention"
             )
+        if choice.transfer_loss == "weights" and not specs[0].weighs(target.layer(self.layers[0])):
+            raise ValueError(
+                f"--transfer_loss weights compares weights that sum to one, which attention {specs[0].type!r} does not"
+                " have here; take --transfer_loss output"
+            )
         plan = {
             **{k: v for k, v in dataclasses.asdict(choice).items() if k != "overwrite_output_dir"},
             "data": dataclasses.asdict(source),

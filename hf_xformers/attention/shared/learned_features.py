@@ -51,6 +51,7 @@ class LearnedFeaturesSpec(LinearSpec):
     """Base of specs with learned feature maps."""
 
     rotation = True
+    normalizes_heads = True
 
     def check_fields(self) -> None:
         super().check_fields()
