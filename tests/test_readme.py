@@ -89,12 +89,14 @@ def write_rows(folder: Path) -> None:
 @pytest.mark.slow
 def test_commands(tmp_path):
     lines = commands()
-    assert len(lines) == 8 and sum("pretrain" in line for line in lines) == 2
+    assert len(lines) == 9 and sum("pretrain" in line for line in lines) == 2
     write_rows(tmp_path)
     for line in lines:
         arguments = shlex.split(line, comments=True)[1:]
         if arguments[0] in ("pretrain", "uptrain"):  # as written, but for the length of the run
             arguments[arguments.index("--max_steps") + 1] = "2"
+            arguments += ["--use_cpu", "--eval_strategy", "no"]
+        if arguments[0] == "linearize":
             arguments += ["--use_cpu", "--eval_strategy", "no"]
         if arguments[0] == "finetune":
             arguments += ["--num_train_epochs", "1", "--use_cpu"]

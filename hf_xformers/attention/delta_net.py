@@ -32,7 +32,8 @@ class DeltaNetAttention(Attention):
     D). A token with a cache takes one step. State: S, the same size at any length. A padded token leaves it untouched.
 
     The weights given out are those that the rule implies for earlier values: they can be negative and do not sum to
-    one. A cached text gives none. `attention_probs_dropout_prob` has no effect, as there are no probabilities.
+    one. A cached text gives none. `attention_probs_dropout_prob` has no effect, as there are no probabilities. Rotary
+    positions turn queries and keys before phi.
     """
 
     spec: DeltaNetSpec
@@ -55,6 +56,9 @@ class DeltaNetAttention(Attention):
         layer = state_layer(past_key_values, self.layer_idx if step is None else step)
         query, key = self.queries(hidden_states), self.keys(hidden_states)
         value = self.heads(self.v_proj(hidden_states))
+        rotation = self.rotation(context)
+        if rotation is not None:
+            query, key = rotation(query), rotation(key)
         key, value = self.repeated(key), self.repeated(value)
         beta = torch.sigmoid(self.beta_proj(hidden_states)).transpose(1, 2)
         mask, weights = context.query_padding_mask, None
@@ -98,7 +102,6 @@ class DeltaNetSpec(AttentionSpec):
     summary = "fast weights that are corrected by the delta rule: linear time, causal"
     normalizes_heads = True
     bidirectional = False
-    rotation = False
 
     feature_map: Literal["dpfp", "elu"] = "dpfp"
     nu: int = 3
@@ -115,6 +118,9 @@ class DeltaNetSpec(AttentionSpec):
             raise ValueError(
                 f"delta_net has {most} different shifts for heads of width {config.head_width}, got `nu={self.nu}`."
             )
+
+    def weighs(self, config) -> bool:
+        return False
 
     def cache_layer(self, config) -> RecurrentStateLayer:
         return RecurrentStateLayer()

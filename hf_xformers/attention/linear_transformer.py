@@ -86,5 +86,8 @@ class LinearTransformerSpec(LinearSpec):
                 f"linear_transformer has no scores to scale, got `scale={self.scale}`; leave it unset (None)."
             )
 
+    def weighs(self, config) -> bool:
+        return "rotation" not in config.position.acts
+
     def build(self, config, **where) -> LinearTransformerAttention:
         return LinearTransformerAttention(config, self, **where)

@@ -41,12 +41,15 @@ class PerformerAttention(LinearAttention):
     Redrawing (section 4.2 of the paper): every `redraw_interval` training passes, counted in the buffer `passes`;
     between passes by [`redraw_features`]. Evaluation, frozen projections (under adapters) and compiled training never
     redraw.
+
+    Rotary positions turn queries and keys before phi: what is estimated is softmax attention with these positions.
     """
 
     spec: PerformerSpec
     directions: Tensor
     passes: Tensor
     draws: Tensor
+    rotates_inputs = True  # the scores that are estimated are those of turned queries and keys
 
     def __init__(self, config, spec: PerformerSpec, **where):
         super().__init__(config, spec, **where)
@@ -131,6 +134,7 @@ class PerformerSpec(LinearSpec):
 
     splits_heads = True
     summary = "softmax attention estimated by positive orthogonal random features: linear time"
+    rotation = True
     normalizes_heads = True
 
     num_features: int = aliased(256, "features")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..conversion.linearization import read_linearization
 from ..conversion.provenance import Provenance, read_provenance
 from ..core.components import SLOTS
 from ..families import VariantInfo
@@ -44,6 +45,9 @@ def origin_of(folder: Path, config: Any, architecture: str) -> Origin:
         origin.base = steps[0].source
     if known is not None:
         origin.sections += _steps(steps)
+    linearized = read_linearization(folder)
+    if linearized is not None:
+        origin.sections += ["## Linearisation", "\n".join(f"- {line}" for line in linearized.sentences())]
     parts = [f"{slot} `{new}` in place of `{old}`" for slot, old, new in mechanisms]
     if steps:
         was = f"`{origin.base}`" if origin.base else f"a trained `{steps[0].classes[0]}`"

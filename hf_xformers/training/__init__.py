@@ -30,6 +30,9 @@ _NAMES = {
     "DistillationTrainer": "distillation",
     "Uptraining": "uptraining",
     "uptrain": "uptraining",
+    "AttentionTransferTrainer": "attention_transfer",
+    "Linearizing": "linearizing",
+    "linearize": "linearizing",
 }
 
 __all__ = list(_NAMES)

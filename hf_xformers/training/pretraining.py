@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
     from ..configuration_xformer import XFormerConfig
+    from .merged_adapters import MergedLora
 
 
 @dataclass
@@ -281,10 +282,12 @@ def train(
     args: TrainingArguments,
     callbacks: Sequence[TrainerCallback] = (),
     make_trainer: Callable[..., Any] | None = None,
+    adapters: MergedLora | None = None,
 ) -> dict[str, Any]:
     """Trains, evaluates and saves; returns the content of `training_summary.json`.
 
-    callbacks: further Trainer callbacks. make_trainer: a subclass of `XFormerTrainer`, or what calls one. Resumes from
+    callbacks: further Trainer callbacks. make_trainer: a subclass of `XFormerTrainer`, or what calls one. adapters:
+    put into the model, trained in place of its own weights, and merged into them before it is saved. Resumes from
     `prepared.checkpoint` where there is one.
     """
     from transformers.trainer_callback import TrainerState
@@ -293,7 +296,9 @@ def train(
     from .callbacks import EpochCallback, ExactSaves, speak_plainly
     from .trainer import XFormerTrainer
 
-    model = start_model(prepared, args)
+    model = start_model(prepared, args, adapted=adapters is not None)
+    if adapters is not None:
+        adapters.put(model)
     if prepared.validation is None:
         if args.load_best_model_at_end:
             raise ValueError("--load_best_model_at_end needs validation text; raise --validation_fraction above 0")
@@ -315,12 +320,17 @@ def train(
     )
     speak_plainly(trainer)
     summary = {**prepared.plan, "parameters": model.num_parameters(), "processes": args.world_size}
+    trained = model.num_parameters(only_trainable=True)
+    if trained < summary["parameters"]:
+        summary["trained_parameters"] = trained
     folder = Path(str(args.output_dir))
     if args.should_save:
         write_json(folder / SUMMARY_FILE, summary)
     started = time.perf_counter()
     if is_finished(prepared, args):
         trainer.state = TrainerState.load_from_json(str(prepared.checkpoint / STATE_FILE))  # type: ignore[operator]
+        if adapters is not None:
+            trainer._load_from_checkpoint(str(prepared.checkpoint))
     else:
         trainer.train(resume_from_checkpoint=None if prepared.checkpoint is None else str(prepared.checkpoint))
     seconds = time.perf_counter() - started
@@ -329,6 +339,8 @@ def train(
     if prepared.validation is not None and not up_to_date:
         trainer.evaluate()
     summary |= results(trainer.state.log_history, trainer.state.global_step, trainer.state.epoch, seconds)
+    if adapters is not None:
+        adapters.merge(model)
     save_final(trainer)
     if args.should_save:
         carry_provenance(prepared.plan["init_from"], folder)
@@ -377,8 +389,9 @@ def planned_steps(args: TrainingArguments, rows: int, *, whole_batches: bool = F
     return math.ceil(args.num_train_epochs * max(1, math.ceil(batches / args.gradient_accumulation_steps)))
 
 
-def start_model(prepared: Prepared, args: TrainingArguments) -> PreTrainedModel:
-    """Fresh weights under the run's seed, or the weights of `init_from`, or those of a finished run."""
+def start_model(prepared: Prepared, args: TrainingArguments, *, adapted: bool = False) -> PreTrainedModel:
+    """Fresh weights under the run's seed, or the weights of `init_from`, or those of a finished run. adapted: its
+    checkpoints hold adapters, too, and are read when these are there."""
     from transformers import enable_full_determinism, set_seed
 
     (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
@@ -387,7 +400,7 @@ def start_model(prepared: Prepared, args: TrainingArguments) -> PreTrainedModel:
 
     cls: Any = family(prepared.config.model_type)[f"For{prepared.objective.head}"]
     start = prepared.plan["init_from"]
-    if is_finished(prepared, args):
+    if is_finished(prepared, args) and not adapted:
         return cls.from_pretrained(prepared.checkpoint)
     if start is None or prepared.checkpoint is not None:  # Trainer loads the weights of a checkpoint
         return build_model(prepared.config, prepared.objective)

@@ -289,8 +289,6 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match=message):
             XFormerConfig(**GEOMETRY, attention={"type": "performer", **fields})
-    with pytest.raises(ValueError, match="rotates queries and keys"):
-        XFormerConfig(**GEOMETRY, attention="performer", position="rotary")
 
 
 MIX = {"performer": {"attention": HYPERBOLIC, "residual": "pre_ln", "num_key_value_heads": 2}}

@@ -320,6 +320,10 @@ class AttentionSpec(Spec):
         """Whether all heads have keys of their own, which `k_proj` makes."""
         return True
 
+    def weighs(self, config) -> bool:
+        """Whether the weights given out are not negative and sum to one over the tokens that a query sees."""
+        return True
+
     def why_not_generate(self) -> str:
         """Why a decoder with this attention cannot generate text, in a sentence; empty if it can."""
         return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from ...ops.linear.attention import (
     linear_attention_read,
     vanishes,
 )
+from ...ops.linear.window import WindowState
 from .base import Attention, AttentionSpec, cross_cache, given_memory
 
 
@@ -35,10 +36,13 @@ class LinearAttention(Attention):
     """
 
     eps: float = 0.0
+    rotates_inputs: ClassVar[bool] = False  # positions turn queries and keys before phi, not the features
+    state_type: ClassVar[type[LinearState] | type[WindowState]] = LinearState
 
     def __init__(self, config, spec: LinearSpec, **where):
         super().__init__(config, spec, **where)
         self.chunk_size = spec.chunk_size
+        self.divides = True  # by the sum of weights
 
     # ------------------------------------------------------------------------------------------- for mechanisms
 
@@ -59,6 +63,10 @@ class LinearAttention(Attention):
         """The output [B, T, D] of the whole sublayer, where a mechanism has a shorter way to it than through its
         heads."""
         return None
+
+    def finished(self, output: Tensor) -> Tensor:
+        """What is made of the weighted sums [B, H, T, d] before the output projection."""
+        return output
 
     # ------------------------------------------------------------------------------------------- forward
 
@@ -81,8 +89,8 @@ class LinearAttention(Attention):
         else:
             key, value = self._keys_and_values(hidden_states)
             output, weights = self._read_tokens(query, key, value, context, past_key_values, step)
-        output = self.o_proj(output.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1))
-        return SublayerOutput(output, weights)
+        output = self.finished(output).transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
+        return SublayerOutput(self.o_proj(output), weights)
 
     def _keys_and_values(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """[B, S, D] -> [B, H, S, d] twice; grouped heads are repeated, as a state belongs to a query's head."""
@@ -93,10 +101,12 @@ class LinearAttention(Attention):
         self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, past: Cache | None, step: int
     ) -> tuple[Tensor, Tensor | None]:
         layer = state_layer(past, step)
-        state = LinearState(**layer.state) if layer is not None and layer.state else None
+        state = self.state_type(**layer.state) if layer is not None and layer.state else None
         mask, rotation, weights = context.query_padding_mask, self.rotation(context), None
+        if rotation is not None and self.rotates_inputs:
+            query, key, rotation = rotation(query), rotation(key), None
         if self.wants_weights(context) and state is None:
-            visible = _visible(query, key, mask, self.is_causal)
+            visible = visible_tokens(query, key, mask, self.is_causal)
             output, weights = self._literal(query, key, value, visible, context, rotation)
             if layer is None:
                 return output, weights
@@ -113,13 +123,14 @@ class LinearAttention(Attention):
         mask = context.memory_padding_mask
         if self.wants_weights(context):
             key, value = self._keys_and_values(given_memory(memory))
-            return self._literal(query, key, value, _visible(query, key, mask, False), context, None)
+            return self._literal(query, key, value, visible_tokens(query, key, mask, False), context, None)
         cache = None if context.static else cross_cache(past)
         if cache is not None and cache.is_updated.get(step):
             held: Any = cache.cross_attention_cache.layers[step]
             state = _unpack(held)
             features, _ = _pair(self.query_phi(*widened(query), *self.phi_params(context)))
-            return linear_attention_read(features, state, eps=self.eps).to(query.dtype), None
+            read = linear_attention_read(features, state, eps=self.eps, normalize=self.divides)
+            return read.to(query.dtype), None
         key, value = self._keys_and_values(given_memory(memory))
         output, state = self._mix(query, key, value, mask, context, None, None)
         if cache is not None:
@@ -134,9 +145,9 @@ class LinearAttention(Attention):
         value: Tensor,
         mask: Tensor | None,
         context: LayerContext,
-        state: LinearState | None,
+        state: Any,
         rotation: Callable[[Tensor], Tensor] | None,
-    ) -> tuple[Tensor, LinearState]:
+    ) -> tuple[Tensor, Any]:
         """The engine: output [B, H, T, d] and the state after these keys."""
         params = self.phi_params(context)
         options: dict[str, Any] = {
@@ -146,6 +157,7 @@ class LinearAttention(Attention):
             "return_state": True,
             "chunk_size": self.chunk_size,
             "eps": self.eps,
+            "normalize": self.divides,
         }
         if rotation is None:  # features are made piece by piece, and again in the backward pass
             found: Any = kernel_attention(query, key, value, self.query_phi, *params, key_map=self.phi, **options)
@@ -178,6 +190,9 @@ class LinearAttention(Attention):
             logs = logs if visible is None else logs.masked_fill(~visible, -torch.inf)
             top = logs.detach().amax(-1, keepdim=True)
             factors = (logs - top.masked_fill(top == -torch.inf, 0.0)).exp()
+        if not self.divides:
+            weights = products * factors
+            return wide_products(weights, value.mT).to(value.dtype), weights.to(value.dtype)
         sums = (products * factors).sum(-1, keepdim=True) + self.eps
         if rotation is not None:
             products = wide_products(rotation(phi_q), rotation(phi_k))
@@ -204,7 +219,7 @@ def state_layer(past_key_values: Cache | None, step: int) -> RecurrentStateLayer
     return layer
 
 
-def _visible(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
+def visible_tokens(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
     """Who may read whom, [B or 1, 1, T, S]; None if everybody may."""
     visible = None if mask is None else mask[:, None, None, :]
     if not causal:
@@ -217,7 +232,7 @@ def _pair(features: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | No
     return (features, None) if isinstance(features, Tensor) else (features[0], features[1])
 
 
-def _named(state: LinearState) -> dict[str, Tensor]:
+def _named(state: LinearState | WindowState) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state._asdict().items() if tensor is not None}
 
 

@@ -152,6 +152,7 @@ def kernel_attention(
     chunk_size: int = 64,
     eps: float = 0.0,
     min_denominator: float = 0.0,
+    normalize: bool = True,
 ) -> Tensor | tuple[Tensor, LinearState]:
     """[`linear_attention`] with the feature map inside, evaluated on one segment of the sequence at a time.
 
@@ -166,14 +167,20 @@ def kernel_attention(
         key_map: another function for the keys.
     The others, the result and the errors are those of [`linear_attention`].
     """
-    _check(query, key, value, causal, key_padding_mask, None, None, None, chunk_size, True)
-    key_map, options, dtype = key_map or feature_map, (eps, min_denominator, True), accumulation_dtype(value.dtype)
+    _check(query, key, value, causal, key_padding_mask, None, None, None, chunk_size, normalize)
+    key_map, options, dtype = (
+        key_map or feature_map,
+        (eps, min_denominator, normalize),
+        accumulation_dtype(value.dtype),
+    )
     # One key tells how wide the features are and whether they come with a log factor.
     one_key = key if key.shape[2] == 1 else key[:, :, :1].detach()
     phi_k, log_weight = _pair(key_map(one_key.to(dtype), *params))
     start = _initial_state(phi_k.shape[-1], log_weight is not None, value, state)
     if start.log_scale is not None and log_weight is None:
         raise ValueError("The state was written by a feature map with log factors, but this feature map gives none.")
+    if log_weight is not None and not normalize:
+        raise ValueError("normalize=False has no denominator, so it takes no feature map with log factors.")
     if causal and key.shape[2] == 1:
         phi_q, _ = _pair(feature_map(query.to(dtype), *params))
         out, end = _step(phi_q, None, _Keys(phi_k, None, value, key_padding_mask, log_weight), start, options)

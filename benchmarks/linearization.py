@@ -1,0 +1,219 @@
+"""What it costs to give a trained model a constant state, and what it brings.
+
+A small decoder made as current language models are (rotary positions, RMS norms before the sublayers, SwiGLU, grouped
+heads, no biases) is trained on the text that comes with Python and linearised with several mechanisms, with at most
+15 % of its training steps. "recovered" is the part of the gap between swap and source that is closed: (swap - loss) /
+(swap - source), on held-out text. Beside it stands the linear model trained from nothing for as many steps as all
+stages have. Then each model reads contexts of growing length and goes on, token by token: tokens per second, and bytes
+that its state has.
+
+python benchmarks/linearization.py [--steps 800] [--transfer 60] [--distillation 60] [--work DIR]
+    [--mechanisms hedgehog,t2r,lolcats,...] [--contexts 512,1024,...] [--no-write]
+
+A smoke run: --steps 20 --transfer 2 --distillation 1 --contexts 64,128 --mechanisms hedgehog --no-write
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import resource
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import machine
+from transformers import AutoModelForCausalLM
+
+import hf_xformers  # noqa: F401  (registers the variants)
+from hf_xformers.benchmark import tables
+from hf_xformers.cli import main as command
+from hf_xformers.conversion.linearization import read_linearization
+from hf_xformers.core.cache import make_cache
+from hf_xformers.core.saved_files import write_text
+
+MODEL = {
+    "objective": "clm",
+    "position": "rotary",
+    "position.layout": "half",
+    "attention.bias": "false",
+    "normalization": "rms_norm",
+    "residual": "pre_ln",
+    "feedforward": "swiglu",
+    "feedforward.bias": "false",
+    "num_key_value_heads": 2,
+    "hidden_dropout_prob": 0,
+    "attention_probs_dropout_prob": 0,
+    "intermediate_size": 344,
+    "max_position_embeddings": 512,
+}
+COMMON = {
+    "block_size": 256,
+    "per_device_train_batch_size": 8,
+    "eval_strategy": "no",
+    "disable_tqdm": "true",
+}
+MECHANISMS: dict[str, dict[str, Any]] = {
+    "hedgehog": {"attention": "hedgehog"},
+    "t2r": {"attention": "t2r"},
+    "performer": {"attention": "performer", "attention.num_features": 64, "attention.redraw_interval": 0},
+    "lolcats": {"attention": "lolcats", "attention.window": 64},
+}
+NEW_TOKENS = 32
+
+
+def run(name: str, *flags: str, **options: Any) -> None:
+    """A command of the package, quietly; its output is shown when it fails."""
+    words = [name, *(word for key, value in options.items() for word in (f"--{key}", str(value))), *flags]
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        code = command([*words, *([] if torch.cuda.is_available() else ["--use_cpu"])])
+    if code:
+        raise SystemExit(output.getvalue())
+
+
+def trained(folder: Path, **options: Any) -> dict[str, Any]:
+    """The figures of a model that `pretrain` makes in `folder`, if it has not been there."""
+    summary = folder / "training_summary.json"
+    if not summary.exists() or "eval_loss" not in json.loads(summary.read_text()):
+        run("pretrain", output_dir=folder, size="tiny", save_strategy="no", **MODEL, **COMMON, **options)
+    return json.loads(summary.read_text())
+
+
+def processor_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def losses(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
+    source = trained(work / "source", max_steps=options.steps, learning_rate=options.learning_rate)
+    rows: list[dict[str, Any]] = []
+    steps = options.transfer + options.distillation
+    for name in options.mechanisms.split(","):
+        folder, begun = work / name, processor_seconds()
+        record = read_linearization(folder)
+        if record is None or record.status != "finished":
+            run(
+                "linearize",
+                "--resume_from_checkpoint",
+                output_dir=folder,
+                model=work / "source",
+                transfer_steps=options.transfer,
+                distillation_steps=options.distillation,
+                distillation_learning_rate=options.learning_rate / 2,
+                **COMMON,
+                **MECHANISMS[name],
+            )
+            record = read_linearization(folder)
+        assert record is not None
+        seconds = processor_seconds() - begun
+        anew = trained(
+            work / f"{name}-anew",
+            max_steps=steps,
+            learning_rate=options.learning_rate,
+            tokenizer=work / "source",
+            **MECHANISMS[name],
+        )
+        stages = {stage.name: stage.loss for stage in record.stages}
+        part = record.recovered(record.stages[-1].loss)
+        rows.append(
+            {
+                "mechanism": name,
+                "steps": f"{options.transfer} + {options.distillation} of {options.steps}",
+                "token frequencies": record.floor_loss,
+                "source": source["eval_loss"],
+                "after the swap": record.swapped_loss,
+                "after the transfer": stages.get("transfer"),
+                "after the distillation": stages.get("distillation"),
+                "recovered": None if part is None else f"{100 * part:.1f} %",
+                f"from nothing, {steps} steps": anew["eval_loss"],
+                "trained in the transfer": record.stages[0].trained,
+                "processor seconds": round(seconds, 1),
+            }
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+@torch.inference_mode()
+def generation(folder: Path, context: int) -> dict[str, Any]:
+    """Reading `context` tokens and writing more: seconds, tokens per second, bytes of the state."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    torch.manual_seed(0)
+    ids = torch.randint(5, model.config.vocab_size, (1, context))
+    cache = make_cache(model.config)
+    begun = time.perf_counter()
+    token = model(ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+    read = time.perf_counter() - begun
+    for _ in range(4):  # the first steps are slower
+        token = model(token, past_key_values=cache).logits.argmax(-1)
+    begun = time.perf_counter()
+    for _ in range(NEW_TOKENS):
+        token = model(token, past_key_values=cache).logits.argmax(-1)
+    seconds = time.perf_counter() - begun
+    return {"seconds to read": read, "tokens per second": NEW_TOKENS / seconds, "state, bytes": state_bytes(cache)}
+
+
+def state_bytes(cache: Any) -> int:
+    """Of all tensors that a generation cache holds."""
+    total = 0
+    for layer in cache.layers:
+        state = getattr(layer, "state", None)
+        tensors = [layer.keys, layer.values] if state is None else state.values()
+        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return total
+
+
+def decoding(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
+    rows = []
+    for context in map(int, options.contexts.split(",")):
+        for name in ("source", *options.mechanisms.split(",")):
+            rows.append({"model": name, "context": context, **generation(work / name, context)})
+            print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--transfer", type=int, default=60)
+    parser.add_argument("--distillation", type=int, default=60)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--mechanisms", default=",".join(MECHANISMS))
+    parser.add_argument("--contexts", default="512,1024,2048,4096,8192,16384")
+    parser.add_argument(
+        "--work", type=Path, help="folder to keep the models in; those that are there are not trained again"
+    )
+    parser.add_argument("--no-write", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        work = options.work or Path(scratch)
+        quality, speed = losses(options, work), decoding(options, work)
+    if options.no_write:
+        return
+    note = (
+        f"A decoder (4 layers of width 128, rotary positions, RMS norms, SwiGLU, 4 heads over 2 of keys and values, no"
+        f" biases) trained for {options.steps} steps of 8 rows of 256 tokens on the documentation of Python's standard"
+        " library, and linearised. Losses are held-out nats per token."
+    )
+    where = machine()
+    sections = {"Losses": quality, "Generation, one row of text": speed}
+    folder = Path(__file__).parent / "results"
+    tables.write_json(folder / "linearization.json", {"machine": where, **sections})
+    parts = ["# Linearisation of a trained model", note, tables.about(where)]
+    for title, rows in sections.items():
+        parts += [f"## {title}", tables.table([rounded(row) for row in rows], list(rows[0]))]
+    write_text(folder / "linearization.md", "\n\n".join(parts) + "\n")
+
+
+def rounded(row: dict[str, Any]) -> dict[str, Any]:
+    """Losses with three decimals: the gaps are small."""
+    return {key: f"{value:.3f}" if isinstance(value, float) else value for key, value in row.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""LoLCATs: softmax over a sliding window and linear attention over what came before it, under one normaliser."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..core.components import aliased, register
+from ..core.context import LayerContext
+from ..ops.common.products import wide_products, widened
+from ..ops.linear.kernels import inverse_or_zero
+from ..ops.linear.window import WindowState, window_linear_attention
+from .hedgehog import hedgehog_features
+from .shared.learned_features import HeadMap, LearnedFeatures, LearnedFeaturesSpec
+
+
+class LolcatsAttention(LearnedFeatures):
+    """o_i = (sum_{j in W_i} gamma exp(s_ij - c_i) v_j + sum_{j not in W_i} phi_q(q_i) phi_k(k_j) v_j) / (the same sums
+    without v_j), s_ij = scale q_i k_j.
+
+    Zhang et al. 2024 (arXiv 2410.10254), section 3.3.1, eqs. 6-7: W_i are the `window` last tokens up to i (in an
+    encoder, which the paper has none of, those nearer than `window` on either side), c_i the largest score in W_i, phi
+    Hedgehog's features ([`hedgehog`](hedgehog.py)), and gamma in (0, 1) the mixing factor, learned for each head. As
+    long as a text fits into the window, this is softmax attention.
+
+    A whole text takes time O(T (C + F) d) per head for chunks of C tokens, and memory O(T). State: keys and values of
+    the last `window - 1` tokens, and sum phi(k) v^T and sum phi(k) of those before them. The window slides over the
+    places of a row, padding included. `attention_probs_dropout_prob` has no effect.
+    """
+
+    state_type = WindowState
+
+    def __init__(self, config, spec: LolcatsSpec, **where):
+        super().__init__(config, spec, **where)
+        self.query_map = HeadMap(self.num_heads, self.head_dim, self.head_dim)
+        self.key_map = HeadMap(self.num_heads, self.head_dim, self.head_dim)
+        self.mixing = nn.Parameter(torch.empty(self.num_heads))
+
+    def initialize(self, config, init) -> None:
+        super().initialize(config, init)
+        init.constant_(self.mixing, math.log(self.spec.gamma / (1 - self.spec.gamma)))
+
+    @property
+    def gamma(self) -> Tensor:
+        """[H], the mixing factors."""
+        return torch.sigmoid(self.mixing)
+
+    def phi(self, x: Tensor, *params: Tensor) -> Tensor:
+        return hedgehog_features(x, *self.key_map.tensors())
+
+    def query_features(self, x: Tensor) -> Tensor:
+        return hedgehog_features(x, *self.query_map.tensors())
+
+    def _mix(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        context: LayerContext,
+        state: WindowState | None,
+        rotation: Callable[[Tensor], Tensor] | None,
+    ) -> tuple[Tensor, WindowState | None]:
+        if state is not None:  # grouped heads keep one window
+            state = state._replace(key=self.repeated(state.key), value=self.repeated(state.value))
+        output, end = window_linear_attention(
+            *(query, key, value, self.query_features, self.phi, self.gamma),
+            window=self.spec.window,
+            causal=self.is_causal,
+            scale=self.scaling,
+            key_padding_mask=mask,
+            state=state,
+            chunk_size=self.chunk_size,
+        )
+        if end is not None and self.num_key_value_groups > 1:
+            one = slice(None, None, self.num_key_value_groups)
+            end = end._replace(key=end.key[:, one], value=end.value[:, one])
+        return output.to(value.dtype), end
+
+    def _literal(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        visible: Tensor | None,
+        context: LayerContext,
+        rotation: Callable[[Tensor], Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        query, key = widened(query)[0], widened(key)[0]
+        scores = wide_products(query, key) * self.scaling
+        products = wide_products(self.query_features(query), self.phi(key))
+        place = torch.arange(scores.shape[-1], device=scores.device)
+        near = (place[:, None] - place).abs() < self.spec.window
+        visible = torch.ones_like(near)[None, None] if visible is None else visible
+        scores = scores.masked_fill(~(near & visible), -torch.inf)
+        top = scores.amax(-1, keepdim=True)
+        window = self.gamma.to(scores.dtype)[:, None, None] * (scores - top.masked_fill(top == -torch.inf, 0.0)).exp()
+        weights = window + products.masked_fill(near | ~visible, 0.0)
+        weights = weights * inverse_or_zero(weights.sum(-1, keepdim=True))
+        return wide_products(weights, value.mT).to(value.dtype), weights.to(value.dtype)
+
+
+@register("attention", "lolcats", aliases=("hybrid_linear",))
+class LolcatsSpec(LearnedFeaturesSpec):
+    """window: tokens that are read with a softmax, the query's own included. gamma: weight of the window at the start,
+    between 0 and 1. scale: factor on the window's scores (None: 1 / sqrt(head width)). chunk_size: least number of
+    tokens in a chunk of a whole text."""
+
+    summary = "softmax in a sliding window, learned linear attention beyond it: linear time, a state of constant size"
+    cross = False
+
+    window: int = aliased(64, "window_size")
+    gamma: float = 0.5
+    chunk_size: int = 64
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        if self.window < 1:
+            raise ValueError(f"lolcats needs `window` >= 1, got {self.window}.")
+        if not 0 < self.gamma < 1:
+            raise ValueError(f"lolcats needs `gamma` between 0 and 1, got {self.gamma}.")
+
+    def build(self, config, **where) -> LolcatsAttention:
+        return LolcatsAttention(config, self, **where)

@@ -1,0 +1,82 @@
+"""T2R and SUPRA: learned ReLU features, with a denominator or with a norm in its place."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..core.components import register
+from ..core.context import LayerContext
+from .shared.learned_features import HeadMap, LearnedFeatures, LearnedFeaturesSpec, mapped
+
+
+class T2RAttention(LearnedFeatures):
+    """o_i = sum_j phi(q_i) phi(k_j) v_j / sum_j phi(q_i) phi(k_j), phi(x) = relu(W x + b).
+
+    Kasai et al. 2021 (arXiv 2103.13076), section 2.2: one W and b for each head, for queries and keys alike. They
+    start as identity and zero here, so that the features of a trained model's queries and keys say something from the
+    first step on.
+
+    With `output_norm` the denominator gives way to a root mean square norm of each head's output, with a learned
+    weight: Mercat et al. 2024 (SUPRA, arXiv 2405.06640), section 3, who found the denominator unstable. The weights
+    given out are then the products, which do not sum to one. With rotary positions queries and keys are turned before
+    the map.
+    """
+
+    undecayed = ("output_norm",)
+
+    def __init__(self, config, spec: T2RSpec, **where):
+        super().__init__(config, spec, **where)
+        self.eps = float(spec.eps)
+        self.feature_map = HeadMap(self.num_heads, self.head_dim, spec.num_features or self.head_dim)
+        self.divides = spec.normalization == "denominator"
+        if not self.divides:
+            self.output_norm = nn.Parameter(torch.ones(self.num_heads, self.head_dim))
+
+    def initialize(self, config, init) -> None:
+        super().initialize(config, init)
+        if not self.divides:
+            init.ones_(self.output_norm)
+
+    def phi(self, x: Tensor, *params: Tensor) -> Tensor:
+        return torch.relu(mapped(x * self.root, *params))
+
+    def phi_params(self, context: LayerContext) -> tuple[Tensor, ...]:
+        return self.feature_map.tensors()
+
+    def finished(self, output: Tensor) -> Tensor:
+        if self.divides:
+            return output
+        wide = output.to(torch.promote_types(output.dtype, torch.float32))
+        normed = wide * (wide.square().mean(-1, keepdim=True) + self.config.layer_norm_eps).rsqrt()
+        return normed.to(output.dtype) * self.output_norm[:, None]
+
+
+@register("attention", "t2r", aliases=("supra",))
+class T2RSpec(LearnedFeaturesSpec):
+    """num_features: rows of W (None: the width of a head). normalization: `denominator` (T2R), or `output_norm`, an
+    RMS norm of each head's output in its place (SUPRA). eps: added to the denominator, as the features of a query may
+    all be zero. scale: factor on products of queries and keys, whose root multiplies both before the map (None: 1).
+    chunk_size: tokens per quadratic block of the causal scan."""
+
+    summary = "learned ReLU features: linear time, a state of constant size"
+
+    num_features: int | None = None
+    normalization: Literal["denominator", "output_norm"] = "denominator"
+    eps: float | int = 1e-6
+    chunk_size: int = 64
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        if self.num_features is not None and self.num_features < 1:
+            raise ValueError(f"t2r needs `num_features` >= 1, got {self.num_features}.")
+        if self.eps < 0:
+            raise ValueError(f"t2r needs `eps` >= 0, got {self.eps}.")
+
+    def weighs(self, config) -> bool:
+        return self.normalization == "denominator"
+
+    def build(self, config, **where) -> T2RAttention:
+        return T2RAttention(config, self, **where)

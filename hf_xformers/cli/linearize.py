@@ -1,0 +1,102 @@
+"""`hf-xformers linearize`: a trained model with another attention, whose state for generation does not grow."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .arguments import Parser, parse_changes, parse_command, parse_objective
+from .console import in_options, print_facts, say, show
+from .pretrain import quiet_libraries
+
+_DESCRIPTION = """Turn a trained model with softmax attention into one whose state for generation has a constant size,
+in stages: the new attention takes the projections of the old one (attention transfer: each layer learns what its own
+softmax attention gives), then all weights learn the objective and the source's predictions (distillation), then, if
+asked for, adapters that are merged at the end (LoRA).
+
+--attention is hedgehog, t2r, lolcats, performer, linear_transformer, delta_net, or any other that fits, with fields as
+--attention.FIELD VALUE. A run that was stopped goes on, to the same weights, with --resume_from_checkpoint.
+
+FILE.yaml has the options by name."""
+_GROUPS = ("attention", "objective")
+_OPTIONS = {"--init_from": "--model", "layers": "--layers", "transfer_loss": "--transfer_loss"}
+
+
+def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
+    """callbacks: further Trainer callbacks, for programs that call this."""
+    from ..conversion.swap import source_config
+    from ..training.building import objective_of_shape
+    from ..training.linearizing import Linearizer
+
+    parsed = parse_command(argv, _GROUPS, make_parser)
+    choice, source, args = parsed.dataclasses
+    config = source_config(choice.model)
+    given = parsed.groups.get("attention", {})
+    if "type" not in given:
+        raise ValueError(
+            "--attention NAME says what takes the place of softmax attention: hedgehog, lolcats, t2r, ..."
+        )
+    attention = parse_changes(config, {"attention": given})["attention"]
+    usual = objective_of_shape("decoder" if config.is_decoder else "encoder").type
+    settings = parse_objective(choice.objective or usual, parsed.groups.get("objective", {}))
+    quiet_libraries(args)
+    with in_options(_OPTIONS):
+        linearizer = Linearizer(
+            choice, attention, source, args, objective_fields=settings, callbacks=callbacks, say=say
+        )
+        record = linearizer.run()
+    facts: dict[str, Any] = {
+        "attention": f"{record.attention['type']} in {len(record.layers)} layers",
+        "held-out loss of the source": record.source_loss,
+        "... after the swap": record.swapped_loss,
+        **{f"... after {stage.name}": stage.loss for stage in record.stages},
+        "... of token frequencies alone": record.floor_loss,
+        "saved in": str(args.output_dir),
+    }
+    print_facts("linearised", facts)
+    for line in record.sentences():
+        show(line, indent=2, hanging=2)
+    return 0
+
+
+def make_parser(first_look: Mapping[str, Any]) -> Parser:
+    """The parser for a model, whose size decides the defaults."""
+    import argparse
+
+    from transformers import TrainingArguments
+
+    from ..training.linearizing import Linearizing
+    from ..training.presets import nearest_size, training_defaults
+    from ..training.run_folder import saved_config
+    from ..training.text import TextData
+
+    parser = Parser(
+        [Linearizing, TextData],
+        TrainingArguments,
+        prog="hf-xformers linearize",
+        usage=(
+            "hf-xformers linearize [FILE.yaml] --model MODEL --attention NAME --output_dir DIR\n"
+            "                             [OPTION VALUE ...]"
+        ),
+        description=_DESCRIPTION,
+    )
+    start = first_look.get("model")
+    try:
+        size = "tiny" if start is None else nearest_size(saved_config(start).get("hidden_size"))
+    except ValueError:  # a Hub id, or what is refused with a better word when it is opened
+        size = "tiny"
+    parser.set_defaults(**training_defaults(size), disable_tqdm=not sys.stderr.isatty())
+    swap = parser.add_argument_group("attention")
+    swap.add_argument(
+        "--attention",
+        metavar="NAME",
+        default=argparse.SUPPRESS,
+        help="what takes the place of softmax attention; fields as --attention.FIELD VALUE (see `hf-xformers list"
+        " --components attention`)",
+    )
+    for action in parser._actions:
+        if action.dest == "output_dir":
+            action.required, action.metavar = True, "DIR"
+            action.help = "Folder for the stages, the report linearization.json, and the resulting model."
+    return parser

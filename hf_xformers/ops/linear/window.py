@@ -1,0 +1,203 @@
+"""Softmax over a sliding window and linear attention over everything beyond it, under one normaliser.
+
+With `W_i` the keys nearer to query `i` than `window` tokens (among those that it may see), `c_i` its largest score in
+there and features `phi`,
+
+    out_i = (sum_{j in W_i} gamma exp(s_ij - c_i) v_j + sum_{j not in W_i} phi(q_i) phi(k_j) v_j)
+          / (sum_{j in W_i} gamma exp(s_ij - c_i)     + sum_{j not in W_i} phi(q_i) phi(k_j)),    s_ij = scale q_i k_j.
+
+Zhang et al. 2024, "LoLCATs: On Low-Rank Linearizing of Large Language Models" (arXiv 2410.10254), section 3.3.1.
+Tokens are taken in chunks at least as long as the window: a query writes out its pairs with its own chunk and the next
+ones, and reads the sums of the others. Time and memory grow with the length, the state for decoding does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..common.padding import check_padding_mask
+from ..common.segments import accumulation_dtype
+from .kernels import inverse_or_zero
+
+FeatureMap = Callable[[Tensor], Tensor]  # [B, H, t, d] -> [B, H, t, F], token by token
+
+
+class WindowState(NamedTuple):
+    """What is remembered of a text: its last `window - 1` tokens, and the sums over those before them. The size does
+    not grow with the text, apart from texts that are shorter than the window."""
+
+    key: Tensor  # [B, H, n, d], n <= window - 1
+    value: Tensor  # [B, H, n, dv]
+    real: Tensor  # [B, n], False at padding
+    kv: Tensor  # [B, H, F, dv], sum of phi(k_j)^T v_j, float32 at least
+    z: Tensor  # [B, H, F], sum of phi(k_j)
+
+
+def window_linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_map: FeatureMap,
+    key_map: FeatureMap,
+    gamma: Tensor,
+    *,
+    window: int,
+    causal: bool,
+    scale: float,
+    key_padding_mask: Tensor | None = None,
+    state: WindowState | None = None,
+    chunk_size: int = 64,
+) -> tuple[Tensor, WindowState | None]:
+    """The equation above.
+
+    Args:
+        query, key, value: `[B, H, T, d]`, `[B, H, T, d]` and `[B, H, T, dv]`.
+        query_map, key_map: features of queries and keys, not negative.
+        gamma: `[H]`, positive weight of the window.
+        window: tokens that a query sees with a softmax, itself included; where not causal, on either side.
+        causal: later keys are hidden; needed for a state.
+        scale: factor on scores.
+        key_padding_mask: `[B, T]`, True = real token.
+        state: of the earlier tokens of these texts.
+        chunk_size: least number of tokens in a chunk.
+
+    Returns:
+        `[B, H, T, dv]` in the dtype of `value`, zeros for a query that sees nothing; and, if causal, the state after
+        these tokens.
+
+    Raises:
+        ValueError: `window` below 1, a mask that is not `[B, T]`, or a state where attention is not causal.
+    """
+    if window < 1:
+        raise ValueError(f"window must be at least 1 token, got {window}.")
+    if state is not None and not causal:
+        raise ValueError("Only causal attention continues a state; set `causal=True` or leave `state` out.")
+    check_padding_mask(key_padding_mask, key.shape[0], key.shape[2])
+    dtype = accumulation_dtype(value.dtype)
+    with torch.autocast(value.device.type, enabled=False):
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        length, before = query.shape[2], 0
+        real = key.new_ones(key.shape[0], length, dtype=torch.bool) if key_padding_mask is None else key_padding_mask
+        if state is not None:
+            before = state.key.shape[2]
+            key = torch.cat([state.key.to(dtype), key], dim=2)
+            value = torch.cat([state.value.to(dtype), value], dim=2)
+            real = torch.cat([state.real, real], dim=1)
+        mix = _Mix(query_map, key_map, gamma.to(dtype)[:, None, None, None], window, causal, scale)
+        if length <= 1 or length + before <= window:  # every key stands in the window
+            sums = None if state is None else (state.kv[:, :, None], state.z[:, :, None])
+            places = torch.arange(before, before + length, device=query.device)
+            pieces = (x[:, :, None] for x in (query, key, value))
+            out = mix(*pieces, real[:, None, None], places, sums, all_near=True)[:, :, 0]
+        else:
+            out = _in_chunks(mix, query, key, value, real, before, state, max(chunk_size, window))
+        return out, _after(mix, key, value, real, length, state) if causal else None
+
+
+class _Mix(NamedTuple):
+    """The equation for queries and keys that stand next to each other."""
+
+    query_map: FeatureMap
+    key_map: FeatureMap
+    gamma: Tensor  # [H, 1, 1, 1]
+    window: int
+    causal: bool
+    scale: float
+
+    def features(self, feature_map: FeatureMap, x: Tensor) -> Tensor:
+        """Of `[B, H, N, C, d]`."""
+        return feature_map(x.flatten(2, 3)).unflatten(2, x.shape[2:4])
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        real: Tensor,
+        places: Tensor,
+        sums: tuple | None,
+        all_near: bool = False,
+    ) -> Tensor:
+        """query `[B, H, N, C, d]`, key and value `[B, H, N, K, d]`, real `[B, 1, N, K]`; places `[C]`: where in the
+        keys a query's own one is; sums: `kv [B, H, N, F, dv]` and `z [B, H, N, F]` of the keys elsewhere; all_near:
+        the keys given all stand in the window."""
+        distance = places[:, None] - torch.arange(key.shape[3], device=key.device)
+        near = (distance if self.causal else distance.abs()) < self.window
+        far = ~near
+        near = near & (distance >= 0) if self.causal else near
+        real = real[..., None, :]
+        near_and_real = near & real
+        scores = (query @ key.mT * self.scale).masked_fill(~near_and_real, -torch.inf)
+        top = scores.amax(-1, keepdim=True)
+        weights = self.gamma * (scores - top.masked_fill(top == -torch.inf, 0.0)).exp()
+        phi_q = None if sums is None else self.features(self.query_map, query)
+        if phi_q is not None and not all_near:
+            products = phi_q @ self.features(self.key_map, key).mT
+            weights = weights + products.masked_fill(~(far & real), 0.0)
+        total, out = weights.sum(-1, keepdim=True), weights @ value
+        if phi_q is not None and sums is not None:
+            total, out = total + phi_q @ sums[1][..., None], out + phi_q @ sums[0]
+        return out * inverse_or_zero(total)
+
+
+def _in_chunks(
+    mix: _Mix, query: Tensor, key: Tensor, value: Tensor, real: Tensor, before: int, state, chunk: int
+) -> Tensor:
+    """Keys begin `before` tokens ahead of the queries; `before < chunk`."""
+    length = query.shape[2]
+    tail, lead = -length % chunk, chunk - before
+
+    def chunked(x: Tensor, ahead: int) -> Tensor:
+        return F.pad(x, (0, 0, ahead, tail)).unflatten(2, (-1, chunk))
+
+    query = chunked(query, 0)
+    key, value = chunked(key, lead), chunked(value, lead)
+    real = F.pad(real, (lead, tail)).unflatten(1, (-1, chunk))[:, None]
+    phi = mix.features(mix.key_map, key).masked_fill(~real[..., None], 0.0)
+    kv, z = phi.mT @ value, phi.sum(3)
+    # The n-th chunk of queries stands at the (n + 1)-th of keys, whose neighbours' pairs are written out.
+    kv_sums, z_sums = _before(kv), _before(z)
+    if state is not None:
+        kv_sums, z_sums = kv_sums + state.kv[:, :, None], z_sums + state.z[:, :, None]
+    parts = [slice(0, -1), slice(1, None)]
+    if not mix.causal:
+        kv_sums, z_sums = kv_sums + _behind(kv), z_sums + _behind(z)
+        key, value = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (key, value))
+        real = F.pad(real, (0, 0, 0, 1))
+        parts = [slice(0, -2), slice(1, -1), slice(2, None)]
+    near = [torch.cat([x[:, :, part] for part in parts], dim=3) for x in (key, value, real)]
+    places = torch.arange(chunk, 2 * chunk, device=query.device)
+    out = mix(query, *near, places, (kv_sums, z_sums))
+    return out.flatten(2, 3)[:, :, :length]
+
+
+def _before(sums: Tensor) -> Tensor:
+    """Of chunks 0..N: for chunk n in 1..N the total of those before n - 1."""
+    total = sums[:, :, :-2].cumsum(2)
+    return torch.cat([torch.zeros_like(sums[:, :, :1]), total], dim=2)
+
+
+def _behind(sums: Tensor) -> Tensor:
+    """Of chunks 0..N: for chunk n in 1..N the total of those after n + 1."""
+    total = sums[:, :, 3:].flip(2).cumsum(2).flip(2)
+    count = min(sums.shape[2] - 1, 2)
+    return torch.cat([total, torch.zeros_like(sums[:, :, :count])], dim=2)
+
+
+def _after(mix: _Mix, key: Tensor, value: Tensor, real: Tensor, length: int, state: WindowState | None) -> WindowState:
+    """The state when the window has moved on past these keys."""
+    leaving = max(key.shape[2] - (mix.window - 1), 0)
+    gone, passed = key[:, :, :leaving], value[:, :, :leaving]
+    phi = mix.key_map(gone).masked_fill(~real[:, None, :leaving, None], 0.0)
+    kv, z = phi.mT @ passed, phi.sum(2)
+    if state is not None:
+        kv, z = kv + state.kv, z + state.z
+    return WindowState(key[:, :, leaving:], value[:, :, leaving:], real[:, leaving:], kv, z)
+
+
+__all__ = ["WindowState", "window_linear_attention"]

@@ -1,0 +1,412 @@
+"""From a trained softmax model to one with a constant state, in stages: the swap, attention transfer, distillation,
+LoRA.
+
+swapped/                         the source with its new attention, before training
+transfer/ distillation/ lora/    a stage each: a run as `uptrain` makes one, with its checkpoints and its model
+linearization.json               settings, figures, and which stages are finished
+model.safetensors, config.json, tokenizer.json, ...   the result: the model of the last stage
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import itertools
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..conversion.linearization import FILE, TITLES, Linearization, StageRecord, read_linearization
+from ..conversion.swap import open_model, source_config, swap_checkpoint
+from ..conversion.swap_config import layer_numbers, swapped_config
+from ..core.saved_files import LOCK_FILE, STATE_FILE, saving_into
+from .building import language_objective, objective_of_shape
+from .distillation import Distillation, DistillationTrainer, open_teacher
+from .folder_lock import folder_lock
+from .merged_adapters import MergedLora
+from .pretraining import ModelChoice, Preparation, Prepared, start_model, train
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+
+    from .text import TextData
+
+SWAPPED = "swapped"
+STAGES = tuple(TITLES)
+_ERROR_BATCHES = 4  # on which each layer's error is measured
+# Of Trainer's settings, those that make other weights of the same rows.
+_DECISIVE = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "weight_decay", "adam_beta1"),
+    *("adam_beta2", "max_grad_norm", "lr_scheduler_type", "warmup_steps", "seed", "data_seed", "bf16", "fp16"),
+)
+
+
+@dataclass
+class Linearizing:
+    """Which model becomes linear, where, and how long each stage trains."""
+
+    _argument_group_name = "linearisation"
+
+    model: str = field(metadata={"help": "Trained model: a folder or a Hub id, of this package or one that converts."})
+    layers: str = field(default="all", metadata={"help": "Layers that change, from 0 on, such as '0-9,12', or 'all'."})
+    objective: str | None = field(
+        default=None,
+        metadata={"help": "{objectives}; settings as --objective.FIELD VALUE. Default: that of the model's shape."},
+    )
+    block_size: int | None = field(
+        default=None, metadata={"help": "Tokens of a model input. Default: by size, at most what positions cover."}
+    )
+    transfer_steps: int = field(
+        default=500, metadata={"help": "Steps in which each layer learns its own softmax attention's output."}
+    )
+    transfer_learning_rate: float = field(default=1e-2, metadata={"help": "Of the feature maps."})
+    transfer_loss: Literal["output", "weights"] = field(
+        default="output",
+        metadata={"help": "Error of the attention's output (LoLCATs), or cross-entropy of its weights (Hedgehog)."},
+    )
+    distillation_steps: int = field(
+        default=500, metadata={"help": "Steps in which all weights learn the objective and the source's predictions."}
+    )
+    distillation_learning_rate: float | None = field(default=None, metadata={"help": "Default: --learning_rate."})
+    logit_weight: float = field(
+        default=1.0, metadata={"help": "Weight of the source's predictions beside the objective."}
+    )
+    temperature: float = field(default=1.0, metadata={"help": "Softens both predictions before they are compared."})
+    lora_steps: int = field(
+        default=0, metadata={"help": "Steps, after the others or in place of distillation, that train adapters alone."}
+    )
+    lora_learning_rate: float = field(default=1e-3, metadata={"help": "Of the adapters."})
+    lora_rank: int = field(default=8, metadata={"help": "Rank of the adapters on the attention's projections."})
+    lora_alpha: float = field(default=16.0, metadata={"help": "Their factor is this over the rank."})
+    overwrite_output_dir: bool = field(
+        default=False, metadata={"help": "Remove an earlier linearisation in --output_dir."}
+    )
+
+    def check(self) -> None:
+        """Raises `ValueError` for steps, rates and weights that make no sense."""
+        for name in STAGES:
+            if getattr(self, f"{name}_steps") < 0:
+                raise ValueError(f"--{name}_steps must not be negative, got {getattr(self, f'{name}_steps')}")
+            rate = getattr(self, f"{name}_learning_rate")
+            if rate is not None and rate <= 0:
+                raise ValueError(f"--{name}_learning_rate must be above 0, got {rate}")
+        if not any(self.steps(name) for name in STAGES):
+            raise ValueError(
+                "no stage has a step; give --transfer_steps, --distillation_steps or --lora_steps, or swap the"
+                " attention alone with `hf-xformers convert`"
+            )
+        if self.lora_rank < 1:
+            raise ValueError(f"--lora_rank must be at least 1, got {self.lora_rank}")
+        if self.transfer_loss not in ("output", "weights"):
+            raise ValueError(f"--transfer_loss is 'output' or 'weights', not {self.transfer_loss!r}")
+        self.teaching().check()
+
+    def steps(self, stage: str) -> int:
+        return int(getattr(self, f"{stage}_steps"))
+
+    def teaching(self) -> Distillation:
+        return Distillation(teacher=self.model, logit_weight=self.logit_weight, temperature=self.temperature)
+
+
+Told = Callable[[str], None]
+
+
+class Linearizer:
+    """Checks a request and runs its stages; what can be refused is refused before anything is written.
+
+    attention: the component to put in, as a name or a dict. args: what stages have in common; steps and learning rates
+    are each stage's own. objective_fields: settings of the objective. say: takes lines about the progress.
+
+    Raises ValueError and TypeError that name the value and the remedy.
+    """
+
+    def __init__(
+        self,
+        choice: Linearizing,
+        attention: str | Mapping[str, Any],
+        source: TextData,
+        args: TrainingArguments,
+        *,
+        objective_fields: Mapping[str, Any] | None = None,
+        callbacks: Sequence[TrainerCallback] = (),
+        say: Told = lambda line: None,
+    ) -> None:
+        choice.check()
+        if args.max_steps > 0:
+            raise ValueError(
+                f"--max_steps {args.max_steps} is for a single training; give --transfer_steps, --distillation_steps"
+                " and --lora_steps"
+            )
+        self.choice, self.attention, self.source, self.args = choice, attention, source, args
+        self.objective_fields, self.callbacks, self.say = objective_fields, callbacks, say
+        self.folder = Path(str(args.output_dir))
+        config = source_config(choice.model)
+        if config.is_encoder_decoder:
+            raise ValueError(
+                f"{choice.model!r} is an encoder-decoder, whose two towers are not linearised; take an encoder or a"
+                " decoder, or swap its attention with `hf-xformers convert` and train it with `hf-xformers uptrain`"
+            )
+        own = objective_of_shape("decoder" if config.is_decoder else "encoder")
+        self.objective = choice.objective or own.type
+        if language_objective(self.objective).shape != own.shape:
+            raise ValueError(
+                f"--objective {choice.objective} is not for the model {choice.model!r}, which is of the shape that"
+                f" {own.type} trains; leave it out"
+            )
+        self.layers = layer_numbers("attention", choice.layers, config.num_hidden_layers)
+        target = swapped_config(config, {"attention": attention}, {"attention": choice.layers})
+        specs = [target.layer(index).attention for index in self.layers]
+        same = [index for index, spec in zip(self.layers, specs) if spec.type == config.layer(index).attention.type]
+        if same:
+            raise ValueError(
+                f"layer {same[0]} of {choice.model!r} has {specs[0].type!r} attention already; choose other layers"
+                " (--layers), or another --attention"
+            )
+        if choice.transfer_loss == "weights" and not specs[0].weighs(target.layer(self.layers[0])):
+            raise ValueError(
+                f"--transfer_loss weights compares weights that sum to one, which attention {specs[0].type!r} does not"
+                " have here; take --transfer_loss output"
+            )
+        plan = {
+            **{k: v for k, v in dataclasses.asdict(choice).items() if k != "overwrite_output_dir"},
+            "data": dataclasses.asdict(source),
+            **{name: _plain(getattr(args, name)) for name in _DECISIVE},
+        }
+        self.record = Linearization(choice.model, specs[0].to_dict(), self.layers, plan)
+
+    def run(self) -> Linearization:
+        """Runs the stages that are not finished, and writes the result."""
+        with folder_lock(self.folder, writes=self.args.should_save):
+            self._open()
+            if self.record.status == "finished":
+                self.say(f"{str(self.folder)!r} is finished already")
+                return self.record
+            start, first = self.folder / SWAPPED, next(stage for stage in STAGES if self.choice.steps(stage))
+            if not self.record.layer_errors:
+                try:
+                    self._swap()
+                    self._measure(self._prepare(start, first)[0])
+                except (ValueError, TypeError):  # what is refused leaves nothing behind
+                    for name in (SWAPPED, first):
+                        shutil.rmtree(self.folder / name, ignore_errors=True)
+                    (self.folder / FILE).unlink(missing_ok=True)
+                    raise
+            for stage in STAGES:
+                if self.choice.steps(stage):
+                    if self.record.stage(stage) is None:
+                        self._train(stage, start)
+                    start = self.folder / stage
+            self._finish(start)
+        return self.record
+
+    # ------------------------------------------------------------------------------------------------ beginnings
+
+    def _open(self) -> None:
+        """Takes up the run that is in the folder, or makes room for a new one."""
+        before = read_linearization(self.folder)
+        resumes = self.args.resume_from_checkpoint not in (None, False, "False", "false")
+        if before is None:
+            for name in (SWAPPED, *STAGES):
+                if (self.folder / name).exists():
+                    raise ValueError(
+                        f"{str(self.folder / name)!r} is there already and of no linearisation; take another"
+                        " --output_dir"
+                    )
+            return
+        if not resumes and not self.choice.overwrite_output_dir:
+            raise ValueError(
+                f"{str(self.folder)!r} holds a linearisation already; continue it with --resume_from_checkpoint,"
+                " remove it with --overwrite_output_dir, or take another --output_dir"
+            )
+        if not resumes:
+            for name in (SWAPPED, *STAGES):
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+            return
+        mine = {"attention": self.record.attention, "layers": self.record.layers, **self.record.plan}
+        theirs = {"attention": before.attention, "layers": before.layers, **before.plan}
+        for name, value in mine.items():
+            if theirs.get(name) != value:
+                raise ValueError(
+                    f"the run in {str(self.folder)!r} had {name} {theirs.get(name)!r}, and this command gives"
+                    f" {value!r}; resume with the options of the first start, or take another --output_dir"
+                )
+        self.record = before
+
+    def _swap(self) -> None:
+        self.record.write(self.folder)
+        report = swap_checkpoint(
+            self.choice.model,
+            self.folder / SWAPPED,
+            overwrite=True,
+            measure=False,
+            attention=self.attention,
+            layers={"attention": self.choice.layers},
+        )
+        self.say(
+            f"{self.choice.model}: attention {self.record.attention['type']!r} in layers {self.choice.layers}; tensors"
+            f" {len(report.kept)} kept, {len(report.derived)} derived, {len(report.new)} new"
+        )
+
+    def _prepare(self, start: Path, stage: str) -> tuple[Prepared, TrainingArguments]:
+        """The run of one stage that starts from the model in `start`."""
+        folder = self.folder / stage
+        args = copy.copy(self.args)
+        args.output_dir = str(folder)
+        args.max_steps = self.choice.steps(stage) or 1
+        args.learning_rate = getattr(self.choice, f"{stage}_learning_rate") or self.args.learning_rate
+        args.seed = self.args.seed + STAGES.index(stage)  # other rows come first in each stage
+        args.resume_from_checkpoint = _newest(folder, args.world_size)
+        model = ModelChoice(
+            init_from=str(start),
+            objective=self.objective,
+            block_size=self.choice.block_size,
+            segment_streams=False,
+            overwrite_output_dir=True,
+        )
+        preparation = Preparation(model, self.source, args, objective_fields=self.objective_fields)
+        return preparation.run(), args
+
+    def _teacher(self, prepared: Prepared) -> PreTrainedModel:
+        head = f"For{prepared.objective.head}"
+        return open_teacher(self.choice.teaching(), prepared.config, head, prepared.plan["block_size"])
+
+    def _measure(self, prepared: Prepared) -> None:
+        """Losses of the source and of the swap, and each layer's error, before anything is trained."""
+        args = copy.copy(self.args)
+        args.resume_from_checkpoint = None
+        swapped = start_model(dataclasses.replace(prepared, checkpoint=None), args)
+        source = self._teacher(prepared)
+        if prepared.validation is not None:
+            found = [_held_out(model, prepared, args) for model in (source, swapped)]
+            self.record.source_loss, self.record.swapped_loss = (metrics["eval_loss"] for metrics in found)
+            self.record.floor_loss = found[0].get("eval_floor_loss")
+            self.say(
+                f"held-out loss {self.record.source_loss:.3f} of the source, {self.record.swapped_loss:.3f} after the"
+                " swap"
+            )
+        self.record.layer_errors["swapped"] = self._errors(swapped, source, prepared)
+        self.record.write(self.folder)
+
+    def _errors(self, model: PreTrainedModel, source: PreTrainedModel, prepared: Prepared) -> list[float]:
+        from .attention_transfer import layer_errors
+
+        rows = prepared.train if prepared.validation is None else prepared.validation
+        collator = prepared.objective.collator(prepared.tokenizer, seed=self.args.seed).as_static()
+        size = self.args.per_device_eval_batch_size
+        taken = list(itertools.islice(rows, _ERROR_BATCHES * size))
+        batches = [collator(taken[first : first + size]) for first in range(0, len(taken), size)]
+        return layer_errors(model, source, self.layers, batches)
+
+    # ------------------------------------------------------------------------------------------------ stages
+
+    def _train(self, stage: str, start: Path) -> None:
+        prepared, args = self._prepare(start, stage)
+        source = self._teacher(prepared)
+        self.say(
+            f"{TITLES[stage]}: {args.max_steps:,} steps, learning rate {args.learning_rate:g}, rows of"
+            f" {prepared.plan['block_size']} tokens"
+        )
+        if prepared.checkpoint is not None:
+            self.say(f"resuming from {prepared.checkpoint}")
+        adapters = None
+        if stage == "transfer":
+            from .attention_transfer import AttentionTransferTrainer
+
+            loss = {"loss": self.choice.transfer_loss, "layers": self.layers}
+            trainer: Any = functools.partial(AttentionTransferTrainer, source=source, **loss)
+        else:
+            trainer = functools.partial(DistillationTrainer, teacher=source, distillation=self.choice.teaching())
+            if stage == "lora":
+                adapters = MergedLora(self.choice.lora_rank, self.choice.lora_alpha)
+        summary = train(prepared, args, self.callbacks, make_trainer=trainer, adapters=adapters)
+        if stage == "transfer":
+            trained = open_model(self.folder / stage)[0]
+            self.record.layer_errors["transfer"] = self._errors(trained, source, prepared)
+        self.record.stages.append(
+            StageRecord(
+                name=stage,
+                steps=summary["steps"],
+                learning_rate=args.learning_rate,
+                trained=summary.get("trained_parameters", summary["parameters"]),
+                parameters=summary["parameters"],
+                what=self._what(stage),
+                seconds=summary["seconds"],
+                train_loss=summary["train_loss"],
+                loss=summary.get("eval_loss"),
+            )
+        )
+        self.record.write(self.folder)
+
+    def _what(self, stage: str) -> str:
+        """What a stage trains, in words."""
+        if stage == "distillation":
+            return "all weights"
+        if stage == "lora":
+            return f"adapters of rank {self.choice.lora_rank} on the attention's projections"
+        from .attention_transfer import attention_pairs
+
+        student, source = open_model(self.folder / SWAPPED)[0], open_model(self.choice.model)[0]
+        pair = attention_pairs(student, source, self.layers[:1])[0]
+        chosen = {id(parameter) for parameter in pair.trained()}
+        names = [name for name, parameter in pair.student.named_parameters() if id(parameter) in chosen]
+        parts = dict.fromkeys(name.partition(".")[0] for name in names)
+        return f"{', '.join(f'`{part}`' for part in parts)} of the attention"
+
+    def _finish(self, last: Path) -> None:
+        """The last stage's model into the folder, each file whole or not at all."""
+        self.record.status = "finished"
+        if not self.args.should_save:
+            return
+        with saving_into(self.folder) as staging:
+            for path in last.iterdir():
+                if path.is_file() and path.name not in (LOCK_FILE, STATE_FILE):
+                    shutil.copy2(path, staging / path.name)
+        self.record.write(self.folder)
+
+
+def _newest(folder: Path, world_size: int) -> str | None:
+    from .checkpoints import newest_complete
+
+    found = newest_complete(folder, world_size) if folder.is_dir() else None
+    return None if found is None else str(found)
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON keeps it."""
+    return value if value is None or isinstance(value, (bool, int, float)) else str(getattr(value, "value", value))
+
+
+def _held_out(model: PreTrainedModel, prepared: Prepared, args: TrainingArguments) -> dict[str, float]:
+    """The metrics of a model on the held-out rows."""
+    from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+    from .trainer import XFormerTrainer
+
+    collator = prepared.objective.collator(prepared.tokenizer, seed=args.seed).as_static()
+    trainer = XFormerTrainer(
+        model=model,
+        args=args,
+        data_collator=collator,
+        eval_dataset=prepared.validation,
+        processing_class=prepared.tokenizer,
+    )
+    trainer.pop_callback(PrinterCallback)
+    trainer.pop_callback(ProgressCallback)
+    return trainer.evaluate()
+
+
+def linearize(
+    choice: Linearizing,
+    attention: str | Mapping[str, Any],
+    source: TextData,
+    args: TrainingArguments,
+    **options: Any,
+) -> Linearization:
+    """[`Linearizer`] in one call; what `hf-xformers linearize` does."""
+    return Linearizer(choice, attention, source, args, **options).run()
+
+
+__all__ = ["STAGES", "SWAPPED", "Linearizer", "Linearizing", "linearize"]

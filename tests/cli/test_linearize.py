@@ -1,0 +1,217 @@
+"""`hf-xformers linearize`: stages that lower what they are for, touch what they may, and go on where they were
+killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from hf_xformers.cli import main
+from hf_xformers.cli.linearize import run
+from hf_xformers.conversion.linearization import read_linearization
+from hf_xformers.conversion.swap import open_model, swap_components
+from hf_xformers.training.attention_transfer import attention_pairs, transfer_losses
+from tests.training.runs import flags, pretrain, weights
+
+ROOT = Path(__file__).parents[2]
+MODERN = "--position rotary --residual pre_ln --normalization rms_norm --attention.bias false".split()
+
+SHARP = {"num_key_value_heads": 1, "initializer_range": 0.3}  # attention far from a mere mean
+
+
+@pytest.fixture(scope="module")
+def source(text, tmp_path_factory):
+    """A small decoder with rotary positions and grouped heads."""
+    folder = tmp_path_factory.mktemp("source") / "run"
+    return pretrain(text, folder, *MODERN, objective="clm", max_steps=30, learning_rate=0.01, **SHARP)
+
+
+def arguments(text, model, output, **options):
+    defaults = {
+        "model": model,
+        "data": text,
+        "output_dir": output,
+        "attention": "hedgehog",
+        "block_size": 16,
+        "transfer_steps": 4,
+        "distillation_steps": 3,
+        "per_device_train_batch_size": 4,
+        "logging_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "disable_tqdm": "true",
+    }
+    return flags(**{**defaults, **options})
+
+
+def linearize(text, model, output, *extra, callbacks=(), **options):
+    assert run([*arguments(text, model, output, **options), *extra], callbacks) == 0
+    return output
+
+
+@pytest.mark.parametrize("attention", ["hedgehog", "t2r", "performer"])
+def test_transfer_lowers_each_error_and_touches_its_own(attention, text, source, tmp_path, capsys):
+    out = linearize(text, source, tmp_path / "out", attention=attention, transfer_steps=30, distillation_steps=0)
+    record = read_linearization(out)
+    before, after = record.layer_errors["swapped"], record.layer_errors["transfer"]
+    assert len(before) == 2 and all(b < a for a, b in zip(before, after))
+    start, end = weights(out / "swapped"), weights(out)
+    changed = {name for name in start if not torch.equal(start[name], end[name])}
+    parts = {"performer": ("q_proj", "k_proj")}.get(attention, ("map",))
+    assert changed and all("attention" in name and any(part in name for part in parts) for name in changed)
+    assert record.stages[0].trained == sum(start[name].numel() for name in changed)
+    shown = capsys.readouterr().out
+    assert "Attention transfer: 30 steps" in shown and "of the attention" in shown
+
+
+def test_losses_are_those_of_each_layer_by_itself(source):
+    """Against the source's own inputs and outputs, layer by layer."""
+    torch.manual_seed(0)
+    teacher = open_model(source)[0]
+    student, _ = swap_components(source, attention={"type": "lolcats", "window": 3}, measure=False)
+    ids = torch.randint(5, 300, (2, 16))
+    mask = torch.ones_like(ids)
+    mask[0, 9:] = 0
+    pairs, seen = attention_pairs(student, teacher, [0, 1]), []
+    hooks = [
+        pair.source.register_forward_hook(lambda module, given, result: seen.append((*given, result.output)))
+        for pair in pairs
+    ]
+    with torch.no_grad():
+        teacher(ids, attention_mask=mask)
+        [hook.remove() for hook in hooks]
+        expected = []
+        for pair, (states, context, output) in zip(pairs, seen):
+            own = pair.student(states, context).output
+            real = mask.bool()
+            expected.append(((own - output)[real].square().sum() / output[real].square().sum()).item())
+        found = transfer_losses(student, pairs, {"input_ids": ids, "attention_mask": mask, "labels": ids})
+        entropies = transfer_losses(student, pairs, {"input_ids": ids, "attention_mask": mask}, "weights")
+    assert [value.item() for value in found] == pytest.approx(expected, rel=1e-4)
+    own = student(ids, attention_mask=mask, output_attentions=True).attentions[0]
+    taught = teacher(ids, attention_mask=mask, output_attentions=True).attentions[0]
+    entropy = -(taught * (own + 1e-8).log()).sum(-1).transpose(1, 2)[mask.bool()].mean()
+    assert entropies[0].item() == pytest.approx(entropy.item(), rel=1e-4)
+
+
+class Stop(TrainerCallback):
+    """Ends the run at a step of one stage."""
+
+    def __init__(self, stage, step):
+        self.stage, self.step = stage, step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if Path(args.output_dir).name == self.stage and state.global_step == self.step:
+            self.end()
+
+    def end(self):
+        raise InterruptedError(self.stage)
+
+
+class Kill(Stop):
+    def end(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_run_that_was_killed_ends_with_the_same_weights(text, source, tmp_path):
+    """Stopped in every stage, once by SIGKILL in a process of its own; finished stages are not repeated."""
+    options = {"lora_steps": 3, "attention": "lolcats", "attention.window": 4, "distillation_learning_rate": 0.01}
+    whole = linearize(text, source, tmp_path / "whole", **options)
+    cut, done = tmp_path / "cut", []
+    code = (
+        "import sys\nfrom hf_xformers.cli.linearize import run\nfrom tests.cli.test_linearize import Kill\n"
+        "run(sys.argv[1:], [Kill('transfer', 3)])"
+    )
+    killed = subprocess.run(
+        [sys.executable, "-c", code, *arguments(text, source, cut, **options)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    for stage, step in (("distillation", 1), ("distillation", 3), ("lora", 2)):
+        with pytest.raises(InterruptedError):
+            linearize(text, source, cut, "--resume_from_checkpoint", callbacks=[Stop(stage, step)], **options)
+        done.append([entry.name for entry in read_linearization(cut).stages])
+    assert done == [["transfer"], ["transfer"], ["transfer", "distillation"]]
+    linearize(text, source, cut, "--resume_from_checkpoint", **options)
+    one, other = weights(whole), weights(cut)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert not any("lora" in name or "base_layer" in name for name in one)
+    records = [read_linearization(folder) for folder in (whole, cut)]
+    assert records[0].layer_errors == records[1].layer_errors
+    assert [entry.loss for entry in records[0].stages] == [entry.loss for entry in records[1].stages]
+
+
+def test_the_result_is_a_plain_checkpoint(text, source, tmp_path, capsys):
+    """It loads, generates with a state that does not grow, has its account on its card; other layers stay."""
+    out = linearize(text, source, tmp_path / "out", layers="1", lora_steps=2)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert [model.config.layer(index).attention.type for index in (0, 1)] == ["dense", "hedgehog"]
+    found = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
+    assert found.shape == (1, 7)
+    record = json.loads((out / "linearization.json").read_text())
+    assert record["status"] == "finished" and record["layers"] == [1]
+    assert [entry["name"] for entry in record["stages"]] == ["transfer", "distillation", "lora"]
+    assert all(entry["loss"] > 0 for entry in record["stages"]) and record["floor_loss"] > 0
+    capsys.readouterr()
+    assert main(["card", str(out), "--to", str(tmp_path / "card.md")]) == 0
+    card = (tmp_path / "card.md").read_text()
+    assert (
+        "## Linearisation" in card and "The attention of layer 1 is `hedgehog`" in card and str(tmp_path) not in card
+    )
+    with pytest.raises(ValueError, match="holds a linearisation already"):
+        linearize(text, source, out, layers="1", lora_steps=2)
+    with pytest.raises(ValueError, match="had transfer_steps 4, and this command gives 5"):
+        linearize(text, source, out, "--resume_from_checkpoint", layers="1", lora_steps=2, transfer_steps=5)
+    linearize(text, source, out, "--resume_from_checkpoint", layers="1", lora_steps=2)
+    assert "finished already" in capsys.readouterr().err
+
+
+def test_an_encoder_learns_from_masked_tokens(text, tmp_path):
+    bert = pretrain(text, tmp_path / "bert", variant="bert", max_steps=4)
+    out = linearize(text, bert, tmp_path / "out", attention="t2r", transfer_loss="weights")
+    record = read_linearization(out)
+    assert record.stages[0].what.startswith("`feature_map`") and record.source_loss and record.swapped_loss
+
+
+REFUSED = {
+    "no model": ({"model": "nowhere"}, "nowhere"),
+    "layers": ({"layers": "7"}, "Layers '7' do not exist: the model has 2"),
+    "no attention": ({"attention": None}, "give --attention NAME"),
+    "same attention": ({"attention": "dense"}, "has 'dense' attention already"),
+    "no steps": ({"transfer_steps": 0, "distillation_steps": 0}, "no stage has a step"),
+    "negative": ({"lora_steps": -1}, "--lora_steps must not be negative, got -1"),
+    "steps of one run": ({"max_steps": 9}, "--max_steps 9 is for a single training"),
+    "rate": ({"transfer_learning_rate": 0}, "--transfer_learning_rate must be above 0"),
+    "objective": ({"objective": "mlm"}, "--objective mlm is not for the model"),
+    "weights": ({"attention": "delta_net", "transfer_loss": "weights"}, "take --transfer_loss output"),
+    "rank": ({"lora_rank": 0}, "--lora_rank must be at least 1"),
+    "field": ({"attention.windows": 3}, "Unknown field 'windows'"),
+    "temperature": ({"temperature": 0}, "--temperature must be above 0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name, text, source, tmp_path, capsys):
+    options, message = dict(REFUSED[name][0]), REFUSED[name][1]
+    code = main(["linearize", *arguments(text, options.pop("model", source), tmp_path / "out", **options)])
+    error = " ".join(capsys.readouterr().err.split())
+    assert code == 2 and message in error and "Traceback" not in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_data_refuses_leaves_nothing(text, source, tmp_path, capsys):
+    bart = pretrain(text, tmp_path / "bart", variant="bart", max_steps=1)
+    assert main(["linearize", *arguments(text, bart, tmp_path / "out")]) == 2
+    assert "is an encoder-decoder" in capsys.readouterr().err
+    bert = pretrain(text, tmp_path / "bert", variant="bert", max_steps=1)
+    assert main(["linearize", *arguments(text, bert, tmp_path / "out", block_size=4096)]) == 2
+    assert "covers only" in capsys.readouterr().err and not (tmp_path / "out").exists()
