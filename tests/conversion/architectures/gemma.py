@@ -85,7 +85,7 @@ ARCHITECTURES = (
                 "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
             },
         },
-        base={**BASE, "pad_token_id": 0},
+        base={**BASE, "vocab_size": 32064},
         noted=frozenset({"embd_pdrop"}),
         unread=frozenset({"original_max_position_embeddings"}),
         other_values={

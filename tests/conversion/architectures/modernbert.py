@@ -83,7 +83,7 @@ ARCHITECTURES = (
             "free_width": {"head_dim": 12, "num_key_value_heads": 1},
             "rope_llama3": SCALINGS["rope_llama3"],
         },
-        base={**BASE, "pad_token_id": 0},
+        base={**BASE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
         refused=frozenset({"pretraining_tp"}),
         unread=frozenset({"mask_token_id", "classifier_pooling"}),
         other_values={**OTHERS, "classifier_pooling": "mean"},
