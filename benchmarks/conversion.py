@@ -5,8 +5,8 @@ python benchmarks/conversion.py [--only bert,llama] [--without_base]
 For each model type in `tests/conversion/architectures/` and each of the first families: over all classes, the largest
 difference of outputs and of losses between transformers' tiny model and ours, relative to the largest output, and
 between ours and what it converts back to; then a base-sized checkpoint is converted in a fresh process, from folder to
-folder: processor seconds, and the growth of the process's peak memory by the size of the weights. Rows replace those of the same
-model type in `results/conversion.json`; runs from the root of the repository.
+folder: processor seconds, and the growth of the process's peak memory by the size of the weights. Rows replace those
+of the same model type in `results/conversion.json`; runs from the root of the repository.
 """
 
 from __future__ import annotations
@@ -184,8 +184,8 @@ def main() -> None:
     note = (
         "`outputs`, `losses`: largest difference between transformers' model and ours over all classes, relative to"
         " the largest value, in float32 on random tiny models with padding; `back`: the same after converting back."
-        " Base-sized checkpoints from folder to folder: millions of weights, processor seconds, peak memory by the size of the"
-        " weights."
+        " Base-sized checkpoints from folder to folder: millions of weights, processor seconds, peak memory by the"
+        " size of the weights."
     )
     ordered = [rows[name] for name in sorted(rows)]
     print(write_results("conversion", ordered, COLUMNS, "Conversion of transformers' families", note))
