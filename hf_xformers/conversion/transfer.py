@@ -19,6 +19,7 @@ from transformers.utils import logging
 from ..configuration_xformer import XFormerConfig
 from ..variants import config_class, family
 from .base import Converter, Head
+from .refusals import refuse_quantized
 from .report import Report
 from .rules import FIRST, NONE, ZERO, Entry
 
@@ -82,6 +83,7 @@ def to_ours(source: Source, converter: Converter, head: str | None = None) -> tu
         ValueError: the config or a tensor has no counterpart; the message names it.
     """
     model = source.model
+    refuse_quantized(type(model).__name__, model.config.to_dict())
     pair = converter.head_of_theirs(type(model).__name__)
     if pair is None:
         raise ValueError(
@@ -372,11 +374,13 @@ def carry_generation(source: PreTrainedModel, target: PreTrainedModel) -> None:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Loading from memory without transformers' own remarks: what is new and what is tied stands in the report."""
-    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+def quiet(*, bars: bool = False) -> Iterator[None]:
+    """Loading without transformers' own remarks: what is new and what is tied stands in the report. bars: progress is
+    shown, which takes a while from a disk and none from memory."""
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled() and not bars
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    if bar:
+        logging.disable_progress_bar()
     try:
         yield
     finally:

@@ -149,6 +149,14 @@ def safetensors_defect(path: Path) -> str | None:
     return None if size == 8 + length + max(ends, default=0) else "is cut off"
 
 
+def stored_types(path: Path) -> dict[str, str]:
+    """The number format of each tensor of a safetensors file that [`safetensors_defect`] finds whole ("F32", "I8",
+    ...), without reading the tensors."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return {name: str(entry.get("dtype")) for name, entry in header.items() if name != "__metadata__"}
+
+
 def _end(entry: Any) -> int:
     first, last = entry["data_offsets"]
     if not 0 <= first <= last or any(size < 0 for size in entry["shape"]) or not math.isfinite(last):
