@@ -76,6 +76,7 @@ class ConditionalAttentionSpec(AttentionSpec):
     summary = "softmax attention with a gate for each asking and each read token"
     normalizes_heads = True
     cross = True
+    rotation_by_length = False
     score_bias = True
     explicit_mask = True
     packed = True

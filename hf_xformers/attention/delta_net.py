@@ -102,6 +102,8 @@ class DeltaNetSpec(AttentionSpec):
     summary = "fast weights that are corrected by the delta rule: linear time, causal"
     normalizes_heads = True
     bidirectional = False
+    rotation = True
+    rotation_by_length = False
 
     feature_map: Literal["dpfp", "elu"] = "dpfp"
     nu: int = 3

@@ -35,8 +35,7 @@ class PerformerAttention(LinearAttention):
 
     What keeps exponentials in range is taken from a query's own features and from the keys seen so far, never from
     later keys, and nothing is added to the features: released implementations subtract the maximum over all keys and
-        add a
-    small number, which lets the future and the rest of the batch change a result.
+    add a small number, which lets the future and the rest of the batch change a result.
 
     Redrawing (section 4.2 of the paper): every `redraw_interval` training passes, counted in the buffer `passes`;
     between passes by [`redraw_features`]. Evaluation, frozen projections (under adapters) and compiled training never

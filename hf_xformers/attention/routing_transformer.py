@@ -435,6 +435,7 @@ class RoutingSpec(BucketedSpec):
 
     summary = "local heads, and heads that attend inside k-means clusters"
     later_tokens = "which tokens a cluster holds"
+    rotation_by_length = False
     tensor_parallel = False  # its sums over processes are those of data parallelism
 
     num_clusters: int | None = aliased(None, "clusters")

@@ -342,6 +342,7 @@ class SynthesizerSpec(AttentionSpec):
     how several kinds mix. share_heads: one table for all heads."""
 
     summary = "scores made from each token alone, or learned"
+    rotation_by_length = False
     explicit_mask = True
 
     kind: str = "dense"

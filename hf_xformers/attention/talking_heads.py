@@ -203,6 +203,7 @@ class TalkingHeadsSpec(AttentionSpec):
 
     summary = "heads mix before and after the softmax"
     cross = True
+    rotation_by_length = False
     score_bias = True
     explicit_mask = True
     packed = True

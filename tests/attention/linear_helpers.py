@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from hf_xformers.core.cache import make_cache
@@ -19,6 +21,18 @@ def in_pieces(layer, states, pieces, mask=None):
         done += length
     assert done == states.shape[1] and cache.get_seq_length() == done
     return torch.cat(found, 1), cache
+
+
+def turned(x, theta):
+    """x [B, H, T, d] with each pair of channels (i, i + d/2) at place t turned by t * theta^(-2i/d)."""
+    found, half = torch.zeros_like(x), x.shape[-1] // 2
+    for t in range(x.shape[2]):
+        for i in range(half):
+            angle = t * theta ** (-i / half)
+            a, b = x[:, :, t, i], x[:, :, t, i + half]
+            found[:, :, t, i] = a * math.cos(angle) - b * math.sin(angle)
+            found[:, :, t, i + half] = b * math.cos(angle) + a * math.sin(angle)
+    return found
 
 
 def check_no_future(layer, states, training=False):

@@ -1,13 +1,16 @@
 """Delta networks against the token recurrence, transformers' delta rule, what they overwrite, and the implied
 weights."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from hf_xformers import XFormerConfig
 from hf_xformers.ops.linear.feature_maps import dpfp_reference
-from tests.attention.linear_helpers import check_no_future, in_pieces, state_sizes
+from hf_xformers.position.rotary import RotaryPosition, RotarySpec
+from tests.attention.linear_helpers import check_no_future, in_pieces, state_sizes, turned
 from tests.attention.score_helpers import (
     GEOMETRY,
     HEADS,
@@ -43,16 +46,17 @@ def features(spec, x):
     return found / found.sum(-1, keepdim=True)
 
 
-def tensors(layer, spec, states):
+def tensors(layer, spec, states, turn=lambda x: x):
     q, k, v = (split_heads(part(states), D) for part in (layer.q_proj, layer.k_proj, layer.v_proj))
+    q, k = turn(q), turn(k)
     k, v = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in (k, v))
     return features(spec, q), features(spec, k), v, torch.sigmoid(states @ layer.beta_proj.weight.t()).transpose(1, 2)
 
 
 @torch.no_grad()
-def by_hand(layer, spec, states, mask=None):
+def by_hand(layer, spec, states, mask=None, turn=lambda x: x):
     """The rule token by token; padded tokens are left out."""
-    q, k, v, beta = tensors(layer, spec, states)
+    q, k, v, beta = tensors(layer, spec, states, turn)
     outputs = torch.zeros_like(v)
     for b in range(states.shape[0]):
         for h in range(HEADS):
@@ -74,6 +78,18 @@ def test_rule(implementation, spec):
         for mask in (None, PADDING):
             context = make_context(6, True, padding_mask=mask, implementation=implementation)
             close(run_layers([layer], states, context)[0].output.detach(), by_hand(layer, spec, states, mask))
+
+
+@each_path
+@each_spec
+def test_rotary_turns_queries_and_keys(implementation, spec):
+    """Before the features, with heads that share keys; each position's angles written out."""
+    (layer,) = build_layers(spec, causal=True, num_key_value_heads=2)
+    states = vectors(4, 6)
+    context = make_context(6, True, padding_mask=PADDING, implementation=implementation)
+    context.shared["rotation"] = RotaryPosition(D, RotarySpec(theta=50.0)).rotation(torch.arange(6)[None], states)
+    found = run_layers([layer], states, context)[0].output.detach()
+    close(found, by_hand(layer, spec, states, PADDING, partial(turned, theta=50.0)), 1e-6)
 
 
 @each_spec
@@ -183,7 +199,7 @@ def test_refusals():
         XFormerConfig(**GEOMETRY, cross_attention="delta_net")
 
 
-MIX = {"delta": {"attention": SPECS["elu"], "residual": "pre_ln", "num_key_value_heads": 2}}
+MIX = {"delta": {"attention": SPECS["elu"], "residual": "pre_ln", "num_key_value_heads": 2, "position": "rotary"}}
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM
 from hf_xformers.attention.performer import redraw_features
-from tests.attention.linear_helpers import check_no_future, in_pieces, state_sizes
+from hf_xformers.position.rotary import RotaryPosition, RotarySpec
+from tests.attention.linear_helpers import check_no_future, in_pieces, state_sizes, turned
 from tests.attention.score_helpers import (
     GEOMETRY,
     HEADS,
@@ -44,11 +46,12 @@ def build(spec=SPEC, **more):
 
 
 @torch.no_grad()
-def by_hand(layer, states, allowed, memory=None):
+def by_hand(layer, states, allowed, memory=None, turn=lambda x: x):
     """The features as they stand in the paper, and all pairs of them."""
     read = states if memory is None else memory
-    q = split_heads(layer.q_proj(states), D)
-    k, v = split_heads(layer.k_proj(read), D), split_heads(layer.v_proj(read), D)
+    q, k = turn(split_heads(layer.q_proj(states), D)), turn(split_heads(layer.k_proj(read), D))
+    v = split_heads(layer.v_proj(read), D)
+    k, v = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in (k, v))
     w = layer.directions
 
     def phi(x):
@@ -62,6 +65,21 @@ def by_hand(layer, states, allowed, memory=None):
     sums = products.sum(-1, keepdim=True)
     weights = torch.where(sums > 0, products / sums.clamp(min=1e-300), 0.0)
     return layer.o_proj((weights @ v).transpose(1, 2).flatten(2)), weights
+
+
+@each_path
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("spec", [SPEC, HYPERBOLIC], ids=["positive", "hyperbolic"])
+def test_rotary_turns_queries_and_keys(implementation, causal, spec):
+    """Before the features, with heads that share keys; each position's angles written out."""
+    layer, states = build(spec, causal=causal, num_key_value_heads=2), vectors(4, 6)
+    context = make_context(6, causal, padding_mask=PADDING, implementation=implementation)
+    context.shared["rotation"] = RotaryPosition(D, RotarySpec(theta=50.0)).rotation(torch.arange(6)[None], states)
+    (result,) = run_layers([layer], states, context)
+    output, weights = by_hand(layer, states, allowed_pairs(6, causal, PADDING), turn=partial(turned, theta=50.0))
+    close(result.output.detach(), output, 1e-6)
+    if implementation == "eager":
+        close(result.weights.detach(), weights, 1e-6)
 
 
 @each_path
@@ -291,7 +309,7 @@ def test_refusals():
             XFormerConfig(**GEOMETRY, attention={"type": "performer", **fields})
 
 
-MIX = {"performer": {"attention": HYPERBOLIC, "residual": "pre_ln", "num_key_value_heads": 2}}
+MIX = {"performer": {"attention": HYPERBOLIC, "residual": "pre_ln", "num_key_value_heads": 2, "position": "rotary"}}
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")

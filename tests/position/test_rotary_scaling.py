@@ -7,9 +7,11 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_xformers import XFormerConfig, build_spec
+from hf_xformers import XFormerConfig, XFormerForCausalLM, build_spec
+from hf_xformers.core.components import names
 from hf_xformers.position.rotary import RotaryPosition
 from hf_xformers.position.rotary_scaling import SCALINGS, build_scaling
+from tests.helpers import close
 
 WIDTH, THETA, LENGTH = 16, 10000.0, 64
 FIELDS = {
@@ -204,3 +206,43 @@ def test_whole_heads_take_no_fraction():
     made = {"type": "rotary", "scaling": "proportional", "fraction": 0.5}
     with pytest.raises(ValueError, match="leave that at 1"):
         XFormerConfig(hidden_size=32, num_attention_heads=2, position=made)
+
+
+@pytest.mark.parametrize("attention", names("attention"))
+def test_keys_of_a_growing_text(attention):
+    """A rotation by length turns a decoder's cached keys anew, or the config refuses it."""
+    fields = {"type": "synthesizer", "kind": "dot"} if attention == "synthesizer" else attention
+    scaled = {"type": "rotary", "scaling": {"type": "dynamic", "factor": 4.0}}
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 16, "max_position_embeddings": 8, "initializer_range": 0.5, "is_decoder": True}
+    if attention == "conditional":
+        sizes["stack"] = "conditional_computation"
+    try:
+        config = XFormerConfig(**sizes, attention=fields, position=scaled)
+    except ValueError as error:
+        assert attention in str(error)
+        return
+    assert config.attention.rotation_by_length
+    torch.manual_seed(0)
+    model, ids = XFormerForCausalLM(config).eval().double(), torch.randint(0, 40, (2, 20))
+    with torch.no_grad():
+        expected, cache, found = [model(ids[:, :n]).logits[:, -1] for n in range(6, 21)], None, []
+        for begin, end in ((0, 6), *((n, n + 1) for n in range(6, 20))):
+            step = model(ids[:, begin:end], past_key_values=cache, use_cache=True)
+            cache = step.past_key_values
+            found.append(step.logits[:, -1])
+    close(torch.stack(found), torch.stack(expected), 1e-5)
+
+
+def test_a_state_takes_no_rotation_by_length():
+    """A sum over keys cannot turn them anew; an encoder has none, and other scalings are the same for all lengths."""
+    for attention in ("performer", "delta_net", "linear_transformer", "hedgehog", "t2r", "lolcats", "talking_heads"):
+        for name in ("dynamic", "longrope"):
+            scaling = {"type": name, **FIELDS[name]}
+            fields = {"hidden_size": 32, "num_attention_heads": 2, "attention": attention}
+            with pytest.raises(ValueError, match=f"'{attention}' does not keep them as they were before"):
+                XFormerConfig(**fields, is_decoder=True, position={"type": "rotary", "scaling": scaling})
+            if attention != "delta_net":
+                XFormerConfig(**fields, position={"type": "rotary", "scaling": scaling})
+            scaling = {"type": "yarn", **FIELDS["yarn"]}
+            XFormerConfig(**fields, is_decoder=True, position={"type": "rotary", "scaling": scaling})

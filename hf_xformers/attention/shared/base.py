@@ -246,6 +246,12 @@ class AttentionSpec(Spec):
     runs_through: every layer passes it on, up to the last. carries: the stream in which they do so, if it is one that
     cross-attention of the same kind goes on with.
 
+    What of a position inside attention it reads (configs refuse the rest). rotation: queries and keys are turned;
+    linear attention turns them before its features, as far as its own equation does not say otherwise.
+    rotation_by_length: of these also a rotation that turns the same token otherwise in a longer text
+    ([`Rotation.by_length`]), for which a decoder has to keep its keys as they were before. score_bias, score_terms,
+    head_terms: what is added to scores, and to queries, keys and values.
+
     What other components ask for. keeps_keys_alone: its state for generation is keys and values and nothing else, so
     that a block may keep a state of its own beside them. reads_segment_memory: it reads the states that a
     segment-recurrent stack carries on. reads_feedback: it reads what a stack makes of all layers at earlier steps.
@@ -272,6 +278,7 @@ class AttentionSpec(Spec):
     score_terms: ClassVar[bool] = False
     head_terms: ClassVar[bool] = False
     rotation: ClassVar[bool] = True
+    rotation_by_length: ClassVar[bool] = True
     explicit_mask: ClassVar[bool] = False
     splits_heads: ClassVar[bool] = False
     why_one_length: ClassVar[str] = ""

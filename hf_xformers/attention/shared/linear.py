@@ -259,6 +259,7 @@ class LinearSpec(AttentionSpec):
 
     cross = True
     rotation = False
+    rotation_by_length = False
 
     chunk_size: int = 64
 
