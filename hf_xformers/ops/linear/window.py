@@ -91,6 +91,8 @@ def window_linear_attention(
         mix = _Mix(query_map, key_map, gamma.to(dtype)[:, None, None, None], window, causal, scale)
         if length <= 1 or length + before <= window:  # every key stands in the window
             sums = None if state is None else (state.kv[:, :, None], state.z[:, :, None])
+            if state is None and torch.is_grad_enabled():  # over no keys: the maps' gradients are zero, not missing
+                sums = tuple(x[:, :, None] for x in _sums(mix, key[:, :, :0], value[:, :, :0], real[:, :0]))
             places = torch.arange(before, before + length, device=query.device)
             pieces = (x[:, :, None] for x in (query, key, value))
             out = mix(*pieces, real[:, None, None], places, sums, all_near=True)[:, :, 0]
@@ -189,12 +191,17 @@ def _behind(sums: Tensor) -> Tensor:
     return torch.cat([total, torch.zeros_like(sums[:, :, :count])], dim=2)
 
 
+def _sums(mix: _Mix, key: Tensor, value: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """sum phi(k_j)^T v_j `[B, H, F, dv]` and sum phi(k_j) `[B, H, F]` over keys `[B, H, n, d]`."""
+    phi = mix.key_map(key).masked_fill(~real[:, None, :, None], 0.0)
+    return phi.mT @ value, phi.sum(2)
+
+
 def _after(mix: _Mix, key: Tensor, value: Tensor, real: Tensor, length: int, state: WindowState | None) -> WindowState:
     """The state when the window has moved on past these keys."""
     leaving = max(key.shape[2] - (mix.window - 1), 0)
     gone, passed = key[:, :, :leaving], value[:, :, :leaving]
-    phi = mix.key_map(gone).masked_fill(~real[:, None, :leaving, None], 0.0)
-    kv, z = phi.mT @ passed, phi.sum(2)
+    kv, z = _sums(mix, gone, passed, real[:, :leaving])
     if state is not None:
         kv, z = kv + state.kv, z + state.z
     return WindowState(key[:, :, leaving:], value[:, :, leaving:], real[:, leaving:], kv, z)
