@@ -56,12 +56,11 @@ class ConditionalAttention(DenseAttention):
         else:
             query = self.queries(asking)
             key, value = self.keys(cast(Tensor, source)), self.heads(self.v_proj(source))
-            rotation = self.rotation(context)
-            if rotation is not None:
-                query, key = rotation(query), rotation(key)
+            query, key = self.turned(query, key, context)
             cache = self_attention_cache(past_key_values)
             if cache is not None:
                 key, value = cache.update(key, value, step)
+            key = self.turned_late(key, context)
         output, weights = self.attend(query, key, value, context)
         output = self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
         output = self.output_norm(output, **norm_inputs(self.config.normalization, context))
@@ -76,7 +75,6 @@ class ConditionalAttentionSpec(AttentionSpec):
     summary = "softmax attention with a gate for each asking and each read token"
     normalizes_heads = True
     cross = True
-    rotation_by_length = False
     score_bias = True
     explicit_mask = True
     packed = True

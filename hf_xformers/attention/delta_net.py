@@ -103,7 +103,7 @@ class DeltaNetSpec(AttentionSpec):
     normalizes_heads = True
     bidirectional = False
     rotation = True
-    rotation_by_length = False
+    keeps_rotated = True
 
     feature_map: Literal["dpfp", "elu"] = "dpfp"
     nu: int = 3

@@ -252,9 +252,8 @@ class RoutingAttention(Attention):
         key = self.heads(self.k_proj(hidden_states)) if self.key_heads else query[:, :0]
         (local_query, routed_query), (local_value, routed_value) = self._parted(query), self._parted(value)
         local_key, routed_key = (key, None) if self.shared else self._parted(key)
-        rotation = self.rotation(context)
-        if rotation is not None:  # positions are for the local heads; routing is by content
-            local_query, local_key = rotation(local_query), rotation(local_key)
+        # Positions are for the local heads; routing is by content.
+        local_query, local_key = self.turned(local_query, local_key, context)
         routed_query = _normalized_heads(routed_query)
         routed_key = None if routed_key is None else _normalized_heads(routed_key)
         routes, aux_losses = None, None
@@ -267,6 +266,7 @@ class RoutingAttention(Attention):
                 raise ValueError(self.spec.why_not_generate())
             key, value = cache.update(torch.cat([local_key, routed_key], dim=1), value, step)
             (local_key, routed_key), (local_value, routed_value) = self._parted(key), self._parted(value)
+        local_key = self.turned_late(local_key, context)
         parts = []
         added = self.score_terms(context)
         of_local = None if added is None else added.of_heads(slice(0, self.local))
@@ -435,7 +435,6 @@ class RoutingSpec(BucketedSpec):
 
     summary = "local heads, and heads that attend inside k-means clusters"
     later_tokens = "which tokens a cluster holds"
-    rotation_by_length = False
     tensor_parallel = False  # its sums over processes are those of data parallelism
 
     num_clusters: int | None = aliased(None, "clusters")

@@ -171,13 +171,9 @@ class SlidingWindowSpec(BlockSparseSpec):
         check_at_least(self.type, 1, window_size=self.window_size)
         check_at_least(self.type, 0, sinks=self.sinks)
 
-    def check(self, config) -> None:
-        if self.sinks and config.position.by_length:
-            raise ValueError(
-                f"sliding_window keeps its {self.sinks} `sinks` as they were turned, but position"
-                f" {config.position.type!r} as it is set turns all keys anew as a text grows; use another `scaling`,"
-                " or `sinks` 0."
-            )
+    @property
+    def keeps_rotated(self) -> bool:  # type: ignore[override]
+        return self.sinks > 0
 
     def pattern(self, config, layer_idx: int) -> Pattern:
         return window(self.window_size, config.is_decoder)

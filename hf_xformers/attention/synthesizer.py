@@ -160,15 +160,14 @@ class SynthesizerAttention(Attention):
         value = self.heads(self.v_proj(hidden_states))
         if self.q_proj is not None:
             query, key = self.heads(self.q_proj(hidden_states)), self.heads(self.k_proj(hidden_states))
-            rotation = self.rotation(context)
-            if rotation is not None:
-                query, key = rotation(query), rotation(key)
+            query, key = self.turned(query, key, context)
         cache = self_attention_cache(past_key_values)
         if cache is not None:  # a cache counts its tokens by the keys: one number stands for each missing one
             kept = value[..., :1] if key is None else key
             kept, value = cache.update(kept, value, self.layer_idx if step is None else step)
             key = None if key is None else kept
-        return query, None if key is None else self.repeated(key), self.repeated(value)
+        key = None if key is None else self.repeated(self.turned_late(key, context))
+        return query, key, self.repeated(value)
 
     def _shares(self) -> dict[str, Tensor | float]:
         """The factor of each member's scores."""
@@ -342,7 +341,6 @@ class SynthesizerSpec(AttentionSpec):
     how several kinds mix. share_heads: one table for all heads."""
 
     summary = "scores made from each token alone, or learned"
-    rotation_by_length = False
     explicit_mask = True
 
     kind: str = "dense"

@@ -82,6 +82,7 @@ class TalkingHeadsAttention(Attention):
         if "m2l" in self.dynamic:
             key, extra = key.split((self.head_dim, self.num_heads), dim=-1)
             added["m2l"] = extra.transpose(1, 2)
+        key = key if self.cross else self.turned_late(key, context)
         if "m2w" in self.dynamic:
             value, extra = value.split((self.head_dim, self.num_heads), dim=-1)
             added["m2w"] = extra.permute(0, 2, 3, 1)
@@ -139,7 +140,7 @@ class TalkingHeadsAttention(Attention):
     def _keys_and_values(self, tokens: Tensor, rotation) -> tuple[Tensor, Tensor]:
         """tokens [B, S, D] -> keys [B, key heads, S, d + ...], values [B, value heads, S, d + ...]."""
         key, value = self.heads(self.k_proj(tokens)), self.heads(self.v_proj(tokens))
-        if rotation is not None:
+        if rotation is not None and not rotation.by_length:
             key = rotation(key)
         if "m2l" in self.dynamic:
             key = torch.cat((key, self._matrices("m2l", self.dynamic["m2l"](tokens)).transpose(1, 2)), dim=-1)
@@ -203,7 +204,6 @@ class TalkingHeadsSpec(AttentionSpec):
 
     summary = "heads mix before and after the softmax"
     cross = True
-    rotation_by_length = False
     score_bias = True
     explicit_mask = True
     packed = True

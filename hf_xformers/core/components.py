@@ -172,11 +172,11 @@ def check_components(config) -> None:
                 f"position {position.type!r} {what}, which attention {attention.type!r} has no place for; use an"
                 " input-level position such as 'sinusoidal_absolute' or 'learned_absolute', or attention 'dense'."
             )
-    if config.is_decoder and position.by_length and not attention.rotation_by_length:
+    if config.is_decoder and position.by_length and attention.keeps_rotated and attention.angles != "none":
         raise ValueError(
-            f"position {position.type!r} as it is set turns all keys anew as a text grows, and attention"
-            f" {attention.type!r} does not keep them as they were before; use a `scaling` such as 'yarn', 'llama3' or"
-            " 'linear', or attention 'dense'."
+            f"position {position.type!r} as it is set turns all keys anew as a text grows, but attention"
+            f" {attention.type!r} as it is set generates from keys as they were turned; use another `scaling`, or"
+            " attention 'dense'."
         )
     if position.needs_causal and not config.is_decoder:
         raise ValueError(

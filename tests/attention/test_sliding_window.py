@@ -116,8 +116,10 @@ def test_gradients():
 
 def test_refusals():
     scaling = {"type": "dynamic", "factor": 2.0}
-    with pytest.raises(ValueError, match="`sinks` as they were turned"):
-        XFormerConfig(attention="sliding_window", position={"type": "rotary", "scaling": scaling})
-    XFormerConfig(attention={"type": "sliding_window", "sinks": 0}, position={"type": "rotary", "scaling": scaling})
+    position = {"type": "rotary", "scaling": scaling}
+    with pytest.raises(ValueError, match="generates from keys as they were turned"):
+        XFormerConfig(is_decoder=True, attention="sliding_window", position=position)
+    XFormerConfig(attention="sliding_window", position=position)
+    XFormerConfig(is_decoder=True, attention={"type": "sliding_window", "sinks": 0}, position=position)
     with pytest.raises(ValueError, match="`sinks` >= 0"):
         config(sinks=-1)

@@ -8,10 +8,10 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, build_spec
-from hf_xformers.core.components import names
+from hf_xformers.core.components import SLOTS, names
 from hf_xformers.position.rotary import RotaryPosition
 from hf_xformers.position.rotary_scaling import SCALINGS, build_scaling
-from tests.helpers import close
+from tests.helpers import NO_DROPOUT, make_strong
 
 WIDTH, THETA, LENGTH = 16, 10000.0, 64
 FIELDS = {
@@ -208,41 +208,61 @@ def test_whole_heads_take_no_fraction():
         XFormerConfig(hidden_size=32, num_attention_heads=2, position=made)
 
 
-@pytest.mark.parametrize("attention", names("attention"))
-def test_keys_of_a_growing_text(attention):
-    """A rotation by length turns a decoder's cached keys anew, or the config refuses it."""
-    fields = {"type": "synthesizer", "kind": "dot"} if attention == "synthesizer" else attention
-    scaled = {"type": "rotary", "scaling": {"type": "dynamic", "factor": 4.0}}
-    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes |= {"intermediate_size": 16, "max_position_embeddings": 8, "initializer_range": 0.5, "is_decoder": True}
-    if attention == "conditional":
-        sizes["stack"] = "conditional_computation"
-    try:
-        config = XFormerConfig(**sizes, attention=fields, position=scaled)
-    except ValueError as error:
-        assert attention in str(error)
-        return
-    assert config.attention.rotation_by_length
+GROWING = {
+    "longrope": {
+        "type": "longrope",
+        "short_factor": (1.0,) * 4,
+        "long_factor": (4.0, 2.0, 3.0, 5.0),
+        "original_max_position_embeddings": 8,
+    },
+    "dynamic": {"type": "dynamic", "factor": 4.0},
+}
+FORMS = {
+    "conditional": {"stack": "conditional_computation", "feedforward": "conditional"},
+    "synthesizer": {"attention": {"type": "synthesizer", "kind": "random+dot", "max_length": 24}},
+    "talking_heads": {"attention": {"type": "talking_heads", "num_key_heads": 2, "dynamic": ("m2l", "x2w")}},
+    "sliding_window": {"attention": {"type": "sliding_window", "sinks": 0, "window_size": 4}},
+}
+
+
+def growing(attention, scaling):
+    fields = {"attention": attention, **FORMS.get(attention, {})}
+    return XFormerConfig(
+        **{"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4},
+        **{"intermediate_size": 16, "max_position_embeddings": 8, "is_decoder": True, "pad_token_id": 0},
+        **NO_DROPOUT,
+        **fields,
+        position={"type": "rotary", "scaling": GROWING[scaling]},
+    )
+
+
+TURNING = [
+    name
+    for name in names("attention")
+    if (spec := SLOTS["attention"].get(name)).rotation and spec.causal and spec.keeps_rotated is not True
+]
+
+
+@pytest.mark.parametrize("scaling", GROWING)
+@pytest.mark.parametrize("attention", TURNING)
+@torch.no_grad()
+def test_caches_turn_keys_anew(attention, scaling):
+    """Every mechanism: pieces that pass the length of pretraining end as the whole text at once does, beside padding
+    (one layer, as the states of earlier tokens of a shorter text were others)."""
     torch.manual_seed(0)
-    model, ids = XFormerForCausalLM(config).eval().double(), torch.randint(0, 40, (2, 20))
-    with torch.no_grad():
-        expected, cache, found = [model(ids[:, :n]).logits[:, -1] for n in range(6, 21)], None, []
-        for begin, end in ((0, 6), *((n, n + 1) for n in range(6, 20))):
-            step = model(ids[:, begin:end], past_key_values=cache, use_cache=True)
-            cache = step.past_key_values
-            found.append(step.logits[:, -1])
-    close(torch.stack(found), torch.stack(expected), 1e-5)
+    model = make_strong(XFormerForCausalLM(growing(attention, scaling)).double().eval())
+    ids = torch.randint(3, 40, (2, 16), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    expected, past, done = model(ids, attention_mask=mask, use_cache=False).logits, None, 0
+    for size in (6, 1, 1, 4, 1, 3):
+        seen = done + size
+        found = model(ids[:, done:seen], attention_mask=mask[:, :seen], past_key_values=past, use_cache=True)
+        past, done = found.past_key_values, seen
+    torch.testing.assert_close(found.logits[:, -1], expected[:, -1], rtol=0, atol=1e-10)
 
 
-def test_a_state_takes_no_rotation_by_length():
-    """A sum over keys cannot turn them anew; an encoder has none, and other scalings are the same for all lengths."""
-    for attention in ("performer", "delta_net", "linear_transformer", "hedgehog", "t2r", "lolcats", "talking_heads"):
-        for name in ("dynamic", "longrope"):
-            scaling = {"type": name, **FIELDS[name]}
-            fields = {"hidden_size": 32, "num_attention_heads": 2, "attention": attention}
-            with pytest.raises(ValueError, match=f"'{attention}' does not keep them as they were before"):
-                XFormerConfig(**fields, is_decoder=True, position={"type": "rotary", "scaling": scaling})
-            if attention != "delta_net":
-                XFormerConfig(**fields, position={"type": "rotary", "scaling": scaling})
-            scaling = {"type": "yarn", **FIELDS["yarn"]}
-            XFormerConfig(**fields, is_decoder=True, position={"type": "rotary", "scaling": scaling})
+@pytest.mark.parametrize("attention", ["delta_net", "hedgehog", "linear_transformer", "lolcats", "performer", "t2r"])
+def test_states_that_keep_turned_keys_are_refused(attention):
+    with pytest.raises(ValueError, match=f"'{attention}' as it is set generates from keys as they were turned"):
+        growing(attention, "dynamic")

@@ -155,10 +155,24 @@ class Attention(Undecayed, Sublayer):
         cache = self_attention_cache(past_key_values)
         if cache is not None:
             key, value = cache.update(key, value, step)
-        if rotation is not None and late:
-            turn = cast(Rotation, context.shared.get(f"{self._rotation_name}_of_keys", rotation))
-            key = turn.of_last(key.shape[2])(key)
-        return query, key, value
+        return query, self.turned_late(key, context), value
+
+    def turned(self, query: Tensor, key: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
+        """query [B, H, T, d] and key [B, K, T, d] of the current tokens -> the same, rotated as they go into a cache;
+        what comes out of it is for [`Attention.turned_late`]."""
+        rotation = self.rotation(context)
+        if rotation is None:
+            return query, key
+        return rotation(query), key if rotation.by_length else rotation(key)
+
+    def turned_late(self, key: Tensor, context: LayerContext) -> Tensor:
+        """Keys [B, K, S, d] of the last S tokens seen so far, as they come out of a cache -> rotated, where that is
+        not done before they go in."""
+        rotation = self.rotation(context)
+        if rotation is None or not rotation.by_length:
+            return key
+        of_keys = cast(Rotation, context.shared.get(f"{self._rotation_name}_of_keys", rotation))
+        return of_keys.of_last(key.shape[2])(key)
 
     def place(
         self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, *, turn_keys: bool = True
@@ -247,18 +261,17 @@ class AttentionSpec(Spec):
     cross-attention of the same kind goes on with.
 
     What of a position inside attention it reads (configs refuse the rest). rotation: queries and keys are turned;
-    linear attention turns them before its features, as far as its own equation does not say otherwise.
-    rotation_by_length: of these also a rotation that turns the same token otherwise in a longer text
-    ([`Rotation.by_length`]), for which a decoder has to keep its keys as they were before. score_bias, score_terms,
-    head_terms: what is added to scores, and to queries, keys and values.
+    linear attention turns them before its features, as far as its own equation does not say otherwise. score_bias,
+    score_terms, head_terms: what is added to scores, and to queries, keys and values.
 
     What other components ask for. keeps_keys_alone: its state for generation is keys and values and nothing else, so
     that a block may keep a state of its own beside them. reads_segment_memory: it reads the states that a
     segment-recurrent stack carries on. reads_feedback: it reads what a stack makes of all layers at earlier steps.
     pooled_queries: queries may be fewer than keys, each with a place of its own. apart_key_states: with a position
     inside it, keys and values may be made of other states than queries are. maps_tokens: it does a feed-forward's
-    work, too. rotates_values: a rotation may turn values and its output. exports_usual_path: its usual path is made of
-    ONNX operators alone; of others the literal equation is exported.
+    work, too. keeps_rotated: its state for generation holds what rotations have made of earlier keys, so that a
+    position cannot turn them anew. rotates_values: a rotation may turn values and its output. exports_usual_path: its
+    usual path is made of ONNX operators alone; of others the literal equation is exported.
 
     Of the fields below mechanisms may refuse some: normalizes_heads: queries and keys may be normalised
     (`query_key_norm`). caps_scores: scores may be capped (`score_cap`).
@@ -278,7 +291,6 @@ class AttentionSpec(Spec):
     score_terms: ClassVar[bool] = False
     head_terms: ClassVar[bool] = False
     rotation: ClassVar[bool] = True
-    rotation_by_length: ClassVar[bool] = True
     explicit_mask: ClassVar[bool] = False
     splits_heads: ClassVar[bool] = False
     why_one_length: ClassVar[str] = ""
@@ -293,6 +305,7 @@ class AttentionSpec(Spec):
     pooled_queries: ClassVar[bool] = False
     apart_key_states: ClassVar[bool] = False
     maps_tokens: ClassVar[bool] = False
+    keeps_rotated: ClassVar[bool] = False
     rotates_values: ClassVar[bool] = False
     exports_usual_path: ClassVar[bool] = False
 

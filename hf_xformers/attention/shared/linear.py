@@ -259,7 +259,7 @@ class LinearSpec(AttentionSpec):
 
     cross = True
     rotation = False
-    rotation_by_length = False
+    keeps_rotated = True
 
     chunk_size: int = 64
 
