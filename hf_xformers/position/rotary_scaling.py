@@ -18,7 +18,8 @@ from ..core.specs import Registry, TypedSpec, build_in, register_in
 class RotaryScaling(TypedSpec):
     """Base of the forms. by_length: frequencies depend on how many tokens a text has so far, so that the same key
     turns otherwise in a longer text: caches keep keys as they are, and each call turns all of them (a recurrent state
-    cannot, so that decoders that have one refuse it). whole_heads: it is for whole heads, some of whose pairs stand still."""
+    cannot, so that decoders that have one refuse it). whole_heads: it is for whole heads, some of whose pairs stand
+    still."""
 
     by_length: ClassVar[bool] = False
     whole_heads: ClassVar[bool] = False

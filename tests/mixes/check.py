@@ -122,7 +122,7 @@ class Checks:
 
     def output(self, ids: Tensor, mask: Tensor | None = None, model: PreTrainedModel | None = None, **more) -> Tensor:
         """[B, T, n], or [B, n] of whole texts."""
-        given = {"input_ids": ids, "attention_mask": mask}
+        given = {"input_ids": ids, "attention_mask": mask, **self.kinds(ids)}
         if self.shape == "seq2seq" and "decoder_input_ids" not in more:
             more = {"decoder_input_ids": ids, "decoder_attention_mask": mask, **more}
         output = (self.model if model is None else model)(**{**given, **more})
@@ -131,6 +131,15 @@ class Checks:
         if self.mix.head == "ForQuestionAnswering":
             return torch.stack((output.start_logits, output.end_logits), dim=-1)
         return output.logits
+
+    def kinds(self, ids: Tensor) -> dict[str, Tensor]:
+        """Types and further ids of the tokens, as far as the model has tables of them."""
+        config, made = self.model.config, {}
+        if config.type_vocab_size or getattr(config.attention, "segments", False):
+            made["token_type_ids"] = ids % max(config.type_vocab_size, 2)
+        for number, (name, rows) in enumerate(getattr(config.embedding, "id_tables", ())):
+            made[name] = (ids + number) % rows
+        return made
 
     # ------------------------------------------------------------------------------------------------ what must hold
 
@@ -163,7 +172,9 @@ class Checks:
         expected = self.output(ids, mask, use_cache=False)
         given, memory = {"attention_mask": mask}, {}
         if self.shape == "seq2seq":
-            memory = {"encoder_outputs": self.model.get_encoder()(input_ids=ids, attention_mask=mask)}
+            memory = {
+                "encoder_outputs": self.model.get_encoder()(input_ids=ids, attention_mask=mask, **self.kinds(ids))
+            }
         found, past, done = [], None, 0
         for size in (1, 4, 1, 1, 5):
             seen = done + size
@@ -171,7 +182,7 @@ class Checks:
             if self.shape == "seq2seq":
                 own = {"decoder_input_ids": piece, "decoder_attention_mask": so_far}
             else:
-                own = {"input_ids": piece, "attention_mask": so_far}
+                own = {"input_ids": piece, "attention_mask": so_far, **self.kinds(piece)}
             result = self.model(**{**given, **memory, **own}, past_key_values=past, use_cache=True)
             past, done = result.past_key_values, seen
             found.append(result.logits)
@@ -212,7 +223,7 @@ class Checks:
         """One step: a finite loss, and a finite gradient for every parameter that is to be trained."""
         model = self.model.train()
         ids, mask = pad(self.rows[:2], LENGTHS[0], "right")
-        given = {"input_ids": ids, "attention_mask": mask}
+        given = {"input_ids": ids, "attention_mask": mask, **self.kinds(ids)}
         if self.shape == "seq2seq":
             given.update(decoder_input_ids=ids, decoder_attention_mask=mask)
         head = self.mix.head
@@ -222,8 +233,6 @@ class Checks:
             given.update(start_positions=ids[:, 0] % 4, end_positions=ids[:, 1] % 4)
         elif head == "ForSequenceClassification":
             given["labels"] = ids[:, 0] % 2
-        if model.config.type_vocab_size:
-            given["token_type_ids"] = torch.arange(LENGTHS[0])[None].expand(2, -1) % 2
         contexts: list[LayerContext] = []
         for module in model.modules():
             if isinstance(module, Stack):

@@ -38,6 +38,20 @@ GEOMETRY: dict[str, Any] = {
 # Values of fields whose type does not say them, or whose defaults are made for real models. A field that is named here
 # is always drawn; `slot.type.field` comes before `type.field`, which comes before `field`.
 SIZES = (1, 2, 3, 4, 5, 8)
+LONG_ENOUGH = {"original_max_position_embeddings": POSITIONS}
+# By length beyond what the checks' texts have: a longer text turns earlier tokens anew, in every layer below the first
+# otherwise than a cache can know.
+SCALINGS: tuple[Any, ...] = (
+    None,
+    {"type": "linear", "factor": 2.0},
+    {"type": "dynamic", "factor": 2.0},
+    {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+    *({"type": "longrope", "short_factor": (1.0,) * n, "long_factor": (2.0,) * n, **LONG_ENOUGH} for n in (1, 2)),
+    {"type": "llama3", "factor": 8, "original_max_position_embeddings": 16},
+    {"type": "proportional", "proportion": 0.5},
+    {"type": "linear", "factor": 0.5},
+    "yarn",
+)
 ALWAYS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         "num_landmarks num_keys stride summary_width max_span ramp segment_length "
@@ -56,6 +70,28 @@ ALWAYS: dict[str, tuple[Any, ...]] = {
     "nystromformer.conv_kernel_size": (None, 3, 5, 65),
     "global_tokens.num_global_tokens": (1, 2, 5),
     "global_attention.num_global_tokens": (1, 2),
+    "sliding_window.window_size": (1, 2, 3, 4, 6, 16),
+    "lolcats.window": (1, 2, 3, 4, 8, 16),
+    "lolcats.gamma": (0.5, 0.25, 0.9),
+    "nystromformer.text_length": (None, None, 1, 4, 16, POSITIONS),
+    "bigbird.dense_length": (0, 0, 4, 8, POSITIONS),
+    "combined.parts": (
+        ("learned_absolute", "t5_relative_bias"),
+        ("sinusoidal_absolute", "rotary"),
+        ("learned_absolute", {"type": "rotary", "local_theta": 100.0}),
+        ("learned_absolute", "deberta"),
+        ("sinusoidal_absolute", "alibi"),
+        ("learned_absolute", "t5_bias_per_layer"),
+        ("per_layer_position", "learnable_sinusoidal_relative"),
+        ("learned_absolute", "shaw_relative"),
+        ("floater", "tupe"),
+        ("learned_absolute", "music_transformer"),
+        ("sinusoidal_absolute", "learned_absolute"),
+        ("rotary", "t5_relative_bias"),
+        ("learned_absolute",),
+        ("learned_absolute", "none"),
+        (),
+    ),
     "t5_relative_bias.num_buckets": (8, 4, 32),
     "t5_bias_per_layer.num_buckets": (8, 4, 32),
     "tupe.num_buckets": (8, 32, 4),
@@ -76,6 +112,13 @@ ALWAYS: dict[str, tuple[Any, ...]] = {
     "patience": (None, 0, 1, 2),
 }
 SOMETIMES: dict[str, tuple[Any, ...]] = {
+    "id_tables": ((), (("task_ids", 3),), (("langs", 2), ("task_ids", 1)), (("langs", 0),), (("input_ids", 2),)),
+    "scaling": SCALINGS,
+    "local_scaling": SCALINGS,
+    "local_theta": (None, 100.0, 10, 1),
+    "angles": ("global", "local", "local", "none"),
+    "score_cap": (None, 0.5, 2.0, 30, 0, -1.0),
+    "linear.cap": (None, 0.5, 2.0, 30, 0),
     "deberta.terms": (("c2p",), ("p2c",), ("c2p", "p2c"), ("c2p", "p2c", "p2p"), (), ("p2x",)),
     "max_distance": (1, 2, 4, 20, None),
     "shaw_relative.max_distance": (1, 2, 4, 20),

@@ -269,9 +269,9 @@ class AttentionSpec(Spec):
     segment-recurrent stack carries on. reads_feedback: it reads what a stack makes of all layers at earlier steps.
     pooled_queries: queries may be fewer than keys, each with a place of its own. apart_key_states: with a position
     inside it, keys and values may be made of other states than queries are. maps_tokens: it does a feed-forward's
-    work, too. keeps_rotated: its state for generation holds what rotations have made of earlier keys, so that a
-    position cannot turn them anew. rotates_values: a rotation may turn values and its output. exports_usual_path: its
-    usual path is made of ONNX operators alone; of others the literal equation is exported.
+    work, too. keeps_rotated: its state for generation holds what rotations have made of earlier keys, which cannot be
+    turned anew. rotates_values: a rotation may turn values and its output. exports_usual_path: its usual path is made
+    of ONNX operators alone; of others the literal equation is exported.
 
     Of the fields below mechanisms may refuse some: normalizes_heads: queries and keys may be normalised
     (`query_key_norm`). caps_scores: scores may be capped (`score_cap`).
