@@ -234,6 +234,11 @@ class XFormerConfig(PreTrainedConfig):
         towers = self.tower_configs()
         for view in towers:
             view.check_layers()
+        if len({view.embedding.clusters(view) for view in towers}) > 1:
+            raise ValueError(
+                "Both towers read one token table, but the embeddings of encoder and decoder divide the vocabulary in"
+                " clusters differently; give both the same `cutoffs`, `factor` and `width`."
+            )
         widths = [view.embedding.table_width(view) for view in towers]
         if len(set(widths)) > 1:
             raise ValueError(

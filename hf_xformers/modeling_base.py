@@ -77,6 +77,16 @@ class XFormerPreTrainedModel(PreTrainedModel):
         self._no_split_modules = layers if layers_apart(self.config) else set()
         self._keep_in_fp32_modules_strict = float32_names(self)
 
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
+        config = self.config
+        in_clusters = config.embedding.clusters(config) is not None
+        if in_clusters and new_num_tokens not in (None, config.vocab_size):
+            raise ValueError(
+                f"The vocabulary of {config.vocab_size} cannot become one of {new_num_tokens}: embedding"
+                f" {config.embedding.type!r} has it in clusters of fixed size; keep its size."
+            )
+        return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+
     def own_layers(self) -> Iterable[nn.Module]:
         """The layers that this model runs itself: a tower's; what stands around towers has none."""
         return ()

@@ -43,7 +43,8 @@ class XFormerModel(XFormerPreTrainedModel):
         """Both towers of an encoder-decoder read one token table, tied to the output or not."""
         if self.decoder is None:
             return {}
-        return {"decoder.embedding.tokens.weight": "trunk.embedding.tokens.weight"}
+        names = self.config.embedding.tables(self.config)
+        return {f"decoder.embedding.{name}": f"trunk.embedding.{name}" for name in names}
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict:
         if all_submodels:

@@ -6,7 +6,7 @@ import os
 import pickle
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import transformers
 from huggingface_hub.errors import StrictDataclassError
@@ -109,7 +109,7 @@ def read_model_type(source: str | Path, wanted: str | None = None) -> tuple[Conv
     if model_type == XFormerConfig.model_type:  # of a swap; it may have the components of its source again
         model_type = _variant_again(source)
     if model_type == XFormerConfig.model_type:
-        return converter_back(open_config(source), wanted, made_of), True
+        return converter_back(cast(XFormerConfig, open_config(source)), wanted, made_of), True
     return converter_back(config_class(str(model_type))(), wanted, made_of), True
 
 

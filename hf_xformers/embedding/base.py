@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..core.components import Spec
+from ..core.vocabulary_clusters import Cluster
 
 
 class InputPosition(Protocol):
@@ -28,6 +29,14 @@ class EmbeddingSpec(Spec):
     def position_width(self, config) -> int:
         """Width of the states that positions are added to."""
         return config.hidden_size
+
+    def clusters(self, config) -> tuple[Cluster, ...] | None:
+        """The clusters of a vocabulary whose words have vectors of several widths; None: there is one table."""
+        return None
+
+    def tables(self, config) -> tuple[str, ...]:
+        """Names of the tensors that make up the token table, which both towers of an encoder-decoder share."""
+        return ("tokens.weight",)
 
     def normalizes(self) -> bool:
         """Whether a norm of `hidden_size` stands in it, which is given no padding mask."""

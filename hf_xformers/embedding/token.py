@@ -27,12 +27,16 @@ class TokenEmbedding(nn.Module):
         self.spec = spec
         self.max_types = config.type_vocab_size
         # No padding index: a seq2seq decoder may start with the padding token, whose vector must learn.
-        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.tokens = self.word_vectors(config)
         self.types = nn.Embedding(config.type_vocab_size, config.hidden_size) if config.type_vocab_size else None
         self.id_tables = nn.ModuleDict({name: nn.Embedding(rows, config.hidden_size) for name, rows in spec.id_tables})
         self.norm = config.normalization.build(config) if spec.normalize else None
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.scale = math.sqrt(config.hidden_size) if spec.scale else 1.0
+
+    def word_vectors(self, config) -> nn.Module:
+        """The module from ids [B, T] to vectors [B, T, D]."""
+        return nn.Embedding(config.vocab_size, config.hidden_size)
 
     def initialize(self, config, init) -> None:
         if config.initializer == "xavier":  # with the sqrt(D) scale, inputs then have unit variance

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ..core.components import Spec
+from ..core.vocabulary_clusters import Cluster
 
 
 class HeadSpec(Spec):
@@ -16,6 +17,14 @@ class HeadSpec(Spec):
 
     normalizes: ClassVar[bool] = False
     leads_back: ClassVar[bool] = False
+
+    def clusters(self, config) -> tuple[Cluster, ...] | None:
+        """The clusters that the vocabulary is predicted in; None: it is predicted at once."""
+        return None
+
+    def tied(self, config) -> dict[str, str]:
+        """The head's tensors that are the embedding's unless the config unties them: name -> name there."""
+        return {"decoder.weight": "tokens.weight"}
 
     def num_outputs(self, config) -> int:
         """How many entries of the vocabulary can be predicted, from id 0 on: the last axis of the logits."""

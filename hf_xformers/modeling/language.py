@@ -33,10 +33,12 @@ class LanguageModel(XFormerPreTrainedModel):
         self.model = XFormerModel(config, add_pooler=self.reads_pooler)
         self.model.under_a_head = True
         self.lm_head = config.head.build(config.layer(max(config.num_hidden_layers - 1, 0)))
-        self._tied_weights_keys = {"lm_head.decoder.weight": "model.trunk.embedding.tokens.weight"}
+        self._tied_weights_keys = {
+            f"lm_head.{name}": f"model.trunk.embedding.{there}" for name, there in config.head.tied(config).items()
+        }
         self.post_init()
 
-    def get_output_embeddings(self) -> nn.Module:
+    def get_output_embeddings(self) -> nn.Module | None:
         return self.lm_head.decoder
 
     def set_output_embeddings(self, value: nn.Module) -> None:
@@ -48,6 +50,11 @@ class LanguageModel(XFormerPreTrainedModel):
             raise ValueError(
                 f"The vocabulary of {size} cannot become one of {new_num_tokens}: the head predicts the first"
                 f" {outputs} ids alone (`unpredicted`); keep its size."
+            )
+        if new_num_tokens not in (None, size) and self.config.head.clusters(self.config) is not None:
+            raise ValueError(
+                f"The vocabulary of {size} cannot become one of {new_num_tokens}: head {self.config.head.type!r}"
+                " predicts it in clusters of fixed size; keep its size."
             )
         return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
 

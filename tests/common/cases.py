@@ -84,6 +84,12 @@ MIXES: dict[str, Mix] = {
         },
         ("seq2seq",),
     ),
+    "adaptive_vocabulary": Mix(
+        {
+            "embedding": {"type": "adaptive", "cutoffs": [8, 16], "factor": 2, "scale": True},
+            "head": {"type": "adaptive", "cutoffs": [8, 16], "factor": 2, "tied_projections": "after_first"},
+        }
+    ),
     "token_types_chunked": Mix({"type_vocab_size": 3, "chunk_size_feed_forward": 4, "add_pooler": True}, ("encoder",)),
 }
 
