@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import transformers
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -103,7 +104,8 @@ class Converter:
     is asked for. components: by slot, the component types that the family's config can say; needed where the variant
     is the free mix, which may have any. remarks: what the report says of a model with their config, beside what gets
     lost. per_layer: layers may differ; `to_ours` gives a `per_layer_config` then, and
-    `to_theirs` reads the views of the layers.
+    `to_theirs` reads the views of the layers. layouts: this package's own classes for the tensors of files that
+    transformers has no class for any more; such a family converts to this package alone.
     """
 
     model_type: str
@@ -125,6 +127,19 @@ class Converter:
     components: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     per_layer: bool = False
     remarks: Callable[[PreTrainedConfig], tuple[str, ...]] | None = None
+    layouts: tuple[Any, ...] = ()
+
+    # ------------------------------------------------------------------------------------------------ their classes
+
+    @property
+    def their_config(self) -> Any:
+        """Their config's class."""
+        return self.layouts[0].config_class if self.layouts else CONFIG_MAPPING[self.model_type]
+
+    def their_class(self, name: str) -> Any:
+        """Their class of this name."""
+        found = [made for made in self.layouts if made.__name__ == name]
+        return found[0] if found else getattr(transformers, name)
 
     # ------------------------------------------------------------------------------------------------ configs
 
@@ -225,13 +240,13 @@ class Converter:
         return config_class(self.variant)(**{**values, **self.to_ours(config)})
 
     def _their_config(self, config: XFormerConfig) -> PreTrainedConfig:
-        declared = {entry.name for entry in dataclasses.fields(CONFIG_MAPPING[self.model_type])}
+        declared = {entry.name for entry in dataclasses.fields(self.their_config)}
         values = {name: getattr(config, name) for name in _COMMON if name in declared}
         for mine, names in self.fields.items():
             for name in (names,) if isinstance(names, str) else names:
                 values[name] = getattr(config, mine)
         values["name_or_path"] = config.name_or_path
-        return CONFIG_MAPPING[self.model_type](**{**values, **self.to_theirs(config)})
+        return self.their_config(**{**values, **self.to_theirs(config)})
 
     # ------------------------------------------------------------------------------------------------ heads and rules
 
@@ -329,7 +344,7 @@ def converter_back(config: XFormerConfig, model_type: str | None = None, origin:
         ValueError: no family fits, or several do.
     """
     known = converters()
-    of_variant = [entry for entry in known.values() if entry.variant == config.model_type]
+    of_variant = [entry for entry in known.values() if entry.variant == config.model_type and not entry.layouts]
     if model_type is not None:
         found = known.get(model_type)
         if found is None or found not in of_variant:

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
@@ -19,7 +18,7 @@ from ..core.components import SLOTS
 from ..core.finite import refuse_non_finite
 from ..core.saved_files import read_object, refuse_damaged_weights, replacing, tensors_of, weight_files
 from ..variants import config_class, family, model_types
-from .base import Converter, converter_back, converter_for
+from .base import Converter, converter_back, converter_for, converters
 from .provenance import read_provenance, write_provenance
 from .refusals import refuse_adapter, refuse_config, refuse_place, refuse_weights
 from .report import Report
@@ -79,7 +78,10 @@ def open_config(source: str | Path) -> PreTrainedConfig:
         ValueError: a field has a value that the class does not take.
     """
     name = os.fspath(source)
+    converter = converters().get(str(model_type_of(source)))
     try:
+        if converter is not None and converter.layouts:
+            return converter.their_config.from_pretrained(name)
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, TypeError, AttributeError, KeyError, StrictDataclassError) as error:
         raise ValueError(
@@ -264,14 +266,14 @@ def _class_of(config: PreTrainedConfig, converter: Converter, ours: bool, head: 
         return classes[chosen]
     if head is not None or named is None:
         pair = converter.head_of_ours(head or "Model", config) or converter.base_head(config)
-        return getattr(transformers, pair.theirs)
+        return converter.their_class(pair.theirs)
     found = converter.head_of_theirs(named)
     if found is None:
         known = ", ".join(entry.theirs for entry in converter.heads)
         raise ValueError(
             f"{named} has no counterpart ({known} do); give `head`, e.g. 'Model' for the model without its head."
         )
-    return getattr(transformers, found.theirs)
+    return converter.their_class(found.theirs)
 
 
 def convert_checkpoint(

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -141,7 +140,7 @@ def to_theirs(source: Source, converter: Converter, head: str | None = None) -> 
         theirs.tie_word_embeddings = tied
     groups = converter.required if pair is None else pair.groups
     left = _Side(type(model), pair, groups, "" if own == "Model" else "model.", own)
-    right = _Side(getattr(transformers, wanted.theirs), wanted, wanted.groups, wanted.prefix, wanted.ours)
+    right = _Side(converter.their_class(wanted.theirs), wanted, wanted.groups, wanted.prefix, wanted.ours)
     _check_pooling(converter, config, left, wanted)
     if (
         wanted.ours == "Model"

@@ -194,7 +194,8 @@ def test_no_field_of_theirs_is_lost(entry):
 def test_every_converter_is_tried():
     from tests.conversion.test_configs import FAMILIES
 
-    assert set(base.converters()) == {entry.model_type for entry in ALL.values()} | set(FAMILIES)
+    both_ways = {name for name, entry in base.converters().items() if not entry.layouts}
+    assert both_ways == {entry.model_type for entry in ALL.values()} | set(FAMILIES)
     for entry in ALL.values():
         known = {head.theirs for head in base.converter_for(entry.model_type).heads}
         assert known == set(entry.classes), entry
