@@ -35,7 +35,7 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     given = parsed.groups.get("attention", {})
     if "type" not in given:
         raise ValueError(
-            "--attention NAME says what takes the place of softmax attention: hedgehog, lolcats, t2r, ..."
+            "give --attention NAME, what takes the place of softmax attention: hedgehog, lolcats, t2r, ..."
         )
     attention = parse_changes(config, {"attention": given})["attention"]
     usual = objective_of_shape("decoder" if config.is_decoder else "encoder").type

@@ -74,8 +74,13 @@ def mechanism_info(slot: str, name: str) -> VariantInfo | None:
 
     own = f"xf_{name}"
     names = [own] if own in model_types() else list(model_types())
-    found = [config_class(key) for key in names if getattr(config_class(key)(), slot).type == name]
+    found = [config_class(key) for key in names if name in _components(config_class(key)(), slot)]
     return found[0].info if len(found) == 1 else None
+
+
+def _components(config: Any, slot: str) -> set[str]:
+    """What the layers of a config, of its encoder where it has two towers, have in a slot."""
+    return {getattr(layer, slot).type for layer in config.tower("trunk").layer_configs()}
 
 
 def _mechanisms(config: Any, start: Any) -> list[tuple[str, str, str]]:

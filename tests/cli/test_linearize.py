@@ -57,7 +57,13 @@ def linearize(text, model, output, *extra, callbacks=(), **options):
 
 @pytest.mark.parametrize("attention", ["hedgehog", "t2r", "performer"])
 def test_transfer_lowers_each_error_and_touches_its_own(attention, text, source, tmp_path, capsys):
-    out = linearize(text, source, tmp_path / "out", attention=attention, transfer_steps=30, distillation_steps=0)
+    options = {
+        "transfer_steps": 60,
+        "distillation_steps": 0,
+        "transfer_learning_rate": 3e-3,
+        "validation_fraction": 0.3,
+    }
+    out = linearize(text, source, tmp_path / "out", attention=attention, **options)
     record = read_linearization(out)
     before, after = record.layer_errors["swapped"], record.layer_errors["transfer"]
     assert len(before) == 2 and all(b < a for a, b in zip(before, after))
@@ -67,7 +73,7 @@ def test_transfer_lowers_each_error_and_touches_its_own(attention, text, source,
     assert changed and all("attention" in name and any(part in name for part in parts) for name in changed)
     assert record.stages[0].trained == sum(start[name].numel() for name in changed)
     shown = capsys.readouterr().out
-    assert "Attention transfer: 30 steps" in shown and "of the attention" in shown
+    assert "Attention transfer: 60 steps" in shown and "of the attention" in shown
 
 
 def test_losses_are_those_of_each_layer_by_itself(source):
@@ -209,7 +215,7 @@ def test_refusals(name, text, source, tmp_path, capsys):
 
 
 def test_what_data_refuses_leaves_nothing(text, source, tmp_path, capsys):
-    bart = pretrain(text, tmp_path / "bart", variant="bart", max_steps=1)
+    bart = pretrain(text, tmp_path / "bart", variant="bart", objective="span", max_steps=1)
     assert main(["linearize", *arguments(text, bart, tmp_path / "out")]) == 2
     assert "is an encoder-decoder" in capsys.readouterr().err
     bert = pretrain(text, tmp_path / "bert", variant="bert", max_steps=1)
