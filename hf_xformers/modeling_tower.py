@@ -132,7 +132,7 @@ class XFormerTower(XFormerPreTrainedModel):
                     " leave `past_key_values` out, or give an `attention_mask` to say that rows are not packed."
                 )
             past_key_values, use_cache = None, False  # nothing could go on from a row of several texts
-        given = {**kwargs, "input_ids": input_ids}
+        given = {**kwargs, "input_ids": input_ids, "token_type_ids": token_type_ids}
         context.inputs = {name: given[name] for name in self.extra_inputs if given.get(name) is not None}
         hidden_states = self._embedded(inputs_embeds, token_type_ids, context)
         if self.config.unpad_inputs and past_key_values is None:
@@ -170,7 +170,7 @@ class XFormerTower(XFormerPreTrainedModel):
     def _embedded(self, inputs_embeds: Tensor, token_type_ids: Tensor | None, context: LayerContext) -> Tensor:
         """[B, T, D]: what the layers start from."""
         if token_type_ids is not None and not self.config.type_vocab_size:
-            token_type_ids = self.leave_out(token_type_ids)
+            token_type_ids = None if "token_type_ids" in self.extra_inputs else self.leave_out(token_type_ids)
         given = {name: context.inputs[name] for name in self.config.embedding.inputs if name in context.inputs}
         hidden_states = self.embedding(inputs_embeds, token_type_ids, context.positions, self.position, **given)
         return hidden_states.to(self.dtype) if isinstance(self.embedding, Float32Module) else hidden_states

@@ -80,7 +80,7 @@ def test_demo(which, environment, search_path, short_corpus, tmp_path, monkeypat
     printed = capsys.readouterr().out
     assert f"$ hf-xformers pretrain --variant {environment.get('VARIANT', demo.DEMOS[which].variant)}" in printed
     assert "token frequencies" in printed and "times as often as always guessing" in printed
-    assert len(demo.PROMPTS["mlm"]) == 8 and demo.one_line(printed).count("Return") >= 1
+    assert len(demo.PROMPTS["mlm"]) == len(demo.PROMPTS["span"]) == 8 and demo.one_line(printed).count("Return") >= 1
     config = json.loads((tmp_path / "runs" / f"demo-{which}" / "config.json").read_text())
     dense = config["attention"]["type"] == "dense"
     assert ("a training step on one row of 64 tokens" in printed) is not dense

@@ -9,7 +9,7 @@ from ..ops.block_sparse.patterns import Pattern
 from .shared.pattern_spec import BlockSparseSpec, check_at_least, check_layers, largest, of_layer, window, window_cache
 
 
-@register("attention", "band_attention", aliases=("band", "sliding_window", "local_attention"))
+@register("attention", "band_attention", aliases=("band", "local_attention"))
 class BandSpec(BlockSparseSpec):
     """Sliding window (the band of the survey, section 4.1.1). Time and memory O(T window).
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
@@ -53,7 +55,7 @@ class ConditionalAttention(DenseAttention):
             query, key, value = self.project_cross(asking, source, past_key_values, step)
         else:
             query = self.queries(asking)
-            key, value = self.keys(source), self.heads(self.v_proj(source))
+            key, value = self.keys(cast(Tensor, source)), self.heads(self.v_proj(source))
             rotation = self.rotation(context)
             if rotation is not None:
                 query, key = rotation(query), rotation(key)

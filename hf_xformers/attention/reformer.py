@@ -34,7 +34,7 @@ class ReformerAttention(Attention):
     j != i unless nothing else is left. A causal model reads, in each round, the `chunk_length` most recent tokens of
     its bucket: what a token reads is then settled when it arrives (strict causality; it can be cached). The paper's
         form cuts
-    the sorted order into chunks and reads the own chunk and the one before, so that a later token can move an earlier
+    the sorted order into chunks and reads its own chunk and the one before, so that a later token can move an earlier
     one into another chunk; encoders use it, decoders on request.
 
     The number of buckets b is that of the text's length, about 2 T / chunk_length as in the paper, unless the config
@@ -238,7 +238,7 @@ class _UnitLength(torch.autograd.Function):
 class ReformerSpec(BucketedSpec):
     """num_hashes: rounds of hashing. num_buckets: buckets per round, an even number or a list of even factors (`None`:
     2 T / chunk_length for a text of T tokens, as in the paper, as powers of two). chunk_length: tokens per chunk.
-    chunks_before, chunks_after: chunks read around the own one; a strict decoder reads the chunk_length *
+    chunks_before, chunks_after: chunks read around a query's own; a strict decoder reads the chunk_length *
     chunks_before most recent tokens of a bucket. causal_form: what a decoder reads, `strict` or the `paper`'s form, in
     which later tokens move chunk borders; that one cannot generate. sets: `bucket` (the paper's sets) or `chunk` (the
     released code's: all tokens of the chunks, whatever their bucket, once per round, and chunks of all rounds in a
@@ -289,7 +289,8 @@ class ReformerSpec(BucketedSpec):
             )
         if self.causal_form == "strict" and (self.sets == "chunk" or self.chunks_before < 1):
             raise ValueError(
-                f"reformer's strictly causal form reads recent tokens of the own bucket, so `sets` {self.sets!r} and "
+                "reformer's strictly causal form reads recent tokens of a query's own bucket, so `sets`"
+                f" {self.sets!r} and "
                 f"`chunks_before` {self.chunks_before} have no meaning in it; use sets 'bucket' and at least 1, or "
                 "causal_form='paper'."
             )

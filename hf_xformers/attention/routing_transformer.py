@@ -82,7 +82,8 @@ class RoutingAttention(Attention):
     and all processes: m <- lam m + (1 - lam) sum x~, c <- lam c + (1 - lam) n, mu = m / c (released code; counts start
     at 1), and adds the commitment loss beta * mean |x~ - stopgrad(mu(x))|^2 (auxiliary loss `routing_commitment`).
 
-    The released code has no temperature (`scale=1.0`), which lets the own key dominate; the default is 1 / sqrt(d).
+    The released code has no temperature (`scale=1.0`), which lets a query's own key dominate; the default is 1 /
+    sqrt(d).
     Shapes: [B, T, D] -> [B, T, D]. Time O(T * (K + w) * d) per routed head, so O(T^1.5 d). State: keys, values,
     labels.
     """

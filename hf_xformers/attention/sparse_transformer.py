@@ -18,7 +18,8 @@ class SparseTransformerSpec(BlockSparseSpec):
 
     - strided: A1 = {j : i - l < j <= i}, A2 = {j <= i : (i - j) mod l = 0}, for data with a period of l (images);
     - fixed: A1 = {j <= i : floor(j / l) = floor(i / l)}, A2 = A1 and {j <= i : j mod l >= l - c}, for text. The c
-      summary columns alone would leave the first tokens without any key; the released code always adds the own block.
+      summary columns alone would leave the first tokens without any key; the released code always adds a token's own
+      block.
 
     An encoder (not in the paper) drops "j <= i". Time and memory O(T (l + T / l)) strided, O(T (l + c T / l)) fixed:
     with a constant c and l near sqrt(T) both are O(T sqrt(T)). A pattern has one stride for texts of all lengths, or a

@@ -31,6 +31,8 @@ MEMORY_LENGTH, MEMORY_REAL, MEMORY_ORDER = "segment_memory_length", "segment_mem
 # of, entered as the layer's own input is; and in `context.shared` which of them are real [B, S] (None: all), and the
 # [`Grid`].
 KEY_REAL, KEY_COUNT, GRID = "key_states_real", "key_states_count", "position_grid"
+# Where a stack moves or pools tokens of several types: those of queries and of keys ([B, T], [B, S]).
+TOKEN_TYPES = "token_types_of_queries_and_keys"
 # Where a stack wants to know how much attention each key got: a dict in `context.shared`, step -> [B, M + T], the sums
 # over heads and queries, in the order of the keys.
 KEY_USAGE = "key_usage"
@@ -95,13 +97,17 @@ class TransformerXLAttention(Attention):
     encoder), which counts slots: a memory of M states stands right before the segment. u and v [H, d] are the same in
     all layers unless `share_biases` is off.
 
+    With `segments` a term (q_i + s) e_ij / sqrt(d) is added, where e_ij is one of two vectors per head: i and j are of
+    one token type or of two (Yang et al. 2019, arXiv 1906.08237, section 2.5; Dai et al. 2020, arXiv 2006.03236,
+    released code, where a token without a position has no such term either).
+
     Time: twice the products of vanilla attention, and (M + T) D^2 for W_R R, which does not depend on the batch.
     Memory: the scores of one block of queries, O(M + T), also in training; O(H T (M + T)) on the literal path. State:
     keys and values of the last tokens, as many as the stack's memory is long (all of them under a stack without
     memory).
     """
 
-    undecayed = ("content_bias", "position_bias")
+    undecayed = ("content_bias", "position_bias", "segment_bias")
 
     spec: TransformerXLSpec
 
@@ -112,13 +118,15 @@ class TransformerXLAttention(Attention):
         self.content_bias = nn.Parameter(torch.empty(size)) if owner else None
         self.position_bias = nn.Parameter(torch.empty(size)) if owner else None
         self.r_proj = nn.Linear(config.hidden_size, self.num_heads * self.head_dim, bias=False)
+        self.segment_bias = nn.Parameter(torch.empty(size)) if spec.segments else None
+        self.segment_table = nn.Parameter(torch.empty(2, *size)) if spec.segments else None  # [different, same]
         self.table_dropout = config.hidden_dropout_prob
 
     def initialize(self, config, init) -> None:
         super().initialize(config, init)
         if config.initializer == "t5":
             init.normal_(self.r_proj.weight, mean=0.0, std=config.initializer_factor * config.hidden_size**-0.5)
-        for bias in (self.content_bias, self.position_bias):
+        for bias in (self.content_bias, self.position_bias, self.segment_bias, self.segment_table):
             if bias is not None:
                 init.normal_(bias, mean=0.0, std=config.initializer_range)
 
@@ -192,6 +200,11 @@ class TransformerXLAttention(Attention):
             column = column.clamp(0, by_distance.shape[-1] - 1).expand(*by_distance.shape[:2], -1, -1)
             scores = grid.without_first(by_distance.gather(-1, column), rows)
             scores = scores + wide_products(content, key)
+            if self.segment_bias is not None and self.segment_table is not None:
+                segmental = (query + self.segment_bias[:, None].to(query.dtype)) * self.scaling
+                by_kind = wide_products(segmental, self.segment_table.permute(1, 0, 2).to(query.dtype))
+                same = self.same_segment(context, rows, slice(0, keys))
+                scores = scores + grid.without_first(by_segment(by_kind, same), rows)
             mask = self.visible(rows, slice(0, keys), grid, context, real)
             weights = visible_softmax(scores, mask, real is not None, overwrite=True).to(value.dtype)
             count_usage(context, step, weights, rows, keys)
@@ -201,8 +214,11 @@ class TransformerXLAttention(Attention):
         blocks = blocks_of(query, keys)
         if self.is_causal:  # a block's first query meets keys as much later than itself as the block is long; not seen
             relative = F.pad(relative, (0, min(blocks.rows, length) - 1))
-        tables = (relative.transpose(-1, -2), (position_bias - content_bias)[:, None].to(query.dtype) * self.scaling)
-        terms = RelativeTerms(self, tables, context, keys, grid, real, step)
+        tables = [relative.transpose(-1, -2), (position_bias - content_bias)[:, None].to(query.dtype) * self.scaling]
+        if self.segment_bias is not None and self.segment_table is not None:
+            tables.append((self.segment_bias - content_bias)[:, None].to(query.dtype) * self.scaling)
+            tables.append(self.segment_table.permute(1, 2, 0).to(query.dtype))
+        terms = RelativeTerms(self, tuple(tables), context, keys, grid, real, step)
         mixed = attend_with_terms(content, key, value, terms, self.dropout if self.training else 0.0, blocks)
         return SublayerOutput(self.o_proj(mixed.flatten(2)))
 
@@ -253,6 +269,18 @@ class TransformerXLAttention(Attention):
             relative = layer.relative = new if relative is None else torch.cat([new, relative], dim=-1)
         return relative[..., relative.shape[-1] - keys :]
 
+    def same_segment(self, context: LayerContext, rows: slice, keys: slice) -> Tensor:
+        """Whether the queries `rows` and `keys` are of one segment, [B or 1, 1, t, s]."""
+        of_queries, of_keys = context.shared.get(TOKEN_TYPES) or (context.inputs.get("token_type_ids"),) * 2
+        if of_queries is None or of_keys is None:
+            shape = (1, 1, rows.stop - rows.start, keys.stop - keys.start)
+            return torch.ones(shape, dtype=torch.bool, device=context.query_index.device)
+        of_queries, of_keys = of_queries[:, None, rows, None], of_keys[:, None, None, keys]
+        same = of_queries == of_keys
+        if self.spec.joint_type is None:
+            return same
+        return same | (of_queries == self.spec.joint_type) | (of_keys == self.spec.joint_type)
+
     def visible(
         self, rows: slice, keys: slice, grid: Grid, context: LayerContext, real: Tensor | None, order: bool = True
     ) -> Tensor | None:
@@ -277,9 +305,14 @@ class TransformerXLAttention(Attention):
         return mask
 
 
+def by_segment(by_kind: Tensor, same: Tensor) -> Tensor:
+    """Scores with the vectors of [different, same] segments [..., t, 2] -> [..., t, s]."""
+    return torch.where(same, by_kind[..., 1:], by_kind[..., :1])
+
+
 class RelativeTerms(SelfAttentionTerms):
     """(q_i + v) W_R R by distance in one call. Tables: W_R R [H, distances, d], the largest first, and v - u [H, 1,
-    d]."""
+    d]; with segments s - u [H, 1, d] and the two vectors [H, d, 2]."""
 
     def __init__(
         self,
@@ -314,12 +347,20 @@ class RelativeTerms(SelfAttentionTerms):
         return None if mask is None else ~mask
 
     def by_query(self, query: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (query + tables[1],)
+        position = query + tables[1]
+        return (position,) if len(tables) == 2 else (position, torch.matmul(query + tables[2], tables[3]))
 
     def by_distance(self, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (tables[0].unsqueeze(0),)
 
     def scores(self, block: QueryBlock, tables: tuple[Tensor, ...]) -> Tensor:
+        scores = self._of_positions(block)
+        if len(block.by_query) == 1:
+            return scores
+        same = self.layer.same_segment(self.context, block.rows, slice(0, block.keys))
+        return scores + self.grid.without_first(by_segment(block.by_query[1], same), block.rows)
+
+    def _of_positions(self, block: QueryBlock) -> Tensor:
         rows, keys = block.rows, block.keys
         length, step = rows.stop - rows.start, self.grid.step
         first = step * (self.num_queries - rows.stop)
@@ -345,7 +386,9 @@ class RelativeTerms(SelfAttentionTerms):
 class TransformerXLSpec(AttentionSpec):
     """share_biases: one u and one v for all layers, which stand in layer 0 (off: one pair per layer). clamp: distances
     (tokens) beyond which all count as this one, for texts longer than those trained on. reach: how far back (in an
-    encoder: to either side) a query sees, in tokens; with a memory at least as long, every query sees as many keys."""
+    encoder: to either side) a query sees, in tokens; with a memory at least as long, every query sees as many keys.
+    segments: a term of whether two tokens have the same `token_type_ids`, which need no table then
+    (`type_vocab_size=0`). joint_type: the type whose tokens are of every segment (Funnel's [CLS]: 2)."""
 
     summary = "content and relative-position scores with two global biases"
     layers_apart = False  # layer 0 owns the biases of all
@@ -358,8 +401,16 @@ class TransformerXLSpec(AttentionSpec):
     share_biases: bool = True
     clamp: int | None = None
     reach: int | None = None
+    segments: bool = False
+    joint_type: int | None = None
+
+    @property
+    def inputs(self) -> tuple[str, ...]:  # type: ignore[override]  # for other specs they do not depend on a field
+        return ("token_type_ids",) if self.segments else ()
 
     def check_fields(self) -> None:
+        if self.joint_type is not None and not self.segments:
+            raise ValueError(f"transformer_xl's `joint_type` {self.joint_type} needs `segments=True`.")
         for name in ("clamp", "reach"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -368,6 +419,11 @@ class TransformerXLSpec(AttentionSpec):
     def check(self, config) -> None:
         if config.hidden_size % 2:
             raise ValueError(f"transformer_xl's sinusoids need an even `hidden_size`, got {config.hidden_size}.")
+        if self.segments and (config.is_decoder or config.stack.memory_slots(config) is not None):
+            raise ValueError(
+                "transformer_xl's `segments` compare the types of the tokens of one text, and earlier tokens in a"
+                " cache or memory keep none; use it in an encoder without memory, or set `segments=False`."
+            )
 
     def shared_sizes(self, config) -> tuple | None:
         return (config.num_attention_heads, config.head_width) if self.share_biases else None

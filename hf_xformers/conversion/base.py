@@ -76,6 +76,10 @@ class Head:
         """`settings` as they are for a model of ours."""
         return {name: value(config) if callable(value) else value for name, value in self.settings.items()}
 
+    def fits(self, config: XFormerConfig) -> bool:
+        """Whether a model of ours has these settings."""
+        return all(getattr(config, name) == value for name, value in self.settings_for(config).items())
+
     @property
     def our_prefix(self) -> str:
         return "" if self.ours == "Model" else "model."
@@ -236,11 +240,14 @@ class Converter:
         return next((head for head in self.heads if head.theirs == class_name), None)
 
     def head_of_ours(self, name: str, config: XFormerConfig | PreTrainedConfig) -> Head | None:
-        """The pair of one of our heads, or None where transformers has no such class."""
-        for head in self.heads:
-            if head.ours == name and head.two_towers in (None, config.is_encoder_decoder):
-                return head
-        return None
+        """The pair of one of our heads, or None where transformers has no such class. Of several that differ in their
+        settings it is the one that a config of ours fits."""
+        found = [
+            head for head in self.heads if head.ours == name and head.two_towers in (None, config.is_encoder_decoder)
+        ]
+        if isinstance(config, XFormerConfig):
+            found.sort(key=lambda head: not head.fits(config))
+        return found[0] if found else None
 
     def base_head(self, config: XFormerConfig | PreTrainedConfig) -> Head:
         """The pair of bare models."""

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.utils import CONFIG_NAME, cached_file
 
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SLOTS
 from ..core.finite import refuse_non_finite
-from ..core.saved_files import read_object, refuse_damaged_weights, replacing
+from ..core.saved_files import read_object, refuse_damaged_weights, replacing, tensors_of, weight_files
 from ..variants import config_class, family, model_types
 from .base import Converter, converter_back, converter_for
 from .provenance import read_provenance, write_provenance
+from .refusals import refuse_adapter, refuse_config, refuse_place, refuse_weights
 from .report import Report
-from .transfer import Source, check_head, to_ours, to_theirs
+from .transfer import Source, check_head, needed_beside, quiet, to_ours, to_theirs
 
 Direction = Literal["auto", "to_ours", "to_theirs"]
 _TOKENIZER_FILES = (
@@ -37,20 +41,26 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
 def model_type_of(source: str | Path) -> str | None:
     """What the config of a folder or Hub id says.
 
     Raises:
-        ValueError: there is no such folder or repository, or it has no config.
+        ValueError: there is no such folder or repository, it has no config, or it holds no whole model whose weights
+            can be read: an adapter, quantised weights, a GGUF file, a model that only code of its own knows.
     """
     name = os.fspath(source)
     local = Path(name).expanduser()
-    if not local.is_dir() and (local.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
-        raise ValueError(f"There is no folder {name!r}; give a folder with a config.json, or a Hub id.")
-    if local.is_dir() and not (local / "config.json").is_file():
-        raise ValueError(f"The folder {name!r} has no config.json; give one that `save_pretrained` wrote.")
-    if local.is_dir():
-        return read_object(local / "config.json").get("model_type")
+    refuse_place(name, local)
+    fields = read_object(local / "config.json") if local.is_dir() else _remote_config(name)
+    refuse_config(name, fields)
+    return fields.get("model_type")
+
+
+def _remote_config(name: str) -> dict[str, Any]:
     try:
         fields, _ = PreTrainedConfig.get_config_dict(name)
     except (OSError, ValueError) as error:
@@ -58,7 +68,24 @@ def model_type_of(source: str | Path) -> str | None:
             f"{name!r} is neither a folder nor a Hub repository that can be read: {_first_line(error)} Correct the"
             " name, or copy or download it again."
         ) from error
-    return fields.get("model_type")
+    return fields
+
+
+def open_config(source: str | Path) -> PreTrainedConfig:
+    """The config of a folder or Hub id, by the class that this process has for its model type; no code of a
+    repository is run.
+
+    Raises:
+        ValueError: a field has a value that the class does not take.
+    """
+    name = os.fspath(source)
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, StrictDataclassError) as error:
+        raise ValueError(
+            f"The config.json of {name!r} cannot be used: {_one_line(error)}; correct it, or copy or download it"
+            " again."
+        ) from error
 
 
 def read_model_type(source: str | Path, wanted: str | None = None) -> tuple[Converter, bool]:
@@ -82,7 +109,7 @@ def read_model_type(source: str | Path, wanted: str | None = None) -> tuple[Conv
     if model_type == XFormerConfig.model_type:  # of a swap; it may have the components of its source again
         model_type = _variant_again(source)
     if model_type == XFormerConfig.model_type:
-        return converter_back(AutoConfig.from_pretrained(os.fspath(source)), wanted, made_of), True
+        return converter_back(open_config(source), wanted, made_of), True
     return converter_back(config_class(str(model_type))(), wanted, made_of), True
 
 
@@ -98,7 +125,7 @@ def _variant_again(source: str | Path) -> str:
     variant = origin.steps()[0].variants[0]
     if variant == XFormerConfig.model_type:
         return variant
-    config, preset = AutoConfig.from_pretrained(os.fspath(source)), config_class(variant)()
+    config, preset = open_config(source), config_class(variant)()
     for layer in config.layer_configs():
         for slot in SLOTS:
             there, wanted = getattr(layer, slot).type, getattr(preset, slot).type
@@ -117,7 +144,7 @@ def load(source: str | Path, converter: Converter, ours: bool, head: str | None)
         ValueError: the class has no counterpart, or the weights are missing, damaged or of other sizes.
     """
     name = os.fspath(source)
-    config = AutoConfig.from_pretrained(name)
+    config = open_config(name)
     if ours and config.model_type != converter.variant:  # the free mix with this variant's components
         fields = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
         named = [family(config.model_type), family(converter.variant)]
@@ -131,28 +158,63 @@ def load(source: str | Path, converter: Converter, ours: bool, head: str | None)
         for key, value in converter.layout.items():
             setattr(config, key, value)
         found = _loaded(_class_of(config, converter, ours, head), name, config)
+    if not ours and found.extra:
+        _keep_needed(found, converter, name)
     return found
+
+
+def _keep_needed(found: Source, converter: Converter, name: str) -> None:
+    """Reads what the rules need and the loaded class has no place for. Names in files may lack the base model's
+    prefix, or have it where the class does not."""
+    pair = converter.head_of_theirs(type(found.model).__name__)
+    prefixes = {head.prefix for head in converter.heads}
+    needed = needed_beside(converter, found.model)
+    if pair is None or not needed:
+        return
+    wanted = {prefix + key.removeprefix(pair.prefix): key for key in needed for prefix in prefixes}
+    folder = Path(name).expanduser()
+    if not folder.is_dir():  # loading has brought the files
+        folder = Path(str(cached_file(name, CONFIG_NAME))).parent
+    for path in weight_files(folder):
+        for key, tensor in tensors_of(path, wanted).items():
+            found.kept[wanted[key]] = tensor
+    found.extra = tuple(key for key in found.extra if key not in wanted)
 
 
 def _loaded(model_class: Any, name: str, config: PreTrainedConfig) -> Source:
     refuse_damaged_weights(name)
+    refuse_weights(name, Path(name).expanduser())
     try:
-        model, info = model_class.from_pretrained(name, config=config, output_loading_info=True)
+        with quiet(bars=True):  # what is missing, unexpected or of another size is told below, and in reports
+            model, info = model_class.from_pretrained(
+                name, config=config, output_loading_info=True, ignore_mismatched_sizes=True
+            )
     except pickle.UnpicklingError as error:  # of a Hub id; a folder was looked into before
         raise ValueError(
             f"The weights of {name!r} hold code beside tensors, which is not run; take a model that has them as"
             " safetensors."
         ) from error
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        reason = _first_line(error)
-        if "ignore_mismatched_sizes" in reason:  # transformers has logged which, and speaks of an option of its own
-            reason = "weights have other sizes than its config says (the report above names them)"
+    except (OSError, RuntimeError, ValueError, TypeError, ZeroDivisionError, SafetensorError) as error:
         raise ValueError(
-            f"Cannot load {model_class.__name__} from {name!r}: {reason}; copy or download the "
+            f"Cannot load {model_class.__name__} from {name!r}: {_first_line(error)}; copy or download the "
             "checkpoint again, or save it with `save_pretrained`."
         ) from error
+    if model._hf_peft_config_loaded:  # of a Hub id; a folder was looked into before
+        refuse_adapter(name)
+    _refuse_other_sizes(info["mismatched_keys"], name)
     refuse_non_finite(model, name)
     return Source(model, frozenset(info["missing_keys"]), tuple(sorted(info["unexpected_keys"])))
+
+
+def _refuse_other_sizes(mismatched: Iterable[tuple[str, Any, Any]], name: str) -> None:
+    """mismatched: (tensor, its shape in the file, the shape that the config says), as transformers lists them."""
+    wrong = [f"{key!r} {list(found)} instead of {list(wanted)}" for key, found, wanted in sorted(mismatched)]
+    if wrong:
+        shown = ", ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "")
+        raise ValueError(
+            f"The weights of {name!r} have other sizes than its config.json says: {shown}; copy or download both again"
+            " from one place."
+        )
 
 
 def load_ours(source: str | Path, model_type: str, head: str | None) -> PreTrainedModel:
@@ -164,7 +226,7 @@ def load_ours(source: str | Path, model_type: str, head: str | None) -> PreTrain
         class.
     """
     name = os.fspath(source)
-    config = AutoConfig.from_pretrained(name)
+    config = open_config(name)
     classes = family(model_type)
     named = config.architectures[0] if config.architectures else None
     saved = next((key for key, made in classes.items() if made.__name__ == named), None)
@@ -245,10 +307,10 @@ def convert_checkpoint(
             f"`direction` {direction!r} does not fit {os.fspath(source)!r}, which holds a {kind!r} model."
         )
     change = to_theirs if ours else to_ours
+    tokenizer = open_tokenizer(source)
     model, report = change(load(source, converter, ours, head), converter, head)
     with replacing(folder) as scratch:
         save(model, scratch)
-        tokenizer = open_tokenizer(source)
         if tokenizer is None:
             report.notes.append("the source has no tokenizer")
         else:
@@ -264,7 +326,7 @@ def save(model: PreTrainedModel, folder: Path) -> None:
 
 
 def open_tokenizer(source: str | Path) -> Any | None:
-    """The tokenizer of a folder or Hub id; None if it has none.
+    """The tokenizer of a folder or Hub id; None if it has none. No code of a repository is run.
 
     Raises:
         ValueError: a folder has one that cannot be read.
@@ -273,14 +335,26 @@ def open_tokenizer(source: str | Path) -> Any | None:
     if local.is_dir() and not any((local / name).is_file() for name in _TOKENIZER_FILES):
         return None
     try:
-        return AutoTokenizer.from_pretrained(os.fspath(source))
-    except (OSError, ValueError) as error:
-        if local.is_dir():  # there is one, and it would be lost
+        return AutoTokenizer.from_pretrained(os.fspath(source), trust_remote_code=False)
+    except Exception as error:  # of any library that reads one of its files
+        if not local.is_dir():
+            return None
+        if _own_tokenizer_code(local / "tokenizer_config.json"):  # there is one, and it would be lost
             raise ValueError(
-                f"The tokenizer of {os.fspath(source)!r} cannot be read: {_first_line(error)} Copy or download it"
-                " again."
+                f"The tokenizer of {os.fspath(source)!r} is code of its own (`auto_map`), which is never run; put a"
+                " tokenizer.json in its place, or remove its files to convert the model without it."
             ) from error
-        return None
+        raise ValueError(
+            f"The tokenizer of {os.fspath(source)!r} cannot be read ({_first_line(error).rstrip(':.')}); copy or"
+            " download it again, or remove its files to convert the model without it."
+        ) from error
+
+
+def _own_tokenizer_code(settings: Path) -> bool:
+    try:
+        return bool(read_object(settings).get("auto_map"))
+    except (OSError, ValueError):
+        return False
 
 
 # ---------------------------------------------------------------------------------------------------- folders
@@ -293,5 +367,10 @@ def check_target(folder: Path, source: str | Path, overwrite: bool) -> None:
     origin = Path(os.fspath(source)).expanduser()
     if folder.is_dir() and origin.is_dir() and folder.samefile(origin):
         raise ValueError(f"Source and target are the same folder {str(folder)!r}; convert into another one.")
+    if folder.is_dir() and origin.exists() and folder.resolve() in origin.resolve().parents:
+        raise ValueError(
+            f"The source {os.fspath(source)!r} lies in the target {str(folder)!r}, which would be replaced with it;"
+            " give another target."
+        )
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
         raise ValueError(f"The target {str(folder)!r} is not empty; give another folder, or `overwrite=True`.")

@@ -55,6 +55,7 @@ COPY = Operation("copied", _same, _same, plain=True)
 TRANSPOSE = Operation("transposed", lambda t: [_layout(t[0])], lambda t: [_layout(t[0])], plain=True)
 ROW = Operation("row of a matrix", lambda t: [t[0].squeeze(0)], lambda t: [t[0].unsqueeze(0)], plain=True)
 FUSED = Operation("fused query, key and value", _unfuse, lambda t: [_layout(torch.cat(t, dim=0))])
+STACKED = Operation("stacked", lambda t: [torch.stack(t)], lambda t: [x.contiguous() for x in t[0].unbind()])
 SHARED = Operation("shared", lambda t: [_equal(t)], lambda t: [_equal(t)])
 FIRST = Operation("first of several", lambda t: t[:1], lambda t: t[:1])
 ZERO = Operation("zero", _same, _all_zero)
@@ -105,6 +106,20 @@ def fused_by_head(theirs: str, query: str, key: str, value: str, *, groups: int,
         return [torch.cat(parts, dim=1).flatten(0, 2)]
 
     return Rule((theirs,), (query, key, value), Operation("fused query, key and value of each head", split, join))
+
+
+def stacked(theirs: tuple[str, ...], ours: str) -> Rule:
+    """Tensors of one shape, and one with an axis for them in front."""
+    return Rule(theirs, (ours,), STACKED)
+
+
+def joined(theirs: str, ours: tuple[str, ...], widths: tuple[int, ...], name: str) -> Rule:
+    """One tensor of theirs that holds the rows of several of ours, `widths` of each; name: for the report."""
+
+    def divide(tensors: Tensors) -> Tensors:
+        return [part.contiguous() for part in tensors[0].split(widths)]
+
+    return Rule((theirs,), ours, Operation(name, divide, lambda tensors: [torch.cat(tensors)]))
 
 
 def shared(theirs: tuple[str, ...], ours: tuple[str, ...]) -> Rule:

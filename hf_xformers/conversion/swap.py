@@ -13,7 +13,6 @@ max_length=4096)
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -31,10 +30,11 @@ from ..modeling_tower import XFormerTower
 from ..modeling_xformer import XFormerModel
 from ..variants import family, model_types
 from .base import converter_for
-from .checkpoint import check_target, load, load_ours, model_type_of, open_tokenizer, save
+from .checkpoint import check_target, load, load_ours, model_type_of, open_config, open_tokenizer, save
 from .derivations import Derived, Part, derive
 from .movement import Movement, movement
 from .provenance import write_provenance
+from .refusals import refuse_quantized
 from .report import Report
 from .swap_config import Layers, changed_slots, swapped_config
 from .swap_report import SwapReport
@@ -123,11 +123,10 @@ def source_config(source: str | Path) -> XFormerConfig:
     Raises:
         ValueError: it cannot be read, or does not convert.
     """
-    from transformers import AutoConfig
-
     model_type = model_type_of(source)
-    config = AutoConfig.from_pretrained(os.fspath(source))
-    return config if model_type in model_types() else converter_for(model_type).config_to_ours(config)
+    converter = None if model_type in model_types() else converter_for(model_type)
+    config = open_config(source)
+    return cast(XFormerConfig, config) if converter is None else converter.config_to_ours(config)
 
 
 def open_model(
@@ -144,6 +143,7 @@ def open_model(
             raise ValueError(
                 f"{type(source).__name__} is swapped as it is; leave `head` out, or load the class that has it first."
             )
+        refuse_quantized(type(source).__name__, source.config.to_dict())
         return source, None, True
     if isinstance(source, PreTrainedModel):
         found = to_ours(Source(source, borrowed=True), converter_for(source.config.model_type), head)

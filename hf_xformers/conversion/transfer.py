@@ -19,6 +19,7 @@ from transformers.utils import logging
 from ..configuration_xformer import XFormerConfig
 from ..variants import config_class, family
 from .base import Converter, Head
+from .refusals import refuse_quantized
 from .report import Report
 from .rules import FIRST, NONE, ZERO, Entry
 
@@ -29,11 +30,13 @@ _NO_WEIGHTS = re.compile(r"(^|\.)(position_ids|token_type_ids|attn\.bias|attn\.m
 @dataclass
 class Source:
     """A loaded model and what its checkpoint had beside it. absent: tensors of the model that the checkpoint lacks;
-    extra: tensors of the checkpoint that the model has no place for; borrowed: the model is the caller's."""
+    extra: tensors of the checkpoint that the model has no place for; kept: those of them that a conversion needs,
+    under the names that they would have in the model; borrowed: the model is the caller's."""
 
     model: PreTrainedModel
     absent: frozenset[str] = frozenset()
     extra: tuple[str, ...] = ()
+    kept: dict[str, Tensor] = field(default_factory=dict)
     borrowed: bool = False
 
 
@@ -80,6 +83,7 @@ def to_ours(source: Source, converter: Converter, head: str | None = None) -> tu
         ValueError: the config or a tensor has no counterpart; the message names it.
     """
     model = source.model
+    refuse_quantized(type(model).__name__, model.config.to_dict())
     pair = converter.head_of_theirs(type(model).__name__)
     if pair is None:
         raise ValueError(
@@ -132,8 +136,9 @@ def to_theirs(source: Source, converter: Converter, head: str | None = None) -> 
     wanted = wanted or converter.base_head(config)
     notes: list[str] = []
     theirs = converter.config_to_theirs(config, notes)
-    if not converter.ties_by_weights and hasattr(theirs, "tie_word_embeddings"):  # models of images have no tables
-        theirs.tie_word_embeddings = _tied(model)
+    tied = _tied(model)  # models of images have no tables to tie
+    if not converter.ties_by_weights and getattr(theirs, "tie_word_embeddings", tied) != tied:
+        theirs.tie_word_embeddings = tied
     groups = converter.required if pair is None else pair.groups
     left = _Side(type(model), pair, groups, "" if own == "Model" else "model.", own)
     right = _Side(getattr(transformers, wanted.theirs), wanted, wanted.groups, wanted.prefix, wanted.ours)
@@ -225,6 +230,7 @@ def _transfer(
     model = source.model
     report = Report(type(model).__name__, right.model_class.__name__, notes=notes)
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in source.absent}
+    state |= {name: tensor.to(model.dtype) for name, tensor in source.kept.items()}
     if to_ours:
         state = {new: state[name] for name in state for new in converter.renamed.get(name, (name,))}
     with torch.device("meta"):
@@ -233,7 +239,7 @@ def _transfer(
     prefixes = (left.prefix, right.prefix) if to_ours else (right.prefix, left.prefix)
     groups = [group for group in left.groups if group in right.groups]
     entries = [entry for entry in converter.entries(groups, prefixes, our_config) if entry.operation is not NONE]
-    made = _apply(entries, converter, state, shapes, report, to_ours)
+    made = _apply(entries, converter, state, shapes, report, to_ours, source.borrowed)
 
     used = {name for entry in entries for name in entry.ends(to_ours)[0]}
     known = _known_names(converter, our_config, 0 if to_ours else 1)
@@ -269,6 +275,20 @@ def _transfer(
     return target.to(model.device), report
 
 
+def needed_beside(converter: Converter, model: PreTrainedModel) -> list[str]:
+    """Names of tensors that the required rules read for this model's config and that its class has no place for.
+
+    Raises:
+        ValueError: the config has no counterpart.
+    """
+    pair = converter.head_of_theirs(type(model).__name__)
+    if pair is None:
+        return []
+    entries = converter.entries(converter.required, (pair.prefix, ""), converter.config_to_ours(model.config))
+    places = {new for name in model.state_dict() for new in converter.renamed.get(name, (name,))}
+    return [name for entry in entries for name in entry.theirs if name not in places]
+
+
 def _apply(
     entries: list[Entry],
     converter: Converter,
@@ -276,6 +296,7 @@ def _apply(
     shapes: dict[str, torch.Size],
     report: Report,
     to_ours: bool,
+    borrowed: bool,
 ) -> dict[str, Tensor]:
     """The target's tensors by name. Parts that the source lacks altogether are left out unless they are required."""
     lacking: dict[str, list[str]] = {}
@@ -283,6 +304,11 @@ def _apply(
         lacking.setdefault(entry.group, []).extend(name for name in entry.ends(to_ours)[0] if name not in state)
     present = {entry.group for entry in entries if all(name in state for name in entry.ends(to_ours)[0])}
     missing = [name for group, names in lacking.items() if group in present | {*converter.required} for name in names]
+    if missing and borrowed and to_ours:
+        raise ValueError(
+            f"The {report.source} lacks {_listed(missing)}, which its config asks for and transformers may have left"
+            " behind when it was loaded; give the folder or Hub id in place of the loaded model."
+        )
     if missing:
         raise ValueError(
             f"The {report.source} checkpoint lacks {_listed(missing)}; copy or download it again, or save the whole"
@@ -348,11 +374,13 @@ def carry_generation(source: PreTrainedModel, target: PreTrainedModel) -> None:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Loading from memory without transformers' own remarks: what is new and what is tied stands in the report."""
-    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+def quiet(*, bars: bool = False) -> Iterator[None]:
+    """Loading without transformers' own remarks: what is new and what is tied stands in the report. bars: progress is
+    shown, which takes a while from a disk and none from memory."""
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled() and not bars
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    if bar:
+        logging.disable_progress_bar()
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ import re
 import shutil
 import uuid
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,19 @@ def weight_files(folder: Path) -> list[Path]:
     return []
 
 
+def tensors_of(path: Path, names: Container[str]) -> dict[str, Any]:
+    """Those of `names` that a file of weights holds, on the CPU. A pickle has to have been looked into
+    ([`refuse_damaged_weights`])."""
+    import torch
+    from safetensors import safe_open
+
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys() if key in names}
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    return {key: tensor for key, tensor in state.items() if key in names}
+
+
 def weights_defect(folder: Path) -> str | None:
     """Why the weights of a folder cannot be read, in a few words; None where nothing is wrong, or there are none."""
     try:
@@ -134,6 +147,14 @@ def safetensors_defect(path: Path) -> str | None:
         except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
             return "is no safetensors file, or its header is damaged"
     return None if size == 8 + length + max(ends, default=0) else "is cut off"
+
+
+def stored_types(path: Path) -> dict[str, str]:
+    """The number format of each tensor of a safetensors file that [`safetensors_defect`] finds whole ("F32", "I8",
+    ...), without reading the tensors."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return {name: str(entry.get("dtype")) for name, entry in header.items() if name != "__metadata__"}
 
 
 def _end(entry: Any) -> int:

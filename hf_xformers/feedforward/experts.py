@@ -290,24 +290,32 @@ def capacities(texts: Tensor, real: Tensor, num_experts: int, factor: float) -> 
 
 
 def within_capacity(
-    chosen: Tensor, texts: Tensor, real: Tensor, num_experts: int, factor: float | None, priority: Tensor | None = None
+    chosen: Tensor,
+    texts: Tensor,
+    real: Tensor,
+    num_experts: int,
+    factor: float | None,
+    priority: Tensor | None = None,
+    limit: int | None = None,
 ) -> Tensor:
     """Which assignments are kept: chosen [N, k] -> boolean [N, k].
 
     Every text (or group of [`groups`]) has its own queue at every expert, in token order or by falling `priority` [N];
-    all first choices stand before all second ones. None: no capacity. Padding and assignments to nowhere are never
-    kept and take no place.
+    all first choices stand before all second ones. factor: of the tokens that are an expert's part; limit: a number of
+    tokens; None: no such capacity. Padding and assignments to nowhere are never kept and take no place.
     """
     kept = real[:, None] & (chosen < num_experts)
-    if factor is None:
+    if factor is None and limit is None:
         return kept
     if priority is not None:
         order = torch.sort(priority, descending=True, stable=True).indices
-        first = within_capacity(chosen[order], texts[order], real[order], num_experts, factor)
+        first = within_capacity(chosen[order], texts[order], real[order], num_experts, factor, limit=limit)
         return torch.empty_like(first).index_copy_(0, order, first)
     keys = torch.where(kept, texts[:, None] * num_experts + chosen, texts.shape[0] * num_experts)
     place = places(keys.T.reshape(-1)).view(chosen.shape[1], -1).T
-    return kept & (place < capacities(texts, real, num_experts, factor)[:, None])
+    if limit is not None:
+        kept = kept & (place < limit)
+    return kept if factor is None else kept & (place < capacities(texts, real, num_experts, factor)[:, None])
 
 
 # ------------------------------------------------------------------------------------------------------- losses

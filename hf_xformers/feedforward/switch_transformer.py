@@ -23,8 +23,8 @@ class SwitchFeedForward(FeedForward):
     """y = p_i FFN_i(x) with p = softmax(W_r x) and i = argmax p; 0 where expert i is full.
 
     Fedus et al. 2022 (arXiv 2101.03961), eqs. 1-2, section 2.2. An expert takes, of each text, its first
-    ceil(factor * tokens / E) tokens that chose it, so an output depends neither on other rows nor on later tokens'
-    contents.
+    ceil(factor * tokens / E) tokens that chose it, and no more than `expert_capacity`, so an output depends neither on
+    other rows nor on later tokens' contents.
     """
 
     def __init__(self, config, spec: SwitchSpec):
@@ -49,7 +49,7 @@ class SwitchFeedForward(FeedForward):
         gate, chosen = probabilities.max(-1, keepdim=True)
         factor = spec.capacity_factor if self.training else spec.eval_capacity_factor
         texts = documents(hidden_states, context)
-        kept = within_capacity(chosen, texts, real, spec.num_experts, factor)
+        kept = within_capacity(chosen, texts, real, spec.num_experts, factor, limit=spec.expert_capacity)
         output = self.experts(tokens, chosen.masked_fill(~kept, spec.num_experts), gate)
         losses = {}
         if spec.balance_loss_weight:
@@ -66,7 +66,8 @@ class SwitchSpec(ExpertsSpec):
     capacity_factor: in training an expert takes ceil(factor * tokens / E) tokens of a text and drops the rest, which
     then pass by on the residual alone (None: takes all). eval_capacity_factor: the same in evaluation; the paper's 2.0
     makes an output depend on the text's length, so that generation token by token would differ from a pass over the
-    whole text.
+    whole text. expert_capacity: a number of tokens of a text that an expert takes at most in one call, whatever the
+    text's length, in training and evaluation (transformers' Switch models; None: no such bound).
     jitter: relative noise on the router's input in training. balance_loss_weight: alpha. z_loss_weight: weight of the
     squared log-partition (Zoph et al. 2022: 1e-3). init_scale: s, weights start truncated normal with variance s / fan
     in.
@@ -77,13 +78,18 @@ class SwitchSpec(ExpertsSpec):
     every: int = 2
     capacity_factor: float | int | None = 1.25
     eval_capacity_factor: float | int | None = None
+    expert_capacity: int | None = None
     jitter: float | int = 0.01
     balance_loss_weight: float | int = 0.01
     z_loss_weight: float | int = 0.0
     init_scale: float | int = 0.1
 
     def capacities(self) -> dict[str, float | None]:
-        return {"capacity_factor": self.capacity_factor, "eval_capacity_factor": self.eval_capacity_factor}
+        return {
+            "capacity_factor": self.capacity_factor,
+            "eval_capacity_factor": self.eval_capacity_factor,
+            "expert_capacity": self.expert_capacity,
+        }
 
     def check_fields(self) -> None:
         super().check_fields()

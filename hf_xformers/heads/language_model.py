@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
@@ -10,13 +11,23 @@ from .base import HeadSpec
 
 
 class LanguageModelHead(nn.Module):
-    """logits = W (scale * t(h)) + b with W [V, D], tied to the token table unless the config unties it.
+    """logits = W (scale * t(h)) + b with W [V, D], tied to the token table unless the config unties it; with a cap c
+    they become c tanh(logits / c).
 
     t is the identity, BERT's transform, dense, activation, normalisation (Devlin et al. 2019, released code), or a
     linear map to the width of the table.
     """
 
-    def __init__(self, config, *, transform: str | None, bias: bool, scale: bool, projects: bool = False):
+    def __init__(
+        self,
+        config,
+        *,
+        transform: str | None,
+        bias: bool,
+        scale: bool,
+        projects: bool = False,
+        cap: float | None = None,
+    ):
         super().__init__()
         width = config.hidden_size
         table = config.embedding.table_width(config)
@@ -25,6 +36,7 @@ class LanguageModelHead(nn.Module):
         self.norm = config.normalization.build(config, width=table) if transform else None
         self.decoder = nn.Linear(table, config.head.num_outputs(config), bias=bias)
         self.scale = width**-0.5 if scale else None
+        self.cap = cap
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""
@@ -34,14 +46,16 @@ class LanguageModelHead(nn.Module):
             hidden_states = self.norm(self.activation(hidden_states))
         if self.scale is not None:
             hidden_states = hidden_states * self.scale
-        return self.decoder(hidden_states)
+        logits = self.decoder(hidden_states)
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
 
 @register("head", "linear")
 class LinearHeadSpec(HeadSpec):
     """bias: one per vocabulary entry (BART). scale: multiply hidden states by hidden_size^-0.5 first (T5 with tied
     tables). unpredicted: how many ids at the end of the vocabulary are read but never predicted, so that they have no
-    logits (Image GPT's token of the start)."""
+    logits (Image GPT's token of the start). cap: c, where logits become c tanh(logits / c), so that they stay within c
+    (Gemma 2)."""
 
     context_parallel = True
     summary = "one projection onto the vocabulary"
@@ -49,10 +63,13 @@ class LinearHeadSpec(HeadSpec):
     bias: bool = False
     scale: bool = False
     unpredicted: int = 0
+    cap: float | int | None = None
 
     def check_fields(self) -> None:
         if self.unpredicted < 0:
             raise ValueError(f"linear head: `unpredicted` is a number of ids, got {self.unpredicted}.")
+        if self.cap is not None and self.cap <= 0:
+            raise ValueError(f"linear head needs a positive `cap` on its logits, or None, got {self.cap}.")
 
     def check(self, config) -> None:
         if self.unpredicted and config.tie_word_embeddings:
@@ -70,7 +87,7 @@ class LinearHeadSpec(HeadSpec):
         return config.vocab_size - self.unpredicted
 
     def build(self, config, **where) -> LanguageModelHead:
-        return LanguageModelHead(config, transform=None, bias=self.bias, scale=self.scale)
+        return LanguageModelHead(config, transform=None, bias=self.bias, scale=self.scale, cap=self.cap)
 
 
 @register("head", "transform")

@@ -35,30 +35,35 @@ class LayerNormSpec(NormSpec):
 
 class RMSNorm(Undecayed, nn.Module):
     """y = g * x / sqrt(mean(x^2) + eps), the mean square in float32 at least (Zhang & Sennrich 2019; T5's layer
-    norm)."""
+    norm). from_zero: the parameter is g - 1 (Gemma)."""
 
     undecayed = ("weight",)
 
-    def __init__(self, width: int, eps: float):
+    def __init__(self, width: int, eps: float, from_zero: bool = False):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(width) if from_zero else torch.ones(width))
+        self.eps, self.from_zero = eps, from_zero
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         wide = hidden_states if hidden_states.dtype == torch.float64 else hidden_states.float()
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.from_zero:  # 1 + w would lose digits in half precision
+            return (wide * scale * (1.0 + self.weight.to(wide.dtype))).to(hidden_states.dtype)
         return self.weight * (hidden_states * scale).to(self.weight.dtype)
 
     def initialize(self, config, init) -> None:
-        init.ones_(self.weight)
+        init.constant_(self.weight, 0.0 if self.from_zero else 1.0)
 
 
 @register("normalization", "rms_norm")
 class RMSNormSpec(NormSpec):
-    """eps: the config's `layer_norm_eps`."""
+    """from_zero: the weights are what is added to 1 (Gemma), so that weight decay leads to no weighting. eps: the
+    config's `layer_norm_eps`."""
 
     context_parallel = True
     summary = "root mean square over the width, no mean, no bias"
 
+    from_zero: bool = False
+
     def build(self, config, **where) -> RMSNorm:
-        return RMSNorm(where.get("width", config.hidden_size), config.layer_norm_eps)
+        return RMSNorm(where.get("width", config.hidden_size), config.layer_norm_eps, self.from_zero)

@@ -124,7 +124,9 @@ class PostLNSpec(ResidualSpec):
 
 @register("residual", "pre_ln", aliases=("pre",))
 class PreLNSpec(ResidualSpec):
-    """final_norm: normalise the residual stream after the last layer. final_dropout: dropout after that norm (T5)."""
+    """final_norm: normalise the residual stream after the last layer. final_dropout: dropout after that norm (T5).
+    first_norm: whether the first sublayer has a norm, which an embedding that ends in one makes needless
+    (ModernBERT)."""
 
     context_parallel = True
     summary = "normalise a sublayer's input, plus a final norm"
@@ -134,9 +136,11 @@ class PreLNSpec(ResidualSpec):
 
     final_norm: bool = True
     final_dropout: bool = False
+    first_norm: bool = True
 
     def build(self, config, **where) -> Residual:
-        if where.get("entered"):
+        first = where.get("layer_idx") == 0 and not where.get("siblings")
+        if where.get("entered") or (first and not self.first_norm):
             return PlainSum(config, scale=where.get("scale", 1.0))
         return super().build(config, **where)
 

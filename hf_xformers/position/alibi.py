@@ -32,9 +32,8 @@ class Alibi(Position, ScoreBias):
     relative = True
     exponents: Tensor
 
-    def __init__(self, config, spec: AlibiSpec):
+    def __init__(self, config):
         super().__init__()
-        self.scale = float(spec.scale)
         self.values = slope_exponents(config.num_attention_heads)
         # Exponents in place of slopes: half precision holds their few binary digits exactly.
         self.register_buffer("exponents", torch.tensor(self.values, dtype=torch.get_default_dtype()), persistent=False)
@@ -52,23 +51,17 @@ class Alibi(Position, ScoreBias):
     def by_distance(self, distance: Tensor) -> Tensor:
         """distance (key - query) [...] -> [H, ...]."""
         wide = torch.promote_types(self.exponents.dtype, torch.float32)  # bfloat16 counts to 256 and no further
-        slopes = torch.exp2(-self.exponents.to(wide)) * self.scale
+        slopes = torch.exp2(-self.exponents.to(wide))
         bias = -slopes.view(-1, *[1] * distance.ndim) * distance.abs().to(wide)
         return bias.to(self.exponents.dtype)
 
 
 @register("position", "alibi", aliases=("linear_bias",))
 class AlibiSpec(PositionSpec):
-    """scale: factor on all slopes (those of Falcon are divided by the root of the head width, as its scores are)."""
+    """No fields: slopes follow from the number of heads."""
 
     summary = "scores fall linearly with distance, each head at a fixed slope"
     acts = frozenset({"score_bias"})
 
-    scale: float | int = 1.0
-
-    def check_fields(self) -> None:
-        if self.scale <= 0:
-            raise ValueError(f"alibi needs a positive `scale` on its slopes, got {self.scale}.")
-
     def build(self, config, **where) -> Alibi:
-        return Alibi(config, self)
+        return Alibi(config)

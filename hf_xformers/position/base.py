@@ -170,6 +170,11 @@ class PositionSpec(Spec):
         """Whether layers may have a rotation of a second kind (`angles="local"` of their attention)."""
         return False
 
+    @property
+    def by_length(self) -> bool:
+        """Whether rotations depend on how many tokens a text has so far ([`Rotation.by_length`])."""
+        return False
+
     def shared_sizes(self, config) -> tuple:
         """What has to be alike in all layers of a tower, because they read the same tables."""
         rotation = (config.head_width,) if "rotation" in self.acts else ()

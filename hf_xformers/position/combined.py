@@ -117,6 +117,10 @@ class CombinedSpec(PositionSpec):
         return any(part.has_local for part in self.parts)
 
     @property
+    def by_length(self) -> bool:
+        return any(part.by_length for part in self.parts)
+
+    @property
     def layers_apart(self) -> bool:  # type: ignore[override]
         return all(part.layers_apart for part in self.parts)
 

@@ -16,7 +16,8 @@ from .score_terms import SelfAttentionTerms
 
 
 class ShawTerms(PositionTerms):
-    """score_ij += q_i a^K_c(j-i), o_i += sum_j w_ij a^V_c(j-i), c(x) = clip(x, -k, k) (eqs. 3 and 4).
+    """score_ij += q_i a^K_c(j-i), o_i += sum_j w_ij a^V_c(j-i), c(x) = clip(x, -k, k) (eqs. 3 and 4); with `keys`
+    score_ij += k_j a^K_c(j-i), too, at the scale of q_i k_j (Huang et al. 2020, arXiv 2009.13658, method 4).
 
     Tables [2k + 1, d], or one for each head. Neither the vectors a_ij nor anything else with T S d numbers is made:
     queries are multiplied with the table, and weights are summed by distance before they are.
@@ -29,6 +30,7 @@ class ShawTerms(PositionTerms):
         size = (*heads, 2 * spec.max_distance + 1, config.head_width)
         self.key_table = nn.Parameter(torch.empty(size))
         self.value_table = nn.Parameter(torch.empty(size)) if spec.values else None
+        self.reads_keys = spec.keys
 
     def initialize(self, config, init) -> None:
         for table in (self.key_table, self.value_table):
@@ -37,25 +39,49 @@ class ShawTerms(PositionTerms):
 
     def score_terms(self, attention: Any, scale: float, context: LayerContext) -> ShawScores:
         tables = (self.key_table,) if self.value_table is None else (self.key_table, self.value_table)
-        return ShawScores(scale, tables, context, self.reach)
+        if self.reads_keys:
+            tables = (*tables, self.key_table * scale)
+        return ShawScores(scale, tables, context, self.reach, self.value_table is not None, self.reads_keys)
 
 
 class ShawScores(SelfAttentionTerms):
-    """The terms of one call, of a^K and, where there are any, a^V."""
+    """The terms of one call, of a^K and, where there are any, a^V; reads_keys: keys are multiplied with the last
+    table."""
 
-    def __init__(self, scale: float, tables: tuple[Tensor, ...], context: LayerContext, reach: int) -> None:
+    def __init__(
+        self,
+        scale: float,
+        tables: tuple[Tensor, ...],
+        context: LayerContext,
+        reach: int,
+        has_values: bool,
+        reads_keys: bool,
+    ) -> None:
         super().__init__(scale, tables, context)
-        self.reach, self.has_values = reach, len(tables) > 1
+        self.reach, self.has_values, self.reads_keys = reach, has_values, reads_keys
+
+    def by_key(self, key: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (key,) if self.reads_keys else ()
 
     def _row(self, distance: Tensor) -> Tensor:
         return distance.clamp(-self.reach, self.reach) + self.reach
 
     def scores(self, block: QueryBlock, tables: tuple[Tensor, ...]) -> Tensor:
         products = torch.matmul(block.query, tables[0].transpose(-1, -2).to(block.query.dtype))
-        return spread_queries(products, self._row, self.reach, block.rows, block.keys, self.context)
+        found = spread_queries(products, self._row, self.reach, block.rows, block.keys, self.context)
+        if not self.reads_keys:
+            return found
+        key = block.by_key[0].take(0, block.keys)
+        pairs = Pairs.of_block(block.query, key, block.rows, block.keys)
+        return found + self._of_keys(pairs, tables).squeeze(2)
+
+    def _of_keys(self, pairs: Pairs, tables: tuple[Tensor, ...]) -> Tensor:
+        """scale * k_j a^K_c(j-i), [B, h, n, t, s]"""
+        return pick_rows(pairs.key, tables[-1], self._row(slot_distances(pairs, self.context)).mT).mT
 
     def pairs(self, pairs: Pairs, tables: tuple[Tensor, ...]) -> Tensor:
-        return pick_rows(pairs.query, tables[0], self._row(slot_distances(pairs, self.context)))
+        found = pick_rows(pairs.query, tables[0], self._row(slot_distances(pairs, self.context)))
+        return found + self._of_keys(pairs, tables) if self.reads_keys else found
 
     def pair_values(self, weights: Tensor, pairs: Pairs, tables: tuple[Tensor, ...]) -> Tensor:
         index = self._row(slot_distances(pairs, self.context)).expand_as(weights)
@@ -73,7 +99,8 @@ class ShawRelativeSpec(PositionSpec):
     count as that.
 
     max_distance: k, tokens to either side that are told apart. values: also add a vector to values. share_heads: one
-    table for all heads of a layer.
+    table for all heads of a layer. keys: keys, too, are multiplied with the vectors that queries are (BERT's
+    `relative_key_query`).
     """
 
     summary = "a learned vector per clipped distance on keys and values"
@@ -82,6 +109,7 @@ class ShawRelativeSpec(PositionSpec):
     max_distance: int = 16
     values: bool = True
     share_heads: bool = True
+    keys: bool = False
 
     def check_fields(self) -> None:
         if self.max_distance < 0:

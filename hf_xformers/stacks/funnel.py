@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..attention.transformer_xl import GRID, KEY_COUNT, KEY_REAL, KEY_STATES, Grid
+from ..attention.transformer_xl import GRID, KEY_COUNT, KEY_REAL, KEY_STATES, TOKEN_TYPES, Grid
 from ..blocks.base import XFormerLayer, unpack_layer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses
@@ -18,6 +18,8 @@ from ..core.segment_memory import take_slots
 from ..ops.common.real_tokens import real_first
 from ..position.base import Position
 from .base import Stack, StackOutput, StackSpec
+
+States = tuple[Tensor, Tensor | None, Tensor | None]  # [B, T, D], which are real, the types of their tokens
 
 
 class FunnelStack(Stack):
@@ -49,25 +51,28 @@ class FunnelStack(Stack):
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> StackOutput:
-        real, order = context.padding_mask, None
+        real, order, types = context.padding_mask, None, context.inputs.get("token_type_ids")
         if real is not None:
             order = real_first(real)
             hidden_states, real = take_slots(hidden_states, order), real.gather(1, order)
+            types = None if types is None else types.gather(1, order)
         run = _Run(layers, context, self.spec)
-        first, first_real = hidden_states, real
+        first, first_real, first_types = hidden_states, real, types
         index = 0
         for block, (size, repeats) in enumerate(zip(self.sizes, self.repeats, strict=True)):
             stride, source = 2**block, None
             if block:
-                source = (hidden_states, real)
+                source = (hidden_states, real, types)
                 hidden_states, real = self.pool(hidden_states, real)
-            inner = run.context(hidden_states, real, Grid(0, stride=stride, apart=self.spec.separate_cls))
+                types = self.first_of_pairs(types)
+            grid = Grid(0, stride=stride, apart=self.spec.separate_cls)
+            inner = run.context(hidden_states, real, grid, (types, types))
             for layer in layers[index : index + size]:
                 for _ in range(repeats):
                     if source is None:
                         hidden_states = run(layer, hidden_states, inner)
                     else:
-                        hidden_states = run.boundary(layer, hidden_states, real, *source, stride // 2)
+                        hidden_states = run.boundary(layer, (hidden_states, real, types), source, stride // 2)
                         source = None
             index += size
             if block == 0:
@@ -77,7 +82,8 @@ class FunnelStack(Stack):
                 real = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
             return StackOutput(hidden_states, context.derive(padding_mask=real), run.losses)
         hidden_states = self.repeated(hidden_states, real, first.shape[1]) + first
-        inner = run.context(hidden_states, first_real, Grid(0, apart=self.spec.separate_cls))
+        grid = Grid(0, apart=self.spec.separate_cls)
+        inner = run.context(hidden_states, first_real, grid, (first_types, first_types))
         for layer in layers[index:]:
             hidden_states = run(layer, hidden_states, inner)
         if order is not None:
@@ -109,6 +115,14 @@ class FunnelStack(Stack):
             return pooled, None
         return pooled, torch.cat([real[:, :apart], members.any(2).squeeze(-1)], dim=1)
 
+    def first_of_pairs(self, types: Tensor | None) -> Tensor | None:
+        """Token types [B, T] -> those of pooled states, [B, T']: of the first token of each."""
+        if types is None:
+            return None
+        apart = int(self.spec.separate_cls)
+        total = types.shape[1] - int(apart and self.spec.truncate and types.shape[1] > 1)
+        return torch.cat([types[:, :apart], types[:, apart:total:2]], dim=1)
+
     def repeated(self, states: Tensor, real: Tensor | None, length: int) -> Tensor:
         """Each state [B, T', D] over the tokens that it stands for, [B, length, D]; 0 for tokens that were cut off."""
         stride, apart = 2 ** (len(self.sizes) - 1), int(self.spec.separate_cls)
@@ -127,13 +141,20 @@ class _Run:
         self.step = 0
         self.losses: dict[str, Tensor] = {}
 
-    def context(self, states: Tensor, real: Tensor | None, grid: Grid, **shared: Any) -> LayerContext:
-        """The state bundle for states [B, T, D] of another length."""
+    def context(
+        self,
+        states: Tensor,
+        real: Tensor | None,
+        grid: Grid,
+        types: tuple[Tensor | None, Tensor | None],
+        **shared: Any,
+    ) -> LayerContext:
+        """The state bundle for states [B, T, D] of another length; types: of their tokens, and of those of keys."""
         index = torch.arange(states.shape[1], device=states.device)
         context = self.base.derive(
             padding_mask=real, positions=index[None] * grid.stride, query_index=index, key_index=index, fresh=True
         )
-        context.shared.update({GRID: grid, **shared})
+        context.shared.update({GRID: grid, TOKEN_TYPES: types, **shared})
         for layer in self.layers:
             layer.prepare(context, None)
         return context
@@ -146,15 +167,16 @@ class _Run:
         self.step += 1
         return states
 
-    def boundary(
-        self, layer: Any, pooled: Tensor, pooled_real: Tensor | None, states: Tensor, real: Tensor | None, stride: int
-    ) -> Tensor:
+    def boundary(self, layer: Any, queries: States, keys: States, stride: int) -> Tensor:
         """Pooled queries read the states before pooling, which stand `stride` tokens apart."""
         apart = self.spec.separate_cls
+        (pooled, pooled_real, types), (states, real, key_types) = queries, keys
         if not self.spec.pool_query_only:
-            return self(layer, pooled, self.context(pooled, pooled_real, Grid(0, stride=2 * stride, apart=apart)))
+            grid = Grid(0, stride=2 * stride, apart=apart)
+            return self(layer, pooled, self.context(pooled, pooled_real, grid, (types, types)))
         grid = Grid(-int(apart), step=2, stride=stride, apart=apart)
-        context = self.context(pooled, pooled_real, grid, **{KEY_REAL: real, KEY_COUNT: states.shape[1]})
+        further = {KEY_REAL: real, KEY_COUNT: states.shape[1]}
+        context = self.context(pooled, pooled_real, grid, (types, key_types), **further)
         return self(layer, pooled, context, **{KEY_STATES: layer.frame(layer.plan[0]).enter(states)})
 
 

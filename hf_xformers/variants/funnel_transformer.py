@@ -40,9 +40,10 @@ INFO = VariantInfo(
         " O(T)"
     ),
     notes=(
-        "Scores are Transformer-XL's with a pair of biases per layer; the paper's relative segment term is not part of"
-        " them. Padding does not change results: a pair with one real token is that token, and the token that"
-        " `truncate` leaves out is each row's own last one."
+        "Scores are Transformer-XL's with a pair of biases per layer; the released code's relative segment term comes"
+        " with attention={'type': 'transformer_xl', 'share_biases': False, 'segments': True, 'joint_type': 2}. Padding"
+        " does not change results: a pair with one real token is that token, and the token that `truncate` leaves out"
+        " is each row's own last one."
     ),
     bibtex="""@inproceedings{dai2020funnel,
   title={Funnel-Transformer: Filtering out Sequential Redundancy for Efficient Language Processing},

@@ -44,7 +44,7 @@ INFO = VariantInfo(
   year={2021}
 }""",
     notes=(
-        "Decoders read the most recent tokens of the own cluster, so that they can generate; the paper's balanced"
+        "Decoders read the most recent tokens of their own cluster, so that they can generate; the paper's balanced"
         " clusters, which look at the whole text, are what encoders use, and attention field causal_form='paper' in"
         " decoders. Rotary positions stand for the paper's relative ones, in the local heads."
     ),

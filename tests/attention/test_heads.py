@@ -220,3 +220,16 @@ def test_caches_turn_keys_by_the_length_so_far(scaling, attention):
 def test_what_cannot_be_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         config(**fields)
+
+
+def test_logits_are_capped():
+    plain = make_strong(XFormerForCausalLM(config(is_decoder=True)), amount=0.5).eval()
+    capped = XFormerForCausalLM(config(is_decoder=True, head={"type": "linear", "cap": 0.7})).eval()
+    capped.load_state_dict(plain.state_dict())
+    given = padded()
+    with torch.no_grad():
+        logits, found = plain(**given).logits, capped(**given).logits
+    close(found, 0.7 * torch.tanh(logits / 0.7), 1e-6)
+    assert float(logits.abs().max()) > 1
+    with pytest.raises(ValueError, match="positive `cap`"):
+        config(head={"type": "linear", "cap": -1})

@@ -29,7 +29,15 @@ SMALL = {  # sizes at which a text of 21 tokens has several chunks, clusters, la
 }
 IN_STACKS = {"conditional", "feedback"}  # built by a stack of their own; tests/common/test_large_weights.py has them
 ATTENTIONS = [name for name in names("attention") if name not in IN_STACKS]
-TERMS = ("t5_relative_bias", "deberta", "shaw_relative", "tupe", "learnable_sinusoidal_relative", "music_transformer")
+TERMS = (
+    "t5_relative_bias",
+    "alibi",
+    "deberta",
+    "shaw_relative",
+    "tupe",
+    "learnable_sinusoidal_relative",
+    "music_transformer",
+)
 # Of the norm of the output. In half precision some keys are made of others (unit vectors, projections, landmarks) and
 # are rounded.
 LIMITS = {torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 0.2}

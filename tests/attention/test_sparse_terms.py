@@ -20,6 +20,7 @@ from tests.helpers import close, make_strong, pad, tokens
 LENGTH = 23
 POSITIONS = {
     "shaw": {"type": "shaw_relative", "max_distance": 3},
+    "shaw_keys": {"type": "shaw_relative", "max_distance": 3, "keys": True},
     "shaw_by_head": {"type": "shaw_relative", "max_distance": 5, "share_heads": False, "values": False},
     "music": {"type": "music_transformer", "max_distance": 7},
     "music_shared": {"type": "music_transformer", "share_heads": True},

@@ -91,6 +91,46 @@ def test_four_terms(causal, implementation, fields):
         close(result.weights, weights, 1e-12)
 
 
+@pytest.mark.parametrize("joint", [None, 2])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_segments(joint, implementation):
+    """The fifth term, pair by pair, and its gradients; types that are not given are all alike."""
+    spec = {"type": "transformer_xl", "share_biases": False, "segments": True, "joint_type": joint}
+    (layer,) = build_layers(spec, type_vocab_size=0)
+    states, types = vectors(4, 6), torch.arange(24).view(4, 6) % 5 % 3
+    scores = four_terms(layer, states, 6, biases_of(layer))
+    query = split_heads(layer.q_proj(states), D)
+    for b in range(4):
+        for i in range(6):
+            for j in range(6):
+                same = types[b, i] == types[b, j] or joint in (int(types[b, i]), int(types[b, j]))
+                vector = layer.segment_table[int(same)]
+                scores[b, :, i, j] += ((query[b, :, i] + layer.segment_bias) * vector).sum(-1) / D**0.5
+    weights = softmax_by_rows(scores, allowed_pairs(6, False, PADDING))
+    value = split_heads(layer.v_proj(states), D)
+    expected = layer.o_proj((weights @ value).transpose(1, 2).flatten(2))
+    context = make_context(6, padding_mask=PADDING, implementation=implementation)
+    context.inputs["token_type_ids"] = types
+    with small_blocks():
+        (result,) = run_layers([layer], states, context)
+    close(result.output, expected, 1e-12)
+    parameters = (layer.segment_bias, layer.segment_table, layer.q_proj.weight)
+    for found, slope in zip(
+        torch.autograd.grad(result.output.square().sum(), parameters),
+        torch.autograd.grad(expected.square().sum(), parameters),
+        strict=True,
+    ):
+        close(found, slope, 1e-10)
+    alike = make_context(6, padding_mask=PADDING, implementation=implementation)
+    plain = four_terms(layer, states, 6, biases_of(layer))  # a number for each query changes no weight
+    weights = softmax_by_rows(plain, allowed_pairs(6, False, PADDING))
+    close(
+        run_layers([layer], states, alike)[0].output,
+        layer.o_proj((weights @ value).transpose(1, 2).flatten(2)),
+        1e-12,
+    )
+
+
 @pytest.mark.parametrize("causal", [True, False], ids=["decoder", "encoder"])
 def test_reach(causal):
     (layer,) = build_layers({"type": "transformer_xl", "reach": 2}, causal=causal)
@@ -262,6 +302,10 @@ def test_compile(case):
 def test_refusals():
     with pytest.raises(ValueError, match="reach"):
         build_layers({"type": "transformer_xl", "reach": -1})
+    with pytest.raises(ValueError, match="`joint_type` 2 needs `segments=True`"):
+        build_layers({"type": "transformer_xl", "joint_type": 2})
+    with pytest.raises(ValueError, match="use it in an encoder without memory"):
+        build_layers({"type": "transformer_xl", "segments": True}, causal=True)
     with pytest.raises(ValueError, match="even `hidden_size`"):
         build_layers("transformer_xl", hidden_size=15, num_attention_heads=3)
     with pytest.raises(ValueError, match="cannot read a memory"):

@@ -65,7 +65,7 @@ MIXES: dict[str, Mix] = {
             "block": {"type": "parallel", "shared_norm": True},
             "residual": "pre_ln",
             "attention": {"type": "dense", "bias": False, "output_bias": True},
-            "feedforward": "squared_reglu",
+            "feedforward": "squared_relu",
         }
     ),
     "differing_layers": Mix(

@@ -221,8 +221,8 @@ def test_sources_that_cannot_be_read(tmp_path, bert, monkeypatch):
 
     other = tmp_path / "other"
     other.mkdir()
-    (other / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 8}))
-    fails("No conversion for model type 'llama'", other, target)
+    (other / "config.json").write_text(json.dumps({"model_type": "clip"}))
+    fails("No conversion for model type 'clip'", other, target)
     (other / "config.json").write_text(json.dumps({"model_type": "no-such-thing"}))
     fails("No conversion for model type 'no-such-thing'", other, target)
     (other / "config.json").write_text("{}")
@@ -231,7 +231,7 @@ def test_sources_that_cannot_be_read(tmp_path, bert, monkeypatch):
     fails("is no valid JSON; save, copy or download it again", other, target)
 
     shutil.copy(folder / "config.json", other / "config.json")
-    fails("Cannot load BertForMaskedLM from ", other, target)
+    fails("has no weights", other, target)
 
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**fields, "architectures": ["BertForPoetry"]}))
@@ -267,7 +267,7 @@ def test_tensors_that_do_not_fit(tmp_path, bert):
     rewrite({key: tensor for key, tensor in tensors.items() if key != name})
     fails(f"checkpoint lacks '{name}'", folder, tmp_path / "out")
     rewrite({**tensors, name: torch.ones(3, 3)})
-    fails("Cannot load BertForMaskedLM .* other sizes than its config says", folder, tmp_path / "out")
+    fails(rf"other sizes than its config.json says: '{name}' \[3, 3\] instead of \[32, 32\]", folder, tmp_path / "out")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["bert"]
 
 

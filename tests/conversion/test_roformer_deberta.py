@@ -56,6 +56,17 @@ def test_absolute_positions_have_no_counterpart(cases):
         to_transformers(model)
 
 
+def test_absolute_positions_beside_relative_ones(cases):
+    case = cases[LEGACY]
+    model = case.make(position_biased_input=True)
+    ours = from_transformers(model)
+    assert [part.type for part in ours.config.position.parts] == ["learned_absolute", "deberta"]
+    given = case.inputs()
+    assert_parity(model, ours, given)
+    back = to_transformers(ours)
+    assert back.config.position_biased_input and gap(back, model, given) == 0
+
+
 def test_long_texts(cases):
     """Buckets beyond the exact distances, and distances beyond the last bucket."""
     case = cases[LEGACY]
@@ -75,6 +86,21 @@ def test_a_trained_position_table_is_refused(cases):
     with pytest.raises(
         ValueError, match=r"'encoder\.embed_positions\.weight' cannot be converted: it is not the table"
     ):
+        from_transformers(model)
+
+
+def test_a_computed_table_may_have_been_saved_in_half_precision():
+    """Sinusoids that are only rounded convert; those that were trained a little would be lost."""
+    config = transformers.DistilBertConfig(
+        vocab_size=60, dim=32, n_layers=1, n_heads=2, hidden_dim=8, sinusoidal_pos_embds=True
+    )
+    model = transformers.DistilBertModel(config)
+    from_transformers(model)
+    from_transformers(model.bfloat16())
+    from_transformers(model.float())
+    table = model.embeddings.position_embeddings.weight
+    table.data += 1e-3 * torch.randn_like(table)
+    with pytest.raises(ValueError, match="it is not the table of sinusoids"):
         from_transformers(model)
 
 

@@ -149,5 +149,7 @@ def test_a_lookup_imports_one_file():
         "print(sorted(name for name in sys.modules if name.startswith('hf_xformers.position.')))"
     )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    files = [f"hf_xformers.position.{name}" for name in ("base", "rotary", "rotary_scaling")]
+    files = [
+        f"hf_xformers.position.{name}" for name in ("base", "distances", "rotary", "rotary_scaling", "score_terms")
+    ]
     assert output.strip() == str(files)

@@ -1,6 +1,7 @@
 """XFormerConfig: slots, geometry, refusals, towers, layers that differ, serialisation."""
 
 import copy
+import dataclasses
 import json
 import pickle
 from dataclasses import dataclass
@@ -257,7 +258,8 @@ def test_layers_that_differ_round_trip():
         },
     )
     text = config.to_json_string()
-    assert json.loads(text)["per_layer_config"]["0"]["attention"] == {"type": "dense", "bias": True, "scale": 0.5}
+    stored = json.loads(text)["per_layer_config"]["0"]["attention"]
+    assert stored.items() >= {"type": "dense", "bias": True, "scale": 0.5}.items()
     read = XFormerConfig.from_dict(json.loads(text))
     assert read.to_json_string() == text and read.is_heterogeneous
     for view in (config, read):
@@ -281,7 +283,8 @@ def test_model_of_differing_layers():
 def test_specs_in_json():
     config = XFormerConfig(**SMALL, position={"type": "rotary", "theta": 500})
     stored = json.loads(config.to_json_string())["position"]
-    assert stored == {"type": "rotary", "theta": 500, "fraction": 1.0, "layout": "half", "values": False}
+    assert stored.items() >= {"type": "rotary", "theta": 500, "fraction": 1.0, "layout": "half"}.items()
+    assert stored.keys() == {"type", *(field.name for field in dataclasses.fields(config.position))}
     assert XFormerConfig.from_dict(json.loads(config.to_json_string())).position == config.position
 
 

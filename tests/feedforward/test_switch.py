@@ -113,6 +113,26 @@ def test_same_as_transformers(limit):
             module.experts.down_proj[number] = mlp.wo.weight
         states = vectors(3, length)
         close(module(states, None).output, theirs(states))
+        bounded = build({**QUIET, "expert_capacity": limit})
+        bounded.load_state_dict(module.state_dict())
+        close(bounded(states, None).output, theirs(states))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_number_of_tokens_is_a_bound_too(side):
+    """It holds beside the factor, padding takes none of it, and later tokens do not count."""
+    states = vectors(2, 7)
+    for factor, limit in ((0.5, 8), (None, 2), (2.0, 2)):
+        module = build({**QUIET, "capacity_factor": factor, "expert_capacity": limit}).train()
+        longer, mask, where = padded(states, side)
+        output = module(longer, context(2, 10, mask)).output[:, where]
+        if factor == 0.5:
+            close(output, build({**QUIET, "capacity_factor": factor}).train()(states, None).output)
+            continue
+        rows = module.router(states.flatten(0, 1)).argmax(-1).view(2, 7)
+        taken = torch.stack([(rows[:, : i + 1] == rows[:, i : i + 1]).sum(-1) <= 2 for i in range(7)], dim=1)
+        assert not taken.all()
+        assert torch.equal((output != 0).any(-1), taken)
 
 
 def test_one_expert_is_the_dense_network():
@@ -328,6 +348,7 @@ def test_start():
         {"every": 0},
         {"capacity_factor": 0},
         {"eval_capacity_factor": -1.0},
+        {"expert_capacity": 0},
         {"jitter": 1.0},
         {"activation": "no_such"},
         {"balance_loss_weight": -1},

@@ -119,6 +119,7 @@ SOMETIMES: dict[str, tuple[Any, ...]] = {
 UNDRAWN = {
     "eval_capacity_factor": "an expert's capacity is a part of the whole text's tokens, so later ones count by design",
     "decoder_capacity": "the same",
+    "expert_capacity": "it counts the tokens of a call, so that token by token differs from a whole text by design",
     "reformer.sets": "in the released code's `chunk` padding changes results, as its spec says",
     "causal_form": "in the `paper`'s form later tokens move the borders of chunks, as the specs say",
     "cpe.grid_size": "texts of the checks are of several lengths, and an image has one",

@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
-from hf_xformers import XFormerConfig, build_spec
+from hf_xformers import XFormerConfig, XFormerModel, build_spec
 from tests.helpers import close, make_strong
 
 WIDTH = 12
+TINY = dict(vocab_size=20, hidden_size=WIDTH, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16)
 
 
 def vectors():
@@ -47,6 +48,20 @@ def test_rms_norm(eps):
             scale = 1 / math.sqrt(sum(x * x for x in row) / WIDTH + eps)
             expected = [float(g) * x * scale for x, g in zip(row, module.weight.detach())]
             close(output[b, t], torch.tensor(expected, dtype=torch.float64))
+
+
+def test_rms_norm_from_zero():
+    """The parameter is what is added to 1, and starts at 0."""
+    module, states = build("rms_norm", from_zero=True), vectors()
+    scale = (states.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
+    close(module(states), states * scale * (1 + module.weight))
+    model = XFormerModel(
+        XFormerConfig(**TINY, normalization={"type": "rms_norm", "from_zero": True}, residual="pre_ln")
+    )
+    assert not model.trunk.final_norm.weight.any()
+    half = module.bfloat16()(states.bfloat16())
+    assert half.dtype == torch.bfloat16
+    close(half.double(), module.double()(states.bfloat16().double()), 0.01)
 
 
 def test_rms_norm_in_bfloat16():

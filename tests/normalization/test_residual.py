@@ -156,3 +156,39 @@ def test_vanilla_block_names():
     sublayers = ("attention", "cross_attention", "feedforward")
     assert names == {*sublayers, *(f"{name}_residual" for name in sublayers)}
     assert "cross_attention" not in dict(model.trunk.layers[0].named_children())
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_frames_that_normalise_what_sublayers_give(scale):
+    """res_post: x + LN(f(x)); peri: x + LN_out(f(LN(x))); scale and gate act on what is added."""
+    states, gate = vectors(2, 3), torch.rand(2, 3, 1, dtype=torch.float64)
+
+    def function(x):
+        return 2 * x + 1
+
+    for given in (None, gate):
+        factor = scale if given is None else scale * given
+        out = frame("res_post_ln", scale)
+        assert torch.equal(out.enter(states), states)
+        close(out.leave(states, function(states), given), states + factor * out.norm(function(states)))
+        peri = frame("peri_ln", scale)
+        entered = peri.enter(states)
+        close(entered, peri.norm(states))
+        expected = states + factor * peri.output_norm(function(entered))
+        close(peri.leave(states, function(entered), given), expected)
+        assert not torch.equal(peri.norm.weight, peri.output_norm.weight)
+
+
+def test_the_first_sublayer_may_go_without_a_norm():
+    """The first of the tower alone."""
+    made = XFormerConfig(**GEOMETRY, residual={"type": "pre_ln", "first_norm": False})
+    names = [name for name, _ in XFormerModel(made).named_parameters() if "_residual.norm.weight" in name]
+    kept = [f"trunk.layers.{i}.{part}_residual.norm.weight" for i in range(2) for part in ("attention", "feedforward")]
+    assert names == kept[1:]
+
+
+def test_frames_end_in_a_norm():
+    for name in ("res_post_ln", "peri_ln"):
+        for wanted in (True, False):
+            made = XFormerConfig(**GEOMETRY, residual={"type": name, "final_norm": wanted})
+            assert (XFormerModel(made).trunk.final_norm is not None) == wanted

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerModel, build_spec
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerModel
 from hf_xformers.position.alibi import slope_exponents
 from tests.helpers import close, make_strong, pad, tokens
 
@@ -26,9 +26,8 @@ def slopes(heads):
     return [2.0**-exponent for exponent in slope_exponents(heads)]
 
 
-def bias_of(heads, **fields):
-    width = 4 * heads
-    config = XFormerConfig(hidden_size=width, num_attention_heads=heads, position={"type": "alibi", **fields})
+def bias_of(heads):
+    config = XFormerConfig(hidden_size=4 * heads, num_attention_heads=heads, position="alibi")
     return config.position.build(config)
 
 
@@ -49,12 +48,12 @@ def test_slopes_of_bloom(heads):
 
 
 def test_block_by_a_loop():
-    module, queries, keys = bias_of(3, scale=0.5), torch.tensor([4, 9]), torch.tensor([0, 4, 11])
+    module, queries, keys = bias_of(3), torch.tensor([4, 9]), torch.tensor([0, 4, 11])
     found = module.block(queries, keys)
     for h, slope in enumerate(slopes(3)):
         for i, query in enumerate(queries.tolist()):
             for j, key in enumerate(keys.tolist()):
-                assert float(found[h, i, j]) == pytest.approx(-0.5 * slope * abs(query - key), rel=1e-6)
+                assert float(found[h, i, j]) == pytest.approx(-slope * abs(query - key), rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -118,8 +117,3 @@ def test_nothing_is_saved(tmp_path):
     again = XFormerForCausalLM.from_pretrained(tmp_path, dtype="bfloat16")
     assert again.model.trunk.position.exponents.dtype == torch.bfloat16
     assert again.model.trunk.position.exponents.tolist() == slope_exponents(3)
-
-
-def test_refusal():
-    with pytest.raises(ValueError, match="positive `scale`"):
-        build_spec("position", {"type": "alibi", "scale": 0})

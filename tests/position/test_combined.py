@@ -79,7 +79,7 @@ def test_it_can_do_what_its_parts_can():
         (("rotary", "none"), "a position that does something.* got 'rotary', 'none'"),
         (("learned_absolute", combined("learned_absolute", "rotary")), "not 'combined' again"),
         (("rotary", "t5_relative_bias"), "one part at most that acts inside attention, got 'rotary' and 't5_rel"),
-        (("learned_absolute", "alibi"), "Unknown position component 'alibi'"),
+        (("learned_absolute", "nothing"), "Unknown position component 'nothing'"),
         (("learned_absolute", {"type": "t5_relative_bias", "num_buckets": 5}), "must be even and at least 4, got 5"),
         (("learned_absolute", "music_transformer"), "only works in a causal decoder"),
     ],

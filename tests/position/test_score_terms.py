@@ -50,15 +50,19 @@ def by_pairs(term, length=9, scale=D_HEAD**-0.5):
 
 
 @BOTH
+@pytest.mark.parametrize("keys", [False, True])
 @pytest.mark.parametrize("share", [True, False])
-def test_shaw_by_the_formula(causal, share):
-    """The vectors a_ij written out, as the paper has them: eqs. 3 and 4."""
+def test_shaw_by_the_formula(causal, share, keys):
+    """The vectors a_ij written out, as the paper has them: eqs. 3 and 4; and keys multiplied with them."""
     k = 3
     pairs = torch.tensor([[max(-k, min(j - i, k)) + k for j in range(9)] for i in range(9)])
 
     def scores(layer, module, query, key):
         vectors = layer.position_terms.key_table[:, pairs]  # [1 or H, T, T, d]
-        return torch.einsum("bhid,bhijd->bhij", query, key[:, :, None] + vectors) * D_HEAD**-0.5
+        found = torch.einsum("bhid,bhijd->bhij", query, key[:, :, None] + vectors)
+        if keys:
+            found = found + torch.einsum("bhjd,bhijd->bhij", key, vectors.expand(2, HEADS, -1, -1, -1))
+        return found * D_HEAD**-0.5
 
     def values(layer, weights):
         return torch.einsum(
@@ -69,7 +73,7 @@ def test_shaw_by_the_formula(causal, share):
             else layer.position_terms.value_table[:, pairs].expand(2, HEADS, -1, -1, -1),
         )
 
-    position = {"type": "shaw_relative", "max_distance": k, "share_heads": share}
+    position = {"type": "shaw_relative", "max_distance": k, "share_heads": share, "keys": keys}
     check_scores(position, scores, causal, values=values)
 
 
@@ -306,6 +310,7 @@ def test_relative_sinusoids_by_the_formula(causal):
 
 TERMS = {
     "shaw": {"type": "shaw_relative", "max_distance": 3},
+    "shaw_keys": {"type": "shaw_relative", "max_distance": 3, "keys": True},
     "deberta": {"type": "deberta", "max_distance": 5},
     "deberta_v2": {"type": "deberta", "buckets": 4, "max_distance": 10, "share_projections": True, "normalize": True},
     "tupe": {"type": "tupe", "num_buckets": 8, "max_distance": 12},

@@ -104,7 +104,7 @@ def test_bfloat16_keeps_positions_apart():
         ({"position": {"type": "sinusoidal_absolute", "offset": -1}}, "`offset` >= 0, got -1"),
         (
             {"position": "sinusoidal_absolute", "hidden_size": 15, "num_attention_heads": 3},
-            "even `hidden_size`, got 15",
+            "even width .`hidden_size`., got 15",
         ),
     ],
 )

@@ -137,7 +137,7 @@ def test_repeated_layers_share_weights():
 def funnel_pair(
     base, pooling="mean", separate_cls=True, truncate=True, pool_query_only=True, attention="relative_shift"
 ):
-    """transformers' model without its segment term, and ours with its weights; float32."""
+    """transformers' model, and ours with its weights; float32."""
     config = FunnelConfig(
         vocab_size=99,
         block_sizes=[1, 2, 1],
@@ -167,7 +167,8 @@ def funnel_pair(
         "pool_query_only": pool_query_only,
         "upsample": not base,
     }
-    ours = build(layers=4, stack=stack, dtype=torch.float32)
+    attention = {"type": "transformer_xl", "share_biases": False, "segments": True, "joint_type": 2}
+    ours = build(layers=4, stack=stack, dtype=torch.float32, attention=attention, type_vocab_size=0)
     trunk = ours.trunk
     blocks = [layer for block in theirs.encoder.blocks for layer in block]
     layers = blocks if base else blocks + list(theirs.decoder.layers)
@@ -176,7 +177,6 @@ def funnel_pair(
         trunk.embedding.norm.load_state_dict(theirs.embeddings.layer_norm.state_dict())
         for mine, other in zip(trunk.layers, layers, strict=True):
             attention, source = mine.attention, other.attention
-            source.seg_embed.zero_()
             attention.q_proj.weight.copy_(source.q_head.weight)
             attention.q_proj.bias.zero_()
             for name, given in (("k_proj", source.k_head), ("v_proj", source.v_head), ("o_proj", source.post_proj)):
@@ -184,6 +184,8 @@ def funnel_pair(
             attention.r_proj.weight.copy_(source.r_kernel.flatten(1).t())
             attention.content_bias.copy_(source.r_w_bias)
             attention.position_bias.copy_(source.r_r_bias)
+            attention.segment_bias.copy_(source.r_s_bias)
+            attention.segment_table.copy_(source.seg_embed)
             mine.attention_residual.norm.load_state_dict(source.layer_norm.state_dict())
             mine.feedforward.up_proj.load_state_dict(other.ffn.linear_1.state_dict())
             mine.feedforward.down_proj.load_state_dict(other.ffn.linear_2.state_dict())
@@ -211,10 +213,11 @@ def test_transformers_funnel(base, settings, implementation):
     for length in (9, 12, 17):
         ids = tokens(2, length)
         with torch.no_grad(), small_blocks(4):
-            found = ours(ids, output_hidden_states=True)
-            expected = theirs(ids, output_hidden_states=True)
-        close(found.last_hidden_state, expected.last_hidden_state, 2e-5)
-        close(found.hidden_states[1], expected.hidden_states[1], 2e-5)
+            for types in ({}, {"token_type_ids": (tokens(2, length, seed=7) % 3)}):
+                found = ours(ids, **types, output_hidden_states=True)
+                expected = theirs(ids, **types, output_hidden_states=True)
+                close(found.last_hidden_state, expected.last_hidden_state, 2e-5)
+                close(found.hidden_states[1], expected.hidden_states[1], 2e-5)
 
 
 # ------------------------------------------------------------------------------------------------ pooled outputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -155,8 +155,8 @@ class Attention(Undecayed, Sublayer):
         cache = self_attention_cache(past_key_values)
         if cache is not None:
             key, value = cache.update(key, value, step)
-        if late:
-            turn: Rotation = context.shared.get(f"{self._rotation_name}_of_keys", rotation)
+        if rotation is not None and late:
+            turn = cast(Rotation, context.shared.get(f"{self._rotation_name}_of_keys", rotation))
             key = turn.of_last(key.shape[2])(key)
         return query, key, value
 

@@ -88,8 +88,9 @@ class BlockSparseAttention(Attention):
                 return self._literal_with_globals(inputs, rows, mask, chosen, dropout, context)
             if bias is not None:
                 matrix = context.streams["dense_bias"][..., dropped:]
-            given = (mask, matrix, self.scaling, dropout, self.spec.score_cap)
-            output, weights = literal_softmax_attention(*inputs, *given)
+            output, weights = literal_softmax_attention(
+                *inputs, mask, matrix, self.scaling, dropout, self.spec.score_cap
+            )
             return output, F.pad(weights, (dropped, 0)) if dropped else weights
         row_query, row_key, row_value = global_rows or (None, None, None)
         result: Any = block_sparse_attention(

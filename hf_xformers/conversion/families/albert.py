@@ -13,10 +13,11 @@ from transformers import PreTrainedConfig
 from ...configuration_xformer import XFormerConfig
 from ..base import Converter, Head, activation, activation_name, feedforward, register
 from ..rules import Rule, copied, first
-from .bert import CLASSIFIERS, COMPONENTS, EMBEDDINGS, FIELDS
+from .bert import CLASSIFIERS, COMPONENTS, EMBEDDINGS, FIELDS, refuse_relative_positions
 
 
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
+    refuse_relative_positions(config)
     return {
         "num_hidden_layers": config.num_hidden_layers * config.inner_group_num,
         "embedding": {"type": "factorized", "width": config.embedding_size, "narrow_positions": True},

@@ -36,12 +36,15 @@ DECODER_FIELDS = {"decoder_attention_heads": "num_attention_heads", "decoder_ffn
 LAYER_DROPS = ("encoder_layerdrop", "decoder_layerdrop")
 
 
-def sublayer(their_layer: str, our_layer: str, their_name: str, our_name: str) -> tuple[Rule, ...]:
-    """An attention of a layer, and its norm."""
+def sublayer(
+    their_layer: str, our_layer: str, their_name: str, our_name: str, *, bias: bool = True
+) -> tuple[Rule, ...]:
+    """An attention of a layer, whose projections may have biases, and its norm."""
+    end = "*" if bias else "weight"
     projections = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "out_proj": "o_proj"}
     return (
         *(
-            copied(f"{their_layer}.{their_name}.{a}.*", f"{our_layer}.{our_name}.{b}.*")
+            copied(f"{their_layer}.{their_name}.{a}.{end}", f"{our_layer}.{our_name}.{b}.{end}")
             for a, b in projections.items()
         ),
         copied(f"{their_layer}.{their_name}_layer_norm.*", f"{our_layer}.{our_name}_residual.norm.*"),
@@ -100,16 +103,16 @@ def backbone(config: XFormerConfig) -> tuple[Rule, ...]:
     )
 
 
-def _cross(config: XFormerConfig) -> tuple[Rule, ...]:
+def unread_cross(config: XFormerConfig, *, bias: bool = True) -> tuple[Rule, ...]:
     """What a decoder by itself keeps for encoder states that it may be given; ours has no such layers."""
-    layer = "@decoder.layers.{i}.encoder_attn"
-    names = (f"{layer}.{name}_proj.*" for name in ("q", "k", "v", "out"))
+    layer, end = "@decoder.layers.{i}.encoder_attn", "*" if bias else "weight"
+    names = (f"{layer}.{name}_proj.{end}" for name in ("q", "k", "v", "out"))
     return () if config.is_encoder_decoder else (only_theirs(*names, f"{layer}_layer_norm.*"),)
 
 
 GROUPS: dict[str, Groups] = {
     "backbone": backbone,
-    "cross": _cross,
+    "cross": unread_cross,
     # the token table again, as a rule: present where the rest of the head is not
     "projection": (copied("lm_head.weight", "lm_head.decoder.weight"),),
     "lm": (row("final_logits_bias", "lm_head.decoder.bias"),),
@@ -123,28 +126,34 @@ GROUPS: dict[str, Groups] = {
 
 
 def heads(
-    name: str, *, generator: str = "ForConditionalGeneration", classifiers: bool = True, extra: tuple[str, ...] = ()
+    name: str,
+    *,
+    generator: str = "ForConditionalGeneration",
+    classifiers: bool = True,
+    extra: tuple[str, ...] = (),
+    prefix: str = "model.",
 ) -> tuple[Head, ...]:
-    """The class pairs of a relative whose classes start with `name`; extra: further groups of every class."""
+    """The class pairs of a relative whose classes start with `name`; extra: further groups of every class; prefix: of
+    the base model under a head."""
     base, lm = ("backbone", *extra), ("projection", "lm")
     of_texts = (
         Head(
             f"{name}ForSequenceClassification",
             "ForSequenceClassification",
-            "model.",
+            prefix,
             (*base, "sequence"),
             two_towers=True,
         ),
-        Head(f"{name}ForQuestionAnswering", "ForQuestionAnswering", "model.", (*base, "spans"), two_towers=True),
+        Head(f"{name}ForQuestionAnswering", "ForQuestionAnswering", prefix, (*base, "spans"), two_towers=True),
     )
     return (
         Head(f"{name}Model", "Model", "", base, two_towers=True),
-        Head(f"{name}{generator}", "ForSeq2SeqLM", "model.", (*base, *lm), two_towers=True),
+        Head(f"{name}{generator}", "ForSeq2SeqLM", prefix, (*base, *lm), two_towers=True),
         *(of_texts if classifiers else ()),
         Head(
             f"{name}ForCausalLM",
             "ForCausalLM",
-            "model.",
+            prefix,
             (*base, "cross", "projection"),
             two_towers=False,
             causal=True,
@@ -154,9 +163,10 @@ def heads(
 
 def to_ours(config: PreTrainedConfig, **components: Any) -> dict[str, Any]:
     """components: those of the variant that BART's has not."""
+    scale = bool(getattr(config, "scale_embedding", False))  # LED has no such field
     common = {
         "layer_norm_eps": 1e-5,
-        "embedding": {"type": "token", "normalize": True, "scale": bool(config.scale_embedding)},
+        "embedding": {"type": "token", "normalize": True, "scale": scale},
         "feedforward": feedforward(config.activation_function),
         **components,
     }

@@ -1,4 +1,9 @@
-"""BERT: `bert` <-> `xf_bert`."""
+"""BERT: `bert` <-> `xf_bert`.
+
+A checkpoint with `position_embedding_type` `relative_key` or `relative_key_query` becomes an `xf_bert` with the
+position `shaw_relative`, whose tables are read from the files: transformers 5 computes such a model as if it had
+absolute positions and leaves the tables behind. There is no way back, since it has no class for them any more.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
 from ..base import Converter, Head, activation, activation_name, feedforward, register
-from ..rules import copied, first
+from ..rules import Operation, Rule, copied, first, only_theirs
 
 FIELDS = {
     name: name
@@ -78,9 +83,57 @@ def refuse_relative_positions(config: PreTrainedConfig) -> None:
         raise ValueError(f"position_embedding_type={kind!r} does not convert; only absolute positions do.")
 
 
-def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
-    refuse_relative_positions(config)
+def position(config: PreTrainedConfig) -> dict[str, Any]:
+    """Our position for their `position_embedding_type`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    kind = getattr(config, "position_embedding_type", None) or "absolute"
+    if kind == "absolute":
+        return {"type": "learned_absolute"}
+    if kind not in ("relative_key", "relative_key_query"):
+        raise ValueError(
+            f"position_embedding_type={kind!r} does not convert; 'absolute', 'relative_key' and 'relative_key_query'"
+            " do."
+        )
     return {
+        "type": "shaw_relative",
+        "max_distance": config.max_position_embeddings - 1,
+        "values": False,
+        "keys": kind == "relative_key_query",
+    }
+
+
+# Their rows lead from the most distant later key to the most distant earlier one, ours the other way.
+_REVERSED = Operation(
+    "rows from the other end", lambda t: [t[0].flip(0).unsqueeze(0)], lambda t: [t[0].squeeze(0).flip(0)]
+)
+
+
+_ABSOLUTE = "@embeddings.position_embeddings.weight"
+
+
+def backbone(config: XFormerConfig) -> tuple[Rule, ...]:
+    """The rules of a BERT with absolute or relative positions."""
+    if config.position.type != "shaw_relative":
+        return BACKBONE
+    table = Rule(
+        ("@encoder.layer.{i}.attention.self.distance_embedding.weight",),
+        ("@trunk.layers.{i}.attention.position_terms.key_table",),
+        _REVERSED,
+    )
+    return (*(rule for rule in BACKBONE if rule.theirs != (_ABSOLUTE,)), table)
+
+
+def _idle_positions(config: XFormerConfig) -> tuple[Rule, ...]:
+    """The table of absolute positions that a model with relative ones has, and does not read."""
+    return (only_theirs(_ABSOLUTE),) if config.position.type == "shaw_relative" else ()
+
+
+def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
+    return {
+        "position": position(config),
         "add_pooler": True,
         "feedforward": feedforward(config.hidden_act),
         "head": {"type": "transform", "activation": activation_name(config.hidden_act)},
@@ -99,7 +152,8 @@ CONVERTER = register(
         to_ours=to_ours,
         to_theirs=to_theirs,
         groups={
-            "backbone": BACKBONE,
+            "backbone": backbone,
+            "idle_positions": _idle_positions,
             "pooler": POOLER,
             # the token table again, as a rule: present where the rest of the head is not
             "projection": (copied("cls.predictions.decoder.weight", "lm_head.decoder.weight"),),

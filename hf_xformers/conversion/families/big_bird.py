@@ -26,30 +26,42 @@ def _dense_length(blocks: int, block_size: int) -> int:
     return (5 + 2 * blocks) * block_size
 
 
+def attention(config: PreTrainedConfig) -> dict[str, Any]:
+    """Our attention component."""
+    return {
+        "type": "bigbird",
+        "attention_type": config.attention_type,
+        "block_size": config.block_size,
+        "num_random_blocks": config.num_random_blocks,
+        "dense_length": _dense_length(config.num_random_blocks, config.block_size),
+    }
+
+
+def attention_to_theirs(config: XFormerConfig) -> dict[str, Any]:
+    """Their fields for it; their defaults where the attention is another, which is refused for that."""
+    attention = config.attention
+    return {
+        "attention_type": getattr(attention, "attention_type", "block_sparse"),
+        "block_size": getattr(attention, "block_size", 64),
+        "num_random_blocks": getattr(attention, "num_random_blocks", 3),
+    }
+
+
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
     return {
         "add_pooler": True,
         "embedding": {"type": "token", "normalize": True, "scale": config.rescale_embeddings},
-        "attention": {
-            "type": "bigbird",
-            "attention_type": config.attention_type,
-            "block_size": config.block_size,
-            "num_random_blocks": config.num_random_blocks,
-            "dense_length": _dense_length(config.num_random_blocks, config.block_size),
-        },
+        "attention": attention(config),
         "feedforward": feedforward(config.hidden_act),
         "head": {"type": "transform", "activation": activation_name(config.hidden_act)},
     }
 
 
 def to_theirs(config: XFormerConfig) -> dict[str, Any]:
-    attention = config.attention
     return {
         "hidden_act": activation(config.feedforward)[0],
         "rescale_embeddings": getattr(config.embedding, "scale", False),
-        "attention_type": getattr(attention, "attention_type", "block_sparse"),
-        "block_size": getattr(attention, "block_size", 64),
-        "num_random_blocks": getattr(attention, "num_random_blocks", 3),
+        **attention_to_theirs(config),
     }
 
 

@@ -1,167 +1,71 @@
-"""DeBERTa, second version (its settings of v2 and v3): `deberta-v2` <-> `xf_deberta`.
+"""DeBERTa, first version: `deberta` <-> `xf_deberta`.
 
-transformers predicts masked tokens from the last layer's states, without the paper's enhanced mask decoder: the stack
-is `plain`. A masked language model with `legacy=False`, which always reads the token table, comes back with
-`legacy=True`; a published checkpoint whose head is in that layout is read in it, whatever its config says.
-The bias of a relative key projection of its own adds the same to all scores of a query: ours has none.
+Query, key and value have one projection there, head by head, and keys no bias. What is said of the second version's
+head for masked tokens holds here, too.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Head, activation, activation_name, feedforward, register
-from ..rules import Operation, Rule, copied, first
-from .bert import CLASSIFIERS, FIELDS
+from ..base import register
+from ..rules import Operation, Rule, copied, zero
+from . import deberta_v2
 
 
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
-    terms = tuple(config.pos_att_type or ())
-    if not config.relative_attention or not terms or set(terms) - {"c2p", "p2c"}:
-        raise ValueError(
-            f"A 'deberta-v2' model with relative_attention={config.relative_attention!r} and"
-            f" pos_att_type={config.pos_att_type!r} does not convert: xf_deberta has relative attention with 'c2p',"
-            " 'p2c' or both."
-        )
-    width = config.hidden_size
-    plain = {
-        "conv_kernel_size": (0, "its first layer has a convolution beside it (v2-xlarge, v2-xxlarge)"),
-        "embedding_size": (width, "its token table is narrower than its states"),
-        "pooler_hidden_size": (width, "its pooler has a width of its own"),
-        "attention_head_size": (width // config.num_attention_heads, "its heads have a width of their own"),
-        "talking_head": (False, "its heads are mixed"),
-    }
-    for name, (value, reason) in plain.items():
-        found = getattr(config, name, value)
-        if found != value:
-            raise ValueError(
-                f"A 'deberta-v2' model with {name}={found!r} does not convert: {reason}, which xf_deberta has not."
-            )
-    normed = [part.strip() for part in getattr(config, "norm_rel_ebd", "none").lower().split("|")]
-    buckets = getattr(config, "position_buckets", -1)
-    return {
-        "stack": "plain",
-        "classifier_dropout": getattr(config, "cls_dropout", None),
-        "position": {
-            "type": "deberta",
-            "terms": terms,
-            "max_distance": config.max_relative_positions if config.max_relative_positions > 0 else None,
-            "buckets": buckets if buckets > 0 else None,
-            "share_projections": getattr(config, "share_att_key", False),
-            "normalize": "layer_norm" in normed,
-        },
-        "feedforward": feedforward(config.hidden_act),
-        "head": {"type": "transform", "activation": activation_name(config.hidden_act)},
-        "pooler_activation": activation_name(config.pooler_hidden_act),
-    }
+    return deberta_v2.common_to_ours(config, {})
 
 
-def to_theirs(config: XFormerConfig) -> dict[str, Any]:
-    position: Any = config.position
-    if position.type != "deberta":
-        raise ValueError(f"position={position.type!r} has no counterpart: every 'deberta-v2' model has 'deberta'.")
-    dropout = {} if config.classifier_dropout is None else {"cls_dropout": config.classifier_dropout}
-    return {
-        **dropout,
-        "hidden_act": activation(config.feedforward)[0],
-        "pooler_hidden_act": config.pooler_activation,
-        "relative_attention": True,
-        "position_biased_input": False,
-        "pos_att_type": list(position.terms),
-        "max_relative_positions": -1 if position.max_distance is None else position.max_distance,
-        "position_buckets": -1 if position.buckets is None else position.buckets,
-        "share_att_key": position.share_projections,
-        "norm_rel_ebd": "layer_norm" if position.normalize else "none",
-    }
+def by_head(config: XFormerConfig) -> Operation:
+    """[H * 3 * d, D] whose rows are the query, the key and the value of the first head, of the second, ..."""
+    heads, width = config.num_attention_heads, config.head_width
+
+    def split(tensors: list[Tensor]) -> list[Tensor]:
+        return [part.flatten(0, 1).contiguous() for part in tensors[0].view(heads, 3, width, -1).unbind(1)]
+
+    def join(tensors: list[Tensor]) -> list[Tensor]:
+        return [torch.stack([part.unflatten(0, (heads, width)) for part in tensors], dim=1).flatten(0, 2)]
+
+    return Operation("query, key and value by head", split, join)
 
 
 def _backbone(config: XFormerConfig) -> tuple[Rule, ...]:
-    position: Any = config.position
-    layer, ours = "@encoder.layer.{i}", "@trunk.layers.{i}"
+    position, _ = deberta_v2.relative_part(config)
+    theirs, ours = "@encoder.layer.{i}.attention.self", "@trunk.layers.{i}.attention"
+    projections = tuple(f"{ours}.{name}_proj.weight" for name in "qkv")
     rules = [
-        copied("@embeddings.word_embeddings.weight", "@trunk.embedding.tokens.weight"),
-        copied("@embeddings.LayerNorm.*", "@trunk.embedding.norm.*"),
-        copied("@encoder.rel_embeddings.weight", "@trunk.position.table.weight"),
-        *(
-            copied(f"{layer}.attention.self.{name}_proj.*", f"{ours}.attention.{name[0]}_proj.*")
-            for name in ("query", "key", "value")
-        ),
-        copied(f"{layer}.attention.output.dense.*", f"{ours}.attention.o_proj.*"),
-        copied(f"{layer}.attention.output.LayerNorm.*", f"{ours}.attention_residual.norm.*"),
-        copied(f"{layer}.intermediate.dense.*", f"{ours}.feedforward.up_proj.*"),
-        copied(f"{layer}.output.dense.*", f"{ours}.feedforward.down_proj.*"),
-        copied(f"{layer}.output.LayerNorm.*", f"{ours}.feedforward_residual.norm.*"),
+        *deberta_v2.common_rules(config),
+        Rule((f"{theirs}.in_proj.weight",), projections, by_head(config)),
+        copied(f"{theirs}.q_bias", f"{ours}.q_proj.bias"),
+        copied(f"{theirs}.v_bias", f"{ours}.v_proj.bias"),
+        zero(f"{ours}.k_proj.bias"),
     ]
-    if config.type_vocab_size:
-        rules.append(copied("@embeddings.token_type_embeddings.weight", "@trunk.embedding.types.weight"))
-    if position.normalize:
-        rules.append(copied("@encoder.LayerNorm.*", "@trunk.position.norm.*"))
-    if not position.share_projections:
-        own = f"{ours}.attention.position_terms"
-        if "c2p" in position.terms:
-            rules.append(copied(f"{layer}.attention.self.pos_key_proj.weight", f"{own}.key_proj.weight"))
-            idle = Operation("idle bias", lambda _: [], lambda _: [torch.zeros(config.hidden_size)])
-            rules.append(Rule((f"{layer}.attention.self.pos_key_proj.bias",), (), idle))
-        if "p2c" in position.terms:
-            rules.append(copied(f"{layer}.attention.self.pos_query_proj.*", f"{own}.query_proj.*"))
+    if "c2p" in position.terms:
+        rules.append(copied(f"{theirs}.pos_proj.weight", f"{ours}.position_terms.key_proj.weight"))
+    if "p2c" in position.terms:
+        rules.append(copied(f"{theirs}.pos_q_proj.*", f"{ours}.position_terms.query_proj.*"))
     return tuple(rules)
 
 
-POOLED = {"add_pooler": True}
-
 CONVERTER = register(
-    Converter(
-        model_type="deberta-v2",
-        variant="xf_deberta",
-        fields={mine: theirs for mine, theirs in FIELDS.items() if mine not in ("classifier_dropout", "is_decoder")},
+    dataclasses.replace(
+        deberta_v2.CONVERTER,
+        model_type="deberta",
         to_ours=to_ours,
-        to_theirs=to_theirs,
-        groups={
-            "backbone": _backbone,
-            "pooler": (copied("pooler.dense.*", "@pooler.dense.*"),),
-            # the token table again, as a rule: present where the rest of the head is not
-            "projection": (copied("cls.predictions.decoder.weight", "lm_head.decoder.weight"),),
-            "mlm": (
-                copied("cls.predictions.transform.dense.*", "lm_head.dense.*"),
-                copied("cls.predictions.transform.LayerNorm.*", "lm_head.norm.*"),
-                first(("cls.predictions.decoder.bias", "cls.predictions.bias"), "lm_head.decoder.bias"),
-            ),
-            **CLASSIFIERS,
-        },
-        heads=(
-            Head("DebertaV2Model", "Model", "", ("backbone",)),
-            Head("DebertaV2ForMaskedLM", "ForMaskedLM", "deberta.", ("backbone", "projection", "mlm")),
-            Head(
-                "DebertaV2ForSequenceClassification",
-                "ForSequenceClassification",
-                "deberta.",
-                ("backbone", "pooler", "sequence"),
-                settings=POOLED,
-            ),
-            Head("DebertaV2ForTokenClassification", "ForTokenClassification", "deberta.", ("backbone", "token")),
-            Head("DebertaV2ForQuestionAnswering", "ForQuestionAnswering", "deberta.", ("backbone", "spans")),
-            Head(
-                "DebertaV2ForMultipleChoice",
-                "ForMultipleChoice",
-                "deberta.",
-                ("backbone", "pooler", "choice"),
-                settings=POOLED,
-            ),
+        to_theirs=deberta_v2.common_to_theirs,
+        groups={**deberta_v2.CONVERTER.groups, "backbone": _backbone},
+        heads=tuple(
+            dataclasses.replace(head, theirs=head.theirs.replace("DebertaV2", "Deberta"))
+            for head in deberta_v2.CONVERTER.heads
+            if head.ours != "ForMultipleChoice"
         ),
-        # The layout of `legacy=False`, in the names that the rules speak of.
-        renamed={
-            "lm_predictions.lm_head.dense.weight": ("cls.predictions.transform.dense.weight",),
-            "lm_predictions.lm_head.dense.bias": ("cls.predictions.transform.dense.bias",),
-            "lm_predictions.lm_head.LayerNorm.weight": ("cls.predictions.transform.LayerNorm.weight",),
-            "lm_predictions.lm_head.LayerNorm.bias": ("cls.predictions.transform.LayerNorm.bias",),
-            "lm_predictions.lm_head.bias": ("cls.predictions.decoder.bias", "cls.predictions.bias"),
-        },
-        layout={"legacy": False},
-        unread=("hidden_act", "pooler_hidden_act", "pos_att_type", "max_relative_positions", "legacy"),
-        training_only=("pooler_dropout",),
+        native=False,
     )
 )

@@ -14,10 +14,11 @@ from transformers import PreTrainedConfig
 from ...configuration_xformer import XFormerConfig
 from ..base import Converter, Head, activation, feedforward, register
 from ..rules import Rule, copied, only_theirs
-from .bert import COMPONENTS, DENSE_CLASSIFIERS, EMBEDDINGS, FIELDS, LAYERS
+from .bert import COMPONENTS, DENSE_CLASSIFIERS, EMBEDDINGS, FIELDS, LAYERS, refuse_relative_positions
 
 
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
+    refuse_relative_positions(config)
     narrow = config.embedding_size != config.hidden_size
     return {
         "embedding": {"type": "factorized", "width": config.embedding_size, "narrow_positions": True}

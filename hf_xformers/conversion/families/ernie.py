@@ -33,7 +33,7 @@ def to_theirs(config: XFormerConfig) -> dict[str, Any]:
 
 def _backbone(config: XFormerConfig) -> tuple[Rule, ...]:
     tasks = copied("@embeddings.task_type_embeddings.weight", f"@trunk.embedding.id_tables.{TASKS}.weight")
-    return (*bert.BACKBONE, *((tasks,) if TASKS in config.embedding.inputs else ()))
+    return (*bert.backbone(config), *((tasks,) if TASKS in config.embedding.inputs else ()))
 
 
 CONVERTER = register(

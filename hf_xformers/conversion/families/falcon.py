@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
 from ..base import Converter, Head, activation, feedforward, register
+from ..rotary import rope_parameters, rotary_of, rotation_fields
 from ..rules import Rule, copied, fused_by_head
 from .gpt_neo import TASKS
 
@@ -59,11 +60,6 @@ def _check(config: PreTrainedConfig) -> None:
     new, norms = config.new_decoder_architecture, config.num_ln_in_parallel_attn
     wrong = [
         (config.alibi, "alibi=True", "transformers rounds its biases to bfloat16, and ours are exact"),
-        (
-            config.rope_parameters["rope_type"] != "default",
-            f"rope_type={config.rope_parameters['rope_type']!r}",
-            "only 'default' does",
-        ),
         (new and not config.parallel_attn, "parallel_attn=False", "`new_decoder_architecture` is parallel"),
         (
             norms not in (None, 1, 2) or (norms == 2 and not new),
@@ -87,7 +83,7 @@ def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
     return {
         "is_decoder": True,
         "num_key_value_heads": None if groups == heads else groups,
-        "position": {"type": "rotary", "theta": config.rope_parameters["rope_theta"]},
+        "position": {"type": "rotary", **rotation_fields(config.rope_parameters)},
         "attention": {"type": "dense", "bias": config.bias},
         "block": block,
         "residual": "pre_ln",
@@ -106,7 +102,7 @@ def to_theirs(config: XFormerConfig) -> dict[str, Any]:
         "parallel_attn": parallel,
         "multi_query": new or groups == 1,
         "num_kv_heads": groups if new else heads,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.position.theta},
+        "rope_parameters": rope_parameters(rotary_of(config)),
         "bias": config.attention.bias,
         "activation": activation(config.feedforward)[0],
     }
@@ -133,8 +129,9 @@ CONVERTER = register(
             Head("FalconForTokenClassification", "ForTokenClassification", "transformer.", ("backbone", "token")),
             Head("FalconForQuestionAnswering", "ForQuestionAnswering", "transformer.", ("backbone", "spans")),
         ),
-        # `to_ours` reads these together; what they come to is compared as heads and block
+        # `to_ours` reads these together; what they come to is compared as heads, block and position
         unread=(
+            "rope_parameters",
             "new_decoder_architecture",
             "num_ln_in_parallel_attn",
             "num_kv_heads",

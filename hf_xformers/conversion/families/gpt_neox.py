@@ -1,7 +1,7 @@
 """GPT-NeoX and Pythia: `gpt_neox` <-> a free mix with parallel sublayers (`xformer`).
 
 Without `position_ids`, transformers counts padding on the left as positions; rotary scores depend on distances alone,
-so that outputs agree all the same.
+so that outputs agree all the same, but for the rotary types that go by the length of a text (see `llama`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
 from ..base import Converter, Head, activation, feedforward, register
+from ..rotary import rope_parameters, rotary_of, rotation_fields
 from ..rules import Rule, copied, fused_by_head
 from .gpt_neo import TASKS
 
@@ -57,14 +58,9 @@ def _backbone(config: XFormerConfig) -> tuple[Rule, ...]:
 
 
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
-    rope = config.rope_parameters
-    if rope["rope_type"] != "default":
-        raise ValueError(
-            f"A 'gpt_neox' model with rope_type={rope['rope_type']!r} does not convert; only 'default' does."
-        )
     return {
         "is_decoder": True,
-        "position": {"type": "rotary", "theta": rope["rope_theta"], "fraction": rope["partial_rotary_factor"]},
+        "position": {"type": "rotary", **rotation_fields(config.rope_parameters, partial=True)},
         "attention": {"type": "dense", "bias": config.attention_bias},
         "block": "parallel" if config.use_parallel_residual else "vanilla",
         "residual": "pre_ln",
@@ -75,11 +71,7 @@ def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
 
 def to_theirs(config: XFormerConfig) -> dict[str, Any]:
     return {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": config.position.theta,
-            "partial_rotary_factor": config.position.fraction,
-        },
+        "rope_parameters": rope_parameters(rotary_of(config), partial=True),
         "attention_bias": config.attention.bias,
         "use_parallel_residual": config.block.type == "parallel",
         "hidden_act": activation(config.feedforward)[0],
@@ -107,8 +99,9 @@ CONVERTER = register(
             Head("GPTNeoXForTokenClassification", "ForTokenClassification", "gpt_neox.", ("backbone", "token")),
             Head("GPTNeoXForQuestionAnswering", "ForQuestionAnswering", "gpt_neox.", ("backbone", "spans")),
         ),
-        # its models are causal whatever `is_decoder` says
-        unread=("hidden_act", "is_decoder"),
+        # Its models are causal whatever `is_decoder` says. `rope_parameters` may leave defaults out, or say them; what
+        # they mean is compared as our position.
+        unread=("hidden_act", "is_decoder", "rope_parameters"),
         native=False,
         components={
             "position": ("rotary",),

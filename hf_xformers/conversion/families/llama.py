@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Head, activation, feedforward, register
+from ..base import Converter, Groups, Head, activation, feedforward, register
 from ..rotary import rope_parameters, rotary_of, rotation_fields
 from ..rules import Rule, copied, zero
 
@@ -61,7 +61,7 @@ def projections(config: XFormerConfig) -> tuple[Rule, ...]:
     own, ours = "@layers.{i}", "@trunk.layers.{i}"
     return (
         *(linear(f"{own}.self_attn.{x}_proj", f"{ours}.attention.{x}_proj", attention.bias) for x in "qkv"),
-        linear(f"{own}.self_attn.o_proj", f"{ours}.attention.o_proj", attention.bias),
+        linear(f"{own}.self_attn.o_proj", f"{ours}.attention.o_proj", attention.has_output_bias),
         *(linear(f"{own}.mlp.{x}_proj", f"{ours}.feedforward.{x}_proj", bias) for x in ("gate", "up", "down")),
     )
 
@@ -76,7 +76,7 @@ def backbone(config: XFormerConfig) -> tuple[Rule, ...]:
     )
 
 
-GROUPS = {
+GROUPS: dict[str, Groups] = {
     "backbone": backbone,
     "lm": (copied("lm_head.weight", "lm_head.decoder.weight"),),
     "sequence": (copied("score.weight", "classifier.weight"), zero("classifier.bias")),

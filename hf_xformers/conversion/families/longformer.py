@@ -25,22 +25,26 @@ GLOBAL = tuple(
 )
 
 
-def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
+def attention(config: PreTrainedConfig) -> dict[str, Any]:
+    """Our attention component."""
     window = config.attention_window
     widths = [window] if isinstance(window, int) else list(window)
-    return {
-        **roberta.to_ours(config),
-        "attention": {
-            "type": "longformer",
-            "attention_window": widths[0] if len(set(widths)) == 1 else tuple(widths),
-        },
-    }
+    return {"type": "longformer", "attention_window": widths[0] if len(set(widths)) == 1 else tuple(widths)}
+
+
+def windows(config: XFormerConfig) -> list[int]:
+    """transformers' windows, one for each layer; its default where the attention is another, which is refused for
+    that."""
+    window = getattr(config.attention, "attention_window", 512)
+    return list(window) if isinstance(window, tuple) else [window] * config.num_hidden_layers
+
+
+def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
+    return {**roberta.to_ours(config), "attention": attention(config)}
 
 
 def to_theirs(config: XFormerConfig) -> dict[str, Any]:
-    window = getattr(config.attention, "attention_window", 512)
-    widths = list(window) if isinstance(window, tuple) else [window] * config.num_hidden_layers
-    return {**roberta.to_theirs(config), "attention_window": widths}
+    return {**roberta.to_theirs(config), "attention_window": windows(config)}
 
 
 CONVERTER = register(

@@ -98,6 +98,23 @@ def decoder(config: XFormerConfig) -> tuple[Rule, ...]:
     )
 
 
+def bias(config: PreTrainedConfig) -> dict[str, Any]:
+    """Our position component."""
+    return {
+        "type": "t5_relative_bias",
+        "num_buckets": config.relative_attention_num_buckets,
+        "max_distance": config.relative_attention_max_distance,
+    }
+
+
+def bias_to_theirs(config: XFormerConfig) -> dict[str, Any]:
+    """Their fields for it; their defaults where the position is another, which is refused for that."""
+    return {
+        "relative_attention_num_buckets": getattr(config.position, "num_buckets", 32),
+        "relative_attention_max_distance": getattr(config.position, "max_distance", 128),
+    }
+
+
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
     return {**towers_to_ours(config), "head": {"type": "linear", "scale": config.scale_decoder_outputs}}
 
@@ -112,11 +129,7 @@ def towers_to_ours(config: PreTrainedConfig) -> dict[str, Any]:
         "activation_dropout_prob": config.dropout_rate,
         "is_encoder_decoder": config.is_encoder_decoder,
         "decoder_start_token_id": getattr(config, "decoder_start_token_id", None),
-        "position": {
-            "type": "t5_relative_bias",
-            "num_buckets": config.relative_attention_num_buckets,
-            "max_distance": config.relative_attention_max_distance,
-        },
+        "position": bias(config),
         "feedforward": feedforward(config.dense_act_fn, gated=config.is_gated_act, bias=False),
     }
 
@@ -125,7 +138,6 @@ def to_theirs(config: XFormerConfig) -> dict[str, Any]:
     name, gated = activation(config.feedforward)
     if gated:  # "gated-gelu" is their name for the tanh form
         name = {"gelu_new": "gated-gelu", "gelu": "gated-gelu_python"}.get(name, f"gated-{name}")
-    position = config.position
     dropout = config.classifier_dropout
     # no field of theirs, but generation reads it where it is set
     start = {} if config.bos_token_id is None else {"bos_token_id": config.bos_token_id}
@@ -136,8 +148,7 @@ def to_theirs(config: XFormerConfig) -> dict[str, Any]:
         "classifier_dropout": config.hidden_dropout_prob if dropout is None else dropout,
         "is_encoder_decoder": config.is_encoder_decoder,
         "decoder_start_token_id": config.decoder_start_token_id,
-        "relative_attention_num_buckets": getattr(position, "num_buckets", 32),
-        "relative_attention_max_distance": getattr(position, "max_distance", 128),
+        **bias_to_theirs(config),
         "feed_forward_proj": name,
         # their way to say that outputs are not scaled; whether tables are tied shows in the weights
         "tie_word_embeddings": getattr(config.head, "scale", True),

@@ -162,8 +162,8 @@ def random_blocks(
     Args:
         count: draws per query block; where fewer are legal, all legal ones are taken.
         seed: any integer of 64 bits.
-        causal: draw among the blocks up to the own one; the draw then does not depend on the length.
-        before, after: exclude that many blocks on each side of the own one, which is excluded too (a window covers
+        causal: draw among the blocks up to the query's own; the draw then does not depend on the length.
+        before, after: exclude that many blocks on each side of the query's own, which is excluded too (a window covers
             them). `before=after=-1` excludes nothing; with `causal` then intersect with `causal()`.
         first, last: blocks at both ends that are global already. `last` has no effect with `causal`.
         total_blocks: draw from that many key blocks whatever the length, blocks beyond the end being absent. Without
@@ -174,7 +174,7 @@ def random_blocks(
     _at_least(-1, before=before, after=after)
     _at_least(1, block=block, total_blocks=total_blocks)
     if (before == -1) != (after == -1):
-        raise ValueError(f"before={before}, after={after}: to admit the own block, set both to -1.")
+        raise ValueError(f"before={before}, after={after}: to admit a query's own block, set both to -1.")
     return RandomBlocks(count, block, seed, causal, before, after, first, last, total_blocks, vary_heads)
 
 

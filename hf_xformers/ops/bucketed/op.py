@@ -27,18 +27,18 @@ from ..common.row_lookup import rows_of_tokens
 HIDDEN = 2.0**30  # subtracted from the score of a pair that does not count; a power of two keeps codes exact
 # Scores are kept in units of log 2: on a CPU exp2 takes any argument at full speed, exp only those near zero.
 _LOG2_E = math.log2(math.e)
-_SELF = -1e5 * _LOG2_E  # of the own key where it is the last resort (Kitaev et al. 2020, appendix A)
+_SELF = -1e5 * _LOG2_E  # of a query's own key where it is the last resort (Kitaev et al. 2020, appendix A)
 _SCORES_AT_ONCE = {"cpu": 2**18}  # scores in flight: about what fits a core's cache
 _SCORES_AT_ONCE_ELSEWHERE = 2**26
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Chunks and windows: chunk length, chunks before and after the own one, and what counts in them.
+    """Chunks and windows: chunk length, chunks before and after its own, and what counts in them.
 
     low, high: bounds on ``code_i - code_j``. causal: hide later positions. circular: the first chunk of a round looks
-    back into the last one of the round before. last_resort: the own key counts only where nothing else does. distinct:
-    a pair that an earlier round holds does not count again.
+    back into the last one of the round before. last_resort: a query's own key counts only where nothing else does.
+    distinct: a pair that an earlier round holds does not count again.
     """
 
     size: int

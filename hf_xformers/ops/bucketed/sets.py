@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-OWN_KEY = -1e5  # score of the own key as the last resort (appendix A)
+OWN_KEY = -1e5  # score of a query's own key as the last resort (appendix A)
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Recent:
 class Chunks:
     """The order is cut into chunks; a query reads its own chunk and some around it.
 
-    size: tokens per chunk. before, after: chunks before and after the own one. causal: later positions are hidden (but
-    they do move chunk borders, so this form is causal by masking only). own_label: of those, only tokens of the own
+    size: tokens per chunk. before, after: chunks before and after its own. causal: later positions are hidden (but
+    they do move chunk borders, so this form is causal by masking only). own_label: of those, only tokens with its own
     label. circular: chunks of all rounds form one ring, so that the first chunk of a round looks back into the last
     one of the round before (the released code of Reformer).
     """

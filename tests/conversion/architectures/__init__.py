@@ -45,6 +45,7 @@ class Architecture:
     ours. renamed: names of labels and outputs in transformers -> ours, where they differ.
     raw_last_state: whether their last hidden state is what the last layer gives, and ours what the final norm makes of
     it. idle: by class, the ends of names of tensors that nothing in transformers reads, so that they come back fresh.
+    uncompared: outputs that transformers lays out in another way.
     tolerance: of outputs, relative to the largest of them.
     """
 
@@ -72,6 +73,7 @@ class Architecture:
     raw_last_state: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
     idle: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    uncompared: tuple[str, ...] = ()
     tolerance: float = 1e-5
 
     def __str__(self) -> str:

@@ -28,7 +28,7 @@ ARCHITECTURE = Architecture(
         "new_with_one_norm": {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
         "one_after_the_other": {"parallel_attn": False, "multi_query": False, "bias": True},
         "other_rotation": {
-            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
             "tie_word_embeddings": False,
             "activation": "relu",
         },

@@ -2,6 +2,13 @@
 
 from tests.conversion.architectures import VOCAB, Architecture
 
+
+def half(rope_type: str, **fields) -> dict:
+    """A rotary type on half of each head."""
+    parameters = {"rope_type": rope_type, "rope_theta": 10000.0, "partial_rotary_factor": 0.5, **fields}
+    return {"rope_parameters": parameters}
+
+
 ARCHITECTURE = Architecture(
     model_type="gpt_neox",
     ours="xformer",
@@ -30,6 +37,15 @@ ARCHITECTURE = Architecture(
         "whole_heads_rotated": {
             "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0}
         },
+        "rope_linear": half("linear", factor=3.0),
+        "rope_yarn": half("yarn", factor=5.0, original_max_position_embeddings=8),
+        "rope_longrope": half(
+            "longrope",
+            short_factor=[1.0, 1.1],
+            long_factor=[1.0, 3.0],
+            factor=4.0,
+            original_max_position_embeddings=10,
+        ),
         "odd_heads": {
             "num_attention_heads": 2,
             "hidden_size": 36,

@@ -1,0 +1,134 @@
+"""ModernBERT: `modernbert` -> `xformer`. Layers read all tokens or a window to both sides, and turn by a theta for
+either kind; the first attention reads the normalised embedding as it is.
+
+Its classifiers put a hidden layer with a norm before the labels, of every token or of one, which has no counterpart
+here; their models convert with `head='Model'`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ...configuration_xformer import XFormerConfig
+from ..base import Converter, Head, activation_name, feedforward, register
+from ..rules import Rule, copied, joined, zero
+from . import llama
+from .gemma3_text import position, rotations
+from .llama import linear
+from .qwen2 import layer_types, layers
+
+FIELDS: dict[str, str | tuple[str, ...]] = {
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_hidden_layers",
+    "num_attention_heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "hidden_dropout_prob": "embedding_dropout",
+    "attention_probs_dropout_prob": "attention_dropout",
+    "activation_dropout_prob": "mlp_dropout",
+    "initializer_range": "initializer_range",
+    "layer_norm_eps": "norm_eps",
+}
+COMPONENTS = {
+    **llama.COMPONENTS,
+    "attention": ("dense", "band_attention"),
+    "normalization": ("layer_norm",),
+    "head": ("transform",),
+}
+
+
+def backbone(config: XFormerConfig) -> tuple[Rule, ...]:
+    own, ours, norm = "@layers.{i}", "@trunk.layers.{i}", config.normalization.bias
+    attention, bias = config.layer(0).attention.bias, config.feedforward.bias
+    rules: list[Rule] = [
+        copied("@embeddings.tok_embeddings.weight", "@trunk.embedding.tokens.weight"),
+        linear("@embeddings.norm", "@trunk.embedding.norm", norm),
+        linear(f"{own}.attn.Wo", f"{ours}.attention.o_proj", attention),
+        linear(f"{own}.mlp_norm", f"{ours}.feedforward_residual.norm", norm),
+        linear(f"{own}.mlp.Wo", f"{ours}.feedforward.down_proj", bias),
+        linear("@final_norm", "@trunk.final_norm", norm),
+    ]
+    for index in range(1, config.num_hidden_layers):  # the first has none
+        rules.append(linear(f"@layers.{index}.attn_norm", f"@trunk.layers.{index}.attention_residual.norm", norm))
+    for suffix in ("weight", "bias") if attention else ("weight",):
+        parts = tuple(f"{ours}.attention.{x}_proj.{suffix}" for x in "qkv")
+        widths = (config.hidden_size,) * 3
+        rules.append(joined(f"{own}.attn.Wqkv.{suffix}", parts, widths, "fused query, key and value"))
+    for suffix in ("weight", "bias") if bias else ("weight",):
+        parts = tuple(f"{ours}.feedforward.{x}_proj.{suffix}" for x in ("gate", "up"))
+        rules.append(joined(f"{own}.mlp.Wi.{suffix}", parts, (config.intermediate_size,) * 2, "fused gate and input"))
+    return tuple(rules)
+
+
+def _mlm(config: XFormerConfig) -> tuple[Rule, ...]:
+    return (
+        copied("head.dense.weight", "lm_head.dense.weight"),
+        zero("lm_head.dense.bias"),  # theirs has none, unless its `classifier_bias` says so
+        linear("head.norm", "lm_head.norm", config.normalization.bias),
+        linear("decoder", "lm_head.decoder", config.head.bias),
+    )
+
+
+def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
+    llama.refuse_other(config, sparse_prediction=False, classifier_bias=False)
+    return {
+        **layers(config, {"bias": config.attention_bias}, {"angles": "local"}),
+        "type_vocab_size": 0,
+        "embedding": {"type": "token", "normalize": True},
+        "normalization": {"type": "layer_norm", "bias": config.norm_bias},
+        "residual": {"type": "pre_ln", "first_norm": False},
+        "head": {
+            "type": "transform",
+            "activation": activation_name(config.classifier_activation),
+            "bias": config.decoder_bias,
+        },
+        "feedforward": feedforward(config.hidden_activation, gated=True, bias=config.mlp_bias),
+        "position": position(config),
+    }
+
+
+def to_theirs(config: XFormerConfig) -> dict[str, Any]:
+    kinds, window = layer_types(config)
+    return {
+        **llama.gated_activation(config, "hidden_activation"),
+        "attention_bias": config.layer(0).attention.bias,
+        "mlp_bias": config.feedforward.bias,
+        "norm_bias": config.normalization.bias,
+        "classifier_activation": getattr(config.head, "activation", "gelu"),
+        "decoder_bias": config.head.bias,
+        "layer_types": kinds,
+        "rope_parameters": rotations(config),
+        **({} if window is None else {"local_attention": 2 * window}),
+    }
+
+
+CONVERTER = register(
+    Converter(
+        model_type="modernbert",
+        variant="xformer",
+        native=False,
+        fields=FIELDS,
+        to_ours=to_ours,
+        to_theirs=to_theirs,
+        groups={"backbone": backbone, "mlm": _mlm},
+        heads=(
+            Head("ModernBertModel", "Model", "", ("backbone",)),
+            Head("ModernBertForMaskedLM", "ForMaskedLM", "model.", ("backbone", "mlm")),
+        ),
+        components=COMPONENTS,
+        per_layer=True,
+        training_only=("initializer_cutoff_factor",),
+        unread=(
+            "hidden_activation",
+            "rope_parameters",
+            "cls_token_id",
+            "sep_token_id",
+            "deterministic_flash_attn",
+            "sparse_pred_ignore_index",
+            "classifier_pooling",
+            "classifier_dropout",
+        ),
+    )
+)

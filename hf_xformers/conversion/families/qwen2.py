@@ -1,0 +1,103 @@
+"""Qwen 2 and 2.5: `qwen2` -> `xformer`. Llama with biases on queries, keys and values alone; layers read all tokens or
+a sliding window, as `layer_types` says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ...configuration_xformer import XFormerConfig
+from ..base import Converter, feedforward, register
+from ..rotary import rope_parameters, rotary_of, rotation_fields
+from . import llama
+from .mistral import COMPONENTS, attention, window_of
+
+FIELDS = {mine: theirs for mine, theirs in llama.FIELDS.items() if mine != "num_key_value_heads"}
+KINDS = ("full_attention", "sliding_attention")
+
+
+def layers(config: PreTrainedConfig, full: dict[str, Any], sliding: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Our fields for layers of the kinds that `layer_types` lists. full: fields of the attention of all layers;
+    sliding: further ones of those with a window.
+
+    Raises:
+        ValueError: a kind that does not convert, or windows without a size.
+    """
+    made = []
+    for kind in config.layer_types:
+        if kind not in KINDS:
+            raise ValueError(f"layer_types has {kind!r}, which does not convert; these do: {', '.join(KINDS)}.")
+        if kind == "full_attention":
+            made.append(attention(None, **full))
+            continue
+        if config.sliding_window is None:
+            raise ValueError(
+                "layer_types has 'sliding_attention', but `sliding_window` is None; give it a size, and"
+                " `use_sliding_window=True` where the config has that."
+            )
+        made.append(attention(config.sliding_window, **full, **(sliding or {})))
+    return llama.by_layer(made)
+
+
+def layer_types(config: XFormerConfig) -> tuple[list[str], int | None]:
+    """The kinds of all layers, and the one size of their windows.
+
+    Raises:
+        ValueError: windows of several sizes.
+    """
+    windows = [window_of(config.layer(index)) for index in range(config.num_hidden_layers)]
+    sizes = {window for window in windows if window is not None}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"Windows of {sorted(sizes)} tokens have no counterpart: all windows of the model have one size there."
+        )
+    return [KINDS[window is not None] for window in windows], next(iter(sizes), None)
+
+
+def window_fields(config: XFormerConfig) -> dict[str, Any]:
+    kinds, window = layer_types(config)
+    return {
+        "layer_types": kinds,
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "max_window_layers": next((index for index, kind in enumerate(kinds) if kind != KINDS[0]), 28),
+    }
+
+
+def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
+    return {
+        **llama.DECODER,
+        **layers(config, {"bias": True, "output_bias": False}),
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.hidden_size // config.num_attention_heads,
+        "feedforward": feedforward(config.hidden_act, gated=True, bias=False),
+        "position": {"type": "rotary", **rotation_fields(config.rope_parameters)},
+    }
+
+
+def to_theirs(config: XFormerConfig) -> dict[str, Any]:
+    return {
+        **llama.gated_activation(config, "hidden_act"),
+        **window_fields(config),
+        "num_key_value_heads": config.key_value_heads,
+        "rope_parameters": rope_parameters(rotary_of(config)),
+    }
+
+
+CONVERTER = register(
+    Converter(
+        model_type="qwen2",
+        variant="xformer",
+        native=False,
+        fields=FIELDS,
+        to_ours=to_ours,
+        to_theirs=to_theirs,
+        groups=llama.GROUPS,
+        heads=llama.heads("Qwen2", spans="transformer."),
+        components=COMPONENTS,
+        per_layer=True,
+        # which layers have a window is what `layer_types` says, and its size is theirs
+        unread=("hidden_act", "rope_parameters", "max_window_layers", "use_sliding_window", "sliding_window"),
+    )
+)

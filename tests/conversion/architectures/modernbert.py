@@ -1,0 +1,91 @@
+"""Encoders of today: ModernBERT and EuroBERT."""
+
+from tests.conversion.architectures import VOCAB, Architecture
+from tests.conversion.architectures.llama import BASE, OTHERS, SCALINGS, TINY
+
+TWO_RATES = {
+    "full_attention": {"rope_type": "default", "rope_theta": 900.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 11.0},
+}
+
+ARCHITECTURES = (
+    Architecture(
+        model_type="modernbert",
+        ours="xformer",
+        tiny=dict(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            intermediate_size=48,
+            max_position_embeddings=40,
+            local_attention=4,
+            rope_parameters=TWO_RATES,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+        heads={"ModernBertModel": "Model", "ModernBertForMaskedLM": "ForMaskedLM"},
+        variations={
+            "biases": {"attention_bias": True, "mlp_bias": True, "norm_bias": True, "decoder_bias": False},
+            "untied": {"tie_word_embeddings": False},
+            "activations": {"hidden_activation": "silu", "classifier_activation": "relu"},
+            "other_layers": {
+                "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+                "local_attention": 2,
+            },
+            "scaled": {
+                "rope_parameters": {
+                    **TWO_RATES,
+                    "full_attention": {
+                        "rope_type": "yarn",
+                        "rope_theta": 900.0,
+                        "factor": 4.0,
+                        "original_max_position_embeddings": 8,
+                    },
+                }
+            },
+        },
+        base={"num_hidden_layers": 12},
+        refused=frozenset({"sparse_prediction", "classifier_bias"}),
+        noted=frozenset({"initializer_cutoff_factor"}),
+        unread=frozenset(
+            {
+                "cls_token_id",
+                "sep_token_id",
+                "deterministic_flash_attn",
+                "sparse_pred_ignore_index",
+                "classifier_pooling",
+                "classifier_dropout",
+            }
+        ),
+        other_values={
+            "hidden_activation": "silu",
+            "classifier_activation": "relu",
+            "classifier_pooling": "mean",
+            "layer_types": ["sliding_attention"] * 4,
+            "rope_parameters": {**TWO_RATES, "sliding_attention": {"rope_type": "default", "rope_theta": 7.0}},
+            "sparse_pred_ignore_index": -1,
+        },
+    ),
+    Architecture(
+        model_type="eurobert",
+        ours="xformer",
+        tiny=TINY,
+        heads={
+            "EuroBertModel": "Model",
+            "EuroBertForMaskedLM": "ForMaskedLM",
+            "EuroBertForTokenClassification": "ForTokenClassification",
+        },
+        variations={
+            "biases": {"attention_bias": True, "mlp_bias": True},
+            "tied": {"tie_word_embeddings": True},
+            "free_width": {"head_dim": 12, "num_key_value_heads": 1},
+            "rope_llama3": SCALINGS["rope_llama3"],
+        },
+        base={**BASE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+        refused=frozenset({"pretraining_tp"}),
+        unread=frozenset({"mask_token_id", "classifier_pooling"}),
+        other_values={**OTHERS, "classifier_pooling": "mean"},
+    ),
+)

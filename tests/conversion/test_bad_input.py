@@ -1,0 +1,408 @@
+"""Sources that cannot convert: one paragraph and exit code 2, nothing written, nothing damaged, no code run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.utils import logging
+
+from hf_xformers.cli import main
+from hf_xformers.conversion import convert_checkpoint, from_transformers, swap_checkpoint, swap_components
+
+NAME = "bert.encoder.layer.1.intermediate.dense.weight"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_bars():
+    """As in a process whose standard error is no terminal from the start."""
+    before = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    yield
+    if before:
+        logging.enable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A saved BERT of two layers."""
+    folder = tmp_path_factory.mktemp("source") / "bert"
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=60,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=24,
+    )
+    transformers.BertForMaskedLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A copy of it to damage."""
+    return shutil.copytree(saved, tmp_path / "bert")
+
+
+def content(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def edit(folder, **fields):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def rewrite(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    save_file(change(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def in_shards(folder, suffix):
+    """The weights in two files with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    stem = "model" if suffix == "safetensors" else "pytorch_model"
+    parts = {key: f"{stem}-0000{1 + index % 2}-of-00002.{suffix}" for index, key in enumerate(tensors)}
+    for name in set(parts.values()):
+        part = {key: tensor for key, tensor in tensors.items() if parts[key] == name}
+        if suffix == "safetensors":
+            save_file(part, folder / name, metadata={"format": "pt"})
+        else:
+            torch.save(part, folder / name)
+    index = {"metadata": {}, "weight_map": parts}
+    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
+
+
+# ------------------------------------------------------------------------------- what is refused, and how
+
+REFUSED = {}  # name -> (what damages the folder, what the paragraph says)
+
+
+def refused(message):
+    def enter(damage):
+        REFUSED[damage.__name__] = (damage, message)
+        return damage
+
+    return enter
+
+
+@refused(f"lacks '{NAME}'; copy or download it again")
+def missing_tensor(folder):
+    rewrite(folder, lambda tensors: {key: tensors[key] for key in tensors if key != NAME})
+
+
+@refused("no place for: 'bert.extra.weight'")
+def unexpected_tensor(folder):
+    rewrite(folder, lambda tensors: {**tensors, "bert.extra.weight": torch.ones(2)})
+
+
+@refused(r"other sizes .*'bert.embeddings.\w+.weight' \[\d+, 16\] instead of \[\d+, 32\]")
+def wider_config(folder):
+    edit(folder, hidden_size=32)
+
+
+@refused(r"other sizes .*'bert.embeddings.word_embeddings.weight' \[60, 16\] instead of \[61, 16\]")
+def larger_vocabulary(folder):
+    edit(folder, vocab_size=61)
+
+
+@refused("lacks 'bert.encoder.layer.2.")
+def deeper_config(folder):
+    edit(folder, num_hidden_layers=3)
+
+
+@refused("no place for: 'bert.encoder.layer.1.")
+def shallower_config(folder):
+    edit(folder, num_hidden_layers=1)
+
+
+@refused("num_attention_heads|multiple of")
+def heads_that_do_not_divide(folder):
+    edit(folder, num_attention_heads=3)
+
+
+@refused("config.json.*hidden_size")
+def width_of_letters(folder):
+    edit(folder, hidden_size="wide")
+
+
+@refused("config.json.*num_hidden_layers|num_hidden_layers")
+def layers_of_none(folder):
+    edit(folder, num_hidden_layers=-2)
+
+
+@refused("NaN|finite")
+def weights_of_nan(folder):
+    rewrite(folder, lambda tensors: {**tensors, NAME: tensors[NAME] * float("nan")})
+
+
+@refused(f"'{NAME}' in .* is quantised .*I8")
+def weights_of_whole_numbers(folder):
+    rewrite(folder, lambda tensors: {**tensors, NAME: torch.ones_like(tensors[NAME], dtype=torch.int8)})
+
+
+def quantized(method, **fields):
+    def damage(folder):
+        edit(folder, quantization_config={**({"quant_method": method} if method else {}), **fields})
+        (folder / "model.safetensors").write_bytes(b"never read")
+
+    return damage
+
+
+for _method, _fields in {
+    "bitsandbytes": {"load_in_4bit": True},
+    "gptq": {"bits": 4, "group_size": 128},
+    "awq": {"bits": 4},
+    "fp8": {"weight_block_size": [128, 128]},
+    "": {"load_in_8bit": True},
+    "of_tomorrow": {},
+}.items():
+    REFUSED[f"quantized_{_method or 'unnamed'}"] = (
+        quantized(_method, **_fields),
+        f"quantised \\({_method or 'load_in_8bit'}.*; .*full precision",
+    )
+
+
+@refused("model type 'my_own'.*code of its own.*never run")
+def code_for_an_unknown_type(folder):
+    edit(folder, model_type="my_own", auto_map={"AutoConfig": "code.Config", "AutoModel": "code.Model"})
+    (folder / "code.py").write_text("import os\nos.environ['HF_XFORMERS_RAN'] = 'yes'\n")
+
+
+@refused("tokenizer.*code of its own.*never run")
+def code_for_a_tokenizer(folder):
+    fields = {"auto_map": {"AutoTokenizer": ["code.Tokenizer", None]}, "tokenizer_class": "Tokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+    (folder / "code.py").write_text("import os\nos.environ['HF_XFORMERS_RAN'] = 'yes'\n")
+
+
+@refused("model.safetensors is cut off")
+def truncated(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@refused("model.safetensors is cut off")
+def empty_weights(folder):
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+@refused("model.safetensors")
+def pointer_to_large_files(folder):
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (folder / "model.safetensors").write_text(text)
+
+
+@refused("it has no model-00002-of-00002.safetensors")
+def shard_missing(folder):
+    in_shards(folder, "safetensors")
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+@refused("it has no pytorch_model-00001-of-00002.bin")
+def pickled_shard_missing(folder):
+    in_shards(folder, "bin")
+    (folder / "pytorch_model-00001-of-00002.bin").unlink()
+
+
+@refused("model.safetensors.index.json is cut off or no index")
+def index_cut_off(folder):
+    in_shards(folder, "safetensors")
+    path = folder / "model.safetensors.index.json"
+    path.write_text(path.read_text()[:-20])
+
+
+@refused("lacks '")
+def index_that_lacks_a_tensor(folder):
+    in_shards(folder, "safetensors")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    shard = folder / index["weight_map"].pop(NAME)
+    path.write_text(json.dumps(index))
+    save_file({key: tensor for key, tensor in load_file(shard).items() if key != NAME}, shard)
+
+
+@refused("pytorch_model.bin' cannot be read")
+def truncated_pickle(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    path = folder / "pytorch_model.bin"
+    path.write_bytes(path.read_bytes()[:-300])
+
+
+@refused("has no weights.*model.safetensors")
+def no_weights(folder):
+    (folder / "model.safetensors").unlink()
+
+
+@refused("holds tf_model.h5.*TensorFlow.*safetensors")
+def weights_of_tensorflow(folder):
+    (folder / "model.safetensors").rename(folder / "tf_model.h5")
+
+
+@refused("is a PEFT adapter .*'some/base'.*merge_and_unload")
+def adapter(folder):
+    (folder / "config.json").unlink()
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "base_model_name_or_path": "some/base"}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+
+
+@refused("is a PEFT adapter.*merge_and_unload")
+def adapter_beside_a_model(folder):
+    """transformers would read the weights of the adapter's base instead of those of the folder."""
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "x/y"}))
+
+
+@refused("config.json' holds a list")
+def config_of_a_list(folder):
+    (folder / "config.json").write_text("[1, 2]")
+
+
+@refused("config.json' is no valid JSON")
+def config_cut_off(folder):
+    path = folder / "config.json"
+    path.write_text(path.read_text()[:-30])
+
+
+@refused("model type None")
+def config_of_nothing(folder):
+    (folder / "config.json").write_text("{}")
+
+
+@refused(r"model type \['bert'\]")
+def model_type_of_a_list(folder):
+    edit(folder, model_type=["bert"])
+
+
+@refused("model type 'bert2'; did you mean 'bert'")
+def nearly_a_known_type(folder):
+    edit(folder, model_type="bert2")
+
+
+@refused("GGUF")
+def gguf_alone(folder):
+    (folder / "config.json").unlink()
+    (folder / "model.safetensors").rename(folder / "model-q4.gguf")
+
+
+@refused("GGUF")
+def gguf_with_a_config(folder):
+    (folder / "model.safetensors").rename(folder / "model-q4.gguf")
+
+
+@refused("The tokenizer of .* cannot be read")
+def damaged_tokenizer(folder):
+    (folder / "tokenizer.json").write_text("{broken")
+
+
+@refused("BertForPoetry has no counterpart")
+def unknown_class(folder):
+    edit(folder, architectures=["BertForPoetry"])
+
+
+@pytest.mark.parametrize("swap", [False, True], ids=["convert", "swap"])
+@pytest.mark.parametrize("case", REFUSED)
+def test_one_paragraph_and_nothing_written(folder, tmp_path, capfd, monkeypatch, case, swap):
+    monkeypatch.delenv("HF_XFORMERS_RAN", raising=False)
+    damage, message = REFUSED[case]
+    damage(folder)
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "kept.txt").write_text("kept")
+    before = content(tmp_path)
+    asked = ["--attention", "talking_heads"] if swap else []
+    capfd.readouterr()
+    code = main(["convert", "--from", str(folder), "--to", str(target), "--overwrite", *asked])
+    said = capfd.readouterr().err.strip()
+    assert code == 2, said
+    assert len(said.splitlines()) == 1 and said.startswith("hf-xformers: error: "), said
+    assert "--debug" not in said
+    assert re.search(message, said), said
+    assert content(tmp_path) == before
+    assert "HF_XFORMERS_RAN" not in os.environ
+
+    open_it = (
+        (lambda: swap_components(folder, attention="talking_heads", measure=False))
+        if swap
+        else (lambda: from_transformers(folder))
+    )
+    if "tokenizer" not in case:
+        with pytest.raises(ValueError, match=message) as caught:
+            open_it()
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["model-q4.gguf", "model.safetensors", "nowhere"])
+def test_paths_that_are_no_folder(folder, tmp_path, capfd, name):
+    if name == "model-q4.gguf":
+        (folder / name).write_bytes(b"GGUF")
+    assert main(["convert", "--from", str(folder / name), "--to", str(tmp_path / "target")]) == 2
+    said = capfd.readouterr().err
+    assert {"model-q4.gguf": "is a GGUF file", "model.safetensors": "is a file; give the folder"}.get(
+        name, "There is no folder"
+    ) in said
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_target_around_the_source_is_not_replaced(folder, tmp_path, capfd):
+    outer = tmp_path / "outer"
+    outer.mkdir()
+    shutil.move(folder, outer / "bert")
+    before = content(tmp_path)
+    for swap in ([], ["--attention", "talking_heads"]):
+        code = main(["convert", "--from", str(outer / "bert"), "--to", str(outer), "--overwrite", *swap])
+        assert code == 2 and "lies in the target" in capfd.readouterr().err
+    assert content(tmp_path) == before
+
+
+def test_loaded_models_with_quantised_weights(folder):
+    model = transformers.BertForMaskedLM.from_pretrained(folder)
+    model.config.quantization_config = {"quant_method": "torchao"}
+    with pytest.raises(ValueError, match="BertForMaskedLM is quantised \\(torchao\\); .*full precision"):
+        from_transformers(model)
+    with pytest.raises(ValueError, match="BertForMaskedLM is quantised"):
+        swap_components(model, attention="talking_heads", measure=False)
+    model.config.quantization_config = None
+    ours = from_transformers(model)
+    ours.config.quantization_config = {"quant_method": "torchao"}
+    with pytest.raises(ValueError, match="XFBertForMaskedLM is quantised"):
+        swap_components(ours, attention="talking_heads", measure=False)
+
+
+# ------------------------------------------------------------------------------- what is taken all the same
+
+
+def test_code_beside_a_known_type_is_not_run(folder, tmp_path, monkeypatch):
+    """The class of the libraries is used."""
+    monkeypatch.delenv("HF_XFORMERS_RAN", raising=False)
+    edit(folder, auto_map={"AutoConfig": "code.Config", "AutoModelForMaskedLM": "code.Model"})
+    (folder / "code.py").write_text("import os\nos.environ['HF_XFORMERS_RAN'] = 'yes'\n")
+    assert convert_checkpoint(folder, tmp_path / "ours").complete
+    swap_checkpoint(folder, tmp_path / "swapped", attention="talking_heads", measure=False)
+    assert "HF_XFORMERS_RAN" not in os.environ
+    assert not list((tmp_path / "ours").glob("*.py"))
+
+
+def test_a_source_without_tokenizer_says_so(folder, tmp_path, capfd):
+    assert main(["convert", "--from", str(folder), "--to", str(tmp_path / "ours")]) == 0
+    assert "the source has no tokenizer" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["bin", "bin in parts", "safetensors in parts"])
+def test_other_forms_of_weights(folder, tmp_path, form):
+    if form == "bin":
+        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+    else:
+        in_shards(folder, form.split()[0])
+    assert convert_checkpoint(folder, tmp_path / "ours").complete
