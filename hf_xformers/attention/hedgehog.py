@@ -26,6 +26,8 @@ class HedgehogAttention(LearnedFeatures):
     (section 4.2); `hf-xformers linearize` does that. With rotary positions queries and keys are turned before the map.
     """
 
+    spec: HedgehogSpec
+
     def __init__(self, config, spec: HedgehogSpec, **where):
         super().__init__(config, spec, **where)
         features = spec.num_features or self.head_dim

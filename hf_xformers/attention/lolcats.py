@@ -31,6 +31,7 @@ class LolcatsAttention(LearnedFeatures):
     places of a row, padding included. `attention_probs_dropout_prob` has no effect.
     """
 
+    spec: LolcatsSpec
     state_type = WindowState
 
     def __init__(self, config, spec: LolcatsSpec, **where):

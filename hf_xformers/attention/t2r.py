@@ -25,6 +25,7 @@ class T2RAttention(LearnedFeatures):
     the map.
     """
 
+    spec: T2RSpec
     undecayed = ("output_norm",)
 
     def __init__(self, config, spec: T2RSpec, **where):

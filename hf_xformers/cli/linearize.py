@@ -76,8 +76,8 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
         TrainingArguments,
         prog="hf-xformers linearize",
         usage=(
-            "hf-xformers linearize [FILE.yaml] --model MODEL --attention NAME --output_dir DIR\n"
-            "                             [OPTION VALUE ...]"
+            "hf-xformers linearize [FILE.yaml] --model MODEL --attention NAME\n"
+            "                             --output_dir DIR [OPTION VALUE ...]"
         ),
         description=_DESCRIPTION,
     )

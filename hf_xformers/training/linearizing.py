@@ -80,7 +80,7 @@ class Linearizing:
     )
     lora_learning_rate: float = field(default=1e-3, metadata={"help": "Of the adapters."})
     lora_rank: int = field(default=8, metadata={"help": "Rank of the adapters on the attention's projections."})
-    lora_alpha: float = field(default=16.0, metadata={"help": "Their factor is this over the rank."})
+    lora_alpha: int = field(default=16, metadata={"help": "Their factor is this over the rank."})
     overwrite_output_dir: bool = field(
         default=False, metadata={"help": "Remove an earlier linearisation in --output_dir."}
     )
@@ -315,8 +315,10 @@ class Linearizer:
         if stage == "transfer":
             from .attention_transfer import AttentionTransferTrainer
 
-            loss = {"loss": self.choice.transfer_loss, "layers": self.layers}
-            trainer: Any = functools.partial(AttentionTransferTrainer, source=source, **loss)
+            compared = self.choice.transfer_loss
+            trainer: Any = functools.partial(
+                AttentionTransferTrainer, source=source, layers=self.layers, loss=compared
+            )
         else:
             trainer = functools.partial(DistillationTrainer, teacher=source, distillation=self.choice.teaching())
             if stage == "lora":

@@ -18,7 +18,7 @@ class MergedLora:
     the middle of the run hold A, B and W; [`MergedLora.merge`] adds them up."""
 
     rank: int = 8
-    alpha: float = 16.0
+    alpha: int = 16
 
     def put(self, model: nn.Module) -> None:
         """Freezes the model and adds the adapters.

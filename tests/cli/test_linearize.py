@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from hf_xformers.cli import main
 from hf_xformers.cli.linearize import run
@@ -186,6 +186,22 @@ def test_an_encoder_learns_from_masked_tokens(text, tmp_path):
     out = linearize(text, bert, tmp_path / "out", attention="t2r", transfer_loss="weights")
     record = read_linearization(out)
     assert record.stages[0].what.startswith("`feature_map`") and record.source_loss and record.swapped_loss
+
+
+def test_from_a_checkpoint_of_transformers(text, source, tmp_path):
+    """A Llama's folder is converted, swapped and taught by what it was."""
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad")}
+    config = LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=1, max_position_embeddings=64, **sizes, **ids)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    tokenizer.save_pretrained(tmp_path / "llama")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "llama").iterdir()}
+    out = linearize(text, tmp_path / "llama", tmp_path / "out", attention="lolcats", distillation_steps=1)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.config.attention.type == "lolcats" and read_linearization(out).status == "finished"
+    assert {path.name: path.read_bytes() for path in (tmp_path / "llama").iterdir()} == before
 
 
 REFUSED = {

@@ -94,8 +94,8 @@ def window_linear_attention(
             if state is None and torch.is_grad_enabled():  # over no keys: the maps' gradients are zero, not missing
                 sums = tuple(x[:, :, None] for x in _sums(mix, key[:, :, :0], value[:, :, :0], real[:, :0]))
             places = torch.arange(before, before + length, device=query.device)
-            pieces = (x[:, :, None] for x in (query, key, value))
-            out = mix(*pieces, real[:, None, None], places, sums, all_near=True)[:, :, 0]
+            q, k, v = (x[:, :, None] for x in (query, key, value))
+            out = mix(q, k, v, real[:, None, None], places, sums, all_near=True)[:, :, 0]
         else:
             out = _in_chunks(mix, query, key, value, real, before, state, max(chunk_size, window))
         return out, _after(mix, key, value, real, length, state) if causal else None
@@ -172,9 +172,9 @@ def _in_chunks(
         key, value = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (key, value))
         real = F.pad(real, (0, 0, 0, 1))
         parts = [slice(0, -2), slice(1, -1), slice(2, None)]
-    near = [torch.cat([x[:, :, part] for part in parts], dim=3) for x in (key, value, real)]
+    key, value, real = (torch.cat([x[:, :, part] for part in parts], dim=3) for x in (key, value, real))
     places = torch.arange(chunk, 2 * chunk, device=query.device)
-    out = mix(query, *near, places, (kv_sums, z_sums))
+    out = mix(query, key, value, real, places, (kv_sums, z_sums))
     return out.flatten(2, 3)[:, :, :length]
 
 
