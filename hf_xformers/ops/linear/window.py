@@ -92,7 +92,8 @@ def window_linear_attention(
         if length <= 1 or length + before <= window:  # every key stands in the window
             sums = None if state is None else (state.kv[:, :, None], state.z[:, :, None])
             if state is None and torch.is_grad_enabled():  # over no keys: the maps' gradients are zero, not missing
-                sums = tuple(x[:, :, None] for x in _sums(mix, key[:, :, :0], value[:, :, :0], real[:, :0]))
+                kv, z = _sums(mix, key[:, :, :0], value[:, :, :0], real[:, :0])
+                sums = kv[:, :, None], z[:, :, None]
             places = torch.arange(before, before + length, device=query.device)
             q, k, v = (x[:, :, None] for x in (query, key, value))
             out = mix(q, k, v, real[:, None, None], places, sums, all_near=True)[:, :, 0]
