@@ -19,10 +19,10 @@ class T2RAttention(LearnedFeatures):
     start as identity and zero here, so that the features of a trained model's queries and keys say something from the
     first step on.
 
-    With `output_norm` the denominator gives way to a root mean square norm of each head's output, with a learned
-    weight: Mercat et al. 2024 (SUPRA, arXiv 2405.06640), section 3, who found the denominator unstable. The weights
-    given out are then the products, which do not sum to one. With rotary positions queries and keys are turned before
-    the map.
+    With `output_norm` a root mean square norm of each head's output, with a learned weight, takes the denominator's
+    place: Mercat et al. 2024 (SUPRA, arXiv 2405.06640), section 3. As a denominator cancels in that norm, it is left
+    in, and keeps sums in the range of half precision. With rotary positions queries and keys are turned before the
+    map.
     """
 
     spec: T2RSpec
@@ -32,13 +32,13 @@ class T2RAttention(LearnedFeatures):
         super().__init__(config, spec, **where)
         self.eps = float(spec.eps)
         self.feature_map = HeadMap(self.num_heads, self.head_dim, spec.num_features or self.head_dim)
-        self.divides = spec.normalization == "denominator"
-        if not self.divides:
+        self.normed = spec.normalization == "output_norm"
+        if self.normed:
             self.output_norm = nn.Parameter(torch.ones(self.num_heads, self.head_dim))
 
     def initialize(self, config, init) -> None:
         super().initialize(config, init)
-        if not self.divides:
+        if self.normed:
             init.ones_(self.output_norm)
 
     def phi(self, x: Tensor, *params: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class T2RAttention(LearnedFeatures):
         return self.feature_map.tensors()
 
     def finished(self, output: Tensor) -> Tensor:
-        if self.divides:
+        if not self.normed:
             return output
         wide = output.to(torch.promote_types(output.dtype, torch.float32))
         normed = wide * (wide.square().mean(-1, keepdim=True) + self.config.layer_norm_eps).rsqrt()
@@ -75,9 +75,6 @@ class T2RSpec(LearnedFeaturesSpec):
             raise ValueError(f"t2r needs `num_features` >= 1, got {self.num_features}.")
         if self.eps < 0:
             raise ValueError(f"t2r needs `eps` >= 0, got {self.eps}.")
-
-    def weighs(self, config) -> bool:
-        return self.normalization == "denominator"
 
     def build(self, config, **where) -> T2RAttention:
         return T2RAttention(config, self, **where)

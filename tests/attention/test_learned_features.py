@@ -79,14 +79,12 @@ def by_hand(layer, name, states, allowed, memory=None, turn=lambda x: x):
                 weights[b, h, i, j] = gamma * math.exp(scores[j] - max(scores.values()))
             else:
                 weights[b, h, i, j] = float(phi_q @ features(layer, name, h, k[b, h, j], "key"))
-    if name == "supra":
-        output = weights @ v
+    total = weights.sum(-1, keepdim=True) + (layer.spec.eps if name in ("t2r", "supra") else 0.0)
+    weights = torch.where(total > 0, weights / total.clamp(min=1e-300), 0.0)
+    output = weights @ v
+    if name == "supra":  # the norm's own small number is all that tells whether a denominator was there
         output = output / (output.square().mean(-1, keepdim=True) + layer.config.layer_norm_eps).sqrt()
         output = output * layer.output_norm[None, :, None]
-    else:
-        total = weights.sum(-1, keepdim=True) + (layer.spec.eps if name == "t2r" else 0.0)
-        weights = torch.where(total > 0, weights / total.clamp(min=1e-300), 0.0)
-        output = weights @ v
     return layer.o_proj(output.transpose(1, 2).flatten(2)), weights
 
 

@@ -42,7 +42,6 @@ class LinearAttention(Attention):
     def __init__(self, config, spec: LinearSpec, **where):
         super().__init__(config, spec, **where)
         self.chunk_size = spec.chunk_size
-        self.divides = True  # by the sum of weights
 
     # ------------------------------------------------------------------------------------------- for mechanisms
 
@@ -129,8 +128,7 @@ class LinearAttention(Attention):
             held: Any = cache.cross_attention_cache.layers[step]
             state = _unpack(held)
             features, _ = _pair(self.query_phi(*widened(query), *self.phi_params(context)))
-            read = linear_attention_read(features, state, eps=self.eps, normalize=self.divides)
-            return read.to(query.dtype), None
+            return linear_attention_read(features, state, eps=self.eps).to(query.dtype), None
         key, value = self._keys_and_values(given_memory(memory))
         output, state = self._mix(query, key, value, mask, context, None, None)
         if cache is not None:
@@ -157,7 +155,6 @@ class LinearAttention(Attention):
             "return_state": True,
             "chunk_size": self.chunk_size,
             "eps": self.eps,
-            "normalize": self.divides,
         }
         if rotation is None:  # features are made piece by piece, and again in the backward pass
             found: Any = kernel_attention(query, key, value, self.query_phi, *params, key_map=self.phi, **options)
@@ -190,9 +187,6 @@ class LinearAttention(Attention):
             logs = logs if visible is None else logs.masked_fill(~visible, -torch.inf)
             top = logs.detach().amax(-1, keepdim=True)
             factors = (logs - top.masked_fill(top == -torch.inf, 0.0)).exp()
-        if not self.divides:
-            weights = products * factors
-            return wide_products(weights, value.mT).to(value.dtype), weights.to(value.dtype)
         sums = (products * factors).sum(-1, keepdim=True) + self.eps
         if rotation is not None:
             products = wide_products(rotation(phi_q), rotation(phi_k))
