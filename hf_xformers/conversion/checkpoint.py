@@ -23,6 +23,7 @@ from .provenance import read_provenance, write_provenance
 from .refusals import refuse_adapter, refuse_config, refuse_place, refuse_weights
 from .report import Report
 from .transfer import Source, check_head, needed_beside, quiet, to_ours, to_theirs
+from .word_vocabulary import word_file, word_tokenizer
 
 Direction = Literal["auto", "to_ours", "to_theirs"]
 _TOKENIZER_FILES = (
@@ -334,6 +335,10 @@ def open_tokenizer(source: str | Path) -> Any | None:
         ValueError: a folder has one that cannot be read.
     """
     local = Path(os.fspath(source)).expanduser()
+    whole = any((local / name).is_file() for name in _TOKENIZER_FILES if name != "tokenizer_config.json")
+    words = None if whole or not local.is_dir() else word_file(local)
+    if words is not None:
+        return word_tokenizer(words)
     if local.is_dir() and not any((local / name).is_file() for name in _TOKENIZER_FILES):
         return None
     try:

@@ -2,10 +2,13 @@
 
 import json
 import math
+import pickle
+from collections import Counter, OrderedDict
 
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import AutoTokenizer
 
 from hf_xformers import XFTransformerXLForCausalLM
 from hf_xformers.conversion import convert_checkpoint, from_transformers, swap_components, to_transformers
@@ -188,3 +191,51 @@ def test_refusals(tmp_path, fields, drop, message):
     with pytest.raises(ValueError, match=message):
         convert_checkpoint(tmp_path / "theirs", tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
+
+
+WORDS = ["<eos>", "the", "<unk>", ",", "The", "cat", *(f"word{index}" for index in range(6, VOCAB))]
+
+
+def vocabulary(**more):
+    return {
+        "counter": Counter(WORDS), "special": ["<eos>"], "lower_case": False, "never_split": {"<eos>", "<unk>"},
+        "idx2sym": WORDS, "sym2idx": OrderedDict((word, index) for index, word in enumerate(WORDS)), **more,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("file", ["vocab.pkl", "vocab.bin"])
+def test_words(tmp_path, file):
+    checkpoint(tmp_path / "theirs")
+    place = tmp_path / "theirs" / file
+    if file == "vocab.bin":
+        torch.save({**vocabulary(), "counter": dict(Counter(WORDS)), "never_split": list(WORDS[:2])}, place)
+    else:
+        place.write_bytes(pickle.dumps(vocabulary(), protocol=2))
+    assert not convert_checkpoint(tmp_path / "theirs", tmp_path / "ours").notes
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "ours")
+    assert tokenizer("The cat , the dog <eos>").input_ids == [4, 5, 3, 1, 2, 0]
+    assert tokenizer.decode([4, 5, 3, 1, 0]) == "The cat , the <eos>"
+    assert (len(tokenizer), tokenizer.eos_token_id, tokenizer.unk_token_id) == (VOCAB, 0, 2)
+
+
+class Code:
+    def __init__(self, place):
+        self.place = place
+
+    def __reduce__(self):
+        return open, (str(self.place), "w")
+
+
+@pytest.mark.parametrize("file", ["vocab.pkl", "vocab.bin"])
+def test_words_with_code(tmp_path, file):
+    checkpoint(tmp_path / "theirs")
+    place = tmp_path / "theirs" / file
+    content = vocabulary(more=Code(tmp_path / "ran"))
+    torch.save(content, place) if file == "vocab.bin" else place.write_bytes(pickle.dumps(content))
+    for damage, message in ((None, "holds more than words and numbers .*open"), (b"\x80\x02nothing", "vocab"),
+                            (pickle.dumps({"sym2idx": {"a": 3}}), "lists no words|vocab.bin")):  # fmt: skip
+        if damage is not None:
+            place.write_bytes(damage)
+        with pytest.raises(ValueError, match=message):
+            convert_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    assert not (tmp_path / "ran").exists() and not (tmp_path / "ours").exists()
