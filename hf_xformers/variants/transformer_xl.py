@@ -46,8 +46,8 @@ INFO = VariantInfo(
         "`outputs.segment_memory` of one segment is the input `segment_memory` of the next, row by row; it has the"
         " methods `reset(rows)` (where a new text begins), `reorder(index)` and `detach()`."
         " `XFormerTrainer(segment_streams=True)` lays the corpus in contiguous streams and carries it. In generation"
-        " the cache holds the last M tokens, after a memory that is given. The paper's adaptive softmax is not part"
-        " of it."
+        " the cache holds the last M tokens, after a memory that is given. The paper's adaptive"
+        " softmax and embedding are the components `adaptive` of their slots."
     ),
     bibtex="""@inproceedings{dai2019transformerxl,
   title={Transformer-{XL}: Attentive Language Models beyond a Fixed-Length Context},
