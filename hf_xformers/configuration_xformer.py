@@ -128,7 +128,10 @@ class XFormerConfig(PreTrainedConfig):
         last three).
     Pooling: add_pooler (a layer on the first token, in a decoder on the last, for classifiers), pooler_activation (its
         name in transformers' table; BERT: tanh), classifier_pooling (what a classifier without a pooler reads: `auto`
-        is the first token, in decoders the last).
+        is the first token, in decoders the last; `late_mean` is the mean of what the transform makes of every token).
+    Classifiers: classifier_transform (what stands between the states and the labels of texts, tokens, spans, choices
+        and images: `none`; `dense`, a map and an activation; `dense_norm`, these and the config's normalization),
+        classifier_activation (its name in transformers' table), classifier_bias (whether the map has a bias).
     Shape: is_decoder (causal self-attention), is_encoder_decoder (two towers and cross-attention). The head classes
         set both, so a saved config says what was built.
     unpad_inputs: whether layers are given the real tokens of a batch alone, as one row, wherever they do not look at
@@ -181,7 +184,10 @@ class XFormerConfig(PreTrainedConfig):
     initializer_factor: float | int = 1.0
     add_pooler: bool = False
     pooler_activation: str = "tanh"
-    classifier_pooling: Literal["auto", "first", "mean", "last"] = "auto"
+    classifier_pooling: Literal["auto", "first", "mean", "last", "late_mean"] = "auto"
+    classifier_transform: Literal["none", "dense", "dense_norm"] = "none"
+    classifier_activation: str = "gelu"
+    classifier_bias: bool = True
     pad_token_id: int | None = 0
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -331,11 +337,10 @@ class XFormerConfig(PreTrainedConfig):
             value = self._getattr_without_heterogeneous_validation(name)
             if value is not None and value < 0:
                 raise ValueError(f"`{name}` must not be negative, got {value}.")
-        if self.pooler_activation not in ACT2FN:
-            raise ValueError(
-                f"`pooler_activation`: unknown activation {self.pooler_activation!r}; known:"
-                f" {', '.join(sorted(ACT2FN))}."
-            )
+        for name in ("pooler_activation", "classifier_activation"):
+            value = self._getattr_without_heterogeneous_validation(name)
+            if value not in ACT2FN:
+                raise ValueError(f"`{name}`: unknown activation {value!r}; known: {', '.join(sorted(ACT2FN))}.")
         rates = (
             "hidden_dropout_prob",
             "attention_probs_dropout_prob",

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..configuration_xformer import XFormerConfig
@@ -22,6 +22,14 @@ from .refusals import refuse_quantized
 from .report import Report
 from .rules import FIRST, NONE, ZERO, Entry
 
+# Our heads that may have a hidden layer before their labels.
+CLASSIFIERS = (
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "ForImageClassification",
+)
 # Buffers of older releases that hold no weights.
 _NO_WEIGHTS = re.compile(r"(^|\.)(position_ids|token_type_ids|attn\.bias|attn\.masked_bias)$")
 
@@ -142,6 +150,7 @@ def to_theirs(source: Source, converter: Converter, head: str | None = None) -> 
     left = _Side(type(model), pair, groups, "" if own == "Model" else "model.", own)
     right = _Side(converter.their_class(wanted.theirs), wanted, wanted.groups, wanted.prefix, wanted.ours)
     _check_pooling(converter, config, left, wanted)
+    _check_transform(converter, config, theirs, left, wanted)
     if (
         wanted.ours == "Model"
         and "pooler" in wanted.groups
@@ -211,6 +220,24 @@ def _check_pooling(converter: Converter, config: XFormerConfig, left: _Side, wan
             f"A classifier without a pooler (`add_pooler=False`) has no counterpart: {wanted.theirs} reads the first"
             " token through one. Convert the bare model with `head='Model'`."
         )
+
+
+def _check_transform(
+    converter: Converter, config: XFormerConfig, theirs: PreTrainedConfig, left: _Side, wanted: Head
+) -> None:
+    """Refuses a classifier with another hidden layer before its labels than the class of transformers has."""
+    if wanted.ours != left.head or wanted.ours not in CLASSIFIERS:
+        return
+    back, settings = converter.config_to_ours(theirs), wanted.settings_for(config)
+    for name in ("classifier_transform", "classifier_activation", "classifier_bias"):
+        value, kept = getattr(config, name), settings.get(name, getattr(back, name))
+        if value != kept:
+            raise ValueError(
+                f"{name}={value!r} has no counterpart: {wanted.theirs} does what {name}={kept!r} says. Convert the"
+                " bare model with `head='Model'`."
+            )
+        if config.classifier_transform == "none":
+            return
 
 
 # ---------------------------------------------------------------------------------------------------- tensors

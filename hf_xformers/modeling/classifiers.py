@@ -15,12 +15,14 @@ from ..core.losses import token_cross_entropy, with_aux_losses
 from ..core.pooling import pool
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
+from .classifier_transform import build_transform
 from .label_layer import LabelLayer
 
 
 class Classifier(XFormerPreTrainedModel):
-    """A base model and a linear classifier. An encoder-decoder reads the input on both sides and classifies the
-    decoder's states, as BART does."""
+    """A base model and a linear classifier, with a hidden layer before the labels where the config says so
+    (`classifier_transform`). An encoder-decoder reads the input on both sides and classifies the decoder's states, as
+    BART does."""
 
     reads_pooler = True
     # Losses that are means over rows, whatever else `forward` takes: Trainer has to divide them by accumulation steps.
@@ -37,22 +39,30 @@ class Classifier(XFormerPreTrainedModel):
         self.model = XFormerModel(config, add_pooler=self.reads_pooler)
         self.model.under_a_head = True
         rate = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
+        self.transform = build_transform(config)
         self.dropout = nn.Dropout(rate)
         self.classifier = LabelLayer(config.hidden_size, num_outputs)
         self.post_init()
 
+    def transformed(self, states: Tensor) -> Tensor:
+        """[..., D] -> what the labels are read off, [..., D]."""
+        return states if self.transform is None else self.transform(states)
+
     def pooled(self, base, attention_mask: Tensor | None) -> Tensor:
-        """[B, D]: the pooler's vector where the model has a pooler, else by `classifier_pooling`."""
+        """[B, D]: what the transform makes of the pooler's vector where the model has a pooler, else of that by
+        `classifier_pooling`."""
         single = isinstance(base, outputs.XFormerModelOutput)
         if single and base.pooler_output is not None:
-            return base.pooler_output
+            return self.transformed(base.pooler_output)
         how = self.config.classifier_pooling
         if how == "auto":
             how = "last" if self.config.is_decoder or self.config.is_encoder_decoder else "first"
         hidden_states = base.last_hidden_state
         if attention_mask is not None and attention_mask.shape != hidden_states.shape[:2]:
             attention_mask = base.padding_mask if single else None
-        return pool(hidden_states, attention_mask, how)
+        if how == "late_mean":
+            return pool(self.transformed(hidden_states), attention_mask, "mean")
+        return self.transformed(pool(hidden_states, attention_mask, how))
 
     def task_inputs(
         self, task: str, given: dict[str, Any], input_ids: Tensor | None, embeds: Tensor | None, mask: Tensor | None
@@ -175,7 +185,7 @@ class XFormerForTokenClassification(Classifier):
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
-        logits = self.classifier(self.dropout(base.last_hidden_state))
+        logits = self.classifier(self.dropout(self.transformed(base.last_hidden_state)))
         check_token_labels(labels, logits)
         loss = None if labels is None else token_cross_entropy(logits, labels, count)
         recorded = self.recorded(base, loss)
@@ -216,7 +226,7 @@ class XFormerForQuestionAnswering(Classifier):
             **_decoder_inputs(decoder_input_ids, decoder_attention_mask),
             **kwargs,
         )
-        start_logits, end_logits = self.classifier(self.dropout(base.last_hidden_state)).unbind(-1)
+        start_logits, end_logits = self.classifier(self.dropout(self.transformed(base.last_hidden_state))).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
             loss = self.loss_function(start_logits, end_logits, start_positions, end_positions)

@@ -11,6 +11,7 @@ from ..core import outputs
 from ..core.losses import with_aux_losses
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
+from .classifier_transform import build_transform
 from .label_layer import LabelLayer
 
 
@@ -47,17 +48,22 @@ class XFormerForImageClassification(XFormerPreTrainedModel):
         self.num_labels = config.num_labels
         self.model = XFormerImageModel(config, add_pooler=False)
         self.model.under_a_head = True
+        self.transform = build_transform(config)
         self.dropout = nn.Dropout(config.classifier_dropout or 0.0)
         self.classifier = LabelLayer(config.hidden_size, config.num_labels)
         self.post_init()
 
     def pooled(self, hidden_states: Tensor) -> Tensor:
         """[B, T, D] -> [B, D] by `classifier_pooling`: `first` and `auto` are the class token, `mean` is that of all
-        patches; without a class token `auto` is the mean."""
+        patches; without a class token `auto` is the mean. What the transform makes of it, or the mean of what it
+        makes of every patch (`late_mean`)."""
         embedding, how = self.config.embedding, self.config.classifier_pooling
+        transform = nn.Identity() if self.transform is None else self.transform
+        if how == "late_mean":
+            return transform(hidden_states[:, embedding.leading_tokens :]).mean(dim=1)
         if how == "mean" or (how == "auto" and not embedding.class_token):
-            return hidden_states[:, embedding.leading_tokens :].mean(dim=1)
-        return hidden_states[:, -1 if how == "last" else 0]
+            return transform(hidden_states[:, embedding.leading_tokens :].mean(dim=1))
+        return transform(hidden_states[:, -1 if how == "last" else 0])
 
     @can_return_tuple
     def forward(

@@ -12,6 +12,7 @@ from ..core import outputs
 from ..core.inputs import check_token_labels
 from ..core.losses import token_cross_entropy, with_aux_losses
 from ..core.pooling import pool
+from .classifier_transform import refuse_transform
 from .classifiers import Classifier
 from .language import LanguageModel
 
@@ -21,6 +22,7 @@ class XFormerForNextSentencePrediction(Classifier):
     A."""
 
     def __init__(self, config):
+        refuse_transform(config, type(self).__name__)
         super().__init__(self.shaped(config, is_decoder=False, is_encoder_decoder=False), 2)
 
     @can_return_tuple
@@ -57,6 +59,7 @@ class XFormerForPreTraining(LanguageModel):
     reads_pooler = True
 
     def __init__(self, config):
+        refuse_transform(config, type(self).__name__)
         config = self.shaped(config, is_decoder=False, is_encoder_decoder=False)
         super().__init__(config)
         self.classifier = nn.Linear(config.hidden_size, 2)

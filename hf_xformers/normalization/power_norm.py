@@ -161,6 +161,7 @@ class PowerNormSpec(NormSpec):
             ("embedding `normalize`", config.embedding.normalizes()),
             ("residual `final_dropout`", not config.residual.ends_in_norm()),
             (f"head {config.head.type!r}", config.head.normalizes),
+            ("`classifier_transform` 'dense_norm'", config.classifier_transform == "dense_norm"),
         )
         for place, taken in places:
             if taken:

@@ -166,6 +166,14 @@ class EarlyExitSpec(StackSpec):
     def num_layers(self, config) -> int:
         return min(1, config.num_hidden_layers) if self.share_layers else config.num_hidden_layers
 
+    def check(self, config) -> None:
+        if config.classifier_transform != "none" or config.classifier_pooling == "late_mean":
+            raise ValueError(
+                f"The classifiers inside stack {self.type!r} are linear, got"
+                f" `classifier_transform={config.classifier_transform!r}` and"
+                f" `classifier_pooling={config.classifier_pooling!r}`; leave out the transform and take 'mean'."
+            )
+
     def build(self, config, **where) -> EarlyExitStack:
         if config.is_decoder or config.is_encoder_decoder:
             raise ValueError(

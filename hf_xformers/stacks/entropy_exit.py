@@ -120,6 +120,7 @@ class EntropyExitSpec(EarlyExitSpec):
             raise ValueError(f"entropy_exit's `threshold` is a number or one for each layer, got {self.threshold!r}.")
 
     def check(self, config) -> None:
+        super().check(config)
         count = config.num_hidden_layers - 1
         if isinstance(self.threshold, tuple) and len(self.threshold) != count:
             raise ValueError(

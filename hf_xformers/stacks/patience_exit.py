@@ -109,6 +109,7 @@ class PatienceExitSpec(EarlyExitSpec):
             raise ValueError(f"patience_exit needs `regression_threshold` > 0, got {self.regression_threshold}.")
 
     def check(self, config) -> None:
+        super().check(config)
         if self.patience is not None and self.patience >= max(config.num_hidden_layers, 1):
             raise ValueError(
                 f"patience_exit with `patience` {self.patience} never leaves {config.num_hidden_layers} layers early;"

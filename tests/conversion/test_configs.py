@@ -35,6 +35,8 @@ OTHER_NAMES = {
     "hidden_act": "relu",
     "pooler_hidden_act": "tanh",
     "pooler_activation": "relu",
+    "classifier_transform": "dense",
+    "classifier_activation": "relu",
     "pos_att_type": ["p2c"],
     "activation_function": "relu",
     "afn": "silu",
@@ -124,7 +126,14 @@ def test_no_field_of_theirs_is_lost(model_type):
 # Fields of ours that change no output of a converted model: how a fresh one starts, how padding is skipped, what a
 # classifier (where one is converted, they are checked) or generation reads, and the parts that only two towers have.
 START = {"initializer", "initializer_range", "initializer_factor", "unpad_inputs"}
-CHECKED_LATER = {"add_pooler", "classifier_pooling", "pooler_activation"}
+CHECKED_LATER = {
+    "add_pooler",
+    "classifier_pooling",
+    "pooler_activation",
+    "classifier_transform",
+    "classifier_activation",
+    "classifier_bias",
+}
 SECOND_TOWER = {"cross_attention", "decoder", "num_decoder_layers", "decoder_start_token_id"}
 HARMLESS = {
     "bert": START | CHECKED_LATER | SECOND_TOWER,
@@ -284,6 +293,11 @@ def test_pooling_that_differs_is_refused():
     bert = hf_xformers.XFBertForSequenceClassification(hf_xformers.XFBertConfig(**sizes, add_pooler=False))
     with pytest.raises(ValueError, match="without a pooler"):
         to_transformers(bert)
+    transformed = hf_xformers.XFBertForSequenceClassification(
+        hf_xformers.XFBertConfig(**sizes, add_pooler=True, classifier_transform="dense")
+    )
+    with pytest.raises(ValueError, match="classifier_transform='dense' has no counterpart: BertForSequenceClass"):
+        to_transformers(transformed)
     with torch.no_grad():
         model.classifier.bias.fill_(1.0)
     model.config.classifier_pooling = "auto"

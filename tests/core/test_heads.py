@@ -11,12 +11,15 @@ from hf_xformers import (
     XFormerForMaskedLM,
     XFormerForMultipleChoice,
     XFormerForNextSentencePrediction,
+    XFormerForPreTraining,
     XFormerForQuestionAnswering,
     XFormerForSeq2SeqLM,
     XFormerForSequenceClassification,
     XFormerForTokenClassification,
 )
+from hf_xformers.configuration_image import XFormerImageConfig
 from hf_xformers.core.pooling import Pooler, pool
+from hf_xformers.modeling.image import XFormerForImageClassification
 from tests.helpers import close, make_strong, tokens
 
 SMALL = dict(vocab_size=40, hidden_size=16, num_attention_heads=4, num_hidden_layers=1, intermediate_size=16)
@@ -72,6 +75,90 @@ def test_automatic_pooling():
         close(model(ids).logits, model.classifier(model.model(ids).last_hidden_state[:, place]))
     model = build(XFormerForSequenceClassification, add_pooler=True)
     close(model(ids).logits, model.classifier(model.model(ids).pooler_output))
+
+
+@pytest.mark.parametrize("kind", ["dense", "dense_norm"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_classifier_transform(kind, bias):
+    """relu(W h + b) and its norm stand before the labels of every head, after pooling or (`late_mean`) before it."""
+    fields = {"classifier_transform": kind, "classifier_activation": "relu", "classifier_bias": bias}
+    ids, mask = tokens(3, 4, high=40), MASK[:3]
+
+    def hidden(model, x):
+        y = x @ model.transform.dense.weight.t()
+        y = (y if model.transform.dense.bias is None else y + model.transform.dense.bias).clamp(min=0)
+        if kind == "dense":
+            return y
+        y = y - y.mean(-1, keepdim=True)
+        y = y / (y.square().mean(-1, keepdim=True) + model.config.layer_norm_eps).sqrt()
+        return y * model.transform.norm.weight + model.transform.norm.bias
+
+    def labels(model, x):
+        return x @ model.classifier.weight.t() + model.classifier.bias
+
+    for model_class in (XFormerForTokenClassification, XFormerForQuestionAnswering):
+        model = build(model_class, **fields)
+        assert (model.transform.dense.bias is not None) == bias
+        states = model.model(ids, attention_mask=mask).last_hidden_state
+        found = model(ids, attention_mask=mask)
+        if model_class is XFormerForTokenClassification:
+            close(found.logits, labels(model, hidden(model, states)))
+        else:
+            close(torch.stack([found.start_logits, found.end_logits], -1), labels(model, hidden(model, states)))
+    for how in ("first", "mean", "late_mean"):
+        model = build(XFormerForSequenceClassification, **fields, classifier_pooling=how)
+        states = model.model(ids, attention_mask=mask).last_hidden_state
+        late = how == "late_mean"
+        vector = pool(hidden(model, states), mask, "mean") if late else hidden(model, pool(states, mask, how))
+        close(model(ids, attention_mask=mask).logits, labels(model, vector))
+    model = build(XFormerForMultipleChoice, **fields, add_pooler=True)
+    pairs, seen = tokens(6, 4, high=40).view(3, 2, 4), mask[:, None].expand(3, 2, 4)
+    vector = model.model(pairs.flatten(0, 1), attention_mask=seen.flatten(0, 1)).pooler_output
+    close(model(pairs, attention_mask=seen).logits, labels(model, hidden(model, vector)).view(3, 2))
+    model = build(XFormerForSequenceClassification, **fields, is_encoder_decoder=True)
+    base = model.model(ids, attention_mask=mask, decoder_input_ids=ids, decoder_attention_mask=mask)
+    found = model(ids, attention_mask=mask, decoder_input_ids=ids, decoder_attention_mask=mask).logits
+    close(found, labels(model, hidden(model, pool(base.last_hidden_state, mask, "last"))))
+
+
+def test_late_mean_without_a_transform():
+    """The mean of the states themselves."""
+    ids, mask = tokens(3, 4, high=40), MASK[:3]
+    late, mean = (build(XFormerForSequenceClassification, classifier_pooling=how) for how in ("late_mean", "mean"))
+    close(late(ids, attention_mask=mask).logits, mean(ids, attention_mask=mask).logits)
+
+
+def test_images_have_the_transform():
+    fields = {"image_size": 4, "patch_size": 2, "classifier_transform": "dense", "classifier_activation": "gelu_new"}
+    sizes = {key: value for key, value in SMALL.items() if key != "vocab_size"}
+    pixels = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    for how in ("first", "mean", "late_mean"):
+        torch.manual_seed(0)
+        config = XFormerImageConfig(**sizes, **fields, classifier_pooling=how)
+        model = make_strong(XFormerForImageClassification(config).double().eval())
+        states = model.model(pixels).last_hidden_state
+        patches = states[:, config.embedding.leading_tokens :]
+        vector = {
+            "first": lambda s=states, m=model: m.transform(s[:, 0]),
+            "mean": lambda p=patches, m=model: m.transform(p.mean(1)),
+            "late_mean": lambda p=patches, m=model: m.transform(p).mean(1),
+        }[how]()
+        close(model(pixels).logits, model.classifier(vector))
+
+
+def test_who_has_no_transform():
+    transform = {"classifier_transform": "dense"}
+    for model_class in (XFormerForNextSentencePrediction, XFormerForPreTraining):
+        with pytest.raises(ValueError, match="without a hidden layer, got `classifier_transform='dense'`"):
+            build(model_class, **transform)
+    for fields in (transform, {"classifier_pooling": "late_mean"}):
+        for stack in ("entropy_exit", "patience_exit"):
+            with pytest.raises(ValueError, match=f"inside stack '{stack}' are linear"):
+                XFormerConfig(**SMALL, **fields, stack=stack)
+    with pytest.raises(ValueError, match="`classifier_activation`: unknown activation 'geluu'"):
+        XFormerConfig(**SMALL, classifier_activation="geluu")
+    with pytest.raises(ValueError, match="'dense_norm' does not tell apart"):
+        XFormerConfig(**SMALL, classifier_transform="dense_norm", normalization="power_norm")
 
 
 def test_a_decoders_pooler_reads_the_last_token():

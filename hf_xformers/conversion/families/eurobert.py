@@ -1,7 +1,7 @@
 """EuroBERT: `eurobert` -> `xformer`. Llama that reads both sides.
 
-Its classifier of texts reads the mean of what a hidden layer makes of every token, and has no counterpart here; its
-model converts with `head='Model'`.
+Its classifier of texts has a hidden layer before the labels; with `classifier_pooling="bos"` it reads the first slot,
+padding or not, and ours the first real token.
 """
 
 from __future__ import annotations
@@ -20,12 +20,28 @@ def _mlm(config: XFormerConfig) -> tuple[Rule, ...]:
     return (llama.linear("lm_head", "lm_head.decoder", config.head.bias),)
 
 
+# Their `classifier_pooling` and ours.
+POOLINGS = {"bos": "first", "mean": "mean", "late": "late_mean"}
+
+
+def _pooling(config: XFormerConfig) -> str:
+    """What their `classifier_pooling` can say, of ours."""
+    known = (*POOLINGS.values(), "auto")
+    return config.classifier_pooling if config.classifier_pooling in known else "first"
+
+
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
     return {
         **llama.to_ours(config),
+        "classifier_pooling": POOLINGS[config.classifier_pooling],
         "is_decoder": False,
         "head": {"type": "linear", "bias": config.mlp_bias},
     }
+
+
+def to_theirs(config: XFormerConfig) -> dict[str, Any]:
+    named = {ours: theirs for theirs, ours in POOLINGS.items()}
+    return {**llama.to_theirs(config), "classifier_pooling": named.get(_pooling(config), "bos")}
 
 
 CONVERTER = register(
@@ -35,18 +51,32 @@ CONVERTER = register(
         native=False,
         fields=llama.FIELDS,
         to_ours=to_ours,
-        to_theirs=llama.to_theirs,
+        to_theirs=to_theirs,
         groups={
             "backbone": llama.backbone,
             "mlm": _mlm,
-            "token": (copied("classifier.*", "classifier.*"),),
+            "labels": (copied("classifier.*", "classifier.*"),),
+            "hidden": (copied("dense.*", "transform.dense.*"),),
         },
         heads=(
             Head("EuroBertModel", "Model", "", ("backbone",)),
             Head("EuroBertForMaskedLM", "ForMaskedLM", "model.", ("backbone", "mlm")),
-            Head("EuroBertForTokenClassification", "ForTokenClassification", "model.", ("backbone", "token")),
+            Head("EuroBertForTokenClassification", "ForTokenClassification", "model.", ("backbone", "labels")),
+            Head(
+                "EuroBertForSequenceClassification",
+                "ForSequenceClassification",
+                "model.",
+                ("backbone", "hidden", "labels"),
+                settings={
+                    "add_pooler": False,
+                    "classifier_pooling": _pooling,
+                    "classifier_transform": "dense",
+                    "classifier_activation": "gelu",
+                    "classifier_bias": True,
+                },
+            ),
         ),
         components=llama.COMPONENTS,
-        unread=("hidden_act", "pretraining_tp", "rope_parameters", "mask_token_id", "classifier_pooling"),
+        unread=("hidden_act", "pretraining_tp", "rope_parameters", "mask_token_id"),
     )
 )

@@ -1,8 +1,8 @@
 """ModernBERT: `modernbert` -> `xformer`. Layers read all tokens or a window to both sides, and turn by a theta for
 either kind; the first attention reads the normalised embedding as it is.
 
-Its classifiers put a hidden layer with a norm before the labels, of every token or of one, which has no counterpart
-here; their models convert with `head='Model'`.
+Its classifiers of texts read the first slot, padding or not, and ours the first real token: with padding on the left
+the two differ.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ FIELDS: dict[str, str | tuple[str, ...]] = {
     "hidden_dropout_prob": "embedding_dropout",
     "attention_probs_dropout_prob": "attention_dropout",
     "activation_dropout_prob": "mlp_dropout",
+    "classifier_dropout": "classifier_dropout",
     "initializer_range": "initializer_range",
     "layer_norm_eps": "norm_eps",
 }
@@ -64,15 +65,28 @@ def backbone(config: XFormerConfig) -> tuple[Rule, ...]:
 
 def _mlm(config: XFormerConfig) -> tuple[Rule, ...]:
     return (
-        copied("head.dense.weight", "lm_head.dense.weight"),
-        zero("lm_head.dense.bias"),  # theirs has none, unless its `classifier_bias` says so
+        linear("head.dense", "lm_head.dense", config.classifier_bias),
+        *(() if config.classifier_bias else (zero("lm_head.dense.bias"),)),  # our head always has one
         linear("head.norm", "lm_head.norm", config.normalization.bias),
         linear("decoder", "lm_head.decoder", config.head.bias),
     )
 
 
+def _classifier(config: XFormerConfig) -> tuple[Rule, ...]:
+    return (
+        linear("head.dense", "transform.dense", config.classifier_bias),
+        linear("head.norm", "transform.norm", config.normalization.bias),
+        copied("classifier.*", "classifier.*"),
+    )
+
+
+def _pooling(config: XFormerConfig) -> str:
+    """What their `classifier_pooling` can say, of ours."""
+    return config.classifier_pooling if config.classifier_pooling in ("auto", "mean") else "first"
+
+
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
-    llama.refuse_other(config, sparse_prediction=False, classifier_bias=False)
+    llama.refuse_other(config, sparse_prediction=False)
     return {
         **layers(config, {"bias": config.attention_bias}, {"angles": "local"}),
         "type_vocab_size": 0,
@@ -84,6 +98,10 @@ def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
             "activation": activation_name(config.classifier_activation),
             "bias": config.decoder_bias,
         },
+        "classifier_transform": "dense_norm",
+        "classifier_activation": activation_name(config.classifier_activation),
+        "classifier_bias": config.classifier_bias,
+        "classifier_pooling": "mean" if config.classifier_pooling == "mean" else "first",
         "feedforward": feedforward(config.hidden_activation, gated=True, bias=config.mlp_bias),
         "position": position(config),
     }
@@ -97,12 +115,17 @@ def to_theirs(config: XFormerConfig) -> dict[str, Any]:
         "mlp_bias": config.feedforward.bias,
         "norm_bias": config.normalization.bias,
         "classifier_activation": getattr(config.head, "activation", "gelu"),
+        "classifier_bias": config.classifier_bias,
+        "classifier_pooling": "mean" if _pooling(config) == "mean" else "cls",
         "decoder_bias": config.head.bias,
         "layer_types": kinds,
         "rope_parameters": rotations(config),
         **({} if window is None else {"local_attention": 2 * window}),
     }
 
+
+_OF_TOKENS: dict[str, Any] = {"prefix": "model.", "groups": ("backbone", "labels")}
+_OF_TEXTS: dict[str, Any] = {**_OF_TOKENS, "settings": {"add_pooler": False, "classifier_pooling": _pooling}}
 
 CONVERTER = register(
     Converter(
@@ -112,10 +135,14 @@ CONVERTER = register(
         fields=FIELDS,
         to_ours=to_ours,
         to_theirs=to_theirs,
-        groups={"backbone": backbone, "mlm": _mlm},
+        groups={"backbone": backbone, "mlm": _mlm, "labels": _classifier},
         heads=(
             Head("ModernBertModel", "Model", "", ("backbone",)),
             Head("ModernBertForMaskedLM", "ForMaskedLM", "model.", ("backbone", "mlm")),
+            Head("ModernBertForSequenceClassification", "ForSequenceClassification", **_OF_TEXTS),
+            Head("ModernBertForTokenClassification", "ForTokenClassification", **_OF_TOKENS),
+            Head("ModernBertForQuestionAnswering", "ForQuestionAnswering", **_OF_TOKENS),
+            Head("ModernBertForMultipleChoice", "ForMultipleChoice", **_OF_TEXTS),
         ),
         components=COMPONENTS,
         per_layer=True,
@@ -127,8 +154,6 @@ CONVERTER = register(
             "sep_token_id",
             "deterministic_flash_attn",
             "sparse_pred_ignore_index",
-            "classifier_pooling",
-            "classifier_dropout",
         ),
     )
 )

@@ -32,9 +32,11 @@ class Architecture:
     head has no counterpart, the same way. settings: by class, fields that it needs. variations: by name, fields that
     make another tiny config worth trying (odd geometry, an activation, untied tables); they are tried with the first
     head that generates, or else the first.
+    tried_with: by variation, the class that it is tried with instead.
     apart: by variation, outputs that have another meaning there than ours.
     base: fields of a base-sized config where transformers' defaults are larger than that, or smaller.
-    sides: where padding may stand so that transformers numbers positions rightly. left_prompts: whether that holds for
+    sides: where padding may stand so that transformers numbers positions rightly. first_slot: classes that read the
+    vector in the first slot, whether it is padding or not. left_prompts: whether that holds for
     prompts padded on the left while text is generated. generates_as_forward: whether their `generate` gives what their
     forward calls say (RoBERTa numbers positions from 0 there). unpadded_losses: classes whose loss in transformers
     reads padding, too. other_losses: classes whose loss in transformers is another function of the labels. refused,
@@ -56,9 +58,11 @@ class Architecture:
     headless: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     variations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    tried_with: Mapping[str, str] = field(default_factory=dict)
     apart: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     base: Mapping[str, Any] = field(default_factory=dict)
     sides: tuple[str, ...] = ("right", "left")
+    first_slot: tuple[str, ...] = ()
     left_prompts: bool = True
     generates_as_forward: bool = True
     unpadded_losses: tuple[str, ...] = ()

@@ -25,9 +25,27 @@ ARCHITECTURES = (
             bos_token_id=1,
             eos_token_id=2,
         ),
-        heads={"ModernBertModel": "Model", "ModernBertForMaskedLM": "ForMaskedLM"},
+        heads={
+            "ModernBertModel": "Model",
+            "ModernBertForMaskedLM": "ForMaskedLM",
+            "ModernBertForSequenceClassification": "ForSequenceClassification",
+            "ModernBertForTokenClassification": "ForTokenClassification",
+            "ModernBertForQuestionAnswering": "ForQuestionAnswering",
+            "ModernBertForMultipleChoice": "ForMultipleChoice",
+        },
+        settings={"ModernBertForMultipleChoice": {"classifier_pooling": "mean"}},
+        first_slot=("ModernBertForSequenceClassification",),
+        tried_with={
+            **dict.fromkeys(("biased_mlm", "untied"), "ModernBertForMaskedLM"),
+            "biased_labels": "ModernBertForTokenClassification",
+            **dict.fromkeys(("mean", "other_labels"), "ModernBertForSequenceClassification"),
+        },
         variations={
             "biases": {"attention_bias": True, "mlp_bias": True, "norm_bias": True, "decoder_bias": False},
+            "biased_mlm": {"classifier_bias": True, "classifier_activation": "relu", "norm_bias": True},
+            "biased_labels": {"classifier_bias": True, "norm_bias": True},
+            "mean": {"classifier_pooling": "mean"},
+            "other_labels": {"classifier_activation": "silu", "num_labels": 5, "classifier_dropout": 0.3},
             "untied": {"tie_word_embeddings": False},
             "activations": {"hidden_activation": "silu", "classifier_activation": "relu"},
             "other_layers": {
@@ -47,7 +65,7 @@ ARCHITECTURES = (
             },
         },
         base={"num_hidden_layers": 12},
-        refused=frozenset({"sparse_prediction", "classifier_bias"}),
+        refused=frozenset({"sparse_prediction"}),
         noted=frozenset({"initializer_cutoff_factor"}),
         unread=frozenset(
             {
@@ -55,8 +73,6 @@ ARCHITECTURES = (
                 "sep_token_id",
                 "deterministic_flash_attn",
                 "sparse_pred_ignore_index",
-                "classifier_pooling",
-                "classifier_dropout",
             }
         ),
         other_values={
@@ -76,8 +92,12 @@ ARCHITECTURES = (
             "EuroBertModel": "Model",
             "EuroBertForMaskedLM": "ForMaskedLM",
             "EuroBertForTokenClassification": "ForTokenClassification",
+            "EuroBertForSequenceClassification": "ForSequenceClassification",
         },
+        tried_with=dict.fromkeys(("bos", "mean"), "EuroBertForSequenceClassification"),
         variations={
+            "bos": {"classifier_pooling": "bos"},
+            "mean": {"classifier_pooling": "mean"},
             "biases": {"attention_bias": True, "mlp_bias": True},
             "tied": {"tie_word_embeddings": True},
             "free_width": {"head_dim": 12, "num_key_value_heads": 1},
@@ -85,7 +105,7 @@ ARCHITECTURES = (
         },
         base={**BASE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
         refused=frozenset({"pretraining_tp"}),
-        unread=frozenset({"mask_token_id", "classifier_pooling"}),
+        unread=frozenset({"mask_token_id"}),
         other_values={**OTHERS, "classifier_pooling": "mean"},
     ),
 )
