@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from transformers import initialization as init
 
 import hf_xformers  # noqa: F401  (registers the families)
+from hf_xformers.core.components import SLOTS
 from hf_xformers.ops.block_sparse import op as block_sparse_op
 from hf_xformers.ops.bucketed import cluster_op as _cluster_op
 from hf_xformers.ops.bucketed import op as _bucketed_op
@@ -25,7 +26,10 @@ HEADS, WIDTH = 2, 16
 
 def layer_of(name, causal, length, longest=None):
     """Layer 0 of a family's own config, but narrow, for texts of up to `longest` tokens (`None`: as the family
-    says)."""
+    says); or of a free mix with the attention `name`."""
+    attention = {}
+    if name in SLOTS["attention"]:
+        name, attention = "xformer", {"attention": name}
     given = AutoConfig.for_model(name)
     sizes = {"vocab_size": 50, "hidden_size": HEADS * WIDTH, "num_attention_heads": HEADS, "intermediate_size": 8}
     config = AutoConfig.for_model(
@@ -36,6 +40,7 @@ def layer_of(name, causal, length, longest=None):
         is_decoder=causal,
         use_cache=False,
         attention_probs_dropout_prob=0.0,
+        **attention,
     )
     torch.manual_seed(0)
     made = config.attention.build(config, layer_idx=0)
@@ -121,6 +126,14 @@ CASES = [
     ("xf_linear_transformer", False, LINEAR, None),
     ("xf_linear_transformer", True, LINEAR, None),
     ("xf_delta_net", True, LINEAR, None),
+    ("sliding_window", False, LINEAR, 64),
+    ("sliding_window", True, LINEAR, 64),
+    ("hedgehog", False, LINEAR, None),
+    ("hedgehog", True, LINEAR, None),
+    ("t2r", False, LINEAR, None),
+    ("t2r", True, LINEAR, None),
+    ("lolcats", False, LINEAR, None),
+    ("lolcats", True, LINEAR, None),
 ]
 
 

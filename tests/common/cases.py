@@ -68,6 +68,22 @@ MIXES: dict[str, Mix] = {
             "feedforward": "squared_relu",
         }
     ),
+    "windows_and_norms": Mix(  # as in Gemma 3, with StreamingLLM's first tokens
+        {
+            "position": {"type": "rotary", "scaling": {"type": "linear", "factor": 8.0}, "local_theta": 100.0},
+            "attention": {
+                **{"type": "sliding_window", "window_size": 4, "sinks": 2, "bias": False},
+                **{"angles": "local", "query_key_norm": "head", "score_cap": 20.0},
+            },
+            "per_layer_config": {1: {"attention": {"type": "dense", "bias": False, "query_key_norm": "head"}}},
+            "normalization": {"type": "rms_norm", "from_zero": True},
+            "residual": "peri_ln",
+            "feedforward": {"type": "geglu", "approximate": "tanh"},
+            "head": {"type": "linear", "cap": 30.0},
+            "num_key_value_heads": 2,
+        },
+        ("decoder",),
+    ),
     "differing_layers": Mix(
         {
             "num_hidden_layers": 3,

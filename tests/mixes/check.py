@@ -112,7 +112,7 @@ class Checks:
                     self.cache()
                     self.generation()
             self.saving(alone[0])
-        self.training()
+        self.training(alone[0].shape[-1])
 
     # ------------------------------------------------------------------------------------------------ outputs
 
@@ -135,7 +135,7 @@ class Checks:
     def kinds(self, ids: Tensor) -> dict[str, Tensor]:
         """Types and further ids of the tokens, as far as the model has tables of them."""
         config, made = self.model.config, {}
-        if config.type_vocab_size or getattr(config.attention, "segments", False):
+        if config.type_vocab_size or "token_type_ids" in self.model.base_model.trunk.extra_inputs:
             made["token_type_ids"] = ids % max(config.type_vocab_size, 2)
         for number, (name, rows) in enumerate(getattr(config.embedding, "id_tables", ())):
             made[name] = (ids + number) % rows
@@ -219,8 +219,9 @@ class Checks:
         again.config._attn_implementation = self.model.config._attn_implementation
         self.same("save/load differs", self.output(self.rows[0][None], model=again.eval()), expected)
 
-    def training(self) -> None:
-        """One step: a finite loss, and a finite gradient for every parameter that is to be trained."""
+    def training(self, predicted: int) -> None:
+        """One step: a finite loss, and a finite gradient for every parameter that is to be trained. predicted: how
+        many ids have logits, where tokens are predicted."""
         model = self.model.train()
         ids, mask = pad(self.rows[:2], LENGTHS[0], "right")
         given = {"input_ids": ids, "attention_mask": mask, **self.kinds(ids)}
@@ -228,7 +229,7 @@ class Checks:
             given.update(decoder_input_ids=ids, decoder_attention_mask=mask)
         head = self.mix.head
         if "LM" in head or head == "ForTokenClassification":
-            given["labels"] = torch.where(mask.bool(), ids % 2 if "Token" in head else ids, -100)
+            given["labels"] = torch.where(mask.bool(), ids % 2 if "Token" in head else ids % predicted, -100)
         elif head == "ForQuestionAnswering":
             given.update(start_positions=ids[:, 0] % 4, end_positions=ids[:, 1] % 4)
         elif head == "ForSequenceClassification":

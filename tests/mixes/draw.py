@@ -313,7 +313,14 @@ class Drawing:
             },
             ("attention", "transformer_xl"): {"position": "none"},
             ("stack", "reversible"): {"residual": "pre_ln"},
+            ("block", "parallel"): {"residual": "pre_ln"},
+            ("embedding", "factorized"): {"head": self.rng.choice(("factorized", "transform"))},
         }
+        attention, position = fields.get("attention", {}), fields.get("position", {})
+        if attention.get("angles") == "local" and position.get("type") != "combined" and self.chance(0.8):
+            fields["position"] = {"local_theta": 100.0, **self.spec("position", "rotary")}
+        if fields.get("head", {}).get("unpredicted") and self.chance(0.8):
+            fields["tie_word_embeddings"] = False
         for (slot, kind), wants in needs.items():
             held = fields.get(slot)
             if isinstance(held, dict) and held["type"] == kind and self.chance(0.8):
@@ -335,6 +342,26 @@ class Drawing:
                 given[field.name] = self.rng.choice(always)
             elif self.chance(0.2):
                 given[field.name] = self.rng.choice(sometimes or _values(field.type, field.default))
+        return self._fit(given, kind)
+
+    def _fit(self, given: dict[str, Any], kind: Any) -> dict[str, Any]:
+        """Mostly without what every component of a kind refuses, or fields of all attention would leave few at
+        work."""
+        for field, able in (
+            ("query_key_norm", "normalizes_heads"),
+            ("score_cap", "caps_scores"),
+            ("angles", "rotation"),
+        ):
+            if field in given and not getattr(kind, able) and self.chance(0.9):
+                del given[field]
+        wanted = (
+            (given.get("joint_type") is not None, {"segments": True}),
+            (not given.get("gain", True), {"bias": False}),
+            (given.get("text_length") is not None, {"num_landmarks": self.rng.choice((1, 2, 4))}),
+        )
+        for asked, wants in wanted:
+            if asked and self.chance(0.8):
+                given.update(wants)
         return given
 
     def layers(self, count: int) -> Any:

@@ -104,6 +104,10 @@ WORKS = {
         "ForCausalLM",
         dict(residual="pre_ln", per_layer_config={0: {"residual": "pre_ln"}}),
     ),
+    **{
+        f"a window that holds the whole text, {shape}": (shape, head, {"attention": {"type": "lolcats", "window": 64}})
+        for shape, head in (("encoder", "ForMaskedLM"), ("decoder", "ForCausalLM"))
+    },
     "sparse gradients": (
         "encoder",
         "ForMaskedLM",
