@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.gates import Gates, check_stack, gate_usage
-from ..normalization.base import norm_inputs
+from ..normalization.base import NormSpec, norm_inputs
 from .dense import DenseAttention
 from .shared.base import AttentionSpec
 
@@ -27,7 +27,8 @@ class ConditionalAttention(DenseAttention):
 
     def __init__(self, config, spec: ConditionalAttentionSpec, *, layer_idx: int, cross: bool = False):
         super().__init__(config, spec, layer_idx=layer_idx, cross=cross)
-        self.input_norm, self.output_norm = config.normalization.build(config), config.normalization.build(config)
+        self.normalization: NormSpec = config.normalization
+        self.input_norm, self.output_norm = self.normalization.build(config), self.normalization.build(config)
         self.query_gate = Gates(config, 1)
         self.source_gate = Gates(config, 1) if spec.gate_source else None
 
@@ -41,7 +42,7 @@ class ConditionalAttention(DenseAttention):
         step: int | None = None,
     ) -> SublayerOutput:
         step = self.layer_idx if step is None else step
-        asking = self.input_norm(hidden_states, **norm_inputs(self.config.normalization, context))
+        asking = self.input_norm(hidden_states, **norm_inputs(self.normalization, context))
         gates = [(self.query_gate(asking, context), context.query_padding_mask)]
         source = memory if self.cross else asking
         known = (
@@ -63,7 +64,7 @@ class ConditionalAttention(DenseAttention):
             key = self.turned_late(key, context)
         output, weights = self.attend(query, key, value, context)
         output = self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
-        output = self.output_norm(output, **norm_inputs(self.config.normalization, context))
+        output = self.output_norm(output, **norm_inputs(self.normalization, context))
         usage = gate_usage(*gates) if self.training else None
         return SublayerOutput(output, weights, gate=gates[0][0], aux_losses=usage)
 

@@ -30,7 +30,7 @@ class T2RAttention(LearnedFeatures):
 
     def __init__(self, config, spec: T2RSpec, **where):
         super().__init__(config, spec, **where)
-        self.eps = float(spec.eps)
+        self.eps, self.norm_eps = float(spec.eps), config.layer_norm_eps
         self.feature_map = HeadMap(self.num_heads, self.head_dim, spec.num_features or self.head_dim)
         self.normed = spec.normalization == "output_norm"
         if self.normed:
@@ -51,7 +51,7 @@ class T2RAttention(LearnedFeatures):
         if not self.normed:
             return output
         wide = output.to(torch.promote_types(output.dtype, torch.float32))
-        normed = wide * (wide.square().mean(-1, keepdim=True) + self.config.layer_norm_eps).rsqrt()
+        normed = wide * (wide.square().mean(-1, keepdim=True) + self.norm_eps).rsqrt()
         return normed.to(output.dtype) * self.output_norm[:, None]
 
 

@@ -108,6 +108,23 @@ WORKS = {
         f"a window that holds the whole text, {shape}": (shape, head, {"attention": {"type": "lolcats", "window": 64}})
         for shape, head in (("encoder", "ForMaskedLM"), ("decoder", "ForCausalLM"))
     },
+    "norms by layer, those of conditional attention": (
+        "seq2seq",
+        "Model",
+        dict(
+            attention="conditional",
+            stack="conditional_computation",
+            per_layer_config={0: {"normalization": "rms_norm"}},
+        ),
+    ),
+    "norms by layer, the one in the place of a denominator": (
+        "decoder",
+        "ForCausalLM",
+        dict(
+            attention={"type": "t2r", "normalization": "output_norm"},
+            per_layer_config={0: {"layer_norm_eps": 1e-3}},
+        ),
+    ),
     "sparse gradients": (
         "encoder",
         "ForMaskedLM",
