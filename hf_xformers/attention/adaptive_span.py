@@ -376,6 +376,7 @@ class AdaptiveSpanSpec(AttentionSpec):
     explicit_mask = True
     packed = True
     first_owns = True
+    knows_order = True
 
     max_span: int | None = None
     ramp: int = 32

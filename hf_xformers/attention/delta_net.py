@@ -104,6 +104,7 @@ class DeltaNetSpec(AttentionSpec):
     bidirectional = False
     rotation = True
     keeps_rotated = True
+    not_taken_over = ("scale",)  # here of what is read, not of scores
 
     feature_map: Literal["dpfp", "elu"] = "dpfp"
     nu: int = 3

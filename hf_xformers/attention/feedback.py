@@ -109,6 +109,7 @@ class FeedbackAttentionSpec(AttentionSpec):
     bidirectional = False
     rotation = False
     reads_feedback = True
+    knows_order = True
 
     window: int = 512
 

@@ -70,6 +70,7 @@ class LinearTransformerSpec(LinearSpec):
     positive, so it needs none, but the released code has 1e-6."""
 
     splits_heads = True
+    not_taken_over = ("scale",)  # features of elu have no scores
     summary = "weights are products of features elu(x) + 1: linear time, a state of constant size"
     normalizes_heads = True
     rotation = True

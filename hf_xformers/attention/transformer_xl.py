@@ -397,6 +397,7 @@ class TransformerXLSpec(AttentionSpec):
     first_owns = True
     reads_segment_memory = True
     pooled_queries = True
+    knows_order = True
 
     share_biases: bool = True
     clamp: int | None = None

@@ -61,7 +61,8 @@ class Head:
     that make up the model. pooling: what `classifier_pooling` has to come to for the two to agree. two_towers: whether
     this pair is an encoder-decoder, where a family has both kinds. causal: what their `is_decoder` has to be, where
     that is not free. settings: fields of our config that this class of theirs comes to, and needs on the way back;
-    values, or functions of our config to them.
+    values, or functions of our config to them. refuses: why a model with this config of ours has no counterpart with
+    this head, or None.
     """
 
     theirs: str
@@ -72,6 +73,15 @@ class Head:
     two_towers: bool | None = None
     causal: bool | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    refuses: Callable[[XFormerConfig], str | None] | None = None
+
+    def check_config(self, config: XFormerConfig) -> None:
+        """Raises `ValueError` where the two classes compute different things for this config of ours."""
+        reason = None if self.refuses is None else self.refuses(config)
+        if reason is not None:
+            raise ValueError(
+                f"{self.theirs} has no counterpart here: {reason}; convert the bare model with `head='Model'`."
+            )
 
     def settings_for(self, config: XFormerConfig) -> dict[str, Any]:
         """`settings` as they are for a model of ours."""

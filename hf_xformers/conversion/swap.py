@@ -36,7 +36,7 @@ from .movement import Movement, movement
 from .provenance import write_provenance
 from .refusals import refuse_quantized
 from .report import Report
-from .swap_config import Layers, changed_slots, swapped_config
+from .swap_config import Layers, changed_slots, settings_left_behind, swapped_config
 from .swap_report import SwapReport
 from .transfer import Source, carry_generation, check_head, our_head_of, quiet, to_ours
 
@@ -175,6 +175,7 @@ def _swapped(
     report = SwapReport(
         type(model).__name__, target_class.__name__, changes=changed_slots(cast(XFormerConfig, model.config), config)
     )
+    report.notes += settings_left_behind(cast(XFormerConfig, model.config), config)
     tensors: dict[str, Tensor] = {}
     used: set[str] = set()
     for name, shape in ((name, tensor.shape) for name, tensor in wanted.items()):

@@ -52,6 +52,9 @@ def swapped_config(
     swapped = type(config)(**fields)
     if _types(swapped) != _types(config):
         swapped = XFormerConfig(**fields)
+    decoder = changes.get("decoder")
+    if "position" not in changes and "position" not in (decoder if isinstance(decoder, Mapping) else {}):
+        _check_order(config, swapped)
     swapped._attn_implementation_internal = config._attn_implementation
     return swapped
 
@@ -137,7 +140,44 @@ def shared_settings(before: Spec, spec_class: type[Spec]) -> dict[str, Any]:
     shared = next(base for base in type(before).__mro__ if issubclass(spec_class, base))
     kept = {field.name: getattr(before, field.name) for field in dataclasses.fields(shared)}
     own = {field.name for field in dataclasses.fields(spec_class)}
-    return kept | {name: value for name, value in before.common_settings().items() if name in own}
+    kept |= {name: value for name, value in before.common_settings().items() if name in own}
+    if isinstance(before, spec_class):
+        return kept
+    return {name: value for name, value in kept.items() if name not in spec_class.not_taken_over}
+
+
+def settings_left_behind(before: XFormerConfig, after: XFormerConfig) -> list[str]:
+    """What components of the one had set and those of the other in their place do not take over, in words."""
+    notes = []
+    for old, new in _layers_of_both(before, after):
+        for slot in SLOTS:
+            first, second = getattr(old, slot), getattr(new, slot)
+            for name in second.not_taken_over if first.type != second.type else ():
+                value = getattr(first, name) if name in {field.name for field in dataclasses.fields(first)} else None
+                if value is not None and value != getattr(second, name):
+                    notes.append(f"{slot} {second.type!r} does not take over {name}={value!r} of {first.type!r}")
+    return list(dict.fromkeys(notes))
+
+
+def _layers_of_both(before: XFormerConfig, after: XFormerConfig) -> list[tuple[XFormerConfig, XFormerConfig]]:
+    return [
+        (old.layer(index), new.layer(index))
+        for old, new in zip(before.tower_configs(), after.tower_configs(), strict=True)
+        for index in range(old.num_hidden_layers)
+    ]
+
+
+def _check_order(before: XFormerConfig, after: XFormerConfig) -> None:
+    """Refuses to take the order of tokens from a model that knows it by its attention alone."""
+    for old, new in zip(before.tower_configs(), after.tower_configs(), strict=True):
+        knew = next((layer.attention for layer in old.layer_configs() if layer.attention.knows_order), None)
+        if knew is None or new.position.acts or any(layer.attention.knows_order for layer in new.layer_configs()):
+            continue
+        raise ValueError(
+            f"attention {knew.type!r} is all that tells this model the order of tokens, which"
+            f" {new.layer_configs()[0].attention.type!r} does not know; give a position in the same swap, such as"
+            " 'rotary' (or 'none', if order shall not count), or leave some layers as they are (`layers`)."
+        )
 
 
 def _types(config: XFormerConfig) -> list[list[str]]:
@@ -155,4 +195,13 @@ def changed_slots(before: XFormerConfig, after: XFormerConfig) -> dict[str, tupl
     return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}
 
 
-__all__ = ["LAYERED", "SWAPPABLE", "Layers", "layer_numbers", "changed_slots", "shared_settings", "swapped_config"]
+__all__ = [
+    "LAYERED",
+    "SWAPPABLE",
+    "Layers",
+    "layer_numbers",
+    "changed_slots",
+    "settings_left_behind",
+    "shared_settings",
+    "swapped_config",
+]

@@ -105,6 +105,8 @@ def to_ours(source: Source, converter: Converter, head: str | None = None) -> tu
     wanted = pair if name == pair.ours else converter.head_of_ours(name, model.config)
     if wanted is None:
         _check_towers(converter, model, name)
+    if wanted is pair:
+        wanted.check_config(config)
     if wanted is not None:
         for key, value in wanted.settings_for(config).items():
             setattr(config, key, value)
@@ -141,6 +143,8 @@ def to_theirs(source: Source, converter: Converter, head: str | None = None) -> 
     if wanted is None and head is not None:
         raise ValueError(f"transformers has no {converter.model_type!r} class for the head {head!r}.")
     wanted = wanted or converter.base_head(config)
+    if wanted is pair:
+        wanted.check_config(config)
     notes: list[str] = []
     theirs = converter.config_to_theirs(config, notes)
     tied = _tied(model)  # models of images have no tables to tie

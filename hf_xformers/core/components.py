@@ -38,6 +38,8 @@ class Spec(TypedSpec):
     tensor_parallel: whether the component gives the same in every process of a tensor-parallel group. layers_apart:
     whether parameters of a layer are read inside that layer's call alone, so that they may be sharded layer by layer
     (FSDP).
+    not_taken_over: fields that mean something else here than in other components of the slot: put in the place of one,
+    it starts with its own defaults there.
     packed: of attentions, blocks and stacks, whether it keeps the documents of a packed row apart
     (`context.segment_ids`).
     context_parallel: whether it is right where each process is given a part of every text (single tokens with their
@@ -49,6 +51,7 @@ class Spec(TypedSpec):
     inputs: ClassVar[tuple[str, ...]] = ()
     tensor_parallel: ClassVar[bool] = True
     layers_apart: ClassVar[bool] = True
+    not_taken_over: ClassVar[tuple[str, ...]] = ()
     packed: ClassVar[bool] = False
     context_parallel: ClassVar[bool] = False
 
@@ -170,9 +173,10 @@ def check_components(config) -> None:
         if act in position.acts and not getattr(attention, capability):
             raise ValueError(
                 f"position {position.type!r} {what}, which attention {attention.type!r} has no place for; use an"
-                " input-level position such as 'sinusoidal_absolute' or 'learned_absolute', or attention 'dense'."
+                " input-level position such as 'sinusoidal_absolute' or 'learned_absolute', or attention 'dense' or"
+                " 'band_attention'."
             )
-    if config.is_decoder and position.by_length and attention.keeps_rotated and attention.angles != "none":
+    if config.is_decoder and position.turns_by_length(attention.angles) and attention.keeps_rotated:
         raise ValueError(
             f"position {position.type!r} as it is set turns all keys anew as a text grows, but attention"
             f" {attention.type!r} as it is set generates from keys as they were turned; use another `scaling`, or"
@@ -211,7 +215,7 @@ def _check_heads(slot: str, spec: Any, config) -> None:
             what = f"position {config.position.type!r}" if spec.caps_scores else f"{slot} {spec.type!r}"
             raise ValueError(
                 f"{what} has no place for `score_cap` {spec.score_cap}, which dense and windowed attention have with a"
-                " position outside the scores; leave it at None."
+                " position outside the scores; set it to None, or use these."
             )
 
 

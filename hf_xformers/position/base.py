@@ -170,9 +170,9 @@ class PositionSpec(Spec):
         """Whether layers may have a rotation of a second kind (`angles="local"` of their attention)."""
         return False
 
-    @property
-    def by_length(self) -> bool:
-        """Whether rotations depend on how many tokens a text has so far ([`Rotation.by_length`])."""
+    def turns_by_length(self, angles: str) -> bool:
+        """Whether the rotation of layers with these `angles` depends on how many tokens a text has so far
+        ([`Rotation.by_length`])."""
         return False
 
     def shared_sizes(self, config) -> tuple:

@@ -116,9 +116,8 @@ class CombinedSpec(PositionSpec):
     def has_local(self) -> bool:
         return any(part.has_local for part in self.parts)
 
-    @property
-    def by_length(self) -> bool:
-        return any(part.by_length for part in self.parts)
+    def turns_by_length(self, angles: str) -> bool:
+        return any(part.turns_by_length(angles) for part in self.parts)
 
     @property
     def layers_apart(self) -> bool:  # type: ignore[override]

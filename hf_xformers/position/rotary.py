@@ -108,10 +108,10 @@ class RotarySpec(PositionSpec):
     def has_local(self) -> bool:
         return self.local_theta is not None or self.local_scaling is not None
 
-    @property
-    def by_length(self) -> bool:
-        found = (build_scaling(self.scaling), build_scaling(self.local_scaling))
-        return any(scaling is not None and scaling.by_length for scaling in found)
+    def turns_by_length(self, angles: str) -> bool:
+        given = {"global": self.scaling, "local": self.local_scaling}.get(angles)
+        scaling = build_scaling(given)
+        return scaling is not None and scaling.by_length
 
     def _width(self, config) -> int:
         return int(config.head_width * self.fraction)

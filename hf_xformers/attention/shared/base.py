@@ -270,8 +270,9 @@ class AttentionSpec(Spec):
     pooled_queries: queries may be fewer than keys, each with a place of its own. apart_key_states: with a position
     inside it, keys and values may be made of other states than queries are. maps_tokens: it does a feed-forward's
     work, too. keeps_rotated: its state for generation holds what rotations have made of earlier keys, which cannot be
-    turned anew. rotates_values: a rotation may turn values and its output. exports_usual_path: its usual path is made
-    of ONNX operators alone; of others the literal equation is exported.
+    turned anew. knows_order: it knows the order of tokens by parameters of its own, without a position.
+    rotates_values: a rotation may turn values and its output. exports_usual_path: its usual path is made of ONNX
+    operators alone; of others the literal equation is exported.
 
     Of the fields below mechanisms may refuse some: normalizes_heads: queries and keys may be normalised
     (`query_key_norm`). caps_scores: scores may be capped (`score_cap`).
@@ -306,6 +307,7 @@ class AttentionSpec(Spec):
     apart_key_states: ClassVar[bool] = False
     maps_tokens: ClassVar[bool] = False
     keeps_rotated: ClassVar[bool] = False
+    knows_order: ClassVar[bool] = False
     rotates_values: ClassVar[bool] = False
     exports_usual_path: ClassVar[bool] = False
 

@@ -33,6 +33,16 @@ def _is_narrow(config: XFormerConfig) -> bool:
     return config.embedding.type == "factorized"
 
 
+def _reads_narrow_states(config: XFormerConfig) -> str | None:
+    if not _is_narrow(config):
+        return None
+    width = config.embedding.table_width(config)
+    return (
+        f"with word_embed_proj_dim={width} below hidden_size={config.hidden_size} it reads states that were led back"
+        f" to {width} numbers, and ours those of {config.hidden_size}"
+    )
+
+
 def _backbone(config: XFormerConfig) -> tuple[Rule, ...]:
     theirs, ours = "@decoder.layers.{i}", "@trunk.layers.{i}"
     suffix = "*" if config.attention.bias else "weight"
@@ -111,8 +121,15 @@ CONVERTER = register(
                 "model.",
                 ("backbone", "sequence"),
                 pooling="last",
+                refuses=_reads_narrow_states,
             ),
-            Head("OPTForQuestionAnswering", "ForQuestionAnswering", "model.", ("backbone", "spans")),
+            Head(
+                "OPTForQuestionAnswering",
+                "ForQuestionAnswering",
+                "model.",
+                ("backbone", "spans"),
+                refuses=_reads_narrow_states,
+            ),
         ),
         unread=("activation_function",),
         training_only=("layerdrop",),
