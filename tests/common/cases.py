@@ -107,7 +107,6 @@ MIXES: dict[str, Mix] = {
         }
     ),
     "hedgehog": Mix({"attention": "hedgehog", "position": "rotary", "num_key_value_heads": 2}, BOTH),
-    "supra": Mix({"attention": {"type": "t2r", "normalization": "output_norm"}, "position": "rotary"}, ("decoder",)),
     "lolcats": Mix({"attention": {"type": "lolcats", "window": 3}, "position": "rotary"}, BOTH),
     "token_types_chunked": Mix({"type_vocab_size": 3, "chunk_size_feed_forward": 4, "add_pooler": True}, ("encoder",)),
 }
