@@ -86,11 +86,21 @@ def write_rows(folder: Path) -> None:
             (folder / f"{split}.{language}").write_text("\n".join(texts[:4]) + "\n")
 
 
+def write_llama(folder: Path) -> None:
+    """A tiny Llama where the examples have one."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(vocab_size=60, hidden_size=32, num_hidden_layers=2, intermediate_size=48)
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
+    LlamaForCausalLM(config).save_pretrained(folder / "llama")
+
+
 @pytest.mark.slow
 def test_commands(tmp_path):
     lines = commands()
-    assert len(lines) == 9 and sum("pretrain" in line for line in lines) == 2
+    assert len(lines) == 11 and sum("pretrain" in line for line in lines) == 2
     write_rows(tmp_path)
+    write_llama(tmp_path)
     for line in lines:
         arguments = shlex.split(line, comments=True)[1:]
         if arguments[0] in ("pretrain", "uptrain"):  # as written, but for the length of the run

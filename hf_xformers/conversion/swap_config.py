@@ -155,7 +155,7 @@ def settings_left_behind(before: XFormerConfig, after: XFormerConfig) -> list[st
             for name in second.not_taken_over if first.type != second.type else ():
                 value = getattr(first, name) if name in {field.name for field in dataclasses.fields(first)} else None
                 if value is not None and value != getattr(second, name):
-                    notes.append(f"{slot} {second.type!r} does not take over {name}={value!r} of {first.type!r}")
+                    notes.append(f"{slot} {second.type!r} does not take over {name}={value!r}")
     return list(dict.fromkeys(notes))
 
 
