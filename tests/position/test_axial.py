@@ -1,0 +1,72 @@
+"""Axial positions: the grid, its widths, its limit."""
+
+import pytest
+import torch
+
+from hf_xformers import XFormerConfig, XFormerModel
+from tests.helpers import close, make_strong, tokens
+
+GEOMETRY = dict(
+    vocab_size=40,
+    hidden_size=16,
+    num_attention_heads=2,
+    num_hidden_layers=1,
+    intermediate_size=16,
+    max_position_embeddings=24,
+)
+GRID = {"type": "axial", "shape": (2, 3, 4)}
+
+
+def build(**fields):
+    torch.manual_seed(0)
+    return make_strong(XFormerModel(XFormerConfig(**GEOMETRY, position={**GRID, **fields})).double().eval())
+
+
+@pytest.mark.parametrize("fields", [{"widths": (3, 8, 5)}, {}, {"combine": "sum"}], ids=str)
+def test_every_place_by_hand(fields):
+    position = build(**fields).trunk.position
+    first, second, third = position.tables
+    found = position.embed(torch.zeros(1, 24, 16, dtype=torch.float64), torch.arange(24)[None])[0]
+    place = 0
+    for i in range(2):
+        for j in range(3):
+            for k in range(4):
+                parts = first[i], second[j], third[k]
+                close(found[place], sum(parts) if fields.get("combine") == "sum" else torch.cat(parts))
+                place += 1
+
+
+def test_a_grid_by_default():
+    config = XFormerConfig(**{**GEOMETRY, "max_position_embeddings": 30}, position="axial")
+    assert config.position.grid(config) == (5, 6)
+    assert config.position.axis_widths(config) == (8, 8)
+    assert config.position.max_length(config) == 30
+
+
+def test_start():
+    torch.manual_seed(0)
+    config = XFormerConfig(**{**GEOMETRY, "max_position_embeddings": 900}, position={"type": "axial", "std": 0.5})
+    for table in XFormerModel(config).trunk.position.tables:
+        assert table.std().item() == pytest.approx(0.5, rel=0.15)
+
+
+def test_too_long():
+    model = build(shape=(2, 4))
+    model(tokens(1, 8, high=40))
+    with pytest.raises(ValueError, match="9 tokens.*'axial'.*covers 8"):
+        model(tokens(1, 9, high=40))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"shape": (0, 4)}, "`shape` of numbers >= 1"),
+        ({"widths": (3, 8, 4)}, "to a width of 16"),
+        ({"widths": (8, 8)}, "2 `widths`.*3 axes"),
+        ({"combine": "sum", "widths": (16, 16, 16)}, "leave out `widths`"),
+        ({"std": -1}, "`std` >= 0, got -1"),
+    ],
+)
+def test_refusals(fields, message):
+    with pytest.raises(ValueError, match=message):
+        XFormerConfig(**GEOMETRY, position={**GRID, **fields})
