@@ -15,7 +15,9 @@ class BlockLocalSpec(BlockSparseSpec):
 
     Without neighbours no layer carries anything from one block to another; mix it with other layers.
 
-    block_size: tokens. blocks_before, blocks_after: neighbours on each side (a decoder has none after).
+    block_size: tokens. blocks_before, blocks_after: neighbours on each side (a decoder has none after). ring: the last
+    block of a text stands before its first (the local layers of Reformer's released code); it changes nothing in a
+    decoder and is refused there.
     """
 
     summary = "blocks that read themselves and their neighbours"
@@ -23,6 +25,7 @@ class BlockLocalSpec(BlockSparseSpec):
     block_size: int = 256
     blocks_before: int = 0
     blocks_after: int = 0
+    ring: bool = False
 
     def check_fields(self) -> None:
         check_at_least(self.type, 1, block_size=self.block_size)
@@ -34,6 +37,12 @@ class BlockLocalSpec(BlockSparseSpec):
                 f"block_local_attention in a decoder cannot read later blocks, got `blocks_after` {self.blocks_after};"
                 " use 0."
             )
+        if config.is_decoder and self.ring:
+            raise ValueError(
+                "block_local_attention in a decoder cannot read the last block of a text from its first, as `ring`"
+                " says; set ring=False."
+            )
 
     def pattern(self, config, layer_idx: int) -> Pattern:
-        return patterns.block_local(self.block_size, self.blocks_before, self.blocks_after)
+        make = patterns.block_ring if self.ring else patterns.block_local
+        return make(self.block_size, self.blocks_before, self.blocks_after)

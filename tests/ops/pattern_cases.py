@@ -8,6 +8,7 @@ from hf_xformers.ops.block_sparse.patterns import (
     Pattern,
     band,
     block_local,
+    block_ring,
     block_table,
     causal,
     dilated,
@@ -27,6 +28,11 @@ def listed(i: int, j: int, length: int) -> bool:
     return i // 5 < len(TABLE) and j // 5 in [entry for entry in TABLE[i // 5] if entry >= 0]
 
 
+def near_before(i: int, j: int, length: int, size: int, before: int) -> bool:
+    blocks = -(-length // size)
+    return j // size in [(i // size - back) % blocks for back in range(before + 1)]
+
+
 def global_three(i: int, j: int, length: int) -> bool:
     chosen = {0, 1, length - 1, 7}
     return i in chosen or j in chosen
@@ -43,6 +49,8 @@ CASES: dict[str, tuple[Pattern, Rule]] = {
     "strided_causal": (strided(6) & causal(), lambda i, j, t: j <= i and (i - j) % 6 == 0),
     "block_local": (block_local(8), lambda i, j, t: i // 8 == j // 8),
     "block_neighbours": (block_local(5, 2, 1), lambda i, j, t: j // 5 - i // 5 in (-2, -1, 0, 1)),
+    "block_ring": (block_ring(5, 1, 1), lambda i, j, t: near_before(i, j, t, 5, 1) or near_before(j, i, t, 5, 1)),
+    "block_ring_before": (block_ring(8, 2), lambda i, j, t: near_before(i, j, t, 8, 2)),
     "summary": (summary_columns(6, 2), lambda i, j, t: j % 6 >= 4),
     "summary_group": (summary_columns(8, 2, group=1), lambda i, j, t: j % 8 in (4, 5)),
     "fixed": (

@@ -337,6 +337,41 @@ class RandomBlocks(BlockSets):
 
 
 @dataclass(frozen=True)
+class BlockRing(BlockSets):
+    """Blocks of `size` tokens in a ring of `total`: a query reads its own block, `before` blocks before and `after`
+    blocks after it, where the last block stands before the first."""
+
+    size: int
+    before: int
+    after: int
+    total: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block", self.size)
+        object.__setattr__(self, "needs_length", self.total is None)
+
+    def _bind(self, length: int) -> Pattern:
+        return self if self.total is not None else replace(self, total=max(-(-length // self.size), 1))
+
+    def allows_within(self, q: Tensor, k: Tensor, length: Tensor) -> Tensor:
+        total = torch.clamp(-(-length // self.size), min=1) if self.total is None else self.total
+        return self._named(q, k, self._around(q // self.size, total))
+
+    def drawn(self, row: Tensor) -> list[Tensor]:
+        if self.total is None:
+            raise ValueError("block_ring closes at the end of the text; call bind(length) first.")
+        return self._around(row, self.total)
+
+    def _around(self, row: Tensor, total: int | Tensor) -> list[Tensor]:
+        """[`drawn`] in a ring of `total` blocks; one that is met twice is read once."""
+        slots: list[Tensor] = []
+        for offset in range(-self.before, self.after + 1):
+            again = (torch.zeros_like(row) + total) <= offset + self.before
+            slots.append(((row + offset) % total).masked_fill(again, -1))
+        return slots
+
+
+@dataclass(frozen=True)
 class BlockTable(BlockSets):
     """An explicit table: query block `i` reads the key blocks `table[i]`; -1 is an empty slot."""
 

@@ -20,13 +20,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .pattern_atoms import Band, BlockLocal, BlockTable, Positions, RandomBlocks, Residue, SummaryColumns
+from .pattern_atoms import Band, BlockLocal, BlockRing, BlockTable, Positions, RandomBlocks, Residue, SummaryColumns
 from .pattern_base import Everything, Pattern, PerHead
 
 __all__ = [
     "Pattern",
     "band",
     "block_local",
+    "block_ring",
     "block_table",
     "causal",
     "dilated",
@@ -96,6 +97,13 @@ def block_local(block: int, before: int = 0, after: int = 0) -> Pattern:
     _at_least(1, block=block)
     _at_least(0, before=before, after=after)
     return BlockLocal(block, before, after)
+
+
+def block_ring(block: int, before: int = 0, after: int = 0) -> Pattern:
+    """[`block_local`] in a ring: the block before the first is the last one of the text."""
+    _at_least(1, block=block)
+    _at_least(0, before=before, after=after)
+    return BlockRing(block, before, after)
 
 
 def summary_columns(stride: int, width: int, group: int = 0) -> Pattern:
