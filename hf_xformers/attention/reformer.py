@@ -44,7 +44,7 @@ class ReformerAttention(Attention):
 
     Shapes: hidden states [B, T, D] -> [B, T, D]; labels [B, H, rounds, T]. Time O(rounds * T * (chunk_length * d + log
         T)).
-    Rotations are a buffer, drawn from `hash_seed` for each layer and round. State: keys, values, labels.
+    Rotations are a buffer, drawn from `hash_seed`. State: keys, values, labels.
     """
 
     spec: ReformerSpec
@@ -71,8 +71,13 @@ class ReformerAttention(Attention):
         init.copy_(self.rotations, self.draw_rotations())
 
     def draw_rotations(self) -> Tensor:
-        """[rounds, H, d, b/2] of N(0, 1); a round's do not depend on the number of rounds."""
+        """[rounds, H, d, b/2] of N(0, 1); a round's do not depend on the number of rounds, unless all layers share
+        them."""
         shape = (self.num_heads, self.head_dim, self.hash_width)
+        if self.spec.share_rotations:
+            generator = torch.Generator().manual_seed(self.spec.hash_seed)
+            rounds = (*shape[:2], self.spec.num_hashes, shape[2])
+            return torch.randn(rounds, generator=generator, dtype=torch.float32).permute(2, 0, 1, 3).contiguous()
         key = ("reformer", self.spec.hash_seed, self.layer_idx)
         return torch.stack([seeded_normal(shape, *key, number) for number in range(self.spec.num_hashes)])
 
@@ -244,6 +249,8 @@ class ReformerSpec(BucketedSpec):
     released code's: all tokens of the chunks, whatever their bucket, once per round, and chunks of all rounds in a
     ring; padding then changes results).
     deduplicate: a key in several rounds counts once (else once per round). hash_seed: seed of the rotations.
+    share_rotations: all layers hash with the same rotations, drawn at a stroke (the released code), else each with its
+    own.
     """
 
     summary = "attention inside buckets of a locality-sensitive hash"
@@ -259,6 +266,7 @@ class ReformerSpec(BucketedSpec):
     sets: Literal["bucket", "chunk"] = "bucket"
     deduplicate: bool = True
     hash_seed: int = 0
+    share_rotations: bool = False
 
     def check_fields(self) -> None:
         for name, least in (("num_hashes", 1), ("chunk_length", 1), ("chunks_before", 0), ("chunks_after", 0)):

@@ -254,6 +254,15 @@ def test_rotations_are_seeded():
     assert one.rotations.std() == pytest.approx(1.0, abs=0.2)
 
 
+def test_shared_rotations_are_those_of_the_seed():
+    """Every layer has what one draw of a generator with this seed gives, as in transformers."""
+    torch.manual_seed(5)
+    drawn = torch.randn(2, 8, 3, 2).permute(2, 0, 1, 3)
+    for layer in (0, 1):
+        attention = module(layer_idx=layer, dtype=torch.float32, hash_seed=5, share_rotations=True)
+        assert torch.equal(attention.rotations, drawn)
+
+
 def test_rotations_come_back(tmp_path):
     net = XFormerForMaskedLM(XFormerConfig(**SIZES, attention={**SMALL, "hash_seed": 5}))
     with torch.no_grad():
