@@ -39,6 +39,11 @@ class XFormerModel(XFormerPreTrainedModel):
         self._tied_weights_keys = self.shared_tables() or None
         self.post_init()
 
+    @property
+    def vector_width(self) -> int:
+        """Width of the vectors that a classifier reads: the pooler's, or the last states'."""
+        return self.config.stack.output_width(self.config) if self.pooler is None else self.config.hidden_size
+
     def shared_tables(self) -> dict[str, str]:
         """Both towers of an encoder-decoder read one token table, tied to the output or not."""
         if self.decoder is None:

@@ -35,7 +35,7 @@ class Pooler(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense = nn.Linear(config.stack.output_width(config), config.hidden_size)
         self.activation = ACT2FN[config.pooler_activation]
         self.token = "last" if config.is_decoder else "first"
 

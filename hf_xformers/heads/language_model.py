@@ -29,13 +29,15 @@ class LanguageModelHead(nn.Module):
         cap: float | None = None,
     ):
         super().__init__()
-        width = config.hidden_size
+        width = config.stack.output_width(config)
         table = config.embedding.table_width(config)
         self.dense = nn.Linear(width, table, bias=not projects) if transform or projects else None
         self.activation = ACT2FN[transform] if transform else None
         self.norm = config.normalization.build(config, width=table) if transform else None
-        self.decoder = nn.Linear(table, config.head.num_outputs(config), bias=bias)
-        self.scale = width**-0.5 if scale else None
+        self.decoder = nn.Linear(
+            table if self.dense is not None else width, config.head.num_outputs(config), bias=bias
+        )
+        self.scale = config.hidden_size**-0.5 if scale else None
         self.cap = cap
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -59,6 +61,7 @@ class LinearHeadSpec(HeadSpec):
 
     context_parallel = True
     summary = "one projection onto the vocabulary"
+    any_width = True
 
     bias: bool = False
     scale: bool = False
@@ -98,6 +101,7 @@ class TransformHeadSpec(HeadSpec):
     summary = "dense, activation and norm before the projection (BERT)"
     normalizes = True
     leads_back = True
+    any_width = True
 
     activation: str = "gelu"
     bias: bool = True
@@ -120,6 +124,7 @@ class FactorizedHeadSpec(HeadSpec):
     context_parallel = True
     summary = "a linear map to the width of the token table before the projection"
     leads_back = True
+    any_width = True
 
     bias: bool = False
 

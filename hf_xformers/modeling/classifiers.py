@@ -41,7 +41,7 @@ class Classifier(XFormerPreTrainedModel):
         rate = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
         self.transform = build_transform(config)
         self.dropout = nn.Dropout(rate)
-        self.classifier = LabelLayer(config.hidden_size, num_outputs)
+        self.classifier = LabelLayer(self.model.vector_width, num_outputs)
         self.post_init()
 
     def transformed(self, states: Tensor) -> Tensor:

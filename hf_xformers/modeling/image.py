@@ -50,7 +50,7 @@ class XFormerForImageClassification(XFormerPreTrainedModel):
         self.model.under_a_head = True
         self.transform = build_transform(config)
         self.dropout = nn.Dropout(config.classifier_dropout or 0.0)
-        self.classifier = LabelLayer(config.hidden_size, config.num_labels)
+        self.classifier = LabelLayer(config.stack.output_width(config), config.num_labels)
         self.post_init()
 
     def pooled(self, hidden_states: Tensor) -> Tensor:

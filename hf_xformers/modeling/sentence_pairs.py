@@ -62,7 +62,7 @@ class XFormerForPreTraining(LanguageModel):
         refuse_transform(config, type(self).__name__)
         config = self.shaped(config, is_decoder=False, is_encoder_decoder=False)
         super().__init__(config)
-        self.classifier = nn.Linear(config.hidden_size, 2)
+        self.classifier = nn.Linear(self.model.vector_width, 2)
         self.post_init()
 
     @can_return_tuple

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..core.components import register
-from .residual import Residual, ResidualSpec
+from .residual import Residual, ResidualSpec, final_norm
 
 
 class BareSum(Residual):
@@ -30,4 +30,4 @@ class BareSpec(ResidualSpec):
     final_norm: bool = True
 
     def build_final(self, config) -> nn.Module | None:
-        return config.normalization.build(config) if self.final_norm else None
+        return final_norm(config) if self.final_norm else None

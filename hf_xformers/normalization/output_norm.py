@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..core.components import register
-from .residual import PostNorm, PreNorm, ResidualSpec
+from .residual import PostNorm, PreNorm, ResidualSpec, final_norm
 
 
 class OutputNorm(PostNorm):
@@ -42,7 +42,7 @@ class ResPostLNSpec(ResidualSpec):
     final_norm: bool = True
 
     def build_final(self, config) -> nn.Module | None:
-        return config.normalization.build(config) if self.final_norm else None
+        return final_norm(config) if self.final_norm else None
 
 
 @register("residual", "peri_ln", aliases=("peri",))
@@ -57,7 +57,7 @@ class PeriLNSpec(ResidualSpec):
     final_norm: bool = True
 
     def build_final(self, config) -> nn.Module | None:
-        return config.normalization.build(config) if self.final_norm else None
+        return final_norm(config) if self.final_norm else None
 
 
 __all__ = ["OutputNorm", "PeriLNSpec", "PeriNorm", "ResPostLNSpec"]

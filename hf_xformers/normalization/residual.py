@@ -83,6 +83,11 @@ class PreNorm(Residual):
         return hidden_states + self.branch(output, gate)
 
 
+def final_norm(config) -> nn.Module:
+    """The normalisation of what a stack gives."""
+    return config.normalization.build(config, width=config.stack.output_width(config))
+
+
 class ResidualSpec(Spec):
     """Base of residual specs. module: the frame's class. additive: `leave(x, f) = x + g(f)`, so that x can be
     recovered from the sum (reversible layers). enters_as_is: f reads the residual stream itself. shares_input: what a
@@ -119,7 +124,7 @@ class PostLNSpec(ResidualSpec):
     final_norm: bool = False
 
     def build_final(self, config) -> nn.Module | None:
-        return config.normalization.build(config) if self.final_norm else None
+        return final_norm(config) if self.final_norm else None
 
 
 @register("residual", "pre_ln", aliases=("pre",))
@@ -145,7 +150,7 @@ class PreLNSpec(ResidualSpec):
         return super().build(config, **where)
 
     def build_final(self, config) -> nn.Module | None:
-        parts = [config.normalization.build(config)] if self.final_norm else []
+        parts = [final_norm(config)] if self.final_norm else []
         if self.final_dropout:
             parts.append(nn.Dropout(config.hidden_dropout_prob))
         return nn.Sequential(*parts) if len(parts) > 1 else (parts[0] if parts else None)

@@ -103,6 +103,10 @@ class StackSpec(Spec):
         there is no such memory, and a cache grows with the text."""
         return None
 
+    def output_width(self, config) -> int:
+        """Width of the last states, which the final norm, the pooler and the heads read."""
+        return config.hidden_size
+
     def gives_every_token(self, config) -> bool:
         """Whether the last states are one for each token of the text."""
         return True

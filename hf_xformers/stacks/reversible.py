@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +30,8 @@ class ReversibleStack(Stack):
     Gomez et al. 2017 (arXiv 1707.04585), eq. 6; Kitaev et al. 2020 (arXiv 2001.04451), section 3. Both streams start
     as the embedding. The inverse x2 = y2 - g(y1), x1 = y1 - f(x2) gives the backward pass every sublayer's input, so
     that activations take memory for one sublayer, whatever the depth, at the price of running each twice. A layer with
-    other sublayers (cross-attention, two feed-forwards) goes on alternating the streams. The result is the mean of
-    both streams (the paper does not say; its authors' code normalises their concatenation and reads it with a head of
-    twice the width, which no other head could share).
+    other sublayers (cross-attention, two feed-forwards) goes on alternating the streams. The result is (y1 + y2) / 2,
+    or [y1; y2] of twice the width, as in the released code (`output`); the paper does not say.
 
     Random states are kept, so that dropout falls on the same places; mechanisms that decide discretely (buckets) keep
     their decisions in the context. Nothing is rebuilt, and memory grows with depth as usual, where it cannot be: with
@@ -39,6 +39,10 @@ class ReversibleStack(Stack):
     layers are checkpointed anyway. In bfloat16 parameters and streams, inputs are rebuilt only up to rounding;
     autocast keeps the streams in float32.
     """
+
+    def __init__(self, spec: ReversibleStackSpec):
+        super().__init__()
+        self.concatenates = spec.output == "concatenation"
 
     def forward(
         self,
@@ -63,7 +67,8 @@ class ReversibleStack(Stack):
             given = ([memory] if run.reads_memory else []) + list(context.streams.values())
             first, second, *values = _Reversible.apply(run, hidden_states, *given, *run.parameters)
             losses = dict(zip(run.loss_names, values, strict=True))
-        return StackOutput((first + second) / 2, context, losses)
+        joined = torch.cat([first, second], dim=-1) if self.concatenates else (first + second) / 2
+        return StackOutput(joined, context, losses)
 
     @staticmethod
     def _rebuilds(layers: Sequence[XFormerLayer], context: LayerContext, past_key_values: Cache | None) -> bool:
@@ -220,13 +225,19 @@ def _autocast_of(device_type: str) -> dict:
 
 @register("stack", "reversible", aliases=("revnet",))
 class ReversibleStackSpec(StackSpec):
-    """Layers whose inputs follow from their outputs (Gomez et al. 2017; Kitaev et al. 2020, section 3)."""
+    """Layers whose inputs follow from their outputs (Gomez et al. 2017; Kitaev et al. 2020, section 3).
+
+    output: what is made of the two streams at the end, their `mean` [B, T, D] or their `concatenation` [B, T, 2 D],
+    which the final norm and the heads then read (the released code).
+    """
 
     packed = True
     summary = "reversible residual layers: activation memory does not grow with depth"
     passes_streams = False  # a stream would have to be rebuilt like the layers' inputs
     layers_apart = False  # the backward pass runs a layer's sublayers one by one
     tells_earlier_ids = True
+
+    output: Literal["mean", "concatenation"] = "mean"
 
     def check(self, config) -> None:
         if not config.residual.additive:
@@ -244,6 +255,30 @@ class ReversibleStackSpec(StackSpec):
                 f"stack 'reversible' has no place for position {config.position.type!r}, which adds to the input of"
                 " every layer; use one that acts once, such as 'sinusoidal_absolute'."
             )
+        if self.output == "concatenation":
+            self._check_width(config)
+
+    @staticmethod
+    def _check_width(config) -> None:
+        """What reads last states of twice the width. Raises `ValueError` where something cannot."""
+        if config.is_encoder_decoder:
+            raise ValueError(
+                "stack 'reversible' with `output='concatenation'` gives states of twice the width, which"
+                " cross-attention does not read; use output='mean' in an encoder-decoder."
+            )
+        if not config.head.any_width:
+            raise ValueError(
+                "stack 'reversible' with `output='concatenation'` gives states of twice the width, which head"
+                f" {config.head.type!r} does not read; use head 'linear', 'transform' or 'factorized'."
+            )
+        if config.tie_word_embeddings and not config.head.leads_back:
+            raise ValueError(
+                "stack 'reversible' with `output='concatenation'` gives states of twice the width of the token table,"
+                f" which head {config.head.type!r} cannot be tied to; set `tie_word_embeddings=False`."
+            )
+
+    def output_width(self, config) -> int:
+        return (2 if self.output == "concatenation" else 1) * config.hidden_size
 
     def build(self, config, **where) -> ReversibleStack:
-        return ReversibleStack()
+        return ReversibleStack(self)

@@ -9,7 +9,15 @@ import torch
 from transformers import ReformerConfig
 from transformers.models.reformer.modeling_reformer import ReformerLayer, _ReversibleFunction
 
-from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM
+from hf_xformers import (
+    XFormerConfig,
+    XFormerForCausalLM,
+    XFormerForMaskedLM,
+    XFormerForQuestionAnswering,
+    XFormerForSeq2SeqLM,
+    XFormerForSequenceClassification,
+    XFormerForTokenClassification,
+)
 from hf_xformers.stacks.reversible import ReversibleStack, _Reversible, _Run
 
 SIZES = {
@@ -256,3 +264,67 @@ def test_refusals():
 
     with pytest.raises(ValueError, match="every layer"):
         XFormerConfig(**{**SIZES, "position": Layered()})
+
+
+# ------------------------------------------------------------------------------------------- both streams at the end
+
+
+def side_by_side(made=XFormerForMaskedLM, **fields):
+    torch.manual_seed(0)
+    fields = {**SIZES, **NO_DROPOUT, "tie_word_embeddings": False, "head": "linear", **fields}
+    return made(XFormerConfig(**{**fields, "stack": {"type": "reversible", "output": "concatenation"}})).double()
+
+
+def inputs_alone():
+    given = batch()
+    return {name: given[name] for name in ("input_ids", "attention_mask")}
+
+
+def test_concatenation():
+    """Both streams of a stack whose mean is known, and the same gradients as with kept activations."""
+    net, given = side_by_side().eval(), inputs_alone()
+    hidden = torch.randn(2, 13, 16, dtype=torch.float64)
+    context = net.model.trunk.make_context(hidden)
+    trunk = net.model.trunk
+    found = trunk.stack(trunk.layers, hidden, context, position=trunk.position).hidden_states
+    first, second, _ = _Run(trunk.layers, context, None, trunk.position).forward(hidden, hidden, None, {})
+    torch.testing.assert_close(found, torch.cat([first, second], dim=-1))
+    assert trunk.final_norm.weight.shape == (32,) and net.lm_head.decoder.weight.shape == (40, 32)
+    slopes = []
+    for keeps in (False, True):
+        net.zero_grad()
+        net(**given, output_hidden_states=keeps).logits.square().sum().backward()
+        slopes.append({name: x.grad.clone() for name, x in net.named_parameters() if x.grad is not None})
+    assert slopes[0].keys() == slopes[1].keys()
+    for name, slope in slopes[0].items():
+        torch.testing.assert_close(slope, slopes[1][name], rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("head", ["transform", "factorized"])
+def test_concatenation_under_tied_heads(head):
+    net, given = side_by_side(head=head, tie_word_embeddings=True), inputs_alone()
+    assert net(**given).logits.shape == (2, 13, 40)
+    assert net.lm_head.dense.weight.shape == (16, 32)
+
+
+@pytest.mark.parametrize("pooler", [True, False])
+def test_concatenation_under_classifiers(pooler):
+    given = inputs_alone()
+    for made in (XFormerForSequenceClassification, XFormerForTokenClassification, XFormerForQuestionAnswering):
+        net = side_by_side(made, add_pooler=pooler)
+        pooled = made is XFormerForSequenceClassification and pooler
+        assert net.classifier.in_features == (16 if pooled else 32)
+        assert all(x.isfinite().all() for x in net(**given).values())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tie_word_embeddings": True}, "'linear' cannot be tied"),
+        ({"head": "fix_norm"}, "head 'fix_norm' does not read"),
+        ({"is_encoder_decoder": True}, "cross-attention does not read"),
+    ],
+)
+def test_concatenation_refuses(fields, message):
+    with pytest.raises(ValueError, match=message):
+        side_by_side(**fields)
