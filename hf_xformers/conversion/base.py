@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import itertools
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -106,8 +107,9 @@ class Converter:
     training_only: their fields that act in training alone, so that a loss there is a note. unread: their fields that
     nothing listed here reads, or that `to_ours` checks by itself. unread_ours: the same for ours. ties_by_weights:
     their config cannot untie the output projection; a checkpoint with two tables does. unread_alone: their fields that
-    a model of one tower does not read, where the family has both kinds. renamed: other names that a layout of theirs
-    has for tensors, and those of the rules; layout: the fields of their config with which their class has a place for
+    a model of one tower does not read, where the family has both kinds. idle: those that a model with their config
+    does not read because of other fields of it. renamed: other names that a layout of theirs has for tensors, and
+    those of the rules; layout: the fields of their config with which their class has a place for
     these names.
 
     Several families may share one variant. native: this one is what a model of the variant goes back to unless another
@@ -131,6 +133,7 @@ class Converter:
     unread_ours: tuple[str, ...] = ()
     ties_by_weights: bool = False
     unread_alone: tuple[str, ...] = ()
+    idle: Callable[[PreTrainedConfig], tuple[str, ...]] | None = None
     renamed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
     native: bool = True
@@ -164,6 +167,7 @@ class Converter:
         back = self._their_config(ours)
         base = {entry.name for entry in dataclasses.fields(PreTrainedConfig)}
         unread = self.unread if config.is_encoder_decoder else (*self.unread, *self.unread_alone)
+        unread = (*unread, *(() if self.idle is None else self.idle(config)))
         for entry in dataclasses.fields(type(config)):
             name = entry.name
             if name in base or name in unread:
@@ -222,8 +226,13 @@ class Converter:
                     f"pooler_activation={pooler!r} has no counterpart: the pooler of this {self.model_type!r} model"
                     f" has {kept!r}."
                 )
-            for name in _DROPOUTS:
-                value, kept = _dropout(mine, name), _dropout(carried, name)
+            pairs = (
+                zip(mine.layer_configs(), carried.layer_configs(), strict=False)
+                if self.per_layer
+                else [(mine, carried)]
+            )
+            for (view, other), name in itertools.product(pairs, _DROPOUTS):
+                value, kept = _dropout(view, name), _dropout(other, name)
                 if value != kept and notes is not None:
                     note = f"{name}={value!r} becomes {kept!r} (it acts in training only)"
                     notes.extend([note] if note not in notes else [])

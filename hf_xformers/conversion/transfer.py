@@ -187,8 +187,11 @@ def _tied(model: PreTrainedModel) -> bool:
     if output is None:  # models of images say nothing of it
         return getattr(model.config, "tie_word_embeddings", True)
     projection, table = cast(Tensor, output.weight), cast(Tensor, model.get_input_embeddings().weight)
-    if projection.shape != table.shape:  # what transformers names as output only leads to a product with the table
-        return model.config.tie_word_embeddings if isinstance(model.config, XFormerConfig) else True
+    if projection.shape != table.shape:
+        if isinstance(model.config, XFormerConfig):
+            return model.config.tie_word_embeddings
+        # Either a projection of wider states, or what only leads to a product with the table.
+        return projection.shape[0] != table.shape[0]
     if not model.config.tie_word_embeddings:
         return False
     return projection is table or torch.equal(projection, table)
