@@ -12,7 +12,7 @@ from tests.position.test_matrix import ROWS, SIZES
 TRAINED = 8
 # The input-level order of one embedding, beside the positions and blocks of the matrix.
 CASES = {**ROWS, "complex_order": {"embedding": "complex_order", "attention": "complex_order", "position": "none"}}
-LIMITED = {"learned_absolute", "tupe", "tupe_absolute", "per_layer_position", "combined"}
+LIMITED = {"axial", "learned_absolute", "tupe", "tupe_absolute", "per_layer_position", "combined"}
 
 
 def models(fields):
