@@ -293,7 +293,9 @@ def _axis(axis: int) -> Rule:
 
 
 def _backbone(config: XFormerConfig) -> tuple[Rule, ...]:
-    positions = (copied("@embeddings.position_embeddings.embedding.weight", "@trunk.position.table.weight"),)
+    positions: tuple[Rule, ...] = (
+        copied("@embeddings.position_embeddings.embedding.weight", "@trunk.position.table.weight"),
+    )
     if config.position.type == "axial":
         positions = (_axis(0), _axis(1))
     layers = [rule for index in range(config.num_hidden_layers) for rule in _layer(config, index)]
