@@ -184,7 +184,7 @@ def test_the_decoder_has_options_of_its_own():
     decoder = model["fields"]["decoder"]
     assert decoder["attention"] == {"bias": True}
     whole = with_changes(config_class("t5"), model["components"], model["fields"])["decoder"]
-    assert whole["attention"] == {"type": "dense", "bias": True, "scale": 1.0}  # T5's, with one change
+    assert whole["attention"].items() >= {"type": "dense", "bias": True, "scale": 1.0}.items()  # T5's, one changed
     assert decoder["position"]["type"] == "rotary" and decoder["position"]["theta"] == 7.0
     assert decoder["hidden_dropout_prob"] == 0.2
 

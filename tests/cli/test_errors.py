@@ -213,4 +213,7 @@ def test_other_runs_without_a_step(text, bert, tmp_path, capsys):
 def test_convert(bert, tmp_path, capsys):
     assert "--to" in refused(capsys, "convert", "--from", bert)
     assert "./nowhere" in refused(capsys, "convert", "--from", "./nowhere", "--to", tmp_path / "out")
-    assert "is not empty" in refused(capsys, "convert", "--from", bert, "--to", bert.parent)
+    assert "lies in the target" in refused(capsys, "convert", "--from", bert, "--to", bert.parent)
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "notes.txt").touch()
+    assert "is not empty" in refused(capsys, "convert", "--from", bert, "--to", tmp_path / "used")

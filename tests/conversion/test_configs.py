@@ -254,7 +254,6 @@ def test_sources_that_do_not_convert():
     refuse(transformers.BertConfig(is_decoder=True, add_cross_attention=True), "add_cross_attention=True")
     deberta = {"relative_attention": True, "position_biased_input": False, "pos_att_type": ["c2p"]}
     for changes, message in (
-        ({"position_biased_input": True}, "position_biased_input=True"),
         ({"relative_attention": False}, "relative_attention=False"),
         ({"pos_att_type": None}, "pos_att_type=None"),
         ({"conv_kernel_size": 3}, "conv_kernel_size=3 .* convolution"),
