@@ -264,7 +264,6 @@ def test_sources_that_do_not_convert():
     refuse(transformers.RoFormerConfig(summary_type="mean"), "summary_type='mean'")
     refuse(transformers.RoFormerConfig(is_decoder=True, add_cross_attention=True), "add_cross_attention=True")
     refuse(transformers.BertConfig(hidden_act="mish"), "activation 'mish'")
-    refuse(transformers.BertConfig(position_embedding_type="relative_key"), "position_embedding_type='relative_key'")
     refuse(transformers.RobertaConfig(pad_token_id=None), "pad_token_id")
     refuse(transformers.T5Config(feed_forward_proj="gated-mish"), "gated .*'mish'")
 
