@@ -33,7 +33,7 @@ from transformers.utils import logging
 from hf_xformers.conversion import convert_checkpoint, converter_for, from_transformers, to_transformers
 from tests.conversion import conftest
 from tests.conversion.architectures import LENGTH, Architecture, architectures
-from tests.conversion.test_parity import outputs
+from tests.conversion.test_architectures import differences
 
 RESULTS = Path(__file__).parent / "results" / "conversion.json"
 COLUMNS = [
@@ -74,28 +74,18 @@ BASE: dict[str, dict[str, Any]] = {
 WHOLE = (LENGTH, LENGTH, LENGTH)
 
 
-def compared(first: Any, second: Any, given: dict[str, Any]) -> tuple[float, float]:
-    """The largest relative difference of outputs, and of losses."""
-    expected, got = outputs(first, given), outputs(second, given)
-    found = {"loss": 0.0, "other": 0.0}
-    for name in expected.keys() & got.keys():
-        scale = max(float(expected[name].abs().max()), 1.0)
-        kind = "loss" if name == "loss" else "other"
-        found[kind] = max(found[kind], float((expected[name] - got[name]).abs().max()) / scale)
-    return found["other"], found["loss"]
-
-
-def calls(name: str) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
+def calls(name: str) -> Iterator[tuple[Architecture, Any, list[dict[str, Any]]]]:
     """Tiny models of a family with their heads, and what each is given."""
     known = architectures()
     if name in known:
         entry = known[name]
         for head in entry.heads:
-            model = entry.make(head)
+            model, sides = entry.make(head), ("right",) if head in entry.first_slot else entry.sides
             given = entry.given(head, lengths=WHOLE)
-            labelled = {**given, **entry.labels(head, given, model.config.num_labels)}
-            yield model, [entry.given(head, side) for side in entry.sides] + [labelled]
+            labels = {} if head in entry.other_losses else entry.labels(head, given, model.config.num_labels)
+            yield entry, model, [entry.given(head, side) for side in sides] + [{**given, **labels}]
         return
+    plain = Architecture(name, converter_for(name).variant, {}, {})
     for case in conftest.CASES:
         model = case.make() if case.complete else None
         if model is None or model.config.model_type != name:
@@ -103,20 +93,21 @@ def calls(name: str) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
         given = case.inputs()
         if case.two_towers and "SequenceClassification" in case.theirs:
             given["input_ids"][:, 0] = model.config.eos_token_id
-        yield model, [given, case.labelled(given)]
+        yield plain, model, [given, case.labelled(given)]
 
 
 def row(name: str) -> dict[str, Any]:
     worst = {"outputs": 0.0, "losses": 0.0, "back": 0.0}
     classes: dict[str, None] = {}
-    for model, inputs in calls(name):
+    for entry, model, inputs in calls(name):
         ours = from_transformers(model)
         back = to_transformers(ours, model_type=name)
         classes[type(model).__name__] = None
         for given in inputs:
-            output, loss = compared(model, ours, given)
-            worst["outputs"], worst["losses"] = max(worst["outputs"], output), max(worst["losses"], loss)
-            worst["back"] = max(worst["back"], *compared(back, ours, given))
+            for kind, other in (("outputs", model), ("back", back)):
+                for output, value in differences(entry, other, ours, given).items():
+                    column = "losses" if output == "loss" and kind == "outputs" else kind
+                    worst[column] = max(worst[column], value)
     found = {"family": name, "becomes": converter_for(name).variant, "classes": len(classes), **worst}
     return {key: f"{value:.0e}" if isinstance(value, float) else value for key, value in found.items()}
 

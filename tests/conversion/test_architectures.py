@@ -30,8 +30,8 @@ def variations():
     return [pytest.param(entry, name, id=f"{entry}-{name}") for entry in ALL.values() for name in entry.variations]
 
 
-def assert_same(entry: Architecture, theirs, ours, given, without: tuple[str, ...] = ()) -> set[str]:
-    """Equal outputs of real tokens, relative to the largest of each; the names that were compared."""
+def differences(entry: Architecture, theirs, ours, given, without: tuple[str, ...] = ()) -> dict[str, float]:
+    """The largest difference of each output that both have, of real tokens, relative to the largest value of it."""
     back = {mine: name for name, mine in entry.renamed.items()}
     expected = outputs(theirs, {back.get(name, name): tensor for name, tensor in given.items()})
     expected = {entry.renamed.get(name, name): out for name, out in expected.items()}
@@ -41,18 +41,22 @@ def assert_same(entry: Architecture, theirs, ours, given, without: tuple[str, ..
     if entry.raw_last_state:
         without = (*without, f"hidden_states.{theirs.config.num_hidden_layers}")
     shared = {name for name in expected.keys() & got.keys() if not {name, name.split(".")[0]} & {*without}}
-    shared -= {*entry.uncompared}
-    assert shared
-    wrong = {}
-    for name in sorted(shared):
+    found = {}
+    for name in sorted(shared - {*entry.uncompared}):
         assert expected[name].shape == got[name].shape, name
         assert expected[name].isfinite().all(), name
         scale = max(float(expected[name].abs().max()), 1.0)
-        difference = float((expected[name] - got[name]).abs().max()) / scale
-        if not difference < entry.tolerance:
-            wrong[name] = difference
+        found[name] = float((expected[name] - got[name]).abs().max()) / scale
+    assert found
+    return found
+
+
+def assert_same(entry: Architecture, theirs, ours, given, without: tuple[str, ...] = ()) -> set[str]:
+    """Equal outputs; the names that were compared."""
+    found = differences(entry, theirs, ours, given, without)
+    wrong = {name: value for name, value in found.items() if not value < entry.tolerance}
     assert not wrong, wrong
-    return shared
+    return {*found}
 
 
 def round_trip(entry: Architecture, model, head: str):
