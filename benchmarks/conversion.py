@@ -90,7 +90,7 @@ def calls(name: str) -> Iterator[tuple[Architecture, Any, list[dict[str, Any]]]]
         model = case.make() if case.complete else None
         if model is None or model.config.model_type != name:
             continue
-        given = case.inputs()
+        given = case.inputs() if case.pads_right() else case.inputs(lengths=WHOLE)
         if case.two_towers and "SequenceClassification" in case.theirs:
             given["input_ids"][:, 0] = model.config.eos_token_id
         yield plain, model, [given, case.labelled(given)]
