@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ..configuration_xformer import Initializer, XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, build_spec
 from ..families import DECODER_HEADS, VariantInfo, make_family
 
 # What the banded layers follow from.
@@ -84,10 +84,7 @@ class XFGPT3AlternatingConfig(XFormerConfig):
 
 def _same(attention: Any, derived: dict[str, Any] | None) -> bool:
     """Whether a spec, or its dict, is the derived band."""
-    if derived is None:
-        return False
-    found = attention if isinstance(attention, dict) else attention.to_dict() if hasattr(attention, "to_dict") else {}
-    return {**derived, "bias": True, "scale": None} == {"bias": True, "scale": None, **found}
+    return derived is not None and build_spec("attention", attention) == build_spec("attention", derived)
 
 
 INFO = VariantInfo(

@@ -82,7 +82,7 @@ REFUSED = {
     "component": (["--attention", "longformr"], "Did you mean 'longformer'"),
     "field": (
         ["--attention", "longformer", "--attention.widow", "3"],
-        "Did you mean 'window'? Its fields are: max_global_tokens, bias, scale, attention_window (or window)",
+        "Did you mean 'window'? Its fields are: max_global_tokens, bias, ",
     ),
     "value": (["--attention", "longformer", "--attention.window", "wide"], "--attention.window: 'wide'"),
     "slot": (["--atention.window", "3"], "Did you mean --attention.window?"),

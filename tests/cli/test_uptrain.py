@@ -42,9 +42,7 @@ def test_on_its_own(text, swapped, tmp_path, capsys):
     before = {path.name: path.read_bytes() for path in swapped.iterdir()}
     assert uptrain(text, swapped, tmp_path / "out") == 0
     captured = capsys.readouterr()
-    assert (
-        captured.out.split("variant")[1].splitlines()[0].strip() == "a free mix: xf_bert with attention band_attention"
-    )
+    assert "variant a free mix: xf_bert with attention band_attention" in " ".join(captured.out.split())
     assert "uptrained" in captured.out and "objective mlm" in captured.err
     record = summary(tmp_path / "out")
     assert (record["status"], record["steps"], record["variant"]) == ("finished", 4, "xformer")

@@ -210,7 +210,7 @@ def test_linear_attention_keeps_the_rotation(cases):
     model, report = swap_components(source, attention="linear_transformer", measure=False)
     assert model.config.position.to_dict()["layout"] == "interleaved" and not report.new
     rotated = logits(model, given)
-    model.model.trunk.position.rotation = lambda positions, like: None
+    model.model.trunk.position.rotation = lambda *_, **__: None
     assert float((logits(model, given) - rotated).abs().max()) > 1e-3
     assert rotated.isfinite().all() and gap(model, source, given) > 1e-3
 

@@ -226,13 +226,11 @@ def test_frequencies_by_length():
     """A state that holds turned keys cannot turn them anew, a cache of keys can; nothing stops an encoder."""
     rope = {"rope_theta": 500.0, "rope_type": "dynamic", "factor": 2.0}
     source, _ = make("llama", rope_parameters=rope)
-    for name in ("linear_transformer", "delta_net", "hedgehog", "performer", "talking_heads"):
-        with pytest.raises(
-            ValueError, match=f"'rotary' as it is set turns all keys anew .* attention '{name}' cannot"
-        ):
-            swap_components(source, attention=name, measure=False)
-    with pytest.raises(ValueError, match="keeps its 2 `sinks` as they were turned"):
-        swap_components(source, attention=SINKS, measure=False)
+    for attention in ("linear_transformer", "delta_net", "hedgehog", "performer", SINKS):
+        name = attention if isinstance(attention, str) else attention["type"]
+        turned = f"'rotary' as it is set turns all keys anew .* attention '{name}' as it is set generates from keys"
+        with pytest.raises(ValueError, match=turned):
+            swap_components(source, attention=attention, measure=False)
     check_decoding(swapped(source, attention="hedgehog", position={"scaling": None})[0])
     swapped(source, attention={"type": "sliding_window", "sinks": 0})
     late = {"type": "rotary", "local_theta": 10.0, "scaling": {"type": "dynamic", "factor": 2.0}}

@@ -41,7 +41,8 @@ def test_static_cache(case, caplog, monkeypatch):
     else:
         kind = part.split("'")[1]
         config = decoder_config(model)
-        assert kind in (config.stack.type, config.block.type, config.attention.type)
+        views = config.layer_configs()
+        assert kind in (config.stack.type, config.block.type, *(view.attention.type for view in views))
 
 
 def test_own_state_is_named(caplog, monkeypatch):
