@@ -118,6 +118,15 @@ class TokenEmbeddingSpec(EmbeddingSpec):
             if rows < 1:
                 raise ValueError(f"embedding {self.type!r} needs a row at least in each of `id_tables`, got {rows}.")
 
+    def check(self, config) -> None:
+        super().check(config)
+        if config.is_encoder_decoder and config.is_decoder and self.id_tables and self.absent_ids == "none":
+            raise ValueError(
+                f"embedding {self.type!r} has `id_tables` ({', '.join(self.inputs)}) with absent_ids='none', but ids"
+                " go to the encoder alone, so that a decoder's tables would never be read; use absent_ids='first', or"
+                " decoder={'embedding': {'type': 'token'}}."
+            )
+
     def normalizes(self) -> bool:
         return self.normalize
 

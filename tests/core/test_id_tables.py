@@ -71,3 +71,13 @@ def test_refusals():
             model(tables=tables)
     with pytest.raises(TypeError, match="id_tables"):
         model(tables=(("langs", "three"),))
+
+
+def test_a_decoder_whose_tables_nothing_reads():
+    """Ids go to the encoder; without a first row that counts, a decoder's tables had no gradient."""
+    embedding = {"type": "token", "id_tables": (("langs", 2),), "absent_ids": "none"}
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "is_encoder_decoder": True}
+    with pytest.raises(ValueError, match="a decoder's tables would never be read"):
+        XFormerConfig(**sizes, embedding=embedding)
+    own = XFormerConfig(**sizes, embedding=embedding, decoder={"embedding": {"type": "token"}})
+    assert not own.tower("decoder").embedding.id_tables and own.tower("trunk").embedding.id_tables
