@@ -115,6 +115,9 @@ def _show_groups(entries: Sequence[dict[str, Any]]) -> None:
         for entry in group:
             shapes = "".join(shape[0].upper() for shape in entry["shapes"])
             name = entry["id"].removeprefix("xf_")
+            if len(name) > _COLUMN:  # a line of its own, or the columns would not stand in line
+                show(name, indent=1)
+                name = ""
             show(f"{name:<{_COLUMN}} {shapes:<3} {entry['changes']}", indent=1, hanging=_COLUMN + 6)
 
 
