@@ -13,12 +13,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..core.components import register
 from ..core.context import LayerContext
-from ..core.visibility import boolean_mask
+from ..core.visibility import boolean_mask, last_key, rows_can_be_empty, visible_block
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import full
+from ..ops.common.products import wide_products
 from ..ops.score_terms.attention import applies
 from ..position.score_terms import SelfAttentionTerms
 from .shared.base import Attention, AttentionSpec, literal_softmax_attention
+from .shared.query_blocks import visible_softmax
 from .shared.term_blocks import attend_with_terms, weights_with_terms
 
 # Numbers (over heads) of a bias that is made as a whole, for all layers and rows of a batch: 32 MiB in float32.
@@ -148,6 +150,23 @@ class DenseAttention(Attention):
         )
         return output.transpose(1, 2)
 
+    def weights_of_block(self, query: Tensor, key: Tensor, context: LayerContext, rows: slice, heads: slice) -> Tensor:
+        keys = slice(0, last_key(context, self.cross, key.shape[2], rows.stop))
+        scores = wide_products(query * self.scaling, self.repeated(key[:, :, keys])[:, heads])
+        if self.spec.score_cap is not None:
+            scores = self.spec.score_cap * torch.tanh(scores / self.spec.score_cap)
+        bias = None if self.cross else self.score_bias(context)
+        if bias is not None:
+            made = context.streams.get("dense_bias")
+            if made is None:
+                made = bias.block(context.query_index[rows], context.key_index[keys])
+            else:
+                made = made[..., rows, keys]
+            scores = scores + made[..., heads, :, :]
+        mask = visible_block(context, self.cross, rows, keys)
+        mask = mask if mask is None or mask.shape[1] == 1 else mask[:, heads]
+        return visible_softmax(scores, mask, rows_can_be_empty(context, self.cross))
+
 
 @register("attention", "dense", aliases=("vanilla", "softmax"))
 class DenseSpec(AttentionSpec):
@@ -168,6 +187,8 @@ class DenseSpec(AttentionSpec):
     exports_usual_path = True
     normalizes_heads = True
     caps_scores = True
+    hands_out_heads = True
+    weighs_blocks = True
 
     def takes_global_tokens(self) -> bool:
         return True  # as all others

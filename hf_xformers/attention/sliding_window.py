@@ -15,6 +15,7 @@ from ..ops.block_sparse.patterns import Pattern
 from ..ops.common.real_tokens import real_first
 from .shared.base import literal_softmax_attention
 from .shared.block_sparse import FEW_QUERIES, BlockSparseAttention
+from .shared.head_parts import Heads
 from .shared.pattern_spec import BlockSparseSpec, check_at_least, window, window_cache
 
 
@@ -87,7 +88,8 @@ class SlidingWindowAttention(BlockSparseAttention):
         layer = None if cache is None else cache.layers[step]
         sinks = self._sinks(key, value, context, layer if isinstance(layer, SinkWindowLayer) else None)
         output, weights = self._attend_with_sinks(query, key, value, sinks, context)
-        return SublayerOutput(self.o_proj(output.flatten(2)), weights)
+        losses = self.losses(Heads(self, query, key, value, output, weights, context))
+        return SublayerOutput(self.written(output, context), weights, aux_losses=losses)
 
     def _sinks(self, key: Tensor, value: Tensor, context: LayerContext, layer: SinkWindowLayer | None) -> Sinks:
         """The first real tokens among all so far; those that are new go into the cache."""

@@ -217,6 +217,7 @@ def _check_heads(slot: str, spec: Any, config) -> None:
                 f"{what} has no place for `score_cap` {spec.score_cap}, which dense and windowed attention have with a"
                 " position outside the scores; set it to None, or use these."
             )
+    spec.check_heads(slot, config)
 
 
 def refuse_packing(layers: list) -> None:

@@ -15,8 +15,10 @@ _ALL_HEADS = {"score_bias", "score_terms", "head_terms"}
 def _splits_heads(layer: Any, kind: str) -> bool:
     own = kind == "attention"
     spec = layer.attention if own else layer.cross_attention
-    # A norm of queries and keys has one weight for all heads, or statistics over them.
-    return spec.splits_heads and spec.query_key_norm == "none" and not (own and layer.position.acts & _ALL_HEADS)
+    # A norm of queries and keys has one weight for all heads, or statistics over them; an aggregation joins all heads,
+    # and losses compare them.
+    alone = spec.query_key_norm == "none" and spec.aggregation is None and not spec.losses
+    return spec.splits_heads and alone and not (own and layer.position.acts & _ALL_HEADS)
 
 
 def _undivided(config: Any) -> Any:

@@ -33,8 +33,9 @@ class TypedSpec:
         fields: dict[str, Any] = {}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
-            value = value.to_dict() if isinstance(value, TypedSpec) else value
-            fields[field.name] = list(value) if isinstance(value, tuple) else value
+            if isinstance(value, tuple):
+                value = [entry.to_dict() if isinstance(entry, TypedSpec) else entry for entry in value]
+            fields[field.name] = value.to_dict() if isinstance(value, TypedSpec) else value
         return {"type": self.type, **fields}
 
     def check_fields(self) -> None:

@@ -17,6 +17,7 @@ from ...core.weight_decay import Undecayed
 from ...ops.common.products import wide_products
 from ...position.base import PositionTerms, Rotation, ScoreBias
 from ...position.score_terms import SelfAttentionTerms
+from .head_parts import HeadAggregation, HeadLoss, HeadLossModule, Heads, build_aggregation, build_losses
 
 # A stream with the states [B, S, D] that keys and values are made of where they are not the queries' own.
 KEY_STATES = "key_states"
@@ -64,6 +65,13 @@ class Attention(Undecayed, Sublayer):
         self.k_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
         self.v_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, width, bias=spec.has_output_bias)
+        self.aggregation: nn.Module | None = None
+        if spec.aggregation is not None:
+            joining = cast(HeadAggregation, spec.aggregation)
+            self.aggregation = joining.build(config, layer_idx=layer_idx)
+            if self.aggregation is not None and not joining.final_linear:
+                self.o_proj = None  # type: ignore[assignment]
+        self.head_losses = nn.ModuleList(loss.build(config, layer_idx=layer_idx) for loss in spec.losses)
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
         if spec.query_key_norm != "none":
@@ -88,6 +96,8 @@ class Attention(Undecayed, Sublayer):
         `context.streams` instead. A mechanism that has something of its own to prepare calls this as well."""
         if self.position_terms is not None:
             self.position_terms.prepare(context)
+        for loss in self.losses_of_heads:
+            loss.prepare(context)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         """query [B, H, T, d], key and value [B, K, S, d] -> (output [B, T, H, d], weights [B, H, T, S] or None)."""
@@ -96,6 +106,12 @@ class Attention(Undecayed, Sublayer):
     def wants_weights(self, context: LayerContext) -> bool:
         """Whether the literal path must run."""
         return context.output_attentions or context.implementation == "eager"
+
+    def weights_of_block(self, query: Tensor, key: Tensor, context: LayerContext, rows: slice, heads: slice) -> Tensor:
+        """The attention weights of some queries and heads alone, before dropout, in float32 at least, where the spec
+        says `weighs_blocks`. query [B, h, t, d]: of these rows and heads; key [B, K, S, d] -> [B, h, t, s], on the
+        first s keys, which hold all that the queries see."""
+        raise NotImplementedError(f"{type(self).__name__} does not give weights of blocks.")
 
     def initialize(self, config, init) -> None:
         """Projections as the config's initializer says (the generic rule has run before)."""
@@ -222,6 +238,26 @@ class Attention(Undecayed, Sublayer):
             cache.is_updated[step] = True
         return query, key, value
 
+    @property
+    def losses_of_heads(self) -> list[HeadLossModule]:
+        """What acts in this call: losses are for training alone."""
+        return cast("list[HeadLossModule]", list(self.head_losses)) if self.training else []
+
+    def losses(self, heads: Heads) -> dict[str, Tensor] | None:
+        """The auxiliary losses on what the heads of this layer did (`AttentionSpec.losses`), by name."""
+        found: dict[str, Tensor] = {}
+        for loss in self.losses_of_heads:
+            found.update(loss(heads))
+        return found or None
+
+    def written(self, output: Tensor, context: LayerContext) -> Tensor:
+        """What the heads have read, [B, T, H, d] -> [B, T, D] for the residual stream: side by side through the output
+        projection, or as the spec's `aggregation` joins them."""
+        joined = context.packed(output.flatten(2))
+        if self.aggregation is not None:
+            joined = self.aggregation(joined)
+        return joined if self.o_proj is None else self.o_proj(joined)
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -241,8 +277,8 @@ class Attention(Undecayed, Sublayer):
         else:
             query, key, value = self.project_self(hidden_states, context, past_key_values, step)
         output, weights = self.attend(query, key, value, context)
-        output = self.o_proj(context.packed(output.flatten(2)))
-        return SublayerOutput(output, weights)
+        losses = self.losses(Heads(self, query, key, value, output, weights, context))
+        return SublayerOutput(self.written(output, context), weights, aux_losses=losses)
 
 
 @dataclass(kw_only=True)
@@ -272,7 +308,10 @@ class AttentionSpec(Spec):
     work, too. keeps_rotated: its state for generation holds what rotations have made of earlier keys, which cannot be
     turned anew. knows_order: it knows the order of tokens by parameters of its own, without a position.
     rotates_values: a rotation may turn values and its output. exports_usual_path: its usual path is made of ONNX
-    operators alone; of others the literal equation is exported.
+    operators alone; of others the literal equation is exported. hands_out_heads: what each head has read and its
+    values can be had head by head ([`Attention.written`], [`Attention.losses`]), so that heads may be joined in
+    another way and have losses. weighs_blocks: the weights of some queries can be had without those of all
+    ([`Attention.weights_of_block`]), as losses on them need.
 
     Of the fields below mechanisms may refuse some: normalizes_heads: queries and keys may be normalised
     (`query_key_norm`). caps_scores: scores may be capped (`score_cap`).
@@ -282,7 +321,9 @@ class AttentionSpec(Spec):
     keys, before rotation: of each `head` (Qwen 3; Dehghani et al. 2023, arXiv 2302.05442, section 2), or of the whole
     `projection` (OLMo 2). score_cap: scaled scores s become c tanh(s / c), so that they stay within c (Gemma 2; Bello
     et al. 2016, arXiv 1611.09940, section 5.1). angles: which rotation of a rotary position the layer has, that of all
-    layers (`global`), the `local` one, or `none`.
+    layers (`global`), the `local` one, or `none`. aggregation: how heads are joined in place of standing side by side
+    (`routing_aggregation`, `capsule_heads`; `None`: side by side). losses: auxiliary losses of training on what heads
+    do (`disagreement_regularization`, `attention_guidance`).
     """
 
     causal: ClassVar[bool] = True
@@ -310,6 +351,8 @@ class AttentionSpec(Spec):
     knows_order: ClassVar[bool] = False
     rotates_values: ClassVar[bool] = False
     exports_usual_path: ClassVar[bool] = False
+    hands_out_heads: ClassVar[bool] = False
+    weighs_blocks: ClassVar[bool] = False
 
     normalizes_heads: ClassVar[bool] = False
     caps_scores: ClassVar[bool] = False
@@ -320,6 +363,21 @@ class AttentionSpec(Spec):
     query_key_norm: Literal["none", "head", "projection"] = "none"
     score_cap: float | int | None = None
     angles: Literal["global", "local", "none"] = "global"
+    aggregation: dict | str | HeadAggregation | None = None
+    losses: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.aggregation = build_aggregation(self.aggregation)
+        self.losses = build_losses(self.losses)
+
+    def check_heads(self, slot: str, config) -> None:
+        """Refuses an aggregation of heads and losses on them that this mechanism has no place for, or that do not fit
+        `config`."""
+        parts: list[HeadAggregation | HeadLoss] = list(self.losses)
+        if self.aggregation is not None:
+            parts.append(cast(HeadAggregation, self.aggregation))
+        for part in parts:
+            part.check(self, slot, config)
 
     @property
     def has_output_bias(self) -> bool:

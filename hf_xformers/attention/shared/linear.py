@@ -21,6 +21,7 @@ from ...ops.linear.attention import (
 )
 from ...ops.linear.window import WindowState
 from .base import Attention, AttentionSpec, cross_cache, given_memory
+from .head_parts import Heads
 
 
 class LinearAttention(Attention):
@@ -79,17 +80,20 @@ class LinearAttention(Attention):
         step: int | None = None,
     ) -> SublayerOutput:
         step = self.layer_idx if step is None else step
-        whole = self.at_once(hidden_states, context)
+        losses = self.losses_of_heads
+        whole = None if losses or self.aggregation is not None else self.at_once(hidden_states, context)
         if whole is not None:
             return SublayerOutput(whole, None)
         query = self.queries(hidden_states)
         if self.cross:
             output, weights = self._read_memory(query, memory, context, past_key_values, step)
+            key, value = self._keys_and_values(given_memory(memory)) if losses else (query, query)
         else:
             key, value = self._keys_and_values(hidden_states)
             output, weights = self._read_tokens(query, key, value, context, past_key_values, step)
-        output = self.finished(output).transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
-        return SublayerOutput(self.o_proj(output), weights)
+        output = self.finished(output).transpose(1, 2)
+        found = self.losses(Heads(self, query, key, value, output, weights, context)) if losses else None
+        return SublayerOutput(self.written(output, context), weights, aux_losses=found)
 
     def _keys_and_values(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """[B, S, D] -> [B, H, S, d] twice; grouped heads are repeated, as a state belongs to a query's head."""
@@ -254,6 +258,7 @@ class LinearSpec(AttentionSpec):
     cross = True
     rotation = False
     keeps_rotated = True
+    hands_out_heads = True
 
     chunk_size: int = 64
 
