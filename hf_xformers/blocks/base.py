@@ -21,14 +21,15 @@ PARTNER = "residual_partner"
 
 
 Kind = Literal["attention", "cross_attention", "feedforward"]
-Reads = Literal["stream", "same_stream", "same_input"]
+Reads = Literal["stream", "same_stream", "same_input", "layer_input"]
 
 
 @dataclass(frozen=True)
 class SublayerPlan:
     """One sublayer of a layer: its attribute name, what it does, the factor on its output, a feed-forward's part of
     `intermediate_size`, and what it reads: the residual `stream`, the `same_stream` as the sublayer before it (the two
-    are added together), or the `same_input`, which that sublayer's frame has made of it."""
+    are added together), the `same_input`, which that sublayer's frame has made of it, or the `layer_input`, the stream
+    as the layer was given it."""
 
     name: str
     kind: Kind
@@ -128,13 +129,15 @@ class XFormerLayer(GradientCheckpointingLayer):
         context = context.with_streams(streams)
         around = context if context.unpadding is None else context.of_tokens()
         losses: dict[str, Tensor] = {}
-        read = entered = hidden_states
+        read = entered = begun = hidden_states
         for entry in self.sublayers(memory):
             if before_sublayer is not None:
                 before_sublayer()
             frame = self.frame(entry)
             if entry.reads == "stream":
                 read = hidden_states if partner is None else partner
+            elif entry.reads == "layer_input":
+                read = begun
             if entry.reads != "same_input":
                 entered = frame.enter(read, **frame.inputs(around))
             result = self.run_entered(entry, entered, context, memory, past_key_values, step)

@@ -55,6 +55,7 @@ DEBERTA_OWN = (
     "DebertaV2Config",
     {**DEBERTA_SIZES, "position_buckets": -1, "share_att_key": False, "norm_rel_ebd": "none", "type_vocab_size": 2},
 )
+CONVOLUTION = {"conv_kernel_size": 3, "conv_groups": 2, "conv_act": "gelu"}  # v2-xlarge and v2-xxlarge
 T5_SIZES = dict(
     vocab_size=VOCAB,
     d_model=32,
@@ -230,6 +231,8 @@ CASES = [
     Case("DebertaV2Model", "XFDebertaModel", DEBERTA, {"max_relative_positions": 6, "pos_att_type": ["p2c"]}),
     Case("DebertaV2ForMaskedLM", "XFDebertaForMaskedLM", DEBERTA),
     Case("DebertaV2ForMaskedLM", "XFDebertaForMaskedLM", DEBERTA_OWN, {"tie_word_embeddings": False}),
+    Case("DebertaV2ForMaskedLM", "XFDebertaForMaskedLM", DEBERTA, CONVOLUTION),
+    Case("DebertaV2Model", "XFDebertaModel", DEBERTA_OWN, {"conv_kernel_size": 5}),
     Case("DebertaV2ForSequenceClassification", "XFDebertaForSequenceClassification", DEBERTA, {"num_labels": 3}),
     Case("DebertaV2ForTokenClassification", "XFDebertaForTokenClassification", DEBERTA_OWN),
     Case("DebertaV2ForQuestionAnswering", "XFDebertaForQuestionAnswering", DEBERTA),

@@ -256,7 +256,7 @@ def test_sources_that_do_not_convert():
     for changes, message in (
         ({"relative_attention": False}, "relative_attention=False"),
         ({"pos_att_type": None}, "pos_att_type=None"),
-        ({"conv_kernel_size": 3}, "conv_kernel_size=3 .* convolution"),
+        ({"conv_kernel_size": 4}, "conv_kernel_size=4 .* even kernel"),
         ({"embedding_size": 8}, "embedding_size=8"),
         ({"attention_head_size": 8}, "attention_head_size=8"),
     ):

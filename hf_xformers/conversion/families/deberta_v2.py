@@ -3,6 +3,7 @@
 transformers predicts masked tokens from the last layer's states, without the paper's enhanced mask decoder: the stack
 is `plain`. A masked language model with `legacy=False`, which always reads the token table, comes back with
 `legacy=True`; a published checkpoint whose head is in that layout is read in it, whatever its config says.
+The convolution beside the first layer of the largest models (v2-xlarge, v2-xxlarge) is the block `convolution`.
 The bias of a relative key projection of its own adds the same to all scores of a query: ours has none.
 """
 
@@ -27,7 +28,36 @@ def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
         "share_projections": getattr(config, "share_att_key", False),
         "normalize": "layer_norm" in normed,
     }
-    return common_to_ours(config, position)
+    return {**common_to_ours(config, position), **_block(config)}
+
+
+def _block(config: PreTrainedConfig) -> dict[str, Any]:
+    """Our block, which is another than the usual one where a convolution stands beside the first layer."""
+    kernel = getattr(config, "conv_kernel_size", 0)
+    if not kernel > 0:
+        return {}
+    if kernel % 2 == 0:
+        raise ValueError(
+            f"A 'deberta-v2' model with conv_kernel_size={kernel!r} does not convert: an even kernel shortens the text"
+            " there, and transformers cannot run it."
+        )
+    return {
+        "block": {
+            "type": "convolution",
+            "kernel": kernel,
+            "groups": getattr(config, "conv_groups", 1),
+            "activation": getattr(config, "conv_act", "tanh"),
+        }
+    }
+
+
+def _convolution(block: Any) -> dict[str, Any]:
+    """Their fields for it as far as they are no defaults: their config does not declare them."""
+    if block.type != "convolution":
+        return {}
+    usual = {"conv_groups": 1, "conv_act": "tanh"}
+    found = {"conv_groups": block.groups, "conv_act": block.activation}
+    return {"conv_kernel_size": block.kernel, **{name: x for name, x in found.items() if x != usual[name]}}
 
 
 def common_to_ours(config: PreTrainedConfig, position: dict[str, Any]) -> dict[str, Any]:
@@ -41,7 +71,6 @@ def common_to_ours(config: PreTrainedConfig, position: dict[str, Any]) -> dict[s
         )
     width = config.hidden_size
     plain = {
-        "conv_kernel_size": (0, "its first layer has a convolution beside it (v2-xlarge, v2-xxlarge)"),
         "embedding_size": (width, "its token table is narrower than its states"),
         "pooler_hidden_size": (width, "its pooler has a width of its own"),
         "attention_head_size": (width // config.num_attention_heads, "its heads have a width of their own"),
@@ -93,6 +122,7 @@ def to_theirs(config: XFormerConfig) -> dict[str, Any]:
         "position_buckets": -1 if position.buckets is None else position.buckets,
         "share_att_key": position.share_projections,
         "norm_rel_ebd": "layer_norm" if position.normalize else "none",
+        **_convolution(config.block),
     }
 
 
@@ -152,6 +182,10 @@ def _backbone(config: XFormerConfig) -> tuple[Rule, ...]:
             rules.append(Rule((f"{layer}.attention.self.pos_key_proj.bias",), (), idle))
         if "p2c" in position.terms:
             rules.append(copied(f"{layer}.attention.self.pos_query_proj.*", f"{own}.query_proj.*"))
+    if config.block.type == "convolution":
+        first_layer = "@trunk.layers.0.convolution"
+        rules.append(copied("@encoder.conv.conv.*", f"{first_layer}.conv.*"))
+        rules.append(copied("@encoder.conv.LayerNorm.*", f"{first_layer}_residual.norm.*"))
     return tuple(rules)
 
 
