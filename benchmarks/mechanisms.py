@@ -148,6 +148,7 @@ CASES: dict[str, Case] = {
         {"type": "nystromformer", "num_landmarks": 64},
         peers={"transformers": peers.nystromformer, "nystrom-attention": peers.nystrom_attention},
     ),
+    "csalr, 64 landmarks": Case("xf_csalr", {"type": "csalr", "num_landmarks": 64}),
     "luna": Case("xf_luna", "luna"),
     "luna causal": Case("xf_luna", "luna", causal=True),
     "adaptive span 512": Case("xf_adaptive_span", {"type": "adaptive_span", "start": "480/T"}, causal=True),

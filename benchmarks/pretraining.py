@@ -112,6 +112,7 @@ OPTIONS = {
     "xf_routing_transformer": ["--attention.window_size", "16"],
     "xf_linformer": ["--attention.projected_length", "32"],
     "xf_nystromformer": ["--attention.num_landmarks", "16"],
+    "xf_csalr": ["--attention.num_landmarks", "16"],
     "xf_luna": ["--attention.projected_length", "16"],
     "xf_performer": ["--attention.num_features", "64"],
 }

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from ..core.components import aliased, register
 from ..core.context import LayerContext
-from ..ops.common.products import wide_products, widened
+from ..ops.common.products import wide_products
 from ..ops.head_convolution import convolve_heads
-from ..ops.nystrom import iterative_pinv, nystrom_attention, segment_means
+from ..ops.landmarks import landmark_factors, masked_softmax
+from ..ops.nystrom import iterative_pinv, nystrom_attention
 from .shared.base import Attention, AttentionSpec
 
 
@@ -83,18 +84,11 @@ class NystromAttention(Attention):
     def matrix(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
         """The approximated attention matrix [B, H, T, T], its three factors multiplied out."""
         most, dtype = self.num_landmarks, query.dtype
-        query, key = widened(query, key)
         real = query.new_ones(query.shape[0], query.shape[2], dtype=torch.bool) if mask is None else mask
-        exact = _softmax(wide_products(query, key) * self.scaling, real[:, None, None])
+        exact = masked_softmax(wide_products(query, key) * self.scaling, real[:, None, None])
         if most is None or query.shape[2] <= most:
             return exact.to(dtype)
-        query_means, tokens = segment_means(query, most, real)
-        key_means, _ = segment_means(key, most, real)
-        count = query.new_ones(query.shape[0], most) if tokens is None else tokens
-        used = (count > 0)[:, None, None]  # [B, 1, 1, m]
-        first = _softmax(wide_products(query, key_means) * self.scaling, used)
-        middle = _softmax(wide_products(query_means, key_means) * self.scaling, used) * used.mT
-        last = _softmax(wide_products(query_means, key) * self.scaling, real[:, None, None])
+        first, middle, last = landmark_factors(query, key, most, real, self.scaling)
         with torch.autocast(query.device.type, enabled=False):
             if self.spec.pinv_iterations is None:
                 inverse = torch.linalg.pinv(middle)
@@ -103,12 +97,6 @@ class NystromAttention(Attention):
             product = first @ inverse @ last
         few = (real.sum(-1) <= most)[:, None, None, None]
         return torch.where(few, exact, product).to(dtype)
-
-
-def _softmax(scores: Tensor, allowed: Tensor) -> Tensor:
-    """Softmax over the allowed columns; zeros where there are none."""
-    scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
-    return torch.softmax(scores, dim=-1).masked_fill(~allowed, 0.0)
 
 
 @register("attention", "nystromformer", aliases=("nystrom",))

@@ -23,6 +23,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "adaptive_span": {"start": 0.25, "ramp": 4},
     "band_attention": {"window_size": 4},
     "bigbird": {"block_size": 1, "num_random_blocks": 2},
+    "csalr": {"num_landmarks": 4},
     "delta_net": {"chunk_size": 8},
     "feedback": {"window": 8},
     "linformer": {"projected_length": 8},

@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .common.padding import check_padding_mask
-from .common.real_tokens import real_places
-from .common.segments import accumulation_dtype
+from .landmarks import landmark_attention
 
 
 def nystrom_attention(
@@ -59,89 +56,20 @@ def nystrom_attention(
         raise ValueError(f"num_landmarks must be at least 1, got {num_landmarks}.")
     if pinv_iterations is not None and pinv_iterations < 1:
         raise ValueError(f"pinv_iterations must be at least 1, or None for the exact inverse, got {pinv_iterations}.")
-    check_padding_mask(key_padding_mask, key.shape[0], key.shape[2])
-    check_padding_mask(query_padding_mask, query.shape[0], query.shape[2])
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    visible = nonempty = None
-    if key_padding_mask is not None:
-        # A softmax over nothing is NaN: let an empty sequence see everything and blank its output.
-        nonempty = key_padding_mask.any(-1)
-        visible = (key_padding_mask | ~nonempty[:, None])[:, None, None, :]
-    if key.shape[2] <= num_landmarks:
-        return _blank(F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale), nonempty)
 
-    landmarks_q, count_q = segment_means(query, num_landmarks, query_padding_mask)
-    landmarks_k, count_k = segment_means(key, num_landmarks, key_padding_mask)
-    summary = F.scaled_dot_product_attention(landmarks_q, key, value, attn_mask=visible, scale=scale)
-    dtype = accumulation_dtype(value.dtype)
-    with torch.autocast(query.device.type, enabled=False):
-        scores = landmarks_q.to(dtype) @ landmarks_k.to(dtype).mT * scale
-        used = None
-        if count_k is not None and nonempty is not None:
-            used = (count_k > 0) | ~nonempty[:, None]
-            scores = scores.masked_fill(~used[:, None, None, :], float("-inf"))
-            used = used[:, None, None, :]
-        matrix = scores.softmax(-1)
-        if count_q is not None:
-            # Rows of 0 for landmarks without tokens: the inverse then has columns of 0 there.
-            matrix = matrix.masked_fill((count_q == 0)[:, None, :, None], 0.0)
+    def solve(matrix: Tensor, summary: Tensor) -> Tensor:
         if pinv_iterations is None:
-            inverse = torch.linalg.pinv(matrix)
-        else:
-            inverse = iterative_pinv(matrix, pinv_iterations, init=pinv_init)
-        values = inverse @ summary.to(dtype)
-        # An inverse has large entries where landmarks are alike; what is read of it is small again.
-        peak = values.detach().abs().amax((-2, -1), keepdim=True).clamp(min=1.0)
-        values = (values / peak).to(value.dtype)
-    if key_padding_mask is not None:
-        # Few enough keys to be landmarks themselves: attending to them is exact.
-        short = key_padding_mask.sum(-1) <= num_landmarks
-        short = short[:, None, None, None]
-        values = torch.where(short, segment_means(value, num_landmarks, key_padding_mask)[0], values)
-        peak = peak.masked_fill(short, 1.0)
-    read = F.scaled_dot_product_attention(query, landmarks_k, values, attn_mask=used, scale=scale)
-    return _blank((read * peak).to(value.dtype), nonempty)
+            return torch.linalg.pinv(matrix) @ summary
+        return iterative_pinv(matrix, pinv_iterations, init=pinv_init) @ summary
 
-
-def segment_means(x: Tensor, num_segments: int, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Means of consecutive tokens, for sequences of n real tokens in min(n, num_segments) segments.
-
-    All segments are of n / num_segments tokens, as in the paper, where that is a whole number. Otherwise the first
-    ones have one token more than the last ones, so that there are as many segments for every n.
-
-    Args:
-        x: `[B, H, T, d]`.
-        mask: `[B, T]`, True = real token. Only real tokens are counted and averaged.
-
-    Returns:
-        Means `[B, H, m, d]`, m <= num_segments, 0 for segments without tokens; and the tokens per segment `[B, m]`,
-        None without a mask, when no segment is empty.
-    """
-    batch, heads, length, width = x.shape
-    if mask is None:
-        num_segments = min(num_segments, length)
-        size, longer = divmod(length, num_segments)
-        border = longer * (size + 1)
-        means = x[:, :, border:].unflatten(2, (-1, size)).mean(3)
-        return (
-            torch.cat([x[:, :, :border].unflatten(2, (-1, size + 1)).mean(3), means], 2) if longer else means
-        ), None
-    num_segments = min(num_segments, length)
-    total, place = mask.sum(-1, keepdim=True), real_places(mask)
-    sizes, more = total // num_segments, total % num_segments
-    borders = more * (sizes + 1)
-    segment = torch.where(place < borders, place // (sizes + 1), more + (place - borders) // sizes.clamp(min=1))
-    member = (segment[:, None, :] == torch.arange(num_segments, device=x.device)[:, None]) & mask[:, None, :]
-    count = member.sum(-1)
-    # One product for all heads; free of copies when the heads lie side by side, as projections leave them.
-    rows = x.transpose(1, 2).reshape(batch, length, heads * width)
-    # Divided by a power of two before they are summed, which rounds nothing: sums of many tokens may outgrow float16.
-    wide = accumulation_dtype(x.dtype)
-    power = torch.exp2(count.clamp(min=1).to(wide).log2().ceil())[..., None]
-    with torch.autocast(x.device.type, enabled=False):
-        sums = (member / power).to(x.dtype) @ rows
-    means = (sums.to(wide) * (power / count.clamp(min=1)[..., None])).to(x.dtype)
-    return means.view(batch, num_segments, heads, width).transpose(1, 2), count
+    return landmark_attention(
+        *(query, key, value, solve),
+        num_landmarks=num_landmarks,
+        key_padding_mask=key_padding_mask,
+        query_padding_mask=query_padding_mask,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        exact_when_short=True,
+    )
 
 
 def iterative_pinv(matrix: Tensor, iterations: int = 6, *, init: str = "per_matrix") -> Tensor:
@@ -195,7 +123,3 @@ def nystrom_attention_reference(
     )
     inverse = torch.linalg.pinv(middle) if pinv_iterations is None else iterative_pinv(middle, pinv_iterations)
     return first @ inverse @ last @ value
-
-
-def _blank(out: Tensor, nonempty: Tensor | None) -> Tensor:
-    return out if nonempty is None else out.masked_fill(~nonempty[:, None, None, None], 0.0)

@@ -121,6 +121,7 @@ CASES = [
     ("xf_luna", False, LINEAR, None),
     ("xf_luna", True, LINEAR, None),
     ("xf_nystromformer", False, LINEAR, None),
+    ("xf_csalr", False, LINEAR, None),
     ("xf_performer", False, LINEAR, None),
     ("xf_performer", True, LINEAR, None),
     ("xf_linear_transformer", False, LINEAR, None),

@@ -19,6 +19,7 @@ SMALL = {  # sizes at which a text of 21 tokens has several chunks, clusters, la
     "luna": {"projected_length": 4, "chunk_size": 4},
     "linformer": {"projected_length": 8},
     "nystromformer": {"num_landmarks": 4, "conv_kernel_size": 3},
+    "csalr": {"num_landmarks": 4},
     "performer": {"num_features": 16, "chunk_size": 8},
     "linear_transformer": {"chunk_size": 8},
     "delta_net": {"chunk_size": 8},

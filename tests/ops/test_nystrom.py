@@ -4,12 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_xformers.ops.nystrom import (
-    iterative_pinv,
-    nystrom_attention,
-    nystrom_attention_reference,
-    segment_means,
-)
+from hf_xformers.ops.landmarks import segment_means
+from hf_xformers.ops.nystrom import iterative_pinv, nystrom_attention, nystrom_attention_reference
 
 B, H, D, DV = 2, 3, 8, 5
 

@@ -1,0 +1,51 @@
+"""CSALR (Chen et al. 2020): attention decomposed through the attention of a few landmarks."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+from ..configuration_xformer import XFormerConfig
+from ..core.components import SpecLike
+from ..families import ENCODER_HEADS, VariantInfo, make_family
+
+
+class XFCSALRConfig(XFormerConfig):
+    """CSALR (Chen et al. 2020): attention decomposed through the attention of a few landmarks."""
+
+    model_type = "xf_csalr"
+
+    attention: SpecLike = "csalr"
+    decoder: dict[str, Any] | None = field(default_factory=lambda: {"attention": "dense"})
+
+
+INFO = VariantInfo(
+    section="4.4",
+    summary="softmax attention decomposed into what tokens take of landmarks and what landmarks read",
+    paper="Chen et al. 2020",
+    url="https://doi.org/10.24963/ijcai.2020/285",
+    equation=r"\mathrm{softmax}\!\left(\tfrac{Q \tilde K^\top}{\sqrt d}\right) "
+    r"\left(\mathrm{softmax}\!\left(\tfrac{\tilde Q \tilde K^\top}{\sqrt d}\right) + I\right)^{-1} "
+    r"\mathrm{softmax}\!\left(\tfrac{\tilde Q K^\top}{\sqrt d}\right) V",
+    cost="time O(T m D + H m^3) for m landmarks, memory O(T m)",
+    bibtex="""@inproceedings{chen2020csalr,
+  title={Compressed Self-Attention for Deep Metric Learning with Low-Rank Approximation},
+  author={Chen, Ziye and Gong, Mingming and Ge, Lingjuan and Du, Bo},
+  booktitle={Proceedings of the Twenty-Ninth International Joint Conference on Artificial Intelligence},
+  year={2020}
+}""",
+    notes=(
+        "Proposed for feature maps of images; here over tokens, in the form that the survey gives (section 4.4.2)."
+        " Rows of the implied attention sum to 1/2. No causal form exists; the decoder of an encoder-decoder has"
+        " dense attention."
+    ),
+)
+
+_family = make_family(XFCSALRConfig, "XFCSALR", (*ENCODER_HEADS, "ForSeq2SeqLM"), INFO)
+XFCSALRModel = _family["Model"]
+XFCSALRForMaskedLM = _family["ForMaskedLM"]
+XFCSALRForSequenceClassification = _family["ForSequenceClassification"]
+XFCSALRForTokenClassification = _family["ForTokenClassification"]
+XFCSALRForQuestionAnswering = _family["ForQuestionAnswering"]
+XFCSALRForMultipleChoice = _family["ForMultipleChoice"]
+XFCSALRForSeq2SeqLM = _family["ForSeq2SeqLM"]
