@@ -149,6 +149,8 @@ CASES: dict[str, Case] = {
         peers={"transformers": peers.nystromformer, "nystrom-attention": peers.nystrom_attention},
     ),
     "csalr, 64 landmarks": Case("xf_csalr", {"type": "csalr", "num_landmarks": 64}),
+    "star transformer": Case("xf_star_transformer", "star_transformer", layers=2),
+    "axial, encoder": Case("xf_axial_transformer", "axial_transformer", layers=2),
     "luna": Case("xf_luna", "luna"),
     "luna causal": Case("xf_luna", "luna", causal=True),
     "adaptive span 512": Case("xf_adaptive_span", {"type": "adaptive_span", "start": "480/T"}, causal=True),

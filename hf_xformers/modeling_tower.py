@@ -61,6 +61,7 @@ class XFormerTower(XFormerPreTrainedModel):
         config, layers = self.config, self.config.layer_configs()
         self.max_length = config.position.max_length(config)
         self.extra_inputs = self.names_of_inputs(config)
+        self.text_streams = layers[-1].attention.text_streams if config.add_pooler else ()
         self.takes_pairs = all(layer.attention.explicit_mask for layer in layers)
         self.keeps_documents_apart = all(
             layer.attention.packed and layer.block.packed and layer.stack.packed for layer in layers
@@ -157,6 +158,7 @@ class XFormerTower(XFormerPreTrainedModel):
             aux_losses=result.aux_losses or None,
             memories=memories,
             segment_memory=result.segment_memory,
+            streams={name: result.streams[name] for name in self.text_streams if name in result.streams} or None,
         )
 
     def _token_vectors(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:

@@ -17,10 +17,16 @@ from .core.context import segments_from_positions
 from .core.extent import can_inspect
 from .core.inputs import refuse_unread
 from .core.outputs import TowerOutput, XFormerModelOutput, XFormerSeq2SeqModelOutput
-from .core.pooling import Pooler
+from .core.pooling import Pooler, TextPooler
 from .modeling_base import XFormerPreTrainedModel
 from .modeling_tower import XFormerTower
 from .ops.common.real_tokens import from_first_real, is_first_real, up_to_last_real
+
+
+def build_pooler(config: XFormerConfig) -> TextPooler:
+    """What makes a text's vector: the stack's own, that of the last layer's attention, or the usual one."""
+    last = config.layer(max(config.num_hidden_layers - 1, 0))
+    return config.stack.build_pooler(config) or last.attention.build_pooler(last) or Pooler(config)
 
 
 class XFormerModel(XFormerPreTrainedModel):
@@ -35,7 +41,7 @@ class XFormerModel(XFormerPreTrainedModel):
         self.trunk = XFormerTower(config.tower("trunk") if config.is_encoder_decoder else config)
         self.decoder = XFormerTower(config.tower("decoder"), cross=True) if config.is_encoder_decoder else None
         pooled = add_pooler and config.add_pooler and not config.is_encoder_decoder
-        self.pooler = (config.stack.build_pooler(config) or Pooler(config)) if pooled else None
+        self.pooler = build_pooler(config) if pooled else None
         self._tied_weights_keys = self.shared_tables() or None
         self.post_init()
 
@@ -143,6 +149,7 @@ class XFormerModel(XFormerPreTrainedModel):
         pooled = None
         if self.pooler is not None:
             given = {name: kwargs.get(name) for name in self.pooler.inputs}
+            given.update({name: (output.streams or {}).get(name) for name in self.pooler.streams})
             pooled = self.pooler(output.last_hidden_state, output.padding_mask, **given)
         tokens = text["inputs_embeds"] if text["input_ids"] is None else text["input_ids"]
         return XFormerModelOutput(

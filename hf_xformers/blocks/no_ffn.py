@@ -20,11 +20,11 @@ class NoFFNBlockSpec(BlockSpec):
 
     def check(self, config) -> None:
         reads = config.is_decoder and config.is_encoder_decoder
-        if not reads and not config.attention.maps_tokens:
+        if not reads and not config.attention.maps_tokens and not config.residual.maps_tokens:
             raise ValueError(
                 f"block 'no_ffn' leaves a stack of attention {config.attention.type!r} alone without any nonlinear map"
-                " of a token; use attention 'all_attention', or the block in an encoder-decoder's decoder"
-                " (`decoder={'block': 'no_ffn'}`)."
+                " of a token; use attention 'all_attention', residual 'no_residual', or the block in an"
+                " encoder-decoder's decoder (`decoder={'block': 'no_ffn'}`)."
             )
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:

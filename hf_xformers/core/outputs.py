@@ -17,12 +17,13 @@ class TowerOutput(base.BaseModelOutputWithPastAndCrossAttentions):
     """last_hidden_state [B, T, D]; padding_mask: boolean [B, T] that belongs to it (None: nothing is padded); memories
     [B, steps of the decoder, T, D]: what each decoder layer reads, from an encoder that gives them different ones (the
     batch comes first, so that beams expand it); segment_memory: what the next segment of the text may read of this
-    one, from a stack with such a memory."""
+    one, from a stack with such a memory; streams: what the last layer handed on and a pooler reads."""
 
     padding_mask: torch.Tensor | None = None
     aux_losses: dict[str, torch.Tensor] | None = None
     memories: torch.Tensor | None = None
     segment_memory: SegmentMemory | None = None
+    streams: dict[str, torch.Tensor] | None = None
 
 
 @dataclass

@@ -27,11 +27,20 @@ def pool(hidden_states: Tensor, mask: Tensor | None, how: str) -> Tensor:
     return hidden_states[torch.arange(hidden_states.shape[0], device=mask.device), index]
 
 
-class Pooler(nn.Module):
-    """tanh(W h_0 + b) of the first real token (Devlin et al. 2019), in a decoder of the last, which alone has read the
-    whole text; the config may choose another activation."""
+class TextPooler(nn.Module):
+    """Base of what makes a text's vector: `forward(hidden_states [B, T, D], padding_mask [B, T] or None)`.
+
+    inputs: model inputs that it is given beside these by name; streams: what the last layer handed on, likewise (None
+    where a stack hands nothing on).
+    """
 
     inputs: ClassVar[tuple[str, ...]] = ()
+    streams: ClassVar[tuple[str, ...]] = ()
+
+
+class Pooler(TextPooler):
+    """tanh(W h_0 + b) of the first real token (Devlin et al. 2019), in a decoder of the last, which alone has read the
+    whole text; the config may choose another activation."""
 
     def __init__(self, config):
         super().__init__()

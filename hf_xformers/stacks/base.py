@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ..blocks.base import XFormerLayer
 from ..core.components import Spec
 from ..core.context import LayerContext
+from ..core.pooling import TextPooler
 from ..core.segment_memory import SegmentMemory
 from ..core.weight_decay import Undecayed
 from ..position.base import Position
@@ -21,14 +22,15 @@ from ..position.base import Position
 class StackOutput:
     """hidden_states [B, T', D] after the last layer (T' may differ from the input's T); context: the state bundle that
     belongs to them; aux_losses: scalars by name; memories [B, steps of the decoder, T', D]: an encoder's own memory
-    for each decoder layer, or None; segment_memory: what the next segment of the text may read of this one, or
-    None."""
+    for each decoder layer, or None; segment_memory: what the next segment of the text may read of this one, or None;
+    streams: what the last layer handed on."""
 
     hidden_states: Tensor
     context: LayerContext
     aux_losses: dict[str, Tensor] = field(default_factory=dict)
     memories: Tensor | None = None
     segment_memory: SegmentMemory | None = None
+    streams: dict[str, Tensor] = field(default_factory=dict)
 
 
 def memory_by_step(memory: Tensor | None, steps: int) -> Sequence[Tensor | None]:
@@ -111,7 +113,7 @@ class StackSpec(Spec):
         """Whether the last states are one for each token of the text."""
         return True
 
-    def build_pooler(self, config) -> nn.Module | None:
+    def build_pooler(self, config) -> TextPooler | None:
         """What makes a text's vector of the last states in place of the usual pooler, called with `(hidden_states [B,
         T, D], padding_mask)` and the model inputs that its class names in `inputs`; None: the usual one."""
         return None

@@ -12,12 +12,13 @@ from ..blocks.base import XFormerLayer
 from ..blocks.nesting import NESTING, SENTENCE_POSITIONS, AttentivePooling, Levels, make_nesting
 from ..core.components import register
 from ..core.context import LayerContext
+from ..core.pooling import TextPooler
 from ..position.base import Position
 from .base import StackOutput, StackSpec
 from .plain import PlainStack
 
 
-class HierarchicalPooler(nn.Module):
+class HierarchicalPooler(TextPooler):
     """A text's vector: attentive pooling of words to sentences, and of sentences to the text."""
 
     inputs: ClassVar[tuple[str, ...]] = ("sentence_ids",)

@@ -50,7 +50,7 @@ class PlainStack(Stack):
             add_losses(aux_losses, losses)
             if collect is not None:
                 collect(hidden_states)
-        return StackOutput(context.padded(hidden_states), context, aux_losses)
+        return StackOutput(context.padded(hidden_states), context, aux_losses, streams=streams)
 
 
 @register("stack", "plain")

@@ -127,6 +127,7 @@ CASES = [
     ("xf_linear_transformer", False, LINEAR, None),
     ("xf_linear_transformer", True, LINEAR, None),
     ("xf_delta_net", True, LINEAR, None),
+    ("xf_star_transformer", False, LINEAR, None),
     ("sliding_window", False, LINEAR, 64),
     ("sliding_window", True, LINEAR, 64),
     ("hedgehog", False, LINEAR, None),

@@ -74,6 +74,13 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
             "a token that no cluster chose reads nothing (algorithm 1), so its weights sum to 0"
         ),
     },
+    "attention:star_transformer": {
+        "attention_weights": "weights on the text sum to less than 1: the relay has the rest",
+    },
+    "head:logistic_mixture": {
+        "tying": "a mixture of distributions over intensities has no table of tokens",
+        "resizing": "a mixture of distributions over intensities has no table of tokens, so resizing is refused",
+    },
     "normalization:power_norm": {
         "gradient_checkpointing": (
             "each backward pass moves the running statistics, so a second pass differs by design"

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Encod
 from ...core.components import Spec
 from ...core.context import LayerContext, SublayerOutput, self_attention_cache
 from ...core.initialization import start_projections
+from ...core.pooling import TextPooler
 from ...core.sublayer import Sublayer
 from ...core.weight_decay import Undecayed
 from ...ops.common.products import wide_products
@@ -291,6 +292,7 @@ class AttentionSpec(Spec):
 
     max_global_tokens: bound on the global tokens of a row, where a mechanism has such tokens and bounds them.
 
+    text_streams: streams of the last layer that a pooler of its own reads ([`AttentionSpec.build_pooler`]).
     Layers may share more than the call: [`AttentionSpec.shared_sizes`]. first_owns: the first layer owns what they
     share;
     runs_through: every layer passes it on, up to the last. carries: the stream in which they do so, if it is one that
@@ -340,6 +342,7 @@ class AttentionSpec(Spec):
     max_global_tokens: ClassVar[int | None] = None
     first_owns: ClassVar[bool] = False
     runs_through: ClassVar[bool] = False
+    text_streams: ClassVar[tuple[str, ...]] = ()
     carries: ClassVar[str | None] = None
     keeps_keys_alone: ClassVar[bool] = False
     reads_segment_memory: ClassVar[bool] = False
@@ -423,6 +426,10 @@ class AttentionSpec(Spec):
 
 def given_memory(memory: Tensor | None) -> Tensor:
     """What cross-attention reads. Raises `ValueError` where the caller has given nothing."""
+    def build_pooler(self, config) -> TextPooler | None:
+        """What makes a text's vector where the stack says nothing; None: the usual pooler."""
+        return None
+
     if memory is None:
         raise ValueError("Cross-attention reads the `memory` of an encoder, and got None; give its last states.")
     return memory
