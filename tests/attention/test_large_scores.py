@@ -38,6 +38,7 @@ TERMS = (
     "tupe",
     "learnable_sinusoidal_relative",
     "music_transformer",
+    "gaussian_transformer",
 )
 # Of the norm of the output. In half precision some keys are made of others (unit vectors, projections, landmarks) and
 # are rounded.

@@ -89,6 +89,7 @@ ALWAYS: dict[str, tuple[Any, ...]] = {
         ("learned_absolute", "shaw_relative"),
         ("floater", "tupe"),
         ("learned_absolute", "music_transformer"),
+        ("sinusoidal_absolute", "gaussian_transformer"),
         ("sinusoidal_absolute", "learned_absolute"),
         ("rotary", "t5_relative_bias"),
         ("learned_absolute",),
