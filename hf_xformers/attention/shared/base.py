@@ -423,13 +423,13 @@ class AttentionSpec(Spec):
         """Model inputs that a head chooses for `task` where the caller does not; mask [B, T], True = real."""
         return {}
 
-
-def given_memory(memory: Tensor | None) -> Tensor:
-    """What cross-attention reads. Raises `ValueError` where the caller has given nothing."""
     def build_pooler(self, config) -> TextPooler | None:
         """What makes a text's vector where the stack says nothing; None: the usual pooler."""
         return None
 
+
+def given_memory(memory: Tensor | None) -> Tensor:
+    """What cross-attention reads. Raises `ValueError` where the caller has given nothing."""
     if memory is None:
         raise ValueError("Cross-attention reads the `memory` of an encoder, and got None; give its last states.")
     return memory
