@@ -98,7 +98,8 @@ class Attention(Undecayed, Sublayer):
         if self.position_terms is not None:
             self.position_terms.prepare(context)
         for loss in self.losses_of_heads:
-            loss.prepare(context)
+            # What is frozen (under adapters) keeps its counts as well.
+            loss.prepare(context, learns=self.q_proj.weight.requires_grad and torch.is_grad_enabled())
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         """query [B, H, T, d], key and value [B, K, S, d] -> (output [B, T, H, d], weights [B, H, T, S] or None)."""

@@ -93,8 +93,9 @@ def mean_over_tokens(values: Tensor, real: Tensor) -> Tensor:
 class HeadLossModule(nn.Module):
     """A loss on the heads of one layer."""
 
-    def prepare(self, context: LayerContext) -> None:
-        """Called once per training call, before the first layer runs: where a loss counts calls, it counts here."""
+    def prepare(self, context: LayerContext, learns: bool) -> None:
+        """Called once per training call, before the first layer runs: a loss that counts calls counts here those from
+        which the attention `learns`."""
 
     def forward(self, heads: Heads) -> dict[str, Tensor]:
         """Scalars by name, with their weight."""

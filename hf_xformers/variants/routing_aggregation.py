@@ -1,0 +1,52 @@
+"""Routing-by-agreement aggregation (Li et al. 2019): heads vote for the parts of a layer's output."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from ..configuration_xformer import XFormerConfig
+from ..core.components import SpecLike
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFRoutingAggregationConfig(XFormerConfig):
+    """Routing-by-agreement aggregation (Li et al. 2019): heads vote for the parts of a layer's output.
+
+    The lower half of the layers has it; it takes the place of the output projection. `routing="em"` is the paper's
+    second form.
+    """
+
+    model_type = "xf_routing_aggregation"
+
+    attention: SpecLike = field(default_factory=lambda: {"type": "dense", "aggregation": "routing_aggregation"})
+    cross_attention: SpecLike = field(default_factory=lambda: {"type": "dense", "aggregation": "routing_aggregation"})
+
+
+INFO = VariantInfo(
+    section="4.6",
+    summary="routing by agreement joins the heads in place of concatenation and a linear map",
+    paper="Li et al. 2019",
+    url="https://arxiv.org/abs/1904.03100",
+    equation=(
+        r"u_h = f_h([O_1 \cdots O_H]), \quad V_{hn} = u_h W_{hn}, \quad"
+        r" c_h = \mathrm{softmax}_n(b_h), \quad \Omega_n = \frac{\sum_h c_{hn} V_{hn}}{\sum_h c_{hn}}, \quad"
+        r" b_{hn} \leftarrow b_{hn} + \Omega_n \cdot V_{hn}"
+    ),
+    cost="time O(T^2 D + T H D) and O(T D^2) for votes, memory O(T D): votes are made for some tokens at a time",
+    bibtex="""@inproceedings{li2019information,
+  title={Information Aggregation for Multi-Head Attention with Routing-by-Agreement},
+  author={Li, Jian and Yang, Baosong and Dou, Zi-Yi and Wang, Xing and Lyu, Michael R. and Tu, Zhaopeng},
+  booktitle={Conference of the North American Chapter of the Association for Computational Linguistics},
+  year={2019}
+}""",
+)
+
+_family = make_family(XFRoutingAggregationConfig, "XFRoutingAggregation", ALL_HEADS, INFO)
+XFRoutingAggregationModel = _family["Model"]
+XFRoutingAggregationForMaskedLM = _family["ForMaskedLM"]
+XFRoutingAggregationForSequenceClassification = _family["ForSequenceClassification"]
+XFRoutingAggregationForTokenClassification = _family["ForTokenClassification"]
+XFRoutingAggregationForQuestionAnswering = _family["ForQuestionAnswering"]
+XFRoutingAggregationForMultipleChoice = _family["ForMultipleChoice"]
+XFRoutingAggregationForCausalLM = _family["ForCausalLM"]
+XFRoutingAggregationForSeq2SeqLM = _family["ForSeq2SeqLM"]
