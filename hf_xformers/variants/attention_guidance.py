@@ -1,0 +1,50 @@
+"""Attention guidance (Deshpande & Narasimhan 2020): some heads are drawn to simple patterns."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from ..configuration_xformer import XFormerConfig
+from ..core.components import SpecLike
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFAttentionGuidanceConfig(XFormerConfig):
+    """Attention guidance (Deshpande & Narasimhan 2020): some heads are drawn to simple patterns.
+
+    Of twelve heads one is drawn to the next token (in a decoder none), one to the previous and four to the first.
+    """
+
+    model_type = "xf_attention_guidance"
+
+    attention: SpecLike = field(default_factory=lambda: {"type": "dense", "losses": ["attention_guidance"]})
+
+
+INFO = VariantInfo(
+    section="4.6",
+    summary="an auxiliary loss draws some heads to the next, the previous and the first token",
+    paper="Deshpande and Narasimhan 2020",
+    url="https://arxiv.org/abs/2010.02399",
+    equation=(
+        r"\mathcal L = \mathcal L_{\text{task}} + \alpha_t \sum_{l, p} \mathrm{mean}\big( (A^l_{h(p)} - P_p)^2 \big)"
+    ),
+    cost=(
+        "time O(T^2 D), memory O(T D): the weights of guided heads are made in blocks of queries, in training alone"
+    ),
+    bibtex="""@inproceedings{deshpande2020guiding,
+  title={Guiding Attention for Self-Supervised Learning with Transformers},
+  author={Deshpande, Ameet and Narasimhan, Karthik},
+  booktitle={Findings of the Association for Computational Linguistics: EMNLP},
+  year={2020}
+}""",
+)
+
+_family = make_family(XFAttentionGuidanceConfig, "XFAttentionGuidance", ALL_HEADS, INFO)
+XFAttentionGuidanceModel = _family["Model"]
+XFAttentionGuidanceForMaskedLM = _family["ForMaskedLM"]
+XFAttentionGuidanceForSequenceClassification = _family["ForSequenceClassification"]
+XFAttentionGuidanceForTokenClassification = _family["ForTokenClassification"]
+XFAttentionGuidanceForQuestionAnswering = _family["ForQuestionAnswering"]
+XFAttentionGuidanceForMultipleChoice = _family["ForMultipleChoice"]
+XFAttentionGuidanceForCausalLM = _family["ForCausalLM"]
+XFAttentionGuidanceForSeq2SeqLM = _family["ForSeq2SeqLM"]

@@ -1,0 +1,53 @@
+"""Disagreement regularisation (Li et al. 2018): heads are paid for reading different things."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from ..configuration_xformer import XFormerConfig
+from ..core.components import SpecLike
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFDisagreementRegularizationConfig(XFormerConfig):
+    """Disagreement regularisation (Li et al. 2018): heads are paid for reading different things.
+
+    The loss is that on what heads have read (`of=("output",)`); any attention that hands out its heads takes it as
+    `losses=["disagreement_regularization"]`.
+    """
+
+    model_type = "xf_disagreement_regularization"
+
+    attention: SpecLike = field(default_factory=lambda: {"type": "dense", "losses": ["disagreement_regularization"]})
+    cross_attention: SpecLike = field(
+        default_factory=lambda: {"type": "dense", "losses": ["disagreement_regularization"]}
+    )
+
+
+INFO = VariantInfo(
+    section="4.6",
+    summary="an auxiliary loss keeps the heads of a layer from reading the same",
+    paper="Li et al. 2018",
+    url="https://arxiv.org/abs/1810.10183",
+    equation=(
+        r"\mathcal L = \mathcal L_{\text{task}} + \lambda \frac{1}{H^2} \sum_{i, j}"
+        r" \frac{O_i \cdot O_j}{\lVert O_i \rVert \lVert O_j \rVert}"
+    ),
+    cost="time O(T^2 D), memory O(T D), as dense attention; the loss is O(T D) time, in training alone",
+    bibtex="""@inproceedings{li2018multihead,
+  title={Multi-Head Attention with Disagreement Regularization},
+  author={Li, Jian and Tu, Zhaopeng and Yang, Baosong and Lyu, Michael R. and Zhang, Tong},
+  booktitle={Conference on Empirical Methods in Natural Language Processing},
+  year={2018}
+}""",
+)
+
+_family = make_family(XFDisagreementRegularizationConfig, "XFDisagreementRegularization", ALL_HEADS, INFO)
+XFDisagreementRegularizationModel = _family["Model"]
+XFDisagreementRegularizationForMaskedLM = _family["ForMaskedLM"]
+XFDisagreementRegularizationForSequenceClassification = _family["ForSequenceClassification"]
+XFDisagreementRegularizationForTokenClassification = _family["ForTokenClassification"]
+XFDisagreementRegularizationForQuestionAnswering = _family["ForQuestionAnswering"]
+XFDisagreementRegularizationForMultipleChoice = _family["ForMultipleChoice"]
+XFDisagreementRegularizationForCausalLM = _family["ForCausalLM"]
+XFDisagreementRegularizationForSeq2SeqLM = _family["ForSeq2SeqLM"]
