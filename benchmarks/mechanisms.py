@@ -62,6 +62,20 @@ CASES: dict[str, Case] = {
     ),
     "sparse transformer, fixed": Case("xf_sparse_transformer", "sparse_transformer", causal=True),
     "band, window 512": Case("xf_gpt3_alternating", {"type": "band_attention", "window_size": 512}, causal=True),
+    "diet, cascade of 512": Case(
+        "xf_transformer_on_a_diet", {"type": "transformer_on_a_diet", "first_window_size": 512}, causal=True
+    ),
+    "diet, dilated": Case(
+        "xf_transformer_on_a_diet", {"type": "transformer_on_a_diet", "diet_type": "dilated"}, causal=True, layers=4
+    ),
+    "diet, dilated with memory": Case(
+        "xf_transformer_on_a_diet",
+        {"type": "transformer_on_a_diet", "diet_type": "dilated_mem"},
+        causal=True,
+        layers=4,
+    ),
+    "multi-scale": Case("xf_multi_scale_transformer", "multi_scale_transformer", layers=3),
+    "multi-scale causal": Case("xf_multi_scale_transformer", "multi_scale_transformer", causal=True, layers=3),
     "reformer, 1 hash": Case(
         "xf_reformer",
         {"type": "reformer", "num_hashes": 1},

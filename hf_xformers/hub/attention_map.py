@@ -29,6 +29,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "linformer": {"projected_length": 8},
     "longformer": {"attention_window": 4},
     "luna": {"projected_length": 8},
+    "multi_scale_transformer": {"scales": (1, 3, 0.25)},
     "nystromformer": {"num_landmarks": 4, "conv_kernel_size": None},
     "reformer": {"chunk_length": 4, "num_hashes": 1},
     "routing_transformer": {"num_clusters": 4, "window_size": 4, "block_size": 4},

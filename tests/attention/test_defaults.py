@@ -118,6 +118,8 @@ CASES = [
     ("xf_sparse_transformer", False, ROOT, 64),
     ("xf_sparse_transformer", True, ROOT, 64),
     ("xf_adaptive_span", True, LINEAR, 64),
+    ("xf_transformer_on_a_diet", False, LINEAR, 64),
+    ("xf_transformer_on_a_diet", True, LINEAR, 64),
     ("xf_luna", False, LINEAR, None),
     ("xf_luna", True, LINEAR, None),
     ("xf_nystromformer", False, LINEAR, None),

@@ -16,6 +16,7 @@ from hf_xformers.ops.block_sparse.patterns import (
     full,
     global_,
     random_blocks,
+    share_band,
     strided,
     summary_columns,
 )
@@ -44,6 +45,7 @@ CASES: dict[str, tuple[Pattern, Rule]] = {
     "band": (band(3, 2), lambda i, j, t: i - 3 <= j <= i + 2),
     "window": (band(6, 0), lambda i, j, t: 0 <= i - j < 7),
     "one_sided": (band(None, 4), lambda i, j, t: j <= i + 4),
+    "share": (share_band(0.125), lambda i, j, t: abs(i - j) <= -(-t // 8)),
     "dilated": (dilated(2, 1, 5), lambda i, j, t: j in (i - 10, i - 5, i, i + 5)),
     "strided": (strided(7), lambda i, j, t: abs(i - j) % 7 == 0),
     "strided_causal": (strided(6) & causal(), lambda i, j, t: j <= i and (i - j) % 6 == 0),

@@ -416,6 +416,10 @@ class AttentionSpec(Spec):
         """A new layer of a generation cache, for the state of one execution step."""
         return DynamicLayer()
 
+    def cache_layer_at(self, config, layer_idx: int) -> CacheLayerMixin:
+        """[`AttentionSpec.cache_layer`] of one layer, where layers keep different states."""
+        return self.cache_layer(config)
+
     def takes_global_tokens(self) -> bool:
         """Whether tokens chosen by the input `global_attention_mask` see all others and are seen by them."""
         return "global_attention_mask" in self.inputs

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -48,6 +49,28 @@ class Band(Pattern):
 
     def span(self, q_lo: int, q_hi: int) -> Span:
         return None if self.left is None else q_lo - self.left, None if self.right is None else q_hi + self.right
+
+
+@dataclass(frozen=True)
+class ShareBand(Pattern):
+    """`|k - q| <= ceil(share * length)`, a band once the length is known."""
+
+    share: float
+    layout = "span"
+    needs_length = True
+
+    def _bind(self, length: int) -> Pattern:
+        radius = math.ceil(self.share * length)
+        return Band(radius, radius)
+
+    def allows_within(self, q: Tensor, k: Tensor, length: Tensor) -> Tensor:
+        return (k - q).abs() <= (self.share * length.to(torch.float64)).ceil()
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        raise ValueError("share_band is as wide as a part of the text; call bind(length) first.")
+
+    def may(self, q_lo: Tensor, q_hi: Tensor, k_lo: Tensor, k_hi: Tensor) -> Tensor:
+        return torch.ones_like(q_lo + k_lo, dtype=torch.bool)
 
 
 @dataclass(frozen=True)

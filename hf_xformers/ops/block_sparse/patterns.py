@@ -20,7 +20,17 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .pattern_atoms import Band, BlockLocal, BlockRing, BlockTable, Positions, RandomBlocks, Residue, SummaryColumns
+from .pattern_atoms import (
+    Band,
+    BlockLocal,
+    BlockRing,
+    BlockTable,
+    Positions,
+    RandomBlocks,
+    Residue,
+    ShareBand,
+    SummaryColumns,
+)
 from .pattern_base import Everything, Pattern, PerHead
 
 __all__ = [
@@ -37,6 +47,7 @@ __all__ = [
     "per_head",
     "per_layer",
     "random_blocks",
+    "share_band",
     "strided",
     "summary_columns",
 ]
@@ -71,6 +82,18 @@ def band(left: int | None, right: int | None) -> Pattern:
     """
     _at_least(0, left=left, right=right)
     return Everything() if left is None and right is None else Band(left, right)
+
+
+def share_band(share: float) -> Pattern:
+    """Sliding window whose width is a part of the text: keys at most `ceil(share * length)` tokens away, on both
+    sides; the engine takes a row's length without its padding.
+
+    Raises:
+        ValueError: the share is not between 0 and 1.
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"share={share} is no part of a text; use a number above 0 and at most 1.")
+    return ShareBand(float(share))
 
 
 def strided(stride: int) -> Pattern:

@@ -239,21 +239,21 @@ def _classes(queries: Axis, keys: Axis, gap: int) -> Iterator[tuple[int, Axis, i
     """Runs of neighbouring residue classes with equal lengths: (classes, query axis, first query, key axis, first
     key)."""
     described = []
-    for residue in range(gap):
-        q_first, k_first = (residue - queries.start) % gap, (residue - keys.start) % gap
+    for q_first in range(min(gap, queries.length)):  # a class without queries has nothing to do
+        k_first = (queries.start + q_first - keys.start) % gap
         q_count, k_count = (
             max(-((first - length) // gap), 0) for first, length in ((q_first, queries.length), (k_first, keys.length))
         )
-        # Equal differences to the residue mean that the classes are neighbours in memory too.
-        described.append((residue, q_count, k_count, q_first - residue, k_first - residue))
+        # Neighbours among the queries with equal distances to their first keys are neighbours among the keys too.
+        described.append((q_first, q_count, k_count, k_first - q_first))
     for shape, run in itertools.groupby(described, key=lambda item: item[1:]):
-        residues = [item[0] for item in run]
-        q_count, k_count, q_shift, k_shift = shape
-        if q_count and k_count:
-            q_first, k_first = residues[0] + q_shift, residues[0] + k_shift
+        firsts = [item[0] for item in run]
+        q_count, k_count, shift = shape
+        if k_count:
+            q_first, k_first = firsts[0], firsts[0] + shift
             q_axis = Axis(q_count, queries.start + q_first, gap)
             k_axis = Axis(k_count, keys.start + k_first, gap)
-            yield len(residues), q_axis, q_first, k_axis, k_first
+            yield len(firsts), q_axis, q_first, k_axis, k_first
 
 
 def _interval(term: Pattern, q_axis: Axis, k_axis: Axis, first: int, last: int) -> tuple[int, int]:

@@ -1,0 +1,53 @@
+"""Multi-Scale Transformer (Guo et al. 2020): heads with windows of several widths."""
+
+from __future__ import annotations
+
+from ..configuration_xformer import XFormerConfig
+from ..core.components import SpecLike
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFMultiScaleTransformerConfig(XFormerConfig):
+    """Multi-Scale Transformer (Guo et al. 2020): heads with windows of several widths."""
+
+    model_type = "xf_multi_scale_transformer"
+
+    hidden_size: int = 300
+    num_hidden_layers: int = 3
+    num_attention_heads: int = 10
+    intermediate_size: int = 1200
+    attention: SpecLike = "multi_scale_transformer"
+
+
+INFO = VariantInfo(
+    section="4.6",
+    summary="heads have windows of several widths; lower layers have more narrow ones",
+    paper="Guo et al. 2020",
+    url="https://arxiv.org/abs/1912.00544",
+    equation=(
+        r"\mathrm{head}_h(i) = \mathrm{softmax}_{|i - j| \le w_h}\!\left(\frac{q_i K^\top}{\sqrt{d}}\right) V, \quad"
+        r" w_h \in \{1, 3, \tfrac{T}{16}, \tfrac{T}{8}, \tfrac{T}{4}\}"
+    ),
+    cost="time and memory O(T w D) for heads of the mean scale w, at most T / 4: below T^2 by a constant factor",
+    bibtex="""@inproceedings{guo2020multi,
+  title={Multi-Scale Self-Attention for Text Classification},
+  author={Guo, Qipeng and Qiu, Xipeng and Liu, Pengfei and Xue, Xiangyang and Zhang, Zheng},
+  booktitle={Proceedings of the AAAI Conference on Artificial Intelligence},
+  year={2020}
+}""",
+    notes=(
+        "Scales of whole numbers alone, such as [1, 3, 16, 64], make the time linear. In a decoder, which is not in"
+        " the paper, parts of the text are parts of `max_position_embeddings`, or later tokens would widen the windows"
+        " of earlier ones."
+    ),
+)
+
+_family = make_family(XFMultiScaleTransformerConfig, "XFMultiScaleTransformer", ALL_HEADS, INFO)
+XFMultiScaleTransformerModel = _family["Model"]
+XFMultiScaleTransformerForMaskedLM = _family["ForMaskedLM"]
+XFMultiScaleTransformerForSequenceClassification = _family["ForSequenceClassification"]
+XFMultiScaleTransformerForTokenClassification = _family["ForTokenClassification"]
+XFMultiScaleTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
+XFMultiScaleTransformerForMultipleChoice = _family["ForMultipleChoice"]
+XFMultiScaleTransformerForCausalLM = _family["ForCausalLM"]
+XFMultiScaleTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
