@@ -78,8 +78,8 @@ class RecurrentStateLayer(CacheLayerMixin):
 
 def self_attention_layers(config) -> list:
     """Cache layers of one tower, by execution step: each of the kind that the stack, the block or else the attention
-    says (`StackSpec.cache_layer`, `BlockSpec.cache_layer`, `AttentionSpec.cache_layer_at`)."""
-    return [_cache_layer(config.layer(index), index)[0] for index in _layer_of_step(config)]
+    says (`StackSpec.cache_layer_at`, `BlockSpec.cache_layer`, `AttentionSpec.cache_layer_at`)."""
+    return [_cache_layer(config.layer(index), step, index)[0] for step, index in enumerate(_layer_of_step(config))]
 
 
 def _layer_of_step(config) -> list[int]:
@@ -87,10 +87,13 @@ def _layer_of_step(config) -> list[int]:
     return [step % max(config.stack.num_layers(config), 1) for step in range(config.stack.num_steps(config))]
 
 
-def _cache_layer(layer_config, index: int) -> tuple[CacheLayerMixin, Spec]:
-    """A new cache layer, and the component whose state it keeps."""
-    for holder in (layer_config.stack, layer_config.block):
-        layer = holder.cache_layer(layer_config)
+def _cache_layer(layer_config, step: int, index: int) -> tuple[CacheLayerMixin, Spec]:
+    """A new cache layer of an execution step and its layer, and the component whose state it keeps."""
+    stack, block = layer_config.stack, layer_config.block
+    for holder, layer in (
+        (stack, stack.cache_layer_at(layer_config, step)),
+        (block, block.cache_layer(layer_config)),
+    ):
         if layer is not None:
             return layer, holder
     return layer_config.attention.cache_layer_at(layer_config, index), layer_config.attention
@@ -98,8 +101,8 @@ def _cache_layer(layer_config, index: int) -> tuple[CacheLayerMixin, Spec]:
 
 def stateful_part(config) -> str:
     """The component whose state is not plain keys and values (its slot and name), or nothing. config: one tower's."""
-    for index in _layer_of_step(config):
-        layer, holder = _cache_layer(config.layer(index), index)
+    for step, index in enumerate(_layer_of_step(config)):
+        layer, holder = _cache_layer(config.layer(index), step, index)
         if not layer.is_croppable:
             return f"{holder.slot} {holder.type!r}"
     return ""

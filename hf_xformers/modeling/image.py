@@ -32,6 +32,14 @@ class XFormerImageModel(XFormerModel):
         """
         if pixel_values is None:
             raise ValueError("Give `pixel_values` [batch, channels, height, width].")
+        size = tuple(pixel_values.shape[2:])
+        if size != self.config.image_shape and any(
+            layer.attention.token_grid(layer) is not None for layer in self.config.layer_configs()
+        ):
+            raise ValueError(
+                f"The image has {size[0]} x {size[1]} pixels, but attention {self.config.attention.type!r} reads"
+                f" images as the grid of {self.config.image_shape[0]} x {self.config.image_shape[1]}; resize it."
+            )
         embeds = self.trunk.embedding.patches(pixel_values, interpolate_pos_encoding)
         return super().forward(inputs_embeds=embeds, **kwargs)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.components import register
+from ..ops.common.token_grid import TokenGrid
 from .base import Position, PositionSpec
 
 
@@ -24,6 +25,7 @@ class AxialPosition(Position):
         super().__init__()
         self.std = spec.std
         self.adds = spec.combine == "sum"
+        self.order = spec.order(config)
         widths = spec.axis_widths(config)
         self.tables = nn.ParameterList(
             nn.Parameter(torch.empty(count, width)) for count, width in zip(spec.grid(config), widths, strict=True)
@@ -34,6 +36,7 @@ class AxialPosition(Position):
             init.normal_(table, mean=0.0, std=self.std)
 
     def embed(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
+        positions = positions if self.order is None else self.order.raster(positions)
         parts: list[Tensor] = []
         for table in reversed(self.tables):
             parts.insert(0, table[positions % table.shape[0]])
@@ -44,9 +47,10 @@ class AxialPosition(Position):
 @register("position", "axial")
 class AxialSpec(PositionSpec):
     """shape: places on each axis of the grid, which may be fewer than `max_position_embeddings` (a text is then no
-    longer than the grid); by default two axes of about its root. widths: of each axis' vectors, with the sum D, by
-    default D shared among them (only where vectors are concatenated). combine: `concatenation` of the axes' vectors,
-    or their `sum`. std: of the normal distribution that tables start with.
+    longer than the grid); by default the rows and columns that the attention reads a text as (axial_transformer,
+    sparse_transformer, image_transformer), else two axes of about its root. widths: of each axis' vectors, with the
+    sum D, by default D shared among them (only where vectors are concatenated). combine: `concatenation` of the axes'
+    vectors, or their `sum`. std: of the normal distribution that tables start with.
     """
 
     context_parallel = True
@@ -85,8 +89,18 @@ class AxialSpec(PositionSpec):
         """Places on each axis."""
         if self.shape is not None:
             return tuple(self.shape)
+        own = config.attention.token_grid(config)
+        if own is not None:
+            return own.rows, own.columns
         first = max(math.isqrt(config.max_position_embeddings), 1)
         return first, -(-config.max_position_embeddings // first)
+
+    def order(self, config) -> TokenGrid | None:
+        """The grid whose cells a text does not go through row by row, where the attention knows one of this size."""
+        own = config.attention.token_grid(config)
+        if own is None or own.block is None or own.rows * own.columns != math.prod(self.grid(config)):
+            return None
+        return own
 
     def axis_widths(self, config) -> tuple[int, ...]:
         """Widths of each axis' vectors."""

@@ -100,6 +100,15 @@ class StackSpec(Spec):
         the attention says which."""
         return None
 
+    def cache_layer_at(self, config, step: int) -> CacheLayerMixin | None:
+        """The same for one execution step, where they differ."""
+        return self.cache_layer(config)
+
+    def outer_layers(self, config) -> int:
+        """How many of a decoder's first layers read the whole rows and the columns of a grid of tokens by turns, for
+        later rows alone; 0: none do."""
+        return 0
+
     def memory_slots(self, config) -> int | None:
         """States beside the segment that a layer reads of a segment memory, and a generation cache has room for; None:
         there is no such memory, and a cache grows with the text."""

@@ -107,6 +107,7 @@ def pairs(name, causal, length, longest=None):
 # 128 and 512 tokens, where blocks, rounds of hashing and features are not yet fewer than tokens (`None`: not of this
 # kind).
 LINEAR, ROOT = 2.3, 2.95
+GROWING = ("xf_sparse_transformer", "xf_axial_transformer")
 CASES = [
     ("xf_bigbird", False, LINEAR, 4 * 64),  # blocks of global tokens are computed for rows and for columns
     ("xf_longformer", False, LINEAR, 64),
@@ -130,6 +131,7 @@ CASES = [
     ("xf_linear_transformer", True, LINEAR, None),
     ("xf_delta_net", True, LINEAR, None),
     ("xf_star_transformer", False, LINEAR, None),
+    ("xf_axial_transformer", False, ROOT, 64),
     ("sliding_window", False, LINEAR, 64),
     ("sliding_window", True, LINEAR, 64),
     ("hedgehog", False, LINEAR, None),
@@ -143,8 +145,9 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "causal", "growth", "beside"), CASES, ids=lambda value: str(value))
 def test_pairs_computed(name, causal, growth, beside):
-    # One stride serves all texts of a Sparse Transformer, so what grows is the model that is made for a text.
-    longest = {length: length if name == "xf_sparse_transformer" else None for length in LENGTHS}
+    # One stride serves all texts of a Sparse Transformer, and one number of columns those of an Axial one, so what
+    # grows is the model that is made for a text.
+    longest = {length: length if name in GROWING else None for length in LENGTHS}
     found = {length: pairs(name, causal, length, longest[length]) for length in LENGTHS}
     if beside is not None:
         for length in (128, 512):

@@ -74,7 +74,9 @@ def test_block_is_enough(attention, causal, checkered):
     given = {"type": attention, **SMALL.get(attention, {})}
     stack = {"stack": "conditional_computation"} if attention == "conditional" else {}
     torch.manual_seed(0)
-    config = XFormerConfig(**SIZES, attention=given, position="checkered", is_decoder=causal, **stack)
+    if attention == "axial_transformer":
+        stack = {"stack": "axial_transformer", "num_hidden_layers": 3}
+    config = XFormerConfig(**{**SIZES, "attention": given, "position": "checkered", "is_decoder": causal, **stack})
     model = make_strong(XFormerModel(config).double().eval(), amount=0.3)
     ids = tokens(2, 41, high=50)
     expected, found = run(model, ids, "eager"), run(model, ids, "sdpa")

@@ -16,6 +16,7 @@ from ...core.pooling import TextPooler
 from ...core.sublayer import Sublayer
 from ...core.weight_decay import Undecayed
 from ...ops.common.products import wide_products
+from ...ops.common.token_grid import TokenGrid
 from ...position.base import PositionTerms, Rotation, ScoreBias
 from ...position.score_terms import SelfAttentionTerms
 from .head_parts import HeadAggregation, HeadLoss, HeadLossModule, Heads, build_aggregation, build_losses
@@ -292,8 +293,8 @@ class AttentionSpec(Spec):
     exported takes the length of its sample alone, if so.
 
     max_global_tokens: bound on the global tokens of a row, where a mechanism has such tokens and bounds them.
-
     text_streams: streams of the last layer that a pooler of its own reads ([`AttentionSpec.build_pooler`]).
+
     Layers may share more than the call: [`AttentionSpec.shared_sizes`]. first_owns: the first layer owns what they
     share;
     runs_through: every layer passes it on, up to the last. carries: the stream in which they do so, if it is one that
@@ -306,10 +307,11 @@ class AttentionSpec(Spec):
     What other components ask for. keeps_keys_alone: its state for generation is keys and values and nothing else, so
     that a block may keep a state of its own beside them. reads_segment_memory: it reads the states that a
     segment-recurrent stack carries on. reads_feedback: it reads what a stack makes of all layers at earlier steps.
-    pooled_queries: queries may be fewer than keys, each with a place of its own. apart_key_states: with a position
-    inside it, keys and values may be made of other states than queries are. maps_tokens: it does a feed-forward's
-    work, too. keeps_rotated: its state for generation holds what rotations have made of earlier keys, which cannot be
-    turned anew. knows_order: it knows the order of tokens by parameters of its own, without a position.
+    pooled_queries: queries may be fewer than keys, each with a place of its own. reads_axes: its layers read the rows
+    and the columns of a grid by turns. apart_key_states: with a position inside it, keys and values may be made of
+    other states than queries are. maps_tokens: it does a feed-forward's work, too. keeps_rotated: its state for
+    generation holds what rotations have made of earlier keys, which cannot be turned anew. knows_order: it knows the
+    order of tokens by parameters of its own, without a position.
     rotates_values: a rotation may turn values and its output. exports_usual_path: its usual path is made of ONNX
     operators alone; of others the literal equation is exported. hands_out_heads: what each head has read and its
     values can be had head by head ([`Attention.written`], [`Attention.losses`]), so that heads may be joined in
@@ -341,14 +343,15 @@ class AttentionSpec(Spec):
     why_one_length: ClassVar[str] = ""
     why_not_causal: ClassVar[str] = ""
     max_global_tokens: ClassVar[int | None] = None
+    text_streams: ClassVar[tuple[str, ...]] = ()
     first_owns: ClassVar[bool] = False
     runs_through: ClassVar[bool] = False
-    text_streams: ClassVar[tuple[str, ...]] = ()
     carries: ClassVar[str | None] = None
     keeps_keys_alone: ClassVar[bool] = False
     reads_segment_memory: ClassVar[bool] = False
     reads_feedback: ClassVar[bool] = False
     pooled_queries: ClassVar[bool] = False
+    reads_axes: ClassVar[bool] = False
     apart_key_states: ClassVar[bool] = False
     maps_tokens: ClassVar[bool] = False
     keeps_rotated: ClassVar[bool] = False
@@ -419,6 +422,10 @@ class AttentionSpec(Spec):
     def cache_layer_at(self, config, layer_idx: int) -> CacheLayerMixin:
         """[`AttentionSpec.cache_layer`] of one layer, where layers keep different states."""
         return self.cache_layer(config)
+
+    def token_grid(self, config) -> TokenGrid | None:
+        """The grid that it reads a sequence as; None: it knows none."""
+        return None
 
     def takes_global_tokens(self) -> bool:
         """Whether tokens chosen by the input `global_attention_mask` see all others and are seen by them."""

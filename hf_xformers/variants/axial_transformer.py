@@ -1,0 +1,64 @@
+"""Axial Transformer (Ho et al. 2019): rows and columns of a grid attend by turns."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from ..configuration_xformer import XFormerConfig
+from ..core.components import SpecLike
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFAxialTransformerConfig(XFormerConfig):
+    """Axial Transformer (Ho et al. 2019): rows and columns of a grid attend by turns."""
+
+    model_type = "xf_axial_transformer"
+
+    hidden_size: int = 2048
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 16
+    intermediate_size: int = 2048
+    max_position_embeddings: int = 4096
+    hidden_dropout_prob: float | int = 0.0
+    attention_probs_dropout_prob: float | int = 0.0
+    attention: SpecLike = "axial_transformer"
+    position: SpecLike = field(default_factory=lambda: {"type": "axial", "combine": "sum", "std": 0.02})
+    residual: SpecLike = "pre_ln"
+    stack: SpecLike = "axial_transformer"
+
+
+INFO = VariantInfo(
+    section="4.1",
+    summary="a text or an image as a grid, whose rows and columns attend one after the other",
+    paper="Ho et al. 2019",
+    url="https://arxiv.org/abs/1912.12180",
+    equation=(
+        r"u = \mathrm{Col}_{\mathrm{masked}}(\mathrm{Row}(x)), \quad h = \mathrm{Row}_{\mathrm{masked}}(x +"
+        r" \mathrm{down}(u)); \quad N_{\mathrm{Row}}(i) = \{j : \lfloor j / C \rfloor = \lfloor i / C \rfloor\}, \quad"
+        r" N_{\mathrm{Col}}(i) = \{j : j \equiv i \bmod C\}"
+    ),
+    cost="time and memory O(T (R + C) D) for R rows and C columns, which is O(T sqrt(T) D) for a square",
+    bibtex="""@article{ho2019axial,
+  title={Axial Attention in Multidimensional Transformers},
+  author={Ho, Jonathan and Kalchbrenner, Nal and Weissenborn, Dirk and Salimans, Tim},
+  journal={arXiv preprint arXiv:1912.12180},
+  year={2019}
+}""",
+    notes=(
+        "Sizes are those for ImageNet-64. The grid has sqrt(max_position_embeddings) columns unless the attention's"
+        " `columns` says otherwise. An encoder has rows in even and columns in odd layers, or both in each"
+        " (sum_axial=True). In a decoder half of the layers read whole rows and columns of the rows above, the others"
+        " a token's own row up to itself, so that every token reads all earlier ones. The paper's outer encoders for"
+        " several channels are not part of it."
+    ),
+)
+
+_family = make_family(XFAxialTransformerConfig, "XFAxialTransformer", ALL_HEADS, INFO)
+XFAxialTransformerModel = _family["Model"]
+XFAxialTransformerForMaskedLM = _family["ForMaskedLM"]
+XFAxialTransformerForSequenceClassification = _family["ForSequenceClassification"]
+XFAxialTransformerForTokenClassification = _family["ForTokenClassification"]
+XFAxialTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
+XFAxialTransformerForMultipleChoice = _family["ForMultipleChoice"]
+XFAxialTransformerForCausalLM = _family["ForCausalLM"]
+XFAxialTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
