@@ -109,6 +109,14 @@ MIXES: dict[str, Mix] = {
     "hedgehog": Mix({"attention": "hedgehog", "position": "rotary", "num_key_value_heads": 2}, BOTH),
     "lolcats": Mix({"attention": {"type": "lolcats", "window": 3}, "position": "rotary"}, BOTH),
     "convolution_beside": Mix({"block": {"type": "convolution", "groups": 2, "activation": "gelu"}}),
+    "supra": Mix(
+        {
+            "attention": {"type": "t2r", "normalization": "output_norm"},
+            "position": "rotary",
+            "feedforward": {"type": "squared_reglu", "bias": False},
+        },
+        BOTH,
+    ),
     "token_types_chunked": Mix({"type_vocab_size": 3, "chunk_size_feed_forward": 4, "add_pooler": True}, ("encoder",)),
 }
 

@@ -7,6 +7,9 @@ at a time.
 Names: `k, q` features in the denominator, `b, a` features in the numerator (rotated; None = the same), `R = B H` rows
 of states, `N` chunks per segment, `C` tokens per chunk, `F` feature width, `dv` value width. Chunks are stacked as
 `[R N, C, width]`.
+
+What is no tensor comes as `*others`: torch.compile takes a call with as many arguments as `forward` has names, `ctx`
+included, for one that leaves `ctx` out.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ class Write(torch.autograd.Function):
     """kv = sum_j e^{s_j - m} b_j^T v_j, z = sum_j e^{s_j - m} k_j, m = max_j s_j, for log weights s (None: all 0)."""
 
     @staticmethod
-    def forward(ctx, k, b, v, mask, log_weight, width, scaled, feature_map, *params):
+    def forward(ctx, k, b, v, mask, log_weight, *others):
+        width, scaled, feature_map, *params = others
         dtype = accumulation_dtype(v.dtype)
         batch, heads, length, _ = k.shape
         kv = torch.zeros(batch * heads, width, v.shape[3], dtype=dtype, device=k.device)
@@ -110,7 +114,8 @@ class Read(torch.autograd.Function):
     """out_i = (a_i kv) / (q_i . z)."""
 
     @staticmethod
-    def forward(ctx, q, a, kv, z, dtype, eps, minimum, normalize, feature_map, *params):
+    def forward(ctx, q, a, kv, z, dtype, *others):
+        eps, minimum, normalize, feature_map, *params = others
         batch, heads, length, _ = q.shape
         # Heads beside each other, as an output projection reads them: what it keeps is this very memory.
         out = torch.empty(batch, length, heads, kv.shape[3], dtype=dtype, device=q.device).transpose(1, 2)
@@ -170,9 +175,8 @@ class CausalScan(torch.autograd.Function):
     """out_i = (a_i kv0 + sum_{j<=i} w_j (a_i . b_j) v_j) / (q_i z0 + sum_{j<=i} w_j (q_i . k_j)); the final sums."""
 
     @staticmethod
-    def forward(
-        ctx, q, k, a, b, v, mask, log_weight, kv, z, scale, chunk, eps, minimum, normalize, map_q, map_k, *params
-    ):
+    def forward(ctx, q, k, a, b, v, mask, log_weight, kv, z, scale, chunk, *others):
+        eps, minimum, normalize, map_q, map_k, *params = others
         batch, heads, length, _ = q.shape
         dtype = kv.dtype
         chunk = min(chunk, length)
