@@ -200,6 +200,17 @@ def test_starts_and_swaps():
         assert (moved < 1e-5) if name == "lolcats" else (moved > 1e-3)
 
 
+def test_rows_of_a_wide_map_differ():
+    """Alike, they would have the same gradients for ever."""
+    for name, features in (("hedgehog", 2 * D + 1), ("t2r", 3 * D)):
+        config = XFormerConfig(**GEOMETRY, attention={"type": name, "num_features": features})
+        model = family("xformer")["ForMaskedLM"](config)
+        layer = model.model.trunk.layers[0].attention
+        weight = (layer.feature_map if name == "t2r" else layer.query_map).weight[0]
+        assert torch.equal(weight[:D], torch.eye(D)) and len(weight.round(decimals=4).unique(dim=0)) == features
+        close(weight[D : 2 * D] @ weight[D : 2 * D].mT, torch.eye(D), 1e-5)
+
+
 def test_a_performer_estimates_turned_scores():
     """Rotary positions turn queries and keys before the random features: with many of them weights come near those of
     softmax attention."""

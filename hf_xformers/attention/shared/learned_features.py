@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ...core.initialization import seeded_normal
 from ...core.weight_decay import Undecayed
 from .linear import LinearAttention, LinearSpec
 
@@ -20,9 +21,14 @@ class HeadMap(Undecayed, nn.Module):
         self.bias = nn.Parameter(torch.empty(heads, features))
 
     def initialize(self, config, init) -> None:
-        """The identity, repeated where there are more features than channels and cut where there are fewer."""
+        """The identity, cut where there are fewer features than channels. Where there are more, rotations of it
+        follow: rows that are alike would have the same gradients, and stay alike."""
         _, features, width = self.weight.shape
-        rows = torch.eye(width).repeat(-(-features // width), 1)[:features]
+        rows = [torch.eye(width)]
+        while len(rows) * width < features:
+            axes, triangle = torch.linalg.qr(seeded_normal((width, width), "head_map", len(rows)))
+            rows.append(axes * triangle.diagonal().sign())  # one decomposition among those with other signs
+        rows = torch.cat(rows)[:features]
         init.copy_(self.weight, rows.expand(self.weight.shape).to(self.weight))
         init.zeros_(self.bias)
 
