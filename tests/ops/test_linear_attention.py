@@ -503,3 +503,54 @@ def test_kernel_attention_with_one_projection_per_head():
             one = [x[:, head : head + 1] for x in (q, k, v)]
             alone = kernel_attention(*one, positive_features, projection[head], causal=causal)
             assert_same(fast[:, head : head + 1], alone)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_weights_of_keys_beside_a_map(causal):
+    """What weights and a map give together is what weights give to its features; gradients too."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 13, 4, generator=generator, dtype=torch.float64) for _ in range(3))
+    weight = 3 * torch.randn(2, 3, 13, generator=generator, dtype=torch.float64)
+    mask = torch.ones(2, 13).bool()
+    mask[1, :4] = False
+    found = []
+    for mapped in (False, True):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, weight)]
+        *given, logs = leaves
+        options = {"causal": causal, "key_padding_mask": mask, "log_weight": logs, "return_state": True}
+        if mapped:
+            out, state = kernel_attention(*given, elu_plus_one, chunk_size=4, **options)
+        else:
+            features = (elu_plus_one(given[0]), elu_plus_one(given[1]))
+            out, state = linear_attention(*features, given[2], chunk_size=4, **options)
+        (out.square().sum() + state.kv.sum()).backward()
+        found.append([out.detach(), *state, *(x.grad for x in leaves)])
+    for one, other in zip(*found, strict=True):
+        assert_same(one, other)
+
+    def scaled(x):
+        return elu_plus_one(x), x.sum(-1)
+
+    with pytest.raises(ValueError, match="takes no log_weight"):
+        kernel_attention(q, k, v, scaled, causal=causal, log_weight=weight)
+
+
+def test_wide_weights_of_keys():
+    """Logarithms far larger than float32 can tell apart, in float64 beside tensors of float32: as in float64 at all,
+    in one piece and continued from a state."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.rand(1, 2, 40, 4, generator=generator, dtype=torch.float64) for _ in range(3))
+    weight = 1e9 + torch.randn(1, 2, 40, generator=generator, dtype=torch.float64).cumsum(-1)
+    expected = linear_attention_reference(q, k, v, causal=True, log_weight=weight)
+    q, k, v = (x.float() for x in (q, k, v))
+    found = linear_attention(q, k, v, causal=True, log_weight=weight, chunk_size=8)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    parts, state = [], None
+    for start, stop in ((0, 17), (17, 18), (18, 40)):
+        piece = [x[:, :, start:stop] for x in (q, k, v)]
+        out, state = linear_attention(
+            *piece, causal=True, log_weight=weight[:, :, start:stop], state=state, return_state=True, chunk_size=8
+        )
+        parts.append(out)
+    torch.testing.assert_close(torch.cat(parts, 2).double(), expected, rtol=1e-5, atol=1e-5)

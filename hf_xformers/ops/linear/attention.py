@@ -52,7 +52,7 @@ class LinearState(NamedTuple):
 
     kv: Tensor  # [B, H, F, dv], sum of phi(k_j)^T v_j
     z: Tensor  # [B, H, F], sum of phi(k_j)
-    log_scale: Tensor | None = None  # [B, H], running maximum of log_weight
+    log_scale: Tensor | None = None  # [B, H], running maximum of log_weight, in its type where that is wider
 
 
 def linear_attention(
@@ -81,7 +81,8 @@ def linear_attention(
         causal: query `i` sees keys `0..i` (and everything in `state`).
         key_padding_mask: `[B, S]`, True = real token. Applied to the features, so that maps with phi(0) != 0 are safe.
         log_weight: `[B, H, S]`, logarithm of a weight of each key. Summed under a running maximum, so any magnitude is
-            safe, and no query is touched by the weight of a later key, not even by underflow.
+            safe, and no query is touched by the weight of a later key, not even by underflow. In float64 its digits
+            are kept where causal, for logarithms that are themselves sums over a long text.
         rotated_query, rotated_key: same shapes as the features; replace them in the numerator only (rotary positions
             with a kernelised attention: rotated features may be negative and must stay out of the denominator).
         state: sums over earlier keys, as returned with `return_state`; not rotated twice, not masked.
@@ -147,6 +148,7 @@ def kernel_attention(
     key_map: Callable[..., Tensor | tuple[Tensor, Tensor]] | None = None,
     causal: bool,
     key_padding_mask: Tensor | None = None,
+    log_weight: Tensor | None = None,
     state: LinearState | tuple | None = None,
     return_state: bool = False,
     chunk_size: int = 64,
@@ -165,9 +167,10 @@ def kernel_attention(
             features `[B, H, t, F]` or a pair of features and log factors `[B, H, t]`, such as `positive_features`.
             Only `x` and `params` receive gradients: pass learned tensors as params.
         key_map: another function for the keys.
-    The others, the result and the errors are those of [`linear_attention`].
+    The others, the result and the errors are those of [`linear_attention`]; a map with log factors takes no
+    `log_weight` beside them.
     """
-    _check(query, key, value, causal, key_padding_mask, None, None, None, chunk_size, normalize)
+    _check(query, key, value, causal, key_padding_mask, log_weight, None, None, chunk_size, normalize)
     key_map, options, dtype = (
         key_map or feature_map,
         (eps, min_denominator, normalize),
@@ -175,7 +178,10 @@ def kernel_attention(
     )
     # One key tells how wide the features are and whether they come with a log factor.
     one_key = key if key.shape[2] == 1 else key[:, :, :1].detach()
-    phi_k, log_weight = _pair(key_map(one_key.to(dtype), *params))
+    phi_k, logs = _pair(key_map(one_key.to(dtype), *params))
+    if logs is not None and log_weight is not None:
+        raise ValueError("A feature map with log factors takes no log_weight; leave it out, or add it in the map.")
+    given, log_weight = log_weight, logs if log_weight is None else log_weight
     start = _initial_state(phi_k.shape[-1], log_weight is not None, value, state)
     if start.log_scale is not None and log_weight is None:
         raise ValueError("The state was written by a feature map with log factors, but this feature map gives none.")
@@ -185,7 +191,7 @@ def kernel_attention(
         phi_q, _ = _pair(feature_map(query.to(dtype), *params))
         out, end = _step(phi_q, None, _Keys(phi_k, None, value, key_padding_mask, log_weight), start, options)
     else:
-        keys = _Keys(key, None, value, key_padding_mask, None, key_map, params)
+        keys = _Keys(key, None, value, key_padding_mask, given, key_map, params)
         out, end = _attend(query, None, keys, start, causal, chunk_size, options, feature_map)
     return (out, end) if return_state else out
 
@@ -231,8 +237,11 @@ def _attend(q, rotated_query, keys: _Keys, start: LinearState, causal, chunk_siz
         return out, end
     if q.shape[2] == 1:
         return _step(q, rotated_query, keys, start, options)
+    logs = _log_weight(start, keys)
+    if start.log_scale is not None and logs is not None:
+        start = start._replace(log_scale=start.log_scale.to(torch.promote_types(start.log_scale.dtype, logs.dtype)))
     out, *end = CausalScan.apply(
-        *(q, keys.k, rotated_query, keys.rotated, keys.v, keys.mask, _log_weight(start, keys), *start),
+        *(q, keys.k, rotated_query, keys.rotated, keys.v, keys.mask, logs, *start),
         *(chunk_size, *options, feature_map, keys.feature_map, *keys.params),
     )
     return out, LinearState(*end) if start.log_scale is not None else LinearState(*end[:2])
@@ -255,10 +264,11 @@ def _step(phi_q, rotated_query, keys: _Keys, start: LinearState, options) -> tup
         joining = k
         logs = _log_weight(start, keys)
         if scale is not None and logs is not None:
-            logs = logs.to(dtype).clamp(min=LOG_ZERO)[..., None]
+            logs = logs.to(torch.promote_types(dtype, logs.dtype)).clamp(min=LOG_ZERO)[..., None]
             logs = logs if keep is None else logs.masked_fill(~keep, LOG_ZERO)
             total = torch.maximum(scale, logs.detach()[..., 0, 0])
             old, weight = (scale - total).exp()[..., None], (logs - total[..., None, None]).exp()
+            old, weight = old.to(dtype), weight.to(dtype)
             kv, z, scale, v, joining = kv * old[..., None], z * old, total, v * weight, k * weight
         kv = torch.addcmul(kv, b.mT, v)
         z = z + joining[:, :, 0]
@@ -270,15 +280,16 @@ def _step(phi_q, rotated_query, keys: _Keys, start: LinearState, options) -> tup
 
 
 def _add_keys(start: LinearState, keys: _Keys) -> LinearState:
-    scaled = start.log_scale is not None
+    scaled, logs = start.log_scale is not None, _log_weight(start, keys)
+    logs = None if logs is None else logs.to(start.kv.dtype)
     kv, z, scale = Write.apply(
-        *(keys.k, keys.rotated, keys.v, keys.mask, _log_weight(start, keys), start.z.shape[-1], scaled),
+        *(keys.k, keys.rotated, keys.v, keys.mask, logs, start.z.shape[-1], scaled),
         *(keys.feature_map, *keys.params),
     )
     if start.log_scale is None:
         return LinearState(start.kv + kv, start.z + z)
     total = torch.maximum(start.log_scale, scale)
-    old, new = (start.log_scale - total).exp(), (scale - total).exp()
+    old, new = (start.log_scale - total).exp().to(kv.dtype), (scale - total).exp().to(kv.dtype)
     kv = start.kv * old[..., None, None] + kv * new[..., None, None]
     return LinearState(kv, start.z * old[..., None] + z * new[..., None], total)
 

@@ -76,12 +76,18 @@ def hyperbolic_features(x: Tensor, projection: Tensor) -> ScaledFeatures:
 def trigonometric_features(x: Tensor, projection: Tensor) -> ScaledFeatures:
     """FAVOR: `exp(|x|^2 / 2) / sqrt(m) [cos(W x), sin(W x)]`, F = 2 m; products can be negative.
 
-    Choromanski et al. 2020 (2006.03555). Without the scale these are the features of the Gaussian kernel
-    `exp(-|x - y|^2 / 2)` (Rahimi and Recht 2007), which random feature attention uses.
+    Choromanski et al. 2020 (2006.03555). Without the scale these are [`fourier_features`].
+    """
+    return ScaledFeatures(fourier_features(x, projection), _half_square(x))
+
+
+def fourier_features(x: Tensor, projection: Tensor) -> Tensor:
+    """`[cos(W x), sin(W x)] / sqrt(m)`, F = 2 m: features of the Gaussian kernel, `E[phi(x) . phi(y)] =
+    exp(-|x - y|^2 / 2)` (Rahimi and Recht 2007), which random feature attention uses (Peng et al. 2021, section 3.1).
+    `|phi(x)| = 1`; products can be negative.
     """
     logits = _project(x, projection)
-    phi = torch.cat([logits.cos(), logits.sin()], dim=-1) * projection.shape[-2] ** -0.5
-    return ScaledFeatures(phi, _half_square(x))
+    return torch.cat([logits.cos(), logits.sin()], dim=-1) * projection.shape[-2] ** -0.5
 
 
 def random_features_reference(x: Tensor, projection: Tensor, kind: str) -> Tensor:
@@ -130,9 +136,23 @@ def sum_normalize(phi: Tensor, eps: float = 1e-6) -> Tensor:
     return phi / phi.sum(-1, keepdim=True).clamp(min=eps)
 
 
+def normalized_positive_features(x: Tensor, projection: Tensor) -> Tensor:
+    """[`hyperbolic_features`] divided by their sum, in which the factor of a vector cancels: a softmax over
+    `[W x, -W x]`, F = 2 m."""
+    logits = _project(x, projection)
+    return torch.softmax(torch.cat([logits, -logits], dim=-1), dim=-1)
+
+
 def normalized_elu(x: Tensor) -> Tensor:
     """[`elu_plus_one`] divided by its sum."""
     return sum_normalize(elu_plus_one(x))
+
+
+def unit_vectors(x: Tensor) -> Tensor:
+    """`x` divided by its length, `[..., d]` in float32 at least; vectors shorter than 1e-3 stay short, so that the
+    slope of a zero is finite."""
+    x = x.to(accumulation_dtype(x.dtype))
+    return x * ((x * x).sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 def random_matrix(

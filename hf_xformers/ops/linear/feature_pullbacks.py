@@ -6,24 +6,34 @@ A scan asks a [`MapWithPullback`] for features and pullback at once; any other m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..common.feature_map import MapWithPullback, Pull
-from .feature_maps import ScaledFeatures, dpfp, elu_plus_one, positive_features, relative_elu
+from .feature_maps import (
+    ScaledFeatures,
+    dpfp,
+    elu_plus_one,
+    fourier_features,
+    positive_features,
+    relative_elu,
+    relu_features,
+    trigonometric_features,
+)
 
 
 class NormalizedDPFP(MapWithPullback):
-    """`dpfp(x, nu, normalize=True)`: with `r = relu([x, -x]) / sqrt(s)` the products `r_i r_{i+j}`, which sum to
-    one."""
+    """`factor * dpfp(x, nu, normalize=True)`: with `r = relu([x, -x]) / sqrt(s)` the products `r_i r_{i+j}`, which sum
+    to one, times a positive factor."""
 
-    def __init__(self, nu: int = 3, eps: float = 1e-6) -> None:
-        self.nu, self.eps = nu, eps
+    def __init__(self, nu: int = 3, eps: float = 1e-6, factor: float = 1.0) -> None:
+        self.nu, self.eps, self.factor = nu, eps, factor
 
     def __call__(self, x: Tensor, *params: Tensor) -> Tensor:
-        return dpfp(x, self.nu, normalize=True, eps=self.eps)
+        features = dpfp(x, self.nu, normalize=True, eps=self.eps)
+        return features if self.factor == 1.0 else features * self.factor
 
     def with_pullback(
         self, x: Tensor, params: tuple[Tensor, ...] = (), active: Sequence[int] = ()
@@ -40,7 +50,7 @@ class NormalizedDPFP(MapWithPullback):
         wrapped[..., nu + width :, :] = rectified[..., :nu, :]
         near = _total(wrapped, range(nu + 1, 2 * nu + 1), width)
         total = (rectified * near).sum(-2, keepdim=True)
-        root = total.clamp(min=self.eps).rsqrt()
+        root = total.clamp(min=self.eps).rsqrt() * self.factor**0.5
         r = wrapped * root
         own, neighbours = r[..., nu : nu + width, :], [r[..., nu + j : nu + j + width, :] for j in range(1, nu + 1)]
         features = x.new_empty(*x.shape[:-2], nu, width, x.shape[-1])
@@ -56,10 +66,10 @@ class NormalizedDPFP(MapWithPullback):
                 to_own.addcmul_(to_product, neighbour)
                 to_r[..., nu + j : nu + j + width, :].addcmul_(to_product, own)
             to_own[..., :nu, :] += to_r[..., nu + width :, :]  # what lies beyond the end belongs to the beginning
-            # r = rectified * s^-1/2, s = sum_i rectified_i sum_j rectified_{i+j}; constant where the sum was too
-            # small.
+            # r = rectified * (factor / s)^1/2, s = sum_i rectified_i sum_j rectified_{i+j}; constant where the sum was
+            # too small.
             by_root = (to_own * rectified).sum(-2, keepdim=True)
-            by_root *= (root * root * root).mul_(-0.5).masked_fill_(total <= self.eps, 0.0)
+            by_root *= (root * root * root).mul_(-0.5 / self.factor).masked_fill_(total <= self.eps, 0.0)
             around = _total(wrapped, range(nu), width).add_(near)
             to_rectified = (to_own * root).addcmul_(by_root, around)
             to_rectified *= rectified.sign()  # 1 or 0: quicker than a boolean factor
@@ -130,3 +140,109 @@ class PositiveFeatures(MapWithPullback):
             return to_x.mul_(self.scale), to_projection
 
         return features, logs, pull
+
+
+class FourierFeatures(MapWithPullback):
+    """`fourier_features(scale * x, W)`; with `norm` `trigonometric_features(scale * x, W)`, whose log factor is half
+    of the squared length."""
+
+    def __init__(self, scale: float = 1.0, norm: bool = False) -> None:
+        self.scale, self.norm = scale, norm
+
+    def __call__(self, x: Tensor, *params: Tensor) -> Tensor | ScaledFeatures:
+        (projection,) = params
+        return (trigonometric_features if self.norm else fourier_features)(x * self.scale, projection)
+
+    def with_pullback(
+        self, x: Tensor, params: tuple[Tensor, ...] = (), active: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None, Pull]:
+        projection, x = params[0], x * self.scale
+        features, logs = fourier_features(x, projection), 0.5 * (x * x).sum(-1) if self.norm else None
+
+        def pull(to_features: Tensor, to_log: Tensor | None) -> tuple[Tensor, ...]:
+            (cos, sin), (to_cos, to_sin) = features.chunk(2, dim=-1), to_features.chunk(2, dim=-1)
+            to_logits = (to_sin * cos).addcmul_(to_cos, sin, value=-1.0)
+            to_x = to_logits @ projection.to(to_logits.dtype)
+            if self.norm and to_log is not None:
+                to_x.addcmul_(x, to_log[..., None])
+            return _with_projection(to_x, to_logits, x, projection, self.scale, active)
+
+        return features, logs, pull
+
+
+class ReluFeatures(MapWithPullback):
+    """`relu_features(scale * x, W, eps=eps)`, or without a param `relu(scale * x) + eps`."""
+
+    def __init__(self, scale: float = 1.0, eps: float = 0.0) -> None:
+        self.scale, self.eps = scale, eps
+
+    def __call__(self, x: Tensor, *params: Tensor) -> Tensor:
+        return relu_features(x * self.scale, *params, eps=self.eps)
+
+    def with_pullback(
+        self, x: Tensor, params: tuple[Tensor, ...] = (), active: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None, Pull]:
+        projection, x = params[0] if params else None, x * self.scale
+        features = relu_features(x, projection)
+        factor = 1.0 if projection is None else projection.shape[-2] ** -0.5
+        slope = features.sign()  # 1 or 0: quicker than a boolean factor
+        if self.eps:
+            features += self.eps
+
+        def pull(to_features: Tensor, _: Tensor | None) -> tuple[Tensor, ...]:
+            to_logits = to_features * slope
+            if projection is None:
+                return (to_logits.mul_(self.scale),)
+            to_logits.mul_(factor)
+            to_x = to_logits @ projection.to(to_logits.dtype)
+            return _with_projection(to_x, to_logits, x, projection, self.scale, active)
+
+        return features, None, pull
+
+
+def _with_projection(
+    to_x: Tensor, to_logits: Tensor, x: Tensor, projection: Tensor, scale: float, active: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """The gradient of the input before `scale`, and that of W where it is wanted, from those of scale * x and of the
+    logits W x scale."""
+    if not active:
+        return (to_x.mul_(scale),)
+    return to_x.mul_(scale), (to_logits.mT @ x).sum_to_size(projection.shape)
+
+
+class Rescaled(MapWithPullback):
+    """The features of all channels but the last one, times that one: for factors that a map of single tokens cannot
+    know."""
+
+    def __init__(self, feature_map: Callable[..., Tensor]) -> None:
+        self.feature_map = feature_map
+
+    def __call__(self, x: Tensor, *params: Tensor) -> Tensor:
+        return self.feature_map(x[..., :-1], *params) * x[..., -1:]
+
+    def with_pullback(
+        self, x: Tensor, params: tuple[Tensor, ...] = (), active: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None, Pull]:
+        factor, inner = x[..., -1:], self.feature_map
+        if isinstance(inner, MapWithPullback):
+            features, _, pull_inner = inner.with_pullback(x[..., :-1], params, active)
+        else:
+
+            def evaluate(x: Tensor, *chosen: Tensor) -> Tensor:
+                values = list(params)
+                for index, value in zip(active, chosen):
+                    values[index] = value
+                return inner(x, *values)
+
+            features = inner(x[..., :-1], *params)
+
+            def pull_inner(to_features: Tensor, _: Tensor | None) -> tuple[Tensor, ...]:
+                # Not before gradients are there: a forward pass may run under hooks that vjp does not allow.
+                return torch.func.vjp(evaluate, x[..., :-1], *(params[index] for index in active))[1](to_features)
+
+        def pull(to_features: Tensor, _: Tensor | None) -> tuple[Tensor, ...]:
+            to_factor = (to_features * features).sum(-1, keepdim=True)
+            to_x, *to_params = pull_inner(to_features * factor, None)
+            return torch.cat([to_x, to_factor], dim=-1), *to_params
+
+        return features * factor, None, pull

@@ -87,6 +87,7 @@ class Write(torch.autograd.Function):
                 keep = keep_chunks(mask, v, start, stop, stop - start)
                 piece = to_chunks(k, start, stop, stop - start, dtype)
                 phi, logs, pull = features_of(feature_map, params, piece, k.shape[:2], active)
+                from_map = logs is not None
                 kk, logs = masked(phi, keep), _log_rows(logs, log_weight, keep, start, stop, stop - start, dtype)
                 bb = kk if b is None else masked(to_chunks(b, start, stop, stop - start, dtype), keep)
                 vv = to_chunks(v, start, stop, stop - start, dtype)
@@ -103,7 +104,7 @@ class Write(torch.autograd.Function):
                     to_log = (kk * to_k).sum(-1, keepdim=True)
                     to_log = to_log if b is None else to_log + (bb * to_b).sum(-1, keepdim=True)
                     put_chunks(grad_log, start, stop, to_log)
-                to_k, *to_params = pull(masked(to_k, keep), to_log)
+                to_k, *to_params = pull(masked(to_k, keep), to_log if from_map else None)
                 for target, gradient in ((grad_k, to_k), (grad_b, masked(to_b, keep)), (grad_v, to_v)):
                     put_chunks(target, start, stop, gradient)
                 accumulate(grad_params, to_params)
@@ -241,7 +242,7 @@ class CausalScan(torch.autograd.Function):
                     put_chunks(grad_log, start, stop, to_log)
                 to_q, *to_params = pull_q(to["q"], None if logs_q is None else torch.zeros_like(logs_q))
                 accumulate(grad_params, to_params)
-                to_k, *to_params = pull_k(masked(to["k"], part.keep), to_log)
+                to_k, *to_params = pull_k(masked(to["k"], part.keep), None if logs is None else to_log)
                 accumulate(grad_params, to_params)
                 pairs = (grad_q, to_q), (grad_k, to_k), (grad_a, to["a"]), (grad_v, to["v"])
                 for target, gradient in (*pairs, (grad_b, masked(to["b"], part.keep))):
@@ -287,8 +288,9 @@ def _segment(q, k, logs, a, b, v, mask, log_weight, state, start, stop, chunk):
         carry = kv.new_ones(count, count).tril_(-1).expand(rows, -1, -1), one, one
         sums, z_sums = torch.bmm(b.mT, v), k.sum(1)
     else:
-        logs = _log_rows(logs, log_weight, keep, start, stop, chunk, dtype)
-        decay, row, column, carry, scale = _weights(logs.view(rows, count, chunk), scale)
+        wide = dtype if log_weight is None else torch.promote_types(dtype, log_weight.dtype)
+        logs = _log_rows(logs, log_weight, keep, start, stop, chunk, wide)
+        decay, row, column, carry, scale = _weights(logs.view(rows, count, chunk), scale, dtype)
         sums, z_sums = torch.bmm(b.mT, v * column), torch.bmm(column.mT, k)
     scores = _scores(a, b, decay)
     before, kv_end = _recur(sums.view(rows, count, -1), kv.view(rows, 1, -1), *carry)
@@ -359,20 +361,24 @@ def _recur(items: Tensor, initial: Tensor, carry: Tensor, first: Tensor, last: T
     return states, items[:, tail] + last * states[:, tail]
 
 
-def _weights(logs: Tensor, scale: Tensor):
+def _weights(logs: Tensor, scale: Tensor, dtype: torch.dtype):
     """Factors of the weighted scan, all at most 1, from log weights `[R, N, C]` and the scale `[R]` of the state.
 
     The reference of row `i` is the running maximum up to `i` (it cancels in the ratio): no row depends on later keys.
+    Factors are in `dtype`; the logarithms may be wider, as sums over a long text have to be, and are compared with the
+    one after their chunk before they are rounded.
     """
     chunk = logs.shape[2]
     scales = torch.cat([scale[:, None], logs.amax(-1)], dim=1).cummax(dim=1).values  # before and after each chunk
     before, after = scales[:, :-1], scales[:, 1:]
     reference = torch.maximum(logs.cummax(dim=-1).values, before[..., None])
+    row, column = (before[..., None] - reference).exp().to(dtype), (logs - after[..., None]).exp().to(dtype)
+    carry = (after[:, None, :] - before[:, :, None]).clamp_(max=0.0).exp_().tril_(-1).to(dtype)
+    factors = (before - after).exp()[..., None].to(dtype)
+    if logs.dtype != dtype:
+        logs, reference = ((x - after[..., None]).to(dtype) for x in (logs, reference))
     # Above the diagonal the exponent may be positive: clamp before exp, cut off after.
     decay = (logs[:, :, None, :] - reference[..., None]).clamp_(max=0.0).exp_().tril_()
-    row, column = (before[..., None] - reference).exp(), (logs - after[..., None]).exp()
-    carry = (after[:, None, :] - before[:, :, None]).clamp_(max=0.0).exp_().tril_(-1)
-    factors = (before - after).exp()[..., None]
     decay, row, column = decay.view(-1, chunk, chunk), row.view(-1, chunk, 1), column.view(-1, chunk, 1)
     return decay, row, column, (carry, factors[:, :1], factors[:, -1:]), scales[:, -1]
 
@@ -410,7 +416,8 @@ def guard(denominator: Tensor, eps: float, minimum: float) -> Tensor:
     """The denominator plus `eps`, and not smaller than `minimum` in magnitude."""
     denominator = denominator + eps
     if minimum > 0:
-        floor = torch.where(denominator < 0, -minimum, minimum)
+        floor = torch.full_like(denominator, minimum)  # of its type: two numbers would make one of float32
+        floor = torch.where(denominator < 0, -floor, floor)
         denominator = torch.where(denominator.abs() < minimum, floor, denominator)
     return denominator
 
