@@ -15,6 +15,7 @@ from ..ops.linear.kernels import inverse_or_zero
 from ..ops.linear.window import WindowState, window_linear_attention
 from .hedgehog import hedgehog_features
 from .shared.learned_features import HeadMap, LearnedFeatures, LearnedFeaturesSpec
+from .shared.linear import Decay
 
 
 class LolcatsAttention(LearnedFeatures):
@@ -64,6 +65,7 @@ class LolcatsAttention(LearnedFeatures):
         context: LayerContext,
         state: WindowState | None,
         rotation: Callable[[Tensor], Tensor] | None,
+        decay: Decay | None = None,
     ) -> tuple[Tensor, WindowState | None]:
         if state is not None:  # grouped heads keep one window
             state = state._replace(key=self.repeated(state.key), value=self.repeated(state.value))
@@ -89,6 +91,7 @@ class LolcatsAttention(LearnedFeatures):
         visible: Tensor | None,
         context: LayerContext,
         rotation: Callable[[Tensor], Tensor] | None,
+        decay: Decay | None = None,
     ) -> tuple[Tensor, Tensor]:
         query, key = widened(query)[0], widened(key)[0]
         scores = wide_products(query, key) * self.scaling

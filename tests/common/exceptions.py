@@ -99,6 +99,8 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "attention_weights:seq2seq": (
             "outer rows are read whole, for what reaches later rows only (section 3.2); "
             "tests/attention/test_axial_transformer.py compares them"
+        ),
+    },
     "feedforward:squared_reglu": {
         "finite_in_half_precision": (
             "the cube of its inputs is beyond float16 for such weights, and so is what the last projection makes of"

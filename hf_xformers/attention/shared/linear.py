@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,21 @@ from ...ops.linear.attention import (
     linear_attention_read,
     vanishes,
 )
+from ...ops.linear.kernels import guard
 from ...ops.linear.window import WindowState
 from .base import Attention, AttentionSpec, cross_cache, given_memory
 from .head_parts import Heads
+
+
+class Decay(NamedTuple):
+    """What the weight of a key becomes with time, relative to the state before the tokens of a call.
+
+    With forget gates g_j and writing strengths w_j a key weighs w_j g_{j+1} ... g_i for query i. The part of i cancels
+    in attention that divides by the sum of weights, and what is left of key j is w_j / (g_1 ... g_j).
+    """
+
+    log_weight: Tensor  # [B, H, T], log w_j - log(g_1 ... g_j), in float64 where there is such a type
+    total: Tensor  # [B, H], log(g_1 ... g_T), what becomes of the state before
 
 
 class LinearAttention(Attention):
@@ -37,6 +49,8 @@ class LinearAttention(Attention):
     """
 
     eps: float = 0.0
+    min_denominator: float = 0.0  # for features whose products can be negative
+    normalizes: bool = True  # False: weighted sums alone, without a denominator
     rotates_inputs: ClassVar[bool] = False  # positions turn queries and keys before phi, not the features
     state_type: ClassVar[type[LinearState] | type[WindowState]] = LinearState
 
@@ -58,6 +72,10 @@ class LinearAttention(Attention):
     def phi_params(self, context: LayerContext) -> tuple[Tensor, ...]:
         """The tensors that `phi` needs beside its input."""
         return ()
+
+    def decay(self, states: Tensor, context: LayerContext) -> Decay | None:
+        """How the weight of keys falls with time, from states [B, T, D]; None: it does not. Causal mechanisms only."""
+        return None
 
     def at_once(self, states: Tensor, context: LayerContext) -> Tensor | None:
         """The output [B, T, D] of the whole sublayer, where a mechanism has a shorter way to it than through its
@@ -90,7 +108,8 @@ class LinearAttention(Attention):
             key, value = self._keys_and_values(given_memory(memory)) if losses else (query, query)
         else:
             key, value = self._keys_and_values(hidden_states)
-            output, weights = self._read_tokens(query, key, value, context, past_key_values, step)
+            decay = self.decay(hidden_states, context)
+            output, weights = self._read_tokens(query, key, value, decay, context, past_key_values, step)
         output = self.finished(output).transpose(1, 2)
         found = self.losses(Heads(self, query, key, value, output, weights, context)) if losses else None
         return SublayerOutput(self.written(output, context), weights, aux_losses=found)
@@ -101,7 +120,14 @@ class LinearAttention(Attention):
         return self.repeated(key), self.repeated(value)
 
     def _read_tokens(
-        self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, past: Cache | None, step: int
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Decay | None,
+        context: LayerContext,
+        past: Cache | None,
+        step: int,
     ) -> tuple[Tensor, Tensor | None]:
         layer = state_layer(past, step)
         state = self.state_type(**layer.state) if layer is not None and layer.state else None
@@ -110,12 +136,12 @@ class LinearAttention(Attention):
             query, key, rotation = rotation(query), rotation(key), None
         if self.wants_weights(context) and state is None:
             visible = visible_tokens(query, key, mask, self.is_causal)
-            output, weights = self._literal(query, key, value, visible, context, rotation)
+            output, weights = self._literal(query, key, value, visible, context, rotation, decay)
             if layer is None:
                 return output, weights
-            _, state = self._mix(query, key, value, mask, context, None, rotation)
+            _, state = self._mix(query, key, value, mask, context, None, rotation, decay)
         else:
-            output, state = self._mix(query, key, value, mask, context, state, rotation)
+            output, state = self._mix(query, key, value, mask, context, state, rotation, decay)
         if layer is not None:
             layer.advance(query.shape[2], **_named(state))
         return output, weights
@@ -132,7 +158,7 @@ class LinearAttention(Attention):
             held: Any = cache.cross_attention_cache.layers[step]
             state = _unpack(held)
             features, _ = _pair(self.query_phi(*widened(query), *self.phi_params(context)))
-            return linear_attention_read(features, state, eps=self.eps).to(query.dtype), None
+            return linear_attention_read(features, state, **self._denominator).to(query.dtype), None
         key, value = self._keys_and_values(given_memory(memory))
         output, state = self._mix(query, key, value, mask, context, None, None)
         if cache is not None:
@@ -149,6 +175,7 @@ class LinearAttention(Attention):
         context: LayerContext,
         state: Any,
         rotation: Callable[[Tensor], Tensor] | None,
+        decay: Decay | None = None,
     ) -> tuple[Tensor, Any]:
         """The engine: output [B, H, T, d] and the state after these keys."""
         params = self.phi_params(context)
@@ -158,16 +185,25 @@ class LinearAttention(Attention):
             "state": state,
             "return_state": True,
             "chunk_size": self.chunk_size,
-            "eps": self.eps,
+            **self._denominator,
         }
         if rotation is None:  # features are made piece by piece, and again in the backward pass
+            if decay is not None:
+                options["log_weight"] = decay.log_weight
             found: Any = kernel_attention(query, key, value, self.query_phi, *params, key_map=self.phi, **options)
-            return found
+            if decay is None:
+                return found
+            output, after = found
+            return output, after._replace(log_scale=after.log_scale + decay.total)
         phi_q, _ = _pair(self.query_phi(*widened(query), *params))
         phi_k, logs = _pair(self.phi(*widened(key), *params))
         options |= {"rotated_query": rotation(phi_q), "rotated_key": rotation(phi_k)}
         found = linear_attention(phi_q, phi_k, value, log_weight=logs, **options)
         return found
+
+    @property
+    def _denominator(self) -> dict[str, Any]:
+        return {"eps": self.eps, "min_denominator": self.min_denominator, "normalize": self.normalizes}
 
     def _literal(
         self,
@@ -177,6 +213,7 @@ class LinearAttention(Attention):
         visible: Tensor | None,
         context: LayerContext,
         rotation: Callable[[Tensor], Tensor] | None,
+        decay: Decay | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The matrix of all products, divided by its row sums -> output [B, H, T, d], weights [B, H, T, S]."""
         params = self.phi_params(context)
@@ -185,13 +222,17 @@ class LinearAttention(Attention):
         products = wide_products(phi_q, phi_k)
         dtype = products.dtype
         factors = products.new_ones(()) if visible is None else visible.to(dtype)
+        logs = logs if decay is None else decay.log_weight
         if logs is not None:
             # Relative to the largest factor that a query sees: a later key changes nothing, not even by underflow.
-            logs = logs.to(dtype)[:, :, None, :].expand_as(products)
+            logs = logs.to(torch.promote_types(dtype, logs.dtype))[:, :, None, :].expand_as(products)
             logs = logs if visible is None else logs.masked_fill(~visible, -torch.inf)
             top = logs.detach().amax(-1, keepdim=True)
-            factors = (logs - top.masked_fill(top == -torch.inf, 0.0)).exp()
-        sums = (products * factors).sum(-1, keepdim=True) + self.eps
+            factors = (logs - top.masked_fill(top == -torch.inf, 0.0)).exp().to(dtype)
+        if not self.normalizes:
+            weights = products * factors
+            return wide_products(weights, value.mT).to(value.dtype), weights.to(value.dtype)
+        sums = guard((products * factors).sum(-1, keepdim=True), self.eps, self.min_denominator)
         if rotation is not None:
             products = wide_products(rotation(phi_q), rotation(phi_k))
         empty = vanishes(sums)
@@ -270,4 +311,4 @@ class LinearSpec(AttentionSpec):
         return RecurrentStateLayer()
 
 
-__all__ = ["LinearAttention", "LinearSpec", "state_layer"]
+__all__ = ["Decay", "LinearAttention", "LinearSpec", "state_layer"]
