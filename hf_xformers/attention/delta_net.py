@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -11,25 +12,39 @@ from transformers.cache_utils import Cache
 from ..core.cache import RecurrentStateLayer
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
+from ..ops.common.products import widened
 from ..ops.common.segments import accumulation_dtype
-from ..ops.linear.attention import delta_rule
-from ..ops.linear.feature_maps import normalized_elu
-from ..ops.linear.feature_pullbacks import NormalizedDPFP
+from ..ops.linear.attention import LinearState, delta_rule, kernel_attention
+from ..ops.linear.feature_maps import normalized_elu, normalized_positive_features
+from ..ops.linear.feature_pullbacks import NormalizedDPFP, Rescaled
 from .shared.base import Attention, AttentionSpec
 from .shared.linear import state_layer
+from .shared.random_rows import RandomRows, check_rows
+
+# Added to sums of weights: what divides by them stays finite where a token has no feature in common with others.
+_EPS = 1e-5
 
 
-class DeltaNetAttention(Attention):
+class DeltaNetAttention(RandomRows, Attention):
     """S_i = S_{i-1} + beta_i phi(k_i)^T (v_i - phi(k_i) S_{i-1}),   o_i = scale * phi(q_i) S_i,   beta_i = sigmoid(w
     x_i).
 
     Schlag, Irie and Schmidhuber 2021 (arXiv 2102.11174), section 4: each token reads what the state S [F, d] holds for
-    its key and writes the difference to its value with strength beta, one number per head. phi is `dpfp` (F = 2 d nu)
-    or elu(x) + 1, divided by its sum (section 4.2), which keeps the update stable; there is no denominator. The
-    released code multiplies the result by 1 / sqrt(d), and so does this (`scale`).
+    its key and writes the difference to its value with strength beta, one number per head. phi is `dpfp` (F = 2 d nu),
+    elu(x) + 1 (`elu`) or the hyperbolic random features of a Performer (`favor`: F = 2 m, [`RandomRows`]), divided by
+    its sum (section 4.2), which keeps the update stable; divided by their sum, FAVOR+ features are a softmax over
+    [W x, -W x]. There is no denominator. The released code multiplies the result by 1 / sqrt(d), and so does this
+    (`scale`).
+
+    `attention_normalize` (section 4.2) divides what is read, by keys and by queries, by the sum of the
+    weights it is read with, z_i = sum_{j <= i} phi(k_j):
+
+        S_i = S_{i-1} + beta_i phi(k_i)^T (v_i - phi(k_i) S_{i-1} / phi(k_i) z_{i-1}),   o_i = scale * phi(q_i) S_i /
+        phi(q_i) z_i.
 
     A whole text is computed in chunks (Yang et al. 2024, arXiv 2406.06484): time O(T (C + d) F) per head, memory O(T
-    D). A token with a cache takes one step. State: S, the same size at any length. A padded token leaves it untouched.
+    D). A token with a cache takes one step. State: S (and z), the same size at any length. A padded token leaves it
+    untouched.
 
     The weights given out are those that the rule implies for earlier values: they can be negative and do not sum to
     one. A cached text gives none. `attention_probs_dropout_prob` has no effect, as there are no probabilities. Rotary
@@ -42,7 +57,13 @@ class DeltaNetAttention(Attention):
         super().__init__(config, spec, **where)
         self.beta_proj = nn.Linear(config.hidden_size, self.num_heads, bias=False)
         # [B, H, t, d] -> normalised features [B, H, t, F].
-        self.phi = NormalizedDPFP(spec.nu) if spec.feature_map == "dpfp" else normalized_elu
+        maps: dict[str, Any] = {"dpfp": NormalizedDPFP(spec.nu), "elu": normalized_elu}
+        self.phi: Callable[..., Tensor] = maps.get(spec.feature_map, normalized_positive_features)
+        if spec.feature_map == "favor":
+            self.make_rows(spec.num_features or self.head_dim)
+
+    def phi_params(self, context: LayerContext) -> tuple[Tensor, ...]:
+        return () if self.num_rows is None else (self.rows(context),)
 
     def forward(
         self,
@@ -61,42 +82,90 @@ class DeltaNetAttention(Attention):
             query, key = rotation(query), rotation(key)
         key, value = self.repeated(key), self.repeated(value)
         beta = torch.sigmoid(self.beta_proj(hidden_states)).transpose(1, 2)
-        mask, weights = context.query_padding_mask, None
-        output: Any = None
-        state = layer.state.get("memory") if layer is not None else None
-        if self.wants_weights(context) and state is None:
-            output, weights = self._literal(query, key, value, beta, mask)
-        if weights is None or layer is not None:
-            options: dict[str, Any] = {"key_padding_mask": mask, "state": state, "chunk_size": self.spec.chunk_size}
-            found, state = delta_rule(query, key, value, beta, feature_map=self.phi, return_state=True, **options)
-            output = output if weights is not None else found * self.scaling
-        if layer is not None and state is not None:
-            layer.advance(query.shape[2], memory=state)
+        inputs, params = (query, key, value, beta, context.query_padding_mask), self.phi_params(context)
+        state, weights = layer.state if layer is not None else {}, None
+        if self.wants_weights(context) and not state:
+            output, weights = self._literal(*inputs, params)
+            if layer is not None:
+                _, state = self._scan(*inputs, params, state)
+        else:
+            output, state = self._scan(*inputs, params, state)
+            output = output * self.scaling
+        if layer is not None:
+            layer.advance(query.shape[2], **state)
         output = self.o_proj(output.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1))
         return SublayerOutput(output, weights)
 
+    def _scan(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        beta: Tensor,
+        mask: Tensor | None,
+        params: tuple[Tensor, ...],
+        state: dict[str, Tensor],
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """What queries read [B, H, T, d], without `scale`, and the state after these tokens."""
+        options: dict[str, Any] = {"key_padding_mask": mask, "chunk_size": self.spec.chunk_size, "return_state": True}
+        if not self.spec.attention_normalize:
+            result: Any = delta_rule(
+                *(query, key, value, beta, *params), feature_map=self.phi, state=state.get("memory"), **options
+            )
+            return result[0], {"memory": result[1]}
+        query, key = widened(query, key)
+        norm = state.get("norm")
+        sums: dict[str, Any] = {"causal": True, "normalize": False, "chunk_size": self.spec.chunk_size}
+        sums["state"] = None if norm is None else LinearState(norm[..., None], norm)
+        ones = torch.ones_like(key[..., :1])
+        found: Any = kernel_attention(
+            query, key, ones, self.phi, *params, key_padding_mask=mask, return_state=True, **sums
+        )
+        total, after = found
+        # A key reads what earlier ones have written, so they move on by one place.
+        earlier = torch.zeros_like(ones[:, 0, :, 0], dtype=torch.bool)
+        earlier[:, 1:] = True if mask is None else mask[:, :-1]
+        moved = key.roll(1, dims=2)
+        held: Any = kernel_attention(key, moved, ones, self.phi, *params, key_padding_mask=earlier, **sums)
+        held = held + _EPS
+        # beta' = beta n and phi' = phi / n write as beta and phi do, and read what is held divided by n.
+        query, key = torch.cat([query, 1.0 / (total + _EPS)], dim=-1), torch.cat([key, 1.0 / held], dim=-1)
+        beta = beta.to(held.dtype) * held[..., 0]
+        found = delta_rule(
+            *(query, key, value, beta, *params), feature_map=Rescaled(self.phi), state=state.get("memory"), **options
+        )
+        return found[0], {"memory": found[1], "norm": after.z}
+
     def _literal(
-        self, query: Tensor, key: Tensor, value: Tensor, beta: Tensor, mask: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, beta: Tensor, mask: Tensor | None, params: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
         """The matrix of what each token reads of each value, [B, H, T, T], and its product with the values."""
         dtype = accumulation_dtype(value.dtype)
         strength = beta.to(dtype) if mask is None else beta.to(dtype) * mask[:, None]
-        q, k = self.phi(query.to(dtype)), self.phi(key.to(dtype))
+        q, k = self.phi(query.to(dtype), *params), self.phi(key.to(dtype), *params)
         with torch.autocast(value.device.type, enabled=False):
-            overlaps = (strength[..., None] * (k @ k.mT)).tril(-1)
+            own, read = (k @ k.mT).tril(-1), (q @ k.mT).tril()
+            overlaps = strength[..., None] * own
+            if self.spec.attention_normalize:
+                real = 1.0 if mask is None else mask[:, None, None].to(dtype)
+                overlaps = overlaps / ((own * real).sum(-1, keepdim=True) + _EPS)
+                read = read / ((read * real).sum(-1, keepdim=True) + _EPS)
             identity = torch.eye(key.shape[2], dtype=dtype, device=key.device)
             # Written differences U solve (I + overlaps) U = diag(beta) V.
             written = torch.linalg.solve_triangular(
                 identity + overlaps, torch.diag_embed(strength), upper=False, unitriangular=True
             )
-            weights = self.scaling * (q @ k.mT).tril() @ written
+            weights = self.scaling * read @ written
             output = weights @ value.to(dtype)
         return output.to(value.dtype), weights.to(value.dtype)
 
 
 @register("attention", "delta_net", aliases=("delta_rule",))
 class DeltaNetSpec(AttentionSpec):
-    """feature_map: `dpfp` (nu shifted products, 2 d nu features) or `elu` (d features). nu: its number of shifts.
+    """feature_map: `dpfp` (nu shifted products, 2 d nu features), `elu` (d features) or `favor` (2 m random features).
+    nu: the number of shifts. attention_normalize: what is read is divided by the sum of the weights that it is read
+    with. num_features: random rows m of `favor` (None: the width of a head). orthogonal: these are orthogonal in
+    blocks of the head width. redraw_interval: training passes between draws (0: never). seed: of the draws.
     chunk_size: tokens per triangular system."""
 
     summary = "fast weights that are corrected by the delta rule: linear time, causal"
@@ -106,14 +175,20 @@ class DeltaNetSpec(AttentionSpec):
     keeps_rotated = True
     not_taken_over = ("scale",)  # here of what is read, not of scores
 
-    feature_map: Literal["dpfp", "elu"] = "dpfp"
+    feature_map: Literal["dpfp", "elu", "favor"] = "dpfp"
     nu: int = 3
+    attention_normalize: bool = False
+    num_features: int | None = None
+    orthogonal: bool = True
+    redraw_interval: int = 1000
+    seed: int = 0
     chunk_size: int = 64
 
     def check_fields(self) -> None:
         for name in ("nu", "chunk_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"delta_net needs `{name}` >= 1, got {getattr(self, name)}.")
+        check_rows(self)
 
     def check(self, config) -> None:
         most = 2 * config.head_width - 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import field
+
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SpecLike
 from ..families import DECODER_HEADS, VariantInfo, make_family
@@ -19,9 +21,10 @@ class XFDeltaNetConfig(XFormerConfig):
     max_position_embeddings: int = 1024
     attention_probs_dropout_prob: float | int = 0.0
     is_decoder: bool = True
-    attention: SpecLike = "delta_net"
+    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
+    position: SpecLike = "sinusoidal_absolute"
+    attention: SpecLike = field(default_factory=lambda: {"type": "delta_net", "bias": False})
     feedforward: SpecLike = "relu"
-    residual: SpecLike = "pre_ln"
 
 
 INFO = VariantInfo(
@@ -42,7 +45,10 @@ INFO = VariantInfo(
   year={2021}
 }""",
     notes=(
-        "Causal only. Computed in chunks as in Yang et al. 2024 (arXiv 2406.06484). Their DeltaNet layer is another"
+        "Causal only. The preset is the published one for WikiText-103 (post-LN, no biases in attention, scaled"
+        " embeddings, sinusoids), without its adaptive softmax. `--attention.feature_map elu` and `favor` are the"
+        " variants with elu(x) + 1 and with FAVOR+, `--attention.attention_normalize true` those that divide by sums"
+        " of weights. Computed in chunks as in Yang et al. 2024 (arXiv 2406.06484). Their DeltaNet layer is another"
         " model (SiLU, l2-normalised keys, short convolutions, a norm on the output)."
     ),
 )
