@@ -153,7 +153,19 @@ CASES: dict[str, Case] = {
             "performer-pytorch, C++": partial(peers.performer_pytorch, causal=True, product="c++"),
         },
     ),
+    "performer v1, 256 rows": Case("xf_performer_v1", {"type": "performer", "feature_kind": "trigonometric"}),
+    "performer v1 causal, 256 rows": Case(
+        "xf_performer_v1", {"type": "performer", "feature_kind": "trigonometric"}, causal=True
+    ),
+    "arc-cosine, 256 features": Case("xf_arccos_attention", "arccos_attention"),
+    "arc-cosine causal, 256 features": Case("xf_arccos_attention", "arccos_attention", causal=True),
+    "rfa, 64 rows": Case("xf_rfa", "rfa"),
+    "rfa causal, 64 rows": Case("xf_rfa", "rfa", causal=True),
+    "rfa gated, 64 rows": Case("xf_rfa", {"type": "rfa", "gate": True}, causal=True),
+    "dpfp, 3 shifts": Case("xf_dpfp", "dpfp"),
+    "dpfp causal, 3 shifts": Case("xf_dpfp", "dpfp", causal=True),
     "delta net": Case("xf_delta_net", "delta_net", causal=True),
+    "delta net, normalized": Case("xf_delta_net", {"type": "delta_net", "attention_normalize": True}, causal=True),
     "linformer, k 256": Case(
         "xf_linformer", {"type": "linformer", "projected_length": 256}, peers={"linformer": peers.linformer}
     ),

@@ -115,6 +115,8 @@ OPTIONS = {
     "xf_csalr": ["--attention.num_landmarks", "16"],
     "xf_luna": ["--attention.projected_length", "16"],
     "xf_performer": ["--attention.num_features", "64"],
+    "xf_performer_v1": ["--attention.num_features", "64"],
+    "xf_arccos_attention": ["--attention.num_features", "64"],
 }
 
 

@@ -140,6 +140,8 @@ CASES = [
     ("t2r", True, LINEAR, None),
     ("lolcats", False, LINEAR, None),
     ("lolcats", True, LINEAR, None),
+    *((name, causal, LINEAR, None) for name in ("xf_performer_v1", "xf_rfa") for causal in (False, True)),
+    *((name, causal, LINEAR, None) for name in ("xf_arccos_attention", "xf_dpfp") for causal in (False, True)),
 ]
 
 

@@ -117,6 +117,16 @@ MIXES: dict[str, Mix] = {
         },
         BOTH,
     ),
+    "gated_random_features": Mix(
+        {"attention": {"type": "rfa", "num_features": 6, "gate": True, "redraw_interval": 0}, "position": "rotary"},
+        ("decoder",),
+    ),
+    "dpfp_delta": Mix({"attention": {"type": "dpfp", "nu": 2, "update_rule": "delta"}}, ("decoder",)),
+    "dpfp_sums": Mix({"attention": {"type": "dpfp", "attention_normalize": False}, "residual": "pre_ln"}, BOTH),
+    "delta_favor_normalized": Mix(
+        {"attention": {"type": "delta_net", "feature_map": "favor", "attention_normalize": True}}, ("decoder",)
+    ),
+    "performer_relu": Mix({"attention": {"type": "performer", "feature_kind": "relu", "num_features": 8}}, BOTH),
     "token_types_chunked": Mix({"type_vocab_size": 3, "chunk_size_feed_forward": 4, "add_pooler": True}, ("encoder",)),
 }
 
