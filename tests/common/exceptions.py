@@ -46,6 +46,9 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
             "a token does not read itself, and empty memories before the text keep their share of the weight"
         ),
     },
+    "attention:hard_coded_gaussian": {
+        "attention_weights": "weights are densities, which are not divided by their sum (section 3)",
+    },
     "attention:linformer": {
         "attention_weights": (
             "the projection over positions has any sign, so weights of tokens need not be positive or sum to 1"

@@ -1,0 +1,55 @@
+"""Hard-coded Gaussian attention (You et al. 2020): every head looks at a neighbour, with fixed weights around it."""
+
+from __future__ import annotations
+
+from ..configuration_xformer import XFormerConfig
+from ..core.components import SpecLike
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFHardCodedGaussianConfig(XFormerConfig):
+    """Hard-coded Gaussian attention (You et al. 2020): every head looks at a neighbour, with fixed weights around
+    it."""
+
+    model_type = "xf_hard_coded_gaussian"
+
+    position: SpecLike = "sinusoidal_absolute"
+    attention: SpecLike = "hard_coded_gaussian"
+
+
+INFO = VariantInfo(
+    section="4.5",
+    summary="attention weights are a fixed Gaussian around the token before or after; nothing is compared",
+    paper="You et al. 2020",
+    url="https://arxiv.org/abs/2005.00742",
+    equation=(
+        r"o_i = \sum_j \frac{1}{s \sqrt{2 \pi}} \exp\!\left(-\frac{(j - i - o_h)^2}{2 s^2}\right) v_j, \qquad o_h \in"
+        r" \{-1, 1\} \text{ (encoder)}, \; \{-1, 0\} \text{ (decoder)}"
+    ),
+    cost=(
+        "time O(T W D) for W = 19 tokens at the default width, memory O(T D); generation keeps the values of 9 tokens"
+        " at any length; 2 D^2 parameters less in every layer"
+    ),
+    bibtex="""@inproceedings{you2020hard,
+  title={Hard-Coded {G}aussian Attention for Neural Machine Translation},
+  author={You, Weiqiu and Sun, Simeng and Iyyer, Mohit},
+  booktitle={Proceedings of the 58th Annual Meeting of the Association for Computational Linguistics},
+  pages={7689--7700},
+  year={2020}
+}""",
+    notes=(
+        "Cross-attention stays learned, as in the paper's best models; `cross_attention='hard_coded_gaussian'` fixes"
+        " it, too, with `ratio` for the ratio of the lengths. Weights are densities and are not divided by their sum"
+        " unless `renormalize` is set, so `attention_probs_dropout_prob` has no effect on them."
+    ),
+)
+
+_family = make_family(XFHardCodedGaussianConfig, "XFHardCodedGaussian", ALL_HEADS, INFO)
+XFHardCodedGaussianModel = _family["Model"]
+XFHardCodedGaussianForMaskedLM = _family["ForMaskedLM"]
+XFHardCodedGaussianForSequenceClassification = _family["ForSequenceClassification"]
+XFHardCodedGaussianForTokenClassification = _family["ForTokenClassification"]
+XFHardCodedGaussianForQuestionAnswering = _family["ForQuestionAnswering"]
+XFHardCodedGaussianForMultipleChoice = _family["ForMultipleChoice"]
+XFHardCodedGaussianForCausalLM = _family["ForCausalLM"]
+XFHardCodedGaussianForSeq2SeqLM = _family["ForSeq2SeqLM"]
