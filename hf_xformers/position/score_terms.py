@@ -16,7 +16,12 @@ from .distances import along_diagonals, pick_numbers, slot_distances
 
 class SelfAttentionTerms(ScoreTerms):
     """[`ScoreTerms`] of one call of self-attention: base of what positions and biases add. Queries are the last of all
-    slots."""
+    slots.
+
+    cross: keys are those of a memory instead (`num_keys` of them), all of which every query sees, but for padding.
+    """
+
+    cross: bool = False
 
     def __init__(
         self, scale: float, tables: tuple[Tensor, ...], context: LayerContext, num_keys: int | None = None
@@ -48,20 +53,20 @@ class SelfAttentionTerms(ScoreTerms):
 
     @property
     def ordered(self) -> bool:
-        return self.context.causal and self.context.explicit_mask is None
+        return not self.cross and self.context.causal and self.context.explicit_mask is None
 
     @property
     def rows_can_be_empty(self) -> bool:
-        return rows_can_be_empty(self.context)
+        return rows_can_be_empty(self.context, self.cross)
 
     def last_key(self, stop: int) -> int:
-        return last_key(self.context, False, self.num_keys, stop)
+        return last_key(self.context, self.cross, self.num_keys, stop)
 
     def visible(self, rows: slice, keys: int) -> Tensor | None:
-        return visible_block(self.context, False, rows, slice(0, keys))
+        return visible_block(self.context, self.cross, rows, slice(0, keys))
 
     def hidden(self, rows: slice, keys: slice) -> Tensor | None:
-        mask = visible_block(self.context, False, rows, keys, order=False)
+        mask = visible_block(self.context, self.cross, rows, keys, order=False)
         return None if mask is None else ~mask
 
 
