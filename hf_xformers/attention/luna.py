@@ -46,7 +46,8 @@ class LunaAttention(Attention):
 
     Time O(T l D), memory O(T (D + H l)). State in a decoder: sum x_j Wk a_j and sum a_j x_j Wv, [d, l] and [l, d] per
     head (one of them when tied), and t. The weights given out are products of the two steps; in a decoder they do not
-    sum to one. `attention_probs_dropout_prob` acts on both softmaxes of an encoder.
+    sum to one. `attention_probs_dropout_prob` acts on both softmaxes of an encoder, `memory_dropout` on Yp where it is
+    added to P (released code), as `hidden_dropout_prob` does on Yx where that is added to X.
     """
 
     spec: LunaSpec
@@ -68,6 +69,7 @@ class LunaAttention(Attention):
         first = layer_idx == 0 and not (cross and config.attention.carries == STREAM)
         self.memory = nn.Parameter(torch.empty(self.slots, width)) if first else None
         self.dynamic = spec.dynamic_projection and not cross
+        self.memory_dropout = config.hidden_dropout_prob if spec.memory_dropout is None else spec.memory_dropout
         count = config.stack.num_layers(config)
         last = layer_idx == count - 1 and config.stack.num_steps(config) == count
         # The last layer's P' would be read by nobody.
@@ -149,7 +151,8 @@ class LunaAttention(Attention):
                 cache.is_updated[step] = True
         streams = None
         if self.memory_norm is not None:
-            streams = {STREAM: self.memory_norm(handed + packed)}
+            added = F.dropout(packed, self.memory_dropout) if self.training and self.memory_dropout else packed
+            streams = {STREAM: self.memory_norm(handed + added)}
         key = self._split(self.k_proj(packed), self.num_heads)
         value = key if self.v_proj is None else self._split(self.v_proj(packed), self.num_heads)
         query = self._split(self.q_proj(hidden_states), self.num_heads)
@@ -277,9 +280,9 @@ def _sums(kv: Tensor) -> Tensor:
 @register("attention", "luna")
 class LunaSpec(AttentionSpec):
     """projected_length: vectors l of the memory. pack_heads: heads of the packing (`None`: as many as the attention
-    has).
-    tie_kv: keys are values. dynamic_projection: in an encoder a text uses no more vectors than it has tokens.
-    chunk_size: tokens per quadratic block of a decoder's scans."""
+    has). tie_kv: keys are values. dynamic_projection: in an encoder a text uses no more vectors than it has tokens.
+    memory_dropout: probability on what is added to the memory (`None`: `hidden_dropout_prob`). chunk_size: tokens per
+    quadratic block of a decoder's scans."""
 
     summary = "packs a text into a short memory that tokens then read: linear time"
     cross = True
@@ -291,6 +294,7 @@ class LunaSpec(AttentionSpec):
     pack_heads: int | None = None
     tie_kv: bool = True
     dynamic_projection: bool = True
+    memory_dropout: float | int | None = None
     chunk_size: int = 64
 
     def check_fields(self) -> None:
@@ -298,6 +302,8 @@ class LunaSpec(AttentionSpec):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"luna needs `{name}` >= 1, got {value}.")
+        if self.memory_dropout is not None and not 0 <= self.memory_dropout < 1:
+            raise ValueError(f"luna needs `memory_dropout` in [0, 1), got {self.memory_dropout}.")
 
     def check(self, config) -> None:
         heads = config.num_attention_heads

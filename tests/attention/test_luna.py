@@ -250,6 +250,23 @@ def test_dropout_of_an_encoder():
     assert (draws[0] - draws[1]).abs().max() > 1e-3
 
 
+def test_dropout_of_the_memory():
+    """It falls on what is added to the memory, not on what tokens read; in evaluation on nothing."""
+    handed = {}
+    for rate in (None, 0.0, 0.5):
+        spec = {**SPEC, "memory_dropout": rate}
+        layer = build_layers(spec, 2, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.5)[0].train()
+        results = [run_layers([layer], vectors(1, 6), make_context(6))[0] for _ in range(2)]
+        close(results[0].output, results[1].output)
+        first, second = (result.streams["luna_memory"] for result in results)
+        assert torch.equal(first, second) == (rate == 0.0)
+        layer.eval()
+        handed[rate] = run_layers([layer], vectors(1, 6), make_context(6))[0].streams["luna_memory"]
+    close(handed[None], handed[0.5])
+    with pytest.raises(ValueError, match="`memory_dropout` in"):
+        XFormerConfig(**GEOMETRY, attention={**SPEC, "memory_dropout": 1.0})
+
+
 MIXES = {
     "luna_untied": {"attention": SPECS["untied"], "residual": "pre_ln"},
     "luna_static": {"attention": SPECS["static"], "cross_attention": {**SPEC, "pack_heads": 2}},
