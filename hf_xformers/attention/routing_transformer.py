@@ -28,7 +28,7 @@ from ..ops.score_terms.bucket_tiles import cluster_attention
 from ..ops.score_terms.pattern_tiles import pattern_tiles
 from ..position.score_terms import SelfAttentionTerms
 from .shared.base import Attention, literal_softmax_attention
-from .shared.bucketed import FEW_QUERIES, BucketedSpec, Stage, labels_of_all, recent_attention
+from .shared.bucketed import FEW_QUERIES, BucketedSpec, BucketLayer, Stage, labels_of_all, recent_attention
 
 _LEAST_COUNT = 1e-6  # of a centroid that lost all its vectors; keeps its place
 _FIRST_STAGE = 64  # tokens; below, clusters of a few tokens would not be worth a stage of their own
@@ -252,7 +252,7 @@ class RoutingAttention(Attention):
         key = self.heads(self.k_proj(hidden_states)) if self.key_heads else query[:, :0]
         (local_query, routed_query), (local_value, routed_value) = self._parted(query), self._parted(value)
         local_key, routed_key = (key, None) if self.shared else self._parted(key)
-        # Positions are for the local heads; routing is by content.
+        # Positions are for the local heads, and routing is by content, before anything turns.
         local_query, local_key = self.turned(local_query, local_key, context)
         routed_query = _normalized_heads(routed_query)
         routed_key = None if routed_key is None else _normalized_heads(routed_key)
@@ -261,12 +261,14 @@ class RoutingAttention(Attention):
             routes, aux_losses = self._routes(routed_query, routed_key, context, step)
         routed_key = routed_query if routed_key is None else routed_key
         cache = self_attention_cache(past_key_values)
+        if self.spec.rotates_routed:
+            routed_query, routed_key = self.turned(routed_query, routed_key, context)
         if cache is not None:
-            if self.spec.why_not_generate():
-                raise ValueError(self.spec.why_not_generate())
+            self._check_cache(cache, step)
             key, value = cache.update(torch.cat([local_key, routed_key], dim=1), value, step)
             (local_key, routed_key), (local_value, routed_value) = self._parted(key), self._parted(value)
         local_key = self.turned_late(local_key, context)
+        routed_key = self.turned_late(routed_key, context) if self.spec.rotates_routed else routed_key
         parts = []
         added = self.score_terms(context)
         of_local = None if added is None else added.of_heads(slice(0, self.local))
@@ -285,6 +287,18 @@ class RoutingAttention(Attention):
             weights, outputs = None, [part.transpose(1, 2) for part, _ in parts]
             output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
         return SublayerOutput(self.o_proj(output.flatten(2)), weights, aux_losses=aux_losses)
+
+    def _check_cache(self, cache: Cache, step: int) -> None:
+        """Refuses a cache that cannot serve what is set. Raises `ValueError`."""
+        if self.spec.why_not_generate():
+            raise ValueError(self.spec.why_not_generate())
+        layer = cache.layers[step] if step < len(cache.layers) else None
+        if self.spec.rotates_routed and self.routed and not isinstance(layer, BucketLayer):
+            raise ValueError(
+                f"routing_transformer with `rotates_routed=True` needs a cache that keeps the clusters of keys, which"
+                f" {type(cache).__name__} does not: rotated keys do not tell them; leave `cache_implementation` out,"
+                " or make the cache with `hf_xformers.core.cache.make_cache(config)`."
+            )
 
     def _parted(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The local and the routed heads of [B, H, T, d]. Cutting nothing off costs a copy in the backward pass."""
@@ -424,13 +438,13 @@ def _normalized_heads(vectors: Tensor) -> Tensor:
 @register("attention", "routing_transformer", aliases=("routing",))
 class RoutingSpec(BucketedSpec):
     """num_clusters: centroids per routed head (`None`: the square root of the text's length, or the length by
-    `window_size`).
-    window_size: tokens per cluster (`None`: the text's length by the number of clusters). num_routing_heads: routed
-    heads of a layer (`None`: half of them). first_routing_layer: layers before it are local only. block_size: tokens
-    per block of the local heads. ema_decay: of the centroids' averages. commitment_weight: factor on the auxiliary
-    loss. share_qk: keys of routed heads are their queries (`None`: in decoders, where it is needed). causal_form: what
-    a decoder reads, `strict` or the `paper`'s form, in which later tokens change which tokens a cluster holds; that
-    one cannot generate.
+    `window_size`). window_size: tokens per cluster (`None`: the text's length by the number of clusters).
+    num_routing_heads: routed heads of a layer (`None`: half of them). first_routing_layer: layers before it are local
+    only. block_size: tokens per block of the local heads. ema_decay: of the centroids' averages. commitment_weight:
+    factor on the auxiliary loss. share_qk: keys of routed heads are their queries (`None`: in decoders, where it is
+    needed). rotates_routed: whether a rotary position turns the queries and keys of routed heads as well, once their
+    clusters are found (in the paper positions are for local heads). causal_form: what a decoder reads, `strict` or the
+    `paper`'s form, in which later tokens change which tokens a cluster holds; that one cannot generate.
     """
 
     summary = "local heads, and heads that attend inside k-means clusters"
@@ -445,6 +459,7 @@ class RoutingSpec(BucketedSpec):
     ema_decay: float | int = 0.999
     commitment_weight: float | int = 1e-4
     share_qk: bool | None = None
+    rotates_routed: bool = False
 
     def check_fields(self) -> None:
         leasts = {"num_clusters": 1, "window_size": 1, "first_routing_layer": 0, "block_size": 1}
@@ -467,6 +482,11 @@ class RoutingSpec(BucketedSpec):
             raise ValueError(
                 f"routing_transformer clusters each head by itself, so it cannot have {config.key_value_heads}"
                 f" key/value heads for {heads} heads; leave `num_key_value_heads` unset."
+            )
+        if self.rotates_routed and "rotation" not in config.position.acts:
+            raise ValueError(
+                f"routing_transformer with `rotates_routed=True` has nothing to turn heads by, as position"
+                f" {config.position.type!r} rotates nothing; give position 'rotary', or leave it out."
             )
         if not config.is_decoder:
             return

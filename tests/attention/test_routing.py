@@ -154,6 +154,71 @@ def test_rotation_is_for_local_heads():
     assert len(seen[0].query_labels.unique()) == 1
 
 
+@pytest.mark.parametrize("decoder", [False, True])
+def test_routed_heads_can_turn(decoder):
+    """Clusters are those of vectors that have not turned; inside them turned queries meet turned keys."""
+    attention = module(decoder, num_routing_heads=2, position="rotary", rotates_routed=True)
+    x, length = states(13), 13
+    q, k, v = projected(attention, x)
+    angles = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(0, 8, 2) / 8)
+    turn = torch.stack(
+        [torch.block_diag(*(torch.tensor([[a.cos(), -a.sin()], [a.sin(), a.cos()]]) for a in row)) for row in angles]
+    )
+    # Channel i turns with channel i + 4.
+    order = [0, 4, 1, 5, 2, 6, 3, 7]
+    turned_q, turned_k = (torch.einsum("tij,bhtj->bhti", turn.double(), rows[..., order]) for rows in (q, k))
+    nearest_q, nearest_k = (torch.einsum("bhtd,hcd->bhtc", rows, attention.centroids) for rows in (q, k))
+    rows = torch.zeros_like(v)
+    for b in range(2):
+        for h in range(2):
+            for i in range(length):
+                results = []
+                for c in range(3):
+                    if decoder:
+                        if nearest_q[b, h, i].argmax() != c:
+                            continue
+                        keys = [t for t in range(i + 1) if nearest_k[b, h, t].argmax() == c][-4:]
+                    else:
+                        if i not in nearest_q[b, h, :, c].topk(4).indices:
+                            continue
+                        keys = nearest_k[b, h, :, c].topk(4).indices.tolist()
+                    weights = torch.softmax(turned_q[b, h, i] @ turned_k[b, h, keys].T / 8**0.5, 0)
+                    results.append(weights @ v[b, h, keys])
+                if results:
+                    rows[b, h, i] = torch.stack(results).mean(0)
+    expected = attention.o_proj(rows.transpose(1, 2).reshape(2, length, 16))
+    position = attention.config.position.build(attention.config)
+    for implementation in ("sdpa", "eager"):
+        around = context(length, decoder, None, implementation)
+        position.share_rotations(around, x)
+        found = attention(x, around).output
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # tables of angles are in float32
+        assert not torch.allclose(
+            found, attention(x, context(length, decoder, None, implementation)).output, atol=1e-3
+        )
+
+
+def test_turned_heads_generate():
+    """Token by token, with the clusters of a cache; a cache without them is refused."""
+    from transformers import DynamicCache
+
+    torch.manual_seed(0)
+    config = XFormerConfig(**SIZES, attention={**ROUTED, "rotates_routed": True}, position="rotary")
+    net = XFormerForCausalLM(config).double().eval()
+    ids = torch.randint(5, 40, (2, 50))
+    with torch.no_grad():
+        expected, cache, found, done = net(ids, use_cache=False).logits, None, [], 0
+        for size in (9, 1, 1, 20, 18, 1):
+            out = net(ids[:, done : done + size], past_key_values=cache, use_cache=True)
+            cache, done = out.past_key_values, done + size
+            found.append(out.logits)
+        torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-9, atol=1e-9)
+        with pytest.raises(ValueError, match="keeps the clusters of keys, which DynamicCache does not"):
+            net(ids, past_key_values=DynamicCache(), use_cache=True)
+    with pytest.raises(ValueError, match="position 'none' rotates nothing"):
+        XFormerConfig(**SIZES, attention={**ROUTED, "rotates_routed": True}, position="none")
+
+
 def test_heads_by_layer():
     config = XFormerConfig(**SIZES, attention={**SMALL, "first_routing_layer": 1, "num_routing_heads": 1})
     net = XFormerForMaskedLM(config)
