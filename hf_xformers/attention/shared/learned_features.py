@@ -28,8 +28,8 @@ class HeadMap(Undecayed, nn.Module):
         while len(rows) * width < features:
             axes, triangle = torch.linalg.qr(seeded_normal((width, width), "head_map", len(rows)))
             rows.append(axes * triangle.diagonal().sign())  # one decomposition among those with other signs
-        rows = torch.cat(rows)[:features]
-        init.copy_(self.weight, rows.expand(self.weight.shape).to(self.weight))
+        start = torch.cat(rows)[:features]
+        init.copy_(self.weight, start.expand(self.weight.shape).to(self.weight))
         init.zeros_(self.bias)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
