@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from ..core.components import aliased, register
 from ..core.context import LayerContext
+from ..ops.common.products import widened
 from ..ops.linear.feature_maps import unit_vectors
 from ..ops.linear.feature_pullbacks import FourierFeatures, ReluFeatures
 from .shared.linear import Decay, LinearAttention, LinearSpec
@@ -45,7 +46,7 @@ class RFAAttention(RandomRows, LinearAttention):
     def __init__(self, config, spec: RFASpec, **where):
         super().__init__(config, spec, **where)
         gaussian = spec.feature_map == "gaussian"
-        self.phi = FourierFeatures() if gaussian else ReluFeatures(eps=1e-3)
+        self.phi = FourierFeatures(1 / spec.tau) if gaussian else ReluFeatures(1 / spec.tau, eps=1e-3)
         self.min_denominator = float(spec.min_denominator) if gaussian else 0.0
         self.make_rows(spec.num_features, by_head=True)
         self.sigma: nn.Parameter | None = None
@@ -74,8 +75,9 @@ class RFAAttention(RandomRows, LinearAttention):
     def phi_params(self, context: LayerContext) -> tuple[Tensor, ...]:
         rows = self.rows(context)
         if self.sigma is not None:
-            rows = rows * self.sigma.to(rows.dtype)[:, None]
-        return (rows / self.spec.tau,)
+            rows, sigma = widened(rows, self.sigma)
+            rows = rows * sigma[:, None]
+        return (rows,)
 
     def decay(self, states: Tensor, context: LayerContext) -> Decay | None:
         if self.decay_proj is None:

@@ -341,7 +341,7 @@ def test_gates_at_their_ends(logit):
         fast = run_layers([layer], states, make_context(9, True))[0].output
         plain = build("rfa", causal=True)
         plain.load_state_dict(layer.state_dict(), strict=False)
-        plain.phi_params = layer.phi_params  # tau is 1 here
+        plain.phi.scale = layer.phi.scale  # where tau is 1
         (literal,) = run_layers([plain], states, context)
     close(fast, gated.output)
     if logit < 0:
