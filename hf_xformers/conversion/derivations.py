@@ -111,6 +111,8 @@ def key_value_heads(old: Part, new: Part) -> dict[str, Derived]:
     ):
         if name not in old.tensors or not _lacks(old, new, name):
             continue
+        if name.startswith("k_") and "mixing" in new.tensors:  # keys for all heads together
+            continue
         tensor, shape = old.tensors[name], new.tensors[name].shape
         if shape[0] % width or tensor.shape[0] % width or tensor.shape[1:] != shape[1:]:
             continue

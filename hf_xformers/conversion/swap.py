@@ -36,6 +36,7 @@ from .movement import Movement, movement
 from .provenance import write_provenance
 from .refusals import refuse_quantized
 from .report import Report
+from .shared_heads import shared_factors as _  # noqa: F401  its file enters the rule of collaborative attention
 from .swap_config import Layers, changed_slots, settings_left_behind, swapped_config
 from .swap_report import SwapReport
 from .transfer import Source, carry_generation, check_head, our_head_of, quiet, to_ours

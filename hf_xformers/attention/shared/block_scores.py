@@ -1,0 +1,64 @@
+"""Attention whose scores are made by the mechanism itself, for a block of queries at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...core.context import LayerContext
+from ...core.visibility import last_key, rows_can_be_empty, visible_block
+from .base import Attention
+from .query_blocks import over_query_blocks, rows_at_once, shared_rows, visible_softmax
+
+
+class BlockScoresAttention(Attention):
+    """o_i = sum_j softmax_j(s_ij + b_ij) v_j over all j that i may see, with scores s of the mechanism's own
+    ([`BlockScoresAttention.scores`]) and the bias b of the config's position.
+
+    Memory: the scores of one block of queries, O(S), also in training; O(H T S) on the literal path.
+    """
+
+    def scores(
+        self, query: Tensor, key: Tensor, context: LayerContext, rows: slice, keys: slice, heads: slice
+    ) -> Tensor:
+        """query [B, h, t, d]: of the queries `rows` and of `heads`; key [B, K, s, d]: of the keys `keys` -> scores
+        [B, h, t, s] in float32 at least, without bias and masks."""
+        raise NotImplementedError
+
+    def weights_of_block(self, query: Tensor, key: Tensor, context: LayerContext, rows: slice, heads: slice) -> Tensor:
+        keys = slice(0, last_key(context, self.cross, key.shape[2], rows.stop))
+        return self._weights(query, key[:, :, keys], context, rows, keys, heads)
+
+    def _weights(
+        self, query: Tensor, key: Tensor, context: LayerContext, rows: slice, keys: slice, heads: slice
+    ) -> Tensor:
+        scores = self.scores(query, key, context, rows, keys, heads)
+        bias = self.score_bias(context)
+        if bias is not None:
+            scores = scores + bias.block(context.query_index[rows], context.key_index[keys])[..., heads, :, :]
+        mask = visible_block(context, self.cross, rows, keys)
+        mask = mask if mask is None or mask.shape[1] == 1 else mask[:, heads]
+        return visible_softmax(scores, mask, rows_can_be_empty(context, self.cross))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+        length, every = query.shape[2], slice(None)
+
+        def read(part: Tensor, near: Tensor, values: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+            weights = self._weights(part, near, context, rows, slice(0, near.shape[2]), every).to(value.dtype)
+            dropped = F.dropout(weights, self.dropout) if self.training and self.dropout else weights
+            return torch.matmul(dropped, self.repeated(values)).transpose(1, 2), weights
+
+        if self.wants_weights(context):
+            return read(query, key, value, slice(0, length))
+        at_once = rows_at_once(query.shape[0] * self.num_heads * key.shape[2])
+        keys, values = (shared_rows(x, length, at_once) for x in (key, value))
+
+        def block(begin: int, end: int, part: Tensor) -> Tensor:
+            stop = last_key(context, self.cross, key.shape[2], end)
+            return read(part, keys.take(0, stop), values.take(0, stop), slice(begin, end))[0]
+
+        return over_query_blocks(block, length, at_once, (query, 2)), None
+
+
+__all__ = ["BlockScoresAttention"]
