@@ -1,0 +1,176 @@
+"""Conditional attention of CA-MTL: a bias on near tokens that depends on the task."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ..core.components import register
+from ..core.context import LayerContext, SublayerOutput
+from ..core.extent import can_inspect
+from ..core.inputs import check_axes
+from ..ops.common.products import wide_products, widened
+from ..position.base import key_positions
+from .shared.base import AttentionSpec
+from .shared.block_scores import BlockScoresAttention
+
+STREAM = "ca_mtl_task"
+
+
+class ConditionalBlockAttention(BlockScoresAttention):
+    """s_ij = scale * q_i k_j + M_ij, M_ij = (1 + gamma_(j mod w)(z)) W_(i, j mod w) + beta_(j mod w)(z) where i and j
+    are in the same block of w positions, else 0.
+
+    Pilault, Elhattami, Pal 2021 (arXiv 2009.09139), section 2.2, released code. The positions of a text are m blocks
+    of w = ceil(L / m), L the longest text; W [L, w] is learned in each layer, and the task's vector z of the batch's
+    rows modulates its columns (FiLM). All heads have the same M. z = E_t Wz + bz of task t (input `tasks` [B]) is made
+    by the first layer and is the stream `ca_mtl_task`. W and the map from z start at zero, so that a new model is one
+    without M (the released code starts the map at random). Scores are not hidden where M is 0: the name
+    "block-diagonal" means the bias.
+
+    Time that of vanilla attention; memory O(T), as scores are made for blocks of queries. State: keys and values.
+    """
+
+    unpads = True
+
+    spec: ConditionalBlockSpec
+
+    def __init__(self, config, spec: ConditionalBlockSpec, **where):
+        super().__init__(config, spec, **where)
+        self.block = spec.block(config)
+        self.near = nn.Parameter(torch.empty(config.max_position_embeddings, self.block))
+        self.film = nn.Linear(config.hidden_size, 2 * self.block)
+        first = self.layer_idx == 0
+        self.task_table = nn.Embedding(spec.num_tasks, config.hidden_size) if first else None
+        self.task_proj = nn.Linear(config.hidden_size, config.hidden_size) if first else None
+
+    def initialize(self, config, init) -> None:
+        super().initialize(config, init)
+        for parameter in (self.near, self.film.weight, self.film.bias):
+            init.zeros_(parameter)
+
+    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+        super().prepare(context, past_key_values)
+        padding, longest, places = context.padding_mask, context.key_index.shape[0], self.near.shape[0]
+        if longest <= places or context.static:
+            return
+        if padding is not None:
+            if not can_inspect():
+                return
+            longest = int(padding.sum(-1).max())  # padding takes no place
+        if longest > places:
+            raise ValueError(
+                f"The sequence has {longest} tokens, but ca_mtl's table has {places} places; shorten it, or build the"
+                " model with a larger `max_position_embeddings`."
+            )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        step: int | None = None,
+    ) -> SublayerOutput:
+        task = self._task(context)
+        factor, shift = widened(*self.film(task).chunk(2, dim=-1))
+        seen = context.with_streams({**context.streams, "ca_mtl_film": torch.cat((1 + factor, shift), dim=-1)})
+        result = super().forward(hidden_states, seen, memory=memory, past_key_values=past_key_values, step=step)
+        return result._replace(streams={STREAM: task})
+
+    def _task(self, context: LayerContext) -> Tensor:
+        """z [B or 1, D]."""
+        handed = context.streams.get(STREAM)
+        if handed is not None:
+            return handed
+        if self.task_table is None or self.task_proj is None:
+            raise ValueError(
+                f"ca_mtl layer {self.layer_idx} was handed no task, which layer 0 makes; make layer 0 ca_mtl, too."
+            )
+        tasks = context.inputs.get("tasks")
+        check_axes("tasks", tasks, ("batch",))
+        if tasks is None:
+            if self.spec.num_tasks > 1:
+                raise ValueError(
+                    f"This model is for {self.spec.num_tasks} tasks: give `tasks` [batch], the number of each text's"
+                    " task."
+                )
+            tasks = torch.zeros(1, dtype=torch.long, device=context.positions.device)
+        return self.task_proj(self.task_table(tasks))
+
+    def scores(
+        self, query: Tensor, key: Tensor, context: LayerContext, rows: slice, keys: slice, heads: slice
+    ) -> Tensor:
+        products = wide_products(query * self.scaling, self.repeated(key)[:, heads])
+        return products + self._bias(context, rows, keys).to(products.dtype)
+
+    def _bias(self, context: LayerContext, rows: slice, keys: slice) -> Tensor:
+        """M of some queries and the keys `keys`, [B or 1, 1, t, s]."""
+        asking, answering = context.positions[:, rows], key_positions(context)[:, keys]
+        column, block = answering % self.block, answering // self.block
+        (near,) = widened(self.near[asking.clamp(max=self.near.shape[0] - 1)])  # [B or 1, t, w]
+        factor, shift = context.streams["ca_mtl_film"][:, None].chunk(2, dim=-1)
+        bias = near * factor + shift  # [B or 1, t, w]
+        column = column[:, None].expand(bias.shape[0] if column.shape[0] == 1 else -1, asking.shape[1], -1)
+        bias = bias.expand(column.shape[0], -1, -1).gather(-1, column)
+        same = asking[:, :, None] // self.block == block[:, None]
+        return torch.where(same, bias, 0.0)[:, None]
+
+
+@register("attention", "ca_mtl")
+class ConditionalBlockSpec(AttentionSpec):
+    """num_tasks: tasks with a vector each; of several, the model's input `tasks` [batch] says which. num_blocks: m,
+    blocks that the longest text is cut into (`None`: as many whole longest texts as go into `hidden_size`, at least
+    one, as in the released code)."""
+
+    summary = "a bias on tokens of the same block, which depends on the task"
+    inputs: ClassVar[tuple[str, ...]] = ("tasks",)
+    score_bias = True
+    explicit_mask = True
+    packed = True
+    first_owns = True
+    hands_out_heads = True
+    weighs_blocks = True
+    keeps_keys_alone = True
+    normalizes_heads = True
+
+    num_tasks: int = 1
+    num_blocks: int | None = None
+
+    def block(self, config) -> int:
+        """w, positions of a block."""
+        longest = config.max_position_embeddings
+        count = max(config.hidden_size // longest, 1) if self.num_blocks is None else self.num_blocks
+        return -(-longest // count)
+
+    def places(self, config) -> int:
+        return config.max_position_embeddings
+
+    def shared_sizes(self, config) -> tuple:
+        return (self.num_tasks,)
+
+    def hands_on(self, config) -> bool:
+        return True
+
+    def check_fields(self) -> None:
+        for name in ("num_tasks", "num_blocks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"ca_mtl needs `{name}` >= 1, got {value}.")
+
+    def check(self, config) -> None:
+        longest = config.max_position_embeddings
+        if self.num_blocks is not None and self.num_blocks > longest:
+            raise ValueError(f"ca_mtl cuts {longest} positions into at most as many blocks, got {self.num_blocks}.")
+        if config.is_encoder_decoder and config.is_decoder and self.num_tasks > 1:
+            raise ValueError(
+                "The input `tasks` describes the encoder's text, so that ca_mtl in the decoder of an encoder-decoder"
+                f" knows no task, and cannot have {self.num_tasks}; give the decoder 'dense', or `num_tasks=1`."
+            )
+
+    def build(self, config, **where) -> ConditionalBlockAttention:
+        return ConditionalBlockAttention(config, self, **where)

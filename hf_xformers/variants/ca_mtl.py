@@ -1,0 +1,54 @@
+"""The attention of CA-MTL (Pilault et al. 2021): a bias on near tokens that depends on the task."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+from ..configuration_xformer import XFormerConfig
+from ..core.components import SpecLike
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFCAMTLConfig(XFormerConfig):
+    """The attention of CA-MTL (Pilault et al. 2021): a bias on near tokens that depends on the task.
+
+    BERT's layers with conditional block-diagonal attention. Set `attention={"type": "ca_mtl", "num_tasks": n}` and
+    give the input `tasks` [batch], the number of each text's task. The paper's conditional norms, alignment and
+    adapters are not part of it. An encoder-decoder's decoder has dense attention.
+    """
+
+    model_type = "xf_ca_mtl"
+
+    attention: SpecLike = "ca_mtl"
+    decoder: dict[str, Any] | None = field(default_factory=lambda: {"attention": "dense"})
+
+
+INFO = VariantInfo(
+    section="4.5",
+    summary="a bias on tokens of the same block of positions, modulated by the task",
+    paper="Pilault et al. 2021",
+    url="https://arxiv.org/abs/2009.09139",
+    equation=(
+        r"\mathrm{softmax}\Big( \frac{Q K^\top}{\sqrt d} + M(z) \Big) V, \qquad M(z) = \mathrm{blockdiag}_n\big("
+        r" (1 + \gamma(z)) \odot W_n + \beta(z) \big)"
+    ),
+    cost="time O(T^2 D), memory O(T D): scores are made in blocks of queries",
+    bibtex="""@inproceedings{pilault2021conditionally,
+  title={Conditionally Adaptive Multi-Task Learning: Improving Transfer Learning in {NLP} Using Fewer Parameters
+         \\& Less Data},
+  author={Pilault, Jonathan and Elhattami, Amine and Pal, Christopher},
+  booktitle={International Conference on Learning Representations},
+  year={2021}
+}""",
+)
+
+_family = make_family(XFCAMTLConfig, "XFCAMTL", ALL_HEADS, INFO)
+XFCAMTLModel = _family["Model"]
+XFCAMTLForMaskedLM = _family["ForMaskedLM"]
+XFCAMTLForSequenceClassification = _family["ForSequenceClassification"]
+XFCAMTLForTokenClassification = _family["ForTokenClassification"]
+XFCAMTLForQuestionAnswering = _family["ForQuestionAnswering"]
+XFCAMTLForMultipleChoice = _family["ForMultipleChoice"]
+XFCAMTLForCausalLM = _family["ForCausalLM"]
+XFCAMTLForSeq2SeqLM = _family["ForSeq2SeqLM"]
