@@ -183,6 +183,15 @@ CASES: dict[str, Case] = {
     "transformer-xl": Case("xf_transformer_xl", "transformer_xl", causal=True, peers={"transformers": peers.xlnet}),
     "realformer, 4 layers": Case("xf_realformer", "realformer", layers=4),
     "talking heads": Case("xf_talking_heads", "talking_heads", peers={"x-transformers": peers.talking_heads}),
+    "collaborative attention": Case("xf_collaborative_attention", "collaborative_attention"),
+    "collaborative attention, half the width": Case(
+        "xf_collaborative_attention", {"type": "collaborative_attention", "shared_width": WIDTH // 2}
+    ),
+    "ca-mtl": Case("xf_ca_mtl", "ca_mtl"),
+    "routing aggregation": Case(
+        "xf_routing_aggregation", {"type": "dense", "aggregation": "routing_aggregation"}, layers=2
+    ),
+    "capsule heads": Case("xf_capsule_heads", {"type": "dense", "aggregation": "capsule_heads"}),
     "dense synthesizer": Case("xf_synthesizer", {"type": "synthesizer", "kind": "dense"}),
     "random synthesizer": Case("xf_synthesizer", {"type": "synthesizer", "kind": "random"}),
 }

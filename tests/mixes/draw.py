@@ -115,6 +115,9 @@ ALWAYS: dict[str, tuple[Any, ...]] = {
     # A memory shorter than the text reaches less far back by pieces than at once, by design.
     "memory_length": (None, 16, POSITIONS),
     "max_length": (None, 16, POSITIONS),  # longer than the texts
+    "ca_mtl.num_tasks": (1,),  # of several, texts have to say theirs
+    "ca_mtl.num_blocks": (None, 1, 2, 5, POSITIONS, 30),
+    "collaborative_attention.shared_width": (None, 4, 8, 32, 5, 0),
     "threshold": (-1, 0, 0.3, 0.5, 0.6, 0.65, (0.6,), (0.5, 0.1), ()),  # nats, of two classes: at most 0.69
     "patience": (None, 0, 1, 2),
 }
@@ -176,6 +179,29 @@ SOMETIMES: dict[str, tuple[Any, ...]] = {
     "seed": (0, 1),
     "hash_seed": (0, 1),
     "random_seed": (0, 1),
+}
+_DISAGREEMENT = "disagreement_regularization"
+SOMETIMES |= {
+    "losses": (
+        (),
+        (_DISAGREEMENT,),
+        ({"type": _DISAGREEMENT, "of": ("subspace", "output")},),
+        ({"type": _DISAGREEMENT, "of": ("position",)}, "attention_guidance"),
+        ("attention_guidance",),
+        ({"type": "attention_guidance", "next": 0, "first": 1, "constant_passes": 1, "total_passes": 2},),
+        ({"type": "attention_guidance", "next": 1, "layers": (1,)},),
+        (_DISAGREEMENT, _DISAGREEMENT),
+        ("nothing",),
+    ),
+    "aggregation": (
+        None,
+        "capsule_heads",
+        "routing_aggregation",
+        {"type": "capsule_heads", "routing": "em", "layers": (1,)},
+        {"type": "capsule_heads", "final_linear": False, "num_output_capsules": 2},
+        {"type": "routing_aggregation", "routing": "em", "layers": "all", "iterations": 1},
+        {"type": "routing_aggregation", "final_linear": True, "num_output_capsules": 5},
+    ),
 }
 # Fields that are not drawn, and why.
 UNDRAWN = {
@@ -367,6 +393,8 @@ class Drawing:
             ("query_key_norm", "normalizes_heads"),
             ("score_cap", "caps_scores"),
             ("angles", "rotation"),
+            ("losses", "hands_out_heads"),
+            ("aggregation", "hands_out_heads"),
         ):
             if field in given and not getattr(kind, able) and self.chance(0.9):
                 del given[field]
