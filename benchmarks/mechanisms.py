@@ -76,6 +76,8 @@ CASES: dict[str, Case] = {
     ),
     "multi-scale": Case("xf_multi_scale_transformer", "multi_scale_transformer", layers=3),
     "multi-scale causal": Case("xf_multi_scale_transformer", "multi_scale_transformer", causal=True, layers=3),
+    "poolingformer": Case("xf_poolingformer", "poolingformer"),
+    "poolingformer causal": Case("xf_poolingformer", "poolingformer", causal=True),
     "reformer, 1 hash": Case(
         "xf_reformer",
         {"type": "reformer", "num_hashes": 1},

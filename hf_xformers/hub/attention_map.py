@@ -31,6 +31,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "luna": {"projected_length": 8},
     "multi_scale_transformer": {"scales": (1, 3, 0.25)},
     "nystromformer": {"num_landmarks": 4, "conv_kernel_size": None},
+    "poolingformer": {"window1": 2, "window2": 8, "pool_kernel": 3, "pool_stride": 2},
     "reformer": {"chunk_length": 4, "num_hashes": 1},
     "routing_transformer": {"num_clusters": 4, "window_size": 4, "block_size": 4},
     "sparse_transformer": {"stride": 4},

@@ -119,6 +119,8 @@ CASES = [
     ("xf_sparse_transformer", False, ROOT, 64),
     ("xf_sparse_transformer", True, ROOT, 64),
     ("xf_adaptive_span", True, LINEAR, 64),
+    ("xf_poolingformer", False, LINEAR, 2 * 128),  # a quarter of the tokens, pooled, in blocks
+    ("xf_poolingformer", True, LINEAR, 2 * 128),
     ("xf_transformer_on_a_diet", False, LINEAR, 64),
     ("xf_transformer_on_a_diet", True, LINEAR, 64),
     ("xf_luna", False, LINEAR, None),

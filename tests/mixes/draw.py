@@ -72,6 +72,8 @@ ALWAYS: dict[str, tuple[Any, ...]] = {
     "rfa.num_features": (4, 8, 1),
     "delta_net.num_features": (None, 4, 9),
     "luna.projected_length": SIZES,
+    "poolingformer.window1": (1, 2, 3),
+    "poolingformer.window2": (8, 12, 4),
     "linformer.projected_length": (None, 1, 2, 4, 8),
     "nystromformer.conv_kernel_size": (None, 3, 5, 65),
     "global_tokens.num_global_tokens": (1, 2, 5),
@@ -159,6 +161,9 @@ SOMETIMES: dict[str, tuple[Any, ...]] = {
     "transformer_on_a_diet.d_base": (1, 2, 3, 0),
     "transformer_on_a_diet.first_window_size": (1, 2, 4, 24),
     "transformer_on_a_diet.window_size_multiplier": (1, 2, 3),
+    "poolingformer.two_level_layers": (None, (0,), (0, 1), (), (5,)),
+    "poolingformer.pool_kernel": (1, 2, 3, 5),
+    "poolingformer.pool_stride": (1, 2, 3),
     "multi_scale_transformer.scales": ((1, 3, 0.25), (0, 2), (0.125, 0.5), (24,), (1, 0), (), (0.0,), (1.5, 2)),
     "multi_scale_transformer.heads_per_scale": (
         None,
