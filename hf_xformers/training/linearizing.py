@@ -19,12 +19,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from accelerate import PartialState
+
 from ..conversion.linearization import FILE, TITLES, Linearization, StageRecord, read_linearization
 from ..conversion.swap import open_model, source_config, swap_checkpoint
 from ..conversion.swap_config import layer_numbers, swapped_config
 from ..core.saved_files import LOCK_FILE, STATE_FILE, saving_into
 from .building import language_objective, objective_of_shape
 from .distillation import Distillation, DistillationTrainer, open_teacher
+from .earlier_stages import forget, put_aside, put_back
 from .folder_lock import folder_lock
 from .merged_adapters import MergedLora
 from .pretraining import ModelChoice, Preparation, Prepared, start_model, train
@@ -189,41 +192,36 @@ class Linearizer:
                 try:
                     self._swap()
                     self._measure(self._prepare(start, first)[0])
-                except (ValueError, TypeError):  # what is refused leaves nothing behind
-                    for name in (SWAPPED, first):
-                        shutil.rmtree(self.folder / name, ignore_errors=True)
-                    (self.folder / FILE).unlink(missing_ok=True)
+                except (ValueError, TypeError):  # what is refused leaves nothing behind, and nothing lost
+                    if self.args.should_save:
+                        for name in (SWAPPED, first):
+                            shutil.rmtree(self.folder / name, ignore_errors=True)
+                        (self.folder / FILE).unlink(missing_ok=True)
+                        put_back(self.folder, (SWAPPED, *STAGES))
                     raise
+                if self.args.should_save:
+                    forget(self.folder)
             for stage in STAGES:
                 if self.choice.steps(stage):
                     if self.record.stage(stage) is None:
                         self._train(stage, start)
                     start = self.folder / stage
             self._finish(start)
+        if self.args.world_size > 1:
+            PartialState().destroy_process_group()
         return self.record
 
     # ------------------------------------------------------------------------------------------------ beginnings
 
     def _open(self) -> None:
-        """Takes up the run that is in the folder, or makes room for a new one."""
-        before = read_linearization(self.folder)
+        """Takes up the run that is in the folder, or makes room for a new one, which the main process does."""
         resumes = self.args.resume_from_checkpoint not in (None, False, "False", "false")
+        with self._main_process_first():
+            if self.args.should_save:
+                self._make_room(resumes)
+        before = read_linearization(self.folder) if resumes else None
+        self._wait()  # the main process writes into the folder soon
         if before is None:
-            for name in (SWAPPED, *STAGES):
-                if (self.folder / name).exists():
-                    raise ValueError(
-                        f"{str(self.folder / name)!r} is there already and of no linearisation; take another"
-                        " --output_dir"
-                    )
-            return
-        if not resumes and not self.choice.overwrite_output_dir:
-            raise ValueError(
-                f"{str(self.folder)!r} holds a linearisation already; continue it with --resume_from_checkpoint,"
-                " remove it with --overwrite_output_dir, or take another --output_dir"
-            )
-        if not resumes:
-            for name in (SWAPPED, *STAGES):
-                shutil.rmtree(self.folder / name, ignore_errors=True)
             return
         mine = {"attention": self.record.attention, "layers": self.record.layers, **self.record.plan}
         theirs = {"attention": before.attention, "layers": before.layers, **before.plan}
@@ -235,8 +233,30 @@ class Linearizer:
                 )
         self.record = before
 
+    def _make_room(self, resumes: bool) -> None:
+        put_back(self.folder, (SWAPPED, *STAGES))  # of a run that was stopped before it had begun
+        if read_linearization(self.folder) is None:
+            for name in (SWAPPED, *STAGES):
+                if (self.folder / name).exists():
+                    raise ValueError(
+                        f"{str(self.folder / name)!r} is there already and of no linearisation; take another"
+                        " --output_dir"
+                    )
+        elif not resumes and not self.choice.overwrite_output_dir:
+            raise ValueError(
+                f"{str(self.folder)!r} holds a linearisation already; continue it with --resume_from_checkpoint,"
+                " remove it with --overwrite_output_dir, or take another --output_dir"
+            )
+        elif not resumes:
+            put_aside(self.folder, (SWAPPED, *STAGES))
+
     def _swap(self) -> None:
-        self.record.write(self.folder)
+        with self._main_process_first():
+            if self.args.should_save:
+                self._write_swapped()
+
+    def _write_swapped(self) -> None:
+        self._write()
         report = swap_checkpoint(
             self.choice.model,
             self.folder / SWAPPED,
@@ -258,6 +278,8 @@ class Linearizer:
         args.max_steps = self.choice.steps(stage) or 1
         args.learning_rate = getattr(self.choice, f"{stage}_learning_rate") or self.args.learning_rate
         args.seed = self.args.seed + STAGES.index(stage)  # other rows come first in each stage
+        if stage == "transfer":  # its loss is in no output, in which unused parameters are looked for
+            args.ddp_find_unused_parameters = False
         args.resume_from_checkpoint = _newest(folder, args.world_size)
         model = ModelChoice(
             init_from=str(start),
@@ -288,7 +310,7 @@ class Linearizer:
                 " swap"
             )
         self.record.layer_errors["swapped"] = self._errors(swapped, source, prepared)
-        self.record.write(self.folder)
+        self._write()
 
     def _errors(self, model: PreTrainedModel, source: PreTrainedModel, prepared: Prepared) -> list[float]:
         from .attention_transfer import layer_errors
@@ -323,7 +345,8 @@ class Linearizer:
             trainer = functools.partial(DistillationTrainer, teacher=source, distillation=self.choice.teaching())
             if stage == "lora":
                 adapters = MergedLora(self.choice.lora_rank, self.choice.lora_alpha)
-        summary = train(prepared, args, self.callbacks, make_trainer=trainer, adapters=adapters)
+        summary = train(prepared, args, self.callbacks, make_trainer=trainer, adapters=adapters, last=False)
+        self._wait()  # until the model is written
         if stage == "transfer":
             trained = open_model(self.folder / stage)[0]
             self.record.layer_errors["transfer"] = self._errors(trained, source, prepared)
@@ -340,7 +363,7 @@ class Linearizer:
                 loss=summary.get("eval_loss"),
             )
         )
-        self.record.write(self.folder)
+        self._write()
 
     def _what(self, stage: str) -> str:
         """What a stage trains, in words."""
@@ -366,7 +389,21 @@ class Linearizer:
             for path in last.iterdir():
                 if path.is_file() and path.name not in (LOCK_FILE, STATE_FILE):
                     shutil.copy2(path, staging / path.name)
-        self.record.write(self.folder)
+        self._write()
+
+    # ------------------------------------------------------------------------------------------------ processes
+
+    def _main_process_first(self) -> Any:
+        return self.args.main_process_first(local=self.args.save_on_each_node, desc="linearising")
+
+    def _wait(self) -> None:
+        """Until all processes of the run are here."""
+        if self.args.world_size > 1:
+            PartialState().wait_for_everyone()
+
+    def _write(self) -> None:
+        if self.args.should_save:
+            self.record.write(self.folder)
 
 
 def _newest(folder: Path, world_size: int) -> str | None:

@@ -283,12 +283,13 @@ def train(
     callbacks: Sequence[TrainerCallback] = (),
     make_trainer: Callable[..., Any] | None = None,
     adapters: MergedLora | None = None,
+    last: bool = True,
 ) -> dict[str, Any]:
     """Trains, evaluates and saves; returns the content of `training_summary.json`.
 
     callbacks: further Trainer callbacks. make_trainer: a subclass of `XFormerTrainer`, or what calls one. adapters:
-    put into the model, trained in place of its own weights, and merged into them before it is saved. Resumes from
-    `prepared.checkpoint` where there is one.
+    put into the model, trained in place of its own weights, and merged into them before it is saved. last: whether the
+    processes of the run have nothing more to do together. Resumes from `prepared.checkpoint` where there is one.
     """
     from transformers.trainer_callback import TrainerState
     from transformers.trainer_utils import IntervalStrategy
@@ -345,7 +346,7 @@ def train(
     if args.should_save:
         carry_provenance(prepared.plan["init_from"], folder)
         write_json(folder / SUMMARY_FILE, summary)
-    if args.world_size > 1:
+    if args.world_size > 1 and last:
         trainer.accelerator.end_training()
     return summary
 

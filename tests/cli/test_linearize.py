@@ -17,6 +17,9 @@ from hf_xformers.cli.linearize import run
 from hf_xformers.conversion.linearization import read_linearization
 from hf_xformers.conversion.swap import open_model, swap_components
 from hf_xformers.training.attention_transfer import attention_pairs, transfer_losses
+from hf_xformers.training.earlier_stages import put_aside
+from hf_xformers.training.linearizing import STAGES, SWAPPED
+from tests.training.processes import environment
 from tests.training.runs import flags, pretrain, weights
 
 ROOT = Path(__file__).parents[2]
@@ -237,3 +240,47 @@ def test_what_data_refuses_leaves_nothing(text, source, tmp_path, capsys):
     bert = pretrain(text, tmp_path / "bert", variant="bert", max_steps=1)
     assert main(["linearize", *arguments(text, bert, tmp_path / "out", block_size=4096)]) == 2
     assert "covers only" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_what_is_overwritten_is_kept_until_the_data_is_read(text, source, tmp_path, capsys):
+    """A refusal, or an end while the data is read, leaves the earlier run as it was; then it gives way."""
+    out = linearize(text, source, tmp_path / "out", save_strategy="no")
+    before = {str(path): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    (tmp_path / "short.txt").write_text("")
+    options = {"save_strategy": "no", "attention": "t2r", "data": tmp_path / "short.txt"}
+    command = [*arguments(text, source, out, **options), "--overwrite_output_dir"]
+    assert main(["linearize", *command]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    assert {str(path): path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    names = (SWAPPED, *STAGES)
+    put_aside(out, names)  # as a run does that is killed before it has read its data
+    (out / "swapped").mkdir()
+    with pytest.raises(ValueError, match="holds a linearisation already"):
+        linearize(text, source, out, attention="t2r")
+    assert {str(path): path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    linearize(text, source, out, "--overwrite_output_dir", attention="t2r", distillation_steps=0)
+    assert read_linearization(out).attention["type"] == "t2r" and not (out / "distillation").exists()
+    assert not list(out.glob(".earlier"))
+
+
+@pytest.mark.slow
+def test_two_processes(text, source, tmp_path):
+    """Each reads its part of a batch; the stages follow each other, and a run that was stopped goes on."""
+    options = {"per_device_train_batch_size": 2, "use_cpu": "true", "ddp_backend": "gloo", "lora_steps": 2}
+    for stop in (True, False):
+        settings = environment(ACCELERATE_USE_CPU="true")
+        code = "import sys\nfrom hf_xformers.cli.linearize import run\nfrom tests.cli.test_linearize import Stop\n"
+        code += f"run(sys.argv[1:], [Stop('distillation', 2)] if {stop} else [])"
+        (tmp_path / "job.py").write_text(code)
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+        command += ["--master_port", settings["MASTER_PORT"], str(tmp_path / "job.py")]
+        command += [*arguments(text, source, tmp_path / "two", **options), "--resume_from_checkpoint"]
+        done = subprocess.run(command, env=settings, cwd=ROOT, capture_output=True, text=True, timeout=240)
+        assert (done.returncode != 0) == stop, done.stdout[-2000:] + done.stderr[-4000:]
+    record = read_linearization(tmp_path / "two")
+    assert record.status == "finished" and [stage.name for stage in record.stages] == list(STAGES)
+    assert [stage.steps for stage in record.stages] == [4, 3, 2]
+    alone = read_linearization(linearize(text, source, tmp_path / "one", lora_steps=2))
+    assert record.swapped_loss == pytest.approx(alone.swapped_loss, rel=1e-4)
+    for one, two in zip(alone.stages, record.stages):
+        assert two.loss == pytest.approx(one.loss, rel=5e-3)
