@@ -111,6 +111,8 @@ ALWAYS: dict[str, tuple[Any, ...]] = {
     "product_key_memory.topk": (8, 8, None),
     "all_attention.memory_size": (None, 1, 4, 8),
     "floater.delta": (0.25, 0.5),
+    "adaptively_sparse.alpha": (None, None, 1, 1.3, 1.5, 2, 0.5),
+    "adaptively_sparse.alpha_min": (1.01, 1.3, 2.0),
     "floater.substeps": (1, 2),
     "hi_transformer.segment_length": (1, 3, 4, 5, 32),
     "redraw_interval": (1000, 1, 2),
