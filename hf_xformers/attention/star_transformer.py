@@ -14,6 +14,7 @@ from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.initialization import start_projections
 from ..core.pooling import TextPooler, pool
+from ..ops.common.head_groups import over_head_groups
 from ..ops.common.products import widened
 from ..ops.common.real_tokens import real_first, real_places
 from .shared.base import Attention, AttentionSpec, literal_softmax_attention
@@ -140,35 +141,35 @@ class StarTransformerAttention(Attention):
         real: Tensor | None,
         neighbours: tuple[Neighbours, Neighbours],
     ) -> Tensor:
-        """[B, T, H, d] from five scores for each token."""
-        query, own, first, shared = query.transpose(1, 2), _by_token(own), _by_token(first), _by_token(shared)
-        wide = widened(query)[0] * self.scaling
+        """[B, T, H, d] from five scores for each token; their parts are made again in the backward pass."""
+        lowest = torch.finfo(widened(query)[0].dtype).min
+        zeros = self.spec.border == "zeros"
 
-        def score(key: Tensor) -> Tensor:
-            return (wide * key).sum(-1)
+        def read(query: Tensor, *pairs: Tensor) -> Tensor:
+            """Some heads: queries [B, h, T, d], keys and values of tokens, of their embeddings and of the relay."""
+            wide = widened(query)[0] * self.scaling
+            values, scores = [], []
+            for offset, (slot, counts) in zip((1, -1), neighbours, strict=True):
+                key, value = (_shifted(x, slot, offset, real) for x in pairs[:2])
+                hidden = ~counts[:, None]
+                if zeros:
+                    key, value = (x.masked_fill(hidden[..., None], 0.0) for x in (key, value))
+                score = (wide * key).sum(-1)
+                scores.append(score if zeros else score.masked_fill(hidden, lowest))
+                values.append(value)
+            for key, value in (pairs[:2], pairs[2:4], pairs[4:]):
+                scores.append((wide * key).sum(-1))
+                values.append(value)
+            weights = torch.softmax(torch.stack(scores, dim=-1), dim=-1).to(query.dtype)
+            if real is not None:
+                weights = weights.masked_fill(~real[:, None, :, None], 0.0)
+            weights = F.dropout(weights, self.dropout) if self.training and self.dropout else weights
+            output = weights[..., :1] * values[0]
+            for index, value in enumerate(values[1:], start=1):
+                output = torch.addcmul(output, weights[..., index : index + 1], value)
+            return output
 
-        values, scores, hidden = [], [], []
-        for offset, (slot, counts) in zip((1, -1), neighbours, strict=True):
-            key, value = (_shifted(x, slot, offset, real) for x in own)
-            if self.spec.border == "zeros":
-                key, value = (x.masked_fill(~counts[..., None, None], 0.0) for x in (key, value))
-            hidden.append(~counts)
-            scores.append(score(key))
-            values.append(value)
-        for key, value in (own, first, shared):
-            scores.append(score(key))
-            values.append(value)
-        lowest = torch.finfo(wide.dtype).min
-        if self.spec.border != "zeros":
-            scores[:2] = [x.masked_fill(gone[..., None], lowest) for x, gone in zip(scores, hidden, strict=False)]
-        weights = torch.softmax(torch.stack(scores, dim=-1), dim=-1).to(query.dtype)
-        if real is not None:
-            weights = weights.masked_fill(~real[:, :, None, None], 0.0)
-        weights = F.dropout(weights, self.dropout) if self.training and self.dropout else weights
-        output = weights[..., :1] * values[0]
-        for index, value in enumerate(values[1:], start=1):
-            output = torch.addcmul(output, weights[..., index : index + 1], value)
-        return output
+        return over_head_groups(read, query, *own, *first, *shared).transpose(1, 2)
 
     def _literal(
         self,
@@ -202,16 +203,11 @@ class StarTransformerAttention(Attention):
         return output, weights[..., :length] + weights[..., length : 2 * length]
 
 
-def _by_token(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, H, T, d] -> [B, T, H, d], as they were projected."""
-    return pair[0].transpose(1, 2), pair[1].transpose(1, 2)
-
-
 def _shifted(x: Tensor, slot: Tensor, offset: int, real: Tensor | None) -> Tensor:
-    """[B, T, H, d] -> of the neighbour at `slot` [B, T]; without padding that is a shift by `offset`."""
+    """[B, H, T, d] -> of the neighbour at `slot` [B, T]; without padding that is a shift by `offset`."""
     if real is None:
-        return x.roll(offset, dims=1)
-    return x.gather(1, slot[..., None, None].expand(-1, -1, *x.shape[2:]))
+        return x.roll(offset, dims=2)
+    return x.gather(2, slot[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 class StarPooler(TextPooler):
