@@ -12,11 +12,13 @@ class HeadSpec(Spec):
     """Base of head specs.
 
     normalizes: it has a norm, which is given no padding mask. leads_back: it goes from `hidden_size` to the width of
-    the token table, where that is another. any_width: it reads last states of another width than `hidden_size`.
+    the token table, where that is another. resizes: what it predicts can grow with the vocabulary. any_width: it
+    reads last states of another width than `hidden_size`.
     """
 
     normalizes: ClassVar[bool] = False
     leads_back: ClassVar[bool] = False
+    resizes: ClassVar[bool] = True
     any_width: ClassVar[bool] = False
 
     def clusters(self, config) -> tuple[Cluster, ...] | None:

@@ -51,6 +51,11 @@ class LanguageModel(XFormerPreTrainedModel):
                 f"The vocabulary of {size} cannot become one of {new_num_tokens}: the head predicts the first"
                 f" {outputs} ids alone (`unpredicted`); keep its size."
             )
+        if new_num_tokens not in (None, size) and not self.config.head.resizes:
+            raise ValueError(
+                f"The vocabulary of {size} cannot become one of {new_num_tokens}: head {self.config.head.type!r} does"
+                " not predict tokens one by one; keep its size."
+            )
         if new_num_tokens not in (None, size) and self.config.head.clusters(self.config) is not None:
             raise ValueError(
                 f"The vocabulary of {size} cannot become one of {new_num_tokens}: head {self.config.head.type!r}"

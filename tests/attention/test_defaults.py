@@ -134,6 +134,8 @@ CASES = [
     ("xf_delta_net", True, LINEAR, None),
     ("xf_star_transformer", False, LINEAR, None),
     ("xf_axial_transformer", False, ROOT, 64),
+    ("xf_image_transformer", False, LINEAR, 512),
+    ("xf_image_transformer", True, LINEAR, 256),
     ("sliding_window", False, LINEAR, 64),
     ("sliding_window", True, LINEAR, 64),
     ("hedgehog", False, LINEAR, None),

@@ -106,6 +106,16 @@ MIXES: dict[str, Mix] = {
             "head": {"type": "adaptive", "cutoffs": [8, 16], "factor": 2, "tied_projections": "after_first"},
         }
     ),
+    "image_plane": Mix(  # with a mixture of logistics as output
+        {
+            "attention": {"type": "image_transformer", "local": "2d", "num_channels": 1},
+            "position": {"type": "axial"},
+            "residual": "pre_ln",
+            "head": {"type": "logistic_mixture", "num_mixtures": 3},
+            "tie_word_embeddings": False,
+        },
+        BOTH,
+    ),
     "hedgehog": Mix({"attention": "hedgehog", "position": "rotary", "num_key_value_heads": 2}, BOTH),
     "lolcats": Mix({"attention": {"type": "lolcats", "window": 3}, "position": "rotary"}, BOTH),
     "convolution_beside": Mix({"block": {"type": "convolution", "groups": 2, "activation": "gelu"}}),

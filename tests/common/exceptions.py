@@ -101,6 +101,10 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
             " that weights sum to less than 1"
         ),
     },
+    "head:logistic_mixture": {
+        "tying": "a mixture of distributions over intensities has no table of tokens",
+        "resizing": "a mixture of distributions over intensities has no table of tokens, so resizing is refused",
+    },
     "normalization:power_norm": {
         "gradient_checkpointing": (
             "each backward pass moves the running statistics, so a second pass differs by design"

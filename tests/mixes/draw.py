@@ -115,6 +115,14 @@ ALWAYS: dict[str, tuple[Any, ...]] = {
     "adaptively_sparse.alpha_min": (1.01, 1.3, 2.0),
     "floater.substeps": (1, 2),
     "hi_transformer.segment_length": (1, 3, 4, 5, 32),
+    "axial_transformer.columns": (None, 1, 2, 3, 5, 24),
+    "axial_transformer.num_outer_layers": (None, None, 2, 4, 3),
+    **dict.fromkeys(("image_transformer.block_length", "image_transformer.memory_length"), SIZES),
+    "image_transformer.image_size": (None, None, (4, 6), (2, 3)),
+    "image_transformer.num_channels": (1, 2, 3),
+    "image_transformer.block_shape": (None, None, (2, 2), (1, 3), (4, 5)),
+    "image_transformer.memory_flange": (None, None, (2, 2), (0, 3), (1, 1)),
+    "logistic_mixture.levels": (None, None, VOCAB, 30),
     "redraw_interval": (1000, 1, 2),
     # A memory shorter than the text reaches less far back by pieces than at once, by design.
     "memory_length": (None, 16, POSITIONS),
@@ -361,6 +369,9 @@ class Drawing:
                 "position": "none",
             },
             ("attention", "transformer_xl"): {"position": "none"},
+            ("stack", "axial_transformer"): {"attention": "axial_transformer"},
+            ("attention", "axial_transformer"): {"stack": "axial_transformer"},
+            ("residual", "no_residual"): {"attention": "star_transformer", "block": "no_ffn"},
             ("stack", "reversible"): {"residual": "pre_ln"},
             ("block", "parallel"): {"residual": "pre_ln"},
             ("embedding", "factorized"): {"head": self.rng.choice(("factorized", "transform"))},
@@ -368,7 +379,9 @@ class Drawing:
         attention, position = fields.get("attention", {}), fields.get("position", {})
         if attention.get("angles") == "local" and position.get("type") != "combined" and self.chance(0.8):
             fields["position"] = {"local_theta": 100.0, **self.spec("position", "rotary")}
-        if fields.get("head", {}).get("unpredicted") and self.chance(0.8):
+        head = fields.get("head", {})
+        untied = head.get("type") == "logistic_mixture" or head.get("unpredicted")
+        if untied and self.chance(0.8):
             fields["tie_word_embeddings"] = False
         for (slot, kind), wants in needs.items():
             held = fields.get(slot)

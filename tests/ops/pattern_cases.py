@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hf_xformers.ops.block_sparse.pattern_images import block_memory, block_plane
 from hf_xformers.ops.block_sparse.patterns import (
     Pattern,
     band,
@@ -39,7 +40,42 @@ def global_three(i: int, j: int, length: int) -> bool:
     return i in chosen or j in chosen
 
 
+def near_on_plane(i: int, j: int, columns: int, block: tuple[int, int], around: tuple[int, int, int]) -> bool:
+    """Whether cell j lies in the block of cell i, or in the flange above, below and beside it."""
+    (row, column), (height, width), (above, below, beside) = divmod(i, columns), block, around
+    top, left = row // height * height, column // width * width
+    inside = left - beside <= j % columns < left + width + beside
+    return inside and top - above <= j // columns < top + height + below
+
+
+def by_block(place: int, columns: int, block: tuple[int, int]) -> int:
+    """The cell, counted row by row, at a place of a sequence that goes block by block."""
+    height, width = block
+    corners = [(top, left) for top in range(0, 60, height) for left in range(0, columns, width)]
+    top, left = corners[place // (height * width)]
+    down, right = divmod(place % (height * width), width)
+    return (top + down) * columns + left + right
+
+
 CASES: dict[str, tuple[Pattern, Rule]] = {
+    "block_memory": (block_memory(6, 4), lambda i, j, t: i // 6 * 6 - 4 <= j < i // 6 * 6 + 6),
+    "block_memory_both": (block_memory(4, 7, 3), lambda i, j, t: i // 4 * 4 - 7 <= j < i // 4 * 4 + 7),
+    "plane_raster": (
+        block_plane(9, (2, 3), (1, 2), order="raster", below=False),
+        lambda i, j, t: near_on_plane(i, j, 9, (2, 3), (1, 0, 2)),
+    ),
+    "plane_raster_below": (
+        block_plane(6, (1, 2), (2, 1), order="raster"),
+        lambda i, j, t: near_on_plane(i, j, 6, (1, 2), (2, 2, 1)),
+    ),
+    "plane_blocks": (
+        block_plane(9, (2, 3), (2, 3), below=False) & causal(),
+        lambda i, j, t: j <= i and near_on_plane(by_block(i, 9, (2, 3)), by_block(j, 9, (2, 3)), 9, (2, 3), (2, 0, 3)),
+    ),
+    "plane_blocks_below": (
+        block_plane(8, (2, 2), (4, 2)),
+        lambda i, j, t: near_on_plane(by_block(i, 8, (2, 2)), by_block(j, 8, (2, 2)), 8, (2, 2), (4, 4, 2)),
+    ),
     "full": (full(), lambda i, j, t: True),
     "causal": (causal(), lambda i, j, t: j <= i),
     "band": (band(3, 2), lambda i, j, t: i - 3 <= j <= i + 2),

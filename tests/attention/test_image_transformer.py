@@ -1,0 +1,201 @@
+"""The Image Transformer's local attention against loops over its definition; order of generation; its outputs."""
+
+import math
+
+import pytest
+import torch
+
+from hf_xformers import XFormerConfig
+from hf_xformers.ops.common.token_grid import TokenGrid
+from hf_xformers.variants.image_transformer import XFImageTransformerConfig, XFImageTransformerForCausalLM
+from hf_xformers.variants.vision_transformer import XFVisionTransformerConfig, XFVisionTransformerModel
+from tests.attention.pattern_helpers import check_against_loops
+from tests.attention.score_helpers import GEOMETRY, build_layers
+from tests.helpers import close, make_strong, tokens
+
+PLANE = {"type": "image_transformer", "image_size": (4, 3), "num_channels": 2}  # 4 rows of 6 tokens, as many as 24
+ONE = {**PLANE, "block_length": 5, "memory_length": 3}
+TWO = {**PLANE, "local": "2d", "block_shape": (2, 2), "memory_flange": (2, 2)}
+GRID = TokenGrid(4, 6, (2, 2))
+
+
+def cell(place):
+    """Row and column of a place in the order of blocks, by walking through the plane."""
+    walk = [(top + down, left + right) for top in (0, 2) for left in (0, 2, 4) for down in (0, 1) for right in (0, 1)]
+    return walk[place]
+
+
+def near(i, j):
+    """Whether j lies in the block of i or in the flange of two around it."""
+    (row, column), (other, beside) = cell(i), cell(j)
+    top, left = row // 2 * 2, column // 2 * 2
+    return top - 2 <= other < top + 4 and left - 2 <= beside < left + 4
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_dimension(causal):
+    layer = build_layers(ONE, 1, causal)[0]
+
+    def reads(i, j, head, n):
+        return i // 5 * 5 - 3 <= j < i // 5 * 5 + (5 if causal else 8)
+
+    for length in (18, 1):
+        check_against_loops(layer, reads, length, causal, real=min(13, length))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_two_dimensions(causal):
+    layer = build_layers(TWO, 1, causal)[0]
+    for length in (24, 17):
+        check_against_loops(layer, lambda i, j, h, n: near(i, j), length, causal, real=13)
+
+
+def test_masks_of_the_released_code():
+    """What is above and on the left is read whole, of the own block what comes before, on the right nothing."""
+    pattern = build_layers(TWO, 1, True)[0].pattern
+    mask = pattern.mask(24, 24) & torch.ones(24, 24).tril().bool()
+    own = 4 * 4  # the block in the middle of the lower row
+    for place in range(own, own + 4):
+        row, column = cell(place)
+        for other in range(24):
+            there, beside = cell(other)
+            above = there < 2
+            left = there >= 2 and beside < 2
+            inside = there >= 2 and 2 <= beside < 4 and (there, beside) <= (row, column)
+            assert bool(mask[place, other]) == (above or left or inside)
+
+
+def test_orders():
+    """To the order of blocks and back; a cell's position is that of its row and column."""
+    cells = torch.arange(24)[None]
+    assert torch.equal(GRID.by_rows(GRID.ordered(cells)), cells)
+    assert GRID.ordered(cells)[0].tolist() == [row * 6 + column for row, column in map(cell, range(24))]
+    config = XFImageTransformerConfig(**GEOMETRY, attention=TWO)
+    position = config.position.build(config).double()
+    position.initialize(config, torch.nn.init)
+    rows, columns = position.tables
+    found = position.embed(torch.zeros(1, 24, 16, dtype=torch.float64), cells)[0]
+    for place in range(24):
+        row, column = cell(place)
+        assert torch.equal(found[place], torch.cat([rows[row], columns[column]]))
+    assert config.attention.token_grid(config) == GRID
+
+
+@pytest.mark.parametrize("attention", [ONE, TWO], ids=["1d", "2d"])
+def test_generation_order(attention):
+    """Whatever is generated later changes nothing; token by token equals the whole image."""
+    torch.manual_seed(0)
+    config = XFImageTransformerConfig(**{**GEOMETRY, "pad_token_id": 0, "bos_token_id": 1}, attention=attention)
+    model, ids = make_strong(XFImageTransformerForCausalLM(config).double().eval(), amount=0.3), tokens(1, 24, high=50)
+    with torch.no_grad():
+        expected, past = model(ids, use_cache=False).logits, None
+        changed = ids.clone()
+        changed[0, 14] = 5 + (ids[0, 14] - 4) % 40
+        assert torch.equal(model(changed, use_cache=False).logits[:, :14], expected[:, :14])
+        for place in range(24):
+            output = model(ids[:, place : place + 1], past_key_values=past, use_cache=True)
+            past = output.past_key_values
+            close(output.logits[:, 0], expected[:, place])
+
+
+def test_patches():
+    """An encoder of patches goes through the plane row by row, and reads around blocks of them."""
+    fields = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, add_pooler=False)
+    spec = {"type": "image_transformer", "local": "2d", "block_shape": (2, 3), "memory_flange": (1, 2)}
+    config = XFVisionTransformerConfig(
+        **fields, image_size=(16, 36), patch_size=4, attention=spec, embedding={"type": "patch", "class_token": False}
+    )
+    model = make_strong(XFVisionTransformerModel(config).double().eval())
+    mask = model.trunk.layers[0].attention.pattern.mask(36, 36)
+    for i in range(36):
+        for j in range(36):
+            (row, column), (other, beside) = divmod(i, 9), divmod(j, 9)
+            top, left = row // 2 * 2, column // 3 * 3
+            assert bool(mask[i, j]) == (top - 1 <= other < top + 3 and left - 2 <= beside < left + 5)
+    pixels = torch.randn(2, 3, 16, 36, dtype=torch.float64)
+    with torch.no_grad():
+        fast = model(pixels).last_hidden_state
+        model.set_attn_implementation("eager")
+        close(model(pixels).last_hidden_state, fast)
+
+
+def test_defaults():
+    config = XFImageTransformerConfig(attention={"type": "image_transformer", "local": "2d"})
+    spec = config.attention
+    assert spec.plane(config) == (32, 96) and spec.block_of(config) == (16, 16) and spec.flange_of(config) == (16, 32)
+    assert config.position.grid(config) == (32, 96)
+
+
+# ------------------------------------------------------------------------------------------------ outputs
+
+
+def mixture(levels=7, mixtures=3):
+    torch.manual_seed(0)
+    head = {"type": "logistic_mixture", "num_mixtures": mixtures, "levels": levels}
+    config = XFormerConfig(**GEOMETRY, head=head, tie_word_embeddings=False)
+    return make_strong(config.head.build(config).double(), amount=1.0)
+
+
+@torch.no_grad()
+def test_mixture_of_logistics():
+    """Differences of the distribution function, written with exponentials; all of them sum to one."""
+    head, states = mixture(), torch.randn(5, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = head(states).exp()
+    close(found.sum(-1), torch.ones(5, dtype=torch.float64))
+    for row, state in enumerate(states):
+        weights, means, scales = head.mixture(state).chunk(3)
+        shares = weights.exp() / weights.exp().sum()
+        for level in range(7):
+            total = 0.0
+            for k in range(3):
+                ends = []
+                for edge in (level + 0.5, level - 0.5):
+                    x = (2 * edge / 6 - 1 - means[k].item()) / math.exp(scales[k].item())
+                    ends.append(1 / (1 + math.exp(min(-x, 700.0))) if 0 < edge < 6 else float(edge > 0))
+                total += shares[k].item() * (ends[0] - ends[1])
+            assert abs(total - found[row, level].item()) < 1e-12
+
+
+def test_mixture_stays_finite():
+    """Narrow and far distributions, in every precision, with gradients."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        config = XFormerConfig(**{**GEOMETRY, "vocab_size": 256}, head="logistic_mixture", tie_word_embeddings=False)
+        head = make_strong(config.head.build(config), amount=2.0).to(dtype)
+        states = (100 * torch.randn(4, 16)).to(dtype).requires_grad_()
+        output = head(states)
+        assert output.shape == (4, 256) and output.isfinite().all()
+        output.float().logsumexp(-1).sum().backward()
+        assert states.grad.isfinite().all() and head.mixture.weight.grad.isfinite().all()
+
+
+def test_bits_per_dimension_of_a_uniform_model():
+    """Eight bits for 256 intensities, by the loss that a language model reports."""
+    config = XFImageTransformerConfig(
+        **{**GEOMETRY, "vocab_size": 256, "pad_token_id": None, "bos_token_id": None},
+        head={"type": "linear", "from_zero": True},
+        tie_word_embeddings=False,
+    )
+    model, ids = XFImageTransformerForCausalLM(config), tokens(2, 24, low=0, high=256)
+    assert abs(model(ids, labels=ids).loss.item() / math.log(2) - 8) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ({**TWO, "block_shape": (3, 2)}, "do not fill a plane of 4 x 6"),
+        ({**TWO, "memory_flange": (1, 2)}, "of which a `memory_flange` of 1 x 2 is no multiple"),
+        ({**ONE, "block_length": 0}, "`block_length` >= 1, got 0"),
+        ({**ONE, "image_size": (2, 2)}, "8 tokens with 2 channels, but `max_position_embeddings` is 24"),
+    ],
+)
+def test_refusals(spec, message):
+    with pytest.raises(ValueError, match=message):
+        XFormerConfig(**GEOMETRY, attention=spec)
+
+
+def test_refused_outputs():
+    with pytest.raises(ValueError, match="`levels` 60, .* `vocab_size` 50"):
+        mixture(60)
+    with pytest.raises(ValueError, match="does not predict tokens one by one"):
+        config = XFImageTransformerConfig(**GEOMETRY, head="logistic_mixture", tie_word_embeddings=False)
+        XFImageTransformerForCausalLM(config).resize_token_embeddings(60)
