@@ -16,7 +16,7 @@ from transformers.activations import ACT2FN
 from .core.components import SLOTS, Spec, SpecLike, build_spec, check_components, check_shared, resolve_field_types
 from .core.parallel_plans import fully_sharded_plan, tensor_parallel_plan
 
-Initializer = Literal["normal", "scaled_residual", "xavier", "small", "t5"]
+Initializer = Literal["normal", "scaled_residual", "xavier", "small", "t5", "fan_in"]
 
 # Keys that transformers and its neighbours add to a config.json and that are no fields of ours.
 _FOREIGN_KEYS = (
@@ -124,8 +124,9 @@ class XFormerConfig(PreTrainedConfig):
         classifier_dropout (`None`: `hidden_dropout_prob`).
     Initialisation: initializer (`normal`: N(0, initializer_range); `scaled_residual`: the same with output
         projections divided by sqrt(2 * layers), GPT-2; `xavier`: Glorot uniform, Vaswani et al.; `small`: Nguyen &
-        Salazar 2019; `t5`: Raffel et al.), initializer_range (standard deviation), initializer_factor (multiplies the
-        last three).
+        Salazar 2019; `t5`: Raffel et al.; `fan_in`: N(0, initializer_factor / sqrt(fan in)) with output projections
+        divided by sqrt(2 * layers), Child et al. 2019), initializer_range (standard deviation), initializer_factor
+        (multiplies the last four).
     Pooling: add_pooler (a layer on the first token, in a decoder on the last, for classifiers), pooler_activation (its
         name in transformers' table; BERT: tanh), classifier_pooling (what a classifier without a pooler reads: `auto`
         is the first token, in decoders the last; `late_mean` is the mean of what the transform makes of every token).

@@ -8,6 +8,7 @@ from typing import Literal
 from ..core.components import register
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
+from ..ops.common.token_grid import TokenGrid
 from .shared.pattern_spec import BlockSparseSpec, check_at_least
 
 
@@ -64,6 +65,11 @@ class SparseTransformerSpec(BlockSparseSpec):
     def stride_of(self, config) -> int:
         """l."""
         return self.stride or math.isqrt(config.max_position_embeddings - 1) + 1
+
+    def token_grid(self, config) -> TokenGrid:
+        """Rows of l tokens."""
+        stride = self.stride_of(config)
+        return TokenGrid(max(-(-config.max_position_embeddings // stride), 1), stride)
 
     def width_in(self, stride: int) -> int:
         """c."""

@@ -39,7 +39,7 @@ class TokenEmbedding(nn.Module):
         return nn.Embedding(config.vocab_size, config.hidden_size)
 
     def initialize(self, config, init) -> None:
-        if config.initializer == "xavier":  # with the sqrt(D) scale, inputs then have unit variance
+        if config.initializer in ("xavier", "fan_in"):  # with the sqrt(D) scale, inputs then have unit variance
             init.normal_(self.tokens.weight, mean=0.0, std=config.initializer_factor * config.hidden_size**-0.5)
         elif config.initializer == "t5":
             init.normal_(self.tokens.weight, mean=0.0, std=config.initializer_factor)

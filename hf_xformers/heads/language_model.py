@@ -27,6 +27,7 @@ class LanguageModelHead(nn.Module):
         scale: bool,
         projects: bool = False,
         cap: float | None = None,
+        from_zero: bool = False,
     ):
         super().__init__()
         width = config.stack.output_width(config)
@@ -38,7 +39,11 @@ class LanguageModelHead(nn.Module):
             table if self.dense is not None else width, config.head.num_outputs(config), bias=bias
         )
         self.scale = config.hidden_size**-0.5 if scale else None
-        self.cap = cap
+        self.cap, self.from_zero = cap, from_zero
+
+    def initialize(self, config, init) -> None:
+        if self.from_zero and not config.tie_word_embeddings:
+            init.zeros_(self.decoder.weight)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""
@@ -57,7 +62,8 @@ class LinearHeadSpec(HeadSpec):
     """bias: one per vocabulary entry (BART). scale: multiply hidden states by hidden_size^-0.5 first (T5 with tied
     tables). unpredicted: how many ids at the end of the vocabulary are read but never predicted, so that they have no
     logits (Image GPT's token of the start). cap: c, where logits become c tanh(logits / c), so that they stay within c
-    (Gemma 2)."""
+    (Gemma 2). from_zero: a projection that is not tied starts at zero (Child et al. 2019, arXiv 1904.10509, section
+    6)."""
 
     context_parallel = True
     summary = "one projection onto the vocabulary"
@@ -67,6 +73,7 @@ class LinearHeadSpec(HeadSpec):
     scale: bool = False
     unpredicted: int = 0
     cap: float | int | None = None
+    from_zero: bool = False
 
     def check_fields(self) -> None:
         if self.unpredicted < 0:
@@ -90,7 +97,9 @@ class LinearHeadSpec(HeadSpec):
         return config.vocab_size - self.unpredicted
 
     def build(self, config, **where) -> LanguageModelHead:
-        return LanguageModelHead(config, transform=None, bias=self.bias, scale=self.scale, cap=self.cap)
+        return LanguageModelHead(
+            config, transform=None, bias=self.bias, scale=self.scale, cap=self.cap, from_zero=self.from_zero
+        )
 
 
 @register("head", "transform")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import field
+
 from ..configuration_xformer import Initializer, XFormerConfig
 from ..core.components import SpecLike
 from ..families import ALL_HEADS, VariantInfo, make_family
@@ -19,9 +21,15 @@ class XFSparseTransformerConfig(XFormerConfig):
     max_position_embeddings: int = 12288
     attention_probs_dropout_prob: float | int = 0.0
     hidden_dropout_prob: float | int = 0.4
-    initializer: Initializer = "scaled_residual"
+    initializer: Initializer = "fan_in"
+    initializer_factor: float | int = 0.125
+    tie_word_embeddings: bool = False
+    # The standard deviation of positions is 0.125 / sqrt(n D), for the n = 2 vectors of a row and a column.
+    position: SpecLike = field(default_factory=lambda: {"type": "axial", "combine": "sum", "std": 0.125 / 1024**0.5})
     attention: SpecLike = "sparse_transformer"
     residual: SpecLike = "pre_ln"
+    feedforward: SpecLike = field(default_factory=lambda: {"type": "gelu", "approximate": "sigmoid"})
+    head: SpecLike = field(default_factory=lambda: {"type": "linear", "from_zero": True})
 
 
 INFO = VariantInfo(
@@ -45,8 +53,9 @@ INFO = VariantInfo(
     notes=(
         "Sizes and dropout are those for enwik8. There the fixed pattern had l = 128, c = 32 (attention fields stride"
         " and summary_width); the default is l = sqrt(max_position_embeddings), c = 8. kind='strided' is the pattern"
-        " for images. Learned positions stand for the paper's sums of row and column embeddings. Encoders are not in"
-        " the paper."
+        " for images. A token's position is the sum of a row's and a column's vector in a grid of l columns; images"
+        " take position={'type': 'axial', 'combine': 'sum', 'shape': (height, width, channels)}. Weights start as in"
+        " the paper, the output at zero. Encoders are not in the paper."
     ),
 )
 

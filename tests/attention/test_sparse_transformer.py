@@ -16,7 +16,7 @@ from hf_xformers.variants.gpt3_alternating import (
     XFGPT3AlternatingForCausalLM,
     XFGPT3AlternatingForSequenceClassification,
 )
-from hf_xformers.variants.sparse_transformer import XFSparseTransformerConfig
+from hf_xformers.variants.sparse_transformer import XFSparseTransformerConfig, XFSparseTransformerForCausalLM
 from tests.attention.pattern_helpers import check_against_loops
 from tests.attention.score_helpers import GEOMETRY, build_layers, check_compile, check_contract, mixes
 from tests.helpers import close, make_strong, tokens
@@ -110,6 +110,43 @@ def test_default_summary_width():
 def test_refusals(fields, changes, message):
     with pytest.raises(ValueError, match=message):
         XFormerConfig(**{**GEOMETRY, **changes}, attention=spec(**fields))
+
+
+def test_positions_are_those_of_rows_and_columns():
+    """Sums of two vectors, in a grid whose rows are as long as the stride."""
+    config = XFSparseTransformerConfig(
+        **{**GEOMETRY, "max_position_embeddings": 23}, attention=spec(), hidden_dropout_prob=0.0
+    )
+    trunk = XFSparseTransformerForCausalLM(config).model.trunk
+    rows, columns = trunk.position.tables
+    assert rows.shape == (5, 16) and columns.shape == (STRIDE, 16)
+    ids, places = tokens(1, 23, high=50), torch.arange(23)
+    expected = trunk.embedding.tokens(ids)[0] + rows[places // STRIDE] + columns[places % STRIDE]
+    found = trunk.embedding(trunk.embedding.lookup(ids), None, places[None], trunk.position)[0]
+    close(found, expected, 1e-6)
+
+
+def test_published_start():
+    """Section 6: standard deviations by fan in, less for what writes to the residual stream, the output at zero."""
+    fields = {**GEOMETRY, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "vocab_size": 500}
+    config = XFSparseTransformerConfig(**fields)
+    assert abs(XFSparseTransformerConfig().position.std - 0.125 / (2 * 512) ** 0.5) < 1e-12
+    torch.manual_seed(0)
+    model = XFSparseTransformerForCausalLM(config)
+    layer, trunk = model.model.trunk.layers[1], model.model.trunk
+    stds = {
+        layer.attention.q_proj.weight: 0.125 / 256**0.5,
+        layer.attention.v_proj.weight: 0.125 / 256**0.5,
+        layer.attention.o_proj.weight: 0.125 / 256**0.5 / 6**0.5,
+        layer.feedforward.up_proj.weight: 0.125 / 256**0.5,
+        layer.feedforward.down_proj.weight: 0.125 / 512**0.5 / 6**0.5,
+        trunk.embedding.tokens.weight: 0.125 / 256**0.5,
+    }
+    for weight, expected in stds.items():
+        assert abs(weight.std().item() / expected - 1) < 0.02
+    assert (model.lm_head.decoder.weight == 0).all()
+    tied = XFSparseTransformerForCausalLM(XFSparseTransformerConfig(**fields, tie_word_embeddings=True))
+    assert (tied.lm_head.decoder.weight != 0).all()
 
 
 CONTRACT = mixes(

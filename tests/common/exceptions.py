@@ -171,6 +171,9 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
             "products of trigonometric features can be negative, and a denominator is kept away from zero"
         ),
     },
+    "xf_sparse_transformer": {
+        "determinism": "its output starts at zero (section 6), so that a new model gives the same whatever it reads",
+    },
     "xf_universal_transformer": {
         "padding_has_no_loss:decoder": (
             "the ponder loss is a mean over all real tokens, the last one, which has no target, too"
