@@ -254,6 +254,13 @@ class HardCodedGaussianSpec(AttentionSpec):
             )
 
     def check(self, config) -> None:
+        reads_memory = config.cross_attention is self and config.is_decoder and config.is_encoder_decoder
+        if reads_memory and not config.residual.enters_as_is:
+            raise ValueError(
+                "hard_coded_gaussian as `cross_attention` reads the memory by places and nothing of its own input, for"
+                f" which residual {config.residual.type!r} would have a norm without use; take a residual that"
+                " normalises behind the sum, such as 'post_ln', or leave `cross_attention` at 'dense'."
+            )
         for slot, causal in (("attention", config.is_decoder), ("cross_attention", False)):
             if getattr(config, slot) is not self or self.offsets is None:
                 continue

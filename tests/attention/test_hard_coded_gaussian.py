@@ -212,3 +212,11 @@ def test_refusals(fields, config, message):
 def test_rotation_has_no_place():
     with pytest.raises(ValueError, match="rotates queries and keys, which attention 'hard_coded_gaussian' has no"):
         XFormerConfig(**GEOMETRY, attention="hard_coded_gaussian", position="rotary")
+
+
+def test_norms_without_use_are_refused():
+    """As cross-attention it reads places of the memory and nothing of its own input."""
+    fields = {**GEOMETRY, "residual": "pre_ln", "is_encoder_decoder": True}
+    with pytest.raises(ValueError, match="residual 'pre_ln' would have a norm without use"):
+        XFormerConfig(**fields, cross_attention="hard_coded_gaussian")
+    XFormerConfig(**fields, attention="hard_coded_gaussian")
