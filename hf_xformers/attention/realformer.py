@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..core.components import register
@@ -15,34 +14,33 @@ from ..core.visibility import visible_pairs
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import full
 from ..ops.common.products import wide_products
-from .shared.base import Attention, AttentionSpec
-from .shared.query_blocks import visible_softmax
+from .shared.base import AttentionSpec
+from .shared.score_chain import ScoreChain
 
 _ALL = full()
 
 
-class RealFormerAttention(Attention):
+class RealFormerAttention(ScoreChain):
     """Z^l = q^l (k^l)^T / sqrt(d) + Z^(l-1), Z^(-1) = 0; o = softmax(Z^l) v, with mean: softmax(Z^l / (l + 1)) v.
 
     He, Ravula, Kanagal and Ainslie 2020 (arXiv 2012.11747), section 3; the mean is an option of the released code,
-    advised there for 30 layers and more. The chain starts in each forward call; self- and cross-attention have chains
-    of their own. Masks and position biases act in every layer and are not part of what is handed on.
+    advised there for 30 layers and more.
 
     The sum of products is a product of joined projections, Z^l = [q^0 .. q^l] [k^0 .. k^l]^T / sqrt(d). So the layers
     hand on either the scores, [B, H, T, S], or all projections so far, [B, H, T, l d] and [B, K, S, l d], whichever
     takes less memory at these lengths: scores up to T = S = (layers + 1) d and for single tokens, projections beyond,
-        where no T x S
-    tensor exists. Time: with scores that of vanilla attention and one addition; with projections the products Q K^T
-    cost l + 1 times as much.
+    where no T x S tensor exists. Time: with scores that of vanilla attention and one addition; with projections the
+    products Q K^T cost l + 1 times as much.
 
     Raises:
         ValueError: a layer's scores do not fit to those handed on (other numbers of heads, or another length).
     """
 
+    spec: RealFormerSpec
+    chain_name = "realformer"
+
     def __init__(self, config, spec: RealFormerSpec, **where):
         super().__init__(config, spec, **where)
-        self.spec: RealFormerSpec = spec
-        self.chain = "realformer_cross" if self.cross else "realformer"
         self.joined_width = self.head_dim * (config.num_hidden_layers + 1)
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
@@ -71,10 +69,10 @@ class RealFormerAttention(Attention):
         query, streams, weights = query * self.scaling, {}, None
         depth = None
         if self.spec.mean:
-            before = context.streams.get(f"{self.chain}_depth")
+            before = self.handed("depth", context)
             depth = query.new_ones(1) if before is None else before + 1
             streams[f"{self.chain}_depth"] = depth
-        scores, projected = (context.streams.get(f"{self.chain}_{name}") for name in ("scores", "queries"))
+        scores, projected = (self.handed(name, context) for name in ("scores", "queries"))
         by_scores = self._hands_on_scores(context, query.shape[2], key.shape[2])
         if scores is not None or (projected is None and by_scores):  # later layers follow the first one
             output, weights = self._by_scores(query, key, value, depth, context, streams)
@@ -95,19 +93,14 @@ class RealFormerAttention(Attention):
         """query (scaled) [B, H, T, d], key and value [B, K, S, d] -> output [B, T, H, d], weights [B, H, T, S]."""
         key, value = self.repeated(key), self.repeated(value)
         scores = wide_products(query, key)  # sums over many layers are too coarse in half precision
-        handed = context.streams.get(f"{self.chain}_scores")
+        handed = self.handed("scores", context)
         if handed is not None:
-            self._check_fit("scores", handed.shape, scores.shape)
+            self.check_fit("scores", handed.shape, scores.shape)
             scores = scores + handed
         streams[f"{self.chain}_scores"] = scores
         if depth is not None:
             scores = scores / depth  # a new tensor: what is handed on stays the sum
-        bias = None if self.cross else context.shared.get("score_bias")
-        if bias is not None:
-            scores = scores + bias.block(context.query_index, context.key_index)
-        weights = visible_softmax(scores, visible_pairs(context, self.cross)).to(query.dtype)
-        dropped = F.dropout(weights, self.dropout) if self.training and self.dropout else weights
-        return torch.matmul(dropped, value).transpose(1, 2), weights
+        return self.weigh(scores, value, context)[:2]
 
     def _by_projections(
         self,
@@ -120,13 +113,13 @@ class RealFormerAttention(Attention):
     ) -> Tensor:
         """The same output from joined projections, without a T x S tensor."""
         for name, own in (("queries", query), ("keys", key)):
-            handed = context.streams.get(f"{self.chain}_{name}")
+            handed = self.handed(name, context)
             if handed is not None:
-                self._check_fit(name, handed.shape[:3], own.shape[:3])
+                self.check_fit(name, handed.shape[:3], own.shape[:3])
                 own = torch.cat((handed, own), dim=-1)
             streams[f"{self.chain}_{name}"] = own
         query, key = streams[f"{self.chain}_queries"], streams[f"{self.chain}_keys"]
-        bias = None if self.cross else context.shared.get("score_bias")
+        bias = self.score_bias(context)
         output: Any = block_sparse_attention(
             query if depth is None else query / depth,
             key,
@@ -141,13 +134,6 @@ class RealFormerAttention(Attention):
             segment_ids=None if self.cross else context.segment_ids,
         )
         return output.transpose(1, 2)
-
-    def _check_fit(self, what: str, handed: torch.Size, own: torch.Size) -> None:
-        if handed != own:
-            raise ValueError(
-                f"realformer layer {self.layer_idx} has {what} {list(own)}, but the layers below hand on"
-                f" {list(handed)}; all layers of a chain need the same numbers of heads and the same length."
-            )
 
 
 @register("attention", "realformer", aliases=("residual_scores",))
