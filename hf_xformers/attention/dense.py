@@ -79,7 +79,7 @@ class DenseAttention(Attention):
 
     @property
     def _bias_at_once(self) -> int:
-        tiles = torch.is_grad_enabled() and applies(self.q_proj.weight, self.dropout if self.training else 0.0)
+        tiles = torch.is_grad_enabled() and applies(self.v_proj.weight, self.dropout if self.training else 0.0)
         return TRAINED_BIAS_AT_ONCE if tiles else BIAS_AT_ONCE
 
     def _in_blocks(self, context: LayerContext) -> SelfAttentionTerms | None:
