@@ -136,6 +136,8 @@ CASES = [
     ("xf_axial_transformer", False, ROOT, 64),
     ("xf_image_transformer", False, LINEAR, 512),
     ("xf_image_transformer", True, LINEAR, 256),
+    ("xf_hard_coded_gaussian", False, LINEAR, 64),
+    ("xf_hard_coded_gaussian", True, LINEAR, 64),
     ("sliding_window", False, LINEAR, 64),
     ("sliding_window", True, LINEAR, 64),
     ("hedgehog", False, LINEAR, None),

@@ -137,6 +137,21 @@ MIXES: dict[str, Mix] = {
         {"attention": {"type": "delta_net", "feature_map": "favor", "attention_normalize": True}}, ("decoder",)
     ),
     "performer_relu": Mix({"attention": {"type": "performer", "feature_kind": "relu", "num_features": 8}}, BOTH),
+    "fixed_windows_of_a_memory": Mix(
+        {
+            "attention": "hard_coded_gaussian",
+            "cross_attention": {"type": "hard_coded_gaussian", "ratio": 1.5, "renormalize": True},
+        },
+        ("seq2seq",),
+    ),
+    "predicted_windows_of_a_memory": Mix(
+        {"attention": "localness", "cross_attention": {"type": "localness", "window": "layer", "layers": 2}},
+        ("seq2seq",),
+    ),
+    "predicted_scores_of_a_memory": Mix(
+        {"attention": "predictive_attention", "cross_attention": {"type": "predictive_attention", "form": "pat"}},
+        ("seq2seq",),
+    ),
     "token_types_chunked": Mix({"type_vocab_size": 3, "chunk_size_feed_forward": 4, "add_pooler": True}, ("encoder",)),
 }
 
