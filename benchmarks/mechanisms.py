@@ -181,6 +181,12 @@ CASES: dict[str, Case] = {
     "axial encoder": Case("xf_axial_transformer", "axial_transformer", layers=2),
     "image transformer 1d": Case("xf_image_transformer", "image_transformer", causal=True),
     "image transformer 2d": Case("xf_image_transformer", {"type": "image_transformer", "local": "2d"}, causal=True),
+    "memory-compressed, local layer": Case(
+        "xf_memory_compressed_attention", {"type": "memory_compressed_attention", "layer_pattern": "L"}, causal=True
+    ),
+    "memory-compressed, compressed layer": Case(
+        "xf_memory_compressed_attention", {"type": "memory_compressed_attention", "layer_pattern": "M"}, causal=True
+    ),
     "luna": Case("xf_luna", "luna"),
     "luna causal": Case("xf_luna", "luna", causal=True),
     "adaptive span 512": Case("xf_adaptive_span", {"type": "adaptive_span", "start": "480/T"}, causal=True),

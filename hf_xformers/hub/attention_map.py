@@ -30,6 +30,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "longformer": {"attention_window": 4},
     "luna": {"projected_length": 8},
     "multi_scale_transformer": {"scales": (1, 3, 0.25)},
+    "memory_compressed_attention": {"layer_pattern": "M"},
     "nystromformer": {"num_landmarks": 4, "conv_kernel_size": None},
     "poolingformer": {"window1": 2, "window2": 8, "pool_kernel": 3, "pool_stride": 2},
     "reformer": {"chunk_length": 4, "num_hashes": 1},

@@ -127,6 +127,8 @@ CASES = [
     ("xf_luna", True, LINEAR, None),
     ("xf_nystromformer", False, LINEAR, None),
     ("xf_csalr", False, LINEAR, None),
+    ("xf_memory_compressed_attention", False, LINEAR, 256),  # layer 0 is local: half of its blocks' pairs are masked
+    ("xf_memory_compressed_attention", True, LINEAR, 64),
     ("xf_performer", False, LINEAR, None),
     ("xf_performer", True, LINEAR, None),
     ("xf_linear_transformer", False, LINEAR, None),

@@ -55,7 +55,7 @@ SCALINGS: tuple[Any, ...] = (
 ALWAYS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         "num_landmarks num_keys stride summary_width max_span ramp segment_length "
-        "compressed_length reach clamp gate_size num_inducing memory_size".split(),
+        "compressed_length reach clamp gate_size num_inducing memory_size compression_factor".split(),
         SIZES,
     ),
     **dict.fromkeys("chunk_size block_size chunk_length num_buckets".split(), (2, 4, 4, 8)),
@@ -74,6 +74,7 @@ ALWAYS: dict[str, tuple[Any, ...]] = {
     "luna.projected_length": SIZES,
     "poolingformer.window1": (1, 2, 3),
     "poolingformer.window2": (8, 12, 4),
+    "memory_compressed_attention.layer_pattern": ("LM", "M", "M", "ML", "L", "X"),
     "linformer.projected_length": (None, 1, 2, 4, 8),
     "nystromformer.conv_kernel_size": (None, 3, 5, 65),
     "global_tokens.num_global_tokens": (1, 2, 5),
