@@ -59,7 +59,7 @@ def start_projections(config, init, *, inputs: Sequence[nn.Linear], output: nn.L
     if config.initializer == "scaled_residual" and output is not None:
         layers = max(2 * config.num_hidden_layers, 1)
         init.normal_(output.weight, mean=0.0, std=config.initializer_range * layers**-0.5)
-    elif config.initializer == "fan_in":
+    elif config.initializer == "fan_in" and output is not None:
         layers = max(2 * config.num_hidden_layers, 1)
         std = config.initializer_factor * (layers * output.in_features) ** -0.5
         init.normal_(output.weight, mean=0.0, std=std)
