@@ -77,14 +77,14 @@ def factorised_heads(old: Part, new: Part) -> dict[str, Derived]:
     """Queries, keys and mixing of heads that had projections of their own; their biases of queries become the content
     bias, and those of keys, which are the same for all keys, mean nothing."""
     sources = ("q_proj.weight", "k_proj.weight")
-    heads, channels = old.config.num_attention_heads, old.config.head_width
-    tensors = [old.tensors.get(name) for name in sources]
-    groups = old.config.key_value_heads
-    shapes = [(heads * channels, old.config.hidden_size), (groups * channels, old.config.hidden_size)]
-    if any(x is None or tuple(x.shape) != shape for x, shape in zip(tensors, shapes, strict=True)):
+    heads, groups = old.config.num_attention_heads, old.config.key_value_heads
+    channels, width = old.config.head_width, old.config.hidden_size
+    found = [old.tensors[name] for name in sources if name in old.tensors]
+    shapes = [(heads * channels, width), (groups * channels, width)]
+    if "mixing" in old.tensors or [tuple(x.shape) for x in found] != shapes:  # heads have no projections of their own
         return {}
-    dtype = tensors[0].dtype
-    queries, keys = (x.double().unflatten(0, (-1, channels)) for x in tensors)
+    dtype = found[0].dtype
+    queries, keys = (x.double().unflatten(0, (-1, channels)) for x in found)
     keys = keys.repeat_interleave(heads // groups, 0)
     rank = new.tensors["mixing"].shape[1]
     left, right, mixing = shared_factors(queries, keys, rank)
@@ -97,7 +97,7 @@ def factorised_heads(old: Part, new: Part) -> dict[str, Derived]:
     if "content_proj.weight" in new.tensors:
         bias = old.tensors.get("q_proj.bias")
         if bias is None:
-            content = torch.zeros(heads, old.config.hidden_size)
+            content = torch.zeros(heads, width)
             derived["content_proj.weight"] = Derived(content.to(dtype), (), "zero: queries had no bias")
         else:
             content = torch.einsum("hc,hcw->hw", bias.double().unflatten(0, (-1, channels)), keys)
