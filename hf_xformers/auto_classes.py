@@ -6,6 +6,9 @@ from typing import Any
 
 import transformers
 
+# (Auto class, config class) -> the model classes entered for them, by name.
+_CLASSES: dict[tuple[str, Any], dict[str, Any]] = {}
+
 
 def register_config(config_class: Any) -> None:
     """`AutoConfig` finds `config_class` by its `model_type`."""
@@ -13,5 +16,14 @@ def register_config(config_class: Any) -> None:
 
 
 def register_model(auto: str, config_class: Any, model_class: Any) -> None:
-    """The Auto class named `auto` makes `model_class` of a `config_class`."""
-    getattr(transformers, auto).register(config_class, model_class, exist_ok=True)
+    """The Auto class named `auto` makes `model_class` of a `config_class`, unless another class of the family is found
+    there: of several the first, as transformers could not choose for a config that has no `architectures` yet."""
+    classes = _CLASSES.setdefault((auto, config_class), {})
+    classes[model_class.__name__] = model_class
+    if next(iter(classes)) == model_class.__name__:
+        getattr(transformers, auto).register(config_class, model_class, exist_ok=True)
+
+
+def registered(auto: str, config_class: Any) -> tuple[Any, ...]:
+    """The classes that were entered under an Auto class for a config class."""
+    return tuple(_CLASSES.get((auto, config_class), {}).values())

@@ -20,9 +20,11 @@ from .auto_classes import register_config, register_model
 from .configuration_xformer import XFormerConfig
 from .modeling.head_classes import CLASSES, IMAGE_CLASSES
 
+# Heads for which transformers has no Auto class of their own: the one that its models with such a head are found by.
+_AUTO = {"Model": "AutoModel", "ForReplacedTokenDetection": "AutoModelForPreTraining"}
 # Head name -> the Auto class that resolves it. What it derives from stands in `head_classes`.
 HEADS: dict[str, str] = {
-    head: "AutoModel" if head == "Model" else f"AutoModelF{head[1:]}"
+    head: _AUTO.get(head, f"AutoModelF{head[1:]}")
     for head in (
         "Model",
         "ForMaskedLM",
@@ -34,6 +36,7 @@ HEADS: dict[str, str] = {
         "ForMultipleChoice",
         "ForNextSentencePrediction",
         "ForPreTraining",
+        "ForReplacedTokenDetection",
         "ForImageClassification",
     )
 }

@@ -26,6 +26,7 @@ from .rules import FIRST, NONE, ZERO, Entry
 CLASSIFIERS = (
     "ForSequenceClassification",
     "ForTokenClassification",
+    "ForReplacedTokenDetection",
     "ForQuestionAnswering",
     "ForMultipleChoice",
     "ForImageClassification",

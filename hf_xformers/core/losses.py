@@ -26,6 +26,23 @@ def token_cross_entropy(
     return total / (labels != ignore_index).sum().clamp(min=1)
 
 
+def token_binary_cross_entropy(
+    logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None, ignore_index: int = -100
+) -> Tensor:
+    """Mean binary cross-entropy of labelled tokens, in float32 (nats per token): labels [...] are 0 or 1, or -100 for
+    none, logits [...] the log odds of 1. The rest is as for [`token_cross_entropy`]."""
+    labels = labels.to(logits.device)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    known = labels != ignore_index
+    losses = F.binary_cross_entropy_with_logits(logits, labels.clamp(min=0).to(logits.dtype), reduction="none")
+    total = losses.masked_fill(~known, 0.0).sum()
+    if num_items_in_batch is None:
+        return total / known.sum().clamp(min=1)
+    return total / (
+        num_items_in_batch.to(logits.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch
+    )
+
+
 def labels_after_real_tokens(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Labels [B, T] of a causal model (the shift is still to come), -100 where the token before is padding: with
     padding on the left no real token predicts a text's first one. attention_mask [B, T], or [B, cached + T]; other

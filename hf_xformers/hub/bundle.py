@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..auto_classes import registered
 from ..core.components import record_lookups
 from ..core.saved_files import saving_into
 from ..families import HEADS
@@ -136,9 +137,8 @@ def kept_heads(config: Any, architecture: str | None = None, *, all_heads: bool 
     """The heads that a checkpoint's code needs: that of `architecture` (by default the class that the config names),
     and none; all of the family's where nothing says which it is."""
     config_class = _installed(type(config))
-    found = model_classes(config_class, config_class.heads)
     classes = (architecture,) if architecture is not None else tuple(config.architectures or ())
-    named = {head for head in config_class.heads if found[HEADS[head]].__name__ in classes}
+    named = {head for head in config_class.heads if _class_of(config_class, head).__name__ in classes}
     return tuple(head for head in config_class.heads if all_heads or not named or head in named | {"Model"})
 
 
@@ -155,14 +155,16 @@ def auto_map(config_class: Any, heads: tuple[str, ...]) -> dict[str, str]:
 
 
 def model_classes(config_class: Any, heads: tuple[str, ...]) -> dict[str, Any]:
-    """Auto class -> model class of heads of a family."""
-    import transformers
-
-    found = {}
+    """Auto class -> model class of heads of a family, the first where several share one."""
+    found: dict[str, Any] = {}
     for head in heads:
-        auto = HEADS[head]
-        found[auto] = getattr(transformers, auto)._model_mapping[config_class]
+        found.setdefault(HEADS[head], _class_of(config_class, head))
     return found
+
+
+def _class_of(config_class: Any, head: str) -> Any:
+    """A family's class with this head."""
+    return next(made for made in registered(HEADS[head], config_class) if made.__name__.endswith(head))
 
 
 def code_files(config: Any, heads: tuple[str, ...]) -> dict[str, str]:

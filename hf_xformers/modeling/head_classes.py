@@ -14,6 +14,7 @@ from .classifiers import (
 )
 from .image import XFormerForImageClassification, XFormerImageModel
 from .language import XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM
+from .replaced_tokens import XFormerForReplacedTokenDetection
 from .sentence_pairs import XFormerForNextSentencePrediction, XFormerForPreTraining
 
 CLASSES: dict[str, Any] = {
@@ -27,6 +28,7 @@ CLASSES: dict[str, Any] = {
     "ForMultipleChoice": XFormerForMultipleChoice,
     "ForNextSentencePrediction": XFormerForNextSentencePrediction,
     "ForPreTraining": XFormerForPreTraining,
+    "ForReplacedTokenDetection": XFormerForReplacedTokenDetection,
     "ForImageClassification": XFormerForImageClassification,
 }
 IMAGE_CLASSES: dict[str, Any] = {"Model": XFormerImageModel}  # in place of the above where images go in

@@ -53,10 +53,13 @@ INFO = VariantInfo(
 }""",
 )
 
-_family = make_family(XFFunnelTransformerConfig, "XFFunnelTransformer", ENCODER_HEADS, INFO)
+_family = make_family(
+    XFFunnelTransformerConfig, "XFFunnelTransformer", (*ENCODER_HEADS, "ForReplacedTokenDetection"), INFO
+)
 XFFunnelTransformerModel = _family["Model"]
 XFFunnelTransformerForMaskedLM = _family["ForMaskedLM"]
 XFFunnelTransformerForSequenceClassification = _family["ForSequenceClassification"]
 XFFunnelTransformerForTokenClassification = _family["ForTokenClassification"]
 XFFunnelTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
 XFFunnelTransformerForMultipleChoice = _family["ForMultipleChoice"]
+XFFunnelTransformerForReplacedTokenDetection = _family["ForReplacedTokenDetection"]

@@ -12,6 +12,7 @@ import transformers
 
 import hf_xformers
 from hf_xformers import VariantInfo, XFormerConfig, make_family
+from hf_xformers.auto_classes import registered
 from hf_xformers.core.components import SpecLike
 from hf_xformers.families import ENCODER_HEADS, HEADS
 from hf_xformers.modeling_base import XFormerPreTrainedModel
@@ -28,8 +29,7 @@ def test_every_family(name):
     for head, model_class in members.items():
         assert model_class.__name__ == prefix + head
         assert model_class.config_class is cls and issubclass(model_class, XFormerPreTrainedModel)
-        auto = getattr(transformers, HEADS[head])
-        assert auto._model_mapping[cls] is model_class
+        assert model_class in registered(HEADS[head], cls)
     info = cls.info
     for text in (info.summary, info.paper, info.url, info.equation, info.cost, info.bibtex):
         assert text.strip()

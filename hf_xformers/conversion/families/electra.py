@@ -1,8 +1,7 @@
 """ELECTRA, generators and discriminators: `electra` <-> the free mix.
 
-The discriminator's head, which says of every token whether it was replaced, has no counterpart:
-`ElectraForPreTraining` converts without it. Where a dense layer with GELU stands before a classifier of texts or of
-choices, it is our pooler.
+The discriminator, which says of every token whether it was replaced, is `ForReplacedTokenDetection`. Where a dense
+layer with GELU stands before a classifier of texts or of choices, it is our pooler.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
 from ..base import Converter, Head, activation, feedforward, register
-from ..rules import Rule, copied, only_theirs
+from ..rules import Rule, copied
 from .bert import COMPONENTS, DENSE_CLASSIFIERS, EMBEDDINGS, FIELDS, LAYERS, refuse_relative_positions
 
 
@@ -43,6 +42,15 @@ def _backbone(config: XFormerConfig) -> tuple[Rule, ...]:
 
 
 POOLED = {"add_pooler": True}
+DISCRIMINATOR = (
+    copied("discriminator_predictions.dense.*", "transform.dense.*"),
+    copied("discriminator_predictions.dense_prediction.*", "classifier.*"),
+)
+DISCRIMINATING = {
+    "classifier_transform": "dense",
+    "classifier_bias": True,
+    "classifier_activation": lambda config: activation(config.feedforward)[0],  # that of the layers
+}
 
 CONVERTER = register(
     Converter(
@@ -60,15 +68,20 @@ CONVERTER = register(
                 copied("generator_predictions.LayerNorm.*", "lm_head.norm.*"),
                 copied("generator_lm_head.bias", "lm_head.decoder.bias"),
             ),
-            "discriminator": (
-                only_theirs("discriminator_predictions.dense.*", "discriminator_predictions.dense_prediction.*"),
-            ),
+            "discriminator": DISCRIMINATOR,
             **DENSE_CLASSIFIERS,
             "choice_pooler": (copied("sequence_summary.summary.*", "@pooler.dense.*"),),
         },
         heads=(
             Head("ElectraModel", "Model", "", ("backbone",)),
-            Head("ElectraForPreTraining", "Model", "electra.", ("backbone", "discriminator")),
+            Head(
+                "ElectraForPreTraining",
+                "ForReplacedTokenDetection",
+                "electra.",
+                ("backbone", "discriminator"),
+                causal=False,
+                settings=DISCRIMINATING,
+            ),
             Head(
                 "ElectraForMaskedLM", "ForMaskedLM", "electra.", ("backbone", "projection", "generator"), causal=False
             ),

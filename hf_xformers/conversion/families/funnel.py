@@ -2,8 +2,8 @@
 
 transformers pools padding with the token before it, ours does not: the two agree in rows without padding. Its two
 attention types are two ways to the same numbers. Its queries have no bias; ours, where it is not zero, adds to the
-three biases that queries meet keys with. The head for replaced tokens has no counterpart. Where a config names a
-padding token, transformers empties its row of the token table with every loading.
+three biases that queries meet keys with. Where a config names a padding token,
+transformers empties its row of the token table with every loading.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from transformers import PreTrainedConfig
 from ...configuration_xformer import XFormerConfig
 from ...core.components import Spec
 from ..base import Converter, Head, activation, feedforward, register
-from ..rules import Operation, Rule, copied, only_theirs
+from ..rules import Operation, Rule, copied
+from .electra import DISCRIMINATING, DISCRIMINATOR
 
 FIELDS = {
     "hidden_size": "d_model",
@@ -171,9 +172,7 @@ CONVERTER = register(
             **dict.fromkeys(("sequence", "choice"), WITH_HIDDEN_LAYER),
             "token": (copied("classifier.*", "classifier.*"),),
             "spans": (copied("qa_outputs.*", "classifier.*"),),
-            "replaced": (
-                only_theirs("discriminator_predictions.dense.*", "discriminator_predictions.dense_prediction.*"),
-            ),
+            "discriminator": DISCRIMINATOR,
         },
         heads=(
             Head("FunnelModel", "Model", "", ("backbone",), settings={**FULL, "add_pooler": False}),
@@ -205,10 +204,10 @@ CONVERTER = register(
             ),
             Head(
                 "FunnelForPreTraining",
-                "Model",
+                "ForReplacedTokenDetection",
                 "funnel.",
-                ("backbone", "replaced"),
-                settings={**FULL, "add_pooler": False},
+                ("backbone", "discriminator"),
+                settings={**FULL, **DISCRIMINATING},
             ),
         ),
         unread=("hidden_act", "attention_type", "initializer_std"),

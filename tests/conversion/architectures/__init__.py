@@ -152,6 +152,8 @@ class Architecture:
         if task == "Model":
             return {}
         mask = given["decoder_attention_mask" if task == "ForSeq2SeqLM" else "attention_mask"].bool()
+        if task == "ForReplacedTokenDetection":
+            return {"labels": draw(2, *mask.shape).masked_fill(~mask, -100)}
         if task == "ForTokenClassification":
             return {"labels": draw(num_labels, *mask.shape).masked_fill(~mask, -100)}
         before = mask.roll(1, dims=-1)  # a first token after padding is predicted from padding: no target

@@ -23,6 +23,7 @@ HEADS = {
     "FunnelForTokenClassification": "ForTokenClassification",
     "FunnelForQuestionAnswering": "ForQuestionAnswering",
     "FunnelForMultipleChoice": "ForMultipleChoice",
+    "FunnelForPreTraining": "ForReplacedTokenDetection",
 }
 ARCHITECTURE = Architecture(
     model_type="funnel",
@@ -38,7 +39,6 @@ ARCHITECTURE = Architecture(
         layer_norm_eps=1e-5,
     ),
     heads=HEADS,
-    headless={"FunnelForPreTraining": "Model"},
     variations={
         "maxima": {"pooling_type": "max", "d_head": 6, "hidden_act": "relu"},
         "pooled keys": {"pool_q_only": False},
