@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import Any
 
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SpecLike
@@ -23,6 +24,7 @@ class XFBigBirdConfig(XFormerConfig):
     layer_norm_eps: float = 1e-12
     embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
     attention: SpecLike = "bigbird"
+    decoder: dict[str, Any] | None = field(default_factory=lambda: {"attention": "dense"})
     feedforward: SpecLike = field(default_factory=lambda: {"type": "gelu", "approximate": "tanh"})
     head: SpecLike = "transform"
 
@@ -48,14 +50,14 @@ INFO = VariantInfo(
   year={2020}
 }""",
     notes=(
-        "An encoder. The paper's encoder-decoder is a free mix: attention='bigbird' and decoder={'attention':"
-        " 'dense'}. Random blocks are drawn from those of the text, up to its last real token: texts of every length"
-        " have as many, and padding changes nothing. The extended form (ETC): attention={'type': 'bigbird',"
-        " 'global_mode': 'etc', 'num_random_blocks': 0}, stack='global_tokens'."
+        "Not causal: the decoder of an encoder-decoder has dense attention, as in the paper (section 4). Random blocks"
+        " are drawn from those of the text, up to its last real token: texts of every length have as many, and padding"
+        " changes nothing. The extended form (ETC): attention={'type': 'bigbird', 'global_mode': 'etc',"
+        " 'num_random_blocks': 0}, stack='global_tokens' (with a decoder={'attention': 'dense', 'stack': 'plain'})."
     ),
 )
 
-_family = make_family(XFBigBirdConfig, "XFBigBird", (*ENCODER_HEADS, "ForPreTraining"), INFO)
+_family = make_family(XFBigBirdConfig, "XFBigBird", (*ENCODER_HEADS, "ForPreTraining", "ForSeq2SeqLM"), INFO)
 XFBigBirdModel = _family["Model"]
 XFBigBirdForMaskedLM = _family["ForMaskedLM"]
 XFBigBirdForSequenceClassification = _family["ForSequenceClassification"]
@@ -63,3 +65,4 @@ XFBigBirdForTokenClassification = _family["ForTokenClassification"]
 XFBigBirdForQuestionAnswering = _family["ForQuestionAnswering"]
 XFBigBirdForMultipleChoice = _family["ForMultipleChoice"]
 XFBigBirdForPreTraining = _family["ForPreTraining"]
+XFBigBirdForSeq2SeqLM = _family["ForSeq2SeqLM"]

@@ -11,7 +11,7 @@ from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAtt
 from hf_xformers import XFormerConfig, XFormerForMaskedLM
 from hf_xformers.ops.block_sparse.pattern_atoms import RandomBlocks
 from hf_xformers.ops.block_sparse.patterns import block_local, block_table, per_head
-from hf_xformers.variants.bigbird import XFBigBirdConfig, XFBigBirdForMaskedLM, XFBigBirdModel
+from hf_xformers.variants.bigbird import XFBigBirdConfig, XFBigBirdForMaskedLM, XFBigBirdForSeq2SeqLM, XFBigBirdModel
 from tests.attention.pattern_helpers import allowed_by, by_hand, check_against_loops
 from tests.attention.score_helpers import (
     GEOMETRY,
@@ -97,6 +97,24 @@ def test_reload_and_training_mode(tmp_path):
         numpy.random.seed(9)
         assert torch.equal(aligned(XFBigBirdForMaskedLM.from_pretrained(tmp_path))(ids).logits, expected)
         assert torch.equal(model.train()(ids).logits, expected)
+
+
+def test_decoders_are_dense():
+    """In an encoder-decoder the pattern is the encoder's, whatever its form."""
+    etc = {"type": "bigbird", "global_mode": "etc", "num_random_blocks": 0}
+    for fields in (
+        {"attention": SPEC},
+        {"attention": etc, "stack": "global_tokens", "decoder": {"attention": "dense", "stack": "plain"}},
+    ):
+        config = XFBigBirdConfig(**SMALL, is_encoder_decoder=True, **fields)
+        kinds = [config.tower(name).attention.type for name in ("trunk", "decoder")]
+        assert kinds == ["bigbird", "dense"]
+        ids = tokens(2, 13, high=50)
+        loss = XFBigBirdForSeq2SeqLM(config)(ids, labels=ids[:, :5]).loss
+        loss.backward()
+        assert loss.isfinite()
+    with pytest.raises(ValueError, match="bigbird"):
+        XFBigBirdConfig(**SMALL, is_encoder_decoder=True, attention=SPEC, decoder={"attention": SPEC})
 
 
 def test_all_blocks_are_dense_attention():
