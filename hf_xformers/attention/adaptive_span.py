@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.segment_memory import SegmentCacheLayer, take_slots
 from ..core.visibility import visible_block, visible_pairs
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import band
@@ -20,6 +22,7 @@ from ..ops.common.shifted_rows import shift_rows
 from ..ops.score_terms.attention import window_attention
 from .shared.base import Attention, AttentionSpec
 from .shared.query_blocks import over_query_blocks, rows_at_once, shared_rows
+from .transformer_xl import MEMORY_ORDER, MEMORY_REAL, SEGMENT_MEMORY
 
 TRIM = 64  # spans are rounded up to this many tokens, so that plans for them can be used again
 
@@ -66,6 +69,8 @@ class AdaptiveSpanAttention(Attention):
     Keys farther than ceil(max z) + R are never computed: time O(T (max z + R) D), memory O(T D). With a score bias
     or dynamic spans, scores are made block by block of queries, else in tiles that stay in a processor's cache.
     State: that many keys and values, at most S. A compiled model takes S for the span, with the same results.
+    Under a stack with a segment memory (the paper's training, section 4: `segment_recurrent`) a token reads the states
+    of earlier segments as far as its span reaches.
     A token that reads nothing (without `include_self`: the first) gets zeros.
 
     Raises:
@@ -147,11 +152,15 @@ class AdaptiveSpanAttention(Attention):
         step: int | None = None,
     ) -> SublayerOutput:
         step = self.layer_idx if step is None else step
-        query, key, value = self.project_self(hidden_states, context, past_key_values, step)
+        cache = self_attention_cache(past_key_values)
+        layer = cache.layers[step] if cache is not None and step < len(cache.layers) else None
+        call = context
+        if SEGMENT_MEMORY in context.streams or isinstance(layer, SegmentCacheLayer):
+            query, key, value, context = self._with_memory(hidden_states, context, cache, step)
+        else:
+            query, key, value = self.project_self(hidden_states, context, past_key_values, step)
         spans = self.spans(hidden_states)
         reach = self._reach(spans, context)
-        cache = self_attention_cache(past_key_values)
-        layer = None if cache is None else cache.layers[step]
         if isinstance(layer, SpanCacheLayer):
             # The spans of later tokens are not known when every token chooses its own.
             needed = self.max_span if self.spec.dynamic else max(reach)
@@ -169,7 +178,37 @@ class AdaptiveSpanAttention(Attention):
         else:
             output = self._windows(*inputs[:5], max(reach), context)
         output = self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
-        return SublayerOutput(output, weights, aux_losses=self._span_loss(spans, context), streams=streams)
+        return SublayerOutput(output, weights, aux_losses=self._span_loss(spans, call), streams=streams)
+
+    def _with_memory(
+        self, hidden_states: Tensor, context: LayerContext, cache: Cache | None, step: int
+    ) -> tuple[Tensor, Tensor, Tensor, LayerContext]:
+        """Queries, and keys and values of what a stack remembers, what a cache holds and the tokens, in this order;
+        and the call as they see it."""
+        tokens, real = hidden_states, context.query_padding_mask
+        earlier = context.streams.get(SEGMENT_MEMORY)
+        if earlier is not None:
+            tokens, real = torch.cat([earlier, hidden_states], dim=1), context.shared[MEMORY_REAL]
+            order = context.shared[MEMORY_ORDER]
+            tokens = tokens if order is None else take_slots(tokens, order)
+        query, key, value = self.queries(hidden_states), self.keys(tokens), self.heads(self.v_proj(tokens))
+        if cache is not None:
+            layer = cache.layers[step]
+            if not isinstance(layer, SegmentCacheLayer):
+                raise ValueError(
+                    "adaptive_span keeps a memory before the last keys and values, which a"
+                    f" {type(cache).__name__} has no place for; leave `past_key_values` out, or make it with"
+                    " `hf_xformers.core.cache.make_cache(config)`."
+                )
+            key, value, real = layer.extend(key, value, real, hidden_states.shape[1])
+        index = torch.arange(key.shape[2], device=key.device)
+        seen = copy.copy(context)
+        seen.padding_mask, seen.key_index, seen.query_index = real, index, index[-query.shape[2] :]
+        seen.fresh = False
+        # What others share in this call is of its tokens alone.
+        shared = {"score_bias": context.shared["score_bias"]} if "score_bias" in context.shared else {}
+        seen.shared = context.shared.setdefault("with_segment_memory", shared)
+        return query, key, value, seen
 
     def _relative_keys(self, context: LayerContext) -> tuple[Tensor | None, dict[str, Tensor] | None]:
         """The relative keys p, and what to hand on."""
@@ -377,6 +416,7 @@ class AdaptiveSpanSpec(AttentionSpec):
     packed = True
     first_owns = True
     knows_order = True
+    reads_segment_memory = True
 
     max_span: int | None = None
     ramp: int = 32
@@ -396,8 +436,18 @@ class AdaptiveSpanSpec(AttentionSpec):
     def hands_on(self, config) -> bool:
         return self.relative_keys
 
-    def cache_layer(self, config) -> SpanCacheLayer:
-        return SpanCacheLayer(sliding_window=self.longest(config) + (0 if self.include_self else 1))
+    def cache_layer(self, config) -> CacheLayerMixin:
+        """The tokens within the longest span, or more where a stack's memory is longer."""
+        window, slots = self.longest(config) + (0 if self.include_self else 1), config.stack.memory_slots(config)
+        return SpanCacheLayer(sliding_window=window) if slots is None else SegmentCacheLayer(max(window - 1, slots))
+
+    def check(self, config) -> None:
+        if config.stack.memory_slots(config) is not None and "rotation" in config.position.acts:
+            raise ValueError(
+                f"adaptive_span reads the memory of stack {config.stack.type!r}, whose states have no places for"
+                f" position {config.position.type!r} to turn; use position 'none' and its own relative keys, or a"
+                " score bias."
+            )
 
     def check_fields(self) -> None:
         if self.max_span is not None and self.max_span < 1:

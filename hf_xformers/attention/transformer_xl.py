@@ -396,6 +396,7 @@ class TransformerXLSpec(AttentionSpec):
     packed = True
     first_owns = True
     reads_segment_memory = True
+    counts_usage = True
     pooled_queries = True
     knows_order = True
 

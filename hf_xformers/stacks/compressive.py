@@ -202,6 +202,14 @@ class CompressiveSpec(SegmentRecurrentSpec):
                 " be above 0; for a compression that learns nothing use 'mean' or 'max'."
             )
 
+    def check(self, config) -> None:
+        super().check(config)
+        if self.compression == "most_used" and not config.attention.counts_usage:
+            raise ValueError(
+                f"compressive's 'most_used' asks how much attention each state gets, which attention"
+                f" {config.attention.type!r} does not tell; use attention 'transformer_xl', or another `compression`."
+            )
+
     def build(self, config, **where) -> CompressiveStack:
         self.refuse_two_towers(config)
         return CompressiveStack(config, self)

@@ -138,7 +138,7 @@ class SegmentRecurrentStack(Stack):
 class SegmentRecurrentSpec(StackSpec):
     """memory_length: states of earlier segments that every layer may read, M (tokens; `None`:
     `max_position_embeddings`, the length of a segment). Needs an attention that reads a segment memory, such as
-    'transformer_xl'."""
+    'transformer_xl' or 'adaptive_span'."""
 
     packed = True
     summary = "every layer reads its own input of earlier segments"
@@ -167,7 +167,7 @@ class SegmentRecurrentSpec(StackSpec):
         if not config.attention.reads_segment_memory:
             raise ValueError(
                 f"stack {self.type!r} has a memory that attention {config.attention.type!r} does not read; set "
-                "`attention='transformer_xl'`."
+                "`attention='transformer_xl'` or 'adaptive_span'."
             )
         kinds = [entry.kind for entry in config.block.plan(config, 0, False)]
         if kinds[0] != "attention" or kinds.count("attention") != 1:

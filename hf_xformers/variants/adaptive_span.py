@@ -42,8 +42,9 @@ INFO = VariantInfo(
   year={2019}
 }""",
     notes=(
-        "The paper has causal models only; an encoder reads both sides here. Weight decay would shorten spans, too, so"
-        " XFormerTrainer leaves `span` out of it."
+        "The paper has causal models only; an encoder reads both sides here. It trains on blocks of 512 tokens that"
+        " read the states of earlier ones: stack={'type': 'segment_recurrent', 'memory_length': 8192}. Weight decay"
+        " would shorten spans, too, so XFormerTrainer leaves `span` out of it."
     ),
 )
 

@@ -306,8 +306,8 @@ class AttentionSpec(Spec):
 
     What other components ask for. keeps_keys_alone: its state for generation is keys and values and nothing else, so
     that a block may keep a state of its own beside them. reads_segment_memory: it reads the states that a
-    segment-recurrent stack carries on. reads_feedback: it reads what a stack makes of all layers at earlier steps.
-    pooled_queries: queries may be fewer than keys, each with a place of its own. reads_axes: its layers read the rows
+    segment-recurrent stack carries on. counts_usage: it tells how much attention each of them gets. reads_feedback:
+    it reads what a stack makes of all layers at earlier steps. pooled_queries: queries may be fewer than keys, each with a place of its own. reads_axes: its layers read the rows
     and the columns of a grid by turns. apart_key_states: with a position inside it, keys and values may be made of
     other states than queries are. maps_tokens: it does a feed-forward's work, too. keeps_rotated: its state for
     generation holds what rotations have made of earlier keys, which cannot be turned anew. knows_order: it knows the
@@ -349,6 +349,7 @@ class AttentionSpec(Spec):
     carries: ClassVar[str | None] = None
     keeps_keys_alone: ClassVar[bool] = False
     reads_segment_memory: ClassVar[bool] = False
+    counts_usage: ClassVar[bool] = False
     reads_feedback: ClassVar[bool] = False
     pooled_queries: ClassVar[bool] = False
     reads_axes: ClassVar[bool] = False

@@ -1,0 +1,123 @@
+"""Adaptive span under a stack with segment memory: segments against one pass over the whole text."""
+
+import pytest
+import torch
+
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM
+from hf_xformers.core.cache import make_cache
+from tests.attention.score_helpers import GEOMETRY
+from tests.helpers import NO_DROPOUT, close, make_strong, pad, tokens
+
+SPAN = 5
+KINDS = {
+    "windows": {},
+    "engine": {"relative_keys": False, "include_self": True},
+    "dynamic": {"dynamic": True},
+}
+
+
+def build(memory_length=SPAN, head=XFormerForCausalLM, implementation=None, stack="segment_recurrent", **fields):
+    attention = {"type": "adaptive_span", "max_span": SPAN, "ramp": 2, "start": 0.5, **fields}
+    config = XFormerConfig(
+        **{**GEOMETRY, **NO_DROPOUT, "num_hidden_layers": 2},
+        position="none",
+        attention=attention,
+        stack={"type": stack, "memory_length": memory_length},
+    )
+    config._attn_implementation = implementation
+    torch.manual_seed(0)
+    return make_strong(head(config).double().eval(), amount=0.3)
+
+
+def in_segments(model, ids, lengths):
+    found, memory, begin = [], None, 0
+    for length in lengths:
+        output = model(ids[:, begin : begin + length], segment_memory=memory, use_cache=False)
+        memory, begin = output.segment_memory, begin + length
+        found.append(output.logits)
+    return torch.cat(found, 1), memory
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_segments_are_one_pass(kind, implementation):
+    """A memory as long as the span holds all that a token reads, however the text is cut."""
+    model, ids = build(implementation=implementation, **KINDS[kind]), tokens(2, 14, high=50)
+    with torch.no_grad():
+        expected = model(ids).logits
+        for lengths in ((5, 5, 4), (1,) * 14, (2, 11, 1)):
+            found, memory = in_segments(model, ids, lengths)
+            close(found, expected)
+        assert memory.length == SPAN and len(memory.states) == 2
+        short = build(2, implementation=implementation, **KINDS[kind])
+        short.load_state_dict(model.state_dict())
+        assert (in_segments(short, ids, (5, 5, 4))[0] - expected).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_any_length(kind, side):
+    """Padding in any segment: each row is its own text."""
+    model = build(**KINDS[kind])
+    lengths = [(5, 3, 6), (2, 6, 1), (6, 0, 4)]
+    rows = [tokens(sum(entry), seed=index, high=50) for index, entry in enumerate(lengths)]
+    memory, begin, found = None, [0, 0, 0], [[], [], []]
+    with torch.no_grad():
+        for segment in range(3):
+            pieces = [row[at : at + entry[segment]] for row, at, entry in zip(rows, begin, lengths, strict=True)]
+            ids, mask = pad(pieces, 6, side, seed=9)
+            output = model(ids % 50, attention_mask=mask, segment_memory=memory, use_cache=False)
+            memory = output.segment_memory
+            for index in range(3):
+                found[index].append(output.logits[index][mask[index].bool()])
+                begin[index] += lengths[index][segment]
+        for row, pieces in zip(rows, found, strict=True):
+            close(torch.cat(pieces), model(row[None]).logits[0])
+
+
+def test_cache_after_a_memory():
+    """Generation goes on from a memory, which the cache keeps before the text, and its state stays constant."""
+    model, ids = build(), tokens(2, 16, high=50)
+    with torch.no_grad():
+        expected = model(ids).logits
+        memory = model(ids[:, :6]).segment_memory
+        cache, found = make_cache(model.config), []
+        for begin, end in [(6, 9), *((at, at + 1) for at in range(9, 16))]:
+            given = {} if found else {"segment_memory": memory}
+            found.append(model(ids[:, begin:end], past_key_values=cache, use_cache=True, **given).logits)
+    close(torch.cat(found, 1), expected[:, 6:])
+    assert cache.get_seq_length() == 10 and all(layer.stored == SPAN for layer in cache.layers)
+
+
+def test_gradients_reach_spans_and_stop_at_the_memory():
+    model, ids = build(), tokens(2, 10, high=50)
+    vectors = model.get_input_embeddings()(ids).detach()
+    first = vectors[:, :5].clone().requires_grad_()
+    memory = model(inputs_embeds=first).segment_memory
+    output = model(inputs_embeds=vectors[:, 5:], segment_memory=memory)
+    assert torch.autograd.grad(output.logits.sum(), first, allow_unused=True, retain_graph=True) == (None,)
+    spans = [layer.attention.span for layer in model.model.trunk.layers]
+    for gradient in torch.autograd.grad(output.logits.sin().sum(), spans):
+        assert gradient.abs().max() > 0
+
+
+def test_an_encoder_reads_its_memory():
+    model, ids = build(head=XFormerForMaskedLM), tokens(2, 9, high=50)
+    with torch.no_grad():
+        memory = model(ids[:, :5]).segment_memory
+        with_memory = model(ids[:, 5:], segment_memory=memory).logits
+        assert (with_memory - model(ids[:, 5:]).logits).abs().max() > 1e-6
+
+
+def test_compressed_memory():
+    model, ids = build(stack="compressive"), tokens(2, 30, high=50)
+    found, memory = in_segments(model, ids, (10, 10, 10))
+    assert found.isfinite().all() and memory.compressed_length > 0
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="no places for position 'rotary' to turn"):
+        XFormerConfig(**GEOMETRY, attention="adaptive_span", position="rotary", stack="segment_recurrent")
+    with pytest.raises(ValueError, match="'most_used' asks how much attention"):
+        stack = {"type": "compressive", "compression": "most_used"}
+        XFormerConfig(**GEOMETRY, attention="adaptive_span", position="none", stack=stack)
