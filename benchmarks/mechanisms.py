@@ -187,6 +187,7 @@ CASES: dict[str, Case] = {
     "memory-compressed, compressed layer": Case(
         "xf_memory_compressed_attention", {"type": "memory_compressed_attention", "layer_pattern": "M"}, causal=True
     ),
+    "set transformer, 32 points": Case("xf_set_transformer", "set_transformer"),
     "luna": Case("xf_luna", "luna"),
     "luna causal": Case("xf_luna", "luna", causal=True),
     "adaptive span 512": Case("xf_adaptive_span", {"type": "adaptive_span", "start": "480/T"}, causal=True),

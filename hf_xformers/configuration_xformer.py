@@ -129,7 +129,8 @@ class XFormerConfig(PreTrainedConfig):
         (multiplies the last four).
     Pooling: add_pooler (a layer on the first token, in a decoder on the last, for classifiers), pooler_activation (its
         name in transformers' table; BERT: tanh), classifier_pooling (what a classifier without a pooler reads: `auto`
-        is the first token, in decoders the last; `late_mean` is the mean of what the transform makes of every token).
+        is the first token, in decoders the last; `late_mean` is the mean of what the transform makes of every token;
+        `attention` is what a learned vector reads of all tokens, Lee et al. 2019).
     Classifiers: classifier_transform (what stands between the states and the labels of texts, tokens, spans, choices
         and images: `none`; `dense`, a map and an activation; `dense_norm`, these and the config's normalization),
         classifier_activation (its name in transformers' table), classifier_bias (whether the map has a bias).
@@ -185,7 +186,7 @@ class XFormerConfig(PreTrainedConfig):
     initializer_factor: float | int = 1.0
     add_pooler: bool = False
     pooler_activation: str = "tanh"
-    classifier_pooling: Literal["auto", "first", "mean", "last", "late_mean"] = "auto"
+    classifier_pooling: Literal["auto", "first", "mean", "last", "late_mean", "attention"] = "auto"
     classifier_transform: Literal["none", "dense", "dense_norm"] = "none"
     classifier_activation: str = "gelu"
     classifier_bias: bool = True

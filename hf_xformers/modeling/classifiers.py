@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import can_return_tuple
 
+from ..attention.shared.multihead_block import MultiheadPooling
 from ..core import outputs
 from ..core.inputs import check_token_labels
 from ..core.losses import token_cross_entropy, with_aux_losses
@@ -40,8 +41,12 @@ class Classifier(XFormerPreTrainedModel):
         self.model.under_a_head = True
         rate = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
         self.transform = build_transform(config)
+        self.pooling: MultiheadPooling | None = None
+        if config.classifier_pooling == "attention" and self.model.pooler is None and not self.reads_every_token:
+            self.pooling = MultiheadPooling(config)
         self.dropout = nn.Dropout(rate)
-        self.classifier = LabelLayer(self.model.vector_width, num_outputs)
+        width = self.model.vector_width if self.pooling is None else config.hidden_size
+        self.classifier = LabelLayer(width, num_outputs)
         self.post_init()
 
     def transformed(self, states: Tensor) -> Tensor:
@@ -60,6 +65,9 @@ class Classifier(XFormerPreTrainedModel):
         hidden_states = base.last_hidden_state
         if attention_mask is not None and attention_mask.shape != hidden_states.shape[:2]:
             attention_mask = base.padding_mask if single else None
+        if self.pooling is not None:
+            real = None if attention_mask is None else attention_mask.to(hidden_states.device).bool()
+            return self.transformed(self.pooling(hidden_states, real))
         if how == "late_mean":
             return pool(self.transformed(hidden_states), attention_mask, "mean")
         return self.transformed(pool(hidden_states, attention_mask, how))

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.utils import can_return_tuple
 
+from ..attention.shared.multihead_block import MultiheadPooling
 from ..core import outputs
 from ..core.losses import with_aux_losses
 from ..modeling_base import XFormerPreTrainedModel
@@ -57,16 +58,20 @@ class XFormerForImageClassification(XFormerPreTrainedModel):
         self.model = XFormerImageModel(config, add_pooler=False)
         self.model.under_a_head = True
         self.transform = build_transform(config)
+        self.pooling = MultiheadPooling(config) if config.classifier_pooling == "attention" else None
         self.dropout = nn.Dropout(config.classifier_dropout or 0.0)
-        self.classifier = LabelLayer(config.stack.output_width(config), config.num_labels)
+        width = config.stack.output_width(config) if self.pooling is None else config.hidden_size
+        self.classifier = LabelLayer(width, config.num_labels)
         self.post_init()
 
     def pooled(self, hidden_states: Tensor) -> Tensor:
         """[B, T, D] -> [B, D] by `classifier_pooling`: `first` and `auto` are the class token, `mean` is that of all
         patches; without a class token `auto` is the mean. What the transform makes of it, or the mean of what it
-        makes of every patch (`late_mean`)."""
+        makes of every patch (`late_mean`), or what attention reads of all patches (`attention`)."""
         embedding, how = self.config.embedding, self.config.classifier_pooling
         transform = nn.Identity() if self.transform is None else self.transform
+        if self.pooling is not None:
+            return transform(self.pooling(hidden_states[:, embedding.leading_tokens :]))
         if how == "late_mean":
             return transform(hidden_states[:, embedding.leading_tokens :]).mean(dim=1)
         if how == "mean" or (how == "auto" and not embedding.class_token):

@@ -167,7 +167,7 @@ class EarlyExitSpec(StackSpec):
         return min(1, config.num_hidden_layers) if self.share_layers else config.num_hidden_layers
 
     def check(self, config) -> None:
-        if config.classifier_transform != "none" or config.classifier_pooling == "late_mean":
+        if config.classifier_transform != "none" or config.classifier_pooling in ("late_mean", "attention"):
             raise ValueError(
                 f"The classifiers inside stack {self.type!r} are linear, got"
                 f" `classifier_transform={config.classifier_transform!r}` and"

@@ -95,11 +95,15 @@ def formulas():
 
 def pairs(name, causal, length, longest=None):
     """Pairs that each query's share of the computation comes to."""
-    layer = layer_of(name, causal, length, longest)
+    layer, projections = layer_of(name, causal, length, longest), []
+    for part in layer.modules():
+        if isinstance(part, torch.nn.Linear):  # some of them project a few vectors, not all tokens
+            part.register_forward_hook(
+                lambda part, given, made: projections.append(2 * part.in_features * made.numel())
+            )
     with FlopCounterMode(display=False, custom_mapping=formulas()) as counter:
         run(layer, causal, length)
-    projections = sum(2 * part.weight.numel() for part in layer.modules() if isinstance(part, torch.nn.Linear))
-    return (counter.get_total_flops() / length - projections) / (4 * HEADS * WIDTH)
+    return (counter.get_total_flops() - sum(projections)) / length / (4 * HEADS * WIDTH)
 
 
 # Families, and by how much the work may grow when a text doubles: 2 where it is linear, 2.83 where it is T sqrt(T),
@@ -129,6 +133,7 @@ CASES = [
     ("xf_csalr", False, LINEAR, None),
     ("xf_memory_compressed_attention", False, LINEAR, 256),  # layer 0 is local: half of its blocks' pairs are masked
     ("xf_memory_compressed_attention", True, LINEAR, 64),
+    ("xf_set_transformer", False, LINEAR, None),
     ("xf_performer", False, LINEAR, None),
     ("xf_performer", True, LINEAR, None),
     ("xf_linear_transformer", False, LINEAR, None),

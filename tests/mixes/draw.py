@@ -252,7 +252,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "unpad_inputs": (True, False),
     "chunk_size_feed_forward": (0, 2, 4),
     "attn_implementation": ("eager", "sdpa"),
-    "classifier_pooling": ("auto", "first", "mean", "last", "late_mean"),
+    "classifier_pooling": ("auto", "first", "mean", "last", "late_mean", "attention"),
     "classifier_transform": ("none", "dense", "dense_norm"),
     "classifier_bias": (True, False),
     "add_pooler": (True, False),

@@ -1,0 +1,52 @@
+"""Set Transformer (Lee et al. 2019): attention through inducing points, and pooling by attention."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any, Literal
+
+from ..configuration_xformer import XFormerConfig
+from ..core.components import SpecLike
+from ..families import ENCODER_HEADS, VariantInfo, make_family
+
+
+class XFSetTransformerConfig(XFormerConfig):
+    """Set Transformer (Lee et al. 2019): attention through inducing points, and pooling by attention."""
+
+    model_type = "xf_set_transformer"
+
+    classifier_pooling: Literal["auto", "first", "mean", "last", "late_mean", "attention"] = "attention"
+    attention: SpecLike = "set_transformer"
+    decoder: dict[str, Any] | None = field(default_factory=lambda: {"attention": "dense"})
+
+
+INFO = VariantInfo(
+    section="4.3",
+    summary="tokens read a few learned inducing points that have read all tokens; classifiers pool by attention",
+    paper="Lee et al. 2019",
+    url="https://arxiv.org/abs/1810.00825",
+    equation=r"\mathrm{ISAB}_m(X) = \mathrm{MAB}(X, \mathrm{MAB}(I, X)), \quad "
+    r"\mathrm{MAB}(X, Y) = \mathrm{LN}(H + \mathrm{rFF}(H)), \quad "
+    r"H = \mathrm{LN}(X + \mathrm{Multihead}(X, Y, Y))",
+    cost="time O(T m D) for m inducing points, memory O(T (D + H m)); 5 D^2 + m D parameters more in a layer",
+    bibtex="""@inproceedings{lee2019set,
+  title={Set Transformer: A Framework for Attention-based Permutation-Invariant Neural Networks},
+  author={Lee, Juho and Lee, Yoonho and Kim, Jungtaek and Kosiorek, Adam R. and Choi, Seungjin and Teh, Yee Whye},
+  booktitle={International Conference on Machine Learning},
+  year={2019}
+}""",
+    notes=(
+        "For sets rather than texts set `position='none'`: outputs then follow any order of the tokens, and a"
+        " classifier, which pools by attention with one seed (PMA), does not know it. No causal form exists; the"
+        " decoder of an encoder-decoder has dense attention."
+    ),
+)
+
+_family = make_family(XFSetTransformerConfig, "XFSetTransformer", (*ENCODER_HEADS, "ForSeq2SeqLM"), INFO)
+XFSetTransformerModel = _family["Model"]
+XFSetTransformerForMaskedLM = _family["ForMaskedLM"]
+XFSetTransformerForSequenceClassification = _family["ForSequenceClassification"]
+XFSetTransformerForTokenClassification = _family["ForTokenClassification"]
+XFSetTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
+XFSetTransformerForMultipleChoice = _family["ForMultipleChoice"]
+XFSetTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
