@@ -188,6 +188,8 @@ CASES: dict[str, Case] = {
         "xf_memory_compressed_attention", {"type": "memory_compressed_attention", "layer_pattern": "M"}, causal=True
     ),
     "set transformer, 32 points": Case("xf_set_transformer", "set_transformer"),
+    "clustered, 100 clusters": Case("xf_clustered_attention", "clustered_attention"),
+    "improved clustered, 100 clusters": Case("xf_improved_clustered_attention", "improved_clustered_attention"),
     "luna": Case("xf_luna", "luna"),
     "luna causal": Case("xf_luna", "luna", causal=True),
     "adaptive span 512": Case("xf_adaptive_span", {"type": "adaptive_span", "start": "480/T"}, causal=True),

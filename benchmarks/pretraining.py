@@ -114,6 +114,8 @@ OPTIONS = {
     "xf_nystromformer": ["--attention.num_landmarks", "16"],
     "xf_csalr": ["--attention.num_landmarks", "16"],
     "xf_memory_compressed_attention": ["--attention.block_size", "16"],
+    "xf_clustered_attention": ["--attention.num_clusters", "16"],
+    "xf_improved_clustered_attention": ["--attention.num_clusters", "16", "--attention.topk", "8"],
     "xf_luna": ["--attention.projected_length", "16"],
     "xf_performer": ["--attention.num_features", "64"],
     "xf_performer_v1": ["--attention.num_features", "64"],

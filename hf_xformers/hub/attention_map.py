@@ -24,6 +24,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "band_attention": {"window_size": 4},
     "bigbird": {"block_size": 1, "num_random_blocks": 2},
     "csalr": {"num_landmarks": 4},
+    "clustered_attention": {"num_clusters": 4},
+    "improved_clustered_attention": {"num_clusters": 4, "topk": 4},
     "delta_net": {"chunk_size": 8},
     "feedback": {"window": 8},
     "linformer": {"projected_length": 8},

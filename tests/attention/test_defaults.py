@@ -134,6 +134,8 @@ CASES = [
     ("xf_memory_compressed_attention", False, LINEAR, 256),  # layer 0 is local: half of its blocks' pairs are masked
     ("xf_memory_compressed_attention", True, LINEAR, 64),
     ("xf_set_transformer", False, LINEAR, None),
+    ("xf_clustered_attention", False, LINEAR, None),
+    ("xf_improved_clustered_attention", False, LINEAR, None),
     ("xf_performer", False, LINEAR, None),
     ("xf_performer", True, LINEAR, None),
     ("xf_linear_transformer", False, LINEAR, None),

@@ -1,0 +1,184 @@
+"""Clustered attention: queries that are alike share one row of attention, refined for the keys that matter most."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..core.components import aliased, register
+from ..core.context import LayerContext
+from ..core.initialization import seeded_normal
+from ..ops.bucketed.attention import clustered_attention
+from ..ops.bucketed.kmeans import nearest_tokens
+from ..ops.bucketed.query_clusters import QueryClusters, cluster_blocks, cluster_means, hashed_clusters
+from ..ops.common.products import wide_products
+from ..ops.common.row_lookup import take_rows
+from ..ops.landmarks import masked_softmax
+from .shared.base import Attention, AttentionSpec
+from .shared.multihead_block import masked_attention
+from .shared.pattern_spec import check_at_least
+
+
+class ClusteredAttention(Attention):
+    """o_i = (A^c V)_{g(i)}, A^c = softmax(scale * Q^c K^T), Q^c_c the mean of the queries with g(i) = c.
+
+    Vyas, Katharopoulos and Fleuret 2020 (arXiv 2007.04825), section 3.2. The `num_clusters` clusters of each head and
+    text come from k-means of the queries' sign hashes ([`hashed_clusters`]); they are constants, and gradients flow
+    through the means. Neither other rows nor padding change them. The hash planes are a buffer, drawn from
+    `hash_seed`, so that evaluation is deterministic.
+
+    Time O(T C (bits * iterations + d)) per head, memory O(T (C + d)).
+    """
+
+    spec: ClusteredSpec
+    planes: Tensor
+
+    def __init__(self, config, spec: ClusteredSpec, *, layer_idx: int, cross: bool = False):
+        super().__init__(config, spec, layer_idx=layer_idx, cross=cross)
+        self.register_buffer("planes", self.draw_planes())
+
+    def initialize(self, config, init) -> None:
+        super().initialize(config, init)
+        init.copy_(self.planes, self.draw_planes())
+
+    def draw_planes(self) -> Tensor:
+        """[bits, d + 1], the last column for the constant 1."""
+        key = ("clustered_attention", self.spec.hash_seed, self.layer_idx)
+        planes = seeded_normal((self.spec.hash_bits, self.head_dim + 1), *key)
+        if not self.spec.hash_bias:
+            planes[:, -1] = 0.0
+        return planes
+
+    def cluster(self, query: Tensor, mask: Tensor | None) -> QueryClusters:
+        """The clusters of queries [B, H, T, d]."""
+        return hashed_clusters(query, self.planes, self.spec.num_clusters, self.spec.lloyd_iterations, mask)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+        key, value, mask = self.repeated(key), self.repeated(value), context.padding_mask
+        found = self.cluster(query, mask)
+        means = cluster_means(query, found, mask)
+        if self.wants_weights(context):
+            real = query.new_ones(query.shape[0], query.shape[2], dtype=torch.bool) if mask is None else mask
+            weights = self.matrix(query, key, means, found, real).to(query.dtype)
+            return (F.dropout(weights, self._dropout()) @ value).transpose(1, 2), weights
+        return self.by_cluster(query, key, value, means, found, mask).transpose(1, 2), None
+
+    def by_cluster(
+        self, query: Tensor, key: Tensor, value: Tensor, means: Tensor, found: QueryClusters, mask: Tensor | None
+    ) -> Tensor:
+        """[B, H, T, d], of means [B, H, C, d] and clusters of the queries."""
+        output, _ = masked_attention(means.to(key.dtype), key, value, mask, self.scaling, self._dropout())
+        return take_rows(output.transpose(1, 2), found.labels)
+
+    def matrix(self, query: Tensor, key: Tensor, means: Tensor, found: QueryClusters, real: Tensor) -> Tensor:
+        """The attention matrix [B, H, T, T] that this is."""
+        shared = masked_softmax(wide_products(means.to(key.dtype), key) * self.scaling, real[:, None, None])
+        return shared.gather(2, found.labels[..., None].expand(*found.labels.shape, key.shape[2]))
+
+    def _dropout(self) -> float:
+        return self.dropout if self.training else 0.0
+
+
+class ImprovedClusteredAttention(ClusteredAttention):
+    """A_ij = m_c softmax_{j in I_c}(scale * q_i k_j) for the keys I_c, and A^c_cj for all others, c = g(i).
+
+    Vyas, Katharopoulos and Fleuret 2020 (arXiv 2007.04825), section 3.3: I_c are the `topk` keys with the largest
+    scores of the cluster's mean, m_c is the weight A^c gives them together, which is divided anew for each query. The
+    weights are never farther from softmax attention than those of clustered attention.
+
+    Queries are laid out in blocks of one cluster, each of which meets the keys of its cluster alone. Time O(T k d)
+    beside clustered attention, and C T numbers per head more are kept for the gradient.
+    """
+
+    spec: ImprovedClusteredSpec
+
+    def top(self, means: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Scores of the means [B, H, C, S], the keys I_c [B, H, C, k] and which of these are used."""
+        scores = wide_products(means.to(key.dtype), key) * self.scaling
+        with torch.no_grad():
+            places, used = nearest_tokens(scores.detach().mT, self.spec.topk, mask)
+        return scores, places, used
+
+    def by_cluster(
+        self, query: Tensor, key: Tensor, value: Tensor, means: Tensor, found: QueryClusters, mask: Tensor | None
+    ) -> Tensor:
+        scores, places, used = self.top(means, key, mask)
+        if mask is not None:
+            scores = scores.masked_fill(~mask[:, None, None], torch.finfo(scores.dtype).min)
+        shared = torch.softmax(scores, dim=-1)
+        best = shared.gather(-1, places)
+        best = best if used is None else best.masked_fill(~used, 0.0)
+        rest = shared.scatter(-1, places, 0.0).to(value.dtype)
+        rest = F.dropout(rest, self._dropout()) @ value
+        length, clusters = query.shape[2], found.number
+        tokens, taken, cluster = cluster_blocks(found, _block_width(length, clusters), mask)
+        keys = places.gather(2, cluster[..., None].expand(*cluster.shape, places.shape[-1]))
+        valid = None if used is None else used.gather(2, cluster[..., None].expand_as(keys))
+        near = clustered_attention(
+            *(query, key, value, tokens, keys),
+            query_valid=taken,
+            key_valid=valid,
+            scale=self.scaling,
+            dropout=self._dropout(),
+        )
+        total = best.sum(-1, keepdim=True).to(value.dtype)
+        output = take_rows(rest, found.labels) + take_rows(total, found.labels) * near
+        return output if mask is None else output.masked_fill(~mask[:, None, :, None], 0.0)
+
+    def matrix(self, query: Tensor, key: Tensor, means: Tensor, found: QueryClusters, real: Tensor) -> Tensor:
+        _, places, used = self.top(means, key, real)
+        shared = super().matrix(query, key, means, found, real)
+        chosen = torch.zeros(*places.shape[:3], key.shape[2], dtype=torch.bool, device=key.device)
+        chosen = chosen.scatter(-1, places, True if used is None else used)
+        chosen = chosen.gather(2, found.labels[..., None].expand_as(shared))
+        near = masked_softmax(wide_products(query, key) * self.scaling, chosen)
+        mixed = torch.where(chosen, (shared * chosen).sum(-1, keepdim=True) * near, shared)
+        return mixed.masked_fill(~real[:, None, :, None], 0.0)
+
+
+def _block_width(length: int, clusters: int) -> int:
+    """Queries of a block: a power of 2 near the mean size of a cluster, so that few places stay empty."""
+    return min(max(1 << (length // clusters).bit_length() - 1, 8), 64)
+
+
+@register("attention", "clustered_attention", aliases=("clustered",))
+class ClusteredSpec(AttentionSpec):
+    """num_clusters: clusters C of the queries of a head (a shorter text has as many as tokens). hash_bits: bits of a
+    query's hash. lloyd_iterations: steps of k-means. hash_bias: whether hash planes need not go through the origin.
+    hash_seed: of the planes."""
+
+    summary = "queries that are alike share one row of attention"
+    causal = False
+    normalizes_heads = True
+    why_not_causal = "a query shares its row of attention with later ones, whose mean asks for all of them."
+
+    num_clusters: int = aliased(100, "clusters")
+    hash_bits: int = 63
+    lloyd_iterations: int = 10
+    hash_bias: bool = True
+    hash_seed: int = 0
+
+    def check_fields(self) -> None:
+        check_at_least(self.type, 1, num_clusters=self.num_clusters, hash_bits=self.hash_bits)
+        check_at_least(self.type, 0, lloyd_iterations=self.lloyd_iterations)
+
+    def build(self, config, **where) -> ClusteredAttention:
+        return ClusteredAttention(config, self, **where)
+
+
+@register("attention", "improved_clustered_attention", aliases=("improved_clustered",))
+class ImprovedClusteredSpec(ClusteredSpec):
+    """num_clusters, hash_bits, lloyd_iterations, hash_bias, hash_seed: as for `clustered_attention`. topk: keys of a
+    cluster that each of its queries weighs for itself (a shorter text: all of them)."""
+
+    summary = "clustered attention whose rows are made exact for the keys that matter most"
+
+    topk: int = aliased(32, "top_k")
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        check_at_least(self.type, 1, topk=self.topk)
+
+    def build(self, config, **where) -> ImprovedClusteredAttention:
+        return ImprovedClusteredAttention(config, self, **where)
