@@ -21,6 +21,7 @@ _SHADES = 11
 # all.
 SMALL: dict[str, dict[str, Any]] = {
     "adaptive_span": {"start": 0.25, "ramp": 4},
+    "axial_transformer": {"sum_axial": True},
     "band_attention": {"window_size": 4},
     "bigbird": {"block_size": 1, "num_random_blocks": 2},
     "csalr": {"num_landmarks": 4},
