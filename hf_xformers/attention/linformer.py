@@ -12,7 +12,9 @@ from transformers.cache_utils import Cache
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
 from ..ops.common.real_tokens import real_first, real_places
+from ..ops.pooled_blocks import pooled_blocks
 from .shared.base import Attention, AttentionSpec, cross_cache, given_memory, literal_softmax_attention
+from .shared.multihead_block import masked_attention
 
 STREAM = "linformer_projection"
 
@@ -28,8 +30,12 @@ class LinformerAttention(Attention):
     `layerwise` (one matrix for all layers, owned by layer 0 and handed on). Where heads share, tokens are projected to
     k rows first and to keys and values then: E (X W + b) = (E X) W + (E 1) b.
 
+    The same section's other projections take blocks of n / k tokens: the `mean` of their keys and values, the `max`,
+    or a convolution (`conv`) of kernel and stride n / k over the channels of a head, whose kernels are shared as E and
+    F are. A text of T tokens then has T k / n rows and no empty ones.
+
     Time O(T k D), memory O(T k). The weights given out are those of tokens, softmax(q (E K)^T) F: they can be negative
-    and need not sum to one.
+    and need not sum to one. What a block has is divided equally among its tokens.
 
     Raises:
         ValueError: a row has more than `max_length` tokens.
@@ -45,10 +51,15 @@ class LinformerAttention(Attention):
                 " `sharing` than 'layerwise' there."
             )
         self.length, rows = spec.longest(config), spec.rows(config)
-        shape = (self.num_key_value_heads, rows, self.length) if spec.sharing == "none" else (rows, self.length)
-        own = spec.sharing != "layerwise" or layer_idx == 0
-        self.key_projection = nn.Parameter(torch.empty(shape)) if own else None
-        self.value_projection = nn.Parameter(torch.empty(shape)) if spec.sharing in ("none", "headwise") else None
+        self.block = -(-self.length // rows)  # tokens of a row, where it is one of a block
+        shape: tuple[int, ...] = (rows, self.length)
+        if spec.projection == "conv":
+            shape = (self.head_dim, self.block * self.head_dim)
+        shape = (self.num_key_value_heads, *shape) if spec.sharing == "none" else shape
+        learned = spec.projection in ("linear", "conv")
+        own, two = spec.sharing != "layerwise" or layer_idx == 0, spec.sharing in ("none", "headwise")
+        self.key_projection = nn.Parameter(torch.empty(shape)) if learned and own else None
+        self.value_projection = nn.Parameter(torch.empty(shape)) if learned and two else None
 
     def initialize(self, config, init) -> None:
         super().initialize(config, init)
@@ -111,7 +122,9 @@ class LinformerAttention(Attention):
         read: Any = memory if self.cross else hidden_states  # None where a cache has what is made of it
         query = self.heads(self.q_proj(hidden_states))
         first, second, streams = self._projections(context)
-        if self.wants_weights(context):
+        if self.spec.projection != "linear":
+            output, weights = self._by_blocks(query, read, first, second, context, past_key_values, step)
+        elif self.wants_weights(context):
             output, weights = self._literal(query, given_memory(read), first, second, context)
         else:
             key, value = self._short(read, first, second, context, past_key_values, step)
@@ -125,6 +138,36 @@ class LinformerAttention(Attention):
 
     def _dropout(self) -> float:
         return self.dropout if self.training else 0.0
+
+    def _by_blocks(
+        self,
+        query: Tensor,
+        read: Tensor | None,
+        first: Tensor,
+        second: Tensor,
+        context: LayerContext,
+        past: Cache | None,
+        step: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention to the rows of blocks -> output [B, T, H, d] and, on the literal path, weights of tokens."""
+        key, value = self._short(read, first, second, context, past, step)
+        mask, _ = self._padding(context)
+        starts = torch.arange(key.shape[2], device=key.device) * self.block
+        used = None if mask is None else starts < mask.sum(-1, keepdim=True)
+        output, weights = masked_attention(
+            query, key, value, used, self.scaling, self._dropout(), literal=self.wants_weights(context)
+        )
+        return output, None if weights is None else self._of_tokens(weights, given_memory(read).shape[1], mask)
+
+    def _of_tokens(self, weights: Tensor, length: int, mask: Tensor | None) -> Tensor:
+        """Weights of blocks [B, H, T, rows] -> of tokens [B, H, T, length]."""
+        place = torch.arange(length, device=weights.device)[None] if mask is None else real_places(mask)
+        total = place.new_full((1, 1), length) if mask is None else mask.sum(-1, keepdim=True)
+        block = place // self.block
+        size = (total - block * self.block).clamp(1, self.block)
+        block = block.clamp(max=weights.shape[-1] - 1).expand(weights.shape[0], -1)
+        shared = weights.gather(-1, block[:, None, None].expand(-1, *weights.shape[1:3], -1)) / size[:, None, None]
+        return shared if mask is None else shared.masked_fill(~mask[:, None, None], 0.0)
 
     def _short(
         self, read: Tensor | None, first: Tensor, second: Tensor, context: LayerContext, past: Cache | None, step: int
@@ -140,8 +183,11 @@ class LinformerAttention(Attention):
             self._check_length(read.shape[1], mask)
         tokens, mask = self._by_place(read, mask, order)
         columns = tokens.shape[1]
-        key = self._project(tokens, mask, self.k_proj, first[..., :columns])
-        value = self._project(tokens, mask, self.v_proj, second[..., :columns])
+        if self.spec.projection == "linear":
+            key = self._project(tokens, mask, self.k_proj, first[..., :columns])
+            value = self._project(tokens, mask, self.v_proj, second[..., :columns])
+        else:
+            key, value = self._pool(tokens, mask, self.k_proj, first), self._pool(tokens, mask, self.v_proj, second)
         if cache is not None:
             key, value = cache.cross_attention_cache.update(key, value, step)
             cache.is_updated[step] = True
@@ -175,6 +221,16 @@ class LinformerAttention(Attention):
             short = short + (total - 1) * projection.bias
         return self.heads(short)
 
+    def _pool(self, tokens: Tensor, mask: Tensor | None, projection: nn.Linear, kernel: Tensor) -> Tensor:
+        """Keys or values of tokens [B, S, D], a row for each block, [B, heads, ceil(S / block), d]."""
+        each = projection(tokens)
+        each = self.heads(each if mask is None else each * mask)
+        if self.spec.projection != "conv":
+            count = None if mask is None else (mask[..., 0] > 0).sum(-1)
+            return pooled_blocks(each, self.block, count, self.spec.projection)
+        each = F.pad(each, (0, 0, 0, -each.shape[2] % self.block))
+        return each.unflatten(2, (-1, self.block)).flatten(3) @ kernel.to(each.dtype).mT
+
     def _literal(
         self, query: Tensor, read: Tensor, first: Tensor, second: Tensor, context: LayerContext
     ) -> tuple[Tensor, Tensor]:
@@ -205,7 +261,8 @@ class LinformerAttention(Attention):
 @register("attention", "linformer")
 class LinformerSpec(AttentionSpec):
     """projected_length: rows k (`None`: a quarter of max_length). sharing: which projections are one and the same.
-    max_length: columns n (`None`: `max_position_embeddings`)."""
+    max_length: columns n (`None`: `max_position_embeddings`). projection: what makes a row, a `linear` map of all
+    positions, or of a block of n / k tokens the `mean`, the `max` or a convolution (`conv`)."""
 
     summary = "keys and values projected to a short sequence over positions: linear time"
     causal = False
@@ -217,6 +274,7 @@ class LinformerSpec(AttentionSpec):
     projected_length: int | None = None
     sharing: Literal["none", "headwise", "key_value", "layerwise"] = "headwise"
     max_length: int | None = None
+    projection: Literal["linear", "mean", "max", "conv"] = "linear"
 
     def longest(self, config) -> int:
         """Columns n."""
@@ -230,7 +288,10 @@ class LinformerSpec(AttentionSpec):
         return max(self.longest(config) // 4, 1) if self.projected_length is None else self.projected_length
 
     def shared_sizes(self, config) -> tuple | None:
-        return (self.rows(config), self.longest(config)) if self.sharing == "layerwise" else None
+        if self.sharing != "layerwise":
+            return None
+        sizes: tuple = (self.rows(config), self.longest(config))
+        return sizes if self.projection == "linear" else (*sizes, self.projection, config.head_width)
 
     def hands_on(self, config) -> bool:
         return self.sharing == "layerwise"
@@ -240,6 +301,11 @@ class LinformerSpec(AttentionSpec):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"linformer needs `{name}` >= 1, got {value}.")
+        if self.projection in ("mean", "max") and self.sharing != "headwise":
+            raise ValueError(
+                f"linformer with projection={self.projection!r} has no parameters that `sharing` {self.sharing!r}"
+                " could make one; leave `sharing` out, or take the projection 'linear' or 'conv'."
+            )
 
     def check(self, config) -> None:
         if self.rows(config) > self.longest(config):

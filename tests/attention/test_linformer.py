@@ -96,6 +96,74 @@ def test_cross_attention(implementation, sharing):
         assert cache.cross_attention_cache.layers[0].keys.shape[2] == K
 
 
+@torch.no_grad()
+def blocks_by_hand(layer, states, mask=None, memory=None, owner=None):
+    """One text, one head and one block of n / k tokens at a time -> outputs and weights of tokens."""
+    owner, read = owner or layer, states if memory is None else memory
+    size, how = -(-N // K), layer.spec.projection
+    kernels = [None, None] if how != "conv" else [owner.key_projection, layer.value_projection]
+    kernels = [kernels[0] if kernel is None else kernel for kernel in kernels]
+    q = split_heads(layer.q_proj(states), D)
+    outputs, weights = torch.zeros_like(q), torch.zeros(*q.shape[:3], read.shape[1], dtype=q.dtype)
+    for b in range(states.shape[0]):
+        places = (torch.ones(read.shape[1]) if mask is None else mask[b]).nonzero()[:, 0]
+        blocks = list(places.split(size)) if len(places) else []
+        for h in range(HEADS if blocks else 0):
+            group, rows = h * layer.num_key_value_heads // HEADS, []
+            for projection, kernel in zip((layer.k_proj, layer.v_proj), kernels):
+                each = split_heads(projection(read[b : b + 1]), D)[0, group]
+                if how == "conv":
+                    own = kernel[group] if kernel.ndim == 3 else kernel
+                    taps = own.view(D, size, D)  # what channel c takes of channel e of the t-th token
+                    made = [sum(taps[:, t] @ each[place] for t, place in enumerate(block)) for block in blocks]
+                else:
+                    made = [each[block].mean(0) if how == "mean" else each[block].amax(0) for block in blocks]
+                rows.append(torch.stack(made))
+            shares = torch.softmax(q[b, h] @ rows[0].t() / D**0.5, -1)
+            outputs[b, h] = shares @ rows[1]
+            for number, block in enumerate(blocks):
+                weights[b, h][:, block] = shares[:, number : number + 1] / len(block)
+    return layer.o_proj(outputs.transpose(1, 2).flatten(2)), weights
+
+
+POOLED = [{"projection": "mean"}, {"projection": "max"}, *({"projection": "conv", "sharing": mode} for mode in MODES)]
+each_pooled = pytest.mark.parametrize("fields", POOLED, ids=lambda fields: "-".join(fields.values()))
+
+
+@each_path
+@each_pooled
+@pytest.mark.parametrize("heads", [{}, {"num_key_value_heads": 2}], ids=["heads", "groups"])
+def test_blocks(implementation, fields, heads):
+    layers = build_layers(spec(**fields), 2, **heads)
+    for length, mask in ((6, None), (6, PADDING), (7, None), (1, None)):
+        given = vectors(4, length)
+        real = torch.ones(4, length).bool() if mask is None else mask
+        results = run_layers(layers, given, make_context(length, padding_mask=mask, implementation=implementation))
+        for layer, result in zip(layers, results):
+            output, weights = blocks_by_hand(
+                layer, given, mask, owner=layers[0] if "layerwise" in str(fields) else None
+            )
+            close(result.output[real].detach(), output[real])
+            close(result.output[3].detach(), output[3])
+            if implementation == "eager":
+                rows = real[:, None, :, None]
+                close((result.weights * rows).detach(), weights * rows)
+            given = given + result.output.detach()
+
+
+@each_path
+@pytest.mark.parametrize("fields", POOLED[:4], ids=lambda fields: "-".join(fields.values()))
+def test_blocks_of_a_memory(implementation, fields):
+    (layer,) = build_layers(spec(**fields), cross=True, is_encoder_decoder=True)
+    states, memory = vectors(4, 3), vectors(4, 6, seed=1)
+    for mask in (None, PADDING):
+        context = make_context(3, True, memory_padding_mask=mask, implementation=implementation)
+        expected = blocks_by_hand(layer, states, mask, memory)[0]
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        for read in (memory, torch.zeros_like(memory)):  # the second time it is not looked at
+            close(run_layers([layer], states, context, read, cache)[0].output.detach(), expected)
+
+
 @each_mode
 def test_identity_projections_are_exact_attention(sharing):
     """k = n tokens and E = F = I; with padding the softmax keeps the zero rows, so only full texts are equal."""
@@ -195,6 +263,7 @@ def test_refusals():
         ({"projected_length": 0}, "`projected_length` >= 1, got 0"),
         ({"projected_length": 10}, "more, not fewer"),
         ({"sharing": "headless"}, "sharing"),
+        ({"sharing": "key_value", "projection": "mean"}, "has no parameters that `sharing` 'key_value' could"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             XFormerConfig(**GEOMETRY, attention=spec(**fields))
@@ -208,6 +277,10 @@ def test_refusals():
 
 
 SHARED = {name: {"attention": {**spec(name, max_length=24)}} for name in MODES}
+BLOCKS = {
+    "linformer_max": {"attention": spec(max_length=24, projection="max")},
+    "linformer_conv": {"attention": spec("layerwise", max_length=24, projection="conv")},
+}
 CROSS = {
     "linformer_cross": {
         "attention": spec(max_length=24),
@@ -218,7 +291,7 @@ CROSS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
-@pytest.mark.parametrize("case", [*mixes(SHARED, ("encoder",)), *mixes(CROSS, ("seq2seq",))], ids=str)
+@pytest.mark.parametrize("case", [*mixes({**SHARED, **BLOCKS}, ("encoder",)), *mixes(CROSS, ("seq2seq",))], ids=str)
 def test_contract(case):
     check_contract(case)
 
