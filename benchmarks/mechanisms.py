@@ -187,9 +187,16 @@ CASES: dict[str, Case] = {
     "memory-compressed, compressed layer": Case(
         "xf_memory_compressed_attention", {"type": "memory_compressed_attention", "layer_pattern": "M"}, causal=True
     ),
+    "memory-compressed, compressed layer of an encoder": Case(
+        "xf_memory_compressed_attention",
+        {"type": "memory_compressed_attention", "layer_pattern": "M"},
+        peers={"memory-compressed-attention": peers.memory_compressed_attention},
+    ),
     "set transformer, 32 points": Case("xf_set_transformer", "set_transformer"),
     "clustered, 100 clusters": Case("xf_clustered_attention", "clustered_attention"),
     "improved clustered, 100 clusters": Case("xf_improved_clustered_attention", "improved_clustered_attention"),
+    "low rank 16 and band 3": Case("xf_low_rank_band", "low_rank_band"),
+    "low rank 16 and band 3, causal": Case("xf_low_rank_band", "low_rank_band", causal=True),
     "luna": Case("xf_luna", "luna"),
     "luna causal": Case("xf_luna", "luna", causal=True),
     "adaptive span 512": Case("xf_adaptive_span", {"type": "adaptive_span", "start": "480/T"}, causal=True),

@@ -215,6 +215,13 @@ def reformer_pytorch(length: int, hashes: int = 1, causal: bool = False):
     return with_biases(module), module
 
 
+def memory_compressed_attention(length: int):
+    from memory_compressed_attention import MemoryCompressedAttention
+
+    module = MemoryCompressedAttention(WIDTH, heads=HEADS, compression_factor=3)
+    return with_biases(module), module
+
+
 def nystrom_attention(length: int, landmarks: int = 64, kernel: int = 65):
     from nystrom_attention import NystromAttention
 

@@ -31,6 +31,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "feedback": {"window": 8},
     "linformer": {"projected_length": 8},
     "longformer": {"attention_window": 4},
+    "low_rank_band": {"low_rank": 4, "band_width": 2},
     "luna": {"projected_length": 8},
     "multi_scale_transformer": {"scales": (1, 3, 0.25)},
     "memory_compressed_attention": {"layer_pattern": "M"},

@@ -78,6 +78,8 @@ ALWAYS: dict[str, tuple[Any, ...]] = {
     "clustered_attention.num_clusters": SIZES,
     "improved_clustered_attention.num_clusters": SIZES,
     "improved_clustered_attention.topk": (1, 2, 4, 32),
+    "low_rank_band.low_rank": (1, 2, 4, 8),
+    "low_rank_band.band_width": (0, 1, 3, 30, -1),
     "linformer.projected_length": (None, 1, 2, 4, 8),
     "nystromformer.conv_kernel_size": (None, 3, 5, 65),
     "global_tokens.num_global_tokens": (1, 2, 5),
