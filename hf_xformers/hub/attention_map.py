@@ -21,14 +21,16 @@ _SHADES = 11
 # all.
 SMALL: dict[str, dict[str, Any]] = {
     "adaptive_span": {"start": 0.25, "ramp": 4},
-    "axial_transformer": {"sum_axial": True},
+    "axial_transformer": {"columns": 4},
     "band_attention": {"window_size": 4},
     "bigbird": {"block_size": 1, "num_random_blocks": 2},
     "csalr": {"num_landmarks": 4},
     "clustered_attention": {"num_clusters": 4},
     "improved_clustered_attention": {"num_clusters": 4, "topk": 4},
     "delta_net": {"chunk_size": 8},
+    "etc": {"local_radius": 2},
     "feedback": {"window": 8},
+    "image_transformer": {"block_length": 4, "memory_length": 4},
     "linformer": {"projected_length": 8},
     "longformer": {"attention_window": 4},
     "low_rank_band": {"low_rank": 4, "band_width": 2},
@@ -84,6 +86,10 @@ def map_config(config_class: Any, options: Mapping[str, Any] | None = None, leng
     if "window_size" in known:  # a variant that makes every second layer a band of this width: one of each
         fields |= {"num_hidden_layers": 2, "window_size": SMALL["band_attention"]["window_size"]}
     given = dict(options or {})
+    attention = (given.get("attention") or {}).get("type", _own(config_class, "attention")["type"])
+    kind: Any = SLOTS["attention"].get(attention)
+    if kind.reads_axes:  # rows and columns in layers of their own
+        fields["num_hidden_layers"] = 3 if given.get("is_decoder") else 2
     small = small_parameters(config_class, given)
     for slot in SLOTS:
         changes = {**(given.get(slot) or {}), **(small if slot == "attention" else {})}
