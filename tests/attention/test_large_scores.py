@@ -36,6 +36,7 @@ SMALL = {  # sizes at which a text of 21 tokens has several chunks, clusters, la
     "longformer": {"attention_window": 8},
     "bigbird": {"block_size": 4},
     "axial_transformer": {"columns": 5},
+    "etc": {"local_radius": 4},
     "image_transformer": {"block_length": 4, "memory_length": 3},
 }
 IN_STACKS = {"conditional", "feedback"}  # built by a stack of their own; tests/common/test_large_weights.py has them

@@ -130,6 +130,10 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
             " it, which no factor inside can help"
         ),
     },
+    "stack:etc": {
+        "attention_weights": "global tokens are queries and keys beside the text (section 2.1)",
+        "hidden_states:encoder": "states inside the stack are those of global tokens, too (section 2.1)",
+    },
     "stack:funnel": {
         "attention_weights": (
             "later blocks attend among fewer states, and pooled queries among more keys (section 2.2)"

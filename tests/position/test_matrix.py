@@ -30,6 +30,7 @@ ROWS["per_layer_sinusoids"] = {
 }
 ROWS["tupe_absolute"] = {"position": {"type": "tupe", "relative": False}}
 ROWS["deberta_v2"] = {"position": {"type": "deberta", "buckets": 4, "share_projections": True, "normalize": True}}
+ROWS["etc_relative"] = {"position": "etc_relative", "stack": "etc"}
 ROWS["cpe"] = {"position": "none", "block": "cpe"}
 ROWS["r_transformer"] = {"position": "none", "block": "r_transformer"}
 ATTENTIONS = names("attention")
@@ -53,6 +54,7 @@ REFUSALS = (
     r"position '\w+' .*only works in an encoder",
     r"attention '\w+' has no causal form and cannot stand in a decoder",
     r"attention '\w+' is causal only and cannot stand in an encoder",
+    r"The stack 'etc' (reads the whole text and cannot stand in a decoder|needs attention that takes any number of)",
     r"block '\w+' keeps a window of inputs beside the keys and values of attention 'dense'",
 )
 
@@ -89,7 +91,7 @@ def test_row(row, shape):
         worked += 1
     assert not wrong, "\n".join(wrong)
     decoders_only = shape != "decoder" and row in ("music_transformer", "indigo")
-    encoders_only = shape != "encoder" and row == "graphormer"
+    encoders_only = shape != "encoder" and row in ("graphormer", "etc_relative")
     assert (worked == 0) == (decoders_only or encoders_only)
 
 

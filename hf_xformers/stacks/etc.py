@@ -1,0 +1,142 @@
+"""ETC's two streams: a text, and global tokens that stand for its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ..blocks.base import XFormerLayer
+from ..core.components import register
+from ..core.context import LayerContext
+from ..core.extent import can_inspect
+from ..core.segment_memory import take_slots
+from ..ops.common.real_tokens import real_first, real_places
+from ..position.base import Position
+from ..position.etc_relative import LAYOUT, TwoStreams
+from .base import StackOutput, StackSpec
+from .plain import PlainStack
+
+
+class EtcStack(PlainStack):
+    """The text's tokens, and one global token for each of its parts, pass through all layers; the global ones are cut
+    off after the last (Ainslie et al. 2020, arXiv 2004.08483, section 2.1).
+
+    Parts are `tokens_per_global` tokens long, or end where the model input `sentence_ids` changes. All global tokens
+    start as the same learned vector. They stand behind the text (padding is moved behind them, and back after) and
+    are marked in `global_attention_mask`; which token each stands for is the `TwoStreams` of the call, which position
+    `etc_relative` reads.
+    """
+
+    def __init__(self, config, spec: EtcStackSpec):
+        super().__init__()
+        self.size = spec.tokens_per_global
+        self.token = nn.Parameter(torch.empty(config.hidden_size))
+
+    def initialize(self, config, init) -> None:
+        init.normal_(self.token, mean=0.0, std=config.initializer_range)
+
+    def parts(self, context: LayerContext, batch: int) -> tuple[Tensor, int]:
+        """The number of each token's part [B or 1, T] (of padding any), and how many there are at most."""
+        length, device = context.query_index.shape[0], context.query_index.device
+        real, ids = context.padding_mask, context.inputs.get("sentence_ids")
+        place = context.query_index[None] if real is None else real_places(real)
+        if ids is None:
+            return place // self.size, -(-length // self.size)
+        mask = torch.ones(batch, length, dtype=torch.bool, device=device) if real is None else real
+        last = torch.where(mask, context.query_index, -1).cummax(-1).values
+        before = nn.functional.pad(last[:, :-1], (1, 0), value=-1)
+        starts = mask & ((ids != ids.gather(1, before.clamp(min=0))) | (place == 0))
+        number = (starts.long().cumsum(-1) - 1).clamp(min=0)
+        return number, int(number.max()) + 1 if can_inspect() and length else max(length, 1)
+
+    def forward(
+        self,
+        layers: Sequence[XFormerLayer],
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        position: Position,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **more,
+    ) -> StackOutput:
+        if context.explicit_mask is not None:
+            raise ValueError(
+                "stack 'etc' adds tokens to a text, which a prepared 4-D mask has no place for; give a [batch, length]"
+                " mask."
+            )
+        batch, length = hidden_states.shape[:2]
+        device = hidden_states.device
+        part, count = self.parts(context, batch)
+        own = self.token.to(hidden_states.dtype).expand(batch, count, -1)
+        states = torch.cat([hidden_states, own], dim=1)
+        number = torch.arange(count, device=device)
+        rows = part.shape[0]
+        is_global = torch.arange(length + count, device=device)[None] >= length
+        place = torch.cat([(context.query_index[None]).expand(rows, -1), number.expand(rows, -1)], dim=1)
+        summary = torch.cat([part, number.expand(rows, -1)], dim=1)
+        real, order = context.padding_mask, None
+        if real is not None or context.inputs.get("sentence_ids") is not None:
+            mask = torch.ones(batch, length, dtype=torch.bool, device=device) if real is None else real
+            used = torch.where(mask, part + 1, 0).amax(-1, keepdim=True)
+            mask = torch.cat([mask, number < used], dim=1)
+            order = real_first(mask)
+            states, mask = take_slots(states, order), mask.gather(1, order)
+            is_global, place, summary = (x.expand(batch, -1).gather(1, order) for x in (is_global, place, summary))
+            real = mask
+        positions = torch.cat([context.positions, number.expand(context.positions.shape[0], -1)], dim=1)
+        index = torch.arange(length + count, device=device)
+        chosen = is_global.expand(batch, -1)
+        wider = context.derive(
+            padding_mask=real,
+            positions=positions if order is None else positions.expand(batch, -1).gather(1, order),
+            query_index=index,
+            key_index=index,
+            inputs={**context.inputs, "global_attention_mask": chosen, "max_global_tokens": count},
+        )
+        wider.shared[LAYOUT] = TwoStreams(is_global, place, summary)
+        position.share_rotations(wider, states)
+        bias = position.score_bias()
+        if bias is not None:
+            wider.shared["score_bias"] = bias
+        result = super().forward(layers, states, wider, position=position, memory=memory, **more)
+        states = result.hidden_states
+        if order is not None:
+            states = take_slots(states, order.argsort(1))
+        return StackOutput(states[:, :length], context, result.aux_losses)
+
+
+@register("stack", "etc")
+class EtcStackSpec(StackSpec):
+    """tokens_per_global: tokens that a global token stands for, where no `sentence_ids` say so (27: a sentence
+    of the paper's data in the mean)."""
+
+    keeps_tokens = False
+    gives_summaries = True
+
+    summary = "global tokens that stand for parts of the text pass through all layers beside it"
+    inputs = ("sentence_ids",)
+
+    tokens_per_global: int = 27
+
+    def check_fields(self) -> None:
+        if self.tokens_per_global < 1:
+            raise ValueError(f"stack 'etc' needs `tokens_per_global` >= 1, got {self.tokens_per_global}.")
+
+    def check(self, config) -> None:
+        if config.is_decoder:
+            raise ValueError(
+                "The stack 'etc' reads the whole text and cannot stand in a decoder; use 'plain' there, e.g."
+                " `decoder={'stack': 'plain'}` in an encoder-decoder."
+            )
+        if not config.attention.takes_global_tokens() or config.attention.max_global_tokens is not None:
+            raise ValueError(
+                f"The stack 'etc' needs attention that takes any number of global tokens, which"
+                f" {config.attention.type!r} as it is set does not; use 'etc'."
+            )
+
+    def build(self, config, **where) -> EtcStack:
+        return EtcStack(config, self)

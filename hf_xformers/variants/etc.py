@@ -1,0 +1,67 @@
+"""ETC (Ainslie et al. 2020): a long text beside global tokens that stand for its parts."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+from ..configuration_xformer import XFormerConfig
+from ..core.components import SpecLike
+from ..families import ENCODER_HEADS, VariantInfo, make_family
+
+
+class XFETCConfig(XFormerConfig):
+    """ETC (Ainslie et al. 2020): a long text beside global tokens that stand for its parts."""
+
+    model_type = "xf_etc"
+
+    vocab_size: int = 30522
+    type_vocab_size: int = 16
+    max_position_embeddings: int = 4096
+    layer_norm_eps: float = 1e-12
+    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
+    position: SpecLike = "etc_relative"
+    attention: SpecLike = "etc"
+    stack: SpecLike = "etc"
+    feedforward: SpecLike = field(default_factory=lambda: {"type": "gelu", "approximate": "tanh"})
+    head: SpecLike = "transform"
+    decoder: dict[str, Any] | None = field(
+        default_factory=lambda: {"attention": "dense", "stack": "plain", "position": "learned_absolute"}
+    )
+
+
+INFO = VariantInfo(
+    section="4.1",
+    summary="a band for all tokens, and global tokens that stand for parts of the text and tell pairs apart by labels",
+    paper="Ainslie et al. 2020",
+    url="https://arxiv.org/abs/2004.08483",
+    equation=(
+        r"o_i = \sum_{j \in N(i)} \mathrm{softmax}_{N(i)}\!\left(\frac{q_i \cdot k_j + q_i \cdot E_{l_{ij}} +"
+        r" \beta_{l_{ij}}}{\sqrt{d}}\right) v_j, \quad N(i) = \{j : |i - j| \le r\} \cup G \ (i \notin G)"
+    ),
+    cost=(
+        "time and memory O(T (r + G) D) for a radius r and G global tokens, one for each tokens_per_global (27) tokens"
+    ),
+    bibtex="""@inproceedings{ainslie2020etc,
+  title={ETC: Encoding Long and Structured Inputs in Transformers},
+  author={Ainslie, Joshua and Ontanon, Santiago and Alberti, Chris and Cvicek, Vaclav and Fisher, Zachary and Pham,
+    Philip and Ravula, Anirudh and Sanghai, Sumit and Wang, Qifan and Yang, Li},
+  booktitle={Proceedings of EMNLP},
+  year={2020}
+}""",
+    notes=(
+        "An encoder. A global token stands for `tokens_per_global` tokens (field of the stack), or for a sentence"
+        " where the model input `sentence_ids` [batch, length] says where those end. hard_g2l and hard_l2g of the"
+        " position are the hard masks. Both streams share norms and feed-forwards; the released code has a norm after"
+        " attention for each. The objective CPC is not part of it."
+    ),
+)
+
+_family = make_family(XFETCConfig, "XFETC", (*ENCODER_HEADS, "ForSeq2SeqLM"), INFO)
+XFETCModel = _family["Model"]
+XFETCForMaskedLM = _family["ForMaskedLM"]
+XFETCForSequenceClassification = _family["ForSequenceClassification"]
+XFETCForTokenClassification = _family["ForTokenClassification"]
+XFETCForQuestionAnswering = _family["ForQuestionAnswering"]
+XFETCForMultipleChoice = _family["ForMultipleChoice"]
+XFETCForSeq2SeqLM = _family["ForSeq2SeqLM"]

@@ -1,0 +1,172 @@
+"""ETC's two streams against its equations as loops over pairs of tokens."""
+
+import pytest
+import torch
+
+from hf_xformers import XFormerConfig
+from hf_xformers.variants.etc import XFETCConfig, XFETCModel
+from tests.attention.score_helpers import GEOMETRY
+from tests.helpers import close, make_strong, tokens
+
+RADIUS, SIZE, MOST, LABELS = 3, 4, 2, 9
+HEADS, D = 4, 4
+
+
+def build(implementation="sdpa", attention=(), position=(), layers=1, size=SIZE):
+    torch.manual_seed(0)
+    config = XFETCConfig(
+        **{**GEOMETRY, "num_hidden_layers": layers},
+        type_vocab_size=0,
+        attention={"type": "etc", "local_radius": RADIUS, **dict(attention)},
+        stack={"type": "etc", "tokens_per_global": size},
+        position={"type": "etc_relative", "max_distance": MOST, "relative_vocab_size": LABELS, **dict(position)},
+    )
+    config._attn_implementation = implementation
+    return make_strong(XFETCModel(config).double().eval(), amount=0.4)
+
+
+def label(i, j, of):
+    """of: for each token its stream, its place in that and the global token that stands for it."""
+    (stream, place, summary), (other, there, belongs) = of[i], of[j]
+    if stream != other:
+        return 2 * MOST + (2 if summary == belongs else 1)
+    distance = there - place
+    return min(distance, MOST) if distance >= 0 else MOST + min(-distance, MOST)
+
+
+@torch.no_grad()
+def by_hand(model, ids, parts):
+    """What the first layer's attention gives to one text [T, D] and to its global tokens; parts: of each token."""
+    trunk, spec = model.trunk, model.config.attention
+    layer = trunk.layers[0].attention
+    terms, hard = layer.position_terms, model.config.position
+    states = trunk.embedding(trunk.embedding.lookup(ids[None]), None, torch.arange(len(ids))[None], trunk.position)[0]
+    count = max(parts) + 1
+    states = torch.cat([states, trunk.stack.token.expand(count, -1)])
+    of = [("long", place, part) for place, part in enumerate(parts)] + [("global", n, n) for n in range(count)]
+    found = torch.zeros(len(of), HEADS * D, dtype=torch.float64)
+    for i, (stream, place, part) in enumerate(of):
+        own = stream == "global"
+        names = [f"{n}_global_proj" if own and not spec.share_qkv_projections else f"{n}_proj" for n in "qkv"]
+        q, k, v = (getattr(layer, name) for name in names)
+        table, bias = (terms.global_table, terms.global_bias) if own else (terms.long_table, terms.long_bias)
+        for h in range(HEADS):
+            at = slice(h * D, (h + 1) * D)
+            scores, values = [], []
+            for j, (other, there, belongs) in enumerate(of):
+                if stream == other == "long" and abs(place - there) > RADIUS:
+                    continue
+                crosses = stream != other and part != belongs
+                if crosses and (hard.hard_g2l if own else hard.hard_l2g):
+                    continue
+                kind, query = label(i, j, of), q(states[i])[at]
+                scores.append(
+                    ((query * k(states[j])[at]).sum() + (query * table[h, kind]).sum() + bias[h, kind]) / D**0.5
+                )
+                values.append(v(states[j])[at])
+            weights = torch.stack(scores).exp()
+            found[i, at] = (weights[:, None] * torch.stack(values)).sum(0) / weights.sum()
+    project = layer.o_proj if spec.share_output_projection else layer.global_o_proj
+    return torch.cat([layer.o_proj(found[: len(parts)]), project(found[len(parts) :])])
+
+
+def first_attention(model, ids, mask=None, **more):
+    """The output of the first layer's attention, as it comes [B, T + G, D]."""
+    seen = []
+    handle = model.trunk.layers[0].attention.register_forward_hook(lambda m, i, output: seen.append(output[0]))
+    with torch.no_grad():
+        model(ids, attention_mask=mask, **more)
+    handle.remove()
+    return seen[0]
+
+
+CASES = {
+    "plain": {},
+    "hard_g2l": {"position": {"hard_g2l": True}},
+    "hard_both": {"position": {"hard_g2l": True, "hard_l2g": True}},
+    "own_projections": {"attention": {"share_qkv_projections": False}},
+    "shared_output": {"attention": {"share_output_projection": True}},
+}
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_equations(case, implementation):
+    model = build(implementation, **case)
+    for length in (14, 3, 1):
+        ids = tokens(length, high=50)
+        expected = by_hand(model, ids, [i // SIZE for i in range(length)])
+        close(first_attention(model, ids[None])[0], expected)
+        for lead in (0, 3):
+            padded, mask = tokens(2, length + 3, seed=1, high=50), torch.zeros(2, length + 3, dtype=torch.long)
+            padded[0, lead : lead + length], mask[0, lead : lead + length] = ids, 1
+            found = first_attention(model, padded, mask)
+            close(found[0, : len(expected)], expected)  # real tokens and global ones come first
+            assert found.isfinite().all()
+
+
+def test_sentences():
+    """Global tokens stand for sentences of any length, another number of them in each row."""
+    model, ids = build(), tokens(2, 9, high=50)
+    sentences = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 4, 4], [7, 7, 7, 7, 7, 7, 7, 7, 7]])
+    found = first_attention(model, ids, sentence_ids=sentences)
+    for row, parts in enumerate(([0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * 9)):
+        expected = by_hand(model, ids[row], parts)
+        close(found[row, : len(expected)], expected)
+
+
+def test_reach_of_everything_is_dense_attention():
+    """A radius beyond the text and empty tables: full attention over both streams."""
+    model, ids = build(attention={"local_radius": 30, "share_output_projection": True}), tokens(1, 13, high=50)
+    layer = model.trunk.layers[0].attention
+    with torch.no_grad():
+        for parameter in layer.position_terms.parameters():
+            parameter.zero_()
+        states = model.trunk.embedding(
+            model.trunk.embedding.lookup(ids), None, torch.arange(13)[None], model.trunk.position
+        )
+        states = torch.cat([states, model.trunk.stack.token.expand(1, 4, -1)], 1)
+        q, k, v = (
+            part(states).unflatten(-1, (HEADS, D)).transpose(1, 2)
+            for part in (layer.q_proj, layer.k_proj, layer.v_proj)
+        )
+        full = torch.softmax(q @ k.mT / D**0.5, -1) @ v
+    close(first_attention(model, ids), layer.o_proj(full.transpose(1, 2).flatten(2)))
+
+
+def test_hard_masks_keep_sentences_apart():
+    """In one layer, a token changes the global token that stands for it and no other."""
+    model, ids = build(position={"hard_g2l": True}), tokens(1, 12, high=50)
+    changed = ids.clone()
+    changed[0, 5] = 5 + (ids[0, 5] - 4) % 40
+    before, after = (first_attention(model, x)[0, 12:] for x in (ids, changed))
+    assert ((before - after).abs().amax(-1) > 1e-9).tolist() == [False, True, False]
+
+
+def test_global_tokens_carry_everything():
+    """Two layers reach from one end of a text to the other, through the global tokens."""
+    model, ids = build(layers=2), tokens(1, 24, high=50)
+    changed = ids.clone()
+    changed[0, 0] = 5 + (ids[0, 0] - 4) % 40
+    with torch.no_grad():
+        before, after = (model(x).last_hidden_state[0] for x in (ids, changed))
+    assert (before - after).abs().amax(-1).min() > 1e-9
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"attention": "etc", "is_decoder": True}, "its global tokens read the whole text"),
+        ({"attention": {"type": "etc", "local_radius": 0}}, "`local_radius` >= 1, got 0"),
+        ({"attention": "band_attention", "stack": "etc"}, "needs attention that takes any number of global tokens"),
+        ({"attention": "etc", "position": "etc_relative"}, "use stack='etc', or position 'shaw_relative'"),
+        (
+            {"attention": "etc", "stack": "etc", "position": {"type": "etc_relative", "relative_vocab_size": 27}},
+            "`relative_vocab_size` >= 2 \\* max_distance \\+ 4, got 12 and 27",
+        ),
+        ({"attention": "etc", "stack": {"type": "etc", "tokens_per_global": 0}}, "`tokens_per_global` >= 1, got 0"),
+    ],
+)
+def test_refusals(fields, message):
+    with pytest.raises(ValueError, match=message):
+        XFormerConfig(**{**GEOMETRY, "position": "none", **fields})
