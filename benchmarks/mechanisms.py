@@ -39,13 +39,14 @@ from hf_xformers.ops.bucketed import op as _bucketed_op
 
 @dataclass(frozen=True)
 class Case:
-    """variant: model type; attention: the component; peers: makers by name, called with the length."""
+    """variant: model type; attention and position: the components; peers: makers by name, called with the length."""
 
     variant: str
     attention: Any
     causal: bool = False
     peers: dict[str, Callable] = field(default_factory=dict)
     layers: int = 1
+    position: Any = "none"
 
 
 CASES: dict[str, Case] = {
@@ -218,6 +219,14 @@ CASES: dict[str, Case] = {
     ),
     "dense synthesizer": Case("xf_synthesizer", {"type": "synthesizer", "kind": "dense"}),
     "random synthesizer": Case("xf_synthesizer", {"type": "synthesizer", "kind": "random"}),
+    "gaussian prior": Case("xf_gaussian_transformer", "dense", position="gaussian_transformer"),
+    "gaussian prior causal": Case("xf_gaussian_transformer", "dense", causal=True, position="gaussian_transformer"),
+    "localness": Case("xf_localness", {"type": "localness", "layers": 1}),
+    "hard-coded gaussian": Case("xf_hard_coded_gaussian", "hard_coded_gaussian"),
+    "hard-coded gaussian causal": Case("xf_hard_coded_gaussian", "hard_coded_gaussian", causal=True),
+    "average attention": Case("xf_average_attention", {"type": "average_attention", "ffn_size": 2048}, causal=True),
+    "lazyformer, 4 layers": Case("xf_lazyformer", {"type": "lazyformer", "block_size": 2}, layers=4),
+    "evolving attention, 4 layers": Case("xf_predictive_attention", "predictive_attention", layers=4),
 }
 
 
@@ -239,7 +248,7 @@ def resolved(attention: Any, length: int) -> Any:
     return made
 
 
-def ours(attention: Any, causal: bool, layers: int, length: int) -> Callable[[], None]:
+def ours(attention: Any, causal: bool, layers: int, length: int, position: Any = "none") -> Callable[[], None]:
     """Forward and backward of `layers` attention sublayers with residual sums."""
     torch.manual_seed(0)
     config = XFormerConfig(
@@ -249,7 +258,7 @@ def ours(attention: Any, causal: bool, layers: int, length: int) -> Callable[[],
         max_position_embeddings=length,
         attention_probs_dropout_prob=0.0,
         attention=resolved(attention, length),
-        position="none",
+        position=position,
         is_decoder=causal,
     )
     modules = nn.ModuleList(config.attention.build(config, layer_idx=index) for index in range(layers))
@@ -285,7 +294,7 @@ def make(name: str, length: int) -> Callable[[], None]:
     if peer:
         return training_step(CASES[case].peers[peer](length), length, residual=True)
     entry = CASES[case]
-    return ours(entry.attention, entry.causal, entry.layers, length)
+    return ours(entry.attention, entry.causal, entry.layers, length, entry.position)
 
 
 def baseline(case: Case) -> str:
