@@ -87,7 +87,9 @@ class AverageAttention(Attention):
         if self.up_proj is None or self.down_proj is None:
             return mean
         inner = torch.relu(self.up_proj(mean))
-        return self.down_proj(F.dropout(inner, self.inner_dropout, self.training))
+        if self.training and self.inner_dropout:  # even at 0 dropout copies what it is given
+            inner = F.dropout(inner, self.inner_dropout)
+        return self.down_proj(inner)
 
     def _gated(self, states: Tensor, mapped: Tensor) -> Tensor:
         if self.gate_proj is None:
