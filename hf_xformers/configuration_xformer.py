@@ -118,6 +118,8 @@ class XFormerConfig(PreTrainedConfig):
     Geometry (standard names of transformers; counts unless another unit is given):
         vocab_size, hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, max_position_embeddings,
         type_vocab_size (0: no token types); num_decoder_layers (`None`: as many as `num_hidden_layers`);
+        decoder_vocab_size (`None`: both towers read one token table; a number: the decoder has a table of its own with
+        so many rows, which its output is tied to);
         num_key_value_heads (`None`: one per head; 1: multi-query; between: grouped); head_dim (`None`:
         `hidden_size / num_attention_heads`; any other width is allowed).
     Regularisation (probabilities): hidden_dropout_prob, attention_probs_dropout_prob, activation_dropout_prob,
@@ -170,6 +172,7 @@ class XFormerConfig(PreTrainedConfig):
     hidden_size: int = 768
     num_hidden_layers: int = 12
     num_decoder_layers: int | None = None
+    decoder_vocab_size: int | None = None
     num_attention_heads: int = 12
     num_key_value_heads: int | None = None
     head_dim: int | None = None
@@ -242,6 +245,8 @@ class XFormerConfig(PreTrainedConfig):
         towers = self.tower_configs()
         for view in towers:
             view.check_layers()
+        if not self.shares_token_table:
+            return
         if len({view.embedding.clusters(view) for view in towers}) > 1:
             raise ValueError(
                 "Both towers read one token table, but the embeddings of encoder and decoder divide the vocabulary in"
@@ -328,6 +333,7 @@ class XFormerConfig(PreTrainedConfig):
             "hidden_size",
             "num_hidden_layers",
             "num_decoder_layers",
+            "decoder_vocab_size",
             "num_attention_heads",
             "head_dim",
         )
@@ -386,13 +392,19 @@ class XFormerConfig(PreTrainedConfig):
             raise ValueError("Only an encoder-decoder has a `decoder` tower; set `is_encoder_decoder=True`.")
         view.is_decoder = True
         layers = self.num_decoder_layers if self.num_decoder_layers is not None else self.num_hidden_layers
-        overrides = {"num_hidden_layers": layers, **(self.decoder or {})}
+        rows = self.vocab_size if self.decoder_vocab_size is None else self.decoder_vocab_size
+        overrides = {"num_hidden_layers": layers, "vocab_size": rows, **(self.decoder or {})}
         # Overrides of single layers belong to the encoder unless the decoder brings its own.
         view.__dict__.pop("_heterogeneity_spec", None)
         for key, value in overrides.items():
             setattr(view, key, value)
         view._check_layer_fields("`decoder['per_layer_config']`")
         return view
+
+    @property
+    def shares_token_table(self) -> bool:
+        """Whether there is one token table for all towers."""
+        return not self.is_encoder_decoder or self.decoder_vocab_size is None
 
     def tower_configs(self) -> list[XFormerConfig]:
         """The one-tower views of this config, the trunk first."""

@@ -79,6 +79,11 @@ class XFormerPreTrainedModel(PreTrainedModel):
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
         config = self.config
+        if not config.shares_token_table and new_num_tokens not in (None, config.vocab_size):
+            raise ValueError(
+                f"The vocabulary of {config.vocab_size} cannot become one of {new_num_tokens}: the decoder has a token"
+                f" table of its own (`decoder_vocab_size` {config.decoder_vocab_size}); keep their sizes."
+            )
         in_clusters = config.embedding.clusters(config) is not None
         if in_clusters and new_num_tokens not in (None, config.vocab_size):
             raise ValueError(

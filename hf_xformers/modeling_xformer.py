@@ -51,8 +51,9 @@ class XFormerModel(XFormerPreTrainedModel):
         return self.config.stack.output_width(self.config) if self.pooler is None else self.config.hidden_size
 
     def shared_tables(self) -> dict[str, str]:
-        """Both towers of an encoder-decoder read one token table, tied to the output or not."""
-        if self.decoder is None:
+        """The towers of an encoder-decoder read one token table, tied to the output or not, unless the config says
+        otherwise."""
+        if self.decoder is None or not self.config.shares_token_table:
             return {}
         names = self.config.embedding.tables(self.config)
         return {f"decoder.embedding.{name}": f"trunk.embedding.{name}" for name in names}
@@ -67,7 +68,7 @@ class XFormerModel(XFormerPreTrainedModel):
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.trunk.set_input_embeddings(value)
-        if self.decoder is not None:
+        if self.decoder is not None and self.config.shares_token_table:
             self.decoder.set_input_embeddings(value)
 
     def further_inputs(self) -> tuple[str, ...]:

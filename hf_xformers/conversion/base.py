@@ -206,6 +206,11 @@ class Converter:
                 f"is_encoder_decoder={config.is_encoder_decoder!r} has no counterpart in transformers for"
                 f" {self.model_type!r} models."
             )
+        if config.shares_token_table != back.shares_token_table:
+            raise ValueError(
+                f"decoder_vocab_size={config.decoder_vocab_size!r} has no counterpart in transformers: both towers of"
+                f" a {self.model_type!r} model read one token table."
+            )
         for mine, carried in zip(config.tower_configs(), back.tower_configs(), strict=True):
             slots = [
                 slot for slot in SLOTS if slot != "cross_attention" or (mine.is_decoder and config.is_encoder_decoder)

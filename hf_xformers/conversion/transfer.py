@@ -187,7 +187,9 @@ def _tied(model: PreTrainedModel) -> bool:
     output = model.get_output_embeddings()
     if output is None:  # models of images say nothing of it
         return getattr(model.config, "tie_word_embeddings", True)
-    projection, table = cast(Tensor, output.weight), cast(Tensor, model.get_input_embeddings().weight)
+    one = "shares_token_table" if isinstance(model.config, XFormerConfig) else "share_encoder_decoder_embeddings"
+    read: Any = model if getattr(model.config, one, True) else model.get_decoder()  # what the output may be tied to
+    projection, table = cast(Tensor, output.weight), cast(Tensor, read.get_input_embeddings().weight)
     if projection.shape != table.shape:
         if isinstance(model.config, XFormerConfig):
             return model.config.tie_word_embeddings

@@ -3,6 +3,7 @@ encoder-decoder) it needs."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,9 +33,14 @@ class LanguageModel(XFormerPreTrainedModel):
         super().__init__(config)
         self.model = XFormerModel(config, add_pooler=self.reads_pooler)
         self.model.under_a_head = True
-        self.lm_head = config.head.build(config.layer(max(config.num_hidden_layers - 1, 0)))
+        view = config.layer(max(config.num_hidden_layers - 1, 0))
+        if not config.shares_token_table:  # what is predicted are ids of the decoder
+            view = copy.copy(view)
+            view.vocab_size = config.decoder_vocab_size
+        self.lm_head = config.head.build(view)
+        table = "model.trunk.embedding" if config.shares_token_table else "model.decoder.embedding"
         self._tied_weights_keys = {
-            f"lm_head.{name}": f"model.trunk.embedding.{there}" for name, there in config.head.tied(config).items()
+            f"lm_head.{name}": f"{table}.{there}" for name, there in config.head.tied(config).items()
         }
         self.post_init()
 

@@ -134,7 +134,7 @@ CHECKED_LATER = {
     "classifier_activation",
     "classifier_bias",
 }
-SECOND_TOWER = {"cross_attention", "decoder", "num_decoder_layers", "decoder_start_token_id"}
+SECOND_TOWER = {"cross_attention", "decoder", "num_decoder_layers", "decoder_vocab_size", "decoder_start_token_id"}
 HARMLESS = {
     "bert": START | CHECKED_LATER | SECOND_TOWER,
     "roberta": START | CHECKED_LATER | SECOND_TOWER,

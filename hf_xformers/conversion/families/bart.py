@@ -83,12 +83,18 @@ def tower(theirs: str, ours: str, layer: str, config: XFormerConfig, *, cross: b
     )
 
 
-def token_table() -> Rule:
-    """The one token table, which stands under a name for each tower."""
-    return shared(
+def token_tables(config: XFormerConfig) -> tuple[Rule, ...]:
+    """The token table, which stands under a name for each tower, or those of both."""
+    if not config.shares_token_table:
+        return (
+            copied("@encoder.embed_tokens.weight", "@trunk.embedding.tokens.weight"),
+            copied("@decoder.embed_tokens.weight", "@decoder.embedding.tokens.weight"),
+        )
+    table = shared(
         ("@shared.weight", "@encoder.embed_tokens.weight", "@decoder.embed_tokens.weight"),
         ("@trunk.embedding.tokens.weight", "@decoder.embedding.tokens.weight"),
     )
+    return (table,)
 
 
 def backbone(config: XFormerConfig) -> tuple[Rule, ...]:
@@ -97,7 +103,7 @@ def backbone(config: XFormerConfig) -> tuple[Rule, ...]:
         table = copied("@decoder.embed_tokens.weight", "@trunk.embedding.tokens.weight")
         return (table, *tower("decoder", "trunk", "{i}", config, cross=False))
     return (
-        token_table(),
+        *token_tables(config),
         *tower("encoder", "trunk", "{i}", config, cross=False),
         *tower("decoder", "decoder", "{j}", config, cross=True),
     )

@@ -51,7 +51,7 @@ def _backbone(config: XFormerConfig) -> tuple[Rule, ...]:
         table = copied("@decoder.embed_tokens.weight", "@trunk.embedding.tokens.weight")
         return (table, *_tower("decoder", "trunk", "{i}", bias, cross=False))
     return (
-        bart.token_table(),
+        *bart.token_tables(config),
         *_encoder(bias),
         *_tower("decoder", "decoder", "{j}", bias, cross=True),
     )

@@ -24,7 +24,7 @@ def _backbone(config: XFormerConfig) -> tuple[Rule, ...]:
     attention, ours = f"{layer}.self_attn.longformer_self_attn", f"{mine}.attention"
     names = {"query": "q", "key": "k", "value": "v"}
     return (
-        bart.token_table(),
+        *bart.token_tables(config),
         *bart.around_layers("encoder", "trunk", config),
         *(copied(f"{attention}.{a}.*", f"{ours}.{b}_proj.*") for a, b in names.items()),
         *(copied(f"{attention}.{a}_global.*", f"{ours}.{b}_global_proj.*") for a, b in names.items()),

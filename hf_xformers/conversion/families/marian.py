@@ -1,8 +1,8 @@
 """Marian: `marian` <-> the free mix, a BART with sinusoids in place of learned positions and no norm after them.
 
 What BART's text says holds here, too. transformers stores the sinusoids as tables that do not learn; ours computes
-them, so tables with other numbers are refused. Checkpoints whose towers have a token table each
-(`share_encoder_decoder_embeddings=False`) do not convert: both towers of ours read one.
+them, so tables with other numbers are refused. The towers of some checkpoints have a token table each
+(`share_encoder_decoder_embeddings=False`), here `decoder_vocab_size`.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ def tables(config: XFormerConfig) -> tuple[Rule, ...]:
 
 
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
+    own = config.is_encoder_decoder and not getattr(config, "share_encoder_decoder_embeddings", True)
     return bart.to_ours(
         config,
+        decoder_vocab_size=config.decoder_vocab_size if own else None,
         embedding={"type": "token", "scale": bool(config.scale_embedding)},
         position=POSITION,
         head={"type": "linear", "bias": True},
@@ -61,7 +63,12 @@ def to_theirs(config: XFormerConfig) -> dict[str, Any]:
     fields = bart.towers_to_theirs(config)
     name = fields["activation_function"]
     published = {"silu": "swish"}  # their name for it in published checkpoints
-    return {**fields, "activation_function": published.get(name, name), "decoder_vocab_size": config.vocab_size}
+    return {
+        **fields,
+        "activation_function": published.get(name, name),
+        "share_encoder_decoder_embeddings": config.shares_token_table,
+        "decoder_vocab_size": config.vocab_size if config.shares_token_table else config.decoder_vocab_size,
+    }
 
 
 CONVERTER = register(

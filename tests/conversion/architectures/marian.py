@@ -30,11 +30,17 @@ MARIAN = Architecture(
     },
     base={**BASE, "decoder_start_token_id": 0, "pad_token_id": 1},
     heads=classes("Marian", "MTModel"),
-    variations={**VARIATIONS, "scaled": {"scale_embedding": False}, "odd width": {"d_model": 36}},
+    variations={
+        **VARIATIONS,
+        "scaled": {"scale_embedding": False},
+        "odd width": {"d_model": 36},
+        "own tables": {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 70},
+        "own tables and output": {"share_encoder_decoder_embeddings": False, "tie_word_embeddings": False},
+    },
     sides=("right",),  # positions count padding on the left
     back_as={"MarianForCausalLM": "MarianForCausalLM"},  # it keeps cross-attention that nothing reads
     other_losses=("MarianForCausalLM",),  # its labels are not shifted
-    refused=frozenset({"decoder_vocab_size", "share_encoder_decoder_embeddings", "is_decoder"}),
+    refused=frozenset({"decoder_vocab_size", "is_decoder"}),
     unread=frozenset({"forced_eos_token_id"}),
     **COMMON,
 )
