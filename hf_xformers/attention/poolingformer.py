@@ -190,6 +190,7 @@ class PoolingformerSpec(BlockSparseSpec):
     summary = "a sliding window, and a second level of attention over pooled keys of a wider one"
     normalizes_heads = False
     explicit_mask = False
+    hands_out_heads = False  # heads of two levels
 
     window1: int = aliased(128, "window")
     window2: int = 512

@@ -7,7 +7,7 @@ from ..core.components import SpecLike
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
-class XFAdaptivelySparseConfig(XFormerConfig):
+class XFAdaptivelySparseTransformerConfig(XFormerConfig):
     """Adaptively Sparse Transformer (Correia et al. 2019): alpha-entmax attention with learned alphas."""
 
     model_type = "xf_adaptively_sparse_transformer"
@@ -42,12 +42,12 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFAdaptivelySparseConfig, "XFAdaptivelySparse", ALL_HEADS, INFO)
-XFAdaptivelySparseModel = _family["Model"]
-XFAdaptivelySparseForMaskedLM = _family["ForMaskedLM"]
-XFAdaptivelySparseForSequenceClassification = _family["ForSequenceClassification"]
-XFAdaptivelySparseForTokenClassification = _family["ForTokenClassification"]
-XFAdaptivelySparseForQuestionAnswering = _family["ForQuestionAnswering"]
-XFAdaptivelySparseForMultipleChoice = _family["ForMultipleChoice"]
-XFAdaptivelySparseForCausalLM = _family["ForCausalLM"]
-XFAdaptivelySparseForSeq2SeqLM = _family["ForSeq2SeqLM"]
+_family = make_family(XFAdaptivelySparseTransformerConfig, "XFAdaptivelySparseTransformer", ALL_HEADS, INFO)
+XFAdaptivelySparseTransformerModel = _family["Model"]
+XFAdaptivelySparseTransformerForMaskedLM = _family["ForMaskedLM"]
+XFAdaptivelySparseTransformerForSequenceClassification = _family["ForSequenceClassification"]
+XFAdaptivelySparseTransformerForTokenClassification = _family["ForTokenClassification"]
+XFAdaptivelySparseTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
+XFAdaptivelySparseTransformerForMultipleChoice = _family["ForMultipleChoice"]
+XFAdaptivelySparseTransformerForCausalLM = _family["ForCausalLM"]
+XFAdaptivelySparseTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]

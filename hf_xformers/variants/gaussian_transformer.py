@@ -14,6 +14,7 @@ class XFGaussianTransformerConfig(XFormerConfig):
 
     model_type = "xf_gaussian_transformer"
 
+    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
     position: SpecLike = field(
         default_factory=lambda: {"type": "combined", "parts": ("sinusoidal_absolute", "gaussian_transformer")}
     )

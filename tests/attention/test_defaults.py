@@ -141,7 +141,6 @@ CASES = [
     ("xf_linear_transformer", False, LINEAR, None),
     ("xf_linear_transformer", True, LINEAR, None),
     ("xf_delta_net", True, LINEAR, None),
-    ("xf_star_transformer", False, LINEAR, None),
     ("xf_axial_transformer", False, ROOT, 64),
     ("xf_etc", False, LINEAR, 128),
     ("xf_image_transformer", False, LINEAR, 512),
