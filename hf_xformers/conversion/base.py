@@ -97,6 +97,32 @@ class Head:
         return "" if self.ours == "Model" else "model."
 
 
+def decoder_heads(
+    name: str, prefix: str = "model.", *, token: bool = True, spans: str | None = "", stem: str | None = None
+) -> tuple[Head, ...]:
+    """The usual classes of a decoder family called `name`. prefix: of the model inside them; token: it classifies
+    tokens; spans: the prefix inside its class for questions, "" for the usual one, None where there is none; stem: the
+    name of its classes without language model."""
+    stem = name if stem is None else stem
+    found = [
+        Head(f"{stem}Model", "Model", "", ("backbone",)),
+        Head(f"{name}ForCausalLM", "ForCausalLM", prefix, ("backbone", "lm")),
+        Head(
+            f"{stem}ForSequenceClassification",
+            "ForSequenceClassification",
+            prefix,
+            ("backbone", "sequence"),
+            pooling="last",
+        ),
+    ]
+    if token:
+        found.append(Head(f"{name}ForTokenClassification", "ForTokenClassification", prefix, ("backbone", "token")))
+    if spans is not None:
+        inside = spans or prefix
+        found.append(Head(f"{name}ForQuestionAnswering", "ForQuestionAnswering", inside, ("backbone", "spans")))
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class Converter:
     """One family of transformers (`model_type`) and one of our variants, in both directions.

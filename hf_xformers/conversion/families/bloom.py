@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Head, feedforward, register
+from ..base import Converter, decoder_heads, feedforward, register
 from ..rules import Rule, copied, fused_by_head
 from .gpt_neo import TASKS
 
@@ -71,19 +71,7 @@ CONVERTER = register(
         to_ours=to_ours,
         to_theirs=to_theirs,
         groups={"backbone": _backbone, "lm": (copied("lm_head.weight", "lm_head.decoder.weight"),), **TASKS},
-        heads=(
-            Head("BloomModel", "Model", "", ("backbone",)),
-            Head("BloomForCausalLM", "ForCausalLM", "transformer.", ("backbone", "lm")),
-            Head(
-                "BloomForSequenceClassification",
-                "ForSequenceClassification",
-                "transformer.",
-                ("backbone", "sequence"),
-                pooling="last",
-            ),
-            Head("BloomForTokenClassification", "ForTokenClassification", "transformer.", ("backbone", "token")),
-            Head("BloomForQuestionAnswering", "ForQuestionAnswering", "transformer.", ("backbone", "spans")),
-        ),
+        heads=decoder_heads("Bloom", "transformer."),
         # how a sum is divided in their implementation, which is the same sum
         unread=("pretraining_tp", "slow_but_exact"),
         unread_ours=("max_position_embeddings",),

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Head, activation, feedforward, register
+from ..base import Converter, activation, decoder_heads, feedforward, register
 from ..rotary import rope_parameters, rotary_of, rotation_fields
 from ..rules import Rule, copied, fused_by_head
 from .gpt_neo import TASKS
@@ -116,19 +116,7 @@ CONVERTER = register(
         to_ours=to_ours,
         to_theirs=to_theirs,
         groups={"backbone": _backbone, "lm": (copied("lm_head.weight", "lm_head.decoder.weight"),), **TASKS},
-        heads=(
-            Head("FalconModel", "Model", "", ("backbone",)),
-            Head("FalconForCausalLM", "ForCausalLM", "transformer.", ("backbone", "lm")),
-            Head(
-                "FalconForSequenceClassification",
-                "ForSequenceClassification",
-                "transformer.",
-                ("backbone", "sequence"),
-                pooling="last",
-            ),
-            Head("FalconForTokenClassification", "ForTokenClassification", "transformer.", ("backbone", "token")),
-            Head("FalconForQuestionAnswering", "ForQuestionAnswering", "transformer.", ("backbone", "spans")),
-        ),
+        heads=decoder_heads("Falcon", "transformer."),
         # `to_ours` reads these together; what they come to is compared as heads, block and position
         unread=(
             "rope_parameters",

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, feedforward, register
+from ..base import Converter, decoder_heads, feedforward, register
 from ..rotary import rope_parameters, rotary_of, rotation_fields
 from ..rules import Rule, copied
 from . import llama
@@ -96,7 +96,7 @@ CONVERTER = register(
         to_ours=to_ours,
         to_theirs=to_theirs,
         groups={**llama.GROUPS, "backbone": backbone},
-        heads=llama.heads("Gemma2", spans=None),
+        heads=decoder_heads("Gemma2", spans=None),
         components=COMPONENTS,
         per_layer=True,
         # the size of windows where no layer has one

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, feedforward, register
+from ..base import Converter, decoder_heads, feedforward, register
 from ..rotary import rope_parameters, rotary_of, rotation_fields
 from ..rules import Rule
 from . import gemma2, llama
@@ -86,7 +86,7 @@ CONVERTER = register(
         to_ours=to_ours,
         to_theirs=to_theirs,
         groups={**llama.GROUPS, "backbone": backbone},
-        heads=llama.heads("Gemma3", token=False, spans=None, stem="Gemma3Text"),
+        heads=decoder_heads("Gemma3", token=False, spans=None, stem="Gemma3Text"),
         components=gemma2.COMPONENTS,
         per_layer=True,
         unread=("hidden_activation", "rope_parameters", "sliding_window", "use_bidirectional_attention"),

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Head, activation, feedforward, register
+from ..base import Converter, activation, decoder_heads, feedforward, register
 from ..rules import Rule, copied, fused_by_head
 from .gpt2 import FIELDS
 from .gpt_neo import TASKS
@@ -73,18 +73,7 @@ CONVERTER = register(
             "sequence": TASKS["sequence"],
             "token": TASKS["token"],
         },
-        heads=(
-            Head("GPTBigCodeModel", "Model", "", ("backbone",)),
-            Head("GPTBigCodeForCausalLM", "ForCausalLM", "transformer.", ("backbone", "lm")),
-            Head(
-                "GPTBigCodeForSequenceClassification",
-                "ForSequenceClassification",
-                "transformer.",
-                ("backbone", "sequence"),
-                pooling="last",
-            ),
-            Head("GPTBigCodeForTokenClassification", "ForTokenClassification", "transformer.", ("backbone", "token")),
-        ),
+        heads=decoder_heads("GPTBigCode", "transformer.", spans=None),
         # Names and defaults of one activation, one width; the precision of a softmax, here always float32.
         unread=("n_inner", "activation_function", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
         training_only=("embd_pdrop",),

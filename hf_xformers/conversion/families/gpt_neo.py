@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Head, activation, feedforward, register
+from ..base import Converter, activation, decoder_heads, feedforward, register
 from ..rules import copied
 from .gpt2 import SEQUENCE
 
@@ -91,19 +91,7 @@ CONVERTER = register(
         to_ours=to_ours,
         to_theirs=to_theirs,
         groups={"backbone": BACKBONE, "lm": (copied("lm_head.weight", "lm_head.decoder.weight"),), **TASKS},
-        heads=(
-            Head("GPTNeoModel", "Model", "", ("backbone",)),
-            Head("GPTNeoForCausalLM", "ForCausalLM", "transformer.", ("backbone", "lm")),
-            Head(
-                "GPTNeoForSequenceClassification",
-                "ForSequenceClassification",
-                "transformer.",
-                ("backbone", "sequence"),
-                pooling="last",
-            ),
-            Head("GPTNeoForTokenClassification", "ForTokenClassification", "transformer.", ("backbone", "token")),
-            Head("GPTNeoForQuestionAnswering", "ForQuestionAnswering", "transformer.", ("backbone", "spans")),
-        ),
+        heads=decoder_heads("GPTNeo", "transformer."),
         # Layers are compared one by one, whichever way `attention_types` counts them; without a local one there is no
         # window. `intermediate_size` may repeat the default.
         unread=("attention_types", "window_size", "intermediate_size", "activation_function"),

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Head, activation, feedforward, register
+from ..base import Converter, activation, decoder_heads, feedforward, register
 from ..rotary import rope_parameters, rotary_of, rotation_fields
 from ..rules import Rule, copied, fused_by_head
 from .gpt_neo import TASKS
@@ -86,19 +86,7 @@ CONVERTER = register(
         to_ours=to_ours,
         to_theirs=to_theirs,
         groups={"backbone": _backbone, "lm": (copied("lm_head.weight", "lm_head.decoder.weight"),), **TASKS},
-        heads=(
-            Head("GPTNeoXModel", "Model", "", ("backbone",)),
-            Head("GPTNeoXForCausalLM", "ForCausalLM", "gpt_neox.", ("backbone", "lm")),
-            Head(
-                "GPTNeoXForSequenceClassification",
-                "ForSequenceClassification",
-                "gpt_neox.",
-                ("backbone", "sequence"),
-                pooling="last",
-            ),
-            Head("GPTNeoXForTokenClassification", "ForTokenClassification", "gpt_neox.", ("backbone", "token")),
-            Head("GPTNeoXForQuestionAnswering", "ForQuestionAnswering", "gpt_neox.", ("backbone", "spans")),
-        ),
+        heads=decoder_heads("GPTNeoX", "gpt_neox."),
         # Its models are causal whatever `is_decoder` says. `rope_parameters` may leave defaults out, or say them; what
         # they mean is compared as our position.
         unread=("hidden_act", "is_decoder", "rope_parameters"),

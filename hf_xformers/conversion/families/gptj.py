@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Head, activation, feedforward, register
+from ..base import Converter, activation, decoder_heads, feedforward, register
 from ..rules import copied
 from .gpt2 import FIELDS
 from .gpt_neo import TASKS
@@ -78,18 +78,7 @@ CONVERTER = register(
             "sequence": TASKS["sequence"],
             "spans": TASKS["spans"],
         },
-        heads=(
-            Head("GPTJModel", "Model", "", ("backbone",)),
-            Head("GPTJForCausalLM", "ForCausalLM", "transformer.", ("backbone", "lm")),
-            Head(
-                "GPTJForSequenceClassification",
-                "ForSequenceClassification",
-                "transformer.",
-                ("backbone", "sequence"),
-                pooling="last",
-            ),
-            Head("GPTJForQuestionAnswering", "ForQuestionAnswering", "transformer.", ("backbone", "spans")),
-        ),
+        heads=decoder_heads("GPTJ", "transformer.", token=False),
         # `n_inner` may repeat the default; its value is checked as `intermediate_size`
         unread=("n_inner", "activation_function"),
         training_only=("embd_pdrop",),

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Groups, Head, activation, feedforward, register
+from ..base import Converter, Groups, activation, decoder_heads, feedforward, register
 from ..rotary import rope_parameters, rotary_of, rotation_fields
 from ..rules import Rule, copied, zero
 
@@ -85,28 +85,6 @@ GROUPS: dict[str, Groups] = {
 }
 
 
-def heads(name: str, *, token: bool = True, spans: str | None = "model.", stem: str | None = None) -> tuple[Head, ...]:
-    """The usual classes of a family called `name`. token: it classifies tokens; spans: prefix of the model inside its
-    class for questions, None where there is none; stem: the name of its classes without language model."""
-    stem = name if stem is None else stem
-    found = [
-        Head(f"{stem}Model", "Model", "", ("backbone",)),
-        Head(f"{name}ForCausalLM", "ForCausalLM", "model.", ("backbone", "lm")),
-        Head(
-            f"{stem}ForSequenceClassification",
-            "ForSequenceClassification",
-            "model.",
-            ("backbone", "sequence"),
-            pooling="last",
-        ),
-    ]
-    if token:
-        found.append(Head(f"{name}ForTokenClassification", "ForTokenClassification", "model.", ("backbone", "token")))
-    if spans is not None:
-        found.append(Head(f"{name}ForQuestionAnswering", "ForQuestionAnswering", spans, ("backbone", "spans")))
-    return tuple(found)
-
-
 def by_layer(attentions: list[dict[str, Any]]) -> dict[str, Any]:
     """Our fields for layers with these attentions: the first layer's for all, and those that differ."""
     others = {index: {"attention": entry} for index, entry in enumerate(attentions) if entry != attentions[0]}
@@ -170,7 +148,7 @@ CONVERTER = register(
         to_ours=to_ours,
         to_theirs=to_theirs,
         groups=GROUPS,
-        heads=heads("Llama", spans="transformer."),
+        heads=decoder_heads("Llama", spans="transformer."),
         components=COMPONENTS,
         # `rope_parameters` may leave defaults out, or say them; what they mean is compared as our position
         unread=("hidden_act", "pretraining_tp", "rope_parameters"),

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, feedforward, register
+from ..base import Converter, decoder_heads, feedforward, register
 from ..rotary import rope_parameters, rotary_of, rotation_fields
 from . import llama
 
@@ -63,7 +63,7 @@ CONVERTER = register(
         to_ours=to_ours,
         to_theirs=to_theirs,
         groups=llama.GROUPS,
-        heads=llama.heads("Mistral"),
+        heads=decoder_heads("Mistral"),
         components=COMPONENTS,
         unread=("hidden_act", "rope_parameters"),
     )

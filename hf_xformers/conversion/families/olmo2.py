@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, feedforward, register
+from ..base import Converter, decoder_heads, feedforward, register
 from ..rotary import rope_parameters, rotary_of, rotation_fields
 from ..rules import Rule, copied
 from . import llama
@@ -56,7 +56,7 @@ CONVERTER = register(
         to_ours=to_ours,
         to_theirs=to_theirs,
         groups={**llama.GROUPS, "backbone": backbone},
-        heads=llama.heads("Olmo2", token=False, spans=None),
+        heads=decoder_heads("Olmo2", token=False, spans=None),
         components={**llama.COMPONENTS, "residual": ("res_post_ln",)},
         unread=("hidden_act", "rope_parameters"),
     )

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
 from ...position.rotary_scaling import LongRopeScaling
-from ..base import Converter, feedforward, register
+from ..base import Converter, decoder_heads, feedforward, register
 from ..rotary import rope_parameters, rotary_of, rotation_fields
 from ..rules import Rule, copied, joined
 from . import llama
@@ -81,7 +81,7 @@ CONVERTER = register(
         to_ours=to_ours,
         to_theirs=to_theirs,
         groups={**llama.GROUPS, "backbone": backbone},
-        heads=llama.heads("Phi3", spans=None),
+        heads=decoder_heads("Phi3", spans=None),
         components=COMPONENTS,
         training_only=("embd_pdrop",),
         # read with LongRoPE alone, where `rope_parameters` repeat it

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, feedforward, register
+from ..base import Converter, decoder_heads, feedforward, register
 from ..rotary import rope_parameters, rotary_of, rotation_fields
 from . import llama
 from .mistral import COMPONENTS, attention, window_of
@@ -94,7 +94,7 @@ CONVERTER = register(
         to_ours=to_ours,
         to_theirs=to_theirs,
         groups=llama.GROUPS,
-        heads=llama.heads("Qwen2", spans="transformer."),
+        heads=decoder_heads("Qwen2", spans="transformer."),
         components=COMPONENTS,
         per_layer=True,
         # which layers have a window is what `layer_types` says, and its size is theirs

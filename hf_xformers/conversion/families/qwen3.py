@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, feedforward, register
+from ..base import Converter, decoder_heads, feedforward, register
 from ..rotary import rope_parameters, rotary_of, rotation_fields
 from ..rules import Rule, copied
 from . import llama
@@ -54,7 +54,7 @@ CONVERTER = register(
         to_ours=to_ours,
         to_theirs=to_theirs,
         groups={**llama.GROUPS, "backbone": backbone},
-        heads=llama.heads("Qwen3", spans="transformer."),
+        heads=decoder_heads("Qwen3", spans="transformer."),
         components=COMPONENTS,
         per_layer=True,
         # which layers have a window is what `layer_types` says, and its size is theirs
