@@ -169,7 +169,8 @@ class StarTransformerAttention(Attention):
                 output = torch.addcmul(output, weights[..., index : index + 1], value)
             return output
 
-        return over_head_groups(read, query, *own, *first, *shared).transpose(1, 2)
+        dropped = self.training and self.dropout > 0
+        return over_head_groups(read, query, *own, *first, *shared, random=dropped).transpose(1, 2)
 
     def _literal(
         self,

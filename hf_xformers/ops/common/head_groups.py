@@ -4,6 +4,7 @@ once."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,24 +13,25 @@ from torch.utils.checkpoint import checkpoint
 _GROUPS = 4
 
 
-def over_head_groups(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+def over_head_groups(function: Callable[..., Tensor], *tensors: Tensor | None, random: bool = False) -> Tensor:
     """`function(*tensors)` for tensors `[B, H, ...]` whose heads do not depend on each other.
 
     Where gradients are wanted, the heads go through in a few groups, and each group's intermediate results are
     computed again in the backward pass: a forward pass more in time, and about a quarter of the memory. Under
     torch.compile, and without gradients, all heads go through together.
+
+    random: `function` draws random numbers. Then the groups are the same without gradients: where a caller's
+    checkpoint runs first without and then with them, both draw the same.
     """
     heads = next(x.shape[1] for x in tensors if x is not None)
     trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    if not trained or heads == 1 or torch.compiler.is_compiling():
+    if not (trained or random) or heads == 1 or torch.compiler.is_compiling():
         return function(*tensors)
+    run = partial(checkpoint, function, use_reentrant=False) if trained else function
     step = -(-heads // _GROUPS)
     # split, not slices: its gradient is put together once, where every slice would make one as large as the whole.
     pieces = [None if x is None else x.split(step, dim=1) for x in tensors]
     return torch.cat(
-        [
-            checkpoint(function, *(None if p is None else p[group] for p in pieces), use_reentrant=False)
-            for group in range(-(-heads // step))
-        ],
+        [run(*(None if p is None else p[group] for p in pieces)) for group in range(-(-heads // step))],
         dim=1,
     )
