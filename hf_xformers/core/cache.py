@@ -76,6 +76,11 @@ class RecurrentStateLayer(CacheLayerMixin):
             )
 
 
+class KeepsMore:
+    """A cache layer that has more than keys and values, which its mechanism cannot do without: no other layer stands
+    in for it. Unlike a recurrent state it may forget its last tokens again."""
+
+
 def self_attention_layers(config) -> list:
     """Cache layers of one tower, by execution step: each of the kind that the stack, the block or else the attention
     says (`StackSpec.cache_layer_at`, `BlockSpec.cache_layer`, `AttentionSpec.cache_layer_at`)."""
@@ -103,7 +108,7 @@ def stateful_part(config) -> str:
     """The component whose state is not plain keys and values (its slot and name), or nothing. config: one tower's."""
     for step, index in enumerate(_layer_of_step(config)):
         layer, holder = _cache_layer(config.layer(index), step, index)
-        if not layer.is_croppable:
+        if not layer.is_croppable or isinstance(layer, KeepsMore):
             return f"{holder.slot} {holder.type!r}"
     return ""
 

@@ -90,14 +90,15 @@ class _Generative(LanguageModel, GenerationMixin):
             if reason := tower.layer(index).attention.why_not_generate():
                 raise ValueError(reason)
         given = model_kwargs.get("past_key_values") is not None
-        # The other implementations hold keys and values, which a stateful mechanism has not.
-        ours = generation_config.cache_implementation in (None, "dynamic") or self._is_stateful
+        # The other implementations hold keys and values, which a stateful mechanism has not, or has not alone.
+        stateful = stateful_part(tower)
+        ours = generation_config.cache_implementation in (None, "dynamic") or self._is_stateful or bool(stateful)
         if not given and generation_config.use_cache is not False and ours:
             model_kwargs["past_key_values"] = make_cache(self.config)
             if generation_config.cache_implementation not in (None, "dynamic"):
                 logger.warning_once(
                     f"`cache_implementation={generation_config.cache_implementation!r}` holds keys and values, but "
-                    f"{stateful_part(tower)} keeps another state; generating with its own cache."
+                    f"{stateful} keeps another state; generating with its own cache."
                 )
             return
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
