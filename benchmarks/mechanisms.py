@@ -213,6 +213,8 @@ CASES: dict[str, Case] = {
         "xf_routing_aggregation", {"type": "dense", "aggregation": "routing_aggregation"}, layers=2
     ),
     "capsule heads": Case("xf_capsule_heads", {"type": "dense", "aggregation": "capsule_heads"}),
+    "Sinkhorn": Case("xf_sinkhorn_transformer", "sinkhorn_transformer"),
+    "Sinkhorn, causal": Case("xf_sinkhorn_transformer", "sinkhorn_transformer", causal=True),
     "adaptively sparse": Case("xf_adaptively_sparse_transformer", "adaptively_sparse"),
     "adaptively sparse, alpha 1.5": Case(
         "xf_adaptively_sparse_transformer", {"type": "adaptively_sparse", "alpha": 1.5}

@@ -153,6 +153,8 @@ CASES = [
     ("hedgehog", True, LINEAR, None),
     ("t2r", False, LINEAR, None),
     ("t2r", True, LINEAR, None),
+    ("xf_sinkhorn_transformer", False, ROOT, 128),
+    ("xf_sinkhorn_transformer", True, ROOT, 128),
     ("lolcats", False, LINEAR, None),
     ("lolcats", True, LINEAR, None),
     *((name, causal, LINEAR, None) for name in ("xf_performer_v1", "xf_rfa") for causal in (False, True)),

@@ -1,0 +1,48 @@
+"""Sinkhorn Transformer (Tay et al. 2020): attention to the own block and to one that is sorted to it."""
+
+from __future__ import annotations
+
+from ..configuration_xformer import XFormerConfig
+from ..core.components import SpecLike
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFSinkhornTransformerConfig(XFormerConfig):
+    """Sinkhorn Transformer (Tay et al. 2020): attention to the own block and to one that is sorted to it."""
+
+    model_type = "xf_sinkhorn_transformer"
+
+    attention: SpecLike = "sinkhorn_transformer"
+
+
+INFO = VariantInfo(
+    section="4.1",
+    summary="blocks of keys are sorted by a learned soft permutation; a query reads its own block and the sorted one",
+    paper="Tay et al. 2020",
+    url="https://arxiv.org/abs/2002.11296",
+    equation=(
+        r"o_i = \mathrm{softmax}\Big(\tfrac{1}{\sqrt d}\, q_i [K'_c; K_c]^\top\Big) [V'_c; V_c], \qquad"
+        r" K'_c = \sum_u P_{cu} K_u, \quad P = \mathrm{Sinkhorn}\big(R(\bar x) / \tau\big)"
+    ),
+    cost="time O(T b D + T^2 D / b) with blocks of b tokens, memory O(T (b + D) + (T / b)^2)",
+    bibtex="""@inproceedings{tay2020sparse,
+  title={Sparse {Sinkhorn} Attention},
+  author={Tay, Yi and Bahri, Dara and Yang, Liu and Metzler, Donald and Juan, Da-Cheng},
+  booktitle={ICML},
+  year={2020}
+}""",
+    notes=(
+        "The decoder is strictly causal: only past blocks are sorted to a block, and no row of the permutation knows a"
+        " later one. An encoder-decoder has dense cross-attention. `sortcut_blocks` is SortCut."
+    ),
+)
+
+_family = make_family(XFSinkhornTransformerConfig, "XFSinkhornTransformer", ALL_HEADS, INFO)
+XFSinkhornTransformerModel = _family["Model"]
+XFSinkhornTransformerForMaskedLM = _family["ForMaskedLM"]
+XFSinkhornTransformerForSequenceClassification = _family["ForSequenceClassification"]
+XFSinkhornTransformerForTokenClassification = _family["ForTokenClassification"]
+XFSinkhornTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
+XFSinkhornTransformerForMultipleChoice = _family["ForMultipleChoice"]
+XFSinkhornTransformerForCausalLM = _family["ForCausalLM"]
+XFSinkhornTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
