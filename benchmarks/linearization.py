@@ -7,7 +7,7 @@ heads, no biases) is trained on the text that comes with Python and linearised w
 stages have. Then each model, in a process of its own, reads contexts of growing length and goes on, token by token:
 tokens per second, bytes that its state has, and the most memory that the process had at any time.
 
-python benchmarks/linearization.py [--steps 2000] [--transfer 100] [--distillation 200] [--work DIR]
+python benchmarks/linearization.py [--steps 4000] [--transfer 150] [--distillation 450] [--work DIR]
     [--mechanisms hedgehog,t2r,lolcats,...] [--contexts 512,1024,...] [--no-write]
 
 A smoke run: --steps 20 --transfer 2 --distillation 1 --contexts 64,128 --mechanisms hedgehog --no-write
@@ -206,9 +206,9 @@ def decoding(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--transfer", type=int, default=100)
-    parser.add_argument("--distillation", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--transfer", type=int, default=150)
+    parser.add_argument("--distillation", type=int, default=450)
     parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--distillation-rate", type=float, default=4e-3)
     parser.add_argument("--mechanisms", default="hedgehog,t2r,lolcats")

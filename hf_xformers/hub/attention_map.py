@@ -42,6 +42,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "reformer": {"chunk_length": 4, "num_hashes": 1},
     "routing_transformer": {"num_clusters": 4, "window_size": 4, "block_size": 4},
     "set_transformer": {"num_inducing": 4},
+    "sinkhorn_transformer": {"block_size": 4},
     "sparse_transformer": {"stride": 4},
 }
 
