@@ -101,6 +101,8 @@ def position(folder: Path) -> None:
     for name in SLOTS["attention"]:
         spec = SLOTS["attention"].get(name)
         for shape in [shape for shape, can in (("encoder", spec.bidirectional), ("decoder", spec.causal)) if can]:
+            if name == "axial_transformer" and shape == "decoder":
+                continue  # which needs a stack of its own
             fields = {"attention": name, "is_decoder": shape == "decoder", **COMPANY.get(name, {})}
             if not spec.score_bias:
                 refused("log_distance", lambda: XFormerConfig(**{**SIZES, **fields}, position="log_distance"))
