@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from ..core.context import LayerContext
 from ..core.distributed import sum_over_processes
+from ..ops.common.real_tokens import is_first_real
 from .shared.head_parts import HeadLoss, HeadLossModule, Heads, register_loss
 
 PATTERNS = ("same", "next", "previous", "first")
@@ -76,7 +77,7 @@ def targets(pattern: str, heads: Heads) -> tuple[Tensor, Tensor]:
     if pattern == "first":
         begins = F.pad(text[:, 1:] != text[:, :-1], (1, 0), value=True)
         if context.segment_ids is None:  # padding in between divides no text
-            begins = real & (real.long().cumsum(-1) == 1)
+            begins = is_first_real(real)
         places = torch.arange(total, device=real.device).expand(batch, -1)
         found = torch.where(begins, places, 0).cummax(-1).values.gather(1, slots)
     else:

@@ -32,7 +32,8 @@ class AverageAttention(Attention):
     spec: AverageAttentionSpec
 
     def __init__(self, config, spec: AverageAttentionSpec, *, layer_idx: int, cross: bool = False):
-        Sublayer.__init__(self)  # no projections of heads
+        Sublayer.__init__(self)  # no projections of heads, and no losses on them
+        self.head_losses = nn.ModuleList()
         self.config, self.spec, self.layer_idx, self.cross = config, spec, layer_idx, cross
         self.num_heads, self.is_causal, self.position_terms = config.num_attention_heads, True, None
         width, inner = config.hidden_size, spec.inner_width(config)

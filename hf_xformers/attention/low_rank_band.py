@@ -39,9 +39,10 @@ class LowRankBandAttention(BlockSparseAttention):
     def __init__(self, config, spec: LowRankBandSpec, *, layer_idx: int, cross: bool = False):
         super().__init__(config, spec, layer_idx=layer_idx, cross=cross)
         width, bias = config.hidden_size, spec.bias
-        self.low_scaling = spec.low_rank**-0.5
-        self.low_q_proj = nn.Linear(width, self.num_heads * spec.low_rank, bias=bias)
-        self.low_k_proj = nn.Linear(width, self.num_key_value_heads * spec.low_rank, bias=bias)
+        self.rank = spec.rank(config)
+        self.low_scaling = self.rank**-0.5
+        self.low_q_proj = nn.Linear(width, self.num_heads * self.rank, bias=bias)
+        self.low_k_proj = nn.Linear(width, self.num_key_value_heads * self.rank, bias=bias)
         self.low_v_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=bias)
         self.gate = nn.Parameter(torch.empty(self.num_heads)) if spec.combine == "gate" and not cross else None
         if cross:
@@ -55,7 +56,7 @@ class LowRankBandAttention(BlockSparseAttention):
         inputs = (self.low_q_proj, self.low_k_proj, self.low_v_proj)
         start_projections(config, init, inputs=inputs, output=self.o_proj)
         if config.initializer == "t5":  # as in all attention the query carries the root of the width
-            std = config.initializer_factor * (config.hidden_size * self.spec.low_rank) ** -0.5
+            std = config.initializer_factor * (config.hidden_size * self.rank) ** -0.5
             init.normal_(self.low_q_proj.weight, mean=0.0, std=std)
         if self.gate is not None:
             init.zeros_(self.gate)
@@ -82,7 +83,7 @@ class LowRankBandAttention(BlockSparseAttention):
             key, value = self._of_memory(memory, context, past_key_values, step)
             output, weights = self._low_rank(narrow, key, value, context)
             return SublayerOutput(self.o_proj(output.flatten(2)), weights)
-        query, rank = self.heads(self.q_proj(hidden_states)), self.spec.low_rank
+        query, rank = self.heads(self.q_proj(hidden_states)), self.rank
         keys = [self._narrow(self.low_k_proj, hidden_states), self.heads(self.k_proj(hidden_states))]
         values = [self.heads(projection(hidden_states)) for projection in (self.low_v_proj, self.v_proj)]
         cache = self_attention_cache(past_key_values)
@@ -108,7 +109,7 @@ class LowRankBandAttention(BlockSparseAttention):
 
     def _narrow(self, projection: nn.Linear, states: Tensor) -> Tensor:
         """[B, T, D] -> [B, heads, T, r]."""
-        return projection(states).unflatten(-1, (-1, self.spec.low_rank)).transpose(1, 2)
+        return projection(states).unflatten(-1, (-1, self.rank)).transpose(1, 2)
 
     def _of_memory(
         self, memory: Tensor | None, context: LayerContext, past: Cache | None, step: int
@@ -156,7 +157,8 @@ class LowRankBandAttention(BlockSparseAttention):
 
 @register("attention", "low_rank_band")
 class LowRankBandSpec(AttentionSpec):
-    """low_rank: width r of the queries and keys that read the whole text. band_width: tokens on each side of a token
+    """low_rank: width r of the queries and keys that read the whole text (`None`: 16,
+    or the width of a head where that is less). band_width: tokens on each side of a token
     that the band has, in a decoder before it. combine: whether both results are added (`sum`: weights of 2 in all),
     their `mean`, mixed by a learned `gate` of each head, or put beside each other before an output projection of twice
     the width (`concat`)."""
@@ -165,20 +167,25 @@ class LowRankBandSpec(AttentionSpec):
     cross = True
     rotation = False
 
-    low_rank: int = aliased(16, "rank")
+    low_rank: int | None = aliased(None, "rank")
     band_width: int = aliased(3, "window")
     combine: Literal["sum", "mean", "gate", "concat"] = "sum"
 
     def check_fields(self) -> None:
-        check_at_least(self.type, 1, low_rank=self.low_rank)
+        if self.low_rank is not None:
+            check_at_least(self.type, 1, low_rank=self.low_rank)
         check_at_least(self.type, 0, band_width=self.band_width)
 
     def check(self, config) -> None:
-        if self.low_rank > config.head_width:
+        if self.low_rank is not None and self.low_rank > config.head_width:
             raise ValueError(
                 f"low_rank_band needs a `low_rank` of at most the head width {config.head_width}, got {self.low_rank};"
                 " a smaller number is the point of it."
             )
+
+    def rank(self, config) -> int:
+        """r of this model."""
+        return min(16, config.head_width) if self.low_rank is None else self.low_rank
 
     def pattern(self, config, layer_idx: int) -> Pattern:
         return patterns.band(self.band_width, 0 if config.is_decoder else self.band_width)

@@ -14,7 +14,7 @@ from ..core.components import aliased, register
 from ..core.context import LayerContext, SublayerOutput
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
-from ..ops.common.real_tokens import real_first, real_places
+from ..ops.common.real_tokens import from_first_real, real_first, real_places
 from ..ops.pooled_blocks import pooled_blocks
 from .shared.base import Attention, AttentionSpec, cross_cache, given_memory, literal_softmax_attention
 from .shared.block_sparse import BlockSparseAttention
@@ -301,7 +301,9 @@ class CompressedAttention(Attention):
 def _places(mask: Tensor | None, length: int, device: torch.device) -> Tensor:
     """[B or 1, T]: how many real tokens stand before each one in this call; -1 where the first one is still to
     come."""
-    return torch.arange(length, device=device)[None] if mask is None else mask.long().cumsum(-1) - 1
+    if mask is None:
+        return torch.arange(length, device=device)[None]
+    return torch.where(from_first_real(mask), real_places(mask), -1)
 
 
 def _gathered(tokens: Tensor, order: Tensor, mask: Tensor | None = None) -> Tensor:

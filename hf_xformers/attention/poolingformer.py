@@ -191,6 +191,7 @@ class PoolingformerSpec(BlockSparseSpec):
     normalizes_heads = False
     explicit_mask = False
     hands_out_heads = False  # heads of two levels
+    keeps_rotated = True  # pooled keys
 
     window1: int = aliased(128, "window")
     window2: int = 512

@@ -32,7 +32,7 @@ class XFETCConfig(XFormerConfig):
 
 INFO = VariantInfo(
     section="4.1",
-    summary="a band for all tokens, and global tokens that stand for parts of the text and tell pairs apart by labels",
+    summary="a band for all tokens, and global tokens that stand for parts of the text",
     paper="Ainslie et al. 2020",
     url="https://arxiv.org/abs/2004.08483",
     equation=(

@@ -17,7 +17,7 @@ class XFPredictiveAttentionConfig(XFormerConfig):
 
 INFO = VariantInfo(
     section="4.5",
-    summary="attention scores of one layer, mixed with those of the layer below and convolved, are those of the next",
+    summary="scores mixed with those of the layer below and convolved",
     paper="Wang et al. 2021",
     url="https://arxiv.org/abs/2102.12895",
     equation=(

@@ -17,7 +17,7 @@ class XFSinkhornTransformerConfig(XFormerConfig):
 
 INFO = VariantInfo(
     section="4.1",
-    summary="blocks of keys are sorted by a learned soft permutation; a query reads its own block and the sorted one",
+    summary="a query reads its own block and one that a learned soft permutation sorts to it",
     paper="Tay et al. 2020",
     url="https://arxiv.org/abs/2002.11296",
     equation=(

@@ -239,7 +239,10 @@ def growing(attention, scaling):
 TURNING = [
     name
     for name in names("attention")
-    if (spec := SLOTS["attention"].get(name)).rotation and spec.causal and spec.keeps_rotated is not True
+    if (spec := SLOTS["attention"].get(name)).rotation
+    and spec.causal
+    and spec.keeps_rotated is not True
+    and name != "ca_mtl"  # its table of biases has no places beyond the pretraining
 ]
 
 

@@ -85,7 +85,8 @@ def test_block_is_enough(attention, causal, checkered):
     with torch.no_grad():
         model.trunk.position.table.zero_()
         assert (model(ids).last_hidden_state - expected[0]).abs().max() > 1e-3
-    assert expected[1].abs().min() > 0
+    if attention != "adaptively_sparse":  # whose weights may be zero, and take nothing of a change then
+        assert expected[1].abs().min() > 0
 
 
 def test_default_by_distance():
