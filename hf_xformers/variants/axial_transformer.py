@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import Any, ClassVar
 
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SpecLike
@@ -13,6 +14,7 @@ class XFAxialTransformerConfig(XFormerConfig):
     """Axial Transformer (Ho et al. 2019): rows and columns of a grid attend by turns."""
 
     model_type = "xf_axial_transformer"
+    sizes: ClassVar[dict[str, dict[str, Any]]] = {"tiny": {"num_hidden_layers": 4}}  # outer and inner layers
 
     hidden_size: int = 2048
     num_hidden_layers: int = 16
