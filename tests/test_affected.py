@@ -28,12 +28,22 @@ def affected():
 @pytest.mark.parametrize(
     "path, file, families",
     [
-        ("hf_xformers/attention/performer.py", "tests/attention/test_performer.py", {"xf_performer"}),
+        (
+            "hf_xformers/attention/performer.py",
+            "tests/attention/test_performer.py",
+            {"xf_performer", "xf_performer_v1"},
+        ),
         ("hf_xformers/variants/bert.py", None, {"xf_bert"}),
         (
             "hf_xformers/ops/bucketed/attention.py",
             "tests/ops/test_bucketed.py",
-            {"xf_reformer", "xf_routing_transformer"},
+            {
+                "xf_clustered_attention",
+                "xf_improved_clustered_attention",
+                "xf_reformer",
+                "xf_routing_transformer",
+                "xf_sinkhorn_transformer",
+            },
         ),
         ("hf_xformers/cli/pretrain.py", "tests/cli/test_arguments.py", set()),
         ("tests/hub/isolated.py", "tests/hub/test_bundle.py", set()),

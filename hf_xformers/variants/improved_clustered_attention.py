@@ -21,7 +21,7 @@ class XFImprovedClusteredAttentionConfig(XFormerConfig):
 
 INFO = VariantInfo(
     section="4.3",
-    summary="queries of a cluster share a row of attention, divided anew among its largest keys for each query",
+    summary="clustered attention, exact on a cluster's top keys",
     paper="Vyas et al. 2020",
     url="https://arxiv.org/abs/2007.04825",
     equation=r"A_{ij} = \hat m_c\,\mathrm{softmax}_{j \in I_c}\!\left(\frac{q_i k_j}{\sqrt d}\right) \ (j \in I_c), "

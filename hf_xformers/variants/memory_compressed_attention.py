@@ -18,7 +18,7 @@ class XFMemoryCompressedAttentionConfig(XFormerConfig):
 
 INFO = VariantInfo(
     section="4.3",
-    summary="blocks of tokens by turns with the whole text, compressed by a convolution",
+    summary="blocks of tokens, and the whole text compressed",
     paper="Liu et al. 2018",
     url="https://arxiv.org/abs/1801.10198",
     equation=r"m_0 = x_0, \quad m_b = C\,[x_{(b-1)r}; \dots; x_{br-1}] + c, \qquad "
