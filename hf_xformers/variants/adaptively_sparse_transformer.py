@@ -18,7 +18,7 @@ class XFAdaptivelySparseTransformerConfig(XFormerConfig):
 
 INFO = VariantInfo(
     section="",
-    summary="attention weights by alpha-entmax, which can be zero; each head learns its alpha",
+    summary="weights by alpha-entmax, alpha learned by each head",
     paper="Correia et al. 2019",
     url="https://arxiv.org/abs/1909.00015",
     equation=(

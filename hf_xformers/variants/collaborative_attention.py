@@ -22,7 +22,7 @@ class XFCollaborativeAttentionConfig(XFormerConfig):
 
 INFO = VariantInfo(
     section="4.6",
-    summary="heads share the projections of queries and keys, and each mixes their channels in its own way",
+    summary="heads share and reweigh one query and key projection",
     paper="Cordonnier et al. 2020",
     url="https://arxiv.org/abs/2006.16362",
     equation=(

@@ -33,7 +33,7 @@ class XFCompressiveTransformerConfig(XFormerConfig):
 
 INFO = VariantInfo(
     section="6.4",
-    summary="states that leave the segment memory are compressed into a second, coarser memory",
+    summary="segments, with a second, compressed memory of states",
     paper="Rae et al. 2020",
     url="https://arxiv.org/abs/1911.05507",
     equation=(

@@ -33,7 +33,7 @@ class XFConditionalComputationTransformerConfig(XFormerConfig):
 
 INFO = VariantInfo(
     section="6.3",
-    summary="gates per token and sublayer, trained to a budget, skipped where closed",
+    summary="gates per token and sublayer, trained to a budget",
     paper="Bapna et al. 2020",
     url="https://arxiv.org/abs/2002.07106",
     equation=(

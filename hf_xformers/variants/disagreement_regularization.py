@@ -26,7 +26,7 @@ class XFDisagreementRegularizationConfig(XFormerConfig):
 
 INFO = VariantInfo(
     section="4.6",
-    summary="an auxiliary loss keeps the heads of a layer from reading the same",
+    summary="a loss keeps the heads of a layer from reading alike",
     paper="Li et al. 2018",
     url="https://arxiv.org/abs/1810.10183",
     equation=(

@@ -27,7 +27,7 @@ class XFLocalnessConfig(XFormerConfig):
 
 INFO = VariantInfo(
     section="4.5",
-    summary="a Gaussian with predicted centre and width is a factor on the weights of the lower half of the layers",
+    summary="the weights of lower layers are multiplied by a Gaussian with predicted centre and width",
     paper="Yang et al. 2018",
     url="https://arxiv.org/abs/1810.10182",
     equation=(

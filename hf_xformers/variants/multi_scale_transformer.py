@@ -21,7 +21,7 @@ class XFMultiScaleTransformerConfig(XFormerConfig):
 
 INFO = VariantInfo(
     section="4.6",
-    summary="heads have windows of several widths; lower layers have more narrow ones",
+    summary="heads have windows of several widths, narrower below",
     paper="Guo et al. 2020",
     url="https://arxiv.org/abs/1912.00544",
     equation=(
