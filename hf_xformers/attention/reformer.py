@@ -33,18 +33,15 @@ class ReformerAttention(Attention):
 
     j != i unless nothing else is left. A causal model reads, in each round, the `chunk_length` most recent tokens of
     its bucket: what a token reads is then settled when it arrives (strict causality; it can be cached). The paper's
-        form cuts
-    the sorted order into chunks and reads its own chunk and the one before, so that a later token can move an earlier
-    one into another chunk; encoders use it, decoders on request.
+    form cuts the sorted order into chunks and reads its own chunk and the one before, so that a later token can move
+    an earlier one into another chunk; encoders use it, decoders on request.
 
     The number of buckets b is that of the text's length, about 2 T / chunk_length as in the paper, unless the config
     has one: of each row's real tokens by themselves; in a strictly causal model of the text up to about the token
-        itself ([`Stage`]).
-    Fewer buckets take the first columns of R_a.
+    itself ([`Stage`]). Fewer buckets take the first columns of R_a.
 
-    Shapes: hidden states [B, T, D] -> [B, T, D]; labels [B, H, rounds, T]. Time O(rounds * T * (chunk_length * d + log
-        T)).
-    Rotations are a buffer, drawn from `hash_seed`. State: keys, values, labels.
+    Shapes: hidden states [B, T, D] -> [B, T, D]; labels [B, H, rounds, T]. Time O(rounds * T * (chunk_length * d +
+    log T)). Rotations are a buffer, drawn from `hash_seed`. State: keys, values, labels.
     """
 
     spec: ReformerSpec

@@ -60,9 +60,8 @@ class RoutingAttention(Attention):
     """Roy, Saffar, Vaswani, Grangier 2021 (arXiv 2003.05997), section 4.1 and algorithm 1.
 
     The first heads are local: blocks of `block_size` tokens, a query reads its own block and the one before (an
-        encoder
-    also the one after). The last `num_routing_heads` are routed: with x~ = LN(x) per head without scale or bias,
-    and centroids mu_c,
+    encoder also the one after). The last `num_routing_heads` are routed: with x~ = LN(x) per head without scale or
+    bias, and centroids mu_c,
 
         mu(x)  = argmax_c x~ mu_c
         o_i    = sum_{j : mu(k_j) = mu(q_i)} softmax_j(scale * q~_i k~_j) v_j     (eq. 11 of the survey)

@@ -36,12 +36,12 @@ class SynthesizerAttention(Attention):
     - mixtures "m1+m2", also with "dot" = q k / sqrt(d): B = sum_m a_m B_m with a = softmax of learned numbers
       ("softmax"), (1 - s) dot + s other with s = sigmoid of one ("sigmoid", released code), or the sum ("sum").
 
-    A place is a token's number among the real tokens of its row, so that padding on the left moves no table, whatever
-    `position_ids` say. dot, dense and factorized_random are products of vectors of width d, d + 1 and `rank`, and a
-    mixture of them is a product of the joined vectors: they run in fused attention in O(T) memory. The others need
-        their scores
-    written out, which happens in blocks of queries; where those depend on places alone they have no batch axis.
-    Time O(T^2 D) as in dense attention. State: the values of all tokens seen, and keys in mixtures with dot.
+    A place is a token's number among the real tokens of its row, so that padding on the left moves no table,
+    whatever `position_ids` say. dot, dense and factorized_random are products of vectors of width d, d + 1 and
+    `rank`, and a mixture of them is a product of the joined vectors: they run in fused attention in O(T) memory. The
+    others need their scores written out, which happens in blocks of queries; where those depend on places alone they
+    have no batch axis. Time O(T^2 D) as in dense attention. State: the values of all tokens seen, and keys in
+    mixtures with dot.
 
     Raises:
         ValueError: a row has more than `max_length` tokens.

@@ -66,9 +66,8 @@ class StreamSampler(Sampler[int]):
     so that every row continues the one in the same place of the batch before.
 
     rows: number of rows; streams: rows of a batch over all processes; keep_all: let the first stretches be a row
-        longer
-    where the rows do not divide, which makes the last batch smaller (evaluation); else the rows left over are not
-    used.
+    longer where the rows do not divide, which makes the last batch smaller (evaluation); else the rows left over are
+    not used.
 
     Raises:
         ValueError: fewer rows than streams, with `keep_all=False`.

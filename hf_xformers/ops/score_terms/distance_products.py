@@ -30,12 +30,11 @@ def distance_products(
 ) -> Tensor:
     """q_i a_(j-i) + k_j b_(j-i), each where its vectors are given.
 
-    query [B, h, t, d], key [B, h, s, d] (`None` without vectors for keys), near: the n keys `[first, stop)` that have
-    a vector for each distance, keys: s -> [B, h, t, s]. of_queries `[h or 1, t + n - 1, d]`: vectors by distance, from
-        the last query and the
-    first near key on; of_keys: the same from the last near key and the first query on. A vector more at the end where
-    keys lie beyond the near ones is that of all keys there; without it, their products are zeros. The result cannot be
-    differentiated twice.
+    query [B, h, t, d], key [B, h, s, d] (`None` without vectors for keys), near: the n keys `[first, stop)` that
+    have a vector for each distance, keys: s -> [B, h, t, s]. of_queries `[h or 1, t + n - 1, d]`: vectors by
+    distance, from the last query and the first near key on; of_keys: the same from the last near key and the first
+    query on. A vector more at the end where keys lie beyond the near ones is that of all keys there; without it,
+    their products are zeros. The result cannot be differentiated twice.
 
     Raises:
         RuntimeError: a derivative of the derivative is asked for.
