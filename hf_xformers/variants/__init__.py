@@ -5,7 +5,9 @@ The file name is the ledger id; the model type is `xf_<file name>` (the free mix
 
 from __future__ import annotations
 
+import functools
 import importlib
+import os
 import pkgutil
 import re
 from pathlib import Path
@@ -16,8 +18,15 @@ from ..core.components import did_you_mean
 
 def model_types() -> dict[str, str]:
     """Model type -> module of every variant, without importing any."""
-    names = [info.name for info in pkgutil.iter_modules(__path__) if not info.name.startswith("_")]
-    return {name if name == "xformer" else f"xf_{name}": f"{__name__}.{name}" for name in sorted(names)}
+    return dict(_model_types(tuple((folder, os.stat(folder).st_mtime_ns) for folder in __path__)))
+
+
+@functools.lru_cache(maxsize=1)
+def _model_types(folders: tuple[tuple[str, int], ...]) -> dict[str, str]:
+    """As in these folders at these times: a file that is dropped in is found, and a scan is made once."""
+    found = pkgutil.iter_modules(folder for folder, _ in folders)
+    names = sorted(info.name for info in found if not info.name.startswith("_"))
+    return {name if name == "xformer" else f"xf_{name}": f"{__name__}.{name}" for name in names}
 
 
 def public_names() -> dict[str, list[str]]:

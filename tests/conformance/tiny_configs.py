@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import inspect
 from typing import Any
 
@@ -81,6 +83,16 @@ def config_fields(config_class: type) -> dict[str, Any]:
 
 def tiny_kwargs(config_class: type, overrides: dict[str, Any], kind: str) -> tuple[dict[str, Any], list[str]]:
     """Arguments for a tiny config of this class, and the large fields that no rule here knows (`name=default`)."""
+    kwargs, unknown = copy.deepcopy(_tiny(config_class))
+    if kind == "seq2seq":
+        kwargs.setdefault("decoder_start_token_id", TOKENS["decoder_start_token_id"])
+    kwargs.update(overrides)
+    return kwargs, [entry for entry in unknown if entry.split("=")[0] not in overrides]
+
+
+@functools.cache
+def _tiny(config_class: type) -> tuple[dict[str, Any], list[str]]:
+    """What `tiny_kwargs` gives without overrides, found once for each class."""
     fields = config_fields(config_class)
     canonical = {real: name for name, real in getattr(config_class, "attribute_map", {}).items()}
     kwargs: dict[str, Any] = {}
@@ -92,10 +104,7 @@ def tiny_kwargs(config_class: type, overrides: dict[str, Any], kind: str) -> tup
         elif _is_int(default) and default > 64 and canonical.get(name, name) not in TOKENS:
             unknown.append(f"{name}={default}")
     kwargs.update(_tiny_components(config_class))
-    if kind == "seq2seq":
-        kwargs.setdefault("decoder_start_token_id", TOKENS["decoder_start_token_id"])
-    kwargs.update(overrides)
-    return kwargs, [entry for entry in unknown if entry.split("=")[0] not in overrides]
+    return kwargs, unknown
 
 
 def _is_int(value: Any) -> bool:
