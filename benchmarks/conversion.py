@@ -101,14 +101,14 @@ def row(name: str) -> dict[str, Any]:
     classes: dict[str, None] = {}
     for entry, model, inputs in calls(name):
         ours = from_transformers(model)
-        back = to_transformers(ours, model_type=name)
+        back = to_transformers(ours, model_type=entry.model_type)
         classes[type(model).__name__] = None
         for given in inputs:
             for kind, other in (("outputs", model), ("back", back)):
                 for output, value in differences(entry, other, ours, given).items():
                     column = "losses" if output == "loss" and kind == "outputs" else kind
                     worst[column] = max(worst[column], value)
-    found = {"family": name, "becomes": converter_for(name).variant, "classes": len(classes), **worst}
+    found = {"family": name, "becomes": converter_for(entry.model_type).variant, "classes": len(classes), **worst}
     return {key: f"{value:.0e}" if isinstance(value, float) else value for key, value in found.items()}
 
 
@@ -118,10 +118,12 @@ def row(name: str) -> dict[str, Any]:
 def base_model(name: str) -> Any:
     """A base-sized model of transformers with a head, if the family has one that we have too."""
     known = architectures()
-    first = Architecture(name, "", {}, {converter_for(name).heads[1].theirs: ""}, base=BASE.get(name, {}))
-    entry = known.get(name, first)
+    if name in known:
+        entry = known[name]
+    else:
+        entry = Architecture(name, "", {}, {converter_for(name).heads[1].theirs: ""}, base=BASE.get(name, {}))
     head = next((head for head, ours in entry.heads.items() if ours != "Model"), next(iter(entry.heads)))
-    config_class = type(transformers.AutoConfig.for_model(name))
+    config_class = type(transformers.AutoConfig.for_model(entry.model_type))
     config = config_class(**{**entry.settings.get(head, {}), **entry.base})
     return getattr(transformers, head)(config)
 

@@ -62,6 +62,7 @@ CASES: dict[str, Case] = {
         "xf_sparse_transformer", {"type": "sparse_transformer", "kind": "strided"}, causal=True
     ),
     "sparse transformer, fixed": Case("xf_sparse_transformer", "sparse_transformer", causal=True),
+    "transient global, window 127": Case("xformer", "transient_global"),
     "band, window 512": Case("xf_gpt3_alternating", {"type": "band_attention", "window_size": 512}, causal=True),
     "diet, cascade of 512": Case(
         "xf_transformer_on_a_diet", {"type": "transformer_on_a_diet", "first_window_size": 512}, causal=True

@@ -149,6 +149,7 @@ CASES = [
     ("xf_hard_coded_gaussian", True, LINEAR, 64),
     ("sliding_window", False, LINEAR, 64),
     ("sliding_window", True, LINEAR, 64),
+    ("transient_global", False, 3.0, None),  # a sixteenth of all pairs, which grow with the square
     ("hedgehog", False, LINEAR, None),
     ("hedgehog", True, LINEAR, None),
     ("t2r", False, LINEAR, None),

@@ -39,6 +39,7 @@ SMALL = {  # sizes at which a text of 21 tokens has several chunks, clusters, la
     "etc": {"local_radius": 4},
     "image_transformer": {"block_length": 4, "memory_length": 3},
     "sinkhorn_transformer": {"block_size": 4},
+    "transient_global": {"window_size": 4, "block_size": 4},
 }
 IN_STACKS = {"conditional", "feedback"}  # built by a stack of their own; tests/common/test_large_weights.py has them
 ATTENTIONS = [name for name in names("attention") if name not in IN_STACKS]

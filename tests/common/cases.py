@@ -152,6 +152,14 @@ MIXES: dict[str, Mix] = {
         {"attention": "predictive_attention", "cross_attention": {"type": "predictive_attention", "form": "pat"}},
         ("seq2seq",),
     ),
+    "transient_global": Mix(
+        {
+            "attention": {"type": "transient_global", "window_size": 3, "block_size": 3},
+            "position": "rotary",
+            "num_key_value_heads": 2,
+        },
+        ("encoder",),
+    ),
     "token_types_chunked": Mix({"type_vocab_size": 3, "chunk_size_feed_forward": 4, "add_pooler": True}, ("encoder",)),
 }
 

@@ -95,6 +95,9 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "attention:star_transformer": {
         "attention_weights": "weights on the text sum to less than 1: the relay has the rest",
     },
+    "attention:transient_global": {
+        "attention_weights": "weights on tokens sum to less than 1: the summaries of blocks have the rest",
+    },
     "attention:t2r": {
         "attention_weights": (
             "where all of a query's features are zero it reads nothing, and `eps` keeps the denominator from zero, so"

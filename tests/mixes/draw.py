@@ -110,6 +110,8 @@ ALWAYS: dict[str, tuple[Any, ...]] = {
     "t5_relative_bias.num_buckets": (8, 4, 32),
     "t5_bias_per_layer.num_buckets": (8, 4, 32),
     "tupe.num_buckets": (8, 32, 4),
+    "transient_global.num_buckets": (8, 32, 4),
+    "transient_global.window_size": (1, 2, 4, 6, 16),
     "reformer.num_buckets": (None, 2, 4, (2, 2), (2, 4), 8),
     "routing_transformer.num_clusters": (1, 2, 4),
     "routing_transformer.window_size": (1, 2, 4, 8),

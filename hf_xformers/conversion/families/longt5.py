@@ -1,7 +1,7 @@
-"""LongT5 with local attention: `longt5` <-> the free mix, a T5 whose encoder reads a band of tokens.
+"""LongT5: `longt5` <-> the free mix, a T5 whose encoder reads a band of tokens, and perhaps summaries of blocks.
 
-Transient global attention (`encoder_attention_type="transient-global"`) does not convert: its summaries of blocks have
-no component here.
+Blocks of transient global attention (`encoder_attention_type="transient-global"`) begin at a text's first real token;
+in transformers they do where the padding in front of it begins, which becomes part of them.
 """
 
 from __future__ import annotations
@@ -13,34 +13,73 @@ from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
 from ..base import Head, register
-from ..rules import Rule
+from ..rules import Rule, copied
 from . import t5, umt5
+
+# transformers' name for each kind of attention, and that of its sublayer
+KINDS = {
+    "band_attention": ("local", "LocalSelfAttention"),
+    "transient_global": ("transient-global", "TransientGlobalSelfAttention"),
+}
 
 
 def _encoder(config: XFormerConfig) -> tuple[Rule, ...]:
-    def local(name: str) -> str:
-        return name.replace(".SelfAttention.", ".LocalSelfAttention.")
+    name = KINDS[config.attention.type][1]
+    rules = [
+        dataclasses.replace(
+            rule, theirs=tuple(theirs.replace(".SelfAttention.", f".{name}.") for theirs in rule.theirs)
+        )
+        for rule in t5.encoder(config)
+    ]
+    if config.attention.type == "transient_global":
+        theirs, ours = f"@encoder.block.{{}}.layer.0.{name}", "@trunk.layers.{}.attention"
+        rules += [
+            copied(
+                f"{theirs.format('{i}')}.global_input_layer_norm.weight", f"{ours.format('{i}')}.summary_norm.weight"
+            ),
+            # the first layer's table serves all layers
+            copied(f"{theirs.format(0)}.global_relative_attention_bias.weight", f"{ours.format(0)}.block_bias.weight"),
+        ]
+    return tuple(rules)
 
-    rules = t5.encoder(config)
-    return tuple(dataclasses.replace(rule, theirs=tuple(map(local, rule.theirs))) for rule in rules)
+
+def _attention(config: PreTrainedConfig) -> dict[str, Any]:
+    if config.encoder_attention_type == "local":
+        return {**umt5.DENSE, "type": "band_attention", "window_size": config.local_radius}
+    return {
+        **umt5.DENSE,
+        "type": "transient_global",
+        "window_size": config.local_radius,
+        "block_size": config.global_block_size,
+        "num_buckets": config.relative_attention_num_buckets,
+        "max_distance": config.relative_attention_max_distance,
+    }
 
 
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
     return {
         **t5.to_ours(config),
         **{name: value for name, value in umt5.COMPONENTS.items() if name != "head"},
-        "attention": {**umt5.DENSE, "type": "band_attention", "window_size": config.local_radius},
+        "attention": _attention(config),
         "decoder": {"attention": umt5.DENSE} if config.is_encoder_decoder else None,
     }
 
 
 def to_theirs(config: XFormerConfig) -> dict[str, Any]:
-    width = getattr(config.attention, "window_size", 127)
+    attention = config.attention
+    if attention.type not in KINDS:
+        raise ValueError(
+            f"attention {attention.type!r} in the encoder has no counterpart in transformers: 'longt5' models have"
+            f" {' or '.join(map(repr, KINDS))} there."
+        )
+    width = attention.window_size
     if not isinstance(width, int):
         raise ValueError(f"window_size={width!r} has no counterpart: all layers of a 'longt5' model have one radius.")
-    fields = t5.to_theirs(config)
+    fields = {**t5.to_theirs(config), "local_radius": width, "encoder_attention_type": KINDS[attention.type][0]}
     del fields["classifier_dropout"]
-    return {**fields, "local_radius": width, "encoder_attention_type": "local"}
+    if attention.type == "transient_global":
+        fields["global_block_size"] = attention.block_size
+    return fields
 
 
 CONVERTER = register(
@@ -52,7 +91,7 @@ CONVERTER = register(
         components={
             "position": ("t5_relative_bias",),
             "residual": ("pre_ln",),
-            "attention": ("band_attention", "dense"),
+            "attention": ("band_attention", "transient_global", "dense"),
         },
         fields={name: theirs for name, theirs in t5.FIELDS.items() if name != "classifier_dropout"},
         to_ours=to_ours,
@@ -64,7 +103,7 @@ CONVERTER = register(
             # its config goes on speaking of two towers
             Head("LongT5EncoderModel", "Model", "", ("encoder",), two_towers=False, settings=umt5.ONE_TOWER),
         ),
-        # blocks of the other kind of attention, too
+        # read by one kind of attention alone, which `to_ours` asks
         unread=(*t5.CONVERTER.unread, "global_block_size"),
     )
 )
