@@ -19,6 +19,7 @@ class BandSpec(BlockSparseSpec):
 
     summary = "a sliding window"
     packed = True
+    learns_sinks = True
 
     window_size: int | tuple[int, ...] = aliased(256, "window")
 

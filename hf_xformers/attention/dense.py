@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -104,9 +104,11 @@ class DenseAttention(Attention):
         if self.wants_weights(context):
             if causal:
                 mask = (context.key_index[None, :] <= context.query_index[:, None])[None, None]
-            return literal_softmax_attention(query, key, value, mask, bias, self.scaling, dropout, self.spec.score_cap)
-        if self.spec.score_cap is not None:
-            return self._capped(query, key, value, context, dropout), None
+            return literal_softmax_attention(
+                query, key, value, mask, bias, self.scaling, dropout, self.spec.score_cap, self.sinks
+            )
+        if self.spec.score_cap is not None or self.sinks is not None:
+            return self._in_tiles(query, key, value, context, dropout), None
         if context.implementation == "sdpa" and mask is not None and mask.shape[-2] == 1 and query.shape[2] > 1:
             # A key mask is broadcast by the kernel; expanding it would cost T x S bytes per row of the batch.
             mask = mask.expand(-1, -1, query.shape[2], -1)
@@ -128,13 +130,14 @@ class DenseAttention(Attention):
             output = output.masked_fill(~sees, 0.0)
         return output, None
 
-    def _capped(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, dropout: float) -> Tensor:
-        """[B, T, H, d]. No back-end for all devices caps scores: they are made tile by tile, and where the caller or a
-        cache with unwritten slots says who sees whom, all at once."""
+    def _in_tiles(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, dropout: float) -> Tensor:
+        """[B, T, H, d]. No back-end for all devices caps scores, or tells the denominator that sinks add to: they are
+        made tile by tile, and where the caller or a cache with unwritten slots says who sees whom, all at once."""
         cap = self.spec.score_cap
         if not self.cross and (context.explicit_mask is not None or context.static):
             mask = boolean_mask(context)
-            return literal_softmax_attention(query, key, value, mask, None, self.scaling, dropout, cap)[0]
+            inputs = (query, key, value, mask, None, self.scaling, dropout, cap, self.sinks)
+            return literal_softmax_attention(*inputs)[0]
         output: Any = block_sparse_attention(
             query,
             key,
@@ -147,7 +150,9 @@ class DenseAttention(Attention):
             dropout=dropout,
             segment_ids=None if self.cross else context.segment_ids,
             score_cap=cap,
+            return_lse=self.sinks is not None,
         )
+        output = output if self.sinks is None else self.less_sinks(*output)
         return output.transpose(1, 2)
 
     def weights_of_block(self, query: Tensor, key: Tensor, context: LayerContext, rows: slice, heads: slice) -> Tensor:
@@ -165,6 +170,11 @@ class DenseAttention(Attention):
             scores = scores + made[..., heads, :, :]
         mask = visible_block(context, self.cross, rows, keys)
         mask = mask if mask is None or mask.shape[1] == 1 else mask[:, heads]
+        if self.sinks is not None:  # one more key that is always seen
+            more = self.sinks[heads].to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, more], dim=-1)
+            mask = None if mask is None else nn.functional.pad(mask, (0, 1), value=True)
+            return visible_softmax(scores, mask, False)[..., :-1]
         return visible_softmax(scores, mask, rows_can_be_empty(context, self.cross))
 
 
@@ -172,7 +182,6 @@ class DenseAttention(Attention):
 class DenseSpec(AttentionSpec):
     """Every token reads every token (that it may see)."""
 
-    context_parallel = True
     summary = "full softmax attention"
     cross = True
     score_bias = True
@@ -187,8 +196,13 @@ class DenseSpec(AttentionSpec):
     exports_usual_path = True
     normalizes_heads = True
     caps_scores = True
+    learns_sinks = True
     hands_out_heads = True
     weighs_blocks = True
+
+    @property
+    def context_parallel(self) -> bool:  # type: ignore[override]  # only SDPA itself is divided
+        return self.score_cap is None and not self.learned_sinks
 
     def takes_global_tokens(self) -> bool:
         return True  # as all others

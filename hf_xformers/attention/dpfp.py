@@ -112,7 +112,16 @@ class DPFPSpec(LinearSpec):
             return DPFPAttention(config, self, **where)
         fields: dict[str, Any] = {"nu": self.nu, "chunk_size": self.chunk_size}
         fields["attention_normalize"] = self.has_denominator
-        for name in ("bias", "output_bias", "scale", "query_key_norm", "angles"):
+        for name in (
+            "bias",
+            "output_bias",
+            "scale",
+            "query_key_norm",
+            "angles",
+            "aggregation",
+            "losses",
+            "output_gate",
+        ):
             fields[name] = getattr(self, name)
         spec = DeltaNetSpec(**fields)
         return DeltaNetAttention(config, spec, **where)

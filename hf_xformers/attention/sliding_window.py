@@ -89,7 +89,7 @@ class SlidingWindowAttention(BlockSparseAttention):
         sinks = self._sinks(key, value, context, layer if isinstance(layer, SinkWindowLayer) else None)
         output, weights = self._attend_with_sinks(query, key, value, sinks, context)
         losses = self.losses(Heads(self, query, key, value, output, weights, context))
-        return SublayerOutput(self.written(output, context), weights, aux_losses=losses)
+        return SublayerOutput(self.written(output, context, hidden_states), weights, aux_losses=losses)
 
     def _sinks(self, key: Tensor, value: Tensor, context: LayerContext, layer: SinkWindowLayer | None) -> Sinks:
         """The first real tokens among all so far; those that are new go into the cache."""
@@ -126,7 +126,7 @@ class SlidingWindowAttention(BlockSparseAttention):
             mask = torch.cat((local.expand(query.shape[0], -1, -1, -1), seen), dim=-1)
             keys, values = torch.cat((key, sinks.key), dim=2), torch.cat((value, sinks.value), dim=2)
             output, found = literal_softmax_attention(
-                query, keys, values, mask, None, self.scaling, dropout, self.spec.score_cap
+                query, keys, values, mask, None, self.scaling, dropout, self.spec.score_cap, self.sinks
             )
             weights = found.new_zeros(*found.shape[:3], total)
             weights[..., dropped:] = found[..., : key.shape[2]]
@@ -148,8 +148,9 @@ class SlidingWindowAttention(BlockSparseAttention):
             side_value=sinks.value,
             side_mask=seen,
             score_cap=self.spec.score_cap,
+            return_lse=True,
         )
-        return result.transpose(1, 2), None
+        return self.less_sinks(*result).transpose(1, 2), None
 
 
 @register("attention", "sliding_window", aliases=("streaming_llm",))
@@ -165,6 +166,7 @@ class SlidingWindowSpec(BlockSparseSpec):
     score_terms = False
     head_terms = False
     explicit_mask = False
+    learns_sinks = True
 
     window_size: int = aliased(256, "window")
     sinks: int = 4

@@ -108,7 +108,7 @@ class TransientGlobalAttention(BlockSparseAttention):
             sides = (own, self.keys(summaries), self.heads(self.v_proj(summaries)))
             output, weights = self._attend_with_summaries((query, key, value), sides, blocks, context)
         losses = self.losses(Heads(self, query, key, value, output, weights, context))
-        return SublayerOutput(self.written(output, context), weights, aux_losses=losses)
+        return SublayerOutput(self.written(output, context, hidden_states), weights, aux_losses=losses)
 
     def _summaries(self, hidden_states: Tensor, blocks: Blocks) -> Tensor:
         """[B, T, D] -> g [B, S, D]."""

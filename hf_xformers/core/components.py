@@ -217,6 +217,18 @@ def _check_heads(slot: str, spec: Any, config) -> None:
                 f"{what} has no place for `score_cap` {spec.score_cap}, which dense and windowed attention have with a"
                 " position outside the scores; set it to None, or use these."
             )
+    if spec.output_gate != "none" and not spec.hands_out_heads:
+        raise ValueError(
+            f"{slot} {spec.type!r} does not hand out what its heads read one by one, as `output_gate`"
+            f" {spec.output_gate!r} needs; leave it at 'none', or use a mechanism such as 'dense' or 'sliding_window'."
+        )
+    inside = config.position.acts & {"score_terms", "score_bias"}
+    if spec.learned_sinks and (not spec.learns_sinks or (slot == "attention" and inside)):
+        what = f"position {config.position.type!r}" if spec.learns_sinks else f"{slot} {spec.type!r}"
+        raise ValueError(
+            f"{what} has no place for `learned_sinks`, which dense and windowed attention have with a position outside"
+            " the scores; leave them off, or use these."
+        )
     spec.check_heads(slot, config)
 
 

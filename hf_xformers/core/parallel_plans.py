@@ -16,8 +16,9 @@ def _splits_heads(layer: Any, kind: str) -> bool:
     own = kind == "attention"
     spec = layer.attention if own else layer.cross_attention
     # A norm of queries and keys has one weight for all heads, or statistics over them; an aggregation joins all heads,
-    # and losses compare them.
+    # and losses compare them. Sinks and gates belong to single heads, and are whole in every process.
     alone = spec.query_key_norm == "none" and spec.aggregation is None and not spec.losses
+    alone = alone and spec.output_gate == "none" and not spec.learned_sinks
     return spec.splits_heads and alone and not (own and layer.position.acts & _ALL_HEADS)
 
 

@@ -152,6 +152,15 @@ MIXES: dict[str, Mix] = {
         {"attention": "predictive_attention", "cross_attention": {"type": "predictive_attention", "form": "pat"}},
         ("seq2seq",),
     ),
+    "gated_heads": Mix(  # as in Qwen3-Next
+        {
+            "attention": {"type": "dense", "bias": False, "output_gate": "element", "query_key_norm": "head"},
+            "position": {"type": "rotary", "fraction": 0.5},
+            "normalization": {"type": "rms_norm", "from_zero": True},
+            "num_key_value_heads": 2,
+        },
+        ("decoder",),
+    ),
     "transient_global": Mix(
         {
             "attention": {"type": "transient_global", "window_size": 3, "block_size": 3},

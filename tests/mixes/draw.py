@@ -436,6 +436,8 @@ class Drawing:
             ("angles", "rotation"),
             ("losses", "hands_out_heads"),
             ("aggregation", "hands_out_heads"),
+            ("output_gate", "hands_out_heads"),
+            ("learned_sinks", "learns_sinks"),
         ):
             if field in given and not getattr(kind, able) and self.chance(0.9):
                 del given[field]

@@ -48,6 +48,7 @@ class Attention(Undecayed, Sublayer):
     """
 
     unpads: ClassVar[bool] = True
+    undecayed: ClassVar[tuple[str, ...]] = ("sinks",)
 
     def __init_subclass__(cls, **kwargs) -> None:
         super().__init_subclass__(**kwargs)
@@ -74,6 +75,11 @@ class Attention(Undecayed, Sublayer):
             if self.aggregation is not None and not joining.final_linear:
                 self.o_proj = None  # type: ignore[assignment]
         self.head_losses = nn.ModuleList(loss.build(config, layer_idx=layer_idx) for loss in spec.losses)
+        self.gate_proj: nn.Linear | None = None
+        if spec.output_gate != "none":
+            gates = self.num_heads * (self.head_dim if spec.output_gate == "element" else 1)
+            self.gate_proj = nn.Linear(width, gates, bias=spec.bias)
+        self.sinks = nn.Parameter(torch.empty(self.num_heads)) if spec.learned_sinks else None
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
         if spec.query_key_norm != "none":
@@ -118,7 +124,10 @@ class Attention(Undecayed, Sublayer):
 
     def initialize(self, config, init) -> None:
         """Projections as the config's initializer says (the generic rule has run before)."""
-        start_projections(config, init, inputs=(self.k_proj, self.v_proj), output=self.o_proj)
+        gates = () if self.gate_proj is None else (self.gate_proj,)
+        start_projections(config, init, inputs=(self.k_proj, self.v_proj, *gates), output=self.o_proj)
+        if self.sinks is not None:
+            init.zeros_(self.sinks)  # as a key with the score 0
         if config.initializer == "t5":  # the query carries the 1 / sqrt(d) that T5's scores lack
             std = config.initializer_factor * (config.hidden_size * self.head_dim) ** -0.5
             init.normal_(self.q_proj.weight, mean=0.0, std=std)
@@ -253,10 +262,25 @@ class Attention(Undecayed, Sublayer):
             found.update(loss(heads))
         return found or None
 
-    def written(self, output: Tensor, context: LayerContext) -> Tensor:
+    def less_sinks(self, output: Tensor, norm: Tensor) -> Tensor:
+        """Softmax attention [B, H, T, d], and the logarithm of its denominator [B, H, T] (-inf: it sees nothing) ->
+        what it is with the learned sinks in the denominator, sigmoid(norm - s) times as much."""
+        if self.sinks is None:
+            return output
+        lowest = torch.finfo(norm.dtype).min  # finite, for the gradient of a row that sees nothing
+        left = torch.sigmoid(norm.clamp(min=lowest) - self.sinks.to(norm.dtype)[:, None])
+        return (output * left[..., None]).to(output.dtype)
+
+    def written(self, output: Tensor, context: LayerContext, hidden_states: Tensor) -> Tensor:
         """What the heads have read, [B, T, H, d] -> [B, T, D] for the residual stream: side by side through the output
-        projection, or as the spec's `aggregation` joins them."""
+        projection, or as the spec's `aggregation` joins them. hidden_states [B, T, D]: the layer's input, which the
+        output gate reads."""
         joined = context.packed(output.flatten(2))
+        if self.gate_proj is not None:
+            gate = torch.sigmoid(self.gate_proj(hidden_states))
+            if self.spec.output_gate == "head":
+                gate = gate.repeat_interleave(self.head_dim, dim=-1)
+            joined = joined * gate
         if self.aggregation is not None:
             joined = self.aggregation(joined)
         return joined if self.o_proj is None else self.o_proj(joined)
@@ -281,7 +305,7 @@ class Attention(Undecayed, Sublayer):
             query, key, value = self.project_self(hidden_states, context, past_key_values, step)
         output, weights = self.attend(query, key, value, context)
         losses = self.losses(Heads(self, query, key, value, output, weights, context))
-        return SublayerOutput(self.written(output, context), weights, aux_losses=losses)
+        return SublayerOutput(self.written(output, context, hidden_states), weights, aux_losses=losses)
 
 
 @dataclass(kw_only=True)
@@ -319,7 +343,8 @@ class AttentionSpec(Spec):
     ([`Attention.weights_of_block`]), as losses on them need.
 
     Of the fields below mechanisms may refuse some: normalizes_heads: queries and keys may be normalised
-    (`query_key_norm`). caps_scores: scores may be capped (`score_cap`).
+    (`query_key_norm`). caps_scores: scores may be capped (`score_cap`). learns_sinks: softmax may have a learned sink
+    (`learned_sinks`). `output_gate`, `aggregation` and `losses` need `hands_out_heads`.
 
     bias: biases on the projections. output_bias: the same for the output projection (`None`: as the others). scale:
     factor on scores (`None`: 1 / sqrt(head width); T5: 1.0). query_key_norm: the config's normalization on queries and
@@ -328,7 +353,11 @@ class AttentionSpec(Spec):
     et al. 2016, arXiv 1611.09940, section 5.1). angles: which rotation of a rotary position the layer has, that of all
     layers (`global`), the `local` one, or `none`. aggregation: how heads are joined in place of standing side by side
     (`routing_aggregation`, `capsule_heads`; `None`: side by side). losses: auxiliary losses of training on what heads
-    do (`disagreement_regularization`, `attention_guidance`).
+    do (`disagreement_regularization`, `attention_guidance`). learned_sinks: a learned score s of each head in the
+    denominator of its softmax, exp(q k_j) / (exp(s) + sum_j exp(q k_j)), so that a head can read nothing (GPT-OSS,
+    OpenAI 2025, arXiv 2508.10925, section 2.1; s = 0 is Miller 2023's softmax with one added). output_gate: what
+    heads have read times sigmoid(W x), x the layer's input, with one number for each `head` or for each `element`
+    (Qiu et al. 2025, arXiv 2505.06708, section 2.2; Qwen3-Next).
     """
 
     causal: ClassVar[bool] = True
@@ -364,6 +393,7 @@ class AttentionSpec(Spec):
 
     normalizes_heads: ClassVar[bool] = False
     caps_scores: ClassVar[bool] = False
+    learns_sinks: ClassVar[bool] = False
 
     bias: bool = True
     output_bias: bool | None = None
@@ -373,6 +403,8 @@ class AttentionSpec(Spec):
     angles: Literal["global", "local", "none"] = "global"
     aggregation: dict | str | HeadAggregation | None = None
     losses: tuple[Any, ...] = ()
+    learned_sinks: bool = False
+    output_gate: Literal["none", "head", "element"] = "none"
 
     def __post_init__(self) -> None:
         self.aggregation = build_aggregation(self.aggregation)
@@ -471,9 +503,11 @@ def literal_softmax_attention(
     scaling: float,
     dropout: float = 0.0,
     cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale * Q K^T + bias) V with masked pairs excluded, written out; scores in float32 at least. cap: c,
-    where scale * Q K^T becomes c tanh(scale * Q K^T / c).
+    where scale * Q K^T becomes c tanh(scale * Q K^T / c). sinks [H]: scores of one more key, whose weights are left
+    out.
 
     query [B, H, T, d], key and value [B, K, S, d] (K divides H); mask [B or 1, 1 or H, T or 1, S] boolean, True = may
     attend; bias broadcastable to [B, H, T, S] -> output [B, T, H, d], weights [B, H, T, S]. A row that may attend to
@@ -489,7 +523,11 @@ def literal_softmax_attention(
         scores = scores + bias
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    weights = torch.softmax(scores, dim=-1).to(query.dtype)
+    if sinks is None:
+        weights = torch.softmax(scores, dim=-1).to(query.dtype)
+    else:
+        more = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        weights = torch.softmax(torch.cat([scores, more], dim=-1), dim=-1)[..., :-1].to(query.dtype)
     if mask is not None:
         weights = weights.masked_fill(~mask, 0.0)
     dropped = nn.functional.dropout(weights, dropout) if dropout else weights

@@ -89,7 +89,7 @@ class BlockSparseAttention(Attention):
             if bias is not None:
                 matrix = context.streams["dense_bias"][..., dropped:]
             output, weights = literal_softmax_attention(
-                *inputs, mask, matrix, self.scaling, dropout, self.spec.score_cap
+                *inputs, mask, matrix, self.scaling, dropout, self.spec.score_cap, self.sinks
             )
             return output, F.pad(weights, (dropped, 0)) if dropped else weights
         row_query, row_key, row_value = global_rows or (None, None, None)
@@ -112,8 +112,10 @@ class BlockSparseAttention(Attention):
             global_value=row_value,
             max_globals=most,
             score_cap=self.spec.score_cap,
+            return_lse=self.sinks is not None,
         )
-        return result.transpose(1, 2), None
+        output = result if self.sinks is None else self.less_sinks(*result)
+        return output.transpose(1, 2), None
 
     def _attend_with_terms(
         self,

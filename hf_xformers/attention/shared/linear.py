@@ -99,7 +99,11 @@ class LinearAttention(Attention):
     ) -> SublayerOutput:
         step = self.layer_idx if step is None else step
         losses = self.losses_of_heads
-        whole = None if losses or self.aggregation is not None else self.at_once(hidden_states, context)
+        whole = (
+            None
+            if losses or self.aggregation is not None or self.gate_proj is not None
+            else self.at_once(hidden_states, context)
+        )
         if whole is not None:
             return SublayerOutput(whole, None)
         query = self.queries(hidden_states)
@@ -112,7 +116,7 @@ class LinearAttention(Attention):
             output, weights = self._read_tokens(query, key, value, decay, context, past_key_values, step)
         output = self.finished(output).transpose(1, 2)
         found = self.losses(Heads(self, query, key, value, output, weights, context)) if losses else None
-        return SublayerOutput(self.written(output, context), weights, aux_losses=found)
+        return SublayerOutput(self.written(output, context, hidden_states), weights, aux_losses=found)
 
     def _keys_and_values(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """[B, S, D] -> [B, H, S, d] twice; grouped heads are repeated, as a state belongs to a query's head."""
