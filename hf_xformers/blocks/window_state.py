@@ -65,11 +65,34 @@ class WindowSublayer(Sublayer):
         mask = context.query_padding_mask
         return hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0.0)
 
+    def windows_of(
+        self,
+        hidden_states: Tensor,
+        width: int,
+        context: LayerContext,
+        past_key_values: Cache | None,
+        step: int | None,
+        name: str | None = None,
+    ) -> Tensor:
+        """The inputs [B, T + width - 1, D] of windows of `width` tokens: in a decoder those that end at each token, in
+        an encoder those around it (of an even width, the one more stands before)."""
+        if context.causal:
+            return self.with_past(hidden_states, width - 1, context, past_key_values, step, name)
+        around = (0, 0, width // 2, (width - 1) // 2)
+        return nn.functional.pad(self.real_inputs(hidden_states, context), around)
+
     def with_past(
-        self, hidden_states: Tensor, count: int, context: LayerContext, past_key_values: Cache | None, step: int | None
+        self,
+        hidden_states: Tensor,
+        count: int,
+        context: LayerContext,
+        past_key_values: Cache | None,
+        step: int | None,
+        name: str | None = None,
     ) -> Tensor:
         """The inputs [B, count + T, D]: the `count` last ones before these (zeros where there are none), then
-        these."""
+        these. name: of the state, where the sublayer has several."""
+        name = self.name if name is None else name
         states = self.real_inputs(hidden_states, context)
         cache = self_attention_cache(past_key_values)
         if cache is None:
@@ -82,20 +105,20 @@ class WindowSublayer(Sublayer):
                 " has no place for; leave `past_key_values` out, or make it with"
                 " `hf_xformers.core.cache.make_cache(config)`."
             )
-        before = layer.windows.get(self.name)
+        before = layer.windows.get(name)
         joined = (
             nn.functional.pad(states, (0, 0, count, 0))
             if before is None
             else torch.cat((before.to(states), states), 1)
         )
-        layer.windows[self.name] = joined[:, joined.shape[1] - count :].clone()  # not a view that keeps the whole text
+        layer.windows[name] = joined[:, joined.shape[1] - count :].clone()  # not a view that keeps the whole text
         return joined
 
 
-def check_window_block(name: str, config) -> None:
-    """Refuses mechanisms whose cache has no place for a window. Raises `ValueError`."""
+def check_window_block(name: str, config, kept: str = "a window of inputs") -> None:
+    """Refuses mechanisms whose cache has no place for what else is `kept`. Raises `ValueError`."""
     if config.is_decoder and not config.attention.keeps_keys_alone:
         raise ValueError(
-            f"block {name!r} keeps a window of inputs beside the keys and values of attention 'dense', which attention"
+            f"block {name!r} keeps {kept} beside the keys and values of attention 'dense', which attention"
             f" {config.attention.type!r} has no place for in a decoder; use 'dense' there."
         )

@@ -145,6 +145,11 @@ ALWAYS: dict[str, tuple[Any, ...]] = {
     "ca_mtl.num_tasks": (1,),  # of several, texts have to say theirs
     "ca_mtl.num_blocks": (None, 1, 2, 5, POSITIONS, 30),
     "collaborative_attention.shared_width": (None, 4, 8, 32, 5, 0),
+    "lite_transformer.attn_channels": (None, None, 4, 12, 16),
+    "lite_transformer.conv_heads": (None, 1, 2, 8, 3),
+    "lite_transformer.kernel_sizes": (None, (3,), (1, 5), (31, 3), (4, 2), ()),
+    "dynamic_mask.max_distance": (1, 2, 8, 0),
+    "mask_attention_network.max_distance": (1, 2, 8, 0),
     "threshold": (-1, 0, 0.3, 0.5, 0.6, 0.65, (0.6,), (0.5, 0.1), ()),  # nats, of two classes: at most 0.69
     "patience": (None, 0, 1, 2),
 }
