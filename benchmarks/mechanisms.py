@@ -203,6 +203,7 @@ CASES: dict[str, Case] = {
     "luna causal": Case("xf_luna", "luna", causal=True),
     "adaptive span 512": Case("xf_adaptive_span", {"type": "adaptive_span", "start": "480/T"}, causal=True),
     "transformer-xl": Case("xf_transformer_xl", "transformer_xl", causal=True, peers={"transformers": peers.xlnet}),
+    "tener": Case("xf_tener", "tener"),
     "realformer, 4 layers": Case("xf_realformer", "realformer", layers=4),
     "talking heads": Case("xf_talking_heads", "talking_heads", peers={"x-transformers": peers.talking_heads}),
     "collaborative attention": Case("xf_collaborative_attention", "collaborative_attention"),

@@ -135,7 +135,9 @@ class XFormerConfig(PreTrainedConfig):
         `attention` is what a learned vector reads of all tokens, Lee et al. 2019).
     Classifiers: classifier_transform (what stands between the states and the labels of texts, tokens, spans, choices
         and images: `none`; `dense`, a map and an activation; `dense_norm`, these and the config's normalization),
-        classifier_activation (its name in transformers' table), classifier_bias (whether the map has a bias).
+        classifier_activation (its name in transformers' table), classifier_bias (whether the map has a bias),
+        tag_decoder (how tokens are labelled: `softmax`, each by itself, or `crf`, a linear chain that scores sequences
+        of tags, whose best ones are well-formed where tags are of the form B-PER, I-PER, O).
     Shape: is_decoder (causal self-attention), is_encoder_decoder (two towers and cross-attention). The head classes
         set both, so a saved config says what was built.
     unpad_inputs: whether layers are given the real tokens of a batch alone, as one row, wherever they do not look at
@@ -193,6 +195,7 @@ class XFormerConfig(PreTrainedConfig):
     classifier_transform: Literal["none", "dense", "dense_norm"] = "none"
     classifier_activation: str = "gelu"
     classifier_bias: bool = True
+    tag_decoder: Literal["softmax", "crf"] = "softmax"
     pad_token_id: int | None = 0
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None

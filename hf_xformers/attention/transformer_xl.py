@@ -4,6 +4,7 @@ ones."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.segment_memory import SegmentCacheLayer, take_slots
 from ..ops.common.products import wide_products
+from ..ops.common.relative_sinusoids import relative_sinusoids
 from ..ops.common.shifted_rows import shift_rows
 from ..ops.score_terms.attention import distance_products
 from ..ops.score_terms.terms import QueryBlock
@@ -38,17 +40,6 @@ TOKEN_TYPES = "token_types_of_queries_and_keys"
 KEY_USAGE = "key_usage"
 BIASES = ("transformer_xl_content_bias", "transformer_xl_position_bias")
 TABLE = "transformer_xl_table"
-
-
-def relative_sinusoids(distance: Tensor, width: int, like: Tensor) -> Tensor:
-    """R_d = [sin(d / 10000^(2i/width)) | cos(...)], distance [n] -> [n, width] in the dtype of `like`; computed in
-    float32 at least."""
-    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
-    exponent = torch.arange(0, width, 2, device=distance.device, dtype=wide) / width
-    angles = distance.to(wide)[:, None] * torch.pow(
-        torch.tensor(10000.0, dtype=wide, device=distance.device), -exponent
-    )
-    return torch.cat([angles.sin(), angles.cos()], dim=-1).to(like.dtype)
 
 
 @dataclass(frozen=True)
@@ -108,11 +99,13 @@ class TransformerXLAttention(Attention):
     """
 
     undecayed = ("content_bias", "position_bias", "segment_bias")
+    table_name: ClassVar[str] = TABLE  # of R in `context.shared`
 
     spec: TransformerXLSpec
 
     def __init__(self, config, spec: TransformerXLSpec, **where):
         super().__init__(config, spec, **where)
+        self.table_width = config.hidden_size
         size = (self.num_heads, self.head_dim)
         owner = not spec.share_biases or self.layer_idx == 0
         self.content_bias = nn.Parameter(torch.empty(size)) if owner else None
@@ -136,7 +129,7 @@ class TransformerXLAttention(Attention):
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
         if self.spec.share_biases and self.content_bias is not None and self.position_bias is not None:
             context.streams.update(zip(BIASES, (self.content_bias, self.position_bias), strict=True))
-        if TABLE not in context.shared:
+        if self.table_name not in context.shared:
             length = context.query_index.shape[0]
             keys = context.shared.get(KEY_COUNT, length + self._slots_ahead(context, past_key_values))
             grid = self._grid(context, length, keys)
@@ -145,8 +138,8 @@ class TransformerXLAttention(Attention):
             distance = torch.arange(largest, grid.offset - keys, -1, device=context.query_index.device) * grid.stride
             if self.spec.clamp is not None:
                 distance = distance.clamp(-self.spec.clamp, self.spec.clamp)
-            table = relative_sinusoids(distance, like.shape[1], like)
-            context.shared[TABLE] = F.dropout(table, self.table_dropout, self.training)
+            table = relative_sinusoids(distance, self.table_width, like)
+            context.shared[self.table_name] = F.dropout(table, self.table_dropout, self.training)
 
     @staticmethod
     def _grid(context: LayerContext, length: int, keys: int) -> Grid:
@@ -184,13 +177,13 @@ class TransformerXLAttention(Attention):
         step: int | None = None,
     ) -> SublayerOutput:
         step = self.layer_idx if step is None else step
-        query = self.heads(self.q_proj(hidden_states))
+        query = self.queries(hidden_states)
         key, value, real = self._keys_and_values(hidden_states, context, past_key_values, step)
         key, value = self.repeated(key), self.repeated(value)
         content_bias, position_bias = self._biases(context)
         content = (query + content_bias[:, None].to(query.dtype)) * self.scaling
         length, keys = query.shape[2], key.shape[2]
-        relative = self._relative(context.shared[TABLE], keys, past_key_values, step)
+        relative = self._relative(context.shared[self.table_name], keys, past_key_values, step)
         grid = self._grid(context, length, keys)
         if self.wants_weights(context):
             rows = slice(0, length)
@@ -209,7 +202,7 @@ class TransformerXLAttention(Attention):
             weights = visible_softmax(scores, mask, real is not None, overwrite=True).to(value.dtype)
             count_usage(context, step, weights, rows, keys)
             dropped = F.dropout(weights, self.dropout) if self.training and self.dropout else weights
-            return SublayerOutput(self.o_proj(torch.matmul(dropped, value).transpose(1, 2).flatten(2)), weights)
+            return SublayerOutput(self.written(torch.matmul(dropped, value).transpose(1, 2), context), weights)
 
         blocks = blocks_of(query, keys)
         if self.is_causal:  # a block's first query meets keys as much later than itself as the block is long; not seen
@@ -220,7 +213,7 @@ class TransformerXLAttention(Attention):
             tables.append(self.segment_table.permute(1, 2, 0).to(query.dtype))
         terms = RelativeTerms(self, tuple(tables), context, keys, grid, real, step)
         mixed = attend_with_terms(content, key, value, terms, self.dropout if self.training else 0.0, blocks)
-        return SublayerOutput(self.o_proj(mixed.flatten(2)))
+        return SublayerOutput(self.written(mixed, context))
 
     def _keys_and_values(
         self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache | None, step: int
@@ -234,7 +227,7 @@ class TransformerXLAttention(Attention):
             tokens, real = torch.cat([earlier, hidden_states], dim=1), context.shared[MEMORY_REAL]
             order = context.shared[MEMORY_ORDER]
             tokens = tokens if order is None else take_slots(tokens, order)
-        key, value = self.heads(self.k_proj(tokens)), self.heads(self.v_proj(tokens))
+        key, value = self.keys(tokens), self.heads(self.v_proj(tokens))
         cache = self_attention_cache(past_key_values)
         if cache is None:
             return key, value, real
@@ -249,23 +242,23 @@ class TransformerXLAttention(Attention):
             )
         return *cache.update(key, value, step), context.padding_mask
 
+    def by_head(self, table: Tensor) -> Tensor:
+        """The vectors of distances that scores are made with: R [n, table_width] -> W_R R [H, d, n]."""
+        return self.r_proj(table).unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)
+
     def _relative(self, table: Tensor, keys: int, past_key_values: Cache | None, step: int) -> Tensor:
         """W_R R by distance, [H, d, distances]: the largest, keys - 1, first; in an encoder negative ones follow 0."""
-
-        def project(rows: Tensor) -> Tensor:
-            return self.r_proj(rows).unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)
-
         if not self.is_causal:
-            return project(table)
+            return self.by_head(table)
         cache = self_attention_cache(past_key_values)
         layer = None if cache is None or torch.is_grad_enabled() else cache.layers[step]
         if not isinstance(layer, SegmentCacheLayer):
-            return project(table[:keys])
+            return self.by_head(table[:keys])
         # While generating only the distances that are new are projected.
         relative = layer.relative
         known = 0 if relative is None else relative.shape[-1]
         if relative is None or known < keys:
-            new = project(table[: keys - known])
+            new = self.by_head(table[: keys - known])
             relative = layer.relative = new if relative is None else torch.cat([new, relative], dim=-1)
         return relative[..., relative.shape[-1] - keys :]
 

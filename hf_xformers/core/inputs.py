@@ -29,15 +29,15 @@ def check_axes(name: str, tensor: Tensor | None, axes: tuple[str, ...] = ("batch
         raise ValueError(f"`{name}` must be [{', '.join(axes)}], got {list(tensor.shape)}; {remedy}.")
 
 
-def check_token_labels(labels: Tensor | None, logits: Tensor) -> None:
-    """Refuses labels that are not one for each of the tokens of `logits` [B, T, classes].
+def check_token_labels(labels: Tensor | None, logits: Tensor, name: str = "labels") -> None:
+    """Refuses labels (the input `name`) that are not one for each of the tokens of `logits` [B, T, classes].
 
     Raises:
         ValueError: another shape.
     """
     if labels is not None and labels.shape != logits.shape[:2]:
         raise ValueError(
-            f"`labels` must be [batch, length] = {list(logits.shape[:2])}, one for each token of the logits, got "
+            f"`{name}` must be [batch, length] = {list(logits.shape[:2])}, one for each token of the logits, got "
             f"{list(labels.shape)}."
         )
 

@@ -135,6 +135,8 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
+    from . import word_characters  # noqa: F401  (AutoTokenizer then knows its class)
+
     addable = ("pad", "cls", "sep", "mask")
     unknown = [role for role in add_missing if role not in addable]
     if unknown:

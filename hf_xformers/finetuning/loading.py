@@ -196,13 +196,19 @@ def choose_tokenizer(
     from ..training.text import open_tokenizer, train_tokenizer_for
 
     name = options.tokenizer or (None if options.train_tokenizer else options.model)
+    spelt = reads_characters(config)
+    if spelt and options.tokenizer_kind not in ("bpe", "words"):
+        raise ValueError(
+            f"--tokenizer_kind {options.tokenizer_kind} makes pieces of words, and the embedding"
+            f" {config.embedding.type!r} reads words and their characters; take --tokenizer_kind words"
+        )
     if name is not None and options.train_tokenizer:
         raise ValueError(f"--tokenizer {name!r} and --train_tokenizer exclude each other; leave one out")
     if name is not None:
         try:
             if isinstance(task, LanguageModeling):
                 return open_tokenizer(name, task.objective)
-            return load_tokenizer(name)
+            return _with_characters(load_tokenizer(name), spelt, config)
         except ValueError as error:
             if options.tokenizer is not None:
                 raise
@@ -215,6 +221,11 @@ def choose_tokenizer(
         return train_tokenizer_for(
             task.objective, texts, kind=options.tokenizer_kind, vocab_size=vocab_size, max_length=limit
         )
+    if spelt or options.tokenizer_kind == "words":
+        from ..data.word_characters import train_word_tokenizer
+
+        # Words seen once are left to their characters, so that the model learns to do without a word's vector.
+        return train_word_tokenizer(texts, vocab_size, min_frequency=2, model_max_length=limit)
     return train_tokenizer(
         list(texts),
         kind=options.tokenizer_kind,  # type: ignore[arg-type]
@@ -223,6 +234,22 @@ def choose_tokenizer(
         style="t5" if config.is_encoder_decoder else "bert",
         model_max_length=limit,
     )
+
+
+def reads_characters(config: PreTrainedConfig) -> bool:
+    """Whether a model reads the characters of its tokens."""
+    return isinstance(config, XFormerConfig) and "character_ids" in config.embedding.inputs
+
+
+def _with_characters(tokenizer: PreTrainedTokenizerBase, wanted: bool, config: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer, if it gives characters or they are not wanted."""
+    if wanted and "character_ids" not in tokenizer.model_input_names:
+        raise ValueError(
+            f"the embedding {config.embedding.type!r} reads the characters of words, which a"
+            f" {type(tokenizer).__name__} does not give; leave --tokenizer out to train one of words, or take the"
+            " embedding 'token'"
+        )
+    return tokenizer
 
 
 def fit_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
@@ -234,6 +261,8 @@ def fit_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) 
                 "load_tokenizer(..., add_missing=['pad']) and save it"
             )
         tokenizer.pad_token = tokenizer.eos_token
+    if not reads_characters(config):
+        tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name != "character_ids"]
     if isinstance(config, XFormerConfig) and config.type_vocab_size < 2:
         tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
 

@@ -35,7 +35,7 @@ class ModelOptions:
         metadata={"help": "Train a tokenizer on the training rows. The default with --variant and no --tokenizer."},
     )
     tokenizer_kind: str = field(
-        default="bpe", metadata={"help": "Kind of a tokenizer that is trained: bpe, wordpiece or unigram."}
+        default="bpe", metadata={"help": "Kind of a tokenizer that is trained: bpe, wordpiece, unigram or words."}
     )
     new_head: bool = field(
         default=False,

@@ -84,6 +84,7 @@ class FineTuning:
             self.fields |= grown_positions(cast(XFormerConfig, first), self._longest_wanted())
             first = self._config({})
         self._check_exits(first)
+        self._check_tags(first)
         self._check_lengths(first)
 
     # ------------------------------------------------------------------------------------------------ checks
@@ -164,6 +165,16 @@ class FineTuning:
                     " a loss of its own after every layer; leave it out"
                 )
 
+    def _check_tags(self, config: PreTrainedConfig) -> None:
+        if self.task.head != "TokenClassification" or getattr(config, "tag_decoder", "softmax") == "softmax":
+            return
+        for name in ("class_balance", "label_smoothing_factor"):
+            if getattr(self.options, name, None) or getattr(self.args, name, None):
+                raise ValueError(
+                    f"--{name} makes the loss of single tags, and a model with tag_decoder 'crf' has that of whole"
+                    " sequences; leave it out, or take --tag_decoder softmax"
+                )
+
     def _longest_wanted(self) -> int:
         """The longest text that the options ask for, 0 where they leave lengths open."""
         inputs = self.options.max_length or 0
@@ -202,6 +213,7 @@ class FineTuning:
             loading.fit_tokenizer(tokenizer, first)
             config = self._config({**self.task.config_fields(), **self._vocabulary(tokenizer)})
             check_tokenizer(tokenizer, config)
+            self.task.fit(config)
             encoded = {name: self.task.encode(rows, tokenizer, name) for name, rows in splits.items()}
         if self.checkpoint is None and not self.run_options.overwrite_output_dir:
             start_anew(self.folder, overwrite=False)  # refuses to lose what is there

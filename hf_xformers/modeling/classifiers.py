@@ -17,6 +17,7 @@ from ..core.pooling import pool
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
 from .classifier_transform import build_transform
+from .crf import LinearChainCRF
 from .label_layer import LabelLayer
 
 
@@ -162,7 +163,8 @@ class XFormerForSequenceClassification(Classifier):
 
 
 class XFormerForTokenClassification(Classifier):
-    """Classification of every token."""
+    """Classification of every token, by itself or, with `tag_decoder="crf"`, in sequences of tags that fit together
+    (LinearChainCRF)."""
 
     reads_pooler = False
     reads_every_token = True
@@ -171,6 +173,11 @@ class XFormerForTokenClassification(Classifier):
     def __init__(self, config):
         self.refuse_two_towers(config)
         super().__init__(config, config.num_labels)
+        self.crf: LinearChainCRF | None = None
+        if config.tag_decoder == "crf":
+            names = [str(name) for _, name in sorted(config.id2label.items())]
+            self.crf = LinearChainCRF(names)
+            self.post_init()
 
     @can_return_tuple
     def forward(
@@ -181,9 +188,16 @@ class XFormerForTokenClassification(Classifier):
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        tag_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> outputs.XFormerTokenClassifierOutput:
-        """labels: [B, T] class ids, -100 where a token has none. logits: [B, T, num_labels]."""
+        """labels: [B, T] class ids, -100 where a token has none. logits: [B, T, num_labels].
+
+        With a CRF, tag_mask [B, T] says which tokens have a tag (the first piece of every word, say); without it those
+        with a label, or, without labels, real tokens but for `bos_token_id` and `eos_token_id`. In evaluation mode
+        logits say how much worse the best sequence with a tag is than the best of all, so that the largest ones are
+        that sequence; in training mode they are scores of single tags.
+        """
         count = kwargs.pop("num_items_in_batch", None)
         base = self.model(
             input_ids=input_ids,
@@ -195,11 +209,52 @@ class XFormerForTokenClassification(Classifier):
         )
         logits = self.classifier(self.dropout(self.transformed(base.last_hidden_state)))
         check_token_labels(labels, logits)
-        loss = None if labels is None else token_cross_entropy(logits, labels, count)
+        if self.crf is None:
+            loss = None if labels is None else token_cross_entropy(logits, labels, count)
+        else:
+            tagged = self.tagged(logits, input_ids, attention_mask, labels, tag_mask)
+            loss, logits = self.in_sequence(self.crf, logits, labels, tagged, count)
         recorded = self.recorded(base, loss)
         return outputs.XFormerTokenClassifierOutput(
             loss=with_aux_losses(loss, base.aux_losses), logits=logits, **recorded
         )
+
+    def tagged(
+        self,
+        logits: Tensor,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        labels: Tensor | None,
+        tag_mask: Tensor | None,
+    ) -> Tensor:
+        """[B, T] boolean: which tokens have a tag."""
+        if tag_mask is not None:
+            check_token_labels(tag_mask, logits, "tag_mask")
+            tagged = tag_mask.to(logits.device).bool()
+            return tagged if labels is None else tagged & (labels.to(logits.device) != -100)
+        if labels is not None:
+            return labels.to(logits.device) != -100
+        tagged = torch.ones(logits.shape[:2], dtype=torch.bool, device=logits.device)
+        if attention_mask is not None and attention_mask.ndim == 2:
+            tagged = attention_mask.to(logits.device).bool()
+        if input_ids is not None:
+            for special in (self.config.bos_token_id, self.config.eos_token_id):
+                for one in special if isinstance(special, list) else [special]:
+                    tagged = tagged if one is None else tagged & (input_ids.to(logits.device) != one)
+        return tagged
+
+    def in_sequence(
+        self, crf: LinearChainCRF, logits: Tensor, labels: Tensor | None, tagged: Tensor, count: Tensor | int | None
+    ) -> tuple[Tensor | None, Tensor]:
+        """The loss per tag (nats) of the chain over the tokens `tagged` [B, T], and the logits to give out."""
+        loss = None
+        if labels is not None:
+            total = crf(logits, labels.to(logits.device), tagged).sum()
+            loss = total / (tagged.sum().clamp(min=1) if count is None else count)
+        if not self.training:
+            single = logits - logits.amax(-1, keepdim=True)
+            logits = torch.where(tagged[..., None], crf.best(logits, tagged)[1].to(logits.dtype), single)
+        return loss, logits
 
 
 class XFormerForQuestionAnswering(Classifier):

@@ -126,6 +126,9 @@ class Task:
     def restore(self, config: PreTrainedConfig, facts: Mapping[str, Any]) -> None:
         """Labels and the like of a trained model, in place of `settle`. facts: what the run recorded."""
 
+    def fit(self, config: PreTrainedConfig) -> None:
+        """Learns from the model's configuration what its inputs need, before rows are encoded."""
+
     def recorded(self) -> dict[str, Any]:
         """The options under which the same task reads another file in the same way."""
         given = {**asdict(self.options), "task": self.id, "max_length": self.max_length, **self.columns()}

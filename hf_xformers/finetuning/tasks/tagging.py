@@ -31,6 +31,7 @@ class TokenClassification(Task):
     metric_names = ("f1", "precision", "recall", "accuracy")
     mean_loss = False
     one_class = True
+    in_sequence = False  # whether the model's loss is that of sequences of tags, for which it wants `tag_mask`
 
     def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
         rows = splits["train"]
@@ -96,6 +97,9 @@ class TokenClassification(Task):
             found.append(list(map(str, words)))
         return found
 
+    def fit(self, config: PreTrainedConfig) -> None:
+        self.in_sequence = getattr(config, "tag_decoder", "softmax") == "crf"
+
     def class_names(self) -> list[str] | None:
         return self.labels.names
 
@@ -144,19 +148,35 @@ class TokenClassification(Task):
             kept.append(entry)
         if labelled:
             columns["labels"] = all_labels
+        if self.in_sequence:
+            # With labels on every piece, every piece is one of the chain.
+            every = labelled and self.options.label_all_pieces
+            tagged = [{place for place, _ in row} for row in places]
+            columns["tag_mask"] = [
+                [int(all_labels[row][place] != IGNORE_INDEX if every else place in tagged[row]) for place in range(n)]
+                for row, n in enumerate(map(len, columns["input_ids"]))
+            ]
         return Encoded(Dataset.from_dict(columns), kept, labelled, notes=places)
 
     def collator(self, tokenizer: PreTrainedTokenizerBase, model: Any, seed: int) -> Any:
         from transformers import DataCollatorForTokenClassification
 
-        return DataCollatorForTokenClassification(tokenizer)
+        plain = DataCollatorForTokenClassification(tokenizer)
+        return _WithTagMask(plain, tokenizer.padding_side) if self.in_sequence else plain
 
     def reduce(self, outputs: Any, inputs: Mapping[str, Any], next_token: bool) -> tuple[Tensor, ...]:
+        import torch
+
         from ...training.evaluation import token_statistics
 
         logits = outputs["logits"]
         if "labels" not in inputs:
             return (logits.argmax(-1),)
+        if self.in_sequence:
+            known = inputs["labels"] != IGNORE_INDEX
+            right = (logits.argmax(-1) == inputs["labels"]) & known
+            count = known.sum(1).float()
+            return logits.argmax(-1), torch.stack([count * outputs["loss"].float(), count, right.sum(1).float()], 1)
         return logits.argmax(-1), token_statistics(logits, inputs["labels"], next_token=False)
 
     def token_sums(self, kept: Sequence[np.ndarray]) -> np.ndarray | None:
@@ -187,6 +207,24 @@ class TokenClassification(Task):
         ids = {name: index for index, name in enumerate(self.labels.names)}
         flat = [[ids[tag] for row in side for tag in row] for side in (guess, gold)]
         return {**self.metric_of("accuracy", *flat), **self.metric_of("f1", *flat, average="macro")}
+
+
+class _WithTagMask:
+    """A collator of `tag_mask` beside what `plain` makes of the rest of a row."""
+
+    def __init__(self, plain: Any, padding_side: str) -> None:
+        self.plain, self.padding_side = plain, padding_side
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+        import torch
+
+        batch = self.plain([{name: value for name, value in row.items() if name != "tag_mask"} for row in rows])
+        masks = torch.zeros(batch["input_ids"].shape, dtype=torch.long)
+        for mask, row in zip(masks, rows):
+            own = torch.tensor(row["tag_mask"])
+            mask[slice(len(mask) - len(own), None) if self.padding_side == "left" else slice(len(own))] = own
+        batch["tag_mask"] = masks
+        return batch
 
 
 def _inner(feature: Any) -> Any:

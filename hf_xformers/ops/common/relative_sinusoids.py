@@ -1,0 +1,20 @@
+"""Sinusoids of signed distances."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def relative_sinusoids(distance: Tensor, width: int, like: Tensor) -> Tensor:
+    """R_d = [sin(d / 10000^(2i/width)) | cos(...)], distance [n] -> [n, width] in the dtype of `like`; computed in
+    float32 at least."""
+    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+    exponent = torch.arange(0, width, 2, device=distance.device, dtype=wide) / width
+    angles = distance.to(wide)[:, None] * torch.pow(
+        torch.tensor(10000.0, dtype=wide, device=distance.device), -exponent
+    )
+    return torch.cat([angles.sin(), angles.cos()], dim=-1).to(like.dtype)
+
+
+__all__ = ["relative_sinusoids"]
