@@ -197,6 +197,7 @@ CASES: dict[str, Case] = {
     "set transformer, 32 points": Case("xf_set_transformer", "set_transformer"),
     "clustered, 100 clusters": Case("xf_clustered_attention", "clustered_attention"),
     "improved clustered, 100 clusters": Case("xf_improved_clustered_attention", "improved_clustered_attention"),
+    "informer, factor 5": Case("xf_informer", "informer"),
     "low rank 16 and band 3": Case("xf_low_rank_band", "low_rank_band"),
     "low rank 16 and band 3, causal": Case("xf_low_rank_band", "low_rank_band", causal=True),
     "luna": Case("xf_luna", "luna"),

@@ -158,6 +158,7 @@ CASES = [
     ("xf_sinkhorn_transformer", True, ROOT, 128),
     ("lolcats", False, LINEAR, None),
     ("lolcats", True, LINEAR, None),
+    ("xf_informer", False, 2.4, None),  # T ln T, and ln T in whole steps
     *((name, causal, LINEAR, None) for name in ("xf_performer_v1", "xf_rfa") for causal in (False, True)),
     *((name, causal, LINEAR, None) for name in ("xf_arccos_attention", "xf_dpfp") for causal in (False, True)),
 ]

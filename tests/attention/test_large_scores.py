@@ -22,6 +22,7 @@ SMALL = {  # sizes at which a text of 21 tokens has several chunks, clusters, la
     "csalr": {"num_landmarks": 4},
     "clustered_attention": {"num_clusters": 4},
     "improved_clustered_attention": {"num_clusters": 4, "topk": 4},
+    "informer": {"sampling_factor": 1},
     "low_rank_band": {"low_rank": 4},
     "set_transformer": {"num_inducing": 4},
     "memory_compressed_attention": {"layer_pattern": "M"},

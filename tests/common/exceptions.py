@@ -133,6 +133,9 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
             " it, which no factor inside can help"
         ),
     },
+    "stack:distilling": {
+        "attention_weights": "later layers attend among fewer states, a half of those before (section 3.2)",
+    },
     "stack:etc": {
         "attention_weights": "global tokens are queries and keys beside the text (section 2.1)",
         "hidden_states:encoder": "states inside the stack are those of global tokens, too (section 2.1)",

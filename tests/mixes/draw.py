@@ -78,6 +78,7 @@ ALWAYS: dict[str, tuple[Any, ...]] = {
     "clustered_attention.num_clusters": SIZES,
     "improved_clustered_attention.num_clusters": SIZES,
     "improved_clustered_attention.topk": (1, 2, 4, 32),
+    "informer.sampling_factor": (1, 2, 5),
     "low_rank_band.low_rank": (1, 2, 4, 8),
     "low_rank_band.band_width": (0, 1, 3, 30, -1),
     "linformer.projected_length": (None, 1, 2, 4, 8),
@@ -251,6 +252,7 @@ UNDRAWN = {
     "causal_form": "in the `paper`'s form later tokens move the borders of chunks, as the specs say",
     "cpe.grid_size": "texts of the checks are of several lengths, and an image has one",
     "funnel.upsample": "without it states have another length, which most heads refuse",
+    "distilling.upsample": "the same",
     "nystromformer.pinv_init": "`global` starts the inverse by the largest norm of the whole batch",
     "admin.start": "`profile` takes the start from data, and says so when there were none",
 }

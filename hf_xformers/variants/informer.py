@@ -1,0 +1,65 @@
+"""Informer (Zhou et al. 2021): few queries attend, the encoder halves its sequence, and the decoder writes at once."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+from ..configuration_xformer import XFormerConfig
+from ..core.components import SpecLike
+from ..families import ENCODER_HEADS, VariantInfo, make_family
+
+
+class XFInformerConfig(XFormerConfig):
+    """Informer (Zhou et al. 2021): few queries attend, the encoder halves its sequence, and the decoder writes at
+    once."""
+
+    model_type = "xf_informer"
+
+    hidden_size: int = 512
+    num_hidden_layers: int = 3
+    num_decoder_layers: int | None = 2
+    num_attention_heads: int = 8
+    intermediate_size: int = 2048
+    hidden_dropout_prob: float | int = 0.05
+    attention_probs_dropout_prob: float | int = 0.05
+    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
+    attention: SpecLike = "informer"
+    position: SpecLike = "sinusoidal_absolute"
+    stack: SpecLike = "distilling"
+    decoder: dict[str, Any] | None = field(default_factory=lambda: {"attention": "dense", "stack": "plain"})
+
+
+INFO = VariantInfo(
+    section="4.3",
+    summary="few queries attend, the others take the mean; the encoder halves its sequence",
+    paper="Zhou et al. 2021",
+    url="https://arxiv.org/abs/2012.07436",
+    equation=r"o_i = \begin{cases} \mathrm{softmax}(q_i K^\top / \sqrt d) V & i \in \mathrm{top}_u M \\"
+    r" \frac{1}{T} \sum_j v_j & \text{else} \end{cases}, \quad M_i = \max_j q_i k_j^\top - \frac{1}{T} \sum_j q_i"
+    r" k_j^\top, \quad x^{l+1} = \mathrm{MaxPool}(\mathrm{ELU}(\mathrm{Conv}(x^l)))",
+    cost="time O(T c log T D), memory O(T D + T c log T); each layer of the encoder has half the tokens of the last",
+    bibtex="""@inproceedings{zhou2021informer,
+  title={Informer: Beyond Efficient Transformer for Long Sequence Time-Series Forecasting},
+  author={Zhou, Haoyi and Zhang, Shanghang and Peng, Jieqi and Zhang, Shuai and Li, Jianxin and Xiong, Hui and
+    Zhang, Wancai},
+  booktitle={AAAI Conference on Artificial Intelligence},
+  year={2021}
+}""",
+    notes=(
+        "The keys on which queries are measured follow from a seed and from a token's place in its text; the released"
+        " code draws them anew in every call. Models that predict something for each token bring the shortened states"
+        " back to the text's length. The decoder of an encoder-decoder has dense attention: the masked form lets later"
+        " tokens decide which queries attend, and is there as `decoder={'attention': {'type': 'informer',"
+        " 'causal_form': 'paper'}}` for models that do not generate."
+    ),
+)
+
+_family = make_family(XFInformerConfig, "XFInformer", (*ENCODER_HEADS, "ForSeq2SeqLM"), INFO)
+XFInformerModel = _family["Model"]
+XFInformerForMaskedLM = _family["ForMaskedLM"]
+XFInformerForSequenceClassification = _family["ForSequenceClassification"]
+XFInformerForTokenClassification = _family["ForTokenClassification"]
+XFInformerForQuestionAnswering = _family["ForQuestionAnswering"]
+XFInformerForMultipleChoice = _family["ForMultipleChoice"]
+XFInformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
