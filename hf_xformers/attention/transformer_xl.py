@@ -202,7 +202,9 @@ class TransformerXLAttention(Attention):
             weights = visible_softmax(scores, mask, real is not None, overwrite=True).to(value.dtype)
             count_usage(context, step, weights, rows, keys)
             dropped = F.dropout(weights, self.dropout) if self.training and self.dropout else weights
-            return SublayerOutput(self.written(torch.matmul(dropped, value).transpose(1, 2), context), weights)
+            return SublayerOutput(
+                self.written(torch.matmul(dropped, value).transpose(1, 2), context, hidden_states), weights
+            )
 
         blocks = blocks_of(query, keys)
         if self.is_causal:  # a block's first query meets keys as much later than itself as the block is long; not seen
@@ -213,7 +215,7 @@ class TransformerXLAttention(Attention):
             tables.append(self.segment_table.permute(1, 2, 0).to(query.dtype))
         terms = RelativeTerms(self, tuple(tables), context, keys, grid, real, step)
         mixed = attend_with_terms(content, key, value, terms, self.dropout if self.training else 0.0, blocks)
-        return SublayerOutput(self.written(mixed, context))
+        return SublayerOutput(self.written(mixed, context, hidden_states))
 
     def _keys_and_values(
         self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache | None, step: int
