@@ -168,6 +168,7 @@ class XFormerConfig(PreTrainedConfig):
     attribute_map: ClassVar[dict[str, str]] = {}
     info: ClassVar[Any] = None
     heads: ClassVar[tuple[str, ...]] = ()
+    reorder_chunks: ClassVar[int | None] = None  # a field of families with `ForSegmentReordering`
     sizes: ClassVar[dict[str, dict[str, Any]]] = {}  # by size: fields that differ from the preset of that size
 
     vocab_size: int = 32000

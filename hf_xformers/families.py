@@ -21,7 +21,11 @@ from .configuration_xformer import XFormerConfig
 from .modeling.head_classes import CLASSES, IMAGE_CLASSES
 
 # Heads for which transformers has no Auto class of their own: the one that its models with such a head are found by.
-_AUTO = {"Model": "AutoModel", "ForReplacedTokenDetection": "AutoModelForPreTraining"}
+_AUTO = {
+    "Model": "AutoModel",
+    "ForReplacedTokenDetection": "AutoModelForPreTraining",
+    "ForSegmentReordering": "AutoModelForPreTraining",
+}
 # Head name -> the Auto class that resolves it. What it derives from stands in `head_classes`.
 HEADS: dict[str, str] = {
     head: _AUTO.get(head, f"AutoModelF{head[1:]}")
@@ -37,6 +41,7 @@ HEADS: dict[str, str] = {
         "ForNextSentencePrediction",
         "ForPreTraining",
         "ForReplacedTokenDetection",
+        "ForSegmentReordering",
         "ForImageClassification",
     )
 }

@@ -66,6 +66,7 @@ class TenerSpec(AttentionSpec):
     share_biases: ClassVar[bool] = False
     segments: ClassVar[bool] = False
     joint_type: ClassVar[None] = None
+    distances: ClassVar[str] = "sinusoid"
 
     bias: bool = False
     scale: float | int | None = 1.0
@@ -98,9 +99,13 @@ class TenerSpec(AttentionSpec):
     def projects_keys(self, config) -> bool:
         return self.key_projection
 
+    def types_of(self, config) -> int:
+        """Types of keys that are told apart: none."""
+        return 0
+
     def cache_layer(self, config) -> SegmentCacheLayer:
         """Room for all tokens."""
-        return SegmentCacheLayer(config.stack.memory_slots(config))
+        return SegmentCacheLayer(config.stack.cache_slots(config))
 
     def build(self, config, **where) -> TenerAttention:
         return TenerAttention(config, self, **where)

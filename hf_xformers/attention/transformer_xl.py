@@ -4,7 +4,7 @@ ones."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from ..ops.score_terms.terms import QueryBlock
 from ..position.score_terms import SelfAttentionTerms
 from .shared.base import KEY_STATES, Attention, AttentionSpec
 from .shared.query_blocks import visible_softmax
+from .shared.relative_embeddings import RelativeEmbeddings, key_types
 from .shared.term_blocks import attend_with_terms, blocks_of
 
 # What a stack with segment memory hands to attention: a stream with the memory that this step reads, [B, M, D],
@@ -40,6 +41,9 @@ TOKEN_TYPES = "token_types_of_queries_and_keys"
 KEY_USAGE = "key_usage"
 BIASES = ("transformer_xl_content_bias", "transformer_xl_position_bias")
 TABLE = "transformer_xl_table"
+# Of learned tables, which have gradients: a stream each. The types of keys stand in `context.shared`.
+LEARNED_TABLE, TYPE_TABLE, TYPE_BIAS = "transformer_xl_distances", "transformer_xl_types", "transformer_xl_type_bias"
+KEY_TYPES = "transformer_xl_key_types"
 
 
 @dataclass(frozen=True)
@@ -92,13 +96,18 @@ class TransformerXLAttention(Attention):
     one token type or of two (Yang et al. 2019, arXiv 1906.08237, section 2.5; Dai et al. 2020, arXiv 2006.03236,
     released code, where a token without a position has no such term either).
 
+    With `distances="learned"` R_{i-j} is a row of a table. With `key_types` a term (q_i + t) W_T e_j / sqrt(d) is
+    added, where e_j is the vector of the key's token type, that of a memory's states being the type of the row's first
+    token (Ding et al. 2021, arXiv 2012.15688, released code). In a decoder, where all tokens are of one type, it is
+    left out: a softmax does not see what is added to all scores.
+
     Time: twice the products of vanilla attention, and (M + T) D^2 for W_R R, which does not depend on the batch.
     Memory: the scores of one block of queries, O(M + T), also in training; O(H T (M + T)) on the literal path. State:
     keys and values of the last tokens, as many as the stack's memory is long (all of them under a stack without
     memory).
     """
 
-    undecayed = ("content_bias", "position_bias", "segment_bias")
+    undecayed = ("content_bias", "position_bias", "segment_bias", "type_bias")
     table_name: ClassVar[str] = TABLE  # of R in `context.shared`
 
     spec: TransformerXLSpec
@@ -114,12 +123,20 @@ class TransformerXLAttention(Attention):
         self.segment_bias = nn.Parameter(torch.empty(size)) if spec.segments else None
         self.segment_table = nn.Parameter(torch.empty(2, *size)) if spec.segments else None  # [different, same]
         self.table_dropout = config.hidden_dropout_prob
+        types, learned = spec.types_of(config), spec.distances == "learned"
+        self.t_proj = nn.Linear(config.hidden_size, self.num_heads * self.head_dim, bias=False) if types else None
+        self.type_bias = nn.Parameter(torch.empty(size)) if types and owner else None
+        holds = (learned or types > 0) and self.layer_idx == 0
+        self.relative = RelativeEmbeddings(config, learned, types) if holds else None
 
     def initialize(self, config, init) -> None:
         super().initialize(config, init)
         if config.initializer == "t5":
-            init.normal_(self.r_proj.weight, mean=0.0, std=config.initializer_factor * config.hidden_size**-0.5)
-        for bias in (self.content_bias, self.position_bias, self.segment_bias, self.segment_table):
+            for projection in (self.r_proj, self.t_proj):
+                if projection is not None:
+                    std = config.initializer_factor * config.hidden_size**-0.5
+                    init.normal_(projection.weight, mean=0.0, std=std)
+        for bias in (self.content_bias, self.position_bias, self.segment_bias, self.segment_table, self.type_bias):
             if bias is not None:
                 init.normal_(bias, mean=0.0, std=config.initializer_range)
 
@@ -129,7 +146,13 @@ class TransformerXLAttention(Attention):
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
         if self.spec.share_biases and self.content_bias is not None and self.position_bias is not None:
             context.streams.update(zip(BIASES, (self.content_bias, self.position_bias), strict=True))
-        if self.table_name not in context.shared:
+            if self.type_bias is not None:
+                context.streams[TYPE_BIAS] = self.type_bias
+        if self.relative is not None and (types := self.relative.of_types()) is not None:
+            given, order = context.inputs.get("token_type_ids"), context.shared.get(MEMORY_ORDER)
+            context.streams[TYPE_TABLE] = types
+            context.shared[KEY_TYPES] = key_types(given, context, context.shared.get(MEMORY_LENGTH, 0), order)
+        if self.table_name not in context.shared and LEARNED_TABLE not in context.streams:
             length = context.query_index.shape[0]
             keys = context.shared.get(KEY_COUNT, length + self._slots_ahead(context, past_key_values))
             grid = self._grid(context, length, keys)
@@ -138,6 +161,10 @@ class TransformerXLAttention(Attention):
             distance = torch.arange(largest, grid.offset - keys, -1, device=context.query_index.device) * grid.stride
             if self.spec.clamp is not None:
                 distance = distance.clamp(-self.spec.clamp, self.spec.clamp)
+            learned = None if self.relative is None else self.relative.of_distances(distance)
+            if learned is not None:
+                context.streams[LEARNED_TABLE] = learned
+                return
             table = relative_sinusoids(distance, self.table_width, like)
             context.shared[self.table_name] = F.dropout(table, self.table_dropout, self.training)
 
@@ -181,9 +208,12 @@ class TransformerXLAttention(Attention):
         key, value, real = self._keys_and_values(hidden_states, context, past_key_values, step)
         key, value = self.repeated(key), self.repeated(value)
         content_bias, position_bias = self._biases(context)
+        key, of_types = self._typed(key, content_bias, context)
         content = (query + content_bias[:, None].to(query.dtype)) * self.scaling
         length, keys = query.shape[2], key.shape[2]
-        relative = self._relative(context.shared[self.table_name], keys, past_key_values, step)
+        learned = self.spec.distances == "learned"
+        table = context.streams[LEARNED_TABLE] if learned else context.shared[self.table_name]
+        relative = self._relative(table, keys, past_key_values, step)
         grid = self._grid(context, length, keys)
         if self.wants_weights(context):
             rows = slice(0, length)
@@ -193,6 +223,8 @@ class TransformerXLAttention(Attention):
             column = column.clamp(0, by_distance.shape[-1] - 1).expand(*by_distance.shape[:2], -1, -1)
             scores = grid.without_first(by_distance.gather(-1, column), rows)
             scores = scores + wide_products(content, key)
+            if of_types is not None:
+                scores = scores + by_key_type(of_types, context.shared[KEY_TYPES]).mT
             if self.segment_bias is not None and self.segment_table is not None:
                 segmental = (query + self.segment_bias[:, None].to(query.dtype)) * self.scaling
                 by_kind = wide_products(segmental, self.segment_table.permute(1, 0, 2).to(query.dtype))
@@ -213,9 +245,21 @@ class TransformerXLAttention(Attention):
         if self.segment_bias is not None and self.segment_table is not None:
             tables.append((self.segment_bias - content_bias)[:, None].to(query.dtype) * self.scaling)
             tables.append(self.segment_table.permute(1, 2, 0).to(query.dtype))
+        if of_types is not None:
+            tables.append(of_types)
         terms = RelativeTerms(self, tuple(tables), context, keys, grid, real, step)
         mixed = attend_with_terms(content, key, value, terms, self.dropout if self.training else 0.0, blocks)
         return SublayerOutput(self.written(mixed, context, hidden_states))
+
+    def _typed(self, key: Tensor, content_bias: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+        """Keys [B, H, S, d] with what their types' vectors add to them, and a number for each type and head, [H, n, 1]
+        (None: no types): (q + u) k + (q + t) e = (q + u) (k + e) + (t - u) e."""
+        if self.t_proj is None:
+            return key, None
+        bias = self.type_bias if self.type_bias is not None else context.streams[TYPE_BIAS]
+        vectors = self.t_proj(context.streams[TYPE_TABLE]).unflatten(-1, (self.num_heads, -1)).transpose(0, 1)
+        number = wide_products(vectors, (bias - content_bias)[:, None].to(vectors.dtype)) * self.scaling
+        return key + vectors[:, context.shared[KEY_TYPES]].transpose(0, 1), number.to(key.dtype)
 
     def _keys_and_values(
         self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache | None, step: int
@@ -305,9 +349,15 @@ def by_segment(by_kind: Tensor, same: Tensor) -> Tensor:
     return torch.where(same, by_kind[..., 1:], by_kind[..., :1])
 
 
+def by_key_type(number: Tensor, types: Tensor) -> Tensor:
+    """A number for each type [H, n, 1] -> for each key, whose types are [B, S]: [B, H, S, 1]."""
+    return number[:, types].transpose(0, 1)
+
+
 class RelativeTerms(SelfAttentionTerms):
     """(q_i + v) W_R R by distance in one call. Tables: W_R R [H, distances, d], the largest first, and v - u [H, 1,
-    d]; with segments s - u [H, 1, d] and the two vectors [H, d, 2]."""
+    d]; with segments s - u [H, 1, d] and the two vectors [H, d, 2]; with types of keys a number for each, [H, n, 1],
+    at the end."""
 
     def __init__(
         self,
@@ -322,6 +372,7 @@ class RelativeTerms(SelfAttentionTerms):
         super().__init__(layer.scaling, tables, context, num_keys)
         self.layer, self.grid, self.real, self.step = layer, grid, real, step
         self.needs_weights = KEY_USAGE in context.shared
+        self.types = context.shared[KEY_TYPES] if layer.t_proj is not None else None
 
     @property
     def rows_can_be_empty(self) -> bool:
@@ -343,13 +394,20 @@ class RelativeTerms(SelfAttentionTerms):
 
     def by_query(self, query: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         position = query + tables[1]
-        return (position,) if len(tables) == 2 else (position, torch.matmul(query + tables[2], tables[3]))
+        if self.layer.segment_table is None:
+            return (position,)
+        return position, torch.matmul(query + tables[2], tables[3])
+
+    def by_key(self, key: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return () if self.types is None else (by_key_type(tables[-1], self.types),)
 
     def by_distance(self, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (tables[0].unsqueeze(0),)
 
     def scores(self, block: QueryBlock, tables: tuple[Tensor, ...]) -> Tensor:
         scores = self._of_positions(block)
+        if block.by_key:
+            scores = scores + block.by_key[0].take(0, block.keys).mT
         if len(block.by_query) == 1:
             return scores
         same = self.layer.same_segment(self.context, block.rows, slice(0, block.keys))
@@ -383,7 +441,9 @@ class TransformerXLSpec(AttentionSpec):
     (tokens) beyond which all count as this one, for texts longer than those trained on. reach: how far back (in an
     encoder: to either side) a query sees, in tokens; with a memory at least as long, every query sees as many keys.
     segments: a term of whether two tokens have the same `token_type_ids`, which need no table then
-    (`type_vocab_size=0`). joint_type: the type whose tokens are of every segment (Funnel's [CLS]: 2)."""
+    (`type_vocab_size=0`). joint_type: the type whose tokens are of every segment (Funnel's [CLS]: 2). distances: the
+    vectors of distances are sinusoids, or `learned` (a table that layer 0 has for all). key_types: how many
+    `token_type_ids` there are whose keys get a term of their own (0: no such term), in an encoder."""
 
     summary = "content and relative-position scores with two global biases"
     layers_apart = False  # layer 0 owns the biases of all
@@ -400,12 +460,23 @@ class TransformerXLSpec(AttentionSpec):
     reach: int | None = None
     segments: bool = False
     joint_type: int | None = None
+    distances: Literal["sinusoid", "learned"] = "sinusoid"
+    key_types: int = 0
 
     @property
     def inputs(self) -> tuple[str, ...]:  # type: ignore[override]  # for other specs they do not depend on a field
-        return ("token_type_ids",) if self.segments else ()
+        return ("token_type_ids",) if self.segments or self.key_types else ()
+
+    def types_of(self, config) -> int:
+        """Types of keys that are told apart."""
+        return 0 if config.is_decoder else self.key_types
 
     def check_fields(self) -> None:
+        if self.key_types < 0 or self.key_types == 1:
+            raise ValueError(
+                "transformer_xl tells `key_types` of two or more kinds apart, or none (0: no such term), got"
+                f" {self.key_types}."
+            )
         if self.joint_type is not None and not self.segments:
             raise ValueError(f"transformer_xl's `joint_type` {self.joint_type} needs `segments=True`.")
         for name in ("clamp", "reach"):
@@ -414,8 +485,13 @@ class TransformerXLSpec(AttentionSpec):
                 raise ValueError(f"transformer_xl needs `{name}` >= 0 tokens, or None for no limit, got {value}.")
 
     def check(self, config) -> None:
-        if config.hidden_size % 2:
+        if config.hidden_size % 2 and self.distances == "sinusoid":
             raise ValueError(f"transformer_xl's sinusoids need an even `hidden_size`, got {config.hidden_size}.")
+        if self.key_types and not config.stack.keeps_tokens:
+            raise ValueError(
+                f"transformer_xl's `key_types` are those of the text's tokens, which stack {config.stack.type!r} does"
+                " not keep; set `key_types=0`, or use the stack 'segment_recurrent'."
+            )
         if self.segments and (config.is_decoder or config.stack.memory_slots(config) is not None):
             raise ValueError(
                 "transformer_xl's `segments` compare the types of the tokens of one text, and earlier tokens in a"
@@ -423,11 +499,14 @@ class TransformerXLSpec(AttentionSpec):
             )
 
     def shared_sizes(self, config) -> tuple | None:
-        return (config.num_attention_heads, config.head_width) if self.share_biases else None
+        if not (self.share_biases or self.distances == "learned" or self.types_of(config)):
+            return None
+        heads = (config.num_attention_heads, config.head_width) if self.share_biases else ()
+        return (*heads, self.distances, self.types_of(config))
 
     def cache_layer(self, config) -> SegmentCacheLayer:
         """Room for the stack's memory, or for all tokens."""
-        return SegmentCacheLayer(config.stack.memory_slots(config))
+        return SegmentCacheLayer(config.stack.cache_slots(config))
 
     def build(self, config, **where) -> TransformerXLAttention:
         return TransformerXLAttention(config, self, **where)

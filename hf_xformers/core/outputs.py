@@ -108,6 +108,13 @@ class XFormerForPreTrainingOutput(ModelOutput):
 
 
 @dataclass
+class XFormerReorderingOutput(XFormerMaskedLMOutput):
+    """reordering_logits [B, orders]: in which order the parts of the document stand."""
+
+    reordering_logits: torch.Tensor | None = None
+
+
+@dataclass
 class XFormerSeq2SeqSequenceClassifierOutput(base.Seq2SeqSequenceClassifierOutput):
     aux_losses: dict[str, torch.Tensor] | None = None
 

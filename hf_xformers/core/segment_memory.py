@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import DynamicLayer
 
@@ -98,6 +99,21 @@ class SegmentMemory:
             full = kept[:, None].expand(-1, length)
             changes[name] = full if mask is None else mask & full
         return dataclasses.replace(self, **changes)
+
+    def where(self, rows: Tensor, other: SegmentMemory) -> SegmentMemory:
+        """This memory in the rows where the boolean `rows` [B] is True, and `other` in the others."""
+        if not other.states:
+            return self.reset(~rows)
+        slots = max(self.length, other.length)
+        (own, held), (others, others_held) = self._widened(slots), other._widened(slots)
+        states = tuple(torch.where(rows[:, None, None], one, two) for one, two in zip(own, others, strict=True))
+        return SegmentMemory(states, torch.where(rows[:, None], held, others_held))
+
+    def _widened(self, slots: int) -> tuple[list[Tensor], Tensor]:
+        """States with empty slots before them, [B, slots, D] each, and which are real [B, slots]."""
+        missing = slots - self.length
+        mask = self.states[0].new_ones(self.states[0].shape[:2], dtype=torch.bool) if self.mask is None else self.mask
+        return [F.pad(state, (0, 0, missing, 0)) for state in self.states], F.pad(mask, (missing, 0))
 
     def _masks(self) -> dict[str, int]:
         """Field name and slots of every mask."""

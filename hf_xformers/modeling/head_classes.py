@@ -14,6 +14,7 @@ from .classifiers import (
 )
 from .image import XFormerForImageClassification, XFormerImageModel
 from .language import XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM
+from .reordering import XFormerForSegmentReordering
 from .replaced_tokens import XFormerForReplacedTokenDetection
 from .sentence_pairs import XFormerForNextSentencePrediction, XFormerForPreTraining
 
@@ -29,6 +30,7 @@ CLASSES: dict[str, Any] = {
     "ForNextSentencePrediction": XFormerForNextSentencePrediction,
     "ForPreTraining": XFormerForPreTraining,
     "ForReplacedTokenDetection": XFormerForReplacedTokenDetection,
+    "ForSegmentReordering": XFormerForSegmentReordering,
     "ForImageClassification": XFormerForImageClassification,
 }
 IMAGE_CLASSES: dict[str, Any] = {"Model": XFormerImageModel}  # in place of the above where images go in

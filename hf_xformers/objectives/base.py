@@ -79,6 +79,10 @@ class Objective(TypedSpec):
         """The data collator of this objective; with `static=True` (evaluation) its noise ignores the epoch."""
         raise NotImplementedError
 
+    def config_fields(self) -> dict[str, Any]:
+        """Fields of a model's config that this objective decides."""
+        return {}
+
     def raw_block_size(self, block_size: int) -> int:
         """Length of the rows (special tokens included) to hand to the collator for model inputs of `block_size`."""
         if block_size < 1:

@@ -116,6 +116,10 @@ class StackSpec(Spec):
         there is no such memory, and a cache grows with the text."""
         return None
 
+    def cache_slots(self, config) -> int | None:
+        """Keys and values that a generation cache has room for; None: it grows with the text."""
+        return self.memory_slots(config)
+
     def output_width(self, config) -> int:
         """Width of the last states, which the final norm, the pooler and the heads read."""
         return config.hidden_size

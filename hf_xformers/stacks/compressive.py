@@ -188,6 +188,12 @@ class CompressiveSpec(SegmentRecurrentSpec):
 
     def check_fields(self) -> None:
         super().check_fields()
+        for name, usual in (("recurrence", "shift_down"), ("retrospective", None)):
+            if getattr(self, name) not in (usual, False):
+                raise ValueError(
+                    f"compressive compresses what went into layers in text that is read once, so it has no"
+                    f" `{name}={getattr(self, name)!r}`; leave it out, or use the stack 'segment_recurrent'."
+                )
         if self.compressed_length is not None and self.compressed_length < 0:
             raise ValueError(f"compressive needs `compressed_length` >= 0 slots, got {self.compressed_length}.")
         if self.compression_rate < 1:

@@ -1,9 +1,9 @@
-"""The segment-recurrent stack: every layer also reads what went into it in earlier segments."""
+"""The segment-recurrent stack: every layer also reads what went into it, or came out of it, in earlier segments."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from ..core.context import LayerContext, add_losses, self_attention_cache
 from ..core.segment_memory import MemoryCacheLayer, SegmentMemory, join_masks
 from ..position.base import Position
 from .base import Stack, StackOutput, StackSpec
+from .text_segments import TextSegments
 
 
 class SegmentRecurrentStack(Stack):
@@ -27,13 +28,24 @@ class SegmentRecurrentStack(Stack):
     ([`SegmentMemory`]); without one the text begins with this segment. Padding never enters the memory, so a row's
     memory is its own last M real tokens, wherever it was padded.
 
+    With `recurrence="same_layer"` a layer's memory is its own output: m^n <- the last M of [m^n ; h^n] (Ding et al.
+    2021, arXiv 2012.15688, section 3.3). What a segment holds then reaches all later ones at any depth, where inputs
+    carry it one layer higher with each segment.
+
+    An encoder that is given a text longer than `segment_length` reads it in segments, one after the other, and with
+    `retrospective` twice: the second time begins with the memory that the first has left, so that every segment sees
+    the whole text (section 3.2). The first reading has no gradient, as memories have none.
+
     With a generation cache the first call stores the memory there, in front of the text; later calls read it from
-    there and return none.
+    there and return none. With same-layer recurrence the text is then one segment after that memory, of which the last
+    M + `max_position_embeddings` states stay.
     """
 
     def __init__(self, config, spec: SegmentRecurrentSpec):
         super().__init__()
         self.spec, self.memory_length = spec, spec.length(config)
+        self.retrospective, self.segment_length = spec.looks_back(config), spec.cut_length(config)
+        self.remembers_outputs = spec.recurrence == "same_layer"
 
     def forward(
         self,
@@ -45,6 +57,48 @@ class SegmentRecurrentStack(Stack):
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> StackOutput:
+        if self.segment_length is None or hidden_states.shape[1] <= self.segment_length:
+            return self.read(
+                layers, hidden_states, context, position=position, memory=memory, past_key_values=past_key_values
+            )
+        text = TextSegments(hidden_states, context, position, self.segment_length)
+        begin = self.carried(context, hidden_states, len(layers))
+        if self.retrospective:
+            with torch.no_grad():
+                _, left = self.read_text(layers, text, position, begin)
+            alone = text.single()
+            if alone is None:
+                begin = left
+            else:  # a text of one segment sees all of itself already, and is what it is without the others
+                begin = left.where(~alone, begin)
+        output, _ = self.read_text(layers, text, position, begin)
+        return output
+
+    def read_text(
+        self, layers: Sequence[XFormerLayer], text: TextSegments, position: Position, memory: SegmentMemory
+    ) -> tuple[StackOutput, SegmentMemory]:
+        """All segments of a text, from a memory on; and the memory at its end."""
+        aux_losses: dict[str, Tensor] = {}
+        parts = []
+        for states, context in text:
+            context.inputs[SEGMENT_MEMORY] = memory
+            output = self.read(layers, states, context, position=position)
+            memory = cast(SegmentMemory, output.segment_memory)
+            parts.append(output.hidden_states)
+            add_losses(aux_losses, {name: loss / len(text) for name, loss in output.aux_losses.items()})
+        return StackOutput(text.joined(parts), text.context, aux_losses, segment_memory=memory), memory
+
+    def read(
+        self,
+        layers: Sequence[XFormerLayer],
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        position: Position,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> StackOutput:
+        """One segment."""
         length, tokens = hidden_states.shape[1], context.query_padding_mask
         cache = self_attention_cache(past_key_values)
         begins = cache is None or cache.get_seq_length() == 0
@@ -66,10 +120,11 @@ class SegmentRecurrentStack(Stack):
         for layer in layers:
             layer.prepare(context, past_key_values)
         aux_losses: dict[str, Tensor] = {}
-        streams, inputs = context.streams, []
+        streams, kept_states = context.streams, []
         for step, layer in enumerate(layers):
             hidden_states = position.embed_layer(hidden_states, context.positions, step)
-            inputs.append(hidden_states)
+            if not self.remembers_outputs:
+                kept_states.append(hidden_states)
             if states:  # it enters as the layer's input does: normalised, where that is
                 streams[SEGMENT_MEMORY] = layer.frame(layer.plan[0]).enter(states[step].to(hidden_states.dtype))
             output = layer(
@@ -82,10 +137,12 @@ class SegmentRecurrentStack(Stack):
                 past_key_values=past_key_values,
             )
             hidden_states, streams, losses = unpack_layer(output)
+            if self.remembers_outputs:
+                kept_states.append(hidden_states)
             add_losses(aux_losses, losses)
         kept = None
         if begins and not torch.jit.is_tracing():
-            kept, losses = self.remember(layers, carried, inputs, context)
+            kept, losses = self.remember(layers, carried, kept_states, context)
             add_losses(aux_losses, losses)
         if slot is not None and cache is not None:
             slot.memory = kept
@@ -130,15 +187,18 @@ class SegmentRecurrentStack(Stack):
     def remember(
         self, layers: Sequence[XFormerLayer], carried: SegmentMemory, inputs: Sequence[Tensor], context: LayerContext
     ) -> tuple[SegmentMemory, dict[str, Tensor]]:
-        """The memory after this segment, and losses of making it."""
+        """The memory after this segment, and losses of making it. inputs: of each layer, or what it gave."""
         return carried.update(inputs, context.query_padding_mask, self.memory_length), {}
 
 
 @register("stack", "segment_recurrent")
 class SegmentRecurrentSpec(StackSpec):
     """memory_length: states of earlier segments that every layer may read, M (tokens; `None`:
-    `max_position_embeddings`, the length of a segment). Needs an attention that reads a segment memory, such as
-    'transformer_xl' or 'adaptive_span'."""
+    `max_position_embeddings`, the length of a segment). recurrence: a layer remembers its inputs (`shift_down`), or
+    what it gave (`same_layer`). segment_length: an encoder reads a longer text in segments of so many tokens (`None`:
+    `max_position_embeddings`, where it reads twice; else texts are read whole). retrospective: an encoder reads such a
+    text twice, the second time with the memory of all of it (`None`: where the recurrence is `same_layer`). Needs an
+    attention that reads a segment memory, such as 'transformer_xl' or 'adaptive_span'."""
 
     packed = True
     summary = "every layer reads its own input of earlier segments"
@@ -146,6 +206,25 @@ class SegmentRecurrentSpec(StackSpec):
     inputs = (SEGMENT_MEMORY,)
 
     memory_length: int | None = None
+    recurrence: Literal["shift_down", "same_layer"] = "shift_down"
+    segment_length: int | None = None
+    retrospective: bool | None = None
+
+    def looks_back(self, config) -> bool:
+        """Whether a text of several segments is read twice."""
+        if self.retrospective is None:
+            return self.recurrence == "same_layer" and not config.is_decoder
+        return self.retrospective
+
+    def cut_length(self, config) -> int | None:
+        """Tokens of the segments that a longer text is read in; None: it is read whole."""
+        if config.is_decoder:  # a cache goes on with the text
+            return None
+        return (
+            config.max_position_embeddings
+            if self.segment_length is None and self.looks_back(config)
+            else (self.segment_length)
+        )
 
     def length(self, config) -> int:
         """M (tokens)."""
@@ -155,6 +234,10 @@ class SegmentRecurrentSpec(StackSpec):
         """States that a layer reads beside the segment: what a generation cache has room for."""
         return self.length(config)
 
+    def cache_slots(self, config) -> int:
+        # Keys of a text are made of a layer's inputs, and are a memory only where that holds inputs, too.
+        return self.length(config) + (config.max_position_embeddings if self.recurrence == "same_layer" else 0)
+
     def empty(self) -> SegmentMemory:
         """The memory before the first segment."""
         return SegmentMemory()
@@ -162,8 +245,17 @@ class SegmentRecurrentSpec(StackSpec):
     def check_fields(self) -> None:
         if self.memory_length is not None and self.memory_length < 0:
             raise ValueError(f"{self.type} needs `memory_length` >= 0 tokens, got {self.memory_length}.")
+        if self.segment_length is not None and self.segment_length < 1:
+            raise ValueError(
+                f"{self.type} needs `segment_length` >= 1 token, or None for the default, got {self.segment_length}."
+            )
 
     def check(self, config) -> None:
+        if self.retrospective and config.is_decoder:
+            raise ValueError(
+                f"stack {self.type!r} with `retrospective=True` reads a text twice, so that a decoder would have seen"
+                " the tokens that it is to predict; leave `retrospective` out, or use an encoder."
+            )
         if not config.attention.reads_segment_memory:
             raise ValueError(
                 f"stack {self.type!r} has a memory that attention {config.attention.type!r} does not read; set "

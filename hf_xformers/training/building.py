@@ -133,6 +133,7 @@ def build_config(
     )
     values.update(own_ids(config_class, tokenizer))
     values.update(with_changes(config_class, components or {}, given))
+    values.update(objective.config_fields())
     values.update(shape)
     return config_class(**values)
 

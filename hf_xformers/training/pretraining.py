@@ -203,7 +203,8 @@ class Preparation:
         for key in ("model_type", "transformers_version", "architectures", "dtype"):
             saved.pop(key, None)
         changes = merge_changes(saved, {**self.components, **self.fields})
-        return self.config_class(**{**saved, **changes, **SHAPES[self.objective.shape]})
+        shape = {**self.objective.config_fields(), **SHAPES[self.objective.shape]}
+        return self.config_class(**{**saved, **changes, **shape})
 
     def run(self) -> Prepared:
         """Reads the data, trains or loads the tokenizer, cuts the rows. Processes take turns, the main one first."""

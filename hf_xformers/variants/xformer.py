@@ -19,9 +19,8 @@ INFO = VariantInfo(
 }""",
 )
 
-_family = make_family(
-    XFormerConfig, "XFormer", tuple(head for head in HEADS if head != "ForImageClassification"), INFO
-)
+_OTHERS = ("ForImageClassification", "ForSegmentReordering")  # they need more than an `XFormerConfig` has
+_family = make_family(XFormerConfig, "XFormer", tuple(head for head in HEADS if head not in _OTHERS), INFO)
 XFormerModel = _family["Model"]
 XFormerForMaskedLM = _family["ForMaskedLM"]
 XFormerForCausalLM = _family["ForCausalLM"]

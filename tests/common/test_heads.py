@@ -20,9 +20,11 @@ LABELS = {
     "ForQuestionAnswering": {"start_positions": torch.tensor([1, 0]), "end_positions": torch.tensor([3, 2])},
     "ForMultipleChoice": {"labels": torch.tensor([1, 0])},
     "ForNextSentencePrediction": {"labels": torch.tensor([1, 0])},
+    "ForSegmentReordering": {"labels": "ids", "reordering_labels": torch.tensor([1, 0])},
     "ForPreTraining": {"labels": "ids", "next_sentence_label": torch.tensor([1, 0])},
 }
 RESULTS = {
+    "ForSegmentReordering": ("logits", "reordering_logits"),
     "Model": ("last_hidden_state",),
     "ForQuestionAnswering": ("start_logits", "end_logits"),
     "ForPreTraining": ("prediction_logits", "seq_relationship_logits"),
@@ -100,7 +102,7 @@ def test_padding(name, head, side):
             padded, mask = pad(list(ids), 11, side, seed)
             output = results(head, model(**inputs(head, padded, mask)))
             for key, value in output.items():
-                if key in PER_TOKEN or head in TOKEN_HEADS:
+                if key in PER_TOKEN or head in TOKEN_HEADS or (head, key) == ("ForSegmentReordering", "logits"):
                     value = value[mask.bool()].view_as(expected[key])
                 close(value, expected[key])
 

@@ -149,6 +149,9 @@ class OurChecks:
         if return_labels and "labels" not in inputs and {"labels", "next_sentence_label"} <= set(accepted):
             inputs["labels"] = torch.zeros_like(inputs["input_ids"])
             inputs["next_sentence_label"] = inputs["input_ids"].new_zeros(inputs["input_ids"].shape[0])
+        if return_labels and "reordering_labels" in accepted:
+            inputs["labels"] = torch.zeros_like(inputs["input_ids"])
+            inputs["reordering_labels"] = inputs["input_ids"].new_zeros(inputs["input_ids"].shape[0])
         return inputs
 
     def test_config(self):

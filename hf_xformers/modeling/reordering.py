@@ -1,0 +1,100 @@
+"""Masked language modelling and the order of a document's parts at once."""
+
+from __future__ import annotations
+
+from math import factorial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.utils import can_return_tuple
+
+from ..core import outputs
+from ..core.inputs import check_token_labels
+from ..core.losses import token_cross_entropy, with_aux_losses
+from ..core.pooling import pool
+from .classifier_transform import refuse_transform
+from .language import LanguageModel
+
+
+def count_orders(chunks: int) -> int:
+    """Ways in which a text of 1, 2, ... `chunks` parts can stand: sum of i!."""
+    return sum(factorial(parts) for parts in range(1, chunks + 1))
+
+
+class XFormerForSegmentReordering(LanguageModel):
+    """An encoder that predicts masked tokens, and in which order the parts of the document stand (Ding et al. 2021,
+    arXiv 2012.15688, section 3.4).
+
+    A document of 1 to m parts (`reorder_chunks` of the config) has one of sum_i i! orders, which a classifier on the
+    pooled vector tells apart. Its loss is the auxiliary loss `reordering`.
+
+    Raises:
+        ValueError: a stack without segment memory, or a config without `reorder_chunks`.
+    """
+
+    reads_pooler = True
+
+    def __init__(self, config):
+        refuse_transform(config, type(self).__name__)
+        config = self.shaped(config, is_decoder=False, is_encoder_decoder=False)
+        chunks = config.reorder_chunks
+        if config.stack.memory_slots(config) is None or chunks is None or chunks < 1:
+            raise ValueError(
+                f"{type(self).__name__} reads documents in segments with a memory, and has `reorder_chunks` >= 1 parts"
+                f" to tell apart; this config has stack {config.stack.type!r} and `reorder_chunks` {chunks!r}. Use"
+                " xf_ernie_doc."
+            )
+        super().__init__(config)
+        self.orders = count_orders(chunks)
+        self.classifier = nn.Linear(self.model.vector_width, self.orders)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        reordering_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> outputs.XFormerReorderingOutput:
+        """labels: [B, T] as in masked LM; reordering_labels: [B], the number of the order. logits: [B, T, V];
+        reordering_logits: [B, orders]. The loss is the sum of those whose labels are given."""
+        count = kwargs.pop("num_items_in_batch", None)
+        base = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        logits = self.lm_head(base.last_hidden_state)
+        check_token_labels(labels, logits)
+        vector = base.pooler_output
+        vector = pool(base.last_hidden_state, attention_mask, "first") if vector is None else vector
+        orders = self.classifier(vector)
+        loss, aux_losses = None, dict(base.aux_losses or {})
+        if reordering_labels is not None:
+            wide = orders if orders.dtype.itemsize == 8 else orders.float()
+            aux_losses["reordering"] = F.cross_entropy(wide, reordering_labels.view(-1).to(orders.device))
+        if labels is not None:
+            loss = token_cross_entropy(logits, labels, count)
+        elif reordering_labels is not None:
+            loss = logits.new_zeros(())
+        return outputs.XFormerReorderingOutput(
+            loss=with_aux_losses(loss, aux_losses),
+            logits=logits,
+            reordering_logits=orders,
+            hidden_states=base.hidden_states,
+            attentions=base.attentions,
+            aux_losses=self.reported(aux_losses or None, loss),
+            segment_memory=base.segment_memory,
+        )
+
+
+__all__ = ["XFormerForSegmentReordering", "count_orders"]

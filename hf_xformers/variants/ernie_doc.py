@@ -1,0 +1,72 @@
+"""ERNIE-Doc (Ding et al. 2021): long documents in segments, whose memory is what the same layer gave before."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from ..configuration_xformer import XFormerConfig
+from ..core.components import SpecLike
+from ..families import ENCODER_HEADS, VariantInfo, make_family
+
+
+class XFErnieDocConfig(XFormerConfig):
+    """ERNIE-Doc (Ding et al. 2021): long documents in segments, whose memory is what the same layer gave before.
+
+    `max_position_embeddings` is the length of a segment (tokens). An encoder cuts a longer document itself and reads
+    it twice; a causal decoder, and an encoder that is given one segment per call, take a model output's
+    `segment_memory` as the next segment's input of the same name. `token_type_ids` are read by the attention.
+    `reorder_chunks`: most parts that a document is cut in, whose order `ForSegmentReordering` tells.
+    """
+
+    model_type = "xf_ernie_doc"
+
+    reorder_chunks: int = 3  # type: ignore[misc]  # a class variable where there is no such head
+    position: SpecLike = "none"  # in the attention's scores
+    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
+    attention: SpecLike = field(
+        default_factory=lambda: {
+            "type": "transformer_xl",
+            "share_biases": False,
+            "distances": "learned",
+            "key_types": 3,
+        }
+    )
+    stack: SpecLike = field(
+        default_factory=lambda: {"type": "segment_recurrent", "memory_length": 128, "recurrence": "same_layer"}
+    )
+
+
+INFO = VariantInfo(
+    section="6.4",
+    summary="segments read what the same layer gave for earlier ones; documents are read twice",
+    paper="Ding et al. 2021",
+    url="https://arxiv.org/abs/2012.15688",
+    equation=(
+        r"\tilde h_{\tau+1}^{n} = [\mathrm{SG}(h_{\tau}^{n+1}) \circ h_{\tau+1}^{n}], \qquad "
+        r"A_{ij} = \frac{(q_i + u)^\top k_j + (q_i + v)^\top W_R r_{i-j} + (q_i + t)^\top W_T e_j}{\sqrt d}"
+    ),
+    cost="time O(T (M + T) D) per segment of T tokens, twice in an encoder; memory O(M + T) per segment",
+    notes=(
+        "An encoder reads a document of more than `max_position_embeddings` tokens in segments, twice: the second time"
+        " every segment's memory goes back to the whole document (`retrospective`). In training, segments that are"
+        " given one per call (`XFormerTrainer(segment_streams=True)`) need as much memory as one. The objective"
+        " `segment_reordering` trains `ForSegmentReordering`. In generation the text is one segment, and the cache"
+        " holds its last tokens (M and a segment's) after a memory that is given."
+    ),
+    bibtex="""@inproceedings{ding2021erniedoc,
+  title={{ERNIE-Doc}: A Retrospective Long-Document Modeling Transformer},
+  author={Ding, Siyu and Shang, Junyuan and Wang, Shuohuan and Sun, Yu and Tian, Hao and Wu, Hua and Wang, Haifeng},
+  booktitle={Proceedings of the 59th Annual Meeting of the Association for Computational Linguistics},
+  year={2021}
+}""",
+)
+
+_family = make_family(XFErnieDocConfig, "XFErnieDoc", (*ENCODER_HEADS, "ForSegmentReordering", "ForCausalLM"), INFO)
+XFErnieDocModel = _family["Model"]
+XFErnieDocForMaskedLM = _family["ForMaskedLM"]
+XFErnieDocForSequenceClassification = _family["ForSequenceClassification"]
+XFErnieDocForTokenClassification = _family["ForTokenClassification"]
+XFErnieDocForQuestionAnswering = _family["ForQuestionAnswering"]
+XFErnieDocForMultipleChoice = _family["ForMultipleChoice"]
+XFErnieDocForSegmentReordering = _family["ForSegmentReordering"]
+XFErnieDocForCausalLM = _family["ForCausalLM"]
