@@ -6,8 +6,10 @@ family cannot do stands in `exceptions.py`, with the reason, and the suite repor
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_xformers import XFormerConfig
+from hf_xformers.core.components import SLOTS
 from hf_xformers.families import HEADS
 from hf_xformers.variants import config_class, family, model_types
 from tests.common.exceptions import exception, holders
@@ -234,6 +237,39 @@ class Case:
 @functools.cache
 def _holders(case: Case):
     return holders(case.config())
+
+
+def _word(value: Any) -> Any:
+    """A setting without its size: numbers are all alike, and different from None."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_word, value))
+    if dataclasses.is_dataclass(value):
+        return type(value).__name__
+    return "number" if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
+
+
+@functools.cache
+def components(case: Case) -> frozenset[tuple[Any, ...]]:
+    """What a case is made of: (slot, component, its settings without numbers, whether it is in a decoder)."""
+    found = set()
+    for tower in case.config().tower_configs():
+        for layer in list(tower.per_layer_config) if tower.is_heterogeneous else [tower]:
+            for slot in SLOTS:
+                spec = getattr(layer, slot)
+                words = tuple((entry.name, _word(getattr(spec, entry.name))) for entry in dataclasses.fields(spec))
+                found.add((slot, spec.type, words, tower.is_decoder))
+    return frozenset(found)
+
+
+def covering(cases: Sequence[Case], parts: Callable[[Case], Iterable[Any]]) -> list[Case]:
+    """Few of the cases, which together have every part that any of them has: for tests that are slow, and of which
+    one case for each part shows what all of them would."""
+    left, chosen = set().union(*map(parts, cases)), []
+    while left:
+        best = max(cases, key=lambda case: len(left & set(parts(case))))  # the first of the equal ones
+        left -= set(parts(best))
+        chosen.append(best)
+    return [case for case in cases if case in chosen]
 
 
 @functools.cache

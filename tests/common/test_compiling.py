@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.common.cases import CASES
+from hf_xformers import XFormerConfig
+from tests.common.cases import CASES, components, covering
 from tests.helpers import close, close_gradients, gradients, pad, tokens
 
 
@@ -14,9 +15,22 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-# Tracing is slow, so what is traced as an encoder and as a decoder is not traced as both at once.
+# Tracing is slow, so what is traced as an encoder and as a decoder is not traced as both at once, and a family whose
+# components are all traced elsewhere is not traced again.
 ONE_TOWER = {case.name for case in CASES if case.shape != "seq2seq"}
-TRACED = [case for case in CASES if case.shape != "seq2seq" or case.name not in ONE_TOWER]
+DIRECTED = ("attention", "cross_attention", "stack")  # components that do something else in a decoder
+
+
+def traced_parts(case):
+    """Each component, of what is inside attention each form, and each mix."""
+    parts = components(case)
+    plain = {(slot, name) for slot, name, _, _ in parts}
+    forms = {part for part in parts if part[0] in DIRECTED}
+    own = {("mix", case.name)} if case.config_class is XFormerConfig else set()
+    return plain | forms | {part[:3] for part in parts if part[0] == "position"} | own
+
+
+TRACED = covering([case for case in CASES if case.shape != "seq2seq" or case.name not in ONE_TOWER], traced_parts)
 
 
 @pytest.mark.parametrize("case", TRACED, ids=str)
