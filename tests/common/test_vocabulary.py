@@ -3,9 +3,18 @@
 import pytest
 import torch
 
-from tests.common.cases import each_case
+from tests.common.cases import CASES, components, covering
 from tests.helpers import NO_DROPOUT, aligned, close, tokens
 
+
+def table_parts(case):
+    """What reads or writes tables of tokens: embeddings and heads in each shape, and each stack around them."""
+    parts = components(case)
+    tables = {(slot, name, words, case.shape) for slot, name, words, _ in parts if slot in ("embedding", "head")}
+    return tables | {(slot, name) for slot, name, _, _ in parts if slot == "stack"}
+
+
+each_case = pytest.mark.parametrize("case", covering(CASES, table_parts), ids=str)
 tied_or_not = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 
 
