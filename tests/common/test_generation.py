@@ -111,8 +111,8 @@ def test_cached_equals_full(case, pieces):
 
 @each_causal_case
 def test_greedy_generation(case):
-    """`generate`, with and without a cache, equals an argmax loop over full passes, for each text of a padded
-    batch."""
+    """`generate`, with and without a cache, writes what a full pass over the text itself finds likeliest at each
+    place (later tokens do not change that, as the tests above show), for each text of a padded batch."""
     model = case.shared()
     rows = [tokens(5), tokens(2, seed=1), tokens(1, seed=2)]
     batch, mask = pad(rows, 5, "left")
@@ -124,17 +124,17 @@ def test_greedy_generation(case):
     assert torch.equal(*outputs)
     eos = model.generation_config.eos_token_id
     for index, row in enumerate(rows):
-        text = row[None] if case.shape == "decoder" else torch.tensor([[model.config.decoder_start_token_id]])
-        for _ in range(6):
-            with torch.no_grad():
-                if case.shape == "decoder":
-                    logits = model(input_ids=text, use_cache=False).logits[0, -1]
-                else:
-                    logits = model(input_ids=row[None], decoder_input_ids=text, use_cache=False).logits[0, -1]
-            if eos is not None:
-                logits[eos] = -torch.inf
-            text = torch.cat([text, logits.argmax()[None, None]], dim=1)
-        assert torch.equal(outputs[0][index, -6:], text[0, -6:])
+        written = outputs[0][index, -6:]
+        with torch.no_grad():
+            if case.shape == "decoder":
+                logits = model(input_ids=torch.cat([row, written[:-1]])[None], use_cache=False).logits[0, -6:]
+            else:
+                start = torch.tensor([model.config.decoder_start_token_id])
+                text = torch.cat([start, written[:-1]])[None]
+                logits = model(input_ids=row[None], decoder_input_ids=text, use_cache=False).logits[0]
+        if eos is not None:
+            logits[:, eos] = -torch.inf
+        assert torch.equal(written, logits.argmax(-1))
 
 
 @each_causal_case
@@ -158,5 +158,5 @@ def test_sampling_is_seeded(case):
     texts = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        texts.append(model.generate(input_ids=ids, do_sample=True, max_new_tokens=8, min_new_tokens=8))
+        texts.append(model.generate(input_ids=ids, do_sample=True, max_new_tokens=4, min_new_tokens=4))
     assert torch.equal(texts[0], texts[1]) and not torch.equal(texts[0], texts[2])

@@ -17,7 +17,7 @@ def padded_batch():
 
 
 @each_case
-@pytest.mark.parametrize("length", [1, 7, 13])
+@pytest.mark.parametrize("length", [1, 13])
 def test_eager_equals_fast(case, length):
     """`attn_implementation="eager"` runs the equation as written; forward and gradients."""
     ids = tokens(2, length)

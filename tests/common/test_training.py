@@ -65,12 +65,11 @@ def test_state_moves_once(case):
     """Running statistics, centroids and counters are after a step with checkpointing what they are after one
     without."""
     ids, mask = pad([tokens(9), tokens(5, seed=1)], 9, "right")
+    if not any(True for _ in case.shared().buffers()):
+        return
     found = []
     for kind in (None, True, False):
         model = case.build().train()
-        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        if not before:
-            return
         if kind is not None:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": kind})
         for _ in range(2):  # as in accumulation
