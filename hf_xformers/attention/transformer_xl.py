@@ -3,7 +3,6 @@ ones."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -22,6 +21,7 @@ from ..ops.score_terms.terms import QueryBlock
 from ..position.score_terms import SelfAttentionTerms
 from .shared.base import KEY_STATES, Attention, AttentionSpec
 from .shared.query_blocks import visible_softmax
+from .shared.query_grid import Grid, ScatteredGrid
 from .shared.relative_embeddings import RelativeEmbeddings, key_types
 from .shared.term_blocks import attend_with_terms, blocks_of
 
@@ -36,6 +36,8 @@ MEMORY_LENGTH, MEMORY_REAL, MEMORY_ORDER = "segment_memory_length", "segment_mem
 KEY_REAL, KEY_COUNT, GRID = "key_states_real", "key_states_count", "position_grid"
 # Where a stack moves or pools tokens of several types: those of queries and of keys ([B, T], [B, S]).
 TOKEN_TYPES = "token_types_of_queries_and_keys"
+# Where a stack says which pairs of queries and keys are in sight, in `context.shared`: [B, T, S] boolean.
+PAIRS = "pairs_in_sight"
 # Where a stack wants to know how much attention each key got: a dict in `context.shared`, step -> [B, M + T], the sums
 # over heads and queries, in the order of the keys.
 KEY_USAGE = "key_usage"
@@ -44,31 +46,6 @@ TABLE = "transformer_xl_table"
 # Of learned tables, which have gradients: a stream each. The types of keys stand in `context.shared`.
 LEARNED_TABLE, TYPE_TABLE, TYPE_BIAS = "transformer_xl_distances", "transformer_xl_types", "transformer_xl_type_bias"
 KEY_TYPES = "transformer_xl_key_types"
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Where queries and keys stand: the distance of query i and key j is stride * (step * i - j + offset) tokens.
-
-    apart: the first query and the first key ([CLS]) have no position; their position scores are 0.
-    """
-
-    offset: int
-    step: int = 1
-    stride: int = 1
-    apart: bool = False
-
-    def distances(self, rows: slice, keys: slice, device: torch.device) -> Tensor:
-        """[t, s] for the queries `rows` and `keys`, in strides."""
-        queries = torch.arange(rows.start, rows.stop, device=device) * self.step + self.offset
-        return queries[:, None] - torch.arange(keys.start, keys.stop, device=device)[None]
-
-    def without_first(self, scores: Tensor, rows: slice) -> Tensor:
-        """Position scores [..., t, s] of the queries `rows`."""
-        if not self.apart:
-            return scores
-        later = torch.arange(rows.start, rows.stop, device=scores.device)[:, None] > 0
-        return scores * (later & (torch.arange(scores.shape[-1], device=scores.device) > 0)[None])
 
 
 def count_usage(context: LayerContext, step: int, weights: Tensor, rows: slice, keys: int) -> None:
@@ -157,8 +134,10 @@ class TransformerXLAttention(Attention):
             keys = context.shared.get(KEY_COUNT, length + self._slots_ahead(context, past_key_values))
             grid = self._grid(context, length, keys)
             like = self.q_proj.weight
-            largest = grid.step * (length - 1) + grid.offset
-            distance = torch.arange(largest, grid.offset - keys, -1, device=context.query_index.device) * grid.stride
+            distance = (
+                torch.arange(grid.largest(length), grid.offset - keys, -1, device=context.query_index.device)
+                * grid.stride
+            )
             if self.spec.clamp is not None:
                 distance = distance.clamp(-self.spec.clamp, self.spec.clamp)
             learned = None if self.relative is None else self.relative.of_distances(distance)
@@ -219,7 +198,7 @@ class TransformerXLAttention(Attention):
             rows = slice(0, length)
             positional = (query + position_bias[:, None].to(query.dtype)) * self.scaling
             by_distance = wide_products(positional, relative.mT)
-            column = grid.step * (length - 1) + grid.offset - grid.distances(rows, slice(0, keys), query.device)
+            column = grid.largest(length) - grid.distances(rows, slice(0, keys), query.device)
             column = column.clamp(0, by_distance.shape[-1] - 1).expand(*by_distance.shape[:2], -1, -1)
             scores = grid.without_first(by_distance.gather(-1, column), rows)
             scores = scores + wide_products(content, key)
@@ -231,7 +210,8 @@ class TransformerXLAttention(Attention):
                 same = self.same_segment(context, rows, slice(0, keys))
                 scores = scores + grid.without_first(by_segment(by_kind, same), rows)
             mask = self.visible(rows, slice(0, keys), grid, context, real)
-            weights = visible_softmax(scores, mask, real is not None, overwrite=True).to(value.dtype)
+            can_be_empty = real is not None or PAIRS in context.shared
+            weights = visible_softmax(scores, mask, can_be_empty, overwrite=True).to(value.dtype)
             count_usage(context, step, weights, rows, keys)
             dropped = F.dropout(weights, self.dropout) if self.training and self.dropout else weights
             return SublayerOutput(
@@ -333,7 +313,11 @@ class TransformerXLAttention(Attention):
                 mask = (distance <= reach) if self.is_causal else (distance.abs() <= reach)
             if order:
                 mask = distance >= 0 if mask is None else mask & (distance >= 0)
-            mask = None if mask is None else mask[None, None]
+            mask = mask if mask is None or mask.ndim == 4 else mask[None, None]
+        pairs = context.shared.get(PAIRS)
+        if pairs is not None:
+            pairs = pairs[:, None, rows, keys]
+            mask = pairs if mask is None else mask & pairs
         if real is not None:
             padding = real[:, None, None, keys]
             mask = padding if mask is None else mask & padding
@@ -376,7 +360,7 @@ class RelativeTerms(SelfAttentionTerms):
 
     @property
     def rows_can_be_empty(self) -> bool:
-        return self.real is not None
+        return self.real is not None or PAIRS in self.context.shared
 
     @property
     def ordered(self) -> bool:
@@ -415,6 +399,12 @@ class RelativeTerms(SelfAttentionTerms):
 
     def _of_positions(self, block: QueryBlock) -> Tensor:
         rows, keys = block.rows, block.keys
+        if isinstance(self.grid, ScatteredGrid):  # all distances, of which each query takes those of its own place
+            last = self.grid.largest(self.num_queries)
+            every = block.by_distance[0].take(0, 2 * last + 1).squeeze(0)
+            products = torch.matmul(block.by_query[0], every.transpose(-1, -2))
+            column = last - self.grid.distances(rows, slice(0, keys), products.device)
+            return products.gather(-1, column.expand(*products.shape[:2], -1, -1))
         length, step = rows.stop - rows.start, self.grid.step
         first = step * (self.num_queries - rows.stop)
         near = block.by_distance[0].take(first, first + keys + step * (length - 1)).squeeze(0)
@@ -453,6 +443,7 @@ class TransformerXLSpec(AttentionSpec):
     reads_segment_memory = True
     counts_usage = True
     pooled_queries = True
+    scattered_queries = True
     knows_order = True
 
     share_biases: bool = True

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..attention.transformer_xl import GRID, KEY_COUNT, KEY_REAL, KEY_STATES, TOKEN_TYPES, Grid
+from ..attention.shared.query_grid import Grid
+from ..attention.transformer_xl import GRID, KEY_COUNT, KEY_REAL, KEY_STATES, TOKEN_TYPES
 from ..blocks.base import XFormerLayer, unpack_layer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses

@@ -332,7 +332,8 @@ class AttentionSpec(Spec):
     that a block may keep a state of its own beside them. reads_segment_memory: it reads the states that a
     segment-recurrent stack carries on. counts_usage: it tells how much attention each of them gets. reads_feedback: it
     reads what a stack makes of all layers at earlier steps. pooled_queries: queries may be fewer than keys, each with
-    a place of its own. reads_axes: its layers read the rows and the columns of a grid by turns. apart_key_states: with
+    a place of its own. scattered_queries: queries may stand anywhere among the keys, and a stack may say which pairs
+    are in sight. reads_axes: its layers read the rows and the columns of a grid by turns. apart_key_states: with
     a position inside it, keys and values may be made of other states than queries are. maps_tokens: it does a
     feed-forward's work, too. keeps_rotated: its state for generation holds what rotations have made of earlier keys,
     which cannot be turned anew. knows_order: it knows the order of tokens by parameters of its own, without a
@@ -381,6 +382,7 @@ class AttentionSpec(Spec):
     counts_usage: ClassVar[bool] = False
     reads_feedback: ClassVar[bool] = False
     pooled_queries: ClassVar[bool] = False
+    scattered_queries: ClassVar[bool] = False
     reads_axes: ClassVar[bool] = False
     apart_key_states: ClassVar[bool] = False
     maps_tokens: ClassVar[bool] = False

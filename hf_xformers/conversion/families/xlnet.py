@@ -1,9 +1,10 @@
-"""XLNet as it encodes texts: `xlnet` <-> `xformer`, with Transformer-XL's attention and its segment term.
+"""XLNet: `xlnet` <-> `xf_xlnet`, with Transformer-XL's attention, its segment term, and both streams.
 
-Every token sees every other (`attn_type="bi"`, without a permutation mask), and predictions are made where the tokens
-stand. The second stream of pretraining, which predicts places that it does not see, has no counterpart, nor has the
-memory of earlier segments: `mask_emb` is left behind. Its heads for whole texts read the last place of a row through a
-hidden layer, and its large head for questions searches beams: the model under them converts.
+`perm_mask` and `target_mapping` mean the same on both sides, but for a target that sees no token at all: in
+transformers it reads the mean of all tokens, here nothing. The memory of earlier segments has no counterpart. Its
+heads for whole texts read the last slot of a row through a hidden layer, ours the last token, which is the same where
+padding stands in front, as XLNet's tokenizer has it. Its large head for questions searches beams: the model under it
+converts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
 from ..base import Converter, Head, activation, feedforward, register
-from ..rules import Operation, Rule, copied, only_ours, only_theirs
+from ..rules import Operation, Rule, copied, only_theirs
 
 FIELDS = {
     "hidden_size": "d_model",
@@ -25,6 +26,15 @@ FIELDS = {
     "initializer_range": "initializer_range",
     "layer_norm_eps": "layer_norm_eps",
 }
+
+
+def _pooling(config: PreTrainedConfig) -> str:
+    if config.summary_type not in ("first", "last"):
+        raise ValueError(
+            f"summary_type={config.summary_type!r} has no counterpart: texts are read at their 'first' or 'last' token"
+            " here, as means of ours leave padding out."
+        )
+    return config.summary_type
 
 
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
@@ -41,6 +51,8 @@ def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
         },
         "feedforward": feedforward(config.ff_activation),
         "head": {"type": "linear", "bias": True},
+        "classifier_pooling": _pooling(config),
+        "classifier_activation": config.summary_activation or "tanh",
     }
 
 
@@ -55,9 +67,12 @@ def to_theirs(config: XFormerConfig) -> dict[str, Any]:
         "d_head": config.head_width,
         "ff_activation": activation(config.feedforward)[0],
         "clamp_len": -1 if clamp is None else clamp,
+        "summary_type": "first" if config.classifier_pooling == "first" else "last",
+        "summary_activation": config.classifier_activation,
     }
 
 
+START = Operation("flattened", lambda t: [t[0].flatten()], lambda t: [t[0][None, None]], plain=True)
 # theirs: [same, different]
 SEGMENTS = Operation("in the other order", lambda t: [t[0].flip(0)], lambda t: [t[0].flip(0)], plain=True)
 
@@ -93,22 +108,32 @@ def _backbone(config: XFormerConfig) -> tuple[Rule, ...]:
     return (copied("@word_embedding.weight", "@trunk.embedding.tokens.weight"), *_layers(config))
 
 
+def _other_pooling(config: XFormerConfig) -> str | None:
+    if config.classifier_pooling in ("first", "last"):
+        return None
+    return f"it reads the first or the last token, and classifier_pooling={config.classifier_pooling!r} does not"
+
+
 BASE = ("backbone", "second stream")
+SUMMARY = {"classifier_transform": "dense"}
 
 CONVERTER = register(
     Converter(
         model_type="xlnet",
-        variant="xformer",
+        variant="xf_xlnet",
         fields=FIELDS,
         to_ours=to_ours,
         to_theirs=to_theirs,
         groups={
             "backbone": _backbone,
-            "second stream": (only_theirs("@mask_emb"),),
+            "second stream": (Rule(("@mask_emb",), ("@trunk.stack.start",), START),),
             "lm": (copied("lm_loss.*", "lm_head.decoder.*"),),
             "token": (copied("classifier.*", "classifier.*"),),
             "spans": (copied("qa_outputs.*", "classifier.*"),),
-            "summary": (only_theirs("sequence_summary.summary.*", "logits_proj.*"), only_ours("classifier.*")),
+            "summary": (
+                copied("sequence_summary.summary.*", "transform.dense.*"),
+                copied("logits_proj.*", "classifier.*"),
+            ),
             "beams": (
                 only_theirs("start_logits.dense.*", "end_logits.dense_0.*", "end_logits.dense_1.*"),
                 only_theirs("end_logits.LayerNorm.*", "answer_class.dense_0.*"),
@@ -120,28 +145,31 @@ CONVERTER = register(
             Head("XLNetLMHeadModel", "ForMaskedLM", "transformer.", (*BASE, "lm")),
             Head("XLNetForTokenClassification", "ForTokenClassification", "transformer.", (*BASE, "token")),
             Head("XLNetForQuestionAnsweringSimple", "ForQuestionAnswering", "transformer.", (*BASE, "spans")),
-            Head("XLNetForSequenceClassification", "ForSequenceClassification", "transformer.", (*BASE, "summary")),
-            Head("XLNetForMultipleChoice", "Model", "transformer.", (*BASE, "summary")),
+            Head(
+                "XLNetForSequenceClassification",
+                "ForSequenceClassification",
+                "transformer.",
+                (*BASE, "summary"),
+                settings=SUMMARY,
+                refuses=_other_pooling,
+            ),
+            Head(
+                "XLNetForMultipleChoice",
+                "ForMultipleChoice",
+                "transformer.",
+                (*BASE, "summary"),
+                settings=SUMMARY,
+                refuses=_other_pooling,
+            ),
             Head("XLNetForQuestionAnswering", "Model", "transformer.", (*BASE, "beams")),
         ),
         unread=(
             "ff_activation",
             "same_length",  # of a mask that looks back alone
             *("mem_len", "reuse_len", "use_mems_eval", "use_mems_train"),
-            *("summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout"),
+            "summary_last_dropout",
             *("start_n_top", "end_n_top"),
         ),
         unread_ours=("max_position_embeddings",),
-        native=False,
-        components={
-            "embedding": ("token",),
-            "position": ("none",),
-            "attention": ("transformer_xl",),
-            "residual": ("post_ln",),
-            "normalization": ("layer_norm",),
-            "block": ("vanilla",),
-            "stack": ("plain",),
-            "head": ("linear",),
-        },
     )
 )

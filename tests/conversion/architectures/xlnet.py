@@ -1,4 +1,4 @@
-"""XLNet as an encoder of one or two texts."""
+"""XLNet as an encoder of one or two texts; tests/conversion/test_xlnet.py has its second stream."""
 
 import torch
 from torch import Tensor
@@ -10,16 +10,17 @@ HEADS = {
     "XLNetModel": "Model",
     "XLNetForTokenClassification": "ForTokenClassification",
     "XLNetForQuestionAnsweringSimple": "ForQuestionAnswering",
-}
-HEADLESS = {
     "XLNetForSequenceClassification": "ForSequenceClassification",
-    "XLNetForMultipleChoice": "Model",
-    "XLNetForQuestionAnswering": "Model",
+    "XLNetForMultipleChoice": "ForMultipleChoice",
 }
+SUMMARIES = ("XLNetForSequenceClassification", "XLNetForMultipleChoice")
 
 
 def inputs(head: str, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Two texts in a row, and a third type for its last token; none for the bare model."""
+    """Two texts in a row, and a third type for its last token; none for the bare model. What reads the last slot, be
+    it padding or not, is given rows whose last slot is a token."""
+    if head in SUMMARIES:
+        given["attention_mask"] = given["attention_mask"].sort(-1).values
     if head == "XLNetModel":
         return given
     types = torch.zeros_like(given["input_ids"])
@@ -30,18 +31,19 @@ def inputs(head: str, given: dict[str, Tensor]) -> dict[str, Tensor]:
 
 ARCHITECTURE = Architecture(
     model_type="xlnet",
-    ours="xformer",
+    ours="xf_xlnet",
     tiny=dict(vocab_size=VOCAB, d_model=32, n_layer=2, n_head=4, d_inner=48, layer_norm_eps=1e-5),
     heads=HEADS,
-    headless=HEADLESS,
+    headless={"XLNetForQuestionAnswering": "Model"},
     variations={
         "clamped": {"clamp_len": 2},
         "untied": {"tie_word_embeddings": False, "ff_activation": "relu"},
         "two heads": {"n_head": 2, "dropout": 0.2},
+        "first token": {"summary_type": "first", "summary_activation": "gelu"},
     },
+    tried_with={"first token": "XLNetForSequenceClassification"},
     base=dict(d_model=768, n_layer=12, n_head=12, d_inner=3072),
     inputs=inputs,
-    idle=dict.fromkeys(HEADS, ("mask_emb",)),
     other_values={
         "clamp_len": 3,
         "ff_activation": "relu",
@@ -52,11 +54,10 @@ ARCHITECTURE = Architecture(
         "mem_len": 4,
         "reuse_len": 4,
     },
-    refused=frozenset({"attn_type", "bi_data"}),
+    refused=frozenset({"attn_type", "bi_data", "summary_use_proj"}),
     unread=frozenset(
         {
-            *("same_length", "mem_len", "reuse_len", "use_mems_eval", "use_mems_train"),
-            *("summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout"),
+            *("same_length", "mem_len", "reuse_len", "use_mems_eval", "use_mems_train", "summary_last_dropout"),
             *("start_n_top", "end_n_top"),
         }
     ),
