@@ -42,6 +42,7 @@ HEADS: dict[str, str] = {
         "ForPreTraining",
         "ForReplacedTokenDetection",
         "ForSegmentReordering",
+        "ForTimeSeriesPrediction",
         "ForImageClassification",
     )
 }

@@ -35,10 +35,8 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     with folder_lock(made.folder, writes=args.should_save):
         prepared = made.prepare()
         sizes = ", ".join(f"{len(split.rows):,} {name}" for name, split in prepared.splits.items())
-        say(
-            f"{prepared.config.model_type}, {prepared.task.id}: {sizes} rows of up to {prepared.task.max_length}"
-            " tokens"
-        )
+        length = f"{prepared.task.max_length} {'tokens' if prepared.task.reads_text else 'steps'}"
+        say(f"{prepared.config.model_type}, {prepared.task.id}: {sizes} rows of up to {length}")
         if prepared.checkpoint is not None:
             say(f"resuming from {prepared.checkpoint}")
         summary = made.train(prepared, callbacks)

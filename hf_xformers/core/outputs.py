@@ -127,3 +127,22 @@ class XFormerSeq2SeqQuestionAnsweringOutput(base.Seq2SeqQuestionAnsweringModelOu
 @dataclass
 class XFormerImageClassifierOutput(base.ImageClassifierOutput):
     aux_losses: dict[str, torch.Tensor] | None = None
+
+
+@dataclass
+class XFormerForecastOutput(ModelOutput):
+    """prediction_outputs [B, P, channels]: the forecast, in the units of the values; params: the head's numbers for
+    each value, of scaled values; loc, scale [B or 1, 1, channels or 1]: value = scaled value * scale + loc."""
+
+    loss: torch.Tensor | None = None
+    prediction_outputs: torch.Tensor | None = None
+    params: tuple[torch.Tensor, ...] | None = None
+    loc: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    decoder_hidden_states: tuple[torch.Tensor, ...] | None = None
+    decoder_attentions: tuple[torch.Tensor, ...] | None = None
+    cross_attentions: tuple[torch.Tensor, ...] | None = None
+    encoder_last_hidden_state: torch.Tensor | None = None
+    encoder_hidden_states: tuple[torch.Tensor, ...] | None = None
+    encoder_attentions: tuple[torch.Tensor, ...] | None = None
+    aux_losses: dict[str, torch.Tensor] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -20,7 +20,10 @@ class InputPosition(Protocol):
 
 
 class EmbeddingSpec(Spec):
-    """Base of embedding specs."""
+    """Base of embedding specs. reads_series: it reads the numbers of a time series, of `channels` for each step, in
+    place of ids."""
+
+    reads_series: ClassVar[bool] = False
 
     def table_width(self, config) -> int:
         """Columns of the token table, which the towers of an encoder-decoder share."""

@@ -14,6 +14,7 @@ TASK_NAMES = (
     "summarization",
     "translation",
     "language-modeling",
+    "forecasting",
 )
 TASK_ALIASES = {
     "classification": "text-classification",
@@ -42,6 +43,8 @@ TASK_ALIASES = {
     "mt": "translation",
     "lm": "language-modeling",
     "language-modelling": "language-modeling",
+    "forecast": "forecasting",
+    "time-series": "forecasting",
 }
 
 # First texts, each with the second that goes with it.
@@ -95,6 +98,7 @@ CHOICE_TEXTS = ("sent1", "startphrase", "context", "article", "question", "premi
 CHOICES = ("choices", "endings", "options", "answers")
 CHOICE_LABELS = ("label", "answer", "answerKey", "labels")
 LONG_TEXTS = ("article", "document", "dialogue", "source", "text", "content", "report")
+TIMES = ("date", "time", "datetime", "timestamp", "ds", "month", "day", "hour")
 SUMMARIES = ("highlights", "summary", "abstract", "target", "title", "headline")
 
 

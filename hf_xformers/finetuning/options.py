@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from . import names
 
@@ -173,6 +174,35 @@ class TaskOptions:
     )
     objective: str | None = field(
         default=None, metadata={"help": "Language modelling: {objectives}. Default: by the model."}
+    )
+    value_columns: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Forecasting: columns of the values. Default: all that hold numbers."},
+    )
+    time_column: str | None = field(
+        default=None,
+        metadata={"help": f"Forecasting: column of the times. Default: one named {_listed(names.TIMES)}, if any."},
+    )
+    context_length: int | None = field(
+        default=None, metadata={"help": "Forecasting: steps that the model reads. Default: 96."}
+    )
+    prediction_length: int | None = field(
+        default=None, metadata={"help": "Forecasting: steps that it forecasts. Default: 24."}
+    )
+    label_length: int | None = field(
+        default=None,
+        metadata={"help": "Forecasting: last steps of the past that the decoder reads. Default: half of them."},
+    )
+    season: int | None = field(
+        default=None,
+        metadata={"help": "Forecasting: steps of a season, for the floor. Default: by the times (24 of hours, ...)."},
+    )
+    forecast_loss: Literal["mse", "mae", "student_t"] = field(
+        default="mse", metadata={"help": "Forecasting: squared or absolute error, or a distribution's log density."}
+    )
+    forecast_scaling: Literal["window", "fixed", "none"] = field(
+        default="window",
+        metadata={"help": "Forecasting: values by mean and deviation of each past, of the training rows, or as is."},
     )
     metric_backend: str = field(
         default="auto",

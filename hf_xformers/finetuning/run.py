@@ -37,7 +37,7 @@ class Prepared:
 
     task: Task
     config: PreTrainedConfig
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Any  # None where the task reads no text
     splits: dict[str, Encoded]
     plan: dict[str, Any]
     checkpoint: Path | None
@@ -209,10 +209,15 @@ class FineTuning:
             splits = self.task.load(self.source)
             self.task.settle(splits, self.start if self.keeps_head else None)
             first = self._config({})
-            tokenizer = self._tokenizer(splits["train"], first)
-            loading.fit_tokenizer(tokenizer, first)
-            config = self._config({**self.task.config_fields(), **self._vocabulary(tokenizer)})
-            check_tokenizer(tokenizer, config)
+            tokenizer: Any = None
+            ids: dict[str, Any] = {}
+            if self.task.reads_text:
+                tokenizer = self._tokenizer(splits["train"], first)
+                loading.fit_tokenizer(tokenizer, first)
+                ids = self._vocabulary(tokenizer)
+            config = self._config({**self.task.config_fields(), **ids})
+            if tokenizer is not None:
+                check_tokenizer(tokenizer, config)
             self.task.fit(config)
             encoded = {name: self.task.encode(rows, tokenizer, name) for name, rows in splits.items()}
         if self.checkpoint is None and not self.run_options.overwrite_output_dir:
@@ -256,7 +261,7 @@ class FineTuning:
             "variant": config.model_type,
             "init_from": self.model.model,
             "peft": self.run_options.peft,
-            "vocabulary": len(tokenizer),
+            "vocabulary": None if tokenizer is None else len(tokenizer),
             "max_length": self.task.max_length,
             **{f"{split}_rows": len(part.rows) for split, part in encoded.items()},
             "seed": self.args.seed,
@@ -359,6 +364,8 @@ class FineTuning:
         with self.args.main_process_first(local=self.args.save_on_each_node, desc="preparing the folder"):
             if self.args.should_save:
                 start_anew(self.folder, overwrite=self.run_options.overwrite_output_dir)
+                if prepared.tokenizer is None:
+                    return
                 with saving_into(self.folder) as staging:
                     prepared.tokenizer.save_pretrained(staging)
 

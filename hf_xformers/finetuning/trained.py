@@ -16,11 +16,11 @@ from .options import TaskOptions
 from .tasks import TASKS, Task, Trivial, build_task, task_class
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig
 
 PEFT_FILE, BOTTLENECK_FILE = "adapter_config.json", "bottleneck_config.json"
 _TASK_OF_HEAD = {"TokenClassification": "token-classification", "QuestionAnswering": "question-answering",
-                 "MultipleChoice": "multiple-choice"}  # fmt: skip
+                 "MultipleChoice": "multiple-choice", "TimeSeriesPrediction": "forecasting"}  # fmt: skip
 _PROBLEMS = {"regression": "regression", "multi_label_classification": "multi-label-classification"}
 
 
@@ -30,7 +30,7 @@ class Trained:
 
     task: Task
     model: Any
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Any  # None where the task reads no text
     config: PreTrainedConfig
     record: dict[str, Any]
 
@@ -83,10 +83,12 @@ def open_trained(
         )
     if adapter:
         config = loading.saved_config_with(config, made.head, {}, {}, record.get("task_config", _labels_of(about)))
-    chosen = tokenizer or (name if not folder.is_dir() or (folder / "tokenizer_config.json").is_file() else start)
-    words = load_tokenizer(chosen)
-    loading.fit_tokenizer(words, config)
-    check_tokenizer(words, config)
+    words: Any = None
+    if made.reads_text:
+        chosen = tokenizer or (name if not folder.is_dir() or (folder / "tokenizer_config.json").is_file() else start)
+        words = load_tokenizer(chosen)
+        loading.fit_tokenizer(words, config)
+        check_tokenizer(words, config)
     loading.check_lengths(made, config, None)
     made.restore(config, record.get("task_facts", {}))
     made.fit(config)

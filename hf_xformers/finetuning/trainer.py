@@ -42,7 +42,7 @@ class TaskTrainer(XFormerTrainer):
         """
         before, self._split = self._split, split
         features = split.features
-        if by_length:
+        if by_length and "input_ids" in features.column_names:
             self._order = np.argsort([-_length(ids) for ids in features["input_ids"]], kind="stable")
             features = features.select(self._order)
         try:

@@ -12,6 +12,7 @@ from .classifiers import (
     XFormerForSequenceClassification,
     XFormerForTokenClassification,
 )
+from .forecasting import XFormerForTimeSeriesPrediction
 from .image import XFormerForImageClassification, XFormerImageModel
 from .language import XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM
 from .reordering import XFormerForSegmentReordering
@@ -31,6 +32,7 @@ CLASSES: dict[str, Any] = {
     "ForPreTraining": XFormerForPreTraining,
     "ForReplacedTokenDetection": XFormerForReplacedTokenDetection,
     "ForSegmentReordering": XFormerForSegmentReordering,
+    "ForTimeSeriesPrediction": XFormerForTimeSeriesPrediction,
     "ForImageClassification": XFormerForImageClassification,
 }
 IMAGE_CLASSES: dict[str, Any] = {"Model": XFormerImageModel}  # in place of the above where images go in

@@ -51,11 +51,14 @@ INFO = VariantInfo(
         " code draws them anew in every call. Models that predict something for each token bring the shortened states"
         " back to the text's length. The decoder of an encoder-decoder has dense attention: the masked form lets later"
         " tokens decide which queries attend, and is there as `decoder={'attention': {'type': 'informer',"
-        " 'causal_form': 'paper'}}` for models that do not generate."
+        " 'causal_form': 'paper'}}` for models that do not generate. `XFInformerForTimeSeriesPrediction` forecasts: it"
+        " reads `past_values` and features of their times, and its decoder writes all steps in one pass (`hf-xformers"
+        " finetune --task forecasting`)."
     ),
 )
 
-_family = make_family(XFInformerConfig, "XFInformer", (*ENCODER_HEADS, "ForSeq2SeqLM"), INFO)
+_HEADS = (*ENCODER_HEADS, "ForSeq2SeqLM", "ForTimeSeriesPrediction")
+_family = make_family(XFInformerConfig, "XFInformer", _HEADS, INFO)
 XFInformerModel = _family["Model"]
 XFInformerForMaskedLM = _family["ForMaskedLM"]
 XFInformerForSequenceClassification = _family["ForSequenceClassification"]
@@ -63,3 +66,4 @@ XFInformerForTokenClassification = _family["ForTokenClassification"]
 XFInformerForQuestionAnswering = _family["ForQuestionAnswering"]
 XFInformerForMultipleChoice = _family["ForMultipleChoice"]
 XFInformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+XFInformerForTimeSeriesPrediction = _family["ForTimeSeriesPrediction"]

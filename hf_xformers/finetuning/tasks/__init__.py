@@ -8,6 +8,7 @@ from .answering import QuestionAnswering
 from .base import Encoded, Task, Trivial
 from .choice import MultipleChoice
 from .classification import Regression, TextClassification
+from .forecasting import Forecasting
 from .generation import Summarization, Translation
 from .language import LanguageModeling
 from .multilabel import MultiLabelClassification
@@ -25,6 +26,7 @@ TASKS: dict[str, type[Task]] = {
         Summarization,
         Translation,
         LanguageModeling,
+        Forecasting,
     )
 }
 
@@ -42,6 +44,7 @@ def task_class(name: str) -> type[Task]:
 __all__ = [
     "TASKS",
     "Encoded",
+    "Forecasting",
     "LanguageModeling",
     "MultiLabelClassification",
     "MultipleChoice",

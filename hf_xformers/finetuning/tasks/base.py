@@ -56,11 +56,13 @@ class Task:
     head: ClassVar[str]  # as in For<head>
     metric: ClassVar[str]  # which of `metric_names` chooses the best checkpoint
     metric_names: ClassVar[tuple[str, ...]]
+    less_is_better: ClassVar[bool] = False  # whether that metric is an error
     default_length: ClassVar[int] = 256
     mean_loss: ClassVar[bool] = True  # the head's loss is a mean over rows, whatever the number of tokens in the step
     generates: ClassVar[bool] = False
     one_class: ClassVar[bool] = False  # an example (a row or a token) is of one of `labels`
     predicts: ClassVar[bool] = True  # says something of every row
+    reads_text: ClassVar[bool] = True  # its rows go through a tokenizer
 
     def __init__(self, options: TaskOptions) -> None:
         self.options = options
