@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -18,6 +19,9 @@ from ..normalization.residual import Residual
 
 # The stream that holds the other half of a pair of residual streams.
 PARTNER = "residual_partner"
+# In `context.shared`: which tokens [B, T] a stack still runs. Of the others it keeps the states as they are, so that
+# feed-forward sublayers of single tokens leave them out.
+RUNNING = "running_tokens"
 
 
 Kind = Literal["attention", "cross_attention", "feedforward"]
@@ -191,7 +195,11 @@ class XFormerLayer(GradientCheckpointingLayer):
         alone = unpadding if unpadding is None or not function.takes_unpadded else None
         if alone is not None:
             entered, context = context.padded(entered), context.of_padded()
-        if entry.kind == "feedforward":
+        running = context.shared.get(RUNNING)
+        if entry.kind == "feedforward" and running is not None and function.takes_unpadded:
+            mapped = function(entered[running][None], context.of_tokens()).output
+            result = SublayerOutput(torch.zeros_like(entered).masked_scatter(running[..., None], mapped))
+        elif entry.kind == "feedforward":
             result = function(entered, context if alone is not None else around)
         else:
             read = memory if entry.kind == "cross_attention" else None

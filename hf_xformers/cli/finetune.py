@@ -124,6 +124,7 @@ def _peft_fields(method: str | None, texts: Mapping[str, str]) -> dict[str, Any]
 
 
 def report(summary: Mapping[str, Any], folder: str) -> None:
+    from ..finetuning.exit_curve import exit_lines
     from .predict import beside_floor
 
     rule = summary.get("trivial", {}).get("rule")
@@ -149,6 +150,9 @@ def report(summary: Mapping[str, Any], folder: str) -> None:
         "saved in": folder,
     }
     print_facts("fine-tuned", facts)
+    for split in ("validation", "test"):
+        if summary.get(f"exits_{split}"):
+            say("\n  ".join([f"early exits ({split})", *exit_lines(summary[f"exits_{split}"])]))
     if summary["peft"] is not None:
         say("\n  ".join(["the adapter is loaded onto its base model with", *adapter_lines(folder, summary)]))
 

@@ -77,6 +77,13 @@ class XFormerTokenClassifierOutput(base.TokenClassifierOutput):
 
 
 @dataclass
+class XFormerEarlyExitTokenOutput(XFormerTokenClassifierOutput):
+    """exit_layers [B, T]: the layer (1, 2, ...) whose classifier gave each token's logits; None in training."""
+
+    exit_layers: torch.LongTensor | None = None
+
+
+@dataclass
 class XFormerQuestionAnsweringOutput(base.QuestionAnsweringModelOutput):
     aux_losses: dict[str, torch.Tensor] | None = None
     segment_memory: SegmentMemory | None = None

@@ -21,6 +21,7 @@ from ..training.pretraining import check_steps
 from ..training.run_folder import check_same_run, read_summary, save_final, start_anew
 from . import loading
 from .class_balance import BalancedLoss, class_weights
+from .exit_curve import exit_curve, has_exit_curve
 from .options import ModelOptions, RunOptions, TaskData, TaskOptions
 from .peft_methods import BOTTLENECKS, add_adapter, check_method, virtual_tokens
 from .tasks import Encoded, LanguageModeling, MultiLabelClassification, Regression, Task, build_task
@@ -151,8 +152,11 @@ class FineTuning:
             raise ValueError("--label_smoothing_factor and --class_balance both make the loss; drop one")
 
     def _check_exits(self, config: PreTrainedConfig) -> None:
-        exits = (
-            isinstance(config, XFormerConfig) and config.stack.has_exits and self.task.head == "SequenceClassification"
+        stack: Any = getattr(config, "stack", None)
+        head = self.task.head
+        exits = isinstance(config, XFormerConfig) and (
+            (stack.has_exits and head == "SequenceClassification")
+            or (stack.has_token_exits and head == "TokenClassification")
         )
         chosen = {
             "class_balance": self.options.class_balance,
@@ -391,6 +395,8 @@ class FineTuning:
         trivial = self.task.trivial(self._train)
         if rows and split.labelled and trivial is not None:
             found[f"floor_{name}"] = self.task.floor(trivial, rows, split)
+        if rows and split.labelled and self.args.world_size == 1 and has_exit_curve(trainer.model.config, self.task):
+            found[f"exits_{name}"] = exit_curve(trainer, split, self.task)
         return found
 
     def _loss(self, prepared: Prepared) -> BalancedLoss | None:

@@ -177,6 +177,8 @@ class XFormerForTokenClassification(Classifier):
         if config.tag_decoder == "crf":
             names = [str(name) for _, name in sorted(config.id2label.items())]
             self.crf = LinearChainCRF(names)
+        self.exits = config.stack.build_token_exits(config)
+        if self.crf is not None or self.exits is not None:
             self.post_init()
 
     @can_return_tuple
@@ -193,20 +195,26 @@ class XFormerForTokenClassification(Classifier):
     ) -> outputs.XFormerTokenClassifierOutput:
         """labels: [B, T] class ids, -100 where a token has none. logits: [B, T, num_labels].
 
-        With a CRF, tag_mask [B, T] says which tokens have a tag (the first piece of every word, say); without it those
-        with a label, or, without labels, real tokens but for `bos_token_id` and `eos_token_id`. In evaluation mode
-        logits say how much worse the best sequence with a tag is than the best of all, so that the largest ones are
-        that sequence; in training mode they are scores of single tags.
+        With a CRF or exits inside the stack, tag_mask [B, T] says which tokens have a tag (the first piece of every
+        word, say); without it those with a label, or, without labels, real tokens but for `bos_token_id` and
+        `eos_token_id`. In evaluation mode logits of a CRF say how much worse the best sequence with a tag is than the
+        best of all, so that the largest ones are that sequence; in training mode they are scores of single tags.
         """
         count = kwargs.pop("num_items_in_batch", None)
-        base = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "token_type_ids": token_type_ids,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+        }
+        if self.exits is not None:
+            given = input_ids if input_ids is not None else inputs_embeds
+            tagged = (
+                None if given is None else self.tagged(given[..., None], input_ids, attention_mask, None, tag_mask)
+            )
+            return self.exits.classify(self, labels, tagged, {**inputs, **kwargs}, count)
+        base = self.model(**inputs, **kwargs)
         logits = self.classifier(self.dropout(self.transformed(base.last_hidden_state)))
         check_token_labels(labels, logits)
         if self.crf is None:

@@ -70,8 +70,8 @@ class StackSpec(Spec):
     """Base of stack specs. gives_memories: as an encoder, it makes a memory for each decoder layer.
     feeds_gates: gives gates inside sublayers their noise and their budget (`core/gates.py`). unpads: it takes the real
     tokens of a batch as one row (`unpad_inputs`); if not, why_not_unpad says what keeps it from that. has_exits: there
-    is a classifier after every layer, each with a loss of its own. passes_streams: it carries what layers hand on to
-    the next ones.
+    is a classifier after every layer, each with a loss of its own; has_token_exits: one of tokens.
+    passes_streams: it carries what layers hand on to the next ones.
     keeps_tokens: its layers see the text's tokens, all of them, each in its place. tells_earlier_ids: they are told
     the ids of the call's tokens and of the one before, too. gives_feedback: it makes memories of what all layers gave
     at earlier steps. gives_sentences: its layers are given a text as sentences of words.
@@ -81,6 +81,7 @@ class StackSpec(Spec):
     feeds_gates: ClassVar[bool] = False
     unpads: ClassVar[bool] = False
     has_exits: ClassVar[bool] = False
+    has_token_exits: ClassVar[bool] = False
     passes_streams: ClassVar[bool] = True
     keeps_tokens: ClassVar[bool] = True
     tells_earlier_ids: ClassVar[bool] = False
@@ -131,6 +132,10 @@ class StackSpec(Spec):
     def build_pooler(self, config) -> TextPooler | None:
         """What makes a text's vector of the last states in place of the usual pooler, called with `(hidden_states [B,
         T, D], padding_mask)` and the model inputs that its class names in `inputs`; None: the usual one."""
+        return None
+
+    def build_token_exits(self, config) -> nn.Module | None:
+        """Classifiers of tokens inside the stack, for the token classification head, or None."""
         return None
 
     def build_exits(self, config) -> nn.Module | None:

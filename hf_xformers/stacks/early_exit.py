@@ -102,7 +102,7 @@ class EarlyExitStack(PlainStack):
             stay = (~leaves).nonzero().squeeze(-1)
             if stay.shape[0] == leaves.shape[0]:
                 continue
-            final, rows = _settle(final, hidden_states, rows, leaves)
+            final, rows = settle(final, hidden_states, rows, leaves)
             if stay.shape[0] == 0:
                 return StackOutput(final, whole, aux_losses)
             hidden_states, rows = hidden_states[stay], rows[stay]
@@ -111,7 +111,7 @@ class EarlyExitStack(PlainStack):
             for other in layers:
                 other.prepare(context, None)
             # What no layer has touched is made anew with the rest; what layers hand on is cut.
-            handed = {name: _take(x, stay) for name, x in streams.items() if x is not prepared.get(name)}
+            handed = {name: take(x, stay) for name, x in streams.items() if x is not prepared.get(name)}
             streams = {**context.streams, **handed}
         if left is not None and final is not None:
             hidden_states = torch.where(left[:, None, None], final, hidden_states)
@@ -120,14 +120,14 @@ class EarlyExitStack(PlainStack):
         return StackOutput(hidden_states, whole, aux_losses)
 
 
-def _settle(final: Tensor | None, hidden_states: Tensor, rows: Tensor | None, leaves: Tensor) -> tuple[Tensor, Tensor]:
+def settle(final: Tensor | None, hidden_states: Tensor, rows: Tensor | None, leaves: Tensor) -> tuple[Tensor, Tensor]:
     """The final states [B, T, D] with those of the rows that leave, and the indices [R] of the running rows."""
     if final is None or rows is None:
         return hidden_states, torch.arange(hidden_states.shape[0], device=hidden_states.device)
     return final.index_copy(0, rows[leaves], hidden_states[leaves]), rows
 
 
-def _take(tensor: Tensor, rows: Tensor) -> Tensor:
+def take(tensor: Tensor, rows: Tensor) -> Tensor:
     """Rows of a tensor that leads with the batch; one that leads with 1 serves all rows."""
     return tensor if tensor.shape[0] == 1 else tensor[rows]
 
@@ -137,9 +137,9 @@ def take_rows(context: LayerContext, rows: Tensor, position: Position, like: Ten
     kept = copy.copy(context)
     for name in ("padding_mask", "positions", "explicit_mask", "segment_ids", "inputs_embeds", "position_ids"):
         value = getattr(context, name)
-        setattr(kept, name, None if value is None else _take(value, rows))
+        setattr(kept, name, None if value is None else take(value, rows))
     kept.inputs = {
-        name: _take(value, rows) if isinstance(value, Tensor) and value.ndim else value
+        name: take(value, rows) if isinstance(value, Tensor) and value.ndim else value
         for name, value in context.inputs.items()
     }
     kept.shared, kept.streams = {}, {}
@@ -162,6 +162,10 @@ class EarlyExitSpec(StackSpec):
     packed = True
 
     share_layers: bool = False
+
+    def settings(self, config) -> dict[str, tuple]:
+        """A field and the values of it at which a trained model is worth measuring, from all layers on to few."""
+        return {}
 
     def num_layers(self, config) -> int:
         return min(1, config.num_hidden_layers) if self.share_layers else config.num_hidden_layers

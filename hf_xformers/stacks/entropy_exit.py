@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -114,6 +115,11 @@ class EntropyExitSpec(EarlyExitSpec):
         """The threshold after layer 1, 2, ..."""
         values = self._values()
         return float(values[layer - 1] if len(values) > 1 else values[0])
+
+    def settings(self, config) -> dict[str, tuple]:
+        """Shares of log C, the entropy of a guess."""
+        most = math.log(max(config.num_labels, 2))
+        return {"threshold": (-1, *(round(share * most, 4) for share in (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95)))}
 
     def check_fields(self) -> None:
         if not self._values() or not all(isinstance(value, (int, float)) for value in self._values()):

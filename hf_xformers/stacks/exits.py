@@ -27,12 +27,17 @@ class EarlyExits(nn.Module):
         raise NotImplementedError
 
     def rule(self, model: Classifier, batch: int) -> Any | None:
-        """`rule(layer, logits [R, C], rows [R] or None) -> [R] boolean`, or None if no row can leave early."""
+        """`rule(layer, logits [R, C], rows [R] or None) -> [R] boolean`, or None if no row can leave early. A rule
+        with a method `answers_of(logits, rows)` gives other answers than the last classifier's."""
         raise NotImplementedError
 
     def training_loss(self, losses: list[Tensor]) -> Tensor:
         """The objective from the losses of the classifiers 1 .. L."""
         raise NotImplementedError
+
+    def further_loss(self, answers: list[Tensor], kind: str | None) -> Tensor | None:
+        """What training adds by the logits [B, C] of the classifiers 1 .. L; kind: `problem_type`. None: nothing."""
+        return None
 
     @property
     def trunk_learns(self) -> bool:
@@ -56,6 +61,8 @@ class EarlyExits(nn.Module):
         if not model.training:
             count = torch.full_like(logits[:, 0], model.config.num_hidden_layers, dtype=torch.long)
             exit_layers = count
+            if isinstance(watch, _Run):
+                logits = watch.last(model.config.num_hidden_layers, logits)
             if isinstance(watch, _Run) and watch.left is not None:
                 left = watch.left
                 logits = torch.where(left.running[:, None], logits, left.answers)
@@ -63,12 +70,15 @@ class EarlyExits(nn.Module):
         loss = None
         if labels is not None:
 
-            def loss_of(answers: Tensor) -> Tensor:
-                return model.loss_function(labels=labels, pooled_logits=answers, config=model.config)
+            def loss_of(one: Tensor) -> Tensor:
+                return model.loss_function(labels=labels, pooled_logits=one, config=model.config)
 
             if isinstance(watch, _Collector):
                 inner = [self.logits(model, number, *seen) for number, seen in enumerate(watch.seen, start=1)]
-                loss = self.training_loss([loss_of(answers) for answers in (*inner, logits)])
+                answers = [*inner, logits]
+                loss = self.training_loss([loss_of(one) for one in answers])
+                further = self.further_loss(answers, model.config.problem_type)
+                loss = loss if further is None else loss + further
             else:
                 loss = loss_of(logits)
         return XFormerEarlyExitClassifierOutput(
@@ -107,6 +117,7 @@ class _Run:
     def __call__(self, layer: int, hidden_states: Tensor, padding_mask: Tensor | None, rows: Tensor | None) -> Tensor:
         logits = self.exits.logits(self.model, layer, hidden_states, padding_mask)
         leaves = self.rule(layer, logits, rows)
+        logits = self._answers(logits, rows)
         left = self.left
         if left is None:
             start = torch.zeros_like(leaves, dtype=torch.long)
@@ -123,6 +134,18 @@ class _Run:
         )
         self.left = _Left(answers, layers, left.running & ~everyone)
         return leaves
+
+    def _answers(self, logits: Tensor, rows: Tensor | None) -> Tensor:
+        """What the rule makes of a classifier's logits [R, C], as answers of the rows that leave with it."""
+        answers = getattr(self.rule, "answers_of", None)
+        return logits if answers is None else answers(logits, rows)
+
+    def last(self, layer: int, logits: Tensor) -> Tensor:
+        """The answers of the rows that ran through all layers; those of others do not matter."""
+        if not hasattr(self.rule, "answers_of"):
+            return logits
+        self.rule(layer, logits, None)
+        return self._answers(logits, None)
 
 
 def final_norm(model: Classifier, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:

@@ -102,6 +102,9 @@ class PatienceExitSpec(EarlyExitSpec):
         """P for this config."""
         return config.num_hidden_layers // 2 if self.patience is None else self.patience
 
+    def settings(self, config) -> dict[str, tuple]:
+        return {"patience": (0, *range(config.num_hidden_layers - 1, 0, -1))}
+
     def check_fields(self) -> None:
         if self.patience is not None and self.patience < 0:
             raise ValueError(f"patience_exit needs `patience` >= 0 (0: use all layers), got {self.patience}.")

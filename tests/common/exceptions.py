@@ -176,6 +176,18 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
             " gradients"
         ),
     },
+    "xf_token_early_exit": {
+        "loss_and_saving:ForTokenClassification": (
+            "in evaluation the last classifier alone has a loss; tests/stacks/test_token_exit.py tests the gradients"
+            " of the others"
+        ),
+    },
+    "xf_voting_early_exit": {
+        "loss_and_saving:ForSequenceClassification": (
+            "evaluation stops at the exit, below later classifiers; tests/stacks/test_voting_exit.py tests their"
+            " gradients"
+        ),
+    },
     "xf_performer_v1": {
         "attention_weights": (
             "products of trigonometric features can be negative, and a denominator is kept away from zero"

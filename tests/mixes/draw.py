@@ -153,6 +153,12 @@ ALWAYS: dict[str, tuple[Any, ...]] = {
     "mask_attention_network.max_distance": (1, 2, 8, 0),
     "threshold": (-1, 0, 0.3, 0.5, 0.6, 0.65, (0.6,), (0.5, 0.1), ()),  # nats, of two classes: at most 0.69
     "patience": (None, 0, 1, 2),
+    "vote_threshold": (None, 1, 1.5),
+    "vote_lambda": (0.5, 0, 1),
+    "min_layers": (1, 2),
+    "exit_threshold": (0, 0.5, 0.9),
+    "exit_window": (0, 1, 3),
+    "diversity_weight": (0.1, 0),
 }
 SOMETIMES: dict[str, tuple[Any, ...]] = {
     "id_tables": ((), (("task_ids", 3),), (("langs", 2), ("task_ids", 1)), (("langs", 0),), (("input_ids", 2),)),

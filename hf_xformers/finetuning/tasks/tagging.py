@@ -31,7 +31,8 @@ class TokenClassification(Task):
     metric_names = ("f1", "precision", "recall", "accuracy")
     mean_loss = False
     one_class = True
-    in_sequence = False  # whether the model's loss is that of sequences of tags, for which it wants `tag_mask`
+    in_sequence = False  # whether the model's loss is that of sequences of tags
+    marks_words = False  # whether the model is told which tokens have a tag (`tag_mask`)
 
     def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
         rows = splits["train"]
@@ -99,6 +100,8 @@ class TokenClassification(Task):
 
     def fit(self, config: PreTrainedConfig) -> None:
         self.in_sequence = getattr(config, "tag_decoder", "softmax") == "crf"
+        stack = getattr(config, "stack", None)
+        self.marks_words = self.in_sequence or bool(getattr(stack, "has_token_exits", False))
 
     def class_names(self) -> list[str] | None:
         return self.labels.names
@@ -148,7 +151,7 @@ class TokenClassification(Task):
             kept.append(entry)
         if labelled:
             columns["labels"] = all_labels
-        if self.in_sequence:
+        if self.marks_words:
             # With labels on every piece, every piece is one of the chain.
             every = labelled and self.options.label_all_pieces
             tagged = [{place for place, _ in row} for row in places]
@@ -162,7 +165,7 @@ class TokenClassification(Task):
         from transformers import DataCollatorForTokenClassification
 
         plain = DataCollatorForTokenClassification(tokenizer)
-        return _WithTagMask(plain, tokenizer.padding_side) if self.in_sequence else plain
+        return _WithTagMask(plain, tokenizer.padding_side) if self.marks_words else plain
 
     def reduce(self, outputs: Any, inputs: Mapping[str, Any], next_token: bool) -> tuple[Tensor, ...]:
         import torch
