@@ -25,6 +25,7 @@ _AUTO = {
     "Model": "AutoModel",
     "ForReplacedTokenDetection": "AutoModelForPreTraining",
     "ForSegmentReordering": "AutoModelForPreTraining",
+    "ForMaskedSentences": "AutoModelForPreTraining",
 }
 # Head name -> the Auto class that resolves it. What it derives from stands in `head_classes`.
 HEADS: dict[str, str] = {
@@ -43,6 +44,7 @@ HEADS: dict[str, str] = {
         "ForReplacedTokenDetection",
         "ForSegmentReordering",
         "ForTimeSeriesPrediction",
+        "ForMaskedSentences",
         "ForImageClassification",
     )
 }

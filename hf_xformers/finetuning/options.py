@@ -157,6 +157,12 @@ class TaskOptions:
     max_target_length: int | None = field(
         default=None, metadata={"help": "Tokens of a generated text. Default: 128, at most what positions cover."}
     )
+    summary_sentences: int | None = field(
+        default=None,
+        metadata={
+            "help": "Extractive summarisation: sentences to take. Default: as many as the oracle's in the middle."
+        },
+    )
     label_all_pieces: bool = field(
         default=False, metadata={"help": "Tagging: label every piece of a word, not the first alone."}
     )

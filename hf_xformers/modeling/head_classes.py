@@ -15,6 +15,7 @@ from .classifiers import (
 from .forecasting import XFormerForTimeSeriesPrediction
 from .image import XFormerForImageClassification, XFormerImageModel
 from .language import XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM
+from .masked_sentences import XFormerForMaskedSentences
 from .reordering import XFormerForSegmentReordering
 from .replaced_tokens import XFormerForReplacedTokenDetection
 from .sentence_pairs import XFormerForNextSentencePrediction, XFormerForPreTraining
@@ -33,6 +34,7 @@ CLASSES: dict[str, Any] = {
     "ForReplacedTokenDetection": XFormerForReplacedTokenDetection,
     "ForSegmentReordering": XFormerForSegmentReordering,
     "ForTimeSeriesPrediction": XFormerForTimeSeriesPrediction,
+    "ForMaskedSentences": XFormerForMaskedSentences,
     "ForImageClassification": XFormerForImageClassification,
 }
 IMAGE_CLASSES: dict[str, Any] = {"Model": XFormerImageModel}  # in place of the above where images go in

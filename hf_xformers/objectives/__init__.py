@@ -5,6 +5,7 @@ from __future__ import annotations
 from .base import OBJECTIVES, Collator, Objective, build_objective, register
 from .causal_lm import CausalLMCollator, CausalLMObjective
 from .masked_lm import MaskedLMCollator, MaskedLMObjective, word_unit_ids
+from .sentence_masking import SentenceMaskingCollator, SentenceMaskingObjective
 from .sentence_pairs import NextSentenceObjective, SentenceOrderObjective, SentencePairCollator, sentence_pairs
 from .span_corruption import SpanCorruptionCollator, SpanCorruptionObjective
 
@@ -17,6 +18,8 @@ __all__ = [
     "MaskedLMObjective",
     "NextSentenceObjective",
     "Objective",
+    "SentenceMaskingCollator",
+    "SentenceMaskingObjective",
     "SentenceOrderObjective",
     "SentencePairCollator",
     "SpanCorruptionCollator",

@@ -41,7 +41,7 @@ class Objective(TypedSpec):
     head: the head of a family that it trains, as in `<Family>For<head>`. shape: what kind of model that is.
     preferred: whether it is what a model of this shape is trained on where nobody says.
     packed: whether rows are packed blocks of text; False: they come from documents cut in sentences, which `pretrain`
-    and `evaluate` do not offer.
+    and `evaluate` do not offer. of_documents: rows are whole sentences of one document.
     add_special_tokens: whether rows are wrapped in `special_tokens(tokenizer)`.
     sample_by: what one document of a text file is: models that generate need its line breaks.
     tokenizer_style: whose special tokens and layout a tokenizer gets that is trained for it. needed_tokens: the roles
@@ -54,6 +54,7 @@ class Objective(TypedSpec):
     shape: ClassVar[Literal["encoder", "decoder", "seq2seq"]] = "encoder"
     preferred: ClassVar[bool] = False
     packed: ClassVar[bool] = True
+    of_documents: ClassVar[bool] = False
     add_special_tokens: ClassVar[bool] = False
     sample_by: ClassVar[Literal["line", "document"]] = "line"
     tokenizer_style: ClassVar[Literal["bert", "gpt", "t5"]] = "bert"
@@ -91,6 +92,10 @@ class Objective(TypedSpec):
 
     def target_length(self, block_size: int) -> int:
         """Tokens of the targets that go with model inputs of `block_size`."""
+        return block_size
+
+    def sentence_length(self, block_size: int) -> int:
+        """Tokens of a sentence at most, where rows are sentences of documents (`of_documents`)."""
         return block_size
 
     def special_tokens(self, tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -135,6 +135,11 @@ def make_rows(
 
     from ..data import pack, tokenize_dataset
 
+    if objective.of_documents:
+        from ..data.sentences import document_rows
+
+        length, longest = objective.raw_block_size(block_size), objective.sentence_length(block_size)
+        return document_rows(texts, tokenizer, length, longest, num_proc=num_proc)
     words = objective.masks_units
     dressed = objective.add_special_tokens and tokenizer.num_special_tokens_to_add() > 0
     tokens = tokenize_dataset(texts, tokenizer, word_ids=words, num_proc=num_proc)

@@ -19,6 +19,7 @@ LABELS = {
     "ForSequenceClassification": {"labels": torch.tensor([2, 0])},
     "ForTokenClassification": {"labels": tokens(2, 7, low=0, high=3)},
     "ForReplacedTokenDetection": {"labels": tokens(2, 7, low=0, high=2)},
+    "ForMaskedSentences": {"labels": "ids"},
     "ForQuestionAnswering": {"start_positions": torch.tensor([1, 0]), "end_positions": torch.tensor([3, 2])},
     "ForMultipleChoice": {"labels": torch.tensor([1, 0])},
     "ForNextSentencePrediction": {"labels": torch.tensor([1, 0])},
@@ -37,7 +38,10 @@ PER_TOKEN = (
     "end_logits",
     "prediction_logits",
 )
-TOKEN_HEADS = ("ForMaskedLM", "ForCausalLM", "ForSeq2SeqLM", "ForTokenClassification", "ForReplacedTokenDetection")
+TOKEN_HEADS = (
+    *("ForMaskedLM", "ForCausalLM", "ForSeq2SeqLM", "ForTokenClassification", "ForReplacedTokenDetection"),
+    "ForMaskedSentences",
+)
 
 
 def build(name, head, dtype=torch.float64):

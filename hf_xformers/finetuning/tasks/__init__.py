@@ -8,6 +8,7 @@ from .answering import QuestionAnswering
 from .base import Encoded, Task, Trivial
 from .choice import MultipleChoice
 from .classification import Regression, TextClassification
+from .extraction import ExtractiveSummarization
 from .forecasting import Forecasting
 from .generation import Summarization, Translation
 from .language import LanguageModeling
@@ -24,6 +25,7 @@ TASKS: dict[str, type[Task]] = {
         QuestionAnswering,
         MultipleChoice,
         Summarization,
+        ExtractiveSummarization,
         Translation,
         LanguageModeling,
         Forecasting,
@@ -45,6 +47,7 @@ __all__ = [
     "TASKS",
     "Encoded",
     "Forecasting",
+    "ExtractiveSummarization",
     "LanguageModeling",
     "MultiLabelClassification",
     "MultipleChoice",
