@@ -75,6 +75,7 @@ class StackSpec(Spec):
     keeps_tokens: its layers see the text's tokens, all of them, each in its place. tells_earlier_ids: they are told
     the ids of the call's tokens and of the one before, too. gives_feedback: it makes memories of what all layers gave
     at earlier steps. gives_sentences: its layers are given a text as sentences of words.
+    gives_paragraphs: they are given a text's paragraphs as rows, and told which rows are of one text.
     gives_summaries: they are given global tokens that stand for parts of the text."""
 
     gives_memories: ClassVar[bool] = False
@@ -87,6 +88,7 @@ class StackSpec(Spec):
     tells_earlier_ids: ClassVar[bool] = False
     gives_feedback: ClassVar[bool] = False
     gives_sentences: ClassVar[bool] = False
+    gives_paragraphs: ClassVar[bool] = False
     gives_summaries: ClassVar[bool] = False
     why_not_unpad: ClassVar[str] = "it reads states by row between its layers"
 

@@ -172,6 +172,10 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
             " states"
         ),
     },
+    "xf_hiersumm": {
+        "attention_weights": "weights are those of each paragraph's words, and of paragraphs; tests compare states",
+        "hidden_states": "states inside the encoder are those of paragraphs' words (section 3.2)",
+    },
     "xf_hi_transformer": {
         "attention_weights": (
             "weights are those of each sentence's words and its text; tests/stacks/test_hi_transformer.py "

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
+from ...objectives.base import pad_rows
 from ..names import LONG_TEXTS, SUMMARIES
 from ..origin import RowNames, columns_of
 from .base import Encoded, Task, Trivial, check_columns
@@ -19,6 +22,34 @@ if TYPE_CHECKING:
     from ..options import TaskOptions
 
 USUAL_TARGET_LENGTH = 128
+
+
+_BREAK = re.compile(r"\n\s*\n")  # between paragraphs
+
+
+def paragraph_numbers(spans: Sequence[tuple[int, int]], breaks: Sequence[int]) -> list[int]:
+    """The paragraph of each token: spans of characters (of special tokens empty), and where paragraphs begin. A
+    special token is of the paragraph before it."""
+    numbers: list[int] = []
+    for start, end in spans:
+        now = int(np.searchsorted(breaks, end - 1, side="right")) if end > start else numbers[-1] if numbers else 0
+        numbers.append(now)
+    return numbers
+
+
+class WithParagraphs:
+    """A collator that pads `sentence_ids` beside what another one does, and leaves them out for a model that reads
+    none."""
+
+    def __init__(self, collate: Any, tokenizer: PreTrainedTokenizerBase, wanted: bool) -> None:
+        self.collate, self.tokenizer, self.wanted = collate, tokenizer, wanted
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> Any:
+        batch = self.collate([{k: v for k, v in feature.items() if k != "sentence_ids"} for feature in features])
+        if self.wanted and "sentence_ids" in features[0]:
+            rows = [torch.as_tensor(feature["sentence_ids"]) for feature in features]
+            batch["sentence_ids"] = pad_rows(rows, -1, batch["input_ids"].shape[1], self.tokenizer.padding_side)
+        return batch
 
 
 class _Generation(Task):
@@ -53,17 +84,24 @@ class _Generation(Task):
 
     def texts(self, rows: Dataset) -> Iterable[str]:
         return [
-            text for name in (self.text_column, self.target_column) for text in self._texts_of(rows, name, "train")
+            *self._sources(rows, "train"),
+            *self._texts_of(rows, self.target_column, "train"),
         ]
+
+    def _sources(self, rows: Dataset, split: str) -> list[str]:
+        return self._texts_of(rows, self.text_column, split)
+
+    def _inputs(self, texts: list[str], rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """What the model reads of the texts, as columns."""
+        return dict(tokenizer(texts, truncation=True, max_length=self.max_length))
 
     def encode(self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, split: str) -> Encoded:
         from datasets import Dataset
 
         self.tokenizer = tokenizer
-        sources = self._texts_of(rows, self.text_column, split)
+        sources = self._sources(rows, split)
         labelled = self.target_column in rows.column_names
-        given = [self.options.prefix + text for text in sources]
-        columns = dict(tokenizer(given, truncation=True, max_length=self.max_length))
+        columns = self._inputs([self.options.prefix + text for text in sources], rows, tokenizer)
         kept = [{"source": text} for text in sources]
         if labelled:
             targets = self._texts_of(rows, self.target_column, split)
@@ -106,7 +144,8 @@ class _Generation(Task):
 
 
 class Summarization(_Generation):
-    """Metric: ROUGE-1, -2, -L, -Lsum."""
+    """A text, or several: lists of texts, or texts with empty lines between paragraphs, which a model that reads
+    `sentence_ids` is told apart by them. Metric: ROUGE-1, -2, -L, -Lsum."""
 
     id = "summarization"
     metric = "rougeL"
@@ -121,6 +160,38 @@ class Summarization(_Generation):
         self.text_column = self.column(rows, options.text_column, LONG_TEXTS, "text", "text_column")
         usual = [name for name in SUMMARIES if name != self.text_column]
         self.target_column = self.column(rows, options.target_column, usual, "summary", "target_column", answers)
+
+    def _sources(self, rows: Dataset, split: str) -> list[str]:
+        """Texts, with an empty line between those of a list. Raises ValueError for a list with none, or an empty
+        one."""
+        where, found = RowNames(rows, split), []
+        for row, text in enumerate(rows[self.text_column]):
+            if isinstance(text, list):
+                if not text or not all(isinstance(part, str) and part.strip() for part in text):
+                    raise ValueError(
+                        f"{where[row]} has {text!r} in column {self.text_column!r}; give a text, or a list of texts of"
+                        " which none is empty"
+                    )
+                text = "\n\n".join(text)
+            found.append(text)
+        return found if all(isinstance(text, str) for text in found) else self._texts_of(rows, self.text_column, split)
+
+    def _inputs(self, texts: list[str], rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        breaks = [[match.end() for match in _BREAK.finditer(text)] for text in texts]
+        if not any(breaks) or not tokenizer.is_fast:
+            return super()._inputs(texts, rows, tokenizer)
+        encoded = tokenizer(texts, truncation=True, max_length=self.max_length, return_offsets_mapping=True)
+        spans = encoded.pop("offset_mapping")
+        columns = dict(encoded)
+        columns["sentence_ids"] = [paragraph_numbers(*pair) for pair in zip(spans, breaks)]
+        return columns
+
+    def collator(self, tokenizer: PreTrainedTokenizerBase, model: Any, seed: int) -> Any:
+        from .extraction import reads_sentences
+
+        return WithParagraphs(
+            super().collator(tokenizer, model, seed), tokenizer, reads_sentences(getattr(model, "config", None))
+        )
 
     def trivial(self, train: Encoded) -> Trivial | None:
         """The first words of the text, as many as a summary has in the middle: what a summary has to beat."""
