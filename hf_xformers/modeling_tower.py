@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.utils import logging
@@ -25,6 +26,7 @@ from .core.unpadding import Unpadding
 from .modeling_base import XFormerPreTrainedModel
 from .normalization.base import norm_inputs
 from .position.base import Position, ScoreBias
+from .stacks.base import CONTEXT
 
 logger = logging.get_logger(__name__)
 
@@ -139,6 +141,7 @@ class XFormerTower(XFormerPreTrainedModel):
         if self.config.unpad_inputs and past_key_values is None:
             self._leave_padding_out(context)
         self._share_position(context, hidden_states)
+        self._embed_context_texts(context)
         result = self.stack(
             self.layers,
             hidden_states,
@@ -176,6 +179,32 @@ class XFormerTower(XFormerPreTrainedModel):
         given = {name: context.inputs[name] for name in self.config.embedding.inputs if name in context.inputs}
         hidden_states = self.embedding(inputs_embeds, token_type_ids, context.positions, self.position, **given)
         return hidden_states.to(self.dtype) if isinstance(self.embedding, Float32Module) else hidden_states
+
+    def _embed_context_texts(self, context: LayerContext) -> None:
+        """Further texts that the stack reads, where they are given and no cache has what was made of them."""
+        names = self.config.stack.context_texts(self.config)
+        ids = None if names is None or not context.fresh else context.inputs.get(names[0])
+        if names is None or ids is None or context.inputs_embeds is None:
+            return
+        mask, batch = context.inputs.get(names[1]), context.inputs_embeds.shape[0]
+        most = self.config.stack.sentences_before()
+        if ids.ndim != 3 or ids.shape[0] != batch or ids.shape[1] > most:
+            raise ValueError(
+                f"`{names[0]}` {list(ids.shape)} does not belong to a batch of {batch} texts with at most {most}"
+                " sentences before each; give [batch, sentences, length]."
+            )
+        if mask is not None and mask.shape != ids.shape:
+            raise ValueError(
+                f"`{names[1]}` {list(mask.shape)} is not the mask of `{names[0]}` {list(ids.shape)}; give 1 for each"
+                " real token, 0 for padding and missing sentences."
+            )
+        vectors = self.embedding.lookup(ids.flatten(0, 1))
+        real = torch.ones_like(ids) if mask is None else mask
+        inner = self.make_context(vectors, real.flatten(0, 1).long(), None)
+        inner.padding_mask = real.flatten(0, 1) != 0
+        hidden_states = self._embedded(vectors, None, inner)
+        self._share_position(inner, hidden_states)
+        context.shared[CONTEXT], context.streams[CONTEXT] = inner, hidden_states.unflatten(0, ids.shape[:2])
 
     def _leave_padding_out(self, context: LayerContext) -> None:
         """Gives layers the real tokens alone (`unpad_inputs`), where nobody asks for what stands at padding."""

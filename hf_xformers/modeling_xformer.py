@@ -141,7 +141,8 @@ class XFormerModel(XFormerPreTrainedModel):
             "inputs_embeds": decoder_inputs_embeds,
         }
         for name in self.trunk.extra_inputs:  # they describe the encoder's text
-            kwargs.pop(name, None)
+            if name not in self.decoder.config.stack.inputs:
+                kwargs.pop(name, None)
         return self._decoded(encoded, attention_mask, written, **generation, **kwargs)
 
     def _one_tower(self, text: dict[str, Tensor | None], **kwargs: Any) -> XFormerModelOutput:

@@ -62,10 +62,10 @@ class DynamicMaskAttention(Attention):
             output, weights = weights_with_terms(*inputs)
         else:
             output = attend_with_terms(*inputs)
-        return SublayerOutput(self.written(output, context), weights)
+        return SublayerOutput(self.written(output, context, hidden_states), weights)
 
-    def written(self, output: Tensor, context: LayerContext) -> Tensor:
-        return super().written(torch.relu(output) if self.spec.relu else output, context)
+    def written(self, output: Tensor, context: LayerContext, hidden_states: Tensor) -> Tensor:
+        return super().written(torch.relu(output) if self.spec.relu else output, context, hidden_states)
 
     def _terms(self, hidden_states: Tensor, context: LayerContext, num_keys: int) -> DynamicMaskTerms:
         with torch.autocast(hidden_states.device.type, enabled=False):

@@ -59,10 +59,11 @@ class TokenConvolution(WindowSublayer):
 
     def kernels(self, inner: Tensor) -> Tensor:
         """inner [B, T, C] -> [B, T, G, k] or [G, k], in float32 at least"""
-        form, numbers = self.form, self.kernel
+        form = self.form
         if self.kernel_proj is not None:
             numbers = self.kernel_proj(inner).unflatten(-1, (form.heads, form.kernel))
-        numbers = cast(Tensor, numbers)
+        else:
+            numbers = cast(Tensor, self.kernel)
         numbers = numbers.to(accumulation_dtype(numbers.dtype))
         weights = torch.softmax(numbers, dim=-1) if form.softmax else numbers
         return F.dropout(weights, form.dropout, self.training) if form.dropout else weights

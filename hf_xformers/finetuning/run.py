@@ -222,7 +222,7 @@ class FineTuning:
             config = self._config({**self.task.config_fields(), **ids})
             if tokenizer is not None:
                 check_tokenizer(tokenizer, config)
-            self.task.fit(config)
+            self.task.read_config(config)
             encoded = {name: self.task.encode(rows, tokenizer, name) for name, rows in splits.items()}
         if self.checkpoint is None and not self.run_options.overwrite_output_dir:
             start_anew(self.folder, overwrite=False)  # refuses to lose what is there

@@ -91,7 +91,7 @@ def open_trained(
         check_tokenizer(words, config)
     loading.check_lengths(made, config, None)
     made.restore(config, record.get("task_facts", {}))
-    made.fit(config)
+    made.read_config(config)
     model = _load(folder, start, adapter, config, made) if adapter else _whole(name, config, made)
     return Trained(made, model, words, config, record)
 

@@ -17,6 +17,10 @@ from ..core.segment_memory import SegmentMemory
 from ..core.weight_decay import Undecayed
 from ..position.base import Position
 
+# The stream with the embedded texts before, [B, K, S, D], and under the same name in `shared` the call's context for
+# them (`StackSpec.context_texts`).
+CONTEXT = "context_texts"
+
 
 @dataclass
 class StackOutput:
@@ -122,6 +126,14 @@ class StackSpec(Spec):
     def cache_slots(self, config) -> int | None:
         """Keys and values that a generation cache has room for; None: it grows with the text."""
         return self.memory_slots(config)
+
+    def sentences_before(self) -> int:
+        """How many sentences before the text's own it reads, as inputs of their own."""
+        return 0
+
+    def context_texts(self, config) -> tuple[str, str] | None:
+        """Names of the inputs that hold ids and mask [B, K, S] of further texts, which the tower embeds for it."""
+        return None
 
     def output_width(self, config) -> int:
         """Width of the last states, which the final norm, the pooler and the heads read."""

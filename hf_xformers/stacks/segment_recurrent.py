@@ -220,11 +220,9 @@ class SegmentRecurrentSpec(StackSpec):
         """Tokens of the segments that a longer text is read in; None: it is read whole."""
         if config.is_decoder:  # a cache goes on with the text
             return None
-        return (
-            config.max_position_embeddings
-            if self.segment_length is None and self.looks_back(config)
-            else (self.segment_length)
-        )
+        if self.segment_length is None and self.looks_back(config):
+            return config.max_position_embeddings
+        return self.segment_length
 
     def length(self, config) -> int:
         """M (tokens)."""

@@ -128,9 +128,6 @@ class Task:
     def restore(self, config: PreTrainedConfig, facts: Mapping[str, Any]) -> None:
         """Labels and the like of a trained model, in place of `settle`. facts: what the run recorded."""
 
-    def fit(self, config: PreTrainedConfig) -> None:
-        """Learns from the model's configuration what its inputs need, before rows are encoded."""
-
     def recorded(self) -> dict[str, Any]:
         """The options under which the same task reads another file in the same way."""
         given = {**asdict(self.options), "task": self.id, "max_length": self.max_length, **self.columns()}
@@ -143,6 +140,9 @@ class Task:
     def config_fields(self) -> dict[str, Any]:
         """Configuration fields that the task decides."""
         return {}
+
+    def read_config(self, config: PreTrainedConfig) -> None:
+        """Learns from the model's configuration what its rows need beside the task's own, before they are encoded."""
 
     def encode(self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, split: str) -> Encoded:
         raise NotImplementedError

@@ -13,6 +13,7 @@ from ...objectives.base import pad_rows
 from ..names import LONG_TEXTS, SUMMARIES
 from ..origin import RowNames, columns_of
 from .base import Encoded, Task, Trivial, check_columns
+from .document_context import WithContext, context_columns, rows_before, sentences_before
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -107,8 +108,14 @@ class _Generation(Task):
             targets = self._texts_of(rows, self.target_column, split)
             labels = tokenizer(text_target=targets, truncation=True, max_length=self.max_target_length)["input_ids"]
             columns["labels"] = [self._ended(ids, tokenizer.eos_token_id) for ids in labels]
+        columns |= self._beside(rows, columns, split)
+        if labelled:
             kept = [{**row, "target": target} for row, target in zip(kept, targets)]
         return Encoded(Dataset.from_dict(columns), kept, labelled)
+
+    def _beside(self, rows: Dataset, columns: Mapping[str, Any], split: str) -> dict[str, Any]:
+        """Further columns, from those of the texts and the targets."""
+        return {}
 
     def _ended(self, ids: list[int], end: int | None) -> list[int]:
         """A text that was not cut ends with the token at which generation stops."""
@@ -206,10 +213,12 @@ class Summarization(_Generation):
 
 
 class Translation(_Generation):
-    """Rows are pairs of parallel files, of columns named after the languages, or of a column `translation`. Metric:
-    sacreBLEU."""
+    """Rows are pairs of parallel files, of columns named after the languages, or of a column `translation`. A model
+    that reads sentences before is given them, of the same document (`document`, `doc_id`) or else in the order of the
+    rows; translations of them are given in training alone. Metric: sacreBLEU."""
 
     id = "translation"
+    before = 0  # sentences before a row's own that the model reads
     metric = "bleu"
     metric_names = ("bleu",)
     default_length = 128
@@ -232,6 +241,19 @@ class Translation(_Generation):
 
     def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
         self._settle(splits)
+
+    def read_config(self, config: PreTrainedConfig) -> None:
+        self.before = sentences_before(config)
+
+    def _beside(self, rows: Dataset, columns: Mapping[str, Any], split: str) -> dict[str, Any]:
+        if not self.before:
+            return {}
+        before = rows_before(rows, self.before, (self.text_column, self.target_column), split)
+        return context_columns(before, columns["input_ids"], columns.get("labels"))
+
+    def collator(self, tokenizer: PreTrainedTokenizerBase, model: Any, seed: int) -> Any:
+        usual, config = super().collator(tokenizer, model, seed), getattr(model, "config", None)
+        return WithContext(usual, tokenizer, config) if sentences_before(config) else usual
 
     def find_columns(self, rows: Dataset, answers: bool = True) -> None:
         options = self.options

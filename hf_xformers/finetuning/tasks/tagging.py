@@ -98,7 +98,7 @@ class TokenClassification(Task):
             found.append(list(map(str, words)))
         return found
 
-    def fit(self, config: PreTrainedConfig) -> None:
+    def read_config(self, config: PreTrainedConfig) -> None:
         self.in_sequence = getattr(config, "tag_decoder", "softmax") == "crf"
         stack = getattr(config, "stack", None)
         self.marks_words = self.in_sequence or bool(getattr(stack, "has_token_exits", False))
