@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 
 _LOGGER = "logging.get_logger(__name__)"  # of whichever file
@@ -62,7 +63,8 @@ def _in_order(imports: Mapping[str, set[str]]) -> Iterator[str]:
         yield from visit(module)
 
 
-def _bindings(module: str, source: str) -> dict[str, object]:
+@functools.lru_cache(maxsize=512)
+def _bindings(module: str, source: str) -> Mapping[str, object]:
     """What each name at the top of a module means: where it is imported from, or that this module defines it."""
     found: dict[str, object] = {}
     for node in _statements(ast.parse(source).body):

@@ -107,29 +107,23 @@ ALLOWED = {"torch", "transformers", "huggingface_hub", "numpy", *sys.stdlib_modu
 
 @functools.cache
 def siblings(name, text):
-    """The files that a file imports, as `from .x import ...` or `from . import x`; nothing else may be imported but
-    what is always there."""
-    found = set()
-    for node in ast.walk(ast.parse(text, name)):
+    """The files that a file imports, as `from .x import ...` or `from . import x`, and those of them that it imports
+    when it is imported itself; nothing else may be imported but what is always there."""
+    found, tree = set(), ast.parse(text, name)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             assert {alias.name.partition(".")[0] for alias in node.names} <= ALLOWED, name
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             assert node.module.partition(".")[0] in ALLOWED, name
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 1, name
-            found |= {node.module} if node.module else {alias.name for alias in node.names}
-    return {f"{target}.py" for target in found}
+            found |= files_of(node)
+    at_once = [files_of(node) for node in tree.body if isinstance(node, ast.ImportFrom) and node.level]
+    return found, set().union(*at_once)
 
 
-def imported_at_once(name, text):
-    """The files that a file imports when it is imported itself."""
-    nodes = ast.parse(text, name).body
-    return {
-        f"{part}.py"
-        for node in nodes
-        if isinstance(node, ast.ImportFrom) and node.level
-        for part in ([node.module] if node.module else [alias.name for alias in node.names])
-    }
+def files_of(node):
+    return {f"{part}.py" for part in ([node.module] if node.module else [alias.name for alias in node.names])}
 
 
 @pytest.mark.parametrize("model_type", model_types())
@@ -138,9 +132,10 @@ def test_code_is_closed(model_type):
     class."""
     cls = config_class(model_type)
     files = code_files(cls(**tiny_fields(cls, "decoder" if cls().is_decoder else "encoder")), cls.heads)
+    runs = {}
     for name, text in files.items():
-        assert "/" not in name and siblings(name, text) <= set(files), name
-    runs = {name: imported_at_once(name, text) for name, text in files.items()}
+        found, runs[name] = siblings(name, text)
+        assert "/" not in name and found <= set(files), name
     list(graphlib.TopologicalSorter(runs).static_order())  # no file waits for itself
     assert len(files) <= 30
     references = auto_map(cls, cls.heads)
