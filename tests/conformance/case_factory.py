@@ -22,6 +22,8 @@ from transformers.testing_utils import torch_device
 from transformers_tests import PACKAGE
 
 LARGEST = 1_000_000  # parameters of a tiny model
+# What a family of a sample is tested with, when another one stands for the heads.
+WITHOUT_HEADS = ("AutoModel", "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
 
 
 def build_cases(spec: dict[str, Any]) -> list[type[unittest.TestCase]]:
@@ -34,13 +36,16 @@ def build_cases(spec: dict[str, Any]) -> list[type[unittest.TestCase]]:
         if spec["model_types"] and not any(fnmatch.fnmatchcase(family.model_type, p) for p in spec["model_types"]):
             continue
         overrides = overrides_for(family.model_type, rules, components_of(family.config_class))
+        sampled = not any(fnmatch.fnmatchcase(family.model_type, p) for p in spec["every_head"])
+        if sampled:
+            family.models = {name: models for name, models in family.models.items() if name in WITHOUT_HEADS}
         for kind, models in _shapes(family, overrides):
             if spec["kinds"] and kind not in spec["kinds"]:
                 continue
             suffix = "" if kind == (overrides.get("kind") or family.kind) else f"__{kind}"
             name = "Test_" + "".join(c if c.isalnum() else "_" for c in family.model_type) + suffix
             try:
-                made.append(_build(name, family, kind, models, overrides, common))
+                made.append(_build(name, family, kind, models, overrides, common, sampled))
             except Exception:
                 made.append(_broken(name, family.model_type, traceback.format_exc()))
     return made
@@ -86,11 +91,11 @@ def _broken(name: str, model_type: str, text: str) -> type[unittest.TestCase]:
     return type(name, (unittest.TestCase,), body)
 
 
-def _build(name, family: Family, kind: str, models, overrides, common) -> type[unittest.TestCase]:
+def _build(name, family: Family, kind: str, models, overrides, common, sampled: bool) -> type[unittest.TestCase]:
     kwargs, unknown = tiny_kwargs(family.config_class, overrides["config"], kind)
     if kind == "seq2seq" and not family.builtin:
         kwargs["is_encoder_decoder"] = True
-    case = Case(family.model_type, kind, family.config_class, models, overrides, kwargs)
+    case = Case(family.model_type, kind, family.config_class, models, overrides, kwargs, sampled=sampled)
     if not case.classes:
         raise RuntimeError(f"{family.config_class.__name__} is registered, but no class to test is registered for it")
     size = sum(parameter.numel() for parameter in case.classes[0](case.config()).parameters())

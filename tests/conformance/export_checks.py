@@ -34,6 +34,8 @@ class ExportTesterMixin:
                     torch.testing.assert_close(value.float(), expected[name].float(), atol=1e-3, rtol=1e-3)
 
     def test_ours_export_dynamo_static(self):
+        if self.conformance_case.sampled:
+            self.skipTest("sizes that are free include those that are not; the whole run exports both")
         self._check_export(dynamic=False)
 
     def test_ours_export_dynamo_dynamic(self):

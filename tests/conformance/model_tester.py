@@ -36,6 +36,7 @@ class Case:
     models: dict[str, list[type]]  # by Auto class
     overrides: dict[str, Any]
     kwargs: dict[str, Any]
+    sampled: bool = False  # one of a few families that stand for all: what others of them show is left out
     vision_length: int | None = None  # length of the sequence that an image becomes, found by running one
 
     @property
