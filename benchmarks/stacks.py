@@ -60,6 +60,7 @@ CASES: dict[str, Case] = {
     "hi-transformer, sentences of 64": Case(
         "xf_hi_transformer", 6, {"stack": {"type": "hi_transformer", "segment_length": 64}}
     ),
+    "hibert, sentences of 64": Case("xf_hibert", 6, {"stack": {"type": "hibert", "segment_length": 64}}),
     "etc, a global token for 27": Case("xf_etc", 6),
     "universal, 6 steps": Case("xf_universal_transformer", 6, {"stack": {"type": "universal"}}),
 }
