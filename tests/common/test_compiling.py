@@ -48,11 +48,13 @@ SOME = [case for case in CASES if str(case) in ("xf_bert-encoder", "modern-decod
 
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_compile_training(case):
-    """The traced backward pass as well."""
-    model, ids = case.shared(), tokens(2, 9)
+    """The traced backward pass as well, with padding."""
+    model = case.shared()
+    ids, mask = pad([tokens(9), tokens(5, seed=1)], 9, "right")
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
-    expected = gradients(model, case.run(model, ids, use_cache=False))
-    close_gradients(gradients(model, case.run(compiled, ids, use_cache=False)), expected)
+    output, expected = (case.run(run, ids, mask, use_cache=False) for run in (compiled, model))
+    close(output, expected)
+    close_gradients(gradients(model, output), gradients(model, expected))
 
 
 @pytest.mark.parametrize("case", SOME[:1], ids=str)
