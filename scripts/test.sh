@@ -21,6 +21,7 @@ fi
 python=${HF_XFORMERS_VENV:-$root/.venv}/bin/python
 
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+export PYTHONDONTWRITEBYTECODE= # where it is set, pytest would rewrite every test file at every start
 
 if [ "${1:-}" = --changed ]; then
     shift
