@@ -47,6 +47,7 @@ class Case:
     peers: dict[str, Callable] = field(default_factory=dict)
     layers: int = 1
     position: Any = "none"
+    block: Any = "vanilla"
 
 
 CASES: dict[str, Case] = {
@@ -216,6 +217,8 @@ CASES: dict[str, Case] = {
         "xf_routing_aggregation", {"type": "dense", "aggregation": "routing_aggregation"}, layers=2
     ),
     "capsule heads": Case("xf_capsule_heads", {"type": "dense", "aggregation": "capsule_heads"}),
+    "bp transformer": Case("xf_bp_transformer", "bp_transformer", block="bp_transformer"),
+    "bp transformer causal": Case("xf_bp_transformer", "bp_transformer", causal=True, block="bp_transformer"),
     "Sinkhorn": Case("xf_sinkhorn_transformer", "sinkhorn_transformer"),
     "Sinkhorn, causal": Case("xf_sinkhorn_transformer", "sinkhorn_transformer", causal=True),
     "adaptively sparse": Case("xf_adaptively_sparse_transformer", "adaptively_sparse"),
@@ -253,7 +256,9 @@ def resolved(attention: Any, length: int) -> Any:
     return made
 
 
-def ours(attention: Any, causal: bool, layers: int, length: int, position: Any = "none") -> Callable[[], None]:
+def ours(
+    attention: Any, causal: bool, layers: int, length: int, position: Any = "none", block: Any = "vanilla"
+) -> Callable[[], None]:
     """Forward and backward of `layers` attention sublayers with residual sums."""
     torch.manual_seed(0)
     config = XFormerConfig(
@@ -264,6 +269,7 @@ def ours(attention: Any, causal: bool, layers: int, length: int, position: Any =
         attention_probs_dropout_prob=0.0,
         attention=resolved(attention, length),
         position=position,
+        block=block,
         is_decoder=causal,
     )
     modules = nn.ModuleList(config.attention.build(config, layer_idx=index) for index in range(layers))
@@ -299,7 +305,7 @@ def make(name: str, length: int) -> Callable[[], None]:
     if peer:
         return training_step(CASES[case].peers[peer](length), length, residual=True)
     entry = CASES[case]
-    return ours(entry.attention, entry.causal, entry.layers, length, entry.position)
+    return ours(entry.attention, entry.causal, entry.layers, length, entry.position, entry.block)
 
 
 def baseline(case: Case) -> str:

@@ -46,14 +46,15 @@ class BlockSpec(Spec):
     """Base of block specs. unpads: nothing of it but its attentions looks at other tokens, or at where padding is; if
     not, why_not_unpad says what does. passes_streams: it carries what the attentions of several layers share.
     reads_sentences: its layers work on a text as sentences of words, which the stack makes. reads_paragraphs: its
-    layers work on paragraphs that the stack makes rows of. in_sequence: every
-    sublayer reads what the one before it has added to."""
+    layers work on paragraphs that the stack makes rows of. in_sequence: every sublayer reads what the one before it
+    has added to. takes_spans: states of spans of the text go through its layers beside those of tokens."""
 
     unpads: ClassVar[bool] = True
     passes_streams: ClassVar[bool] = True
     reads_sentences: ClassVar[bool] = False
     reads_paragraphs: ClassVar[bool] = False
     in_sequence: ClassVar[bool] = True
+    takes_spans: ClassVar[bool] = False
     why_not_unpad: ClassVar[str] = ""
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:
@@ -133,7 +134,7 @@ class XFormerLayer(GradientCheckpointingLayer):
         streams = dict(zip(stream_names, stream_tensors, strict=True))
         partner = streams.pop(PARTNER, None)
         context = context.with_streams(streams)
-        around = context if context.unpadding is None else context.of_tokens()
+        around = self.around(context)
         losses: dict[str, Tensor] = {}
         read = entered = begun = hidden_states
         for entry in self.sublayers(memory):
@@ -159,6 +160,10 @@ class XFormerLayer(GradientCheckpointingLayer):
         """What runs: no cross-attention in a decoder that is used without an encoder."""
         return [entry for entry in self.plan if entry.kind != "cross_attention" or memory is not None]
 
+    def around(self, context: LayerContext) -> LayerContext:
+        """The call as frames and feed-forwards see it."""
+        return context if context.unpadding is None else context.of_tokens()
+
     def function(self, entry: SublayerPlan) -> Sublayer:
         """The function of a sublayer."""
         return getattr(self, entry.name)
@@ -178,7 +183,7 @@ class XFormerLayer(GradientCheckpointingLayer):
     ) -> SublayerOutput:
         """f(enter(x)) of one sublayer by itself, before its residual sum."""
         frame = self.frame(entry)
-        around = context if context.unpadding is None else context.of_tokens()
+        around = self.around(context)
         entered = frame.enter(hidden_states, **frame.inputs(around))
         return self.run_entered(entry, entered, context, memory, past_key_values, step)
 
@@ -193,7 +198,7 @@ class XFormerLayer(GradientCheckpointingLayer):
     ) -> SublayerOutput:
         """f of one sublayer for the input [B, T, D] that its frame, or another's, has made."""
         function, unpadding = self.function(entry), context.unpadding
-        around = context if unpadding is None else context.of_tokens()
+        around = self.around(context)
         alone = unpadding if unpadding is None or not function.takes_unpadded else None
         if alone is not None:
             entered, context = context.padded(entered), context.of_padded()

@@ -143,6 +143,8 @@ CASES = [
     ("xf_delta_net", True, LINEAR, None),
     ("xf_axial_transformer", False, ROOT, 64),
     ("xf_etc", False, LINEAR, 128),
+    ("xf_bp_transformer", False, LINEAR, 256),  # a block of 64 tokens shares the nodes that it reads
+    ("xf_bp_transformer", True, LINEAR, 256),
     ("xf_image_transformer", False, LINEAR, 512),
     ("xf_image_transformer", True, LINEAR, 256),
     ("xf_hard_coded_gaussian", False, LINEAR, 64),

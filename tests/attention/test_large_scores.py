@@ -42,7 +42,11 @@ SMALL = {  # sizes at which a text of 21 tokens has several chunks, clusters, la
     "sinkhorn_transformer": {"block_size": 4},
     "transient_global": {"window_size": 4, "block_size": 4},
 }
-IN_STACKS = {"conditional", "feedback"}  # built by a stack of their own; tests/common/test_large_weights.py has them
+IN_STACKS = {
+    "bp_transformer",
+    "conditional",
+    "feedback",
+}  # built by a stack or block of their own; tests/common/test_large_weights.py has them
 ATTENTIONS = [name for name in names("attention") if name not in IN_STACKS]
 TERMS = (
     "t5_relative_bias",

@@ -1,0 +1,127 @@
+"""BP-Transformer's layer: spans of the text go through its sublayers beside the tokens."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+
+from ..core.components import register
+from ..core.context import LayerContext, SublayerOutput
+from ..core.text_tree import BESIDE, SPANS, TREE, make_tree
+from .base import SublayerPlan, XFormerLayer, unpack_layer
+from .vanilla import VanillaBlockSpec
+
+WIDE = "bp_wide_context"
+
+
+class BPTransformerLayer(XFormerLayer):
+    """Tokens [B, T, D], and behind them spans [B, N, D], which start as zeros and are handed on as the stream
+    `bp_spans`, go through one attention and one feed-forward with the same parameters and norms (Ye et al. 2019,
+    arXiv 1911.04070, section 3.2). Cross-attention is for tokens alone. With a cache the spans are those that this
+    call's tokens complete."""
+
+    @staticmethod
+    def wide(context: LayerContext) -> LayerContext:
+        """The call as functions of single nodes see it: spans are further tokens."""
+        if WIDE not in context.shared:
+            tree, real = make_tree(context), context.query_padding_mask
+            index = torch.arange(context.query_index.shape[0] + tree.count, device=context.query_index.device)
+            seen = context.derive(
+                padding_mask=None if real is None else tree.with_spans(real, real.shape[0]),
+                positions=F.pad(context.positions, (0, tree.count)),
+                query_index=index,
+                key_index=index,
+                fresh=True,
+                inputs_embeds=None,  # what is shared has no gradient
+            )
+            context.shared[WIDE] = seen
+        return context.shared[WIDE]
+
+    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+        make_tree(context)
+        context.shared[BESIDE] = True
+        for entry in self.plan:
+            seen = self.wide(context) if entry.kind == "feedforward" else context
+            self.function(entry).prepare(seen, past_key_values)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        memory: Tensor | None = None,
+        *stream_tensors: Tensor,
+        context: LayerContext,
+        step: int,
+        stream_names: tuple[str, ...] = (),
+        past_key_values: Cache | None = None,
+        before_sublayer=None,
+    ) -> tuple:
+        streams = dict(zip(stream_names, stream_tensors, strict=True))
+        length, count = hidden_states.shape[1], context.shared[TREE].count
+        spans = streams.pop(SPANS, None)
+        if spans is None:
+            spans = hidden_states.new_zeros(hidden_states.shape[0], count, hidden_states.shape[2])
+        output = super().forward(
+            torch.cat([hidden_states, spans.to(hidden_states.dtype)], dim=1),
+            memory,
+            *streams.values(),
+            context=context,
+            step=step,
+            stream_names=tuple(streams),
+            past_key_values=past_key_values,
+            before_sublayer=before_sublayer,
+        )
+        hidden_states, streams, losses = unpack_layer(output)
+        hidden_states, streams[SPANS] = hidden_states.split([length, count], dim=1)
+        return (hidden_states, tuple(streams), tuple(losses), *streams.values(), *losses.values())
+
+    def around(self, context: LayerContext) -> LayerContext:
+        return self.wide(context).with_streams(context.streams)
+
+    def run_entered(
+        self,
+        entry: SublayerPlan,
+        entered: Tensor,
+        context: LayerContext,
+        memory: Tensor | None,
+        past_key_values: Cache | None,
+        step: int,
+    ) -> SublayerOutput:
+        if entry.kind != "cross_attention":
+            return super().run_entered(entry, entered, context, memory, past_key_values, step)
+        length = context.query_index.shape[0]
+        result = super().run_entered(entry, entered[:, :length], context, memory, past_key_values, step)
+        more = entered.shape[1] - length
+        gate = None if result.gate is None else F.pad(result.gate, (0, 0, 0, more))
+        return result._replace(output=F.pad(result.output, (0, 0, 0, more)), gate=gate)
+
+
+@register("block", "bp_transformer")
+class BPTransformerBlockSpec(VanillaBlockSpec):
+    """Attention and feed-forward of tokens and of spans of the text, which attention 'bp_transformer' makes."""
+
+    takes_spans = True
+    packed = False
+    context_parallel = False
+    unpads: ClassVar[bool] = False
+    why_not_unpad: ClassVar[str] = "its spans are those of rows"
+    summary = "attention, (cross-attention,) feed-forward, for tokens and for spans of the text"
+
+    def check(self, config) -> None:
+        if SPANS not in config.attention.text_streams:
+            raise ValueError(
+                f"block 'bp_transformer' takes spans along that attention 'bp_transformer' makes, got attention"
+                f" {config.attention.type!r}; use the block 'vanilla'."
+            )
+        if config.feedforward.inputs:
+            raise ValueError(
+                f"block 'bp_transformer' has spans beside tokens, for which the model has no"
+                f" {', '.join(config.feedforward.inputs)} that feedforward {config.feedforward.type!r} reads; use"
+                " another feed-forward, e.g. 'gelu'."
+            )
+
+    def build(self, config, **where) -> BPTransformerLayer:
+        return BPTransformerLayer(config, self, **where)
