@@ -60,10 +60,10 @@ class TokenConvolution(WindowSublayer):
     def kernels(self, inner: Tensor) -> Tensor:
         """inner [B, T, C] -> [B, T, G, k] or [G, k], in float32 at least"""
         form = self.form
-        if self.kernel_proj is not None:
-            numbers = self.kernel_proj(inner).unflatten(-1, (form.heads, form.kernel))
-        else:
+        if self.kernel_proj is None:
             numbers = cast(Tensor, self.kernel)
+        else:
+            numbers = self.kernel_proj(inner).unflatten(-1, (form.heads, form.kernel))
         numbers = numbers.to(accumulation_dtype(numbers.dtype))
         weights = torch.softmax(numbers, dim=-1) if form.softmax else numbers
         return F.dropout(weights, form.dropout, self.training) if form.dropout else weights

@@ -1,0 +1,182 @@
+"""DeLighT: widths and groups of its transformations, group maps as block matrices, sizes, and what a token reads."""
+
+import pytest
+import torch
+from torch import nn
+
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerModel
+from hf_xformers.blocks.delight import GroupLayer, GroupLinear, layer_sizes
+from hf_xformers.variants import config_class, family
+from tests.attention.score_helpers import make_context, vectors
+from tests.helpers import close, make_strong, pad, tokens
+
+SIZES = dict(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=1, intermediate_size=8)
+
+
+def config(**fields):
+    block = {"type": "delight", **fields.pop("block", {})}
+    return XFormerConfig(**{**SIZES, "position": "none", "residual": "pre_ln", "block": block, **fields})
+
+
+def filled(module, amount=0.5):
+    """In float64, with numbers in every parameter; modules leave what their `initialize` sets as it was found."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in module.double().eval().parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * amount
+    return module
+
+
+@pytest.mark.parametrize(
+    ("width", "depth", "expected", "parameters"),
+    [
+        (512, 4, [(256, 256, 2), (512, 1024, 4), (1280, 1024, 4), (1280, 256, 2)], 657_920),
+        (128, 4, [(64, 64, 2), (128, 256, 4), (320, 256, 4), (320, 64, 2)], 41_600),
+        (512, 2, [(256, 256, 2), (512, 256, 2)], None),
+        (512, 5, [(256, 256, 2), (512, 640, 4), (896, 1024, 8), (1280, 640, 4), (896, 256, 2)], None),
+    ],
+)
+def test_tables(width, depth, expected, parameters):
+    found = layer_sizes(width, depth, 2.0, 8)
+    assert found == [GroupLayer(*entry) for entry in expected]
+    made = config(hidden_size=width)
+    layers = [GroupLinear(made, sizes, shuffle=True, activation="silu") for sizes in found]
+    if parameters is not None:
+        assert sum(layer.weight.numel() + layer.bias.numel() for layer in layers) == parameters
+
+
+def test_block_wise_scaling():
+    made = config(hidden_size=512, num_hidden_layers=6)
+    scaled = [made.block.depth_and_width(made, index) for index in range(6)]
+    assert [depth for depth, _ in scaled] == [4, 4, 5, 6, 7, 8]
+    assert [width for _, width in scaled] == pytest.approx([2.0, 2.2, 2.4, 2.6, 2.8, 3.0])
+    model = XFormerModel(config(num_hidden_layers=3))
+    assert [len(layer.transformed.dextra.layers) for layer in model.trunk.layers] == [4, 6, 8]
+    even = [config(block=block) for block in ({"scaling": "uniform"}, {"max_depth": 4})]
+    one, other = ([entry.block.sizes(entry, index) for index in range(2)] for entry in even)
+    assert one == other
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_groups_are_a_block_matrix(groups, shuffle):
+    """One dense matrix with blocks on its diagonal; of one group, a linear map."""
+    layer = filled(GroupLinear(config(), GroupLayer(16, 32, groups), shuffle, "silu"))
+    x = vectors(2, 3)
+    dense = torch.block_diag(*layer.weight) if groups > 1 else layer.weight[0]
+    product = x @ dense + layer.bias.flatten()
+    close(layer.product(x).flatten(-2), product)
+    size = 32 // groups
+    if shuffle:  # the first channels of all groups come first
+        order = [group * size + place for place in range(size) for group in range(groups)]
+        product = product[..., order]
+    expected = torch.stack(list(product.split(size, dim=-1)), dim=-2)
+    mean, variance = expected.mean(-1, keepdim=True), expected.var(-1, keepdim=True, unbiased=False)
+    normed = (expected - mean) / (variance + 1e-5).sqrt() * layer.norm.weight + layer.norm.bias
+    close(layer(x), (normed * torch.sigmoid(normed)).flatten(-2))
+
+
+@torch.no_grad()
+def test_transformation_by_hand():
+    """Written out channel by channel: which channels each group of each layer reads."""
+    made = config(block={"min_depth": 3, "max_depth": 3, "shuffle": False, "max_groups": 4})
+    dextra = filled(made.block.build(made, layer_idx=0).transformed.dextra)
+    x = torch.randn(5, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    first = nn.functional.silu(dextra.norm(dextra.up_proj(x)))
+    hidden = dextra.layers[0](first)
+    for layer in list(dextra.layers)[1:]:
+        size, per_first, per_hidden = (
+            layer.sizes.groups,
+            16 // layer.sizes.groups,
+            hidden.shape[-1] // layer.sizes.groups,
+        )
+        mixed = []
+        for group in range(size):
+            mixed.append(first[:, group * per_first : (group + 1) * per_first])
+            mixed.append(hidden[:, group * per_hidden : (group + 1) * per_hidden])
+        hidden = layer(torch.cat(mixed, dim=-1))
+    joined = dextra.output_norm(dextra.down_proj(torch.cat([first, hidden], dim=-1)))
+    close(dextra(x), nn.functional.silu(joined))
+    other = x.clone()
+    other[2] += 1.0  # no token reads another one
+    rows = [0, 1, 3, 4]
+    close(dextra(other)[rows], dextra(x)[rows])
+
+
+def test_parameters():
+    """Of one layer: 1.25 D^2 of attention, D^2 / 2 of the feed-forward, the transformation as listed; half the
+    state."""
+    width = 512
+    made = config_class("xf_delight")(is_decoder=True, vocab_size=50)
+    layer = family("xf_delight")["Model"](made).trunk.layers[0]
+    count = {name: sum(x.numel() for x in part.parameters()) for name, part in layer.named_children()}
+    half, attention = width // 2, sum(x.numel() for x in layer.transformed.attention.parameters())
+    assert attention == 1.25 * width**2 + 3 * half + width
+    assert count["feedforward"] == width**2 / 2 + width // 4 + width
+    norms = 2 * (half + 128 + 256 + 256 + 128 + half)  # of the way in, each layer's groups, and the way out
+    assert count["transformed"] - attention == width * half + half + 657_920 + width * half + half + norms
+
+
+@pytest.mark.parametrize(("width", "published"), [(384, 23.25e6), (512, 36.76e6), (640, 54.04e6)])
+def test_published_parameters(width, published):
+    """Released models for WMT 14 English-German: eight layers on each side, and a table of 44,000 tokens and width
+    128. What is missing is the network that makes the table's rows wider."""
+    made = config_class("xf_delight")(hidden_size=width, intermediate_size=width // 4, is_encoder_decoder=True)
+    with torch.device("meta"):
+        towers = [made.tower("trunk"), made.tower("decoder")]
+        layers = [
+            view.block.build(view, layer_idx=index, cross=view.is_decoder) for view in towers for index in range(8)
+        ]
+    found = sum(x.numel() for layer in layers for x in layer.parameters())
+    assert found + 44_000 * 128 == pytest.approx(published, rel=0.03)
+
+
+@torch.no_grad()
+def test_step_by_step_and_padding():
+    torch.manual_seed(0)
+    model = make_strong(XFormerForCausalLM(config(is_decoder=True, num_attention_heads=2)).double().eval())
+    ids, mask = pad([tokens(8, high=50), tokens(3, seed=1, high=50)], 8, "left")
+    full = model(ids, attention_mask=mask).logits
+    close(full[1, 5:], model(ids[1:, 5:]).logits[0])
+    cache, found = None, []
+    for begin, end in ((0, 1), (1, 6), (6, 8)):
+        output = model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        found.append(output.logits)
+    close(torch.cat(found, 1)[mask.bool()], full[mask.bool()])
+    assert cache.layers[0].keys.shape == (2, 2, 8, 8)
+
+
+def test_attention_by_torch():
+    """One head over the transformed tokens, with an output of the whole width."""
+    made = config(is_decoder=True)
+    module = filled(made.block.build(made, layer_idx=1).transformed)
+    states = torch.cat([vectors(2, 6), vectors(2, 6, seed=5)], dim=-1)
+    context = make_context(6, True)
+    module.prepare(context, None)
+    found = module(states, context).output
+    x, attention = module.dextra(states), module.attention
+    query, key, value = (projection(x) for projection in (attention.q_proj, attention.k_proj, attention.v_proj))
+    scores = (query @ key.mT / 16**0.5).masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
+    close(found, attention.o_proj(scores.softmax(-1) @ value))
+    assert found.shape == (2, 6, 32)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block": {"min_depth": 1}}, "2 <= `min_depth` <= `max_depth`, got 1"),
+        ({"block": {"min_depth": 5, "max_depth": 4}}, "2 <= `min_depth`"),
+        ({"block": {"max_groups": 0}}, "`max_groups` >= 1"),
+        ({"block": {"width_mult": 0.25}}, "`width_mult` of 1 / `proj_factor`"),
+        ({"block": {"activation": "wavy"}}, "unknown activation 'wavy'"),
+        ({"hidden_size": 24}, "up to 8 groups"),
+        ({"normalization": "power_norm"}, "normalises groups of channels"),
+        ({"attention": {"type": "dense", "aggregation": "capsule_heads"}}, "`aggregation`"),
+        ({"attention": "longformer"}, "not made for"),
+        ({"position": "rotary"}, "set `head_dim=16`"),
+    ],
+)
+def test_refusals(fields, message):
+    with pytest.raises(ValueError, match=message):
+        config(**fields)
