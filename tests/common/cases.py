@@ -174,6 +174,9 @@ MIXES: dict[str, Mix] = {
     ),
     "dynamic_masks": Mix({"attention": "dynamic_mask", "num_key_value_heads": 2}, BOTH),
     "vector_of_a_memory": Mix({"cross_attention": "memory_vector"}, ("seq2seq",)),
+    "separable_convolutions": Mix(
+        {"block": "separable_convolution", "position": "none", "stack": {"type": "universal", "act": "accumulated"}}
+    ),
     "token_types_chunked": Mix({"type_vocab_size": 3, "chunk_size_feed_forward": 4, "add_pooler": True}, ("encoder",)),
 }
 

@@ -1,0 +1,214 @@
+"""The Evolved Transformer's cells: by hand, sizes, reach of the convolutions, states for decoding."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForSeq2SeqLM, XFormerModel
+from hf_xformers.variants import config_class
+from tests.attention.score_helpers import make_context, vectors
+from tests.helpers import close, make_strong, pad, tokens
+
+SIZES = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
+REAL = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0]]).bool()
+
+
+def config(**fields):
+    block = {"type": "evolved_transformer", "wide_heads": 4, **fields.pop("block", {})}
+    given = {**SIZES, "position": "none", "residual": "pre_ln", "feedforward": "evolved_transformer", "block": block}
+    return XFormerConfig(**{**given, **fields})
+
+
+def layer_of(cross=False, **fields):
+    made = config(**fields)
+    view = made.tower("decoder") if cross else made
+    torch.manual_seed(0)
+    layer = view.block.build(view, layer_idx=0, cross=cross).double().eval()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64) * 0.3)
+    return layer
+
+
+def convolved(x, weight, real, before, bias=None):
+    """A loop over tokens and taps: x [T, C], weight [C', C, k], or [C, 1, k] for each channel by itself."""
+    length, taps = x.shape[0], weight.shape[-1]
+    rows = []
+    for t in range(length):
+        total = torch.zeros(weight.shape[0], dtype=torch.float64) if bias is None else bias.clone()
+        for j in range(taps):
+            place = t + j - before
+            if 0 <= place < length and real[place]:
+                total = total + (weight[..., j] @ x[place] if weight.shape[1] > 1 else weight[:, 0, j] * x[place])
+        rows.append(total)
+    return torch.stack(rows)
+
+
+def separable(module, x, real, before):
+    return module.pointwise(convolved(x, module.depthwise.weight, real, before))
+
+
+def plus(wide, narrow):
+    return torch.cat([wide[:, : narrow.shape[1]] + narrow, wide[:, narrow.shape[1] :]], dim=1)
+
+
+def attended(module, x, real, causal, memory=None):
+    """Softmax attention of one row, head by head."""
+    source, length = x if memory is None else memory, x.shape[0]
+    query, key, value = module.q_proj(x), module.k_proj(source), module.v_proj(source)
+    width, heads = query.shape[1] // module.num_heads, []
+    allowed = real.expand(length, -1)
+    if causal:
+        allowed = allowed & torch.ones(length, length).tril().bool()
+    for head in range(module.num_heads):
+        own = slice(head * width, (head + 1) * width)
+        scores = (query[:, own] @ key[:, own].T / width**0.5).masked_fill(~allowed, -torch.inf)
+        heads.append(scores.softmax(-1).nan_to_num(0.0) @ value[:, own])
+    return module.o_proj(torch.cat(heads, dim=1))
+
+
+@torch.no_grad()
+def test_encoder_cell_by_hand():
+    layer, states = layer_of(), vectors(2, 12)
+    context = make_context(12, padding_mask=REAL)
+    layer.prepare(context, None)
+    found = layer(states, context=context, step=0)[0]
+    assert [entry.name for entry in layer.plan] == ["gated", "branches", "attention", "feedforward"]
+    for b in range(2):
+        x, real = states[b], REAL[b]
+        n = layer.gated_residual.norm(x)
+        x = x + layer.gated.up_proj(n) * torch.sigmoid(layer.gated.gate_proj(n))
+        n, cell = layer.branches_residual.norm(x), layer.branches
+        right = F.relu(convolved(n, cell.conv.weight, real, 1, cell.conv.bias))
+        inner = cell.norm(plus(F.relu(cell.up_proj(n)), right))
+        x = plus(x, separable(cell.separable, inner, real, 4))
+        x = x + attended(layer.attention, layer.attention_residual.norm(x), real, causal=False)
+        n = layer.feedforward_residual.norm(x)
+        x = x + layer.feedforward.down_proj(F.relu(layer.feedforward.up_proj(n)))
+        close(found[b][real], x[real])
+
+
+@pytest.mark.parametrize("cross", [False, True])
+@torch.no_grad()
+def test_decoder_cell_by_hand(cross):
+    """Two attentions of one normed input are added; the second half has both again."""
+    fields = {"is_encoder_decoder": True} if cross else {"is_decoder": True}
+    layer, states, memory = layer_of(cross, **fields), vectors(2, 12), vectors(2, 5, seed=4)
+    known = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]).bool()
+    context = make_context(12, True, padding_mask=REAL, memory_padding_mask=known if cross else None)
+    layer.prepare(context, None)
+    found = layer(states, memory if cross else None, context=context, step=0)[0]
+    assert (layer.wide_heads.num_heads, layer.attention.num_heads) == (4, 2)
+    for b in range(2):
+        x, real = states[b], REAL[b]
+        n = layer.wide_heads_residual.norm(x)
+        x = x + attended(layer.wide_heads, n, real, causal=True)
+        if cross:
+            x = x + attended(layer.cross_attention, n, known[b], causal=False, memory=memory[b])
+        n, cell = layer.branches_residual.norm(x), layer.branches
+        left, right = F.relu(separable(cell.left, n, real, 10)), separable(cell.right, n, real, 6)
+        x = x + separable(cell.separable, cell.norm(plus(left, right)), real, 6)
+        x = x + attended(layer.attention, layer.attention_residual.norm(x), real, causal=True)
+        if cross:
+            n = layer.memory_again_residual.norm(x)
+            x = x + attended(layer.memory_again, n, known[b], causal=False, memory=memory[b])
+        n, ff = layer.feedforward_residual.norm(x), layer.feedforward
+        x = x + ff.down_proj(ff.norm(F.silu(ff.up_proj(n))))
+        close(found[b][real], x[real])
+
+
+def test_parameters_at_the_papers_size():
+    """21.5 D^2 + 36 D in an encoder layer beside biases and norms; 16 heads first in a decoder."""
+    made = config_class("xf_evolved_transformer")(vocab_size=50)
+    with torch.device("meta"):
+        layer = made.block.build(made, layer_idx=0)
+    assert sum(x.numel() for x in layer.parameters() if x.ndim > 1) == 21.5 * 512**2 + 36 * 512
+    made = config_class("xf_evolved_transformer")(vocab_size=50, is_decoder=True)
+    with torch.device("meta"):
+        layer = made.block.build(made, layer_idx=0)
+    assert layer.wide_heads.num_heads == 16 and layer.wide_heads.head_dim == 32
+
+
+def test_reach():
+    """Without attention, a decoder's token depends on 16 before it (11 and then 7 tokens), an encoder's on 5 around
+    it (3 and then 9)."""
+    for causal, reach in ((True, range(14, 31)), (False, range(25, 36))):
+        layer, inputs = layer_of(is_decoder=causal), vectors(1, 50).requires_grad_()
+        with torch.no_grad():
+            for name in ("attention", *(["wide_heads"] if causal else [])):
+                getattr(layer, name).o_proj.weight.zero_()
+        context = make_context(50, causal)
+        layer.prepare(context, None)
+        (slope,) = torch.autograd.grad(layer(inputs, context=context, step=0)[0][0, 30].sum(), inputs)
+        assert (slope[0].abs().amax(-1) > 0).nonzero().flatten().tolist() == list(reach)
+
+
+@torch.no_grad()
+def test_a_vanilla_layer_remains():
+    """Without its gates and branches, a cell is a vanilla layer."""
+    layer, states, context = layer_of(), vectors(2, 6), make_context(6)
+    for module in (layer.gated.up_proj, layer.branches.separable.pointwise):
+        nn.init.zeros_(module.weight)
+        nn.init.zeros_(module.bias)
+    made = XFormerConfig(**SIZES, position="none", residual="pre_ln", feedforward="relu")
+    plain = made.block.build(made, layer_idx=0).double().eval()
+    plain.load_state_dict({name: x for name, x in layer.state_dict().items() if name in plain.state_dict()})
+    layer.prepare(context, None)
+    close(layer(states, context=context, step=0)[0], plain(states, context=context, step=0)[0])
+
+
+@pytest.mark.parametrize("cross", [False, True])
+@torch.no_grad()
+def test_step_by_step_and_padding(cross):
+    torch.manual_seed(0)
+    head = XFormerForSeq2SeqLM if cross else XFormerForCausalLM
+    model = make_strong(head(config(is_encoder_decoder=cross, is_decoder=not cross)).double().eval())
+    ids, mask = pad([tokens(20, high=50), tokens(3, seed=1, high=50)], 20, "left")
+    states = {}
+    if cross:
+        source, known = pad([tokens(4, seed=2, high=50), tokens(2, seed=3, high=50)], 4, "right")
+        memory = model.get_encoder()(source, attention_mask=known)
+        states = {"encoder_outputs": memory, "attention_mask": known}
+    names = ("decoder_input_ids", "decoder_attention_mask") if cross else ("input_ids", "attention_mask")
+    full = model(**dict(zip(names, (ids, mask))), **states).logits
+    cache, found = None, []
+    for begin, end in ((0, 1), (1, 8), (8, 9), (9, 20)):
+        given = dict(zip(names, (ids[:, begin:end], mask[:, :end])))
+        output = model(**given, **states, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        found.append(output.logits)
+    close(torch.cat(found, 1)[mask.bool()], full[mask.bool()])
+    kept = cache.self_attention_cache.layers if cross else cache.layers
+    for layer in kept:
+        assert {name: tuple(x.shape) for name, x in layer.windows.items()} == {
+            "branches": (2, 10, 16),
+            "branches_inner": (2, 6, 32),
+        }
+        assert layer.parts["wide_heads"].keys.shape == (2, 4, 20, 4) and layer.keys.shape == (2, 2, 20, 8)
+    if cross:  # both attentions of both layers keep their own keys of the memory
+        keys = [layer.keys for layer in cache.cross_attention_cache.layers]
+        assert len(keys) == 4 and all(x.shape == (2, 2, 4, 8) for x in keys)
+        assert len({float(x.sum()) for x in keys}) == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block": {"encoder_kernels": (3,)}}, "2 sizes of 1 or more under `encoder_kernels`"),
+        ({"block": {"decoder_kernels": (3, 0, 1)}}, "3 sizes of 1 or more under `decoder_kernels`"),
+        ({"block": {"encoder_kernels": (3, 4)}}, "odd `encoder_kernels`"),
+        ({"block": {"wide_heads": 0}}, "`wide_heads` >= 1"),
+        ({"block": {"wide_heads": 5}, "is_decoder": True}, "5 heads cannot share"),
+        ({"normalization": "power_norm"}, "normalises its branches"),
+        ({"residual": "post_ln", "is_decoder": True}, "use 'pre_ln'"),
+        ({"position": "alibi", "is_decoder": True}, "4 heads of width 4"),
+        ({"position": "deberta", "is_decoder": True}, "has two in a decoder"),
+        ({"hidden_size": 15, "num_attention_heads": 1}, "even `hidden_size`"),
+        ({"attention": "linear_transformer", "is_decoder": True}, "no place for in a decoder"),
+    ],
+)
+def test_refusals(fields, message):
+    with pytest.raises(ValueError, match=message):
+        config(**fields)
+    assert XFormerModel(config(position="rotary")) is not None
