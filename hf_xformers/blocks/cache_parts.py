@@ -67,6 +67,38 @@ class WindowPartsCacheLayer(WindowCacheLayer, _Parts):
     """The attentions of a layer, and the windows of its convolutions."""
 
 
+class CellCacheLayer(WindowPartsCacheLayer):
+    """Windows and attentions of a layer that need not have any of either: it counts the tokens itself."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.tokens_read = 0
+
+    def advance(self, tokens: int) -> None:
+        """So many more tokens were read."""
+        self.tokens_read += tokens
+
+    def get_seq_length(self) -> int:
+        return self.tokens_read
+
+    def reset(self) -> None:
+        self.windows, self.parts, self.tokens_read = {}, {}, 0
+
+    # It has no keys and values itself.
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        self._each(lambda part: part.reorder_cache(beam_idx))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+        self._each(lambda part: part.batch_repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map(lambda tensor: tensor[indices])
+        self._each(lambda part: part.batch_select_indices(indices))
+
+
 def part_of_cache(past_key_values: Cache | None, name: str) -> Cache | None:
     """The cache that the further attention `name` of all layers writes: a view of theirs.
 
@@ -106,4 +138,4 @@ class SeveralAttentionsLayer(XFormerLayer):
         return super().run_entered(entry, entered, context, memory, past_key_values, step)
 
 
-__all__ = ["PartsCacheLayer", "SeveralAttentionsLayer", "WindowPartsCacheLayer", "part_of_cache"]
+__all__ = ["CellCacheLayer", "PartsCacheLayer", "SeveralAttentionsLayer", "WindowPartsCacheLayer", "part_of_cache"]

@@ -33,6 +33,8 @@ _NAMES = {
     "AttentionTransferTrainer": "attention_transfer",
     "Linearizing": "linearizing",
     "linearize": "linearizing",
+    "Searching": "architecture_search",
+    "search": "architecture_search",
 }
 
 __all__ = list(_NAMES)

@@ -1,0 +1,64 @@
+"""DARTSformer (Zhao et al. 2021): parts of the channels change in turn, by operations that a search has chosen."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from ..configuration_xformer import Initializer, XFormerConfig
+from ..core.components import SpecLike
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFDartsformerConfig(XFormerConfig):
+    """DARTSformer (Zhao et al. 2021): parts of the channels change in turn, by operations that a search has chosen.
+
+    The operations of the preset are attention and feed-forward, beside which a decoder reads its memory; `hf-xformers
+    search` finds others.
+    """
+
+    model_type = "xf_dartsformer"
+
+    hidden_size: int = 768
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 8
+    intermediate_size: int = 3072
+    initializer: Initializer = "xavier"
+    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
+    position: SpecLike = "sinusoidal_absolute"
+    # Operations normalise what they give, not the stream that it is added to.
+    residual: SpecLike = field(default_factory=lambda: {"type": "post_ln", "final_norm": True})
+    feedforward: SpecLike = "relu"
+    block: SpecLike = "dartsformer"
+
+
+INFO = VariantInfo(
+    section="6.5",
+    summary="parts of the channels change in turn, by searched operations",
+    paper="Zhao et al. 2021",
+    url="https://arxiv.org/abs/2105.14669",
+    equation=(
+        r"Y_k = X_k + G_k(\mathrm{pool}(X_{i>k}, Y_{i<k})), \qquad G_k(h) = \sum_o \mathrm{softmax}(\alpha_k)_o\,"
+        r" \mathrm{LN}(h + o(h))"
+    ),
+    cost="that of the chosen operations on D / n channels: O(T^2 D / 2) with one attention of two parts",
+    notes=(
+        "In a search all operations of a part are weighed by the softmax of alpha; a derived cell has the heaviest one"
+        " alone. The paper shows its own cells as a figure; the preset is plain attention and feed-forward."
+    ),
+    bibtex="""@inproceedings{zhao2021memory,
+  title={Memory-Efficient Differentiable Transformer Architecture Search},
+  author={Zhao, Yuekai and Dong, Li and Shen, Yelong and Zhang, Zhihua and Wei, Furu and Chen, Weizhu},
+  booktitle={Findings of the Association for Computational Linguistics: ACL-IJCNLP},
+  year={2021}
+}""",
+)
+
+_family = make_family(XFDartsformerConfig, "XFDartsformer", ALL_HEADS, INFO)
+XFDartsformerModel = _family["Model"]
+XFDartsformerForMaskedLM = _family["ForMaskedLM"]
+XFDartsformerForSequenceClassification = _family["ForSequenceClassification"]
+XFDartsformerForTokenClassification = _family["ForTokenClassification"]
+XFDartsformerForQuestionAnswering = _family["ForQuestionAnswering"]
+XFDartsformerForMultipleChoice = _family["ForMultipleChoice"]
+XFDartsformerForCausalLM = _family["ForCausalLM"]
+XFDartsformerForSeq2SeqLM = _family["ForSeq2SeqLM"]

@@ -1,0 +1,193 @@
+"""DARTSformer: its cell by hand, its inverse, choices with one heaviest operation, states for decoding."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM
+from hf_xformers.blocks.dartsformer_operations import CANDIDATES
+from tests.attention.score_helpers import make_context, vectors
+from tests.helpers import close, gradients, make_strong, pad, tokens
+
+SIZES = dict(vocab_size=50, hidden_size=48, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
+REAL = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 0, 0]]).bool()
+
+
+def config(**fields):
+    block = {"type": "dartsformer", **fields.pop("block", {})}
+    residual = {"type": "post_ln", "final_norm": True}
+    given = {**SIZES, "position": "none", "residual": residual, "feedforward": "relu", "block": block, **fields}
+    return XFormerConfig(**given, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+
+
+def layer_of(cross=False, layer_idx=0, **fields):
+    made = config(**fields)
+    view = made.tower("decoder") if cross else made
+    layer = view.block.build(view, layer_idx=layer_idx, cross=cross).double().eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
+    return layer
+
+
+def states_of(length, batch=2, seed=0):
+    return torch.cat([vectors(batch, length, seed=seed + number) for number in range(3)], dim=-1)
+
+
+def run(layer, states, context, memory=None):
+    layer.prepare(context, None)
+    return layer(states, memory, context=context, step=0)[0]
+
+
+@torch.no_grad()
+def test_two_parts_are_a_reversible_pair():
+    """Y1 = X1 + LN(X2 + attention(X2)), Y2 = X2 + LN(Y1 + FF(Y1)), by torch's own attention."""
+    layer, states = layer_of(), states_of(7)
+    found = run(layer, states, make_context(7, padding_mask=REAL))
+    (first, second), (x1, x2) = layer.cell.splits, states.chunk(2, -1)
+    attention, ff = first.operations["attention"], second.operations["ffn"]
+    reference = nn.MultiheadAttention(24, 2, batch_first=True).double()
+    parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+    reference.load_state_dict(
+        {
+            "in_proj_weight": torch.cat([part.weight for part in parts]),
+            "in_proj_bias": torch.cat([part.bias for part in parts]),
+            "out_proj.weight": attention.o_proj.weight,
+            "out_proj.bias": attention.o_proj.bias,
+        }
+    )
+    y1 = x1 + first.frames["attention"].norm(x2 + reference(x2, x2, x2, key_padding_mask=~REAL)[0])
+    y2 = x2 + second.frames["ffn"].norm(y1 + ff.down_proj(F.relu(ff.up_proj(y1))))
+    close(found[REAL], torch.cat([y1, y2], -1)[REAL])
+
+
+EVERY = (("conv_3", "dynamic_conv_7"), ("glu", "conv_11"), ("zero", "identity"))
+
+
+@pytest.mark.parametrize("pooling", ["max", "mean"])
+@pytest.mark.parametrize("cross", [False, True])
+@torch.no_grad()
+def test_inverse(pooling, cross):
+    """X comes back from Y, of two parts and of three with a memory, also with all candidates at once."""
+    fields = {"is_encoder_decoder": True} if cross else {}
+    memory = states_of(4, seed=7) if cross else None
+    for block, layer_idx in (({"operations": EVERY}, 0), ({"operations": EVERY}, 1), ({"search": True}, 0)):
+        layer, states = layer_of(cross, layer_idx, block={**block, "pooling": pooling}, **fields), states_of(6)
+        context = make_context(6, cross)
+        output = run(layer, states, context, memory)
+        cell = layer.reading_cell if cross else layer.cell
+        assert len(cell.splits) == 2 + cross
+        close(cell.invert(output, context, memory), states)
+        assert (output - states).abs().amax((0, 1)).min() > 1e-6  # every channel has changed
+
+
+@torch.no_grad()
+def test_heaviest_operation_is_the_derived_cell():
+    """With all weight on one candidate, a choice is that operation; at the start it is the mean of all."""
+    states = states_of(7)
+    for chosen in CANDIDATES:
+        mixed = layer_of(block={"search": True})
+        derived = layer_of(block={"operations": ((chosen, "glu"),)})
+        for split, name in zip(mixed.cell.splits, (chosen, "glu")):
+            split.alpha.fill_(-1e4)
+            split.alpha[CANDIDATES.index(name)] = 0.0
+        own = mixed.state_dict()
+        derived.load_state_dict({name: own[name] for name in derived.state_dict()})
+        close(
+            run(derived, states, make_context(7, padding_mask=REAL)),
+            run(mixed, states, make_context(7, padding_mask=REAL)),
+        )
+    mixed.cell.splits[0].alpha.zero_()
+    close(mixed.cell.splits[0].shares(), torch.full((len(CANDIDATES),), 1 / len(CANDIDATES), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("operation", ["conv_5", "conv_11", "dynamic_conv_3", "dynamic_conv_15"])
+def test_reach_of_convolutions(operation):
+    reach = int(operation.rpartition("_")[2])
+    for causal in (False, True):
+        layer = layer_of(is_decoder=causal, block={"operations": ((operation, "zero"),)})
+        inputs = states_of(40, 1).requires_grad_()
+        (slope,) = torch.autograd.grad(run(layer, inputs, make_context(40, causal))[0, 20].sum(), inputs)
+        first, last = (20 - reach + 1, 20) if causal else (20 - reach // 2, 20 + reach // 2)
+        assert (slope[0].abs().amax(-1) > 0).nonzero().flatten().tolist() == list(range(first, last + 1))
+
+
+@pytest.mark.parametrize(
+    "block", [{"operations": EVERY}, {"search": True}, {}], ids=["convolutions", "search", "preset"]
+)
+@pytest.mark.parametrize("cross", [False, True])
+@torch.no_grad()
+def test_step_by_step_and_padding(block, cross):
+    """Also of a cell without any attention, whose state does not grow."""
+    torch.manual_seed(0)
+    head = XFormerForSeq2SeqLM if cross else XFormerForCausalLM
+    made = config(is_encoder_decoder=cross, is_decoder=not cross, block=block, num_hidden_layers=3)
+    model = make_strong(head(made).double().eval(), amount=0.05)
+    ids, mask = pad([tokens(18, high=50), tokens(3, seed=1, high=50)], 18, "left")
+    given = {}
+    if cross:
+        source, known = pad([tokens(4, seed=2, high=50), tokens(2, seed=3, high=50)], 4, "right")
+        given = {"encoder_outputs": model.get_encoder()(source, attention_mask=known), "attention_mask": known}
+    names = ("decoder_input_ids", "decoder_attention_mask") if cross else ("input_ids", "attention_mask")
+    full = model(**dict(zip(names, (ids, mask))), **given).logits
+    cache, found = None, []
+    for begin, end in ((0, 1), (1, 9), (9, 18)):
+        own = dict(zip(names, (ids[:, begin:end], mask[:, :end])))
+        output = model(**own, **given, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        found.append(output.logits)
+    close(torch.cat(found, 1)[mask.bool()], full[mask.bool()])
+    layers = cache.self_attention_cache.layers if cross else cache.layers
+    assert all(layer.get_seq_length() == 18 for layer in layers)
+    if block.get("operations"):
+        width = 16 if cross else 24
+        assert {name: tuple(x.shape) for name, x in layers[0].windows.items()} == {
+            "split_0_conv_3": (2, 2, width),
+            "split_1_dynamic_conv_7": (2, 6, width),
+        }
+        assert not any(layer.parts for layer in layers)
+    cache.batch_repeat_interleave(2)
+    cache.reorder_cache(torch.tensor([2, 1, 0, 3]))
+    cache.batch_select_indices(torch.tensor([0]))
+    kept = [x for layer in layers for x in (*layer.windows.values(), *(part.keys for part in layer.parts.values()))]
+    assert all(x.shape[0] == 1 for x in kept)
+    with pytest.raises(ValueError, match="rolled back"):
+        layers[0].crop(-1)
+
+
+def test_checkpointing():
+    """Gradients with recomputation of layers, reentrant or not."""
+    torch.manual_seed(0)
+    model = make_strong(XFormerForMaskedLM(config()).double().train())
+    ids = tokens(2, 6, high=50)
+    expected = gradients(model, model(ids).logits)
+    for reentrant in (True, False):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.zero_grad()
+        output = model(ids).logits
+        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        (output * weights).sum().backward()
+        for name, parameter in model.named_parameters():
+            close(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad, expected[name])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block": {"operations": ()}}, "two or more parts"),
+        ({"block": {"operations": (("glu",),)}}, "two or more parts"),
+        ({"block": {"operations": (("glu", "ffn"), ("glu", "ffn", "zero"))}}, "same number"),
+        ({"block": {"operations": (("glu", "wave"),)}}, "unknown operation 'wave'"),
+        ({"block": {"operations": (("cross_attention", "ffn"),)}}, "unknown operation 'cross_attention'"),
+        ({"block": {"candidates": ("glu",)}}, "two `candidates`"),
+        ({"hidden_size": 32, "is_encoder_decoder": True}, "in 3 parts"),
+        ({"normalization": "power_norm"}, "normalises parts"),
+        ({"attention": "longformer"}, "not made for"),
+        ({"attention": "linear_transformer", "is_decoder": True}, "no place for in a decoder"),
+    ],
+)
+def test_refusals(fields, message):
+    with pytest.raises(ValueError, match=message):
+        config(**fields)
