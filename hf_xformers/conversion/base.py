@@ -365,6 +365,13 @@ def converters() -> dict[str, Converter]:
     return _CONVERTERS
 
 
+# Kindred families of transformers that have no converter, and why.
+_WITHOUT = {
+    "nllb-moe": "transformers' layers send every token to its first two experts, whichever the router chooses",
+    "mega": "transformers has no model of it any more, and its moving averages are no component here",
+}
+
+
 def converter_for(model_type: str | None) -> Converter:
     """The converter of a model type of transformers, or the native one of a variant of ours.
 
@@ -375,6 +382,11 @@ def converter_for(model_type: str | None) -> Converter:
     if model_type in known:
         return known[model_type]
     found = next((entry for entry in known.values() if entry.variant == model_type and entry.native), None)
+    if found is None and model_type in _WITHOUT:
+        raise ValueError(
+            f"No conversion for model type {model_type!r}: {_WITHOUT[model_type]}. `hf-xformers list --families` shows"
+            " what converts."
+        )
     if found is None:
         names = sorted({name for entry in known.values() for name in (entry.model_type, entry.variant)})
         close = difflib.get_close_matches(str(model_type), names, n=1)

@@ -73,6 +73,13 @@ class PatchEmbedding(Undecayed, nn.Module):
         Raises:
             ValueError: other channels, a size that patches do not fill, or another size without `interpolate`.
         """
+        self.check_size(pixel_values, interpolate)
+        vectors = self.vectors(pixel_values.to(self.tokens.weight.dtype))
+        grid = (pixel_values.shape[2] // self.patch[0], pixel_values.shape[3] // self.patch[1])
+        return self.with_positions(vectors, grid)
+
+    def check_size(self, pixel_values: Tensor, interpolate: bool) -> None:
+        """Refuses what [`PatchEmbedding.patches`] does."""
         if pixel_values.ndim != 4 or pixel_values.shape[1] != self.channels:
             raise ValueError(
                 f"`pixel_values` must be [batch, {self.channels} channels, height, width], got"
@@ -89,14 +96,24 @@ class PatchEmbedding(Undecayed, nn.Module):
                 f"Patches of {self.patch[0]} x {self.patch[1]} pixels do not fill an image of {size[0]} x {size[1]};"
                 " crop or resize it."
             )
-        grid = self.tokens(pixel_values.to(self.tokens.weight.dtype))
-        vectors = grid.flatten(2).transpose(1, 2)
+
+    def vectors(self, pixel_values: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, N, D], one for each patch."""
+        return self.tokens(pixel_values).flatten(2).transpose(1, 2)
+
+    def with_positions(self, vectors: Tensor, grid: tuple[int, int]) -> Tensor:
+        """The vectors of the patches of a grid [B, N, D] -> [B, leading + N, D] with what stands before, and
+        positions."""
         learned = (token for token in (self.class_token, self.distillation_token) if token is not None)
         leading = [token.expand(vectors.shape[0], 1, -1) for token in learned]
         vectors = torch.cat([*leading, vectors], dim=1)
         if self.positions is not None:
-            vectors = vectors + self.grid_positions(*grid.shape[2:])
+            vectors = vectors + self.grid_positions(*grid)
         return vectors
+
+    def read(self, pixel_values: Tensor, interpolate: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+        """As [`PatchEmbedding.patches`], with further inputs of the layers that are made of the image."""
+        return self.patches(pixel_values, interpolate), {}
 
     def forward(
         self, inputs_embeds: Tensor, token_type_ids: Tensor | None, positions: Tensor, position: InputPosition

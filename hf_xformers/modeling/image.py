@@ -41,8 +41,8 @@ class XFormerImageModel(XFormerModel):
                 f"The image has {size[0]} x {size[1]} pixels, but attention {self.config.attention.type!r} reads"
                 f" images as the grid of {self.config.image_shape[0]} x {self.config.image_shape[1]}; resize it."
             )
-        embeds = self.trunk.embedding.patches(pixel_values, interpolate_pos_encoding)
-        return super().forward(inputs_embeds=embeds, **kwargs)
+        embeds, further = self.trunk.embedding.read(pixel_values, interpolate_pos_encoding)
+        return super().forward(inputs_embeds=embeds, **further, **kwargs)
 
 
 class XFormerForImageClassification(XFormerPreTrainedModel):

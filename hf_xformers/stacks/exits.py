@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +20,18 @@ class EarlyExits(nn.Module):
 
     They read a layer's states as the last classifier reads the last layer's: through the final norm where there is
     one.
+
+    pools_answers: a rule has a method `answers_of(logits, rows)`, whose answers stand for the last classifier's.
     """
+
+    pools_answers: ClassVar[bool] = False
 
     def logits(self, model: Classifier, layer: int, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
         """[R, T, D] after layer 1, 2, ... -> [R, num_labels]."""
         raise NotImplementedError
 
     def rule(self, model: Classifier, batch: int) -> Any | None:
-        """`rule(layer, logits [R, C], rows [R] or None) -> [R] boolean`, or None if no row can leave early. A rule
-        with a method `answers_of(logits, rows)` gives other answers than the last classifier's."""
+        """`rule(layer, logits [R, C], rows [R] or None) -> [R] boolean`, or None if no row can leave early."""
         raise NotImplementedError
 
     def training_loss(self, losses: list[Tensor]) -> Tensor:
@@ -137,12 +140,11 @@ class _Run:
 
     def _answers(self, logits: Tensor, rows: Tensor | None) -> Tensor:
         """What the rule makes of a classifier's logits [R, C], as answers of the rows that leave with it."""
-        answers = getattr(self.rule, "answers_of", None)
-        return logits if answers is None else answers(logits, rows)
+        return self.rule.answers_of(logits, rows) if self.exits.pools_answers else logits
 
     def last(self, layer: int, logits: Tensor) -> Tensor:
         """The answers of the rows that ran through all layers; those of others do not matter."""
-        if not hasattr(self.rule, "answers_of"):
+        if not self.exits.pools_answers:
             return logits
         self.rule(layer, logits, None)
         return self._answers(logits, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ class VotingExits(PatienceExits):
     C, which is far enough, as it has no bound of its own.
     """
 
+    pools_answers: ClassVar[bool] = True
     spec: VotingExitSpec  # type: ignore[assignment]
 
     def __init__(self, config, spec: VotingExitSpec):
