@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from ..metrics import is_entity_tag
 from ..ops.common.segments import accumulation_dtype
 
+_ENTITY_TAG = re.compile(r"O|[BIESLU]-.+")
 # Forbidden steps cost this much: more than any sum of scores, and still a number in float16.
 _FORBIDDEN = -1e4
 
@@ -21,7 +22,7 @@ def allowed_steps(names: Sequence[str]) -> tuple[list[bool], list[list[bool]], l
     I and E (L) go on with an entity of their type, which B or I began; in BIOES and BILOU an entity that began has to
     end. `O` stands outside.
     """
-    if not all(is_entity_tag(name) for name in names) or not any(name != "O" for name in names):
+    if not all(_ENTITY_TAG.fullmatch(name) for name in names) or not any(name != "O" for name in names):
         return None
     parts = [(name[0], name[2:]) for name in names]
     whole = any(mark in "ESLU" for mark, _ in parts)
