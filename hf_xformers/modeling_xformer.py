@@ -244,6 +244,7 @@ class XFormerModel(XFormerPreTrainedModel):
             encoder_hidden_states=encoded.hidden_states,
             encoder_attentions=encoded.attentions,
             aux_losses=self.reported(losses or None),
+            segment_memory=encoded.segment_memory if isinstance(encoded, TowerOutput) else None,
         )
 
     def shift_right(self, ids: Tensor) -> Tensor:

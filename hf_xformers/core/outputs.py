@@ -37,7 +37,10 @@ class XFormerModelOutput(base.BaseModelOutputWithPoolingAndCrossAttentions):
 
 @dataclass
 class XFormerSeq2SeqModelOutput(base.Seq2SeqModelOutput):
+    """segment_memory: the encoder's."""
+
     aux_losses: dict[str, torch.Tensor] | None = None
+    segment_memory: SegmentMemory | None = None
 
 
 @dataclass
@@ -54,7 +57,10 @@ class XFormerCausalLMOutput(base.CausalLMOutputWithCrossAttentions):
 
 @dataclass
 class XFormerSeq2SeqLMOutput(base.Seq2SeqLMOutput):
+    """segment_memory: the encoder's."""
+
     aux_losses: dict[str, torch.Tensor] | None = None
+    segment_memory: SegmentMemory | None = None
 
 
 @dataclass

@@ -298,4 +298,5 @@ class XFormerForSeq2SeqLM(_Generative):
             encoder_hidden_states=base.encoder_hidden_states,
             encoder_attentions=base.encoder_attentions,
             aux_losses=self.reported(base.aux_losses, loss),
+            segment_memory=base.segment_memory,
         )

@@ -80,7 +80,9 @@ class StackSpec(Spec):
     the ids of the call's tokens and of the one before, too. gives_feedback: it makes memories of what all layers gave
     at earlier steps. gives_sentences: its layers are given a text as sentences of words.
     gives_paragraphs: they are given a text's paragraphs as rows, and told which rows are of one text.
-    gives_summaries: they are given global tokens that stand for parts of the text."""
+    gives_summaries: they are given global tokens that stand for parts of the text. gives_slots: they are given the
+    slots of a memory. replays_memory: gradients go through the segment memory to the segments before, which a trainer
+    may replay."""
 
     gives_memories: ClassVar[bool] = False
     feeds_gates: ClassVar[bool] = False
@@ -94,6 +96,8 @@ class StackSpec(Spec):
     gives_sentences: ClassVar[bool] = False
     gives_paragraphs: ClassVar[bool] = False
     gives_summaries: ClassVar[bool] = False
+    gives_slots: ClassVar[bool] = False
+    replays_memory: ClassVar[bool] = False
     why_not_unpad: ClassVar[str] = "it reads states by row between its layers"
 
     def num_layers(self, config) -> int:
@@ -134,6 +138,10 @@ class StackSpec(Spec):
     def context_texts(self, config) -> tuple[str, str] | None:
         """Names of the inputs that hold ids and mask [B, K, S] of further texts, which the tower embeds for it."""
         return None
+
+    def replays(self) -> bool:
+        """Whether `XFormerTrainer` replays memories, where they can be (`replays_memory`)."""
+        return False
 
     def output_width(self, config) -> int:
         """Width of the last states, which the final norm, the pooler and the heads read."""

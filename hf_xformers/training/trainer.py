@@ -22,13 +22,14 @@ from ..core.sequence_sharding import check_sharding, sharding_in_force
 from ..core.weight_decay import declared_undecayed
 from .evaluation import IGNORE_INDEX, frequency_floor, label_counts, summarise, token_statistics
 from .randomness import preserved_randomness
-from .segments import SEGMENT_START, SegmentCarrier, StreamSampler
+from .replay import Replay, surrogate
+from .segments import SEGMENT_MEMORY, SEGMENT_START, SegmentCarrier, StreamSampler
 
 logger = logging.get_logger(__name__)
 
 
 class XFormerTrainer(Trainer):
-    """Trainer with eight differences.
+    """Trainer with nine differences.
 
     - Auxiliary losses (`outputs.aux_losses`) are logged as `aux_<name>`, means since the last log, and have the same
       weight in the gradient for every number of accumulation steps and devices. (A model adds them to a loss that is
@@ -48,6 +49,9 @@ class XFormerTrainer(Trainer):
     - `segment_streams=True` trains and evaluates models with segment memory on contiguous texts: the rows of the
       datasets follow each other, a batch continues the batch before it row by row ([`StreamSampler`]), and the memory
       is carried along ([`SegmentCarrier`]) and saved with checkpoints.
+    - With it, a model whose memory has gradients (stack 'memformer') learns through all micro-batches of an
+      optimizer's step, which are consecutive segments, by memory replay: as much memory as one micro-batch needs,
+      and each is read twice.
     """
 
     def __init__(
@@ -68,6 +72,8 @@ class XFormerTrainer(Trainer):
             check_sharding(config, sharding_in_force())
         if self.segments is not None:
             self.add_callback(self.segments)
+        replays = self.segments is not None and isinstance(config, XFormerConfig) and config.stack.replays()
+        self.replay = Replay() if replays else None
         self.eval_collator = eval_collator if eval_collator is not None else self.data_collator
         if self.label_smoother is not None and self.compute_loss_func is None:
             self.compute_loss_func = self._smoothed_loss
@@ -104,6 +110,8 @@ class XFormerTrainer(Trainer):
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         if self.segments is not None:
             self.segments.leave(outputs, model.training)
+        if self.replay is not None and self.replay.active and model.training:
+            loss = loss + surrogate(outputs[SEGMENT_MEMORY], self.replay.slopes, self._slope_scale(num_items_in_batch))
         losses = outputs.get("aux_losses") if isinstance(outputs, dict) else None
         if losses and model.training:
             for name, value in losses.items():
@@ -113,21 +121,60 @@ class XFormerTrainer(Trainer):
             loss = loss + self._missing_share(num_items_in_batch) * sum(losses.values())
         return (loss, outputs) if return_outputs else loss
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = super().training_step(*args, **kwargs)
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Tensor | int | None]:
+        batches, count = super().get_batch_samples(*args, **kwargs)
+        if self.replay is not None:
+            self.replay.begin(batches)
+        return batches, count
+
+    def _slope_scale(self, num_items_in_batch: Tensor | int | None) -> float:
+        """What to multiply the gradient of a later micro-batch with, which backward passes scale once more."""
+        scaler = getattr(self.accelerator, "scaler", None)
+        scale = 1.0 / scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
+        return (
+            scale if self._counts_whole_step(num_items_in_batch) else scale * self.current_gradient_accumulation_steps
+        )
+
+    def _replayed_step(self, replay: Replay, segments: SegmentCarrier, model: nn.Module, **kwargs: Any) -> Tensor:
+        """A micro-batch of the step, the last one first, from the memory that it began with."""
+
+        def read(batch: dict[str, Any]) -> Any:
+            model.train()
+            with self.compute_loss_context_manager():
+                segments.leave(model(**segments.enter(self._prepare_inputs(batch), True)), True)
+            return segments.training
+
+        replay.read_ahead(read, segments.training)
+        batch, segments.training = replay.next()
+        loss = super().training_step(model, batch, **kwargs)
+        memory = replay.done()
+        if memory is not None:
+            segments.training = memory
+        return loss
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        if self.replay is not None and self.segments is not None and self.replay.active:
+            loss = self._replayed_step(self.replay, self.segments, model, num_items_in_batch=num_items_in_batch)
+        else:
+            loss = super().training_step(model, inputs, num_items_in_batch)
         broken = (
             (~loss.detach().isfinite()).long().reshape(1)
         )  # read when losses are logged: asking now waits for the device
         self._broken_losses = broken if self._broken_losses is None else self._broken_losses + broken
         return loss
 
+    def _counts_whole_step(self, num_items_in_batch: Tensor | int | None) -> bool:
+        """Whether the loss of a micro-batch is its share of the step's already."""
+        return self.compute_loss_func is not None or (
+            self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        )
+
     def _missing_share(self, num_items_in_batch: Tensor | int | None) -> float:
         """What to multiply the auxiliary losses with and add, so that a step sees their mean over its
         micro-batches."""
-        whole_step = self.compute_loss_func is not None or (
-            self.model_accepts_loss_kwargs and num_items_in_batch is not None
-        )
-        if not whole_step:  # Trainer divides the loss of a micro-batch by their number
+        if not self._counts_whole_step(
+            num_items_in_batch
+        ):  # Trainer divides the loss of a micro-batch by their number
             return 0.0
         included = 1.0
         if self.compute_loss_func is not None:  # it made the loss from the logits alone

@@ -1,0 +1,71 @@
+"""Memformer's layer: tokens read the slots of a memory beside each other."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from ..core.components import register
+from ..core.context import LayerContext, SublayerOutput
+from .base import BlockSpec, SublayerPlan, XFormerLayer
+
+# The stream with the slots [B, k, D] that tokens read.
+MEMORY_SLOTS = "memory_slots"
+READING = "memory_reading"
+
+
+class MemformerLayer(XFormerLayer):
+    """A layer with cross-attention to memory slots, of which none is hidden."""
+
+    def sublayers(self, memory: Tensor | None) -> list[SublayerPlan]:
+        return [
+            entry
+            for entry in self.plan
+            if entry.name == READING or entry.kind != "cross_attention" or memory is not None
+        ]
+
+    def run_entered(
+        self,
+        entry: SublayerPlan,
+        entered: Tensor,
+        context: LayerContext,
+        memory: Tensor | None,
+        past_key_values: Cache | None,
+        step: int,
+    ) -> SublayerOutput:
+        if entry.name != READING:
+            return super().run_entered(entry, entered, context, memory, past_key_values, step)
+        slots, context = context.streams[MEMORY_SLOTS], copy.copy(context)
+        context.memory_padding_mask = None  # that of an encoder's text
+        return super().run_entered(entry, entered, context, slots, None, step)
+
+
+@register("block", "memformer")
+class MemformerBlockSpec(BlockSpec):
+    """Self-attention, then cross-attention to the memory's slots, then feed-forward (Wu et al. 2022, arXiv 2010.06891,
+    section 3.3); a causal decoder reads the slots first, and an encoder-decoder's decoder, which has an encoder to
+    read, reads none. The slots are read by the `cross_attention` component. Needs stack 'memformer'."""
+
+    summary = "attention, reading of memory slots, feed-forward"
+    why_not_unpad = "its stack reads states by row"
+    unpads = False
+    reads_slots = True
+
+    def check(self, config) -> None:
+        if not config.stack.gives_slots:
+            raise ValueError(
+                f"block 'memformer' reads the slots of a memory, which stack {config.stack.type!r} does not give; use"
+                " stack 'memformer', or block 'vanilla'."
+            )
+
+    def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:
+        attention, feedforward = SublayerPlan("attention", "attention"), SublayerPlan("feedforward", "feedforward")
+        if cross:
+            return [attention, SublayerPlan("cross_attention", "cross_attention"), feedforward]
+        reading = SublayerPlan(READING, "cross_attention")
+        return [reading, attention, feedforward] if config.is_decoder else [attention, reading, feedforward]
+
+    def build(self, config, **where) -> XFormerLayer:
+        return (XFormerLayer if where.get("cross") else MemformerLayer)(config, self, **where)

@@ -1,0 +1,165 @@
+"""Memory replay back-propagation: gradients through many segments of a text, with the activations of one.
+
+Wu et al. 2022 (Memformer, arXiv 2010.06891, section 3.6, algorithm 1): all segments are read once without a graph, and
+only the memories between them are kept. Then the segments are read again, the last first; the gradient with respect to
+the memory that a segment began with is handed to the segment before it. The result is the gradient of back-propagation
+through time. Dropout draws the same numbers both times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.segment_memory import SegmentMemory
+
+SEGMENT_MEMORY = "segment_memory"
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """torch's generators of the processor and of all CUDA devices."""
+
+    processor: Tensor
+    devices: tuple[Tensor, ...]
+
+    @classmethod
+    def now(cls) -> RandomState:
+        used = torch.cuda.is_available() and torch.cuda.is_initialized()
+        return cls(torch.get_rng_state(), tuple(torch.cuda.get_rng_state_all()) if used else ())
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.processor)
+        if self.devices:
+            torch.cuda.set_rng_state_all(list(self.devices))
+
+
+def leaf(memory: SegmentMemory | None) -> SegmentMemory | None:
+    """The memory with states that a backward pass gives gradients to."""
+    if memory is None:
+        return None
+    return memory._map(lambda x: x.detach().requires_grad_() if x.is_floating_point() else x)
+
+
+def gradients(memory: SegmentMemory | None) -> tuple[Tensor, ...] | None:
+    """What the states of a [`leaf`] have received; None where nobody read it."""
+    if memory is None:
+        return None
+    return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in memory.states)
+
+
+def surrogate(memory: SegmentMemory, slopes: tuple[Tensor, ...] | None, scale: float = 1.0) -> Tensor | float:
+    """A number whose value is 0 and whose gradient with respect to `memory` is `slopes` * scale."""
+    if slopes is None:
+        return 0.0
+    total: Tensor | float = 0.0
+    for state, slope in zip(memory.states, slopes, strict=True):
+        product = (state * (slope * scale)).sum()
+        total = total + (product - product.detach())
+    return total
+
+
+def check_replay(model: nn.Module) -> None:
+    """Raises `ValueError` for a model whose memory has no gradient."""
+    stack = getattr(getattr(model, "config", None), "stack", None)
+    if stack is None or not stack.replays_memory:
+        raise ValueError(
+            "Memory replay goes back through the memory of a text's segments, and that of stack"
+            f" {getattr(stack, 'type', None)!r} has no gradient; train it with one backward pass per segment, or use"
+            " xf_memformer."
+        )
+
+
+def replay_backward(
+    model: nn.Module,
+    segments: Sequence[Mapping[str, Any]],
+    memory: SegmentMemory | None = None,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> tuple[list[Tensor], SegmentMemory | None]:
+    """Adds to the parameters' `grad` the gradient of the sum of the segments' losses.
+
+    segments: the model's inputs for each segment in order, labels included; memory: what the text begins with. loss:
+    from a model's output (default: its `loss`). Returns the segments' losses and the memory after the last one, both
+    without gradient.
+
+    Raises:
+        ValueError: no segments, or a model whose memory has no gradient.
+    """
+    check_replay(model)
+    if not segments:
+        raise ValueError("`segments` is empty; give the inputs of one segment at least.")
+    states, memories = [], []
+    with torch.no_grad():
+        for inputs in segments:
+            states.append(RandomState.now())
+            memories.append(memory)
+            memory = model(**inputs, segment_memory=memory).segment_memory.detach()
+    after, slopes, losses = RandomState.now(), None, []
+    for inputs, state, begin in zip(reversed(segments), reversed(states), reversed(memories), strict=True):
+        state.restore()
+        begin = leaf(begin)
+        output = model(**inputs, segment_memory=begin)
+        value = output.loss if loss is None else loss(output)
+        (value + surrogate(output.segment_memory, slopes)).backward()
+        slopes = gradients(begin)
+        losses.append(value.detach())
+    after.restore()
+    return losses[::-1], memory
+
+
+class Replay:
+    """Memory replay over the micro-batches of an optimizer's step, for [`XFormerTrainer`].
+
+    `ahead`: the batches of the step that are still to be replayed, the next one last.
+    """
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+        self.ahead: list[tuple[Any, RandomState, SegmentMemory | None]] = []
+        self.slopes: tuple[Tensor, ...] | None = None
+        self.current: SegmentMemory | None = None
+        self.final: tuple[SegmentMemory | None, RandomState] | None = None
+
+    def begin(self, batches: list[Any]) -> None:
+        """The batches of the next step."""
+        self.batches = list(batches) if len(batches) > 1 else []
+        self.ahead, self.slopes, self.final = [], None, None
+
+    @property
+    def active(self) -> bool:
+        return bool(self.batches)
+
+    def read_ahead(self, read: Callable[[Any], SegmentMemory], memory: SegmentMemory | None) -> None:
+        """Reads all batches without a graph, if that is still to be done. read: a batch -> the memory after it."""
+        if self.ahead or self.final is not None:
+            return
+        with torch.no_grad():
+            for batch in self.batches:
+                self.ahead.append((batch, RandomState.now(), memory))
+                memory = read(batch)
+        self.final = memory, RandomState.now()
+
+    def next(self) -> tuple[Any, SegmentMemory | None]:
+        """The batch to replay, and the memory that it begins with."""
+        batch, state, memory = self.ahead.pop()
+        state.restore()
+        self.current = leaf(memory)
+        return batch, self.current
+
+    def done(self) -> SegmentMemory | None:
+        """After a backward pass: takes its gradient on; the memory at the end of the step, after its last one."""
+        self.slopes, self.current = gradients(self.current), None
+        if self.ahead or self.final is None:
+            return None
+        memory, state = self.final
+        state.restore()
+        self.batches = []
+        return memory
+
+
+__all__ = ["RandomState", "Replay", "check_replay", "replay_backward"]
