@@ -12,7 +12,11 @@ from ..core.visibility import last_key, visible_block, visible_pairs
 from ..ops.common.products import wide_products
 from ..ops.entmax import entmax, entmax_reference
 from .shared.base import Attention, AttentionSpec
-from .shared.query_blocks import over_query_blocks, rows_at_once, shared_rows
+from .shared.query_blocks import SCORES_AT_ONCE, over_query_blocks, shared_rows
+
+# The normaliser and its gradient have about this many numbers for each score at once; a block has as many rows fewer,
+# but so many at least that reading all keys is shared by them.
+_NUMBERS_PER_SCORE, _LEAST_ROWS = 4, 16
 
 
 class AdaptivelySparseAttention(Attention):
@@ -58,7 +62,8 @@ class AdaptivelySparseAttention(Attention):
             scores = self._scores(query, key, context, slice(0, length))
             weights = entmax_reference(scores, self.alpha, visible_pairs(context, self.cross)).to(query.dtype)
             return torch.matmul(self._dropped(weights), value).transpose(1, 2), weights
-        rows = rows_at_once(query.shape[0] * self.num_heads * keys)
+        scores = query.shape[0] * self.num_heads * keys
+        rows = max(SCORES_AT_ONCE // max(_NUMBERS_PER_SCORE * scores, 1), _LEAST_ROWS)
         whole = [shared_rows(x, length, rows) for x in (key, value)]
 
         def block(begin: int, end: int, part: Tensor) -> Tensor:
