@@ -20,23 +20,43 @@ from .segment_recurrent import SegmentRecurrentSpec, SegmentRecurrentStack
 
 
 class Compression(nn.Module):
-    """f_c of one layer: `rate` states to one slot (Rae et al. 2020, section 3.1)."""
+    """f_c of one layer: `rate` states to one slot (Rae et al. 2020, section 3.1), and the g that gives them back,
+    where it learns by auto-encoding.
+
+    A dilated convolution takes every second of 2 `rate` - 1 states: those of its slot and those of the slot before, as
+    far as they leave the memory together (zeros stand for the others).
+    """
 
     def __init__(self, config, spec: CompressiveSpec):
         super().__init__()
         self.kind, self.rate = spec.compression, spec.compression_rate
         width = config.hidden_size
-        self.conv = nn.Conv1d(width, width, self.rate, stride=self.rate) if self.kind == "conv" else None
+        self.conv: nn.Conv1d | None = None
+        if spec.learns:
+            dilation = 2 if self.kind == "dilated" else 1
+            self.conv = nn.Conv1d(width, width, self.rate, stride=self.rate, dilation=dilation)
+        self.decoder: nn.ConvTranspose1d | None = None
+        if spec.learns and spec.reconstruction == "autoencode":
+            self.decoder = nn.ConvTranspose1d(width, width, self.rate, stride=self.rate)
 
     def forward(self, states: Tensor, mask: Tensor | None, usage: Tensor | None) -> Tensor:
         """states [B, n * rate, D], real where `mask` [B, n * rate], per row a multiple of `rate` at the end; usage
         [B, n * rate] -> [B, n, D], per row as many real slots at the end."""
         if self.conv is not None:
+            if self.kind == "dilated":
+                states = states if mask is None else states.masked_fill(~mask[..., None], 0.0)
+                states = F.pad(states, (0, 0, self.rate - 1, 0))
             return self.conv(states.transpose(1, 2)).transpose(1, 2)
         if self.kind == "most_used" and usage is not None:
             return take_slots(states, self.most_used(usage, mask))
         grouped = states.unflatten(1, (-1, self.rate))
         return grouped.mean(2) if self.kind == "mean" else grouped.amax(2)
+
+    def restored(self, slots: Tensor) -> Tensor:
+        """slots [B, n, D] -> g(slots) [B, n * rate, D]. Raises `ValueError` where nothing learns by auto-encoding."""
+        if self.decoder is None:
+            raise ValueError("This compression has no decoder; set `reconstruction='autoencode'`.")
+        return self.decoder(slots.transpose(1, 2)).transpose(1, 2)
 
     def most_used(self, usage: Tensor, mask: Tensor | None) -> Tensor:
         """Places [B, n] of the row's most used states, in the order of the text: one in `rate` of its real ones."""
@@ -75,7 +95,8 @@ class CompressiveStack(SegmentRecurrentStack):
 
     A convolution learns from the attention-reconstruction loss alone (algorithm 2): per layer the mean over tokens and
     channels of (attn(h, old) - attn(h, f_c(old)))^2, with attention by content, and with h, old and the layer's
-    parameters held constant. No other loss reaches it.
+    parameters held constant; or from the auto-encoding loss, the mean of (old - g(f_c(old)))^2 with a g of its own. No
+    other loss reaches it.
 
     A generation cache is the memory itself (each call is a segment), in hidden states: a step projects them anew,
     which costs (n_cm + n_m) D^2 per layer.
@@ -111,14 +132,16 @@ class CompressiveStack(SegmentRecurrentStack):
         received = self.received(carried, inputs, context)
         rate = self.spec.compression_rate
         kept, old = carried.evict(inputs, context.query_padding_mask, self.memory_length, rate, received)
-        learns = torch.is_grad_enabled() and self.spec.compression == "conv" and self.spec.reconstruction_weight > 0
+        learns = torch.is_grad_enabled() and self.spec.learns and self.spec.reconstruction_weight > 0
         losses: list[Tensor] = []
         if old.length:
             slots = []
             for step, (compress, layer) in enumerate(zip(self.compressions, layers, strict=True)):
                 usage = old.usage[step] if old.usage else None
                 slots.append(compress(old.states[step], old.mask, usage))
-                if learns:
+                if learns and self.spec.reconstruction == "autoencode":
+                    losses.append(self.autoencoding(compress, old, step, slots[-1]))
+                elif learns:
                     losses.append(self.reconstruction(layer, inputs[step], old, step, slots[-1], context))
             mask = None if old.mask is None else old.mask[:, ::rate]
             kept = kept.push(slots, mask, self.compressed_length)
@@ -138,6 +161,13 @@ class CompressiveStack(SegmentRecurrentStack):
         if order is not None:
             found = [torch.zeros_like(got).scatter(1, order, got) for got in found]
         return [got[:, carried.compressed_length :] for got in found]
+
+    def autoencoding(self, compress: Any, old: CompressiveMemory, step: int, slots: Tensor) -> Tensor:
+        """The mean over real states and channels of (old - g(f_c(old)))^2 for one layer, a scalar."""
+        states = old.states[step]
+        error = (compress.restored(slots) - states).float().pow(2).mean(-1)
+        weight = torch.ones_like(error) if old.mask is None else old.mask.to(error.dtype)
+        return (error * weight).sum() / weight.sum().clamp(min=1)
 
     def reconstruction(
         self, layer: nn.Module, states: Tensor, old: CompressiveMemory, step: int, slots: Tensor, context: LayerContext
@@ -161,16 +191,23 @@ class CompressiveStack(SegmentRecurrentStack):
 class CompressiveSpec(SegmentRecurrentSpec):
     """memory_length: states that stay as they are, n_m (`None`: `max_position_embeddings`). compressed_length:
     compressed slots after that, n_cm (`None`: as many). compression_rate: states to a slot. compression: `conv` (a
-    convolution of kernel and stride `compression_rate`, the paper's best), `mean` or `max` pooling, or `most_used`
-    (the states that got the most attention so far). reconstruction_weight: factor on the loss that teaches the
-    convolution."""
+    convolution of kernel and stride `compression_rate`, the paper's best), `dilated` (one that also reaches into the
+    slot before), `mean` or `max` pooling, or `most_used` (the states that got the most attention so far).
+    reconstruction: the loss that teaches a convolution, of what attention reads (`attention`) or of the states
+    themselves (`autoencode`). reconstruction_weight: factor on it."""
 
     summary = "segment memory whose oldest states are compressed"
 
     compressed_length: int | None = None
     compression_rate: int = 3
-    compression: Literal["conv", "mean", "max", "most_used"] = "conv"
+    compression: Literal["conv", "dilated", "mean", "max", "most_used"] = "conv"
+    reconstruction: Literal["attention", "autoencode"] = "attention"
     reconstruction_weight: float | int = 1.0
+
+    @property
+    def learns(self) -> bool:
+        """Whether the compression has parameters."""
+        return self.compression in ("conv", "dilated")
 
     def compressed(self, config) -> int:
         """n_cm (slots)."""
@@ -202,7 +239,7 @@ class CompressiveSpec(SegmentRecurrentSpec):
             )
         if self.reconstruction_weight < 0:
             raise ValueError(f"compressive needs `reconstruction_weight` >= 0, got {self.reconstruction_weight}.")
-        if self.compression == "conv" and self.reconstruction_weight == 0:
+        if self.learns and self.reconstruction_weight == 0:
             raise ValueError(
                 "compressive's convolution learns from the reconstruction loss alone, so `reconstruction_weight` must"
                 " be above 0; for a compression that learns nothing use 'mean' or 'max'."

@@ -189,7 +189,7 @@ def test_most_used(implementation):
                 close(memory.usage[step][0], torch.stack(usage[step]), 1e-10)
 
 
-@pytest.mark.parametrize("compression", ["conv", "most_used", "max"])
+@pytest.mark.parametrize("compression", ["conv", "dilated", "most_used", "max"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_never_enters(side, compression):
     """Rows of different lengths in every segment give what each gives alone, long after the first slots were lost."""
@@ -272,6 +272,66 @@ def test_compile_with_memory():
         output = compiled(ids[:, 5:], segment_memory=memory, use_cache=False).logits
         close(output, in_segments(model, ids, (5, 5))[0][:, 5:], 1e-12)
     torch._dynamo.reset()
+
+
+def test_dilated_convolution():
+    """Slot by slot: every second state back from the last of the group; what is not there is zero."""
+    rate, length = 3, 6
+    compress = build(rate=rate, compression="dilated").model.trunk.stack.compressions[0]
+    states = torch.randn(1, length, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mask = torch.tensor([[False] * 3 + [True] * 3])
+    weight, bias = compress.conv.weight, compress.conv.bias
+    for real in (None, mask):
+        found = compress(states, real, None)
+        for slot in range(length // rate):
+            total = bias.clone()
+            for tap in range(rate):
+                place = slot * rate + rate - 1 - 2 * (rate - 1 - tap)
+                if place >= 0 and (real is None or real[0, place]):
+                    total = total + weight[:, :, tap] @ states[0, place]
+            if real is None or slot == 1:
+                close(found[0, slot], total, 1e-12)
+
+
+@pytest.mark.parametrize("compression", ["conv", "dilated"])
+def test_autoencoding(compression):
+    """(old - g(f_c(old)))^2 over real states, and it alone teaches f_c and g."""
+    model, ids = (
+        build_xl(
+            stack={
+                **{"type": "compressive", "memory_length": 4, "compressed_length": 3, "compression_rate": 2},
+                **{"compression": compression, "reconstruction": "autoencode", "reconstruction_weight": 0.5},
+            }
+        ),
+        tokens(2, 10),
+    )
+    mask = torch.ones(2, 5, dtype=torch.long)
+    mask[1, 3:] = 0
+    first = model(ids[:, :5], attention_mask=mask, use_cache=False)
+    second = model(
+        ids[:, 5:], segment_memory=first.segment_memory, use_cache=False, labels=ids[:, 5:], output_hidden_states=True
+    )
+    total = 0.0
+    for step in range(2):
+        memory, compress = first.segment_memory.states[step], model.model.trunk.stack.compressions[step]
+        rows = [torch.cat([memory[0], second.hidden_states[step][0]])[:6]]
+        rows.append(torch.cat([memory[1][2:], second.hidden_states[step][1]])[:4])
+        errors = []
+        for old in rows:
+            old = old[None].detach()
+            slots = compress(old, None, None)
+            weight, bias = compress.decoder.weight, compress.decoder.bias
+            given = torch.stack([slot @ weight[:, :, tap] + bias for slot in slots[0] for tap in range(2)])
+            errors.append((old[0] - given).pow(2))
+        total = total + torch.cat(errors).mean()
+    loss = second.aux_losses["reconstruction"]
+    close(loss.double(), 0.5 * total, 1e-6)
+    named = dict(model.named_parameters())
+    for value, ours in ((loss, True), (second.loss - loss, False)):
+        slopes = torch.autograd.grad(value, list(named.values()), allow_unused=True, retain_graph=True)
+        for name, slope in zip(named, slopes):
+            if "compressions" in name or ours:
+                assert (slope is not None and slope.abs().max() > 1e-14) == (ours and "compressions" in name), name
 
 
 def test_refusals():
