@@ -57,6 +57,8 @@ CASES: dict[str, Case] = {
         peers={"transformers": partial(peers.funnel, readers=2)},
     ),
     "transformer-xl, segments of 512": Case("xf_transformer_xl", 6, causal=True, segments=True),
+    "ernie-doc, segments of 512": Case("xf_ernie_doc", 6, causal=True, segments=True),
+    "memformer, segments of 512": Case("xf_memformer", 6, causal=True, segments=True),
     "hi-transformer, sentences of 64": Case(
         "xf_hi_transformer", 6, {"stack": {"type": "hi_transformer", "segment_length": 64}}
     ),
@@ -98,7 +100,7 @@ def segment_steps(model: torch.nn.Module, states: Tensor) -> Callable[[], None]:
         for segment in states.split(SEGMENT, 1):
             output = model(inputs_embeds=segment, use_cache=False, segment_memory=memory)
             output[0].sum().backward()
-            memory = output.segment_memory
+            memory = output.segment_memory.detach()
         model.zero_grad(set_to_none=True)
 
     return run
@@ -122,7 +124,8 @@ COLUMNS += ["peer", "peer time ratio", "peer memory ratio", "time / peer", "memo
 NOTE = (
     "A model (hidden 512, 8 heads, feed-forward 2048, batch 1), forward + backward, against a plain stack of as many"
     " dense layers (xf_bert; xf_gpt2 where the case is causal), and against peers of the same geometry."
-    " Transformer-XL: segments of 512 tokens one after the other, with a memory of 512."
+    " Transformer-XL: segments of 512 tokens one after the other, with a memory of 512 (ERNIE-Doc: of 128; Memformer:"
+    " of 128 slots)."
 )
 
 
