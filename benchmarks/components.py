@@ -45,6 +45,10 @@ def norm(**fields: Any) -> Case:
     return Case("norm", fields)
 
 
+def block(name: str, causal: bool = False) -> Case:
+    return Case("block", {"block": name, "residual": "pre_ln"}, causal)
+
+
 DEBERTA_V3 = {"type": "deberta", "buckets": 256, "max_distance": 512, "share_projections": True, "normalize": True}
 CASES: dict[str, Case] = {
     "rotary": position("rotary", RoFormer=peers.roformer),
@@ -63,6 +67,12 @@ CASES: dict[str, Case] = {
     "Transformer-XL, causal": Case("position", {"attention": "transformer_xl"}, True, {"XLNet": peers.xlnet}),
     "CPE": Case("position", {"block": "cpe"}),
     "R-Transformer, causal": Case("position", {"block": "r_transformer"}, True),
+    "Lite Transformer": block("lite_transformer"),
+    "Lite Transformer, causal": block("lite_transformer", True),
+    "DeLighT": block("delight"),
+    "mask attention network": block("mask_attention_network"),
+    "Evolved Transformer": block("evolved_transformer"),
+    "DARTSformer": block("dartsformer"),
     "pre-norm": norm(residual="pre_ln"),
     "RMS norm": norm(normalization="rms_norm"),
     "AdaNorm": norm(normalization="adanorm"),

@@ -229,6 +229,7 @@ CASES: dict[str, Case] = {
     "random synthesizer": Case("xf_synthesizer", {"type": "synthesizer", "kind": "random"}),
     "gaussian prior": Case("xf_gaussian_transformer", "dense", position="gaussian_transformer"),
     "gaussian prior causal": Case("xf_gaussian_transformer", "dense", causal=True, position="gaussian_transformer"),
+    "dynamic masks": Case("xf_mask_attention_network", "dynamic_mask"),
     "localness": Case("xf_localness", {"type": "localness", "layers": 1}),
     "hard-coded gaussian": Case("xf_hard_coded_gaussian", "hard_coded_gaussian"),
     "hard-coded gaussian causal": Case("xf_hard_coded_gaussian", "hard_coded_gaussian", causal=True),
