@@ -225,6 +225,8 @@ def test_sources_that_cannot_be_read(tmp_path, bert, monkeypatch):
     fails("No conversion for model type 'clip'", other, target)
     (other / "config.json").write_text(json.dumps({"model_type": "no-such-thing"}))
     fails("No conversion for model type 'no-such-thing'", other, target)
+    (other / "config.json").write_text(json.dumps({"model_type": "nllb-moe"}))
+    fails("whichever the router chooses", other, target)
     (other / "config.json").write_text("{}")
     fails("No conversion for model type None", other, target)
     (other / "config.json").write_text("{broken")
