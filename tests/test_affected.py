@@ -38,6 +38,7 @@ def affected():
             "hf_xformers/ops/bucketed/attention.py",
             "tests/ops/test_bucketed.py",
             {
+                "xf_bp_transformer",
                 "xf_clustered_attention",
                 "xf_improved_clustered_attention",
                 "xf_reformer",

@@ -235,9 +235,15 @@ def _check_pooling(converter: Converter, config: XFormerConfig, left: _Side, wan
 def _check_transform(
     converter: Converter, config: XFormerConfig, theirs: PreTrainedConfig, left: _Side, wanted: Head
 ) -> None:
-    """Refuses a classifier with another hidden layer before its labels than the class of transformers has."""
+    """Refuses a classifier with another hidden layer before its labels than the class of transformers has, and one
+    whose labels hang together."""
     if wanted.ours != left.head or wanted.ours not in CLASSIFIERS:
         return
+    if wanted.ours == "ForTokenClassification" and config.tag_decoder != "softmax":
+        raise ValueError(
+            f"tag_decoder={config.tag_decoder!r} has no counterpart: {wanted.theirs} labels every token by itself."
+            " Convert the bare model with `head='Model'`."
+        )
     back, settings = converter.config_to_ours(theirs), wanted.settings_for(config)
     for name in ("classifier_transform", "classifier_activation", "classifier_bias"):
         value, kept = getattr(config, name), settings.get(name, getattr(back, name))

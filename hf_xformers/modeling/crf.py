@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ..ops.common.real_tokens import real_first
 from ..ops.common.segments import accumulation_dtype
 
 _ENTITY_TAG = re.compile(r"O|[BIESLU]-.+")
@@ -126,7 +127,7 @@ class LinearChainCRF(nn.Module):
 def _together(emissions: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """emissions [B, T, C] with the tokens that have a tag at the front of their rows, in order; and from where they
     come, [B, T]."""
-    order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
+    order = real_first(mask)
     return emissions.gather(1, order[..., None].expand_as(emissions)), order
 
 

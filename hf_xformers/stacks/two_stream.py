@@ -150,7 +150,7 @@ class TwoStreamSpec(StackSpec):
         if not config.attention.scattered_queries:
             raise ValueError(
                 "stack 'two_stream' has queries at chosen places, which attention"
-                f" {config.attention.type!r} does not know; set `attention='transformer_xl'`."
+                f" {config.attention.type!r} does not know; set `attention='transformer_xl'`, or `stack='plain'`."
             )
         if config.position.acts:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import Any, ClassVar
 
 from ..configuration_xformer import Initializer, XFormerConfig
 from ..core.components import SpecLike
@@ -17,6 +18,12 @@ class XFDartsformerConfig(XFormerConfig):
     """
 
     model_type = "xf_dartsformer"
+    sizes: ClassVar[dict[str, dict[str, Any]]] = {  # widths that two parts share as well as three, in whole heads
+        "tiny": {"hidden_size": 144, "intermediate_size": 576},
+        "small": {"hidden_size": 528, "intermediate_size": 2112},
+        "base": {"hidden_size": 792, "intermediate_size": 3168},
+        "large": {"hidden_size": 1056, "intermediate_size": 4224},
+    }
 
     hidden_size: int = 768
     num_hidden_layers: int = 6

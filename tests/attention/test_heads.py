@@ -91,7 +91,11 @@ def test_norms_of_all_mechanisms_are_read(name):
     stack = {"conditional": "conditional_computation"}.get(name, "plain")
     causal = spec.causal and stack == "plain" and name != "axial_transformer"
     made = config(
-        attention={"type": name, "query_key_norm": "head"}, is_decoder=causal, normalization="rms_norm", stack=stack
+        attention={"type": name, "query_key_norm": "head"},
+        is_decoder=causal,
+        normalization="rms_norm",
+        stack=stack,
+        block="bp_transformer" if name == "bp_transformer" else "vanilla",
     )
     model = make_strong(XFormerForCausalLM(made) if causal else XFormerModel(made)).eval()
     given = padded((9, 9))

@@ -46,6 +46,7 @@ IN_STACKS = {
     "bp_transformer",
     "conditional",
     "feedback",
+    "memory_vector",
 }  # built by a stack or block of their own; tests/common/test_large_weights.py has them
 ATTENTIONS = [name for name in names("attention") if name not in IN_STACKS]
 TERMS = (

@@ -43,6 +43,7 @@ OTHER_NAMES = {
     "feed_forward_proj": "gated-gelu",
     "summary_type": "last",
     "summary_activation": "tanh",
+    "tag_decoder": "crf",
 }
 
 REFUSED = {
@@ -133,6 +134,7 @@ CHECKED_LATER = {
     "classifier_transform",
     "classifier_activation",
     "classifier_bias",
+    "tag_decoder",
 }
 SECOND_TOWER = {"cross_attention", "decoder", "num_decoder_layers", "decoder_vocab_size", "decoder_start_token_id"}
 HARMLESS = {
@@ -369,3 +371,13 @@ def converter_family(converter):
     from hf_xformers.variants import family
 
     return family(converter.variant)
+
+
+def test_a_chain_of_tags_has_no_counterpart():
+    start = base.converter_for("bert").config_to_ours(transformers.BertConfig(**SMALL["bert"]))
+    fields = {**start.to_dict(), "tag_decoder": "crf"}
+    fields.pop("model_type")
+    model = hf_xformers.XFBertForTokenClassification(type(start)(**fields))
+    with pytest.raises(ValueError, match="tag_decoder='crf' has no counterpart: BertForTokenClassification labels"):
+        to_transformers(model)
+    assert type(to_transformers(model, head="Model")).__name__ == "BertModel"

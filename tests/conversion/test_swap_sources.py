@@ -246,12 +246,15 @@ def test_frequencies_by_length():
 
 def test_order_is_not_lost_in_silence():
     source, given = make("xlnet")
-    with pytest.raises(ValueError, match="'transformer_xl' is all that tells this model the order .*'rotary'"):
+    with pytest.raises(ValueError, match="stack 'two_stream' has queries at chosen places.*or `stack='plain'`"):
         swap_components(source, attention="bigbird", measure=False)
-    model, _ = swap_components(source, attention="bigbird", position="rotary", measure=False)
+    swapped = {"attention": "bigbird", "stack": "plain", "measure": False}
+    with pytest.raises(ValueError, match="'transformer_xl' is all that tells this model the order .*'rotary'"):
+        swap_components(source, **swapped)
+    model, _ = swap_components(source, **swapped, position="rotary")
     assert model.config.position.type == "rotary" and logits(model, given).isfinite().all()
-    swap_components(source, attention="bigbird", position="none", measure=False)  # said, not forgotten
-    swap_components(source, attention="bigbird", layers={"attention": "1"}, measure=False)
+    swap_components(source, **swapped, position="none")  # said, not forgotten
+    swap_components(source, **swapped, layers={"attention": "1"})
 
 
 def test_what_needs_its_own_attention():

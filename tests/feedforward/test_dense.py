@@ -211,4 +211,5 @@ def test_every_dense_form_is_tested():
     from hf_xformers.feedforward.dense import DenseFeedForwardSpec
 
     dense = {name for name in names("feedforward") if issubclass(SLOTS["feedforward"].get(name), DenseFeedForwardSpec)}
+    dense.remove("evolved_transformer")  # it has norms between its maps: tests/blocks/test_evolved_transformer.py
     assert dense == {spec["type"] for spec, _, _ in FORMS}

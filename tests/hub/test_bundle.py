@@ -102,7 +102,7 @@ def test_engines_without_the_package(tmp_path):
 
 
 # What the code of a checkpoint may import beside the standard library: what transformers itself needs.
-ALLOWED = {"torch", "transformers", "huggingface_hub", "numpy", *sys.stdlib_module_names}
+ALLOWED = {"torch", "transformers", "tokenizers", "huggingface_hub", "numpy", *sys.stdlib_module_names}
 
 
 @functools.cache

@@ -135,7 +135,7 @@ def test_refusals(text, tmp_path, capsys):
         "--segment_streams carries a segment memory from row to row, and 'xf_gpt2' with stack 'plain' has none"
         in message
     )
-    assert "xf_compressive_transformer, xf_transformer_xl" in message
+    assert "xf_compressive_transformer, xf_ernie_doc, xf_memformer, xf_transformer_xl" in message
     assert "--streaming does not know how many" in refused(
         variant="transformer_xl", segment_streams=True, streaming=True
     )
