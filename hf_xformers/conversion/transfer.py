@@ -31,6 +31,7 @@ CLASSIFIERS = (
     "ForMultipleChoice",
     "ForImageClassification",
 )
+_CHAIN = "crf."  # scores of sequences of tags
 # Buffers of older releases that hold no weights.
 _NO_WEIGHTS = re.compile(r"(^|\.)(position_ids|token_type_ids|attn\.bias|attn\.masked_bias)$")
 
@@ -288,7 +289,8 @@ def _transfer(
     unmapped = []
     for name in [*(name for name in state if name not in used), *source.extra]:
         headed = left.pair is None and not name.startswith(left.prefix)
-        if name in known or headed or _NO_WEIGHTS.search(name):
+        chained = not to_ours and name.startswith(_CHAIN)  # of a head; converting that is refused before
+        if name in known or headed or chained or _NO_WEIGHTS.search(name):
             report.dropped.append(name)
         else:
             unmapped.append(name)
