@@ -35,8 +35,7 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     with folder_lock(made.folder, writes=args.should_save):
         prepared = made.prepare()
         sizes = ", ".join(f"{len(split.rows):,} {name}" for name, split in prepared.splits.items())
-        length = f"{prepared.task.max_length} {'tokens' if prepared.task.reads_text else 'steps'}"
-        say(f"{prepared.config.model_type}, {prepared.task.id}: {sizes} rows of up to {length}")
+        say(f"{prepared.config.model_type}, {prepared.task.id}: {sizes} rows {prepared.task.extent()}")
         if prepared.checkpoint is not None:
             say(f"resuming from {prepared.checkpoint}")
         summary = made.train(prepared, callbacks)

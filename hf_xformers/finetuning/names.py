@@ -16,6 +16,7 @@ TASK_NAMES = (
     "translation",
     "language-modeling",
     "forecasting",
+    "image-classification",
 )
 TASK_ALIASES = {
     "classification": "text-classification",
@@ -48,6 +49,8 @@ TASK_ALIASES = {
     "language-modelling": "language-modeling",
     "forecast": "forecasting",
     "time-series": "forecasting",
+    "image": "image-classification",
+    "images": "image-classification",
 }
 
 # First texts, each with the second that goes with it.
@@ -102,6 +105,7 @@ CHOICES = ("choices", "endings", "options", "answers")
 CHOICE_LABELS = ("label", "answer", "answerKey", "labels")
 LONG_TEXTS = ("article", "document", "dialogue", "source", "text", "content", "report")
 TIMES = ("date", "time", "datetime", "timestamp", "ds", "month", "day", "hour")
+IMAGES = ("image", "img", "picture", "photo", "file_name", "path")
 SUMMARIES = ("highlights", "summary", "abstract", "target", "title", "headline")
 
 

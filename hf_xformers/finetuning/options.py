@@ -210,6 +210,14 @@ class TaskOptions:
         default="window",
         metadata={"help": "Forecasting: values by mean and deviation of each past, of the training rows, or as is."},
     )
+    image_column: str | None = field(
+        default=None,
+        metadata={"help": f"Column of images, or of their paths. Default: one named {_listed(names.IMAGES)}."},
+    )
+    augment: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Images, in training: flip (mirror half of them), crop (move them by up to an eighth)."},
+    )
     metric_backend: str = field(
         default="auto",
         metadata={"help": "evaluate, own (equal values, offline), or auto: evaluate where it can load its script."},

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..objectives.base import SeededCollator
 from .options import TaskData
 from .origin import columns_of
 from .run import write_lines
@@ -57,6 +58,7 @@ class Prediction:
     text_column: str | None = field(default=None, metadata={"help": "Default of all columns: as in the training."})
     text_pair_column: str | None = field(default=None, metadata={"help": "Column of a second text."})
     label_column: str | None = field(default=None, metadata={"help": "Column of the true label, tags or answers."})
+    image_column: str | None = field(default=None, metadata={"help": "Column of images, or of their paths."})
     target_column: str | None = field(default=None, metadata={"help": "Column of the text to generate."})
     choice_columns: list[str] = field(default_factory=list, metadata={"help": "Columns of the choices."})
     column_names: list[str] = field(
@@ -108,6 +110,7 @@ def predict(wanted: Prediction, *, answers: bool = False) -> Predicted:
         text_column=wanted.text_column,
         text_pair_column=wanted.text_pair_column,
         label_column=wanted.label_column,
+        image_column=wanted.image_column,
         target_column=wanted.target_column,
         choice_columns=wanted.choice_columns,
         max_target_length=wanted.max_target_length,
@@ -228,12 +231,13 @@ def _run(wanted: Prediction, trained: Trained, encoded: Encoded) -> tuple[list[d
             remove_unused_columns=False,
             dataloader_pin_memory=False,
         )
+        collator = task.collator(trained.tokenizer, trained.model, args.seed)
         trainer = TaskTrainer(
             model=trained.model,
             args=args,
             task=task,
             validation=encoded,
-            data_collator=task.collator(trained.tokenizer, trained.model, args.seed),
+            data_collator=collator.as_static() if isinstance(collator, SeededCollator) else collator,
             processing_class=trained.tokenizer,
         )
         trainer.remove_callback(PrinterCallback)  # the caller prints

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..configuration_xformer import XFormerConfig
 from ..conversion.provenance import carry_provenance
 from ..core.saved_files import SUMMARY_FILE, saving_into, write_json, write_text
-from ..objectives.base import Collator
+from ..objectives.base import SeededCollator
 from ..training.building import choose_block_size, grown_positions, longest_sequence
 from ..training.checkpoints import checkpoint_to_resume
 from ..training.folder_lock import folder_lock
@@ -38,7 +38,7 @@ class Prepared:
 
     task: Task
     config: PreTrainedConfig
-    tokenizer: Any  # None where the task reads no text
+    tokenizer: Any  # what makes inputs of rows; None where the task does so itself
     splits: dict[str, Encoded]
     plan: dict[str, Any]
     checkpoint: Path | None
@@ -220,8 +220,10 @@ class FineTuning:
                 loading.fit_tokenizer(tokenizer, first)
                 ids = self._vocabulary(tokenizer)
             config = self._config({**self.task.config_fields(), **ids})
-            if tokenizer is not None:
+            if self.task.reads_text:
                 check_tokenizer(tokenizer, config)
+            else:
+                tokenizer = self.task.processor(config, self.model.model)
             self.task.read_config(config)
             encoded = {name: self.task.encode(rows, tokenizer, name) for name, rows in splits.items()}
         if self.checkpoint is None and not self.run_options.overwrite_output_dir:
@@ -265,7 +267,7 @@ class FineTuning:
             "variant": config.model_type,
             "init_from": self.model.model,
             "peft": self.run_options.peft,
-            "vocabulary": None if tokenizer is None else len(tokenizer),
+            "vocabulary": len(tokenizer) if self.task.reads_text else None,
             "max_length": self.task.max_length,
             **{f"{split}_rows": len(part.rows) for split, part in encoded.items()},
             "seed": self.args.seed,
@@ -326,7 +328,7 @@ class FineTuning:
         model = self._model(prepared)
         self._begin(prepared)
         collator = task.collator(prepared.tokenizer, model, args.seed)
-        static = collator.as_static() if isinstance(collator, Collator) else collator
+        static = collator.as_static() if isinstance(collator, SeededCollator) else collator
         trainer = TaskTrainer(
             model=model,
             args=args,
@@ -413,7 +415,7 @@ class FineTuning:
         from ..training.callbacks import EpochCallback, ExactSaves
 
         found: list[TrainerCallback] = [ExactSaves()]
-        if isinstance(collator, Collator):
+        if isinstance(collator, SeededCollator):
             found.append(EpochCallback(collator))
         run = self.run_options
         if run.early_stopping_patience is not None:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 PEFT_FILE, BOTTLENECK_FILE = "adapter_config.json", "bottleneck_config.json"
 _TASK_OF_HEAD = {"TokenClassification": "token-classification", "QuestionAnswering": "question-answering",
-                 "MultipleChoice": "multiple-choice", "TimeSeriesPrediction": "forecasting"}  # fmt: skip
+                 "MultipleChoice": "multiple-choice", "TimeSeriesPrediction": "forecasting",
+                 "ImageClassification": "image-classification"}  # fmt: skip
 _PROBLEMS = {"regression": "regression", "multi_label_classification": "multi-label-classification"}
 
 
@@ -30,7 +31,7 @@ class Trained:
 
     task: Task
     model: Any
-    tokenizer: Any  # None where the task reads no text
+    tokenizer: Any  # what makes inputs of rows; None where the task does so itself
     config: PreTrainedConfig
     record: dict[str, Any]
 
@@ -89,6 +90,8 @@ def open_trained(
         words = load_tokenizer(chosen)
         loading.fit_tokenizer(words, config)
         check_tokenizer(words, config)
+    else:
+        words = made.processor(config, name)
     loading.check_lengths(made, config, None)
     made.restore(config, record.get("task_facts", {}))
     made.read_config(config)

@@ -24,7 +24,7 @@ from ..core.specs import Catalog, Registry, TypedSpec, aliased, build_in, check_
 IGNORE_INDEX = -100  # label of a position that is no target
 
 AnyObjective = TypeVar("AnyObjective", bound="Objective")
-AnyCollator = TypeVar("AnyCollator", bound="Collator")
+AnyCollator = TypeVar("AnyCollator", bound="SeededCollator")
 
 # Per-token columns that travel with the ids into the batch, and the value they take at padding.
 TOKEN_COLUMNS = {"token_type_ids": 0, "position_ids": 0}
@@ -211,14 +211,44 @@ def is_special(ids: Tensor, table: Tensor) -> Tensor:
     return table[ids.clamp(max=len(table) - 1)]
 
 
-class Collator:
+class SeededCollator:
+    """Base of collators whose batches depend on a seed, the epoch and the rows alone.
+
+    The epoch lives in shared memory: `set_epoch` reaches workers that persist over epochs. Call it between epochs.
+    """
+
+    def __init__(self, seed: int = 0, static: bool = False) -> None:
+        if not isinstance(seed, int):
+            raise TypeError(f"seed must be an int, not {seed!r}")
+        self.seed = seed
+        self.static = static
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._epoch.share_memory_()  # a plain pickle carries only the value; no effect if memory is shared already
+
+    @property
+    def epoch(self) -> int:
+        return int(self._epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose noise the next batches get; see `training.EpochCallback`."""
+        self._epoch.fill_(int(epoch))
+
+    def as_static(self: AnyCollator) -> AnyCollator:
+        """The same collator for evaluation: what it does to a row does not change from epoch to epoch."""
+        twin = copy.copy(self)
+        twin.static = True
+        return twin
+
+
+class Collator(SeededCollator):
     """Turns features (dicts of one row each) into a batch of tensors; works in `Trainer` and in DataLoader workers.
 
     The generator of a row is seeded by a hash of (seed, epoch, ids of the row without padding). So the noise of a row
     does not depend on its neighbours, on the number of workers or ranks, or on where training was resumed.
     Two rows with equal ids get equal noise within an epoch.
-
-    The epoch lives in shared memory: `set_epoch` reaches workers that persist over epochs. Call it between epochs.
 
     Trainer drops the columns that the model does not take. When the collator needs one of them (`unit_ids`,
     `word_ids`, `special_tokens_mask`), set `remove_unused_columns=False`; the collator itself returns only what
@@ -237,38 +267,16 @@ class Collator:
         pad_to_multiple_of: int | None = None,
         static: bool = False,
     ) -> None:
-        if not isinstance(seed, int):
-            raise TypeError(f"seed must be an int, not {seed!r}")
+        super().__init__(seed, static)
         if pad_to_multiple_of is not None and pad_to_multiple_of < 1:
             raise ValueError(f"pad_to_multiple_of must be at least 1 or None, not {pad_to_multiple_of}")
         self.objective = objective
         self.tokenizer = tokenizer
-        self.seed = seed
         self.pad_to_multiple_of = pad_to_multiple_of
-        self.static = static
         # Padding is told by the attention mask, so a tokenizer without a pad token can use any id.
         pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
         self.pad_token_id = pad if pad is not None else eos if eos is not None else 0
         self.padding_side = getattr(tokenizer, "padding_side", "right")
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._epoch.share_memory_()  # a plain pickle carries only the value; no effect if memory is shared already
-
-    @property
-    def epoch(self) -> int:
-        return int(self._epoch)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose noise the next batches get; see `training.EpochCallback`."""
-        self._epoch.fill_(int(epoch))
-
-    def as_static(self: AnyCollator) -> AnyCollator:
-        """The same collator with noise that ignores the epoch, for evaluation."""
-        twin = copy.copy(self)
-        twin.static = True
-        return twin
 
     def generator(self, ids: Tensor) -> torch.Generator:
         """The generator of the row `ids` [n] in the current epoch."""

@@ -14,7 +14,7 @@ from transformers.trainer_callback import (
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.training_args import TrainingArguments
 
-from ..objectives import Collator
+from ..objectives.base import SeededCollator
 
 __all__ = ["EpochCallback", "ExactSaves", "LogLines", "LogLinesUnderBar", "speak_plainly"]
 
@@ -60,7 +60,7 @@ class EpochCallback(TrainerCallback):
     that never changes give the evaluation loader `collator.as_static()`.
     """
 
-    def __init__(self, collator: Collator) -> None:
+    def __init__(self, collator: SeededCollator) -> None:
         self.collator = collator
         self._next = 0
 

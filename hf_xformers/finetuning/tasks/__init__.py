@@ -11,6 +11,7 @@ from .classification import Regression, TextClassification
 from .extraction import ExtractiveSummarization
 from .forecasting import Forecasting
 from .generation import Summarization, Translation
+from .images import ImageClassification
 from .language import LanguageModeling
 from .multilabel import MultiLabelClassification
 from .tagging import TokenClassification
@@ -29,6 +30,7 @@ TASKS: dict[str, type[Task]] = {
         Translation,
         LanguageModeling,
         Forecasting,
+        ImageClassification,
     )
 }
 
@@ -48,6 +50,7 @@ __all__ = [
     "Encoded",
     "Forecasting",
     "ExtractiveSummarization",
+    "ImageClassification",
     "LanguageModeling",
     "MultiLabelClassification",
     "MultipleChoice",

@@ -144,6 +144,15 @@ class Task:
     def read_config(self, config: PreTrainedConfig) -> None:
         """Learns from the model's configuration what its rows need beside the task's own, before they are encoded."""
 
+    def processor(self, config: PreTrainedConfig, saved: str | None) -> Any:
+        """Where rows are no texts: what makes inputs of them in a tokenizer's place, and is saved with the model; None
+        where the task does so itself. saved: folder or Hub id of a trained model."""
+        return None
+
+    def extent(self) -> str:
+        """How large a row's input is, in words."""
+        return f"of up to {self.max_length} tokens"
+
     def encode(self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, split: str) -> Encoded:
         raise NotImplementedError
 

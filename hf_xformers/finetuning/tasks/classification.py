@@ -76,30 +76,17 @@ class WholeText(Task):
         return Encoded(Dataset.from_dict(columns), kept, labelled)
 
 
-class TextClassification(WholeText):
-    """One of several classes. Metrics: accuracy, F1 (of class 1 of two; else the mean over classes), Matthews."""
+class OneClass(Task):
+    """What tasks share that give each row one of several classes, `labels`. Metrics: accuracy, F1 (of class 1 of two;
+    else the mean over classes), Matthews."""
 
-    id = "text-classification"
     metric = "accuracy"
     metric_names = ("accuracy", "f1", "matthews_correlation")
     one_class = True
-
-    def _settle_labels(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
-        if config is not None and config.problem_type == "multi_label_classification":
-            raise ValueError(
-                "the model has a head for any number of labels per row, and text-classification gives each row one;"
-                " take --task multi-label-classification, or train a new head with --new_head"
-            )
-        train = splits["train"]
-        feature = train.features[self.label_column]
-        where = RowNames(train, "train")
-        self.labels = Labels.of(train[self.label_column], feature, config, "label_column", where)
+    labels: Labels
 
     def restore(self, config: PreTrainedConfig, facts: Mapping[str, Any]) -> None:
         self.labels = Labels.saved(config)
-
-    def _label(self, value: Any, rows: Dataset, where: RowNames, row: int) -> int:
-        return self.labels.id(value, rows.features[self.label_column], where, row, "label_column")
 
     def class_names(self) -> list[str] | None:
         return self.labels.names
@@ -133,6 +120,26 @@ class TextClassification(WholeText):
             **self.metric_of("f1", guess, gold, average=average),
             **self.metric_of("matthews_correlation", guess, gold),
         }
+
+
+class TextClassification(OneClass, WholeText):
+    """One of several classes. Metrics: accuracy, F1 (of class 1 of two; else the mean over classes), Matthews."""
+
+    id = "text-classification"
+
+    def _settle_labels(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
+        if config is not None and config.problem_type == "multi_label_classification":
+            raise ValueError(
+                "the model has a head for any number of labels per row, and text-classification gives each row one;"
+                " take --task multi-label-classification, or train a new head with --new_head"
+            )
+        train = splits["train"]
+        feature = train.features[self.label_column]
+        where = RowNames(train, "train")
+        self.labels = Labels.of(train[self.label_column], feature, config, "label_column", where)
+
+    def _label(self, value: Any, rows: Dataset, where: RowNames, row: int) -> int:
+        return self.labels.id(value, rows.features[self.label_column], where, row, "label_column")
 
 
 class Regression(WholeText):

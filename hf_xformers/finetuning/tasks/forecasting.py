@@ -70,6 +70,9 @@ class Forecasting(Task):
         self.season = 1
         self.location = self.spread = np.zeros(0)
 
+    def extent(self) -> str:
+        return f"of up to {self.max_length} steps"
+
     # ------------------------------------------------------------------------------------------------ data
 
     def load(self, source: TaskData) -> dict[str, Dataset]:
