@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 
+from ..core.cache import FollowsRows
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.precision import Float32Module
@@ -21,7 +22,7 @@ from .shared.score_chain import ScoreChain
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"leaky_relu": F.leaky_relu, "relu": F.relu, "none": lambda x: x}
 
 
-class ScoreRowsLayer(DynamicLayer):
+class ScoreRowsLayer(FollowsRows, DynamicLayer):
     """Keys and values, and the last rows of scores that convolutions read, [B, H, rows, S] by name."""
 
     is_croppable = False  # rows that were overwritten do not come back
@@ -36,18 +37,6 @@ class ScoreRowsLayer(DynamicLayer):
     def reset(self) -> None:
         super().reset()
         self.rows = {}
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        self._map(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self._map(lambda rows: rows.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._map(lambda rows: rows[indices])
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:

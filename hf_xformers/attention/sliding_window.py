@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
+from ..core.cache import FollowsRows
 from ..core.components import aliased, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..ops.block_sparse.attention import block_sparse_attention
@@ -29,7 +30,7 @@ class Sinks(NamedTuple):
     real: Tensor
 
 
-class SinkWindowLayer(DynamicSlidingWindowLayer):
+class SinkWindowLayer(FollowsRows, DynamicSlidingWindowLayer):
     """The keys and values of a window, and those of the first tokens of each row. Its size does not grow."""
 
     is_croppable = False
@@ -45,18 +46,6 @@ class SinkWindowLayer(DynamicSlidingWindowLayer):
     def _map(self, function) -> None:
         if self.sinks is not None:
             self.sinks = (function(self.sinks[0]), function(self.sinks[1]))
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._map(lambda tensor: tensor[indices])
 
 
 class SlidingWindowAttention(BlockSparseAttention):

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
+from ..core.cache import FollowsRows
 from ..core.context import LayerContext, self_attention_cache
 from ..core.sublayer import Sublayer
 
 
-class WindowCacheLayer(DynamicLayer):
+class WindowCacheLayer(FollowsRows, DynamicLayer):
     """Keys and values, and the last inputs [B, n, D] of sublayers with a window, by name. These cannot be rolled back,
     so decoding that drops tokens again (assisted generation) is refused by transformers."""
 
@@ -35,18 +36,6 @@ class WindowCacheLayer(DynamicLayer):
             "A window of inputs cannot be rolled back with keys and values; decode without an assistant model (which"
             " drops tokens)."
         )
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._map(lambda tensor: tensor[indices])
 
 
 class WindowSublayer(Sublayer):

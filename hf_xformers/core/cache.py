@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,6 +75,26 @@ class RecurrentStateLayer(CacheLayerMixin):
                 "A recurrent state cannot forget its last tokens; decode without an assistant model (which drops"
                 " tokens)."
             )
+
+
+class FollowsRows:
+    """Mixin, before a cache layer of keys and values: further tensors that lead with the batch, which follow its rows.
+    `_map(function)` replaces each of them."""
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        raise NotImplementedError
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
+        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
+        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)  # type: ignore[misc]
+        self._map(lambda tensor: tensor[indices])
 
 
 class KeepsMore:

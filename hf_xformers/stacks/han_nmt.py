@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from ..blocks.base import XFormerLayer
-from ..core.cache import KeepsMore
+from ..core.cache import FollowsRows, KeepsMore
 from ..core.components import register
 from ..core.context import LayerContext, add_losses, self_attention_cache
 from ..position.base import Position
@@ -20,7 +20,7 @@ from .base import CONTEXT, StackOutput, StackSpec
 from .plain import PlainStack
 
 
-class ContextCacheLayer(KeepsMore, DynamicLayer):
+class ContextCacheLayer(KeepsMore, FollowsRows, DynamicLayer):
     """Keys and values, and the states [B, K, T, D] of the sentences before, with their mask [B, K, T], by name. They
     are the same for all tokens of a text, so that dropping tokens again leaves them alone."""
 
@@ -34,18 +34,6 @@ class ContextCacheLayer(KeepsMore, DynamicLayer):
     def reset(self) -> None:
         super().reset()
         self.states = {}
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._map(lambda tensor: tensor[indices])
 
 
 class HeadedReading(nn.Module):

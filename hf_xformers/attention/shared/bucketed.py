@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from ...core.cache import FollowsRows
 from ...core.context import LayerContext
 from ...ops.bucketed.attention import Chunks, Recent, bucketed_attention, bucketed_reference
 from ...ops.common.real_tokens import real_first, real_places
@@ -22,7 +23,7 @@ from .base import AttentionSpec
 FEW_QUERIES = 16
 
 
-class BucketLayer(DynamicLayer):
+class BucketLayer(FollowsRows, DynamicLayer):
     """Keys, values and the labels [B, H, R, S] of the keys: a token's bucket is found once and for all."""
 
     def __init__(self, **kwargs):
@@ -55,18 +56,6 @@ class BucketLayer(DynamicLayer):
         super().crop(tokens_to_remove)
         if tokens_to_remove < 0:
             self._map(lambda labels: labels[..., :tokens_to_remove])
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        self._map(lambda labels: labels.index_select(0, beam_idx.to(labels.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self._map(lambda labels: labels.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._map(lambda labels: labels[indices])
 
 
 def attend_in_buckets(
