@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..core.context import LayerContext, SublayerOutput
 from ..core.sublayer import Sublayer
+from .gated_linear import GatedLinear
 from .narrow import reshaped
 from .token_convolution import TokenConvolution, TokenConvolutionForm
 from .window_state import WindowSublayer
@@ -50,17 +50,6 @@ class PartConvolution(WindowSublayer):
         return SublayerOutput(F.relu(self.conv(windows.transpose(1, 2)).transpose(1, 2)))
 
 
-class PartGate(Sublayer):
-    """(x W_a) * sigmoid(x W_b)."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.up_proj, self.gate_proj = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, hidden_states: Tensor, context: LayerContext, **given: Any) -> SublayerOutput:
-        return SublayerOutput(self.up_proj(hidden_states) * torch.sigmoid(self.gate_proj(hidden_states)))
-
-
 def build_operation(config: Any, name: str, parts: int, where: str, layer_idx: int) -> Sublayer:
     """The module of operation `name` on one of `parts` of the channels. where: under which a convolution's state is
     kept."""
@@ -74,7 +63,7 @@ def build_operation(config: Any, name: str, parts: int, where: str, layer_idx: i
     if name == "attention":
         return config.attention.build(view, layer_idx=layer_idx)
     if name == "glu":
-        return PartGate(width)
+        return GatedLinear(width)
     if name == "ffn":
         return config.feedforward.build(view, layer_idx=layer_idx)
     attention = config.cross_attention.build(view, layer_idx=layer_idx, cross=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, EncoderDecoderCache
@@ -13,6 +12,7 @@ from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 from .cache_parts import SeveralAttentionsLayer, WindowPartsCacheLayer
+from .gated_linear import GatedLinear
 from .narrow import check_reshaped, reshaped
 from .separable_convolution import SeparableConvolution
 from .window_state import WindowSublayer, check_window_block
@@ -24,18 +24,6 @@ GLU, BRANCHES, WIDE, AGAIN = "gated", "branches", "wide_heads", "memory_again"
 def add_to_first(wide: Tensor, narrow: Tensor) -> Tensor:
     """wide + narrow with zeros for the channels that it lacks."""
     return wide + F.pad(narrow, (0, wide.shape[-1] - narrow.shape[-1]))
-
-
-class GatedLinear(WindowSublayer):
-    """(x W_a) * sigmoid(x W_b) (Dauphin et al. 2017), D -> D: no window is read."""
-
-    def __init__(self, config, layer_idx: int):
-        super().__init__(GLU, layer_idx)
-        self.up_proj = nn.Linear(config.hidden_size, config.hidden_size)
-        self.gate_proj = nn.Linear(config.hidden_size, config.hidden_size)
-
-    def forward(self, hidden_states: Tensor, context: LayerContext, **given: Any) -> SublayerOutput:
-        return SublayerOutput(self.up_proj(hidden_states) * torch.sigmoid(self.gate_proj(hidden_states)))
 
 
 class EncoderBranches(WindowSublayer):
@@ -101,7 +89,7 @@ class EvolvedTransformerLayer(SeveralAttentionsLayer):
     def _build(config, entry: SublayerPlan, layer_idx: int):
         spec = config.block
         if entry.name == GLU:
-            return GatedLinear(config, layer_idx)
+            return GatedLinear(config.hidden_size)
         if entry.name == BRANCHES:
             return (DecoderBranches if config.is_decoder else EncoderBranches)(config, spec, layer_idx)
         if entry.name == WIDE:

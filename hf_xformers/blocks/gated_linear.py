@@ -1,0 +1,25 @@
+"""A gated linear unit as a sublayer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.context import LayerContext, SublayerOutput
+from ..core.sublayer import Sublayer
+
+
+class GatedLinear(Sublayer):
+    """(x W_a) * sigmoid(x W_b), each with a bias, of one width (Dauphin et al. 2017, arXiv 1612.08083)."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.up_proj, self.gate_proj = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, hidden_states: Tensor, context: LayerContext, **given: Any) -> SublayerOutput:
+        return SublayerOutput(self.up_proj(hidden_states) * torch.sigmoid(self.gate_proj(hidden_states)))
+
+
+__all__ = ["GatedLinear"]
