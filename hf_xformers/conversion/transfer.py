@@ -32,6 +32,7 @@ CLASSIFIERS = (
     "ForImageClassification",
 )
 _CHAIN = "crf."  # scores of sequences of tags
+_FEW = 0.2  # of a model's bytes
 # Buffers of older releases that hold no weights.
 _NO_WEIGHTS = re.compile(r"(^|\.)(position_ids|token_type_ids|attn\.bias|attn\.masked_bias)$")
 
@@ -302,6 +303,8 @@ def _transfer(
         )
     if source.borrowed:  # loading takes tensors as they are; the two models must not share memory
         made = {name: tensor.detach().clone() for name, tensor in made.items()}
+    else:
+        _let_go(made, state)
     with quiet():
         target, info = right.model_class.from_pretrained(
             None, config=target_config, state_dict=made, dtype=model.dtype, output_loading_info=True, **right.arguments
@@ -317,6 +320,15 @@ def _transfer(
         raise ValueError(f"No tensor of {report.source} fills {_listed(empty)} of {report.target}.")
     carry_generation(model, target)
     return target.to(model.device), report
+
+
+def _let_go(made: dict[str, Tensor], state: dict[str, Tensor]) -> None:
+    """Copies the tensors that were taken as they are, where they are few: they would keep their whole file mapped."""
+    old = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
+    taken = {id(tensor): tensor for tensor in made.values() if tensor.untyped_storage().data_ptr() in old}
+    if sum(tensor.nbytes for tensor in taken.values()) < _FEW * sum(tensor.nbytes for tensor in made.values()):
+        copies = {key: tensor.clone() for key, tensor in taken.items()}
+        made.update((name, copies[id(tensor)]) for name, tensor in made.items() if id(tensor) in copies)
 
 
 def needed_beside(converter: Converter, model: PreTrainedModel) -> list[str]:
