@@ -93,29 +93,23 @@ def replay_backward(
     check_replay(model)
     if not segments:
         raise ValueError("`segments` is empty; give the inputs of one segment at least.")
-    states, memories = [], []
-    with torch.no_grad():
-        for inputs in segments:
-            states.append(RandomState.now())
-            memories.append(memory)
-            memory = model(**inputs, segment_memory=memory).segment_memory.detach()
-    after, slopes, losses = RandomState.now(), None, []
-    for inputs, state, begin in zip(reversed(segments), reversed(states), reversed(memories), strict=True):
-        state.restore()
-        begin = leaf(begin)
+    replay, losses = Replay(), []
+    replay.begin(segments)
+    replay.read_ahead(lambda inputs, begin: model(**inputs, segment_memory=begin).segment_memory.detach(), memory)
+    for _ in segments:
+        inputs, begin = replay.next()
         output = model(**inputs, segment_memory=begin)
         value = output.loss if loss is None else loss(output)
-        (value + surrogate(output.segment_memory, slopes)).backward()
-        slopes = gradients(begin)
+        (value + surrogate(output.segment_memory, replay.slopes)).backward()
+        memory = replay.done()
         losses.append(value.detach())
-    after.restore()
     return losses[::-1], memory
 
 
 class Replay:
-    """Memory replay over the micro-batches of an optimizer's step, for [`XFormerTrainer`].
+    """Memory replay over consecutive batches, such as the micro-batches of an optimizer's step.
 
-    `ahead`: the batches of the step that are still to be replayed, the next one last.
+    `ahead`: the batches that are still to be replayed, the next one last.
     """
 
     def __init__(self) -> None:
@@ -125,23 +119,26 @@ class Replay:
         self.current: SegmentMemory | None = None
         self.final: tuple[SegmentMemory | None, RandomState] | None = None
 
-    def begin(self, batches: list[Any]) -> None:
+    def begin(self, batches: Sequence[Any]) -> None:
         """The batches of the next step."""
-        self.batches = list(batches) if len(batches) > 1 else []
+        self.batches = list(batches)
         self.ahead, self.slopes, self.final = [], None, None
 
     @property
     def active(self) -> bool:
         return bool(self.batches)
 
-    def read_ahead(self, read: Callable[[Any], SegmentMemory], memory: SegmentMemory | None) -> None:
-        """Reads all batches without a graph, if that is still to be done. read: a batch -> the memory after it."""
+    def read_ahead(
+        self, read: Callable[[Any, SegmentMemory | None], SegmentMemory], memory: SegmentMemory | None
+    ) -> None:
+        """Reads all batches without a graph, if that is still to be done. read: a batch and the memory that it begins
+        with -> the memory after it."""
         if self.ahead or self.final is not None:
             return
         with torch.no_grad():
             for batch in self.batches:
                 self.ahead.append((batch, RandomState.now(), memory))
-                memory = read(batch)
+                memory = read(batch, memory)
         self.final = memory, RandomState.now()
 
     def next(self) -> tuple[Any, SegmentMemory | None]:

@@ -124,7 +124,7 @@ class XFormerTrainer(Trainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Tensor | int | None]:
         batches, count = super().get_batch_samples(*args, **kwargs)
         if self.replay is not None:
-            self.replay.begin(batches)
+            self.replay.begin(batches if len(batches) > 1 else [])
         return batches, count
 
     def _slope_scale(self, num_items_in_batch: Tensor | int | None) -> float:
@@ -138,8 +138,9 @@ class XFormerTrainer(Trainer):
     def _replayed_step(self, replay: Replay, segments: SegmentCarrier, model: nn.Module, **kwargs: Any) -> Tensor:
         """A micro-batch of the step, the last one first, from the memory that it began with."""
 
-        def read(batch: dict[str, Any]) -> Any:
+        def read(batch: dict[str, Any], memory: Any) -> Any:
             model.train()
+            segments.training = memory
             with self.compute_loss_context_manager():
                 segments.leave(model(**segments.enter(self._prepare_inputs(batch), True)), True)
             return segments.training
