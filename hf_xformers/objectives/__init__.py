@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .base import OBJECTIVES, Collator, Objective, build_objective, register
+from .bart_denoising import BartDenoisingCollator, BartDenoisingObjective
 from .causal_lm import CausalLMCollator, CausalLMObjective
 from .masked_lm import MaskedLMCollator, MaskedLMObjective, word_unit_ids
 from .sentence_masking import SentenceMaskingCollator, SentenceMaskingObjective
@@ -11,6 +12,8 @@ from .span_corruption import SpanCorruptionCollator, SpanCorruptionObjective
 
 __all__ = [
     "OBJECTIVES",
+    "BartDenoisingCollator",
+    "BartDenoisingObjective",
     "CausalLMCollator",
     "CausalLMObjective",
     "Collator",

@@ -45,7 +45,8 @@ class Objective(TypedSpec):
     add_special_tokens: whether rows are wrapped in `special_tokens(tokenizer)`.
     sample_by: what one document of a text file is: models that generate need its line breaks.
     tokenizer_style: whose special tokens and layout a tokenizer gets that is trained for it. needed_tokens: the roles
-    among pad, cls, sep and mask that another tokenizer is given where it lacks them.
+    among pad, cls, sep and mask that another tokenizer is given where it lacks them. decoder_starts_with: the role of
+    the token that a decoder's text begins with.
     """
 
     id: ClassVar[str]
@@ -59,6 +60,7 @@ class Objective(TypedSpec):
     sample_by: ClassVar[Literal["line", "document"]] = "line"
     tokenizer_style: ClassVar[Literal["bert", "gpt", "t5"]] = "bert"
     needed_tokens: ClassVar[tuple[str, ...]] = ()
+    decoder_starts_with: ClassVar[Literal["pad", "cls", "sep"]] = "pad"
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -166,6 +166,17 @@ def merge_words(words: list[int | None], sequences: list[int | None]) -> list[in
     return [-1 if w is None else w + offsets[s or 0] for w, s in zip(words, sequences, strict=True)]
 
 
+def given_units(row: Row) -> Tensor:
+    """The column [n] that says which tokens are one word. Raises ValueError if the row has none."""
+    for name in ("unit_ids", "word_ids"):
+        if name in row.columns:
+            return row.columns[name]
+    raise ValueError(
+        f"whole words need the column 'unit_ids' or 'word_ids', not only {['input_ids', *row.columns]}: "
+        "add it with word_unit_ids(tokenizer(text)) and set remove_unused_columns=False, or set whole_word=False"
+    )
+
+
 class MaskedLMCollator(Collator):
     """Batches with `input_ids`, `attention_mask`, `labels` [B, T] (and token columns the features bring)."""
 
@@ -207,15 +218,7 @@ class MaskedLMCollator(Collator):
         return sample_noise(special, self.objective, self.vocabulary, self.generator(row.ids), self.units(row))
 
     def units(self, row: Row) -> Tensor | None:
-        if not self.objective.masks_units:
-            return None
-        for name in ("unit_ids", "word_ids"):
-            if name in row.columns:
-                return row.columns[name]
-        raise ValueError(
-            f"whole words need the column 'unit_ids' or 'word_ids', not only {['input_ids', *row.columns]}: "
-            "add it with word_unit_ids(tokenizer(text)) and set remove_unused_columns=False, or set whole_word=False"
-        )
+        return given_units(row) if self.objective.masks_units else None
 
 
 @register("mlm")

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .base import IGNORE_INDEX, Collator, Objective, Row, is_special, pad_rows, register, round_up, special_table
+from .base import Objective, Row, is_special, register, special_table
+from .seq2seq import Seq2SeqCollator
 
 
 def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, int]:
@@ -89,7 +90,7 @@ def sentinel_ids(tokenizer: Any, start: int | None, count: int) -> Tensor:
     return torch.tensor(ids, dtype=torch.int64)
 
 
-class SpanCorruptionCollator(Collator):
+class SpanCorruptionCollator(Seq2SeqCollator):
     """Batches with `input_ids`, `attention_mask` [B, T_in], `labels`, `decoder_input_ids` [B, T_out].
 
     Special tokens of a feature (`special_tokens_mask`, else by id; the unknown token is text) are taken out before
@@ -104,22 +105,9 @@ class SpanCorruptionCollator(Collator):
         for name, use in (("eos", "ends the inputs and the targets"), ("pad", "starts the decoder input")):
             if getattr(tokenizer, f"{name}_token_id") is None:
                 raise ValueError(f"{type(tokenizer).__name__} has no {name} token, which {use}: add one")
-        self.eos_token_id = tokenizer.eos_token_id
+        self.eos_token_id, self.start_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
         self.sentinels = sentinel_ids(tokenizer, objective.sentinel_start, objective.num_sentinels)
         self.special = special_table(set(tokenizer.all_special_ids) - {tokenizer.unk_token_id})
-
-    def collate(self, rows: list[Row]) -> dict[str, Tensor]:
-        pairs = [self.corrupt(row) for row in rows]
-        inputs, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        side = self.padding_side
-        width_in, width_out = (round_up(max(map(len, part)), self.pad_to_multiple_of) for part in (inputs, targets))
-        labels = pad_rows(targets, IGNORE_INDEX, width_out)
-        return {
-            "input_ids": pad_rows(inputs, self.pad_token_id, width_in, side),
-            "attention_mask": pad_rows([torch.ones_like(row) for row in inputs], 0, width_in, side),
-            "labels": labels,
-            "decoder_input_ids": shift_right(labels, self.pad_token_id),
-        }
 
     def corrupt(self, row: Row) -> tuple[Tensor, Tensor]:
         special = row.columns.get("special_tokens_mask")
@@ -128,13 +116,6 @@ class SpanCorruptionCollator(Collator):
         spec = self.objective
         noise = sample_noise(len(ids), spec.noise_density, spec.mean_noise_span_length, self.generator(ids))
         return apply_noise(ids, noise, self.sentinels, self.eos_token_id)
-
-
-def shift_right(labels: Tensor, pad_token_id: int) -> Tensor:
-    """Decoder inputs [B, T]: the labels one step later behind pad as the start token; -100 becomes pad."""
-    shifted = torch.full_like(labels, pad_token_id)
-    shifted[:, 1:] = labels[:, :-1]
-    return shifted.masked_fill(shifted == IGNORE_INDEX, pad_token_id)
 
 
 @register("span")

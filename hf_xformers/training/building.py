@@ -150,8 +150,9 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, objective: Objective) -> dict
     from ..data import vocabulary_fields
 
     fields = vocabulary_fields(tokenizer)
-    # The collator starts decoder inputs with padding, so generation has to start there, too.
-    fields["decoder_start_token_id"] = fields["pad_token_id"] if objective.shape == "seq2seq" else None
+    # Generation has to start where the collator starts decoder inputs.
+    start = getattr(tokenizer, f"{objective.decoder_starts_with}_token_id")
+    fields["decoder_start_token_id"] = start if objective.shape == "seq2seq" else None
     return fields
 
 

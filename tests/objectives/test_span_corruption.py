@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from hf_xformers.objectives import SpanCorruptionObjective
-from hf_xformers.objectives.span_corruption import apply_noise, noise_counts, sample_noise, sentinel_ids, shift_right
+from hf_xformers.objectives.seq2seq import shift_right
+from hf_xformers.objectives.span_corruption import apply_noise, noise_counts, sample_noise, sentinel_ids
 
 SENTINELS = torch.arange(99_999, 99_000, -1)
 
