@@ -97,6 +97,7 @@ class XFormerModel(XFormerPreTrainedModel):
         encoder_outputs: Any | None = None,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
+        decoder_position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> XFormerModelOutput | XFormerSeq2SeqModelOutput:
         """
@@ -105,7 +106,9 @@ class XFormerModel(XFormerPreTrainedModel):
             attention_mask: [B, T], 1 = real token. With a cache: of the cached and the new tokens.
             token_type_ids: [B, T], 0 <= id < type_vocab_size.
             position_ids: [B, T]; default: real tokens counted from 0. In an encoder-decoder those of the encoder's
-                text; the decoder counts its own.
+                text.
+            decoder_position_ids: [B, T] or [T] of the decoder's tokens, where these do not stand at the beginning of
+                their text; default: real tokens counted from 0.
             decoder_input_ids, decoder_inputs_embeds, decoder_attention_mask: the same for an encoder-decoder's decoder
                 (default: `input_ids` shifted right, padded alike).
             encoder_outputs: an earlier call's encoder outputs, to skip the encoder.
@@ -128,6 +131,7 @@ class XFormerModel(XFormerPreTrainedModel):
             for name, value in (
                 ("decoder_input_ids", decoder_input_ids),
                 ("decoder_inputs_embeds", decoder_inputs_embeds),
+                ("decoder_position_ids", decoder_position_ids),
             ):
                 if value is not None:
                     raise ValueError(f"`{name}` was given to a model without a second tower; leave it out.")
@@ -138,6 +142,7 @@ class XFormerModel(XFormerPreTrainedModel):
         written = {
             "input_ids": decoder_input_ids,
             "attention_mask": decoder_attention_mask,
+            "position_ids": decoder_position_ids,
             "inputs_embeds": decoder_inputs_embeds,
         }
         for name in self.trunk.extra_inputs:  # they describe the encoder's text

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from .base import OBJECTIVES, Collator, Objective, build_objective, register
 from .bart_denoising import BartDenoisingCollator, BartDenoisingObjective
+from .base import OBJECTIVES, Collator, Objective, build_objective, register
 from .causal_lm import CausalLMCollator, CausalLMObjective
 from .masked_lm import MaskedLMCollator, MaskedLMObjective, word_unit_ids
+from .mass import MassCollator, MassObjective
 from .sentence_masking import SentenceMaskingCollator, SentenceMaskingObjective
 from .sentence_pairs import NextSentenceObjective, SentenceOrderObjective, SentencePairCollator, sentence_pairs
 from .span_corruption import SpanCorruptionCollator, SpanCorruptionObjective
@@ -19,6 +20,8 @@ __all__ = [
     "Collator",
     "MaskedLMCollator",
     "MaskedLMObjective",
+    "MassCollator",
+    "MassObjective",
     "NextSentenceObjective",
     "Objective",
     "SentenceMaskingCollator",

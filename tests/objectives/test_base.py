@@ -52,6 +52,7 @@ def test_registry_holds_the_objectives_and_their_heads():
         "segment_reordering": "SegmentReordering",
         "sentence_masking": "MaskedSentences",
         "bart_denoising": "Seq2SeqLM",
+        "mass": "Seq2SeqLM",
     }
     assert {name for name, cls in OBJECTIVES.items() if not cls.packed} == {"nsp", "sop"}
     assert all(cls.id == name for name, cls in OBJECTIVES.items())
