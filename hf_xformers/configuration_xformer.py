@@ -138,6 +138,7 @@ class XFormerConfig(PreTrainedConfig):
         classifier_activation (its name in transformers' table), classifier_bias (whether the map has a bias),
         tag_decoder (how tokens are labelled: `softmax`, each by itself, or `crf`, a linear chain that scores sequences
         of tags, whose best ones are well-formed where tags are of the form B-PER, I-PER, O).
+    Pairs of texts: pair_classes (of `ForPreTraining`: 2 for next sentence or sentence order, 3 for both at once).
     Shape: is_decoder (causal self-attention), is_encoder_decoder (two towers and cross-attention). The head classes
         set both, so a saved config says what was built.
     unpad_inputs: whether layers are given the real tokens of a batch alone, as one row, wherever they do not look at
@@ -197,6 +198,7 @@ class XFormerConfig(PreTrainedConfig):
     classifier_activation: str = "gelu"
     classifier_bias: bool = True
     tag_decoder: Literal["softmax", "crf"] = "softmax"
+    pair_classes: int = 2
     pad_token_id: int | None = 0
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None

@@ -10,12 +10,14 @@ from typing import Any
 
 from .arguments import Parser, named_option, parse_command, parse_objective
 from .console import is_main_process, print_facts, share_text
-from .pretrain import quiet_libraries
+from .pretrain import quiet_libraries, row_facts, target_of
 
-_DESCRIPTION = """Evaluate a saved language model: masked, causal or span corruption.
+_DESCRIPTION = """Evaluate a saved model on what it was trained to predict, or on another objective of its head.
 
 Data and rows are by default those of the model's training, so that the figures compare with its log; masks and spans
 are the same in every call."""
+# Beginnings of names of figures that stand apart, beside their floors.
+ROW_FIGURES = ("sentence_", "order_", "floor_sentence_", "floor_order_")
 # The options of Trainer that an evaluation reads.
 READ = (
     "bf16",
@@ -64,10 +66,13 @@ def run(argv: Sequence[str]) -> int:
 
 def report(figures: Mapping[str, Any]) -> None:
     """The figures in words, with what token frequencies alone reach below each that has such a floor."""
+    target = target_of(figures["objective"])
     beside = {
-        "loss": ("... of token frequencies alone", figures["floor_loss"]),
-        "accuracy": ("... of always the most frequent token", share_text(figures["floor_accuracy"])),
+        "loss": (f"... of {target} frequencies alone", figures["floor_loss"]),
+        "accuracy": (f"... of always the most frequent {target}", share_text(figures["floor_accuracy"])),
     }
+    of_rows = row_facts(figures)
+    figures = {name: value for name, value in figures.items() if not name.startswith(ROW_FIGURES)}
     texts = {
         "objective": figures["objective"]["type"],
         "data": " ".join(figures["data"]),
@@ -80,7 +85,7 @@ def report(figures: Mapping[str, Any]) -> None:
             facts[words] = texts.get(name, value)
         if name in beside:
             facts[beside[name][0]] = beside[name][1]
-    print_facts("evaluated", facts)
+    print_facts("evaluated", {**facts, **of_rows})
 
 
 def make_parser(first_look: Mapping[str, Any]) -> Parser:

@@ -135,7 +135,8 @@ def quiet_libraries(args: Any) -> None:
 
 
 def report(summary: Mapping[str, Any], folder: str, title: str = "pretrained") -> None:
-    shares = {name: share_text(summary[name]) for name in ("eval_accuracy", "eval_floor_accuracy") if name in summary}
+    shares = {name: share_text(value) for name, value in summary.items() if name.endswith("accuracy")}
+    target = target_of(summary["objective"])
     facts = {
         "variant": summary["variant"],
         "objective": summary["objective"]["type"],
@@ -144,10 +145,11 @@ def report(summary: Mapping[str, Any], folder: str, title: str = "pretrained") -
         "seconds": summary["seconds"],
         "training loss (last logged)": summary["train_loss"],
         "held-out loss": summary.get("eval_loss"),
-        "... of token frequencies alone": summary.get("eval_floor_loss"),
+        f"... of {target} frequencies alone": summary.get("eval_floor_loss"),
         "held-out perplexity": summary.get("eval_perplexity"),
         "held-out accuracy": shares.get("eval_accuracy"),
-        "... of always the most frequent token": shares.get("eval_floor_accuracy"),
+        f"... of always the most frequent {target}": shares.get("eval_floor_accuracy"),
+        **row_facts({name.removeprefix("eval_"): value for name, value in summary.items()}),
         **{
             name.removeprefix("eval_aux_") + " (held out)": value
             for name, value in summary.items()
@@ -156,6 +158,25 @@ def report(summary: Mapping[str, Any], folder: str, title: str = "pretrained") -
         "saved in": folder,
     }
     print_facts(title, facts)
+
+
+def target_of(objective: Mapping[str, Any]) -> str:
+    """What one of the things that an objective predicts is called."""
+    from ..objectives import build_objective
+
+    return build_objective(objective).target
+
+
+def row_facts(figures: Mapping[str, Any]) -> dict[str, str]:
+    """Held-out accuracy of labels of whole rows, beside that of always the most frequent one."""
+    from ..training.trainer import ROW_LABELS
+
+    facts = {}
+    for kind in ROW_LABELS:
+        if f"{kind}_accuracy" in figures:
+            facts[f"{kind} accuracy (held out)"] = share_text(figures[f"{kind}_accuracy"])
+            facts[f"... of always the most frequent {kind} label"] = share_text(figures[f"floor_{kind}_accuracy"])
+    return facts
 
 
 __all__ = ["GROUPS", "make_parser", "model_options", "run"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .tokenizing import column_names
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
 # After a full stop and whatever closes with it, before what a sentence can begin with; and between paragraphs.
@@ -99,3 +100,19 @@ def document_rows(
     if isinstance(found, Dataset) and not len(found):
         raise ValueError("no document has a sentence; give text, or another --text_column")
     return found
+
+
+def sentence_documents(texts: Any, *, num_proc: int | None = None) -> Dataset:
+    """The sentences of every document, in the column `sentences`, of a dataset with a column `text`.
+
+    Raises ValueError for a stream, whose documents cannot be read in any order.
+    """
+    from datasets import Dataset
+
+    if not isinstance(texts, Dataset):
+        raise ValueError("documents that are paired with each other cannot be streamed; leave --streaming out")
+    return texts.map(_cut, batched=True, remove_columns=texts.column_names, num_proc=num_proc)
+
+
+def _cut(batch: Mapping[str, list[str]]) -> dict[str, list[list[str]]]:
+    return {"sentences": [split_sentences(text) for text in batch["text"]]}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import can_return_tuple
 
@@ -37,6 +36,7 @@ class XFormerForNextSentencePrediction(Classifier):
         **kwargs: Any,
     ) -> outputs.XFormerSentencePairOutput:
         """labels: [B], 0 = B follows A, 1 = it does not. logits: [B, 2]."""
+        count = kwargs.pop("num_items_in_batch", None)
         base = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -46,7 +46,7 @@ class XFormerForNextSentencePrediction(Classifier):
             **kwargs,
         )
         logits = self.classifier(self.pooled(base, attention_mask))
-        loss = None if labels is None else F.cross_entropy(logits.float(), labels.view(-1))
+        loss = None if labels is None else token_cross_entropy(logits, labels, count)
         recorded = self.recorded(base, loss)
         return outputs.XFormerSentencePairOutput(
             loss=with_aux_losses(loss, base.aux_losses), logits=logits, **recorded
@@ -54,7 +54,8 @@ class XFormerForNextSentencePrediction(Classifier):
 
 
 class XFormerForPreTraining(LanguageModel):
-    """BERT's two objectives at once: masked tokens, and a two-way label for the pair of texts."""
+    """BERT's two objectives at once: masked tokens, and a label for the pair of texts, which is one of `pair_classes`
+    of the config. Its loss is the auxiliary loss `pair`."""
 
     reads_pooler = True
 
@@ -62,7 +63,7 @@ class XFormerForPreTraining(LanguageModel):
         refuse_transform(config, type(self).__name__)
         config = self.shaped(config, is_decoder=False, is_encoder_decoder=False)
         super().__init__(config)
-        self.classifier = nn.Linear(self.model.vector_width, 2)
+        self.classifier = nn.Linear(self.model.vector_width, config.pair_classes)
         self.post_init()
 
     @can_return_tuple
@@ -77,8 +78,8 @@ class XFormerForPreTraining(LanguageModel):
         next_sentence_label: Tensor | None = None,
         **kwargs: Any,
     ) -> outputs.XFormerForPreTrainingOutput:
-        """labels: [B, T] as in masked LM; next_sentence_label: [B], 0 = B follows A. The loss is the sum of the two
-        and is returned when both labels are given."""
+        """labels: [B, T] as in masked LM; next_sentence_label: [B], 0 = B follows A, 1 = it does not (of three classes:
+        2 = it comes before A). The loss is the sum of the two and is returned when both labels are given."""
         count = kwargs.pop("num_items_in_batch", None)
         base = self.model(
             input_ids=input_ids,
@@ -93,15 +94,16 @@ class XFormerForPreTraining(LanguageModel):
         vector = base.pooler_output
         vector = pool(base.last_hidden_state, attention_mask, "first") if vector is None else vector
         pair_logits = self.classifier(vector)
-        loss = None
+        loss, aux_losses = None, dict(base.aux_losses or {})
         if labels is not None and next_sentence_label is not None:
             loss = token_cross_entropy(logits, labels, count)
-            loss = loss + F.cross_entropy(pair_logits.float(), next_sentence_label.view(-1))
+            # A mean over rows beside one over tokens: Trainer counts auxiliary losses once a step.
+            aux_losses["pair"] = token_cross_entropy(pair_logits, next_sentence_label.view(-1))
         return outputs.XFormerForPreTrainingOutput(
-            loss=with_aux_losses(loss, base.aux_losses),
+            loss=with_aux_losses(loss, aux_losses),
             prediction_logits=logits,
             seq_relationship_logits=pair_logits,
             hidden_states=base.hidden_states,
             attentions=base.attentions,
-            aux_losses=self.reported(base.aux_losses, loss),
+            aux_losses=self.reported(aux_losses or None, loss),
         )

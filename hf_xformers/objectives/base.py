@@ -38,12 +38,16 @@ class Objective(TypedSpec):
     `collator`. What the commands have to know about it stands in the class variables below.
 
     id: its name in `OBJECTIVES`, set by `register`. summary: what it trains, in one line.
-    head: the head of a family that it trains, as in `<Family>For<head>`. shape: what kind of model that is.
+    head: the head of a family that it trains, as in `<Family>For<head>`; settings may choose another one for an
+    instance. shape: what kind of model that is.
     preferred: whether it is what a model of this shape is trained on where nobody says.
-    packed: whether rows are packed blocks of text; False: they come from documents cut in sentences, which `pretrain`
-    and `evaluate` do not offer. of_documents: rows are whole sentences of one document.
+    rows: what its rows are made of, which the data code serves: `blocks`, tokens packed to equal length; `sentences`,
+    whole sentences of one document, with `sentence_ids`; `segment_pairs`, two segments of documents that are cut in
+    sentences, with `token_type_ids`; `parallel`, texts in two languages, with `langs`.
+    target: what reports call one of the things it predicts.
     add_special_tokens: whether rows are wrapped in `special_tokens(tokenizer)`.
-    sample_by: what one document of a text file is: models that generate need its line breaks.
+    sample_by: what one document of a text file is: models that generate need its line breaks, pairs of segments
+    documents of several sentences.
     tokenizer_style: whose special tokens and layout a tokenizer gets that is trained for it. needed_tokens: the roles
     among pad, cls, sep and mask that another tokenizer is given where it lacks them. decoder_starts_with: the role of
     the token that a decoder's text begins with.
@@ -54,10 +58,10 @@ class Objective(TypedSpec):
     head: ClassVar[str]
     shape: ClassVar[Literal["encoder", "decoder", "seq2seq"]] = "encoder"
     preferred: ClassVar[bool] = False
-    packed: ClassVar[bool] = True
-    of_documents: ClassVar[bool] = False
+    rows: ClassVar[Literal["blocks", "sentences", "segment_pairs", "parallel"]] = "blocks"
+    target: ClassVar[Literal["token", "label"]] = "token"
     add_special_tokens: ClassVar[bool] = False
-    sample_by: ClassVar[Literal["line", "document"]] = "line"
+    sample_by: ClassVar[Literal["line", "paragraph", "document"]] = "line"
     tokenizer_style: ClassVar[Literal["bert", "gpt", "t5"]] = "bert"
     needed_tokens: ClassVar[tuple[str, ...]] = ()
     decoder_starts_with: ClassVar[Literal["pad", "cls", "sep"]] = "pad"
@@ -97,7 +101,7 @@ class Objective(TypedSpec):
         return block_size
 
     def sentence_length(self, block_size: int) -> int:
-        """Tokens of a sentence at most, where rows are sentences of documents (`of_documents`)."""
+        """Tokens of a sentence at most, where rows are `sentences` of documents."""
         return block_size
 
     def special_tokens(self, tokenizer: Any) -> tuple[list[int], list[int]]:

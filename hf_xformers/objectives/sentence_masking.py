@@ -122,7 +122,7 @@ class SentenceMaskingObjective(Objective):
     summary: ClassVar[str] = "sentences that are masked, each written from its vector (HIBERT)"
     head: ClassVar[str] = "MaskedSentences"
     shape = "seq2seq"
-    of_documents: ClassVar[bool] = True
+    rows = "sentences"
     sample_by = "document"
     needed_tokens: ClassVar[tuple[str, ...]] = ("pad", "sep", "mask")
 

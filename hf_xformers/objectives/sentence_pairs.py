@@ -157,13 +157,17 @@ def sentence_pairs(
     `documents` has in `column` the sentences of one document per row, as texts or as lists of ids. The result has
     `input_ids`, `token_type_ids`, `special_tokens_mask`, `next_sentence_label` and, from texts with a fast tokenizer,
     `unit_ids` for whole-word masking. It depends on (seed, epoch) and the documents, not on `num_proc`; another epoch
-    gives other pairs of the same text. Raises ValueError if the tokenizer has no cls or sep token, if next sentence
-    prediction gets fewer than two documents, or if no pair comes out.
+    gives other pairs of the same text, and so does every further pass of `objective.dupe_factor`. Raises ValueError if
+    the tokenizer has no cls or sep token, if B is to come from another document and there are fewer than two, or if no
+    pair, or none of two consecutive texts, comes out.
     """
+    from datasets import concatenate_datasets
+
     for name in ("cls", "sep"):
         if getattr(tokenizer, f"{name}_token_id") is None:
             raise ValueError(
-                f"{type(tokenizer).__name__} has no {name} token for the row [CLS] A [SEP] B [SEP]: add it"
+                f"{type(tokenizer).__name__} has no {name} token for the row [CLS] A [SEP] B [SEP]: add it with"
+                f" load_tokenizer(..., add_missing=[{name!r}])"
             )
     if column not in documents.column_names:
         raise ValueError(f"the documents have no column {column!r}, only {documents.column_names}: name the right one")
@@ -175,18 +179,29 @@ def sentence_pairs(
     if objective.replaces_second and len(documents) < 2:
         raise ValueError(
             f"next sentence prediction draws B from another document, and there is {len(documents)}: give at least 2"
+            " (blank lines divide a text file into documents with sample_by='paragraph')"
         )
-    pairs = documents.map(
-        partial(_pair_rows, documents=documents, tokenizer=tokenizer, objective=objective, seed=seed, epoch=epoch),
-        with_indices=True,
-        batched=True,
-        batch_size=1,
-        remove_columns=documents.column_names,
-        num_proc=num_proc,
-    )
-    if not len(pairs):
+    shared = {"documents": documents, "tokenizer": tokenizer, "objective": objective, "seed": seed}
+    passes = [
+        documents.map(
+            partial(_pair_rows, **shared, epoch=objective.dupe_factor * epoch + number),
+            with_indices=True,
+            batched=True,
+            batch_size=1,
+            remove_columns=documents.column_names,
+            num_proc=num_proc,
+        )
+        for number in range(objective.dupe_factor)
+    ]
+    pairs = concatenate_datasets(passes) if len(passes) > 1 else passes[0]
+    longest = max((len(ids) for ids in documents["ids"]), default=0)
+    if not len(pairs) or longest < 2:
         raise ValueError(
-            "no document gives a pair: cut the documents in shorter sentences, or raise max_seq_length "
+            f"no document gives a pair of texts that follow each other: the longest of {len(documents)} has"
+            f" {longest} sentence{'s' if longest != 1 else ''} (ends at . ! ? before a capital letter, or an empty"
+            " line); give documents of several sentences"
+            if longest < 2
+            else "no document gives a pair: cut the documents in shorter sentences, or raise max_seq_length "
             f"(now {objective.max_seq_length})"
         )
     return pairs
@@ -196,7 +211,7 @@ def _tokenize(row: Mapping[str, Any], tokenizer: Any, column: str) -> dict[str, 
     sentences = [sentence for sentence in row[column] if len(sentence)]
     if not sentences or not isinstance(sentences[0], str):
         return {"ids": [list(sentence) for sentence in sentences], "units": []}
-    encoding = tokenizer(sentences, add_special_tokens=False)
+    encoding = tokenizer(sentences, add_special_tokens=False, verbose=False)  # sentences may be longer than rows
     keep = [index for index, ids in enumerate(encoding["input_ids"]) if len(ids)]
     units: list[list[int]] = []
     if encoding.is_fast:
@@ -296,23 +311,31 @@ class SentencePairCollator(Collator):
 class SentencePairObjective(Objective):
     """What both pair objectives share.
 
-    max_seq_length  longest row with its three special tokens
+    max_seq_length  longest row with its three special tokens; `pretrain` takes no more than its --block_size
     short_seq_prob  how often a document is cut in rows of a random shorter length (at least 2 tokens)
-    mlm             a masked LM on the same rows, as in BERT and ALBERT; None: the pair label alone
+    mlm             a masked LM on the same rows, as in BERT and ALBERT: its settings, or 'mlm' for the usual ones;
+                    None: the pair label alone
+    dupe_factor     how often the documents are gone through, each time cut in other pairs
     """
 
     max_seq_length: int = 512
     short_seq_prob: float | int = 0.1
     mlm: MaskedLMObjective | None = None
+    dupe_factor: int = 1
 
     head: ClassVar[str] = "NextSentencePrediction"
+    target = "label"
     add_special_tokens: ClassVar[bool] = True
-    packed: ClassVar[bool] = False
+    rows = "segment_pairs"
+    sample_by = "paragraph"
+    needed_tokens: ClassVar[tuple[str, ...]] = ("pad", "cls", "sep", "mask")
     replaces_second: ClassVar[bool]  # label 1: B from another document (True), or A and B swapped (False)
 
     def __post_init__(self) -> None:
         if self.mlm is not None:
-            object.__setattr__(self, "mlm", build_objective(self.mlm))  # a dict from a config file
+            object.__setattr__(self, "mlm", build_objective(self.mlm))  # a name, or a dict from a config file
+            object.__setattr__(self, "head", "PreTraining")
+            object.__setattr__(self, "target", "token")
         super().__post_init__()
 
     def check_fields(self) -> None:
@@ -320,6 +343,11 @@ class SentencePairObjective(Objective):
             self.max_seq_length >= 5, f"max_seq_length must be at least 5 (two tokens), not {self.max_seq_length}"
         )
         self._require(0 <= self.short_seq_prob <= 1, f"short_seq_prob must lie in [0, 1], not {self.short_seq_prob}")
+        self._require(self.dupe_factor >= 1, f"dupe_factor must be at least 1, not {self.dupe_factor}")
+
+    @property
+    def masks_units(self) -> bool:
+        return self.mlm is not None and self.mlm.masks_units
 
     def sample_second(self, sentences: int, generator: torch.Generator) -> int | None:
         """The label for a chunk of so many sentences; None: the chunk gives no row."""

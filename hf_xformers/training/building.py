@@ -25,27 +25,28 @@ SHAPES = {
 
 
 def language_objectives() -> dict[str, type[Objective]]:
-    """The objectives that train a language model on packed rows, by name: those that `pretrain` and `evaluate` offer.
-    The usual ones of the shapes come first."""
+    """The objectives by name, as `pretrain` and `evaluate` offer them: the usual ones of the shapes come first."""
     order = list(SHAPES)
-    packed = [(name, cls) for name, cls in OBJECTIVES.items() if cls.packed]
-    return dict(sorted(packed, key=lambda item: (not item[1].preferred, order.index(item[1].shape), item[0])))
+    ranked = sorted(OBJECTIVES.items(), key=lambda item: (not item[1].preferred, order.index(item[1].shape), item[0]))
+    return dict(ranked)
 
 
 def language_objective(name: str) -> type[Objective]:
-    """The objective of that name, or with that alias. Raises `ValueError` for one that does not train a language model
-    on packed rows."""
+    """The objective of that name, or with that alias. Raises `ValueError` for one that there is not."""
     found = OBJECTIVES.get(name)
-    if found is None or not found.packed:
+    if found is None:
         known = language_objectives()
         raise ValueError(f"unknown objective {name!r}: choose one of {', '.join(known)}.{did_you_mean(name, known)}")
     return found
 
 
-def objectives_for_heads(heads: Iterable[str]) -> list[str]:
-    """Names of the language objectives that train one of these heads (`ForMaskedLM`, ...), the usual ones first."""
+def objectives_for_heads(heads: Iterable[str], rows: str | None = None) -> list[str]:
+    """Names of the objectives that train one of these heads (`ForMaskedLM`, ...), the usual ones first. rows: those
+    alone whose rows are of this kind."""
     heads = list(heads)
-    return [name for name, cls in language_objectives().items() if f"For{cls.head}" in heads]
+    return [
+        name for name, cls in language_objectives().items() if f"For{cls.head}" in heads and rows in (None, cls.rows)
+    ]
 
 
 def objective_of_shape(shape: str) -> type[Objective]:

@@ -91,7 +91,7 @@ def log_line(logs: dict[str, Any], state: TrainerState) -> str:
         others = [name for name in held_out if name not in _NOT_SHOWN and not name.startswith(("floor_", "aux_"))]
         figures = []
         for name in dict.fromkeys(("loss", "accuracy", *others)):
-            form = {"loss": ".3f", "accuracy": ".1%"}.get(name, ".4g")
+            form = ".1%" if name.endswith("accuracy") else {"loss": ".3f"}.get(name, ".4g")
             value, floor = held_out.get(name), held_out.get(f"floor_{name}")
             beside = "" if floor is None else f" (floor {floor:{form}})"
             figures += [] if value is None else [f"{name.replace('_', ' ')} {value:{form}}{beside}"]

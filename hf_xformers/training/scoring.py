@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 # Ends of class names -> the head; the last two are how older families of transformers call theirs.
 _HEADS = {
-    "ForMaskedLM": "MaskedLM",
-    "ForCausalLM": "CausalLM",
-    "ForSeq2SeqLM": "Seq2SeqLM",
+    **{f"For{cls.head}": cls.head for cls in language_objectives().values()},
+    "ForPreTraining": "PreTraining",
     "LMHeadModel": "CausalLM",
     "ForConditionalGeneration": "Seq2SeqLM",
 }
@@ -104,7 +103,7 @@ def choose_objective(
     architecture = (config.architectures or [""])[0]
     head = next((head for end, head in _HEADS.items() if architecture.endswith(end)), None)
     before = trained.get("objective") or {}
-    if name is None and before.get("type") in known and head in (None, known[before["type"]].head):
+    if name is None and before.get("type") in known and head in (None, build_objective(before).head):
         name = before["type"]
     if name is None:
         name = next((key for key, cls in known.items() if cls.head == head), None)
@@ -113,14 +112,15 @@ def choose_objective(
             f"the model is saved as {architecture or 'no class'}, which no objective can evaluate; choose a model with"
             " a language model head"
         )
-    if head is not None and known[name].head != head:
+    start = dict(before) if before.get("type") == name else {"type": name}
+    objective = build_objective({**start, **settings})
+    if head is not None and objective.head != head:
         fitting = [key for key, cls in known.items() if cls.head == head]
         raise ValueError(
-            f"objective {name!r} evaluates a For{known[name].head} class, and the model is saved as {architecture};"
-            f" take --objective {' or '.join(fitting)}, or another model"
+            f"objective {name!r} evaluates a For{objective.head} class, and the model is saved as {architecture};"
+            f" take --objective {' or '.join(fitting) or 'with other settings'}, or another model"
         )
-    start = dict(before) if before.get("type") == name else {"type": name}
-    return build_objective({**start, **settings})
+    return objective
 
 
 def evaluate(
@@ -132,7 +132,7 @@ def evaluate(
     """
     from ..configuration_xformer import XFormerConfig
     from ..data import check_tokenizer, load_tokenizer
-    from .trainer import XFormerTrainer
+    from .trainer import ROW_LABELS, XFormerTrainer
 
     trained = training_of(score.model)
     config = load_config(score.model)
@@ -162,7 +162,8 @@ def evaluate(
     if args.world_size > 1:
         trainer.accelerator.end_training()
     figures = {name.removeprefix("eval_"): value for name, value in metrics.items()}
-    kept = {name: value for name, value in figures.items() if name.startswith("aux_")}
+    beside = ("aux_", *(f"{floor}{kind}_" for kind in ROW_LABELS for floor in ("", "floor_")))
+    kept = {name: value for name, value in figures.items() if name.startswith(beside)}
     return {
         "model": score.model,
         "variant": config.model_type,
@@ -205,7 +206,11 @@ def load_model(name: str, objective: Objective) -> PreTrainedModel:
     from ..configuration_xformer import XFormerConfig
     from ..conversion.transfer import quiet
 
-    auto = getattr(transformers, f"AutoModelFor{objective.head}")
+    auto: Any = getattr(transformers, f"AutoModelFor{objective.head}", None)
+    if auto is None:  # a head that transformers does not know
+        from ..variants import family
+
+        auto = family(load_config(name).model_type)[f"For{objective.head}"]
     refuse_damaged_weights(name)
     try:
         with quiet():  # what does not fit is refused below

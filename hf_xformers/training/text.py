@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..objectives import Objective
+from ..objectives.sentence_pairs import SentencePairObjective, sentence_pairs
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
@@ -33,7 +35,8 @@ class TextData:
         metadata={
             "help": (
                 "One document of a text file: a 'line', a 'paragraph', or the file ('document'). Default: the file,"
-                " with its line breaks, for causal models and span corruption; a line for masked ones."
+                " with its line breaks, for causal models and span corruption; a paragraph for pairs of sentences; a"
+                " line for masked tokens."
             )
         },
     )
@@ -135,15 +138,19 @@ def make_rows(
 
     from ..data import pack, tokenize_dataset
 
-    if objective.of_documents:
+    length = objective.raw_block_size(block_size)
+    if objective.rows == "sentences":
         from ..data.sentences import document_rows
 
-        length, longest = objective.raw_block_size(block_size), objective.sentence_length(block_size)
-        return document_rows(texts, tokenizer, length, longest, num_proc=num_proc)
+        return document_rows(texts, tokenizer, length, objective.sentence_length(block_size), num_proc=num_proc)
+    if isinstance(objective, SentencePairObjective):
+        from ..data.sentences import sentence_documents
+
+        cut = dataclasses.replace(objective, max_seq_length=min(length, objective.max_seq_length))
+        return sentence_pairs(sentence_documents(texts, num_proc=num_proc), tokenizer, cut, num_proc=num_proc)
     words = objective.masks_units
     dressed = objective.add_special_tokens and tokenizer.num_special_tokens_to_add() > 0
     tokens = tokenize_dataset(texts, tokenizer, word_ids=words, num_proc=num_proc)
-    length = objective.raw_block_size(block_size)
     for keep_remainder in (True,) if whole else (False, True):
         rows = pack(
             tokens,

@@ -27,6 +27,12 @@ from .segments import SEGMENT_MEMORY, SEGMENT_START, SegmentCarrier, StreamSampl
 
 logger = logging.get_logger(__name__)
 
+# Labels of whole rows beside those of tokens: what figures call them -> (label, the scores of its classes).
+ROW_LABELS = {
+    "sentence": ("next_sentence_label", "seq_relationship_logits"),
+    "order": ("reordering_labels", "reordering_logits"),
+}
+
 
 class XFormerTrainer(Trainer):
     """Trainer with nine differences.
@@ -62,8 +68,8 @@ class XFormerTrainer(Trainer):
         self._aux_sums: dict[str, Tensor] = {}
         self._aux_batches = 0
         self._broken_losses: Tensor | None = None
-        self._eval_aux_names: tuple[str, ...] = ()
-        self._eval_targets: Tensor | int = 0  # how often each token is a target
+        self._eval_names: tuple[str, ...] = ()  # of the columns beside the sums of tokens
+        self._eval_targets: dict[str, Tensor] = {}  # by kind of label: how often each value is a target
         kwargs.setdefault("compute_metrics", self._summarise)
         self.segments = SegmentCarrier() if segment_streams else None
         super().__init__(*args, **kwargs)
@@ -267,26 +273,41 @@ class XFormerTrainer(Trainer):
             outputs = model(**inputs)
         if self.segments is not None:
             self.segments.leave(outputs, training=False)
-        rows = token_statistics(outputs["logits"], inputs["labels"], next_token=self._predicts_next_token)
-        self._count_targets(inputs["labels"], outputs["logits"].shape[-1])
+        logits, labels = outputs["prediction_logits" if "prediction_logits" in outputs else "logits"], inputs["labels"]
+        if labels.ndim == 1:  # of whole rows
+            logits, labels = logits.unsqueeze(1), labels.unsqueeze(1)
+        rows = token_statistics(logits, labels, next_token=self._predicts_next_token)
+        self._count_targets("", labels, logits.shape[-1], next_token=self._predicts_next_token)
         loss = rows[:, 0].sum() / rows[:, 1].sum().clamp(min=1)
         losses = outputs.get("aux_losses") or {}
-        self._eval_aux_names = tuple(sorted(losses))
-        columns = [losses[name].detach().float().mean().expand(len(rows), 1) for name in self._eval_aux_names]
+        names = sorted(losses)
+        columns = [losses[name].detach().float().mean().expand(len(rows), 1) for name in names]
+        names = [f"aux_{name}" for name in names]
+        for kind, (label, scores) in ROW_LABELS.items():
+            if label in inputs and scores in outputs:
+                wanted = inputs[label].view(-1)
+                columns.append((outputs[scores].argmax(-1) == wanted).float()[:, None])
+                names.append(f"{kind}_accuracy")
+                self._count_targets(f"{kind}_", wanted[:, None], outputs[scores].shape[-1])
+        self._eval_names = tuple(names)
         rows = torch.cat([rows, *columns], dim=1)
         return loss, rows, torch.zeros_like(rows[:, 0])  # Trainer wants labels beside predictions
 
-    def _count_targets(self, labels: Tensor, vocab_size: int) -> None:
+    def _count_targets(self, kind: str, labels: Tensor, vocab_size: int, *, next_token: bool = False) -> None:
         """Adds the targets of a batch on all processes, without the rows that only fill the last batch."""
         labels = self.accelerator.pad_across_processes(labels, dim=1, pad_index=IGNORE_INDEX)
         labels = self.accelerator.gather_for_metrics(labels)
-        counts = label_counts(labels, vocab_size, next_token=self._predicts_next_token)
-        self._eval_targets = self._eval_targets + counts
+        counts = label_counts(labels, vocab_size, next_token=next_token)
+        before = self._eval_targets.get(kind)
+        self._eval_targets[kind] = counts if before is None else before + counts
 
     def _summarise(self, prediction: EvalPrediction) -> dict[str, float]:
-        names = tuple(f"aux_{name}" for name in self._eval_aux_names)
-        floor = frequency_floor(self._eval_targets) if isinstance(self._eval_targets, Tensor) else {}
-        return {**summarise(np.asarray(prediction.predictions), names), **floor}
+        floors = {
+            name.replace("floor_", f"floor_{kind}"): value
+            for kind, counts in self._eval_targets.items()
+            for name, value in frequency_floor(counts).items()
+        }
+        return {**summarise(np.asarray(prediction.predictions), self._eval_names), **floors}
 
     # ------------------------------------------------------------------------------------------------ segments
 
@@ -315,7 +336,7 @@ class XFormerTrainer(Trainer):
             columns.append(SEGMENT_START)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self._eval_targets = 0
+        self._eval_targets = {}
         if self.segments is not None:
             self.segments.evaluation = None
         return super().evaluation_loop(*args, **kwargs)

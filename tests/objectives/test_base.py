@@ -54,7 +54,8 @@ def test_registry_holds_the_objectives_and_their_heads():
         "bart_denoising": "Seq2SeqLM",
         "mass": "Seq2SeqLM",
     }
-    assert {name for name, cls in OBJECTIVES.items() if not cls.packed} == {"nsp", "sop"}
+    rows = {name: cls.rows for name, cls in OBJECTIVES.items() if cls.rows != "blocks"}
+    assert rows == {"nsp": "segment_pairs", "sop": "segment_pairs", "sentence_masking": "sentences"}
     assert all(cls.id == name for name, cls in OBJECTIVES.items())
 
 

@@ -37,7 +37,7 @@ class LanguageModeling(Task):
         """
         from ...training.building import language_objective, objectives_for_heads
 
-        fitting = objectives_for_heads(heads)
+        fitting = objectives_for_heads(heads, rows="blocks")
         name = self.options.objective
         if name is None:
             own = [key for key in fitting if (architecture or "").endswith(f"For{language_objective(key).head}")]
