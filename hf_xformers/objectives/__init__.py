@@ -10,6 +10,7 @@ from .mass import MassCollator, MassObjective
 from .sentence_masking import SentenceMaskingCollator, SentenceMaskingObjective
 from .sentence_pairs import NextSentenceObjective, SentenceOrderObjective, SentencePairCollator, sentence_pairs
 from .span_corruption import SpanCorruptionCollator, SpanCorruptionObjective
+from .t5_corruption import T5CorruptionCollator, T5CorruptionObjective
 
 __all__ = [
     "OBJECTIVES",
@@ -30,6 +31,8 @@ __all__ = [
     "SentencePairCollator",
     "SpanCorruptionCollator",
     "SpanCorruptionObjective",
+    "T5CorruptionCollator",
+    "T5CorruptionObjective",
     "build_objective",
     "register",
     "sentence_pairs",

@@ -1,5 +1,7 @@
-"""Masked sequence to sequence pretraining, MASS (Song et al. 2019, arXiv 1905.02450, section 3.2): a fragment of a text
-is masked for the encoder, and the decoder writes it."""
+"""MASS, masked sequence to sequence pretraining: a fragment of a text is masked, and the decoder writes it.
+
+Source: Song et al. 2019 (arXiv 1905.02450), section 3.2, and the released code.
+"""
 
 from __future__ import annotations
 

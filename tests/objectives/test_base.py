@@ -53,6 +53,7 @@ def test_registry_holds_the_objectives_and_their_heads():
         "sentence_masking": "MaskedSentences",
         "bart_denoising": "Seq2SeqLM",
         "mass": "Seq2SeqLM",
+        "t5_corruption": "Seq2SeqLM",
     }
     rows = {name: cls.rows for name, cls in OBJECTIVES.items() if cls.rows != "blocks"}
     assert rows == {"nsp": "segment_pairs", "sop": "segment_pairs", "sentence_masking": "sentences"}
