@@ -59,6 +59,7 @@ CASES: dict[str, Case] = {
     "transformer-xl, segments of 512": Case("xf_transformer_xl", 6, causal=True, segments=True),
     "ernie-doc, segments of 512": Case("xf_ernie_doc", 6, causal=True, segments=True),
     "memformer, segments of 512": Case("xf_memformer", 6, causal=True, segments=True),
+    "recurrent pretrained lm, windows of 512": Case("xf_recurrent_pretrained_lm", 6, causal=True, segments=True),
     "hi-transformer, sentences of 64": Case(
         "xf_hi_transformer", 6, {"stack": {"type": "hi_transformer", "segment_length": 64}}
     ),
@@ -125,7 +126,7 @@ NOTE = (
     "A model (hidden 512, 8 heads, feed-forward 2048, batch 1), forward + backward, against a plain stack of as many"
     " dense layers (xf_bert; xf_gpt2 where the case is causal), and against peers of the same geometry."
     " Transformer-XL: segments of 512 tokens one after the other, with a memory of 512 (ERNIE-Doc: of 128; Memformer:"
-    " of 128 slots)."
+    " of 128 slots; a recurrent pretrained LM: of one key)."
 )
 
 

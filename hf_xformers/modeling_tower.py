@@ -62,6 +62,7 @@ class XFormerTower(XFormerPreTrainedModel):
         """What the components of this tower take, asked once."""
         config, layers = self.config, self.config.layer_configs()
         self.max_length = config.position.max_length(config)
+        self.restarts_after = config.stack.restarts_after(config)
         self.extra_inputs = self.names_of_inputs(config)
         self.text_streams = layers[-1].attention.text_streams if config.add_pooler else ()
         self.takes_pairs = all(layer.attention.explicit_mask for layer in layers)
@@ -240,6 +241,8 @@ class XFormerTower(XFormerPreTrainedModel):
         padding, explicit = read_masks(attention_mask, extent, self.takes_pairs)
         current = extent.query_index()
         positions = token_positions(position_ids, padding, current)
+        if self.restarts_after is not None:
+            positions = positions % self.restarts_after
         chosen = position_ids if attention_mask is None else None  # positions that may say where documents begin
         if self.max_length is not None and (chosen is not None or extent.exceeds(self.max_length)):
             self._check_length(positions)

@@ -192,6 +192,7 @@ class DenseSpec(AttentionSpec):
     splits_heads = True
     keeps_keys_alone = True
     apart_key_states = True
+    reads_carried_keys = True
     rotates_values = True
     exports_usual_path = True
     normalizes_heads = True

@@ -131,6 +131,10 @@ class StackSpec(Spec):
         """Keys and values that a generation cache has room for; None: it grows with the text."""
         return self.memory_slots(config)
 
+    def restarts_after(self, config) -> int | None:
+        """Tokens after which positions begin anew, and nothing sees further back; None: they go on with the text."""
+        return None
+
     def sentences_before(self) -> int:
         """How many sentences before the text's own it reads, as inputs of their own."""
         return 0

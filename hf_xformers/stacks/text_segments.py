@@ -26,13 +26,13 @@ class TextSegments:
                 f"Rows of {hidden_states.shape[1]} tokens are read in segments of {length}, which packed documents and"
                 " prepared masks [B, 1, T, S] do not say how to cut; give one document per row and a mask [B, T]."
             )
-        if context.output_hidden_states or context.output_attentions:
+        if hidden_states.shape[1] > 1 and (context.output_hidden_states or context.output_attentions):
             raise ValueError(
                 f"A text of {hidden_states.shape[1]} tokens is read in segments of {length}, and what every layer gave"
                 " is not kept of all of them; give one segment per call, with the `segment_memory` of the one before."
             )
         self.context, self.position, self.length = context, position, length
-        self.total, real = hidden_states.shape[1], context.padding_mask
+        self.total, real = hidden_states.shape[1], context.query_padding_mask
         self.order = None if real is None else real_first(real)
         self.states = self._aligned(hidden_states)
         self.real = None if real is None or self.order is None else real.gather(1, self.order)

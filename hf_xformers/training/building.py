@@ -169,7 +169,9 @@ def _smallest(limits: Iterable[int | None]) -> int | None:
 
 
 def _longest_by_position(config: XFormerConfig) -> int | None:
-    return _smallest(view.position.max_length(view) for view in config.tower_configs())
+    return _smallest(
+        view.position.max_length(view) for view in config.tower_configs() if view.stack.restarts_after(view) is None
+    )
 
 
 def _shortest_attention(config: XFormerConfig) -> tuple[int, str] | None:

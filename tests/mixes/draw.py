@@ -249,6 +249,12 @@ SOMETIMES: dict[str, tuple[Any, ...]] = {
 }
 _DISAGREEMENT = "disagreement_regularization"
 SOMETIMES |= {
+    "recurrent_windows.window_size": (None, 1, 2, 3, 5, 10**9),
+    "recurrent_windows.extract_layer": (None, 0, 1, 8),
+    "recurrent_windows.insert_layer": (None, 0, 1, -1),
+    "recurrent_windows.recurrence_layers": (1, 2, 0),
+}
+SOMETIMES |= {
     "losses": (
         (),
         (_DISAGREEMENT,),

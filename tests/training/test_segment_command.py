@@ -93,10 +93,12 @@ def test_evaluation_carries_the_memory(text, tmp_path, capsys):
     assert by_hand(True) != pytest.approx(by_hand(False), rel=1e-4)
 
 
-def test_resumption_is_exact(text, tmp_path):
+@pytest.mark.parametrize("variant", ["transformer_xl", "recurrent_pretrained_lm"])
+def test_resumption_is_exact(text, tmp_path, variant):
     """From the middle of an epoch and past its border; dropout is on. An epoch leaves out what fills no batch."""
     options = {
-        "variant": "transformer_xl",
+        "variant": variant,
+        "stack.window_size": 8 if variant == "recurrent_pretrained_lm" else None,
         "hidden_dropout_prob": 0.1,
         "max_steps": None,
         "num_train_epochs": 2,
@@ -135,7 +137,7 @@ def test_refusals(text, tmp_path, capsys):
         "--segment_streams carries a segment memory from row to row, and 'xf_gpt2' with stack 'plain' has none"
         in message
     )
-    assert "xf_compressive_transformer, xf_ernie_doc, xf_memformer, xf_transformer_xl" in message
+    assert "xf_compressive_transformer, xf_ernie_doc, xf_memformer, xf_recurrent" in message
     assert "--streaming does not know how many" in refused(
         variant="transformer_xl", segment_streams=True, streaming=True
     )

@@ -23,6 +23,9 @@ from .head_parts import HeadAggregation, HeadLoss, HeadLossModule, Heads, build_
 
 # A stream with the states [B, S, D] that keys and values are made of where they are not the queries' own.
 KEY_STATES = "key_states"
+# Streams with keys and values [B, K, n, d] that a stack has made, which stand before those of the tokens and are in no
+# cache: the keys that the context counts begin with them.
+CARRIED_KEYS, CARRIED_VALUES = "carried_keys", "carried_values"
 
 
 class Attention(Undecayed, Sublayer):
@@ -183,7 +186,11 @@ class Attention(Undecayed, Sublayer):
         cache = self_attention_cache(past_key_values)
         if cache is not None:
             key, value = cache.update(key, value, step)
-        return query, self.turned_late(key, context), value
+        key, carried = self.turned_late(key, context), context.streams.get(CARRIED_KEYS)
+        if carried is not None:
+            key = torch.cat([carried.to(key.dtype), key], dim=2)
+            value = torch.cat([context.streams[CARRIED_VALUES].to(value.dtype), value], dim=2)
+        return query, key, value
 
     def turned(self, query: Tensor, key: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
         """query [B, H, T, d] and key [B, K, T, d] of the current tokens -> the same, rotated as they go into a cache;
@@ -334,7 +341,8 @@ class AttentionSpec(Spec):
     reads what a stack makes of all layers at earlier steps. pooled_queries: queries may be fewer than keys, each with
     a place of its own. scattered_queries: queries may stand anywhere among the keys, and a stack may say which pairs
     are in sight. reads_axes: its layers read the rows and the columns of a grid by turns. apart_key_states: with
-    a position inside it, keys and values may be made of other states than queries are. maps_tokens: it does a
+    a position inside it, keys and values may be made of other states than queries are. reads_carried_keys: a stack may
+    put keys and values of its own before those of the tokens. maps_tokens: it does a
     feed-forward's work, too. keeps_rotated: its state for generation holds what rotations have made of earlier keys,
     which cannot be turned anew. knows_order: it knows the order of tokens by parameters of its own, without a
     position. rotates_values: a rotation may turn values and its output. exports_usual_path: its usual path is made of
@@ -385,6 +393,7 @@ class AttentionSpec(Spec):
     scattered_queries: ClassVar[bool] = False
     reads_axes: ClassVar[bool] = False
     apart_key_states: ClassVar[bool] = False
+    reads_carried_keys: ClassVar[bool] = False
     maps_tokens: ClassVar[bool] = False
     keeps_rotated: ClassVar[bool] = False
     knows_order: ClassVar[bool] = False
@@ -537,6 +546,8 @@ def literal_softmax_attention(
 
 
 __all__ = [
+    "CARRIED_KEYS",
+    "CARRIED_VALUES",
     "KEY_STATES",
     "Attention",
     "AttentionSpec",
