@@ -124,20 +124,32 @@ class Experts(nn.Module):
     every backward pass, chosen or not.
     """
 
-    def __init__(self, num_experts: int, width: int, inner: int, *, activation: str, bias: bool, dropout: float):
+    def __init__(
+        self,
+        num_experts: int,
+        width: int,
+        inner: int,
+        *,
+        activation: str,
+        bias: bool,
+        dropout: float,
+        slices: int = 1,
+    ):
+        """slices: how many parts both projections are cut into by their outputs; each part has its experts."""
         super().__init__()
-        self.num_experts, self.dropout = num_experts, dropout
+        self.num_experts, self.slices, self.dropout = num_experts, slices, dropout
         self.activation = ACT2FN[activation]
-        self.up_proj = nn.Parameter(torch.empty(num_experts, inner, width))
-        self.down_proj = nn.Parameter(torch.empty(num_experts, width, inner))
-        self.up_bias = nn.Parameter(torch.zeros(num_experts, inner)) if bias else None
-        self.down_bias = nn.Parameter(torch.zeros(num_experts, width)) if bias else None
+        up, down = (slices * num_experts, inner // slices), (slices * num_experts, width // slices)
+        self.up_proj = nn.Parameter(torch.empty(*up, width))
+        self.down_proj = nn.Parameter(torch.empty(*down, inner))
+        self.up_bias = nn.Parameter(torch.zeros(up)) if bias else None
+        self.down_bias = nn.Parameter(torch.zeros(down)) if bias else None
 
     def start(self, config, init, scale: float | None = None) -> None:
         """As the config's initializer starts dense projections; with `scale` s: truncated normal of variance s / fan
         in."""
         for weight, writes in ((self.up_proj, False), (self.down_proj, True)):
-            fan_out, fan_in = weight.shape[1:]
+            fan_out, fan_in = weight.shape[1] * self.slices, weight.shape[2]
             if scale is not None:
                 std = (scale / fan_in) ** 0.5
                 init.trunc_normal_(weight, mean=0.0, std=std, a=-2 * std, b=2 * std)
@@ -385,15 +397,18 @@ class ExpertsSpec(DenseForm):
         return layer_idx % every == every - 1
 
     def make_experts(self, config, num_experts: int | None = None) -> Experts:
-        dropout = config.activation_dropout_prob if self.expert_dropout is None else self.expert_dropout
         return Experts(
             self.num_experts if num_experts is None else num_experts,
             config.hidden_size,
             config.intermediate_size,
             activation=self.activation,
             bias=self.bias,
-            dropout=float(dropout),
+            dropout=self.inner_dropout(config),
         )
+
+    def inner_dropout(self, config) -> float:
+        """Dropout inside the experts."""
+        return float(config.activation_dropout_prob if self.expert_dropout is None else self.expert_dropout)
 
     def build_sparse(self, config, layer_idx: int) -> nn.Module:
         """The module of a layer with experts."""

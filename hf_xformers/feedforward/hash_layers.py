@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -17,10 +16,14 @@ from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from .base import FeedForward
 from .dense import DenseFeedForward
 from .experts import Experts, ExpertsSpec, real_tokens
+from .multi_hash import MultiHashExperts
+from .token_maps import balanced_map, dispersed_map, k_means
 
 _PRIME = 2**31 - 1
 # What a call found out about earlier tokens, [B, T] in `context.shared`.
 _PREVIOUS = "previous_ids"
+# Maps that are tables, made from data or from vectors.
+_TABLES = ("balanced", "clustered", "dispersed")
 
 
 class LastIdLayer(RecurrentStateLayer):
@@ -76,34 +79,52 @@ class HashExperts(FeedForward):
     `position`: the same map of a token's position instead of its id; `previous`: of the id before it, h(w_{t-1});
     `bigram`: of both, h(w_{t-1}, w_t) = ((a w_t + c w_{t-1} + b) mod p) mod E. The first token of a text follows an id
     of its own, V. The last id is the state for decoding.
-    `balanced`: a table that [`balance`] fills from token frequencies and that is saved with the model; until then it
-    is the random one.
+    `balanced`: a table that [`balance`] fills from token frequencies; `clustered` and `dispersed`: tables that
+    [`cluster`] fills from vectors of the tokens. Tables are saved with the model; until they are filled, they are the
+    random map.
+    multi_hash: N maps choose N slices of the network ([`MultiHashExperts`]).
     """
 
     experts: Experts
     spec: HashLayersSpec
-    table: Tensor  # where `hash` is 'balanced'
+    table: Tensor  # where the map is a table: [V], or [N, V]
 
     def __init__(self, config, spec: HashLayersSpec, layer_idx: int):
         super().__init__()
-        self.spec = spec
-        drawn = random.Random(f"{spec.seed}/{layer_idx}")  # text seeds are the same in every process
-        self.factor, self.offset = drawn.randrange(1, _PRIME), drawn.randrange(_PRIME)
-        self.factor_before = drawn.randrange(1, _PRIME)
+        self.spec, self.layer_idx = spec, layer_idx
+        # Text seeds are the same in every process.
+        drawn = random.Random(f"{spec.seed}/{layer_idx}")
+        self.hashes = [
+            (drawn.randrange(1, _PRIME), drawn.randrange(_PRIME), drawn.randrange(1, _PRIME))
+            for _ in range(spec.multi_hash)
+        ]
         self.nothing = config.vocab_size
         self.experts = spec.make_experts(config)
-        if spec.hash == "balanced":
-            self.register_buffer("table", torch.zeros(config.vocab_size, dtype=torch.long))
+        if spec.hash in _TABLES:
+            parts = (spec.multi_hash,) if spec.multi_hash > 1 else ()
+            self.register_buffer("table", torch.zeros(*parts, config.vocab_size, dtype=torch.long))
 
     def initialize(self, config, init) -> None:
         self.experts.start(config, init)
-        if self.spec.hash == "balanced":
-            init.copy_(self.table, self.spread(torch.arange(self.table.shape[0])))
+        if self.spec.hash in _TABLES:
+            init.copy_(self.table, self.random_table())
 
     def spread(self, ids: Tensor, before: Tensor | int = 0) -> Tensor:
-        """The random map."""
-        mixed = ids * self.factor + before * self.factor_before + self.offset
-        return mixed.remainder(_PRIME).remainder(self.spec.num_experts)
+        """The random map of `ids` [...]: [...], or [..., N]."""
+        found = [
+            (ids * factor + before * factor_before + offset).remainder(_PRIME).remainder(self.spec.num_experts)
+            for factor, offset, factor_before in self.hashes
+        ]
+        return found[0] if len(found) == 1 else torch.stack(found, dim=-1)
+
+    def random_table(self) -> Tensor:
+        """The random map of all ids, [V] or [N, V]."""
+        return self.spread(torch.arange(self.table.shape[-1], device=self.table.device)).t()
+
+    @property
+    def unfilled(self) -> bool:
+        """Whether the map is a table that nobody has made yet."""
+        return self.spec.hash in _TABLES and torch.equal(self.table, self.random_table())
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
         """Finds the ids before those of the call, once for all layers, and keeps the last one in the cache."""
@@ -113,7 +134,7 @@ class HashExperts(FeedForward):
             context.shared[_PREVIOUS] = previous_ids(ids, context, cache, self.nothing)
 
     def choose(self, context: LayerContext | None) -> Tensor:
-        """Experts [B or 1, T]."""
+        """Experts [B or 1, T], or [B or 1, T, N]."""
         if context is not None and self.spec.hash == "position":
             return self.spread(context.positions)
         ids = None if context is None else context.inputs.get("input_ids")
@@ -121,8 +142,8 @@ class HashExperts(FeedForward):
             raise ValueError(
                 "feedforward 'hash_layers' chooses experts by token id; give `input_ids`, not embeddings."
             )
-        if self.spec.hash == "balanced":
-            return self.table[ids]
+        if self.spec.hash in _TABLES:
+            return self.table[ids] if self.spec.multi_hash == 1 else self.table.t()[ids]
         if not self.spec.reads_previous:
             return self.spread(ids)
         before = context.shared[_PREVIOUS]  # type: ignore[union-attr]
@@ -134,10 +155,15 @@ class HashExperts(FeedForward):
         Raises:
             ValueError: the model was given `inputs_embeds`, which have no ids.
         """
-        chosen = self.choose(context).expand(hidden_states.shape[:2]).reshape(-1)
-        chosen = chosen.masked_fill(~real_tokens(hidden_states, context), self.spec.num_experts)
-        output = self.experts(hidden_states.flatten(0, 1), chosen[:, None], None)
+        chosen = self.choose(context).unflatten(1, (-1, 1)) if self.spec.multi_hash == 1 else self.choose(context)
+        chosen = chosen.expand(*hidden_states.shape[:2], -1).flatten(0, 1)
+        chosen = chosen.masked_fill(~real_tokens(hidden_states, context)[:, None], self.spec.num_experts)
+        output = self.experts(hidden_states.flatten(0, 1), chosen, None)
         return SublayerOutput(output.view_as(hidden_states))
+
+
+def _layers(model: nn.Module, *maps: str) -> list[HashExperts]:
+    return [module for module in model.modules() if isinstance(module, HashExperts) and module.spec.hash in maps]
 
 
 @torch.no_grad()
@@ -150,9 +176,7 @@ def balance(model: nn.Module, counts: Sequence[int] | Tensor) -> None:
     Raises:
         ValueError: no such layer, or the wrong number of counts.
     """
-    layers = [
-        module for module in model.modules() if isinstance(module, HashExperts) and module.spec.hash == "balanced"
-    ]
+    layers = _layers(model, "balanced")
     if not layers:
         raise ValueError(
             "`balance` fills the tables of feedforward 'hash_layers' with `hash='balanced'`; there are none."
@@ -163,13 +187,81 @@ def balance(model: nn.Module, counts: Sequence[int] | Tensor) -> None:
             raise ValueError(
                 f"`counts` has {len(numbers)} entries for a vocabulary of {layer.table.shape[0]}; give one each."
             )
-        load = [(0.0, expert) for expert in range(layer.spec.num_experts)]
-        table = [0] * len(numbers)
-        for token in sorted(range(len(numbers)), key=lambda index: (-numbers[index], index)):
-            filled, expert = heapq.heappop(load)
-            table[token] = expert
-            heapq.heappush(load, (filled + numbers[token], expert))
-        layer.table.copy_(torch.tensor(table))
+        layer.table.copy_(balanced_map(numbers, layer.spec.num_experts))
+
+
+@torch.no_grad()
+def cluster(model: nn.Module, vectors: Tensor | nn.Module) -> None:
+    """Fills the tables of all `hash="clustered"` and `hash="dispersed"` layers (Roller et al. 2021, section 3.1).
+
+    The vectors of the tokens are cut into as many clusters as there are experts by k-means, under the spec's seed.
+    Clustered: a token goes to the expert of its cluster, whose mean is nearest; experts get what clusters have, which
+    is not the same for all. Dispersed: the tokens of each cluster are dealt out to all experts evenly.
+
+    vectors: [V, d], one for each vocabulary entry; or a trained model with the same vocabulary (transformers' or this
+    package's, a baseline without experts say), whose input embeddings they are.
+
+    Raises:
+        ValueError: no such layer; vectors that are too few, not finite, or fewer different ones than experts.
+    """
+    layers = _layers(model, "clustered", "dispersed")
+    if not layers:
+        raise ValueError(
+            "`cluster` fills the tables of feedforward 'hash_layers' with `hash='clustered'` or 'dispersed'; there are"
+            " none."
+        )
+    size = layers[0].table.shape[-1]
+    vectors = vectors if isinstance(vectors, Tensor) else _token_vectors(vectors, size)
+    if vectors.ndim != 2 or len(vectors) != size or not bool(vectors.isfinite().all()):
+        raise ValueError(
+            f"`vectors` holds {list(vectors.shape)} numbers for a vocabulary of {size}; give one vector of finite"
+            " numbers for each entry."
+        )
+    for layer in layers:
+        spec, tables = layer.spec, []
+        clusters = k_means(vectors, spec.num_experts, torch.Generator().manual_seed(spec.seed))
+        for part in range(spec.multi_hash):
+            seed = random.Random(f"{spec.seed}/{layer.layer_idx}/{part}").getrandbits(62)
+            dealt = dispersed_map(clusters, spec.num_experts, torch.Generator().manual_seed(seed))
+            tables.append(clusters if spec.hash == "clustered" else dealt)
+        layer.table.copy_(tables[0] if spec.multi_hash == 1 else torch.stack(tables))
+
+
+def _token_vectors(model: nn.Module, size: int) -> Tensor:
+    """[V, d]"""
+    embeddings = model.get_input_embeddings()  # type: ignore[operator]
+    weight = getattr(embeddings, "weight", None)
+    if isinstance(weight, Tensor) and weight.ndim == 2:
+        return weight
+    device = next(model.parameters()).device
+    return torch.cat([embeddings(ids[None])[0] for ids in torch.arange(size, device=device).split(4096)])
+
+
+def make_maps(model: nn.Module, counts: Callable[[], Tensor] | None) -> None:
+    """Before training from nothing: balances the tables that are still unfilled.
+
+    counts: makes how often each id occurs, [V]; None: that is not known.
+
+    Raises:
+        ValueError: a table that cannot be filled from counts, or no counts.
+    """
+    for layer in _layers(model, *_TABLES):
+        if not layer.unfilled:
+            continue
+        if layer.spec.hash != "balanced":
+            raise ValueError(
+                f"feedforward 'hash_layers' with `hash={layer.spec.hash!r}` makes its map from vectors of the tokens,"
+                " which a model that starts from nothing does not have; build it, call"
+                " `hf_xformers.feedforward.hash_layers.cluster(model, trained_model)`, save it with its tokenizer, and"
+                " train from there with --init_from."
+            )
+        if counts is None:
+            raise ValueError(
+                "feedforward 'hash_layers' with `hash='balanced'` counts the tokens of the training text before it"
+                " begins, which a stream does not allow; leave --streaming out, or take `hash='random'`."
+            )
+        balance(model, counts())
+        return
 
 
 @register("feedforward", "hash_layers", aliases=("hash",))
@@ -177,8 +269,10 @@ class HashLayersSpec(ExpertsSpec):
     """One expert per token, by its id.
 
     layers: which layers have experts (`None`: the eighth, or the last of fewer; `every` is not read). hash: `random`,
-    `balanced` with the help of [`balance`], `bigram` (with the token before), `previous` (the token before alone), or
-    `position` (the token's place, section 3.1, says which). seed: of the random map.
+    `balanced` with the help of [`balance`], `bigram` (with the token before), `previous` (the token before alone),
+    `position` (the token's place, section 3.1, says which), `clustered` (near tokens share an expert) or `dispersed`
+    (near tokens have different ones), both with the help of [`cluster`]. multi_hash: how many hashes choose a slice
+    each of a token's network (section 3.2). seed: of all that is drawn for the maps.
     """
 
     summary = "the token's id chooses the expert"
@@ -186,7 +280,8 @@ class HashLayersSpec(ExpertsSpec):
 
     num_experts: int = aliased(32, "experts")
     layers: tuple[int, ...] | None = None
-    hash: Literal["random", "balanced", "bigram", "previous", "position"] = "random"
+    hash: Literal["random", "balanced", "bigram", "previous", "position", "clustered", "dispersed"] = "random"
+    multi_hash: int = 1
     seed: int = 42
 
     @property
@@ -194,8 +289,24 @@ class HashLayersSpec(ExpertsSpec):
         """Whether the token before another has a say in its expert."""
         return self.hash in ("bigram", "previous")
 
+    def check_fields(self) -> None:
+        super().check_fields()
+        if self.multi_hash < 1:
+            raise ValueError(f"hash_layers needs `multi_hash` >= 1, got {self.multi_hash}.")
+        if self.multi_hash > 1 and self.hash in ("balanced", "clustered"):
+            raise ValueError(
+                f"hash_layers: `hash={self.hash!r}` is one map, and `multi_hash={self.multi_hash}` needs as many"
+                " different ones; take 'random', 'dispersed', 'bigram', 'previous' or 'position'."
+            )
+
     def check(self, config) -> None:
         super().check(config)
+        for name in ("hidden_size", "intermediate_size"):
+            if getattr(config, name) % self.multi_hash:
+                raise ValueError(
+                    f"feedforward 'hash_layers' cuts `{name}` {getattr(config, name)} into `multi_hash`"
+                    f" {self.multi_hash} equal slices; take a divisor of it."
+                )
         if not config.stack.keeps_tokens:
             raise ValueError(
                 f"feedforward 'hash_layers' chooses experts by token id, but the layers of stack {config.stack.type!r}"
@@ -212,6 +323,19 @@ class HashLayersSpec(ExpertsSpec):
         layers = (min(7, config.num_hidden_layers - 1),) if self.layers is None else self.layers
         return layer_idx in layers
 
+    def make_experts(self, config, num_experts: int | None = None) -> Experts:
+        if self.multi_hash == 1:
+            return super().make_experts(config, num_experts)
+        return MultiHashExperts(
+            self.num_experts if num_experts is None else num_experts,
+            config.hidden_size,
+            config.intermediate_size,
+            activation=self.activation,
+            bias=self.bias,
+            dropout=self.inner_dropout(config),
+            slices=self.multi_hash,
+        )
+
     def build(self, config, **where) -> nn.Module:
         layer_idx = where.get("layer_idx", 0)
         if not self.is_sparse(config, layer_idx):
@@ -219,4 +343,4 @@ class HashLayersSpec(ExpertsSpec):
         return HashExperts(config, self, layer_idx)
 
 
-__all__ = ["HashExperts", "HashLayersSpec", "balance"]
+__all__ = ["HashExperts", "HashLayersSpec", "balance", "cluster", "make_maps"]

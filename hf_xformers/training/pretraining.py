@@ -15,6 +15,7 @@ from ..conversion.provenance import carry_provenance
 from ..core.changes import merge_changes
 from ..core.finite import refuse_non_finite
 from ..core.saved_files import STATE_FILE, SUMMARY_FILE, refuse_damaged_weights, saving_into, write_json
+from ..feedforward.hash_layers import make_maps
 from ..objectives import Objective, build_objective
 from .building import (
     SHAPES,
@@ -49,6 +50,7 @@ from .text import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
     from ..configuration_xformer import XFormerConfig
@@ -299,6 +301,8 @@ def train(
     from .trainer import XFormerTrainer
 
     model = start_model(prepared, args, adapted=adapters is not None)
+    if prepared.checkpoint is None:
+        make_maps(model, _token_counts(prepared))
     if adapters is not None:
         adapters.put(model)
     if prepared.validation is None:
@@ -366,6 +370,23 @@ def _rows(dataset: Any) -> int | None:
     if dataset is None:
         return 0
     return len(dataset) if hasattr(dataset, "__len__") else None
+
+
+def _token_counts(prepared: Prepared) -> Callable[[], Tensor] | None:
+    """What counts how often each id of the vocabulary occurs in the rows to train on, [V]; None for a stream."""
+    if _rows(prepared.train) is None:
+        return None
+
+    def count() -> Tensor:
+        import torch
+
+        counts = torch.zeros(prepared.config.vocab_size, dtype=torch.long)
+        for row in prepared.train:
+            ids = torch.as_tensor(row["input_ids"])
+            counts.index_add_(0, ids, torch.ones_like(ids))
+        return counts
+
+    return count
 
 
 def check_steps(args: TrainingArguments) -> None:

@@ -31,8 +31,11 @@ INFO = VariantInfo(
     notes=(
         "Needs `input_ids`; `inputs_embeds` are refused. The random map is a hash function; with `hash: balanced` it"
         " is a table, filled by `hf_xformers.feedforward.hash_layers.balance(model, counts)` from token frequencies"
-        " and saved with the model; with `hash: position` the token's place chooses. In masked language modelling all"
-        " masked positions share one expert."
+        " (`hf-xformers pretrain` counts those of its text) and saved with the model. With `hash: clustered` tokens of"
+        " like vectors share an expert, with `hash: dispersed` they have different ones: `cluster(model, vectors)` of"
+        " the same module makes that table by k-means, from vectors or from a trained model's embeddings. With `hash:"
+        " position` the token's place chooses. `multi_hash: N` puts each token's network together from N slices that N"
+        " hashes choose. In masked language modelling all masked positions share one expert."
     ),
 )
 

@@ -6,7 +6,8 @@ from transformers import DynamicCache
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, build_spec
 from hf_xformers.feedforward.dense import DenseFeedForward
-from hf_xformers.feedforward.hash_layers import HashExperts, balance
+from hf_xformers.feedforward.hash_layers import HashExperts, balance, cluster, make_maps
+from hf_xformers.feedforward.token_maps import k_means
 from tests.feedforward.expert_helpers import build, context, expert, make_config, padded, vectors
 from tests.helpers import close, make_strong
 
@@ -44,14 +45,14 @@ def test_the_token_before(kind, case):
     call = context(2, 6, mask, segments, input_ids=ids)
     module.prepare(call, None)
     output = module(states, call).output
-    before = before_by_hand(ids, mask, segments)
+    before, ((factor, offset, factor_before),) = before_by_hand(ids, mask, segments), module.hashes
     for b in range(2):
         for t in range(6):
             if mask is not None and not mask[b, t]:
                 continue
             w, u = int(ids[b, t]), int(before[b, t])
-            mixed = module.factor * u if kind == "previous" else module.factor * w + module.factor_before * u
-            close(output[b, t], expert(module.experts, (mixed + module.offset) % (2**31 - 1) % 4, states[b, t]))
+            mixed = factor * u if kind == "previous" else factor * w + factor_before * u
+            close(output[b, t], expert(module.experts, (mixed + offset) % (2**31 - 1) % 4, states[b, t]))
 
 
 @torch.no_grad()
@@ -114,11 +115,11 @@ def test_formula(kind):
     module, states, ids = build({**SPEC, "hash": kind, "bias": True}), vectors(2, 5), ids_of(2, 5)
     if kind == "balanced":
         module.table.copy_(torch.arange(module.table.shape[0]) % 3)
-    output = module(states, context(2, 5, input_ids=ids)).output
+    output, ((factor, offset, _),) = module(states, context(2, 5, input_ids=ids)).output, module.hashes
     for b in range(2):
         for t in range(5):
             w = t if kind == "position" else int(ids[b, t])
-            number = w % 3 if kind == "balanced" else (module.factor * w + module.offset) % (2**31 - 1) % 4
+            number = w % 3 if kind == "balanced" else (factor * w + offset) % (2**31 - 1) % 4
             close(output[b, t], expert(module.experts, number, states[b, t]))
 
 
@@ -156,7 +157,7 @@ def test_the_map():
     config = make_config(num_hidden_layers=9)
     spec = build_spec("feedforward", {**SPEC, "num_experts": 8, "layers": (1, 2)})
     one, same, other = (spec.build(config, layer_idx=index) for index in (1, 1, 2))
-    assert (one.factor, one.offset) == (1923856835, 1132483567)
+    assert one.hashes[0][:2] == (1923856835, 1132483567)
     ids = torch.arange(8000)
     assert torch.equal(one.spread(ids), same.spread(ids)) and not torch.equal(one.spread(ids), other.spread(ids))
     seeded = build_spec("feedforward", {**SPEC, "num_experts": 8, "seed": 1}).build(config, layer_idx=1)
@@ -219,3 +220,139 @@ def test_positions_choose_while_decoding():
     longer = torch.cat([ids_of(1, 2, seed=3), ids], 1)
     mask = torch.tensor([[0, 0] + [1] * 7])
     close(model(input_ids=longer, attention_mask=mask).logits[:, 2:], whole, 1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ maps from vectors
+
+
+def blobs(count=30, kinds=4, width=5):
+    """Vectors around far apart points, and the point of each."""
+    drawn = torch.Generator().manual_seed(3)
+    kind = torch.randint(0, kinds, (count,), generator=drawn)
+    return 20 * torch.eye(kinds, width)[kind] + torch.randn(count, width, generator=drawn), kind
+
+
+def table_of(net):
+    return net.model.trunk.layers[1].feedforward.table
+
+
+def test_k_means():
+    """Far apart groups are found; elsewhere each vector is nearest to the mean of its own cluster, and none is
+    empty."""
+    vectors, kind = blobs()
+    found = k_means(vectors, 4, torch.Generator().manual_seed(0))
+    assert torch.equal(found[:, None] == found, kind[:, None] == kind)
+    vectors = torch.randn(200, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = k_means(vectors, 16, torch.Generator().manual_seed(0))
+    means = torch.stack([vectors[found == number].mean(0) for number in range(16)])
+    assert torch.equal((vectors[:, None] - means).square().sum(-1).argmin(-1), found)
+    twice = vectors[:3].repeat(5, 1)  # three different vectors make three clusters and no more
+    assert len(k_means(twice, 3, torch.Generator().manual_seed(0)).unique()) == 3
+    with pytest.raises(ValueError, match="4 clusters need .* only 3 are"):
+        k_means(twice, 4, torch.Generator().manual_seed(0))
+
+
+def test_clustered_map(tmp_path):
+    """Near tokens share an expert; the map is the same every time, and comes back with the checkpoint."""
+    net, (vectors, kind) = model(hash="clustered"), blobs()
+    assert net.model.trunk.layers[1].feedforward.unfilled
+    cluster(net, vectors)
+    table = table_of(net).clone()
+    assert torch.equal(table[:, None] == table, kind[:, None] == kind)
+    cluster(net, vectors)
+    assert torch.equal(table_of(net), table)
+    net.save_pretrained(tmp_path)
+    assert torch.equal(table_of(XFormerForCausalLM.from_pretrained(tmp_path)), table)
+    baseline = XFormerForCausalLM(XFormerConfig(**SIZES | {"hidden_size": 6}))
+    with torch.no_grad():
+        baseline.get_input_embeddings().weight[:, :5] = vectors
+    cluster(net, baseline)  # of a model
+    assert torch.equal(table_of(net)[:, None] == table_of(net), kind[:, None] == kind)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_dispersed_map(parts):
+    """The tokens of each group are spread evenly, and so are all; several hashes spread them differently."""
+    net, (vectors, kind) = model(hash="dispersed", multi_hash=parts), blobs()
+    cluster(net, vectors)
+    tables = table_of(net).view(parts, -1)
+    for table in tables:
+        for group in [kind == number for number in range(4)] + [kind >= 0]:
+            loads = torch.bincount(table[group], minlength=4)
+            assert loads.max() - loads.min() <= 1
+    assert parts == 1 or not torch.equal(*tables)
+    assert net(ids_of(2, 6)).logits.isfinite().all()
+
+
+def test_maps_that_cannot_be():
+    with pytest.raises(ValueError, match="there are none"):
+        cluster(model(hash="balanced"), blobs()[0])
+    net = model(hash="dispersed")
+    with pytest.raises(ValueError, match=r"\[7, 5\] numbers for a vocabulary of 30"):
+        cluster(net, blobs()[0][:7])
+    with pytest.raises(ValueError, match="finite"):
+        cluster(net, blobs()[0] / 0)
+    with pytest.raises(ValueError, match="makes its map from vectors.*cluster.*--init_from"):
+        make_maps(net, lambda: torch.ones(30))
+    cluster(net, blobs()[0])
+    make_maps(net, None)  # there is one
+    net = model(hash="balanced")
+    with pytest.raises(ValueError, match="a stream does not allow"):
+        make_maps(net, None)
+    make_maps(net, lambda: torch.arange(30))
+    assert not net.model.trunk.layers[1].feedforward.unfilled
+
+
+# ------------------------------------------------------------------------------------------------ several hashes
+
+
+@pytest.mark.parametrize("kind", ["random", "bigram", "position", "dispersed"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_multi_hash(kind, bias):
+    """Section 3.2 by a loop: v = relu([B_k1 x; B_k2 x]), y = [C_k1 v; C_k2 v]; padding gives zeros."""
+    module = build({**SPEC, "hash": kind, "multi_hash": 2, "bias": bias}, vocab_size=40)
+    states, ids = vectors(2, 6), ids_of(2, 6)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6]).bool()
+    if kind == "dispersed":
+        module.table.copy_(torch.randint(0, 4, (2, 40), generator=torch.Generator().manual_seed(5)))
+    call = context(2, 6, mask, input_ids=ids)
+    module.prepare(call, None)
+    output, before = module(states, call).output, before_by_hand(ids, mask, nothing=40)
+    net = module.experts
+    up, down = net.up_proj.view(2, 4, 5, 6), net.down_proj.view(2, 4, 3, 10)
+    up_bias = net.up_bias.view(2, 4, 5) if bias else torch.zeros(2, 4, 5)
+    down_bias = net.down_bias.view(2, 4, 3) if bias else torch.zeros(2, 4, 3)
+    different = 0
+    for b in range(2):
+        for t in range(6):
+            if not mask[b, t]:
+                assert (output[b, t] == 0).all()
+                continue
+            w, chosen = (t if kind == "position" else int(ids[b, t])), []
+            for m, (factor, offset, factor_before) in enumerate(module.hashes):
+                mixed = factor * w + offset + (factor_before * int(before[b, t]) if kind == "bigram" else 0)
+                chosen.append(int(module.table[m, w]) if kind == "dispersed" else mixed % (2**31 - 1) % 4)
+            inner = [up[m, k] @ states[b, t] + up_bias[m, k] for m, k in enumerate(chosen)]
+            inner = torch.cat(inner).clamp(min=0)
+            close(output[b, t], torch.cat([down[m, k] @ inner + down_bias[m, k] for m, k in enumerate(chosen)]))
+            different += chosen[0] != chosen[1]
+    assert different
+
+
+def test_multi_hash_trains():
+    """As many parameters as one hash has; each gets a gradient, which is that of finite differences."""
+    one, two = build(SPEC), build({**SPEC, "multi_hash": 2})
+    assert sum(p.numel() for p in one.parameters()) == sum(p.numel() for p in two.parameters())
+    ids = ids_of(1, 7)
+    torch.autograd.gradcheck(
+        lambda states, up, down: (
+            torch.func.functional_call(
+                two, {"experts.up_proj": up, "experts.down_proj": down}, (states, context(1, 7, input_ids=ids))
+            ).output
+        ),
+        (vectors(1, 7).requires_grad_(), two.experts.up_proj, two.experts.down_proj),
+    )
+    with pytest.raises(ValueError, match="`multi_hash=2` needs as many"):
+        build_spec("feedforward", {**SPEC, "hash": "balanced", "multi_hash": 2})
+    with pytest.raises(ValueError, match="`intermediate_size` 16 into `multi_hash` 3 equal"):
+        XFormerConfig(**SIZES, feedforward={**SPEC, "multi_hash": 3})

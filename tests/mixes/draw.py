@@ -197,6 +197,7 @@ SOMETIMES: dict[str, tuple[Any, ...]] = {
     "cpe.layers": ((0,), (0, 1), (1,), (), (5,)),
     "grid_size": (None, (3, 4), (2, 2)),
     "hash_layers.layers": (None, (1,), (0, 1), (7,)),
+    "hash_layers.multi_hash": (1, 1, 2, 4, 0),
     "localness.layers": (None, 1, 2, 7, 0),
     "hard_coded_gaussian.offsets": (None, (0,), (-1, 2), (0, -1, -2, -5), (1, 3), (0, 1, 2), (), (-20,)),
     "hard_coded_gaussian.std": (1.0, 0.5, 2, 4.0, 0),

@@ -24,7 +24,7 @@ from hf_xformers.training.building import (
 )
 from hf_xformers.training.pretraining import ModelChoice, Preparation, planned_steps
 from hf_xformers.training.text import TextData, load_splits, make_rows
-from hf_xformers.variants import config_class
+from hf_xformers.variants import config_class, family
 from tests.training.runs import SHAPE, flags, history, pretrain, summary, weights, write_text
 
 AUTO = {"mlm": AutoModelForMaskedLM, "clm": AutoModelForCausalLM, "span": AutoModelForSeq2SeqLM}
@@ -343,3 +343,15 @@ def test_positions_grow_to_the_targets():
         config_class("bart"), "tiny", span, fields=grown_positions(config, longest_sequence(span, 60))
     )
     assert choose_block_size(grown, span, "tiny", 60) == 60
+
+
+def test_maps_of_hash_layers_come_from_the_text(text, tmp_path, capsys):
+    """A balanced map is made of the rows' tokens; one of vectors is asked for before training."""
+    options = {"variant": "hash_layers", "feedforward.num_experts": 4, "max_steps": 1}
+    balanced = pretrain(text, tmp_path / "balanced", **options, **{"feedforward.hash": "balanced"})
+    table = next(value for name, value in weights(balanced).items() if name.endswith("feedforward.table"))
+    layer = family("xf_hash_layers")["ForMaskedLM"].from_pretrained(balanced).model.trunk.layers[1].feedforward
+    assert torch.equal(layer.table, table) and not layer.unfilled
+    with pytest.raises(AssertionError):  # the command fails
+        pretrain(text, tmp_path / "clustered", **options, **{"feedforward.hash": "clustered"})
+    assert "cluster(model, trained_model)" in capsys.readouterr().err
