@@ -7,6 +7,7 @@ import torch
 
 from hf_xformers import XFormerConfig, XFormerModel
 from hf_xformers.position.sinusoidal_absolute import sinusoids
+from hf_xformers.variants import config_class, family, model_types
 from tests.helpers import close, tokens
 
 WIDTH = 16
@@ -111,3 +112,15 @@ def test_bfloat16_keeps_positions_apart():
 def test_refusals(fields, message):
     with pytest.raises(ValueError, match=message):
         XFormerConfig(**fields)
+
+
+ADDED = [name for name in model_types() if config_class(name)().position.type == "sinusoidal_absolute"]
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_tokens_are_not_drowned_by_their_places(name):
+    """At the sizes of its paper, a family's token vectors start with a tenth of the size of the sinusoids at least."""
+    embedding = family(name)["Model"](config_class(name)(vocab_size=50, num_hidden_layers=2)).trunk.embedding
+    with torch.no_grad():
+        size = (embedding.lookup(torch.arange(1, 50)) * embedding.scale).square().mean().sqrt()
+    assert size > 0.1 * 0.5**0.5
