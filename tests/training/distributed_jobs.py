@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from hf_xformers.training.trainer import XFormerTrainer
 from hf_xformers.variants import model_types
@@ -236,12 +236,13 @@ def fully_sharded(rank: int, world: int, folder: str) -> dict[str, Any]:
     share = ROWS // world
     rows = slice(rank * share, (rank + 1) * share)
     found: dict[str, Any] = {}
+    if world > 1:  # one mesh for all: each is a dozen groups, and every group keeps threads until the process ends
+        from transformers.distributed import DistributedConfig
+
+        sharding, _, mesh = PreTrainedModel.prepare_distribute_model(DistributedConfig(fsdp_size=world))
     for case in breadth_cases():
         model = case.build(strong=True, **NO_DROPOUT, **CHANGES.get(case.name, {}))
         if world > 1:
-            from transformers.distributed import DistributedConfig
-
-            sharding, _, mesh = model.prepare_distribute_model(DistributedConfig(fsdp_size=world))
             model = model.maybe_distribute_model(model, sharding, mesh)
             split = sum(type(value.data).__name__ == "DTensor" for value in model.parameters())
         found[case.name] = step_of(case, model, rows, world)
