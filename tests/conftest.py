@@ -1,0 +1,22 @@
+"""What holds for the whole suite: failures are named when they happen."""
+
+import pytest
+
+
+class Failures:
+    """Names a failed test at once: pytest does so at the end, which a run that is stopped never reaches."""
+
+    def __init__(self, terminal):
+        self.terminal = terminal
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.terminal.ensure_newline()
+            self.terminal.write_line(f"FAILED {report.nodeid} ({report.when})", red=True)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Failures(terminal), "failures as they come")
