@@ -25,9 +25,11 @@ export PYTHONDONTWRITEBYTECODE= # where it is set, pytest would rewrite every te
 
 if [ "${1:-}" = --changed ]; then
     shift
-    exec "$python" scripts/affected.py "$@" -n 2
+    exec "$python" scripts/affected.py "$@" -n 2 --dist worksteal
 fi
-"$python" -m pytest -n 2 "$@"
+# worksteal: each worker begins with half of the tests in their order, and goes on with a part of what the other has
+# left, so that what a file makes for all of its tests is made once.
+"$python" -m pytest -n 2 --dist worksteal "$@"
 if [ $# -eq 0 ]; then
     "$python" scripts/conformance.py -n 2 --sample
 fi

@@ -1,6 +1,14 @@
-"""What holds for the whole suite: failures are named when they happen."""
+"""What holds for the whole suite: which files run first, and failures that are named when they happen."""
 
 import pytest
+
+# Files whose first test makes, in several processes, what all their tests read. At the start of a run one worker gets
+# them whole; near its end, where the workers share out what is left, each would make it for itself.
+FIRST = ("test_distributed.py",)
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in FIRST)
 
 
 class Failures:
