@@ -47,6 +47,13 @@ def more_commands(model, output):
     }
 
 
+def skip_without_onnx(command):
+    """Export is refused for lack of its packages before anything else."""
+    if command == "export":
+        for package in ("onnx", "onnxscript"):
+            pytest.importorskip(package)
+
+
 def cut_off(model):
     path = model / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -144,8 +151,7 @@ def test_damaged_models(command, damage, text, bert, tmp_path, capsys):
 @pytest.mark.parametrize("damage", [cut_off, *FILES], ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("command", ["push", "bundle", "card", "export"])
 def test_damaged_models_to_share(command, damage, bert, tmp_path, capsys):
-    if command == "export":
-        pytest.importorskip("onnxscript")
+    skip_without_onnx(command)
     model = shutil.copytree(bert, tmp_path / "model")
     words = damage(model)
     before = sorted(path.name for path in tmp_path.iterdir())
@@ -249,8 +255,7 @@ def test_files_that_grow_too_long(command, text, bert, tmp_path, file_limit, cap
 
 @pytest.mark.parametrize("command", [*WRITERS, "export", "benchmark"])
 def test_a_disk_that_is_read_only(command, text, bert, disk, capsys):
-    if command == "export":
-        pytest.importorskip("onnxscript")
+    skip_without_onnx(command)
     folder, mount = disk
     arguments = writers(bert, text, folder / "out")[command]
     mount("-o", "remount,ro")
@@ -265,6 +270,7 @@ def test_output_that_is_a_file(command, inside, text, bert, tmp_path, capsys):
     place.write_text("mine")
     if command in ("card", "export") and not inside:
         pytest.skip("a file is what it writes")
+    skip_without_onnx(command)
     message = refused(capsys, *writers(bert, text, place / "inner" if inside else place)[command])
     assert str(place) in message and "give" in message
     assert place.read_text() == "mine"
