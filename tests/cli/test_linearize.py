@@ -19,7 +19,7 @@ from hf_xformers.conversion.swap import open_model, swap_components
 from hf_xformers.training.attention_transfer import attention_pairs, transfer_losses
 from hf_xformers.training.earlier_stages import put_aside
 from hf_xformers.training.linearizing import STAGES, SWAPPED
-from tests.training.processes import environment
+from tests.training.processes import result, run_jobs
 from tests.training.runs import flags, pretrain, weights
 
 ROOT = Path(__file__).parents[2]
@@ -267,16 +267,11 @@ def test_what_is_overwritten_is_kept_until_the_data_is_read(text, source, tmp_pa
 def test_two_processes(text, source, tmp_path):
     """Each reads its part of a batch; the stages follow each other, and a run that was stopped goes on."""
     options = {"per_device_train_batch_size": 2, "use_cpu": "true", "ddp_backend": "gloo", "lora_steps": 2}
-    for stop in (True, False):
-        settings = environment(ACCELERATE_USE_CPU="true")
-        code = "import sys\nfrom hf_xformers.cli.linearize import run\nfrom tests.cli.test_linearize import Stop\n"
-        code += f"run(sys.argv[1:], [Stop('distillation', 2)] if {stop} else [])"
-        (tmp_path / "job.py").write_text(code)
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-        command += ["--master_port", settings["MASTER_PORT"], str(tmp_path / "job.py")]
-        command += [*arguments(text, source, tmp_path / "two", **options), "--resume_from_checkpoint"]
-        done = subprocess.run(command, env=settings, cwd=ROOT, capture_output=True, text=True, timeout=240)
-        assert (done.returncode != 0) == stop, done.stdout[-2000:] + done.stderr[-4000:]
+    command = [*arguments(text, source, tmp_path / "two", **options), "--resume_from_checkpoint"]
+    (tmp_path / "arguments.json").write_text(json.dumps(command))
+    run_jobs("tests.cli.linearize_jobs", ["stopped", "resumed"], tmp_path, worlds=(2,))
+    for rank in (0, 1):
+        assert result(tmp_path, "stopped", 2, rank) is True and result(tmp_path, "resumed", 2, rank) == 0
     record = read_linearization(tmp_path / "two")
     assert record.status == "finished" and [stage.name for stage in record.stages] == list(STAGES)
     assert [stage.steps for stage in record.stages] == [4, 3, 2]
