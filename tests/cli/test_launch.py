@@ -1,8 +1,7 @@
-"""`accelerate launch` with two processes on the CPU (gloo): the same command, one set of files, one voice."""
+"""`accelerate launch` with two processes on the CPU (gloo), by the file of scripts/accelerate for that: the same
+command, one set of files, one voice."""
 
 import json
-import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.training.processes import environment
 from tests.training.runs import history, pretrain, pretrain_flags, summary, weights
 
-ROOT = Path(__file__).parents[2]
+CONFIG = Path(__file__).parents[2] / "scripts" / "accelerate" / "cpu_2_processes.yaml"
 OPTIONS = {
     "variant": "gpt2",
     "max_steps": 4,
@@ -29,23 +29,10 @@ GLOO = {"use_cpu": "true", "ddp_backend": "gloo"}
 
 
 def launch(*argv):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": "1",
-        "ACCELERATE_USE_CPU": "true",
-    }
-    # `--cpu` of the launcher starts a single process unless mpirun is there; this way it starts them by torch's own
-    # means, with or without a GPU in the machine, and the processes keep to the CPU.
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    command += ["--main_process_port", str(port), "-m", "hf_xformers.cli", *map(str, argv)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+    settings = environment(ACCELERATE_USE_CPU="true")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIG)]
+    command += ["--main_process_port", settings["MASTER_PORT"], "-m", "hf_xformers.cli", *map(str, argv)]
+    return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.slow
