@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..core.components import register
 from .base import EmbeddingSpec, InputPosition
 
+LANGUAGES = "langs"  # the input with the number of a language for each token
 # Inputs that mean something else to every model.
 _NAMED = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "labels")
 
@@ -29,7 +30,9 @@ class TokenEmbedding(nn.Module):
         # No padding index: a seq2seq decoder may start with the padding token, whose vector must learn.
         self.tokens = self.word_vectors(config)
         self.types = nn.Embedding(config.type_vocab_size, config.hidden_size) if config.type_vocab_size else None
-        self.id_tables = nn.ModuleDict({name: nn.Embedding(rows, config.hidden_size) for name, rows in spec.id_tables})
+        self.id_tables = nn.ModuleDict(
+            {name: nn.Embedding(rows, config.hidden_size) for name, rows in spec.all_id_tables}
+        )
         self.norm = config.normalization.build(config) if spec.normalize else None
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.scale = math.sqrt(config.hidden_size) if spec.scale else 1.0
@@ -93,7 +96,8 @@ class TokenEmbedding(nn.Module):
 class TokenEmbeddingSpec(EmbeddingSpec):
     """scale: multiply token vectors by sqrt(hidden_size). normalize: normalise the sum before dropout (BERT, BART).
     id_tables: further tables, each with the name of the model input [B, T] that holds ids for it, and its rows, e.g.
-    `(("langs", 15),)`. absent_ids: where such an input is not given, the `first` row counts, as for token types, or
+    `(("langs", 15),)`. languages: names of languages, with a table and the input `langs` [B, T] of their numbers in
+    this order. absent_ids: where such an input is not given, the `first` row counts, as for token types, or
     `none`."""
 
     context_parallel = True
@@ -102,14 +106,26 @@ class TokenEmbeddingSpec(EmbeddingSpec):
     scale: bool = False
     normalize: bool = False
     id_tables: tuple[tuple[str, int], ...] = ()
+    languages: tuple[str, ...] = ()
     absent_ids: Literal["first", "none"] = "first"
 
     @property
     def inputs(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(name for name, _ in self.id_tables)
+        return tuple(name for name, _ in self.all_id_tables)
+
+    @property
+    def all_id_tables(self) -> tuple[tuple[str, int], ...]:
+        """The further tables, that of `languages` last."""
+        return (*self.id_tables, (LANGUAGES, len(self.languages))) if self.languages else self.id_tables
 
     def check_fields(self) -> None:
-        for name, rows in self.id_tables:
+        twice = [name for name in self.languages if self.languages.count(name) > 1 or not name]
+        if twice:
+            raise ValueError(
+                f"embedding {self.type!r} has the language {twice[0]!r} twice or without a name in `languages`"
+                f" {list(self.languages)}; name each once."
+            )
+        for name, rows in self.all_id_tables:
             if not name.isidentifier() or name in _NAMED or self.inputs.count(name) > 1:
                 raise ValueError(
                     f"embedding {self.type!r} names a further model input for each of `id_tables`, such as 'langs',"
@@ -120,11 +136,11 @@ class TokenEmbeddingSpec(EmbeddingSpec):
 
     def check(self, config) -> None:
         super().check(config)
-        if config.is_encoder_decoder and config.is_decoder and self.id_tables and self.absent_ids == "none":
+        if config.is_encoder_decoder and config.is_decoder and self.all_id_tables and self.absent_ids == "none":
             raise ValueError(
-                f"embedding {self.type!r} has `id_tables` ({', '.join(self.inputs)}) with absent_ids='none', but ids"
-                " go to the encoder alone, so that a decoder's tables would never be read; use absent_ids='first', or"
-                " decoder={'embedding': {'type': 'token'}}."
+                f"embedding {self.type!r} has `id_tables` ({', '.join(name for name, _ in self.all_id_tables)}) with"
+                " absent_ids='none', but ids go to the encoder alone, so that a decoder's tables would never be read;"
+                " use absent_ids='first', or decoder={'embedding': {'type': 'token'}}."
             )
 
     def normalizes(self) -> bool:

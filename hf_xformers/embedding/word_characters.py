@@ -137,7 +137,7 @@ class WordCharacterSpec(TokenEmbeddingSpec):
 
     @property
     def inputs(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("character_ids", *(name for name, _ in self.id_tables))
+        return ("character_ids", *(name for name, _ in self.all_id_tables))
 
     def check_fields(self) -> None:
         super().check_fields()

@@ -78,8 +78,8 @@ class XFormerForPreTraining(LanguageModel):
         next_sentence_label: Tensor | None = None,
         **kwargs: Any,
     ) -> outputs.XFormerForPreTrainingOutput:
-        """labels: [B, T] as in masked LM; next_sentence_label: [B], 0 = B follows A, 1 = it does not (of three classes:
-        2 = it comes before A). The loss is the sum of the two and is returned when both labels are given."""
+        """labels: [B, T] as in masked LM; next_sentence_label: [B], 0 = B follows A, 1 = it does not, and of three
+        classes 2 = it comes before A. The loss is the sum of the two and is returned when both labels are given."""
         count = kwargs.pop("num_items_in_batch", None)
         base = self.model(
             input_ids=input_ids,

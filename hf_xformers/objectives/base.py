@@ -90,6 +90,14 @@ class Objective(TypedSpec):
         """Fields of a model's config that this objective decides."""
         return {}
 
+    def component_fields(self) -> dict[str, dict[str, Any]]:
+        """Fields of components of a new model that this objective decides, by slot."""
+        return {}
+
+    def bound_to(self: AnyObjective, config: Any) -> AnyObjective:
+        """The objective as the model with this config is trained on it. Raises ValueError where they do not fit."""
+        return self
+
     def raw_block_size(self, block_size: int) -> int:
         """Length of the rows (special tokens included) to hand to the collator for model inputs of `block_size`."""
         if block_size < 1:

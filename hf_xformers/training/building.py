@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..core.changes import components_of, merge_changes
+from ..core.changes import changed_component, components_of, merge_changes
 from ..core.components import SLOTS, did_you_mean
 from ..objectives import OBJECTIVES, Objective
 from .presets import size_fields, size_named
@@ -134,9 +134,19 @@ def build_config(
     )
     values.update(own_ids(config_class, tokenizer))
     values.update(with_changes(config_class, components or {}, given))
+    for slot, decided in objective.component_fields().items():
+        before = values.get(slot, components_of(config_class)[slot])
+        own = {name: value for name, value in decided.items() if not _chosen(components, slot, name)}
+        values[slot] = changed_component(slot, own, before)
     values.update(objective.config_fields())
     values.update(shape)
     return config_class(**values)
+
+
+def _chosen(components: Mapping[str, Any] | None, slot: str, field: str) -> bool:
+    """Whether the user has given this field of a component."""
+    given = (components or {}).get(slot)
+    return isinstance(given, Mapping) and field in given
 
 
 def own_ids(config_class: type[Any], tokenizer: PreTrainedTokenizerBase | None) -> dict[str, int | None]:

@@ -147,7 +147,7 @@ class Preparation:
         from ..variants import config_class, resolve
 
         check_steps(args)
-        self.choice, self.source, self.args = choice, source, args
+        self.choice, self.args = choice, args
         self.components, self.fields = dict(components or {}), dict(fields or {})
         self.folder = Path(str(args.output_dir))
         self.size = chosen_size(choice)
@@ -159,6 +159,7 @@ class Preparation:
         objective = choice.objective or default_objective(self.config_class)
         check_objective(self.config_class, objective)
         self.objective = build_objective({"type": objective, **(objective_fields or {})})
+        self.source = source.named_for(self.objective)
         if source.streaming and args.max_steps <= 0:
             raise ValueError("--streaming reads text of unknown length; say how long to train with --max_steps")
         self.checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, self.folder, args.world_size)
@@ -166,6 +167,7 @@ class Preparation:
         if choice.init_from is None and choice.block_size and "max_position_embeddings" not in self.fields:
             self.fields |= grown_positions(self.config, longest_sequence(self.objective, choice.block_size))
             self.config = self._config(None)
+        self.objective = self.objective.bound_to(self.config)
         self.block_size = choose_block_size(self.config, self.objective, self.size, choice.block_size)
         self.segment_streams = choose_streams(
             choice.segment_streams, self.config, self.objective.shape, streaming=source.streaming

@@ -136,7 +136,8 @@ def evaluate(
 
     trained = training_of(score.model)
     config = load_config(score.model)
-    objective = choose_objective(config, score.objective, objective_fields or {}, trained)
+    objective = choose_objective(config, score.objective, objective_fields or {}, trained).bound_to(config)
+    source = source.named_for(objective)
     tokenizer = load_tokenizer(score.tokenizer or score.model)
     check_tokenizer(tokenizer, config)
     block_size = score.block_size or trained.get("block_size")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..objectives import Objective
 from ..objectives.sentence_pairs import SentencePairObjective, sentence_pairs
+from ..objectives.translation_lm import Multilingual
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
@@ -22,8 +23,14 @@ class TextData:
     _argument_group_name = "data"
 
     data: list[str] = field(
-        default_factory=lambda: ["stdlib"],
-        metadata={"help": "'stdlib' (documentation that comes with Python), files, a folder, or a Hub dataset id."},
+        default_factory=list,
+        metadata={
+            "help": (
+                "'stdlib' (documentation that comes with Python), files, a folder, or a Hub dataset id; of parallel"
+                " text 'phrases' (English and German, made by rule), files that end in the languages or what their"
+                " names begin with, or rows with a column for each. Default: stdlib, or phrases."
+            )
+        },
     )
     data_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset."})
     data_split: str | None = field(
@@ -55,6 +62,13 @@ class TextData:
     )
     num_proc: int | None = field(default=None, metadata={"help": "Processes that prepare the data."})
 
+    def named_for(self, objective: Objective | None) -> TextData:
+        """With the embedded text that suits the objective, where no data is named."""
+        if self.data:
+            return self
+        parallel = objective is not None and objective.rows == "parallel"
+        return dataclasses.replace(self, data=["phrases" if parallel else "stdlib"])
+
 
 # Of a stream: documents that a tokenizer is trained on, until they have so many characters, and rows among which the
 # next one is drawn.
@@ -64,12 +78,26 @@ STREAM_SHUFFLE_ROWS = 10_000
 
 
 def load_splits(source: TextData, objective: Objective | None = None) -> DatasetDict:
-    """The splits `train` and, unless `validation_fraction` is 0, `validation`, with the column `text`.
+    """The splits `train` and, unless `validation_fraction` is 0, `validation`, with the column `text`, and of parallel
+    text `translation`.
 
-    objective: decides what a document is where `source.sample_by` does not.
+    objective: decides what a document is where `source.sample_by` does not, and whether text is parallel.
     """
     from ..data import load_text_dataset
 
+    source = source.named_for(objective)
+    if isinstance(objective, Multilingual):
+        from ..data.parallel import load_parallel_dataset
+
+        if source.streaming:
+            raise ValueError("parallel text is not streamed; leave --streaming out")
+        return load_parallel_dataset(
+            source.data,
+            objective.languages,
+            split=source.data_split,
+            config_name=source.data_config,
+            validation_fraction=source.validation_fraction,
+        )
     return load_text_dataset(
         source.data[0] if len(source.data) == 1 else source.data,
         split=source.data_split,
@@ -92,6 +120,8 @@ def train_tokenizer_for(
 
     if isinstance(texts, IterableDataset):
         texts = list(_first_texts(texts))
+    elif objective.rows == "parallel":
+        texts = [*texts["text"], *texts["translation"]]
     return train_tokenizer(
         texts,
         kind=kind,  # type: ignore[arg-type]
@@ -143,6 +173,10 @@ def make_rows(
         from ..data.sentences import document_rows
 
         return document_rows(texts, tokenizer, length, objective.sentence_length(block_size), num_proc=num_proc)
+    if isinstance(objective, Multilingual):
+        from .parallel_rows import parallel_rows
+
+        return parallel_rows(texts, tokenizer, objective, length, num_proc=num_proc)
     if isinstance(objective, SentencePairObjective):
         from ..data.sentences import sentence_documents
 

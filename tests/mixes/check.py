@@ -137,7 +137,7 @@ class Checks:
         config, made = self.model.config, {}
         if config.type_vocab_size or "token_type_ids" in self.model.base_model.trunk.extra_inputs:
             made["token_type_ids"] = ids % max(config.type_vocab_size, 2)
-        for number, (name, rows) in enumerate(getattr(config.embedding, "id_tables", ())):
+        for number, (name, rows) in enumerate(getattr(config.embedding, "all_id_tables", ())):
             made[name] = (ids + number) % rows
         return made
 

@@ -179,6 +179,7 @@ ALWAYS: dict[str, tuple[Any, ...]] = {
     "diversity_weight": (0.1, 0),
 }
 SOMETIMES: dict[str, tuple[Any, ...]] = {
+    "languages": ((), ("en", "de"), ("en", "en")),
     "id_tables": ((), (("task_ids", 3),), (("langs", 2), ("task_ids", 1)), (("langs", 0),), (("input_ids", 2),)),
     "scaling": SCALINGS,
     "local_scaling": SCALINGS,

@@ -14,12 +14,11 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
+from ...embedding.token import LANGUAGES
 from ..base import Converter, Head, activation, feedforward, register
 from ..rules import Rule, copied, only_theirs
 from .bert import COMPONENTS
 from .distilbert import position_rule
-
-LANGUAGES = "langs"
 
 FIELDS = {
     "hidden_size": "emb_dim",
@@ -34,20 +33,32 @@ FIELDS = {
 
 
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
-    tables = ((LANGUAGES, config.n_langs),) if config.use_lang_emb and config.n_langs > 1 else ()
+    several = config.use_lang_emb and config.n_langs > 1
+    names = _names(config) if several else ()
+    tables = ((LANGUAGES, config.n_langs),) if several and not names else ()
+    embedding = {"type": "token", "normalize": True, "id_tables": tables, "languages": names, "absent_ids": "none"}
     return {
         "type_vocab_size": 0,
         "intermediate_size": 4 * config.emb_dim,
-        "embedding": {"type": "token", "normalize": True, "id_tables": tables, "absent_ids": "none"},
+        "embedding": embedding,
         "position": "sinusoidal_absolute" if config.sinusoidal_embeddings else "learned_absolute",
         "feedforward": feedforward("gelu" if config.gelu_activation else "relu"),
         "head": {"type": "linear", "bias": True},
     }
 
 
+def _names(config: PreTrainedConfig) -> tuple[str, ...]:
+    """The names of the languages in the order of their numbers, where the configuration has them all."""
+    numbers = getattr(config, "lang2id", None) or {}
+    complete = sorted(numbers.values()) == list(range(config.n_langs))
+    return tuple(sorted(numbers, key=lambda name: numbers[name])) if complete else ()
+
+
 def to_theirs(config: XFormerConfig) -> dict[str, Any]:
-    tables = dict(getattr(config.embedding, "id_tables", ()))
+    tables, names = dict(getattr(config.embedding, "all_id_tables", ())), getattr(config.embedding, "languages", ())
+    named = {"id2lang": dict(enumerate(names)), "lang2id": {name: place for place, name in enumerate(names)}}
     return {
+        **(named if names else {}),
         "n_langs": tables.get(LANGUAGES, 1),
         "gelu_activation": activation(config.feedforward)[0] == "gelu",
         "sinusoidal_embeddings": config.position.type == "sinusoidal_absolute",
@@ -126,6 +137,8 @@ CONVERTER = register(
             "mask_index",
             "mask_token_id",
             "lang_id",
+            "lang2id",
+            "id2lang",
             "start_n_top",
             "end_n_top",
         ),

@@ -1,0 +1,213 @@
+"""Parallel text: sentences in two languages that say the same, from two files, two columns, or made by rule."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .delimited import text_lines
+from .local_files import SPLIT_WORDS, files_under, format_of, listed, split_of
+from .phrases import LANGUAGES, PHRASES_ID, phrase_pairs
+from .saved import load_saved
+from .splitting import check_fraction, stable_fraction
+from .stdlib_corpus import STDLIB_CORPUS_ID
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+
+FIRST, SECOND = "text", "translation"  # columns of a pair
+
+
+def load_parallel_dataset(
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    languages: Sequence[str],
+    *,
+    split: str | None = None,
+    config_name: str | None = None,
+    validation_fraction: float = 0.05,
+    seed: int = 0,
+) -> DatasetDict:
+    """Loads parallel text as splits `train`, `validation` and any other it names, with columns `text` (the first
+    language) and `translation` (the second).
+
+    Args:
+        source: `"phrases"`, English and German sentences made by rule; files that end in `.<language>` and have a line
+            for each other's lines, a folder of them, or what their names begin with (`data/train` for `data/train.de`
+            and `data/train.en`); `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet`, folders of `save_to_disk`, or a Hub
+            dataset, with a column for each language, or a column `translation` with both.
+        languages: the two, as columns and files are named.
+        split: use only this split as the training text; validation text is then taken from it.
+        config_name: configuration of a Hub dataset.
+        validation_fraction, seed: as of `load_text_dataset`; the pairs that are held out follow from a hash of both
+            texts.
+
+    Pairs of which one side is blank are left out.
+
+    Raises:
+        ValueError: text without pairs, missing files or columns, files of different lengths, an unknown split.
+    """
+    from datasets import DatasetDict
+
+    check_fraction(validation_fraction)
+    if len(languages) != 2 or languages[0] == languages[1]:
+        raise ValueError(f"languages={list(languages)} must be two that differ, such as ['en', 'de']")
+    names = [os.fspath(name) for name in ([source] if isinstance(source, (str, os.PathLike)) else source)]
+    if not names:
+        raise ValueError(f"no parallel text is named; give files, a folder, a Hub dataset id, or {PHRASES_ID!r}")
+    splits = {name: _filled(rows, names) for name, rows in _splits(names, tuple(languages), config_name).items()}
+    if split is not None:
+        if split not in splits:
+            raise ValueError(f"{listed(names)} has no split {split!r}; choose one of {sorted(splits)}")
+        splits = {"train": splits[split]}
+    elif "train" not in splits and len(splits) == 1:
+        splits = {"train": next(iter(splits.values()))}
+    if "train" not in splits:
+        raise ValueError(f"{listed(names)} has no split 'train'; choose one of {sorted(splits)} with split=...")
+    if validation_fraction > 0 and "validation" not in splits:
+        splits["train"], splits["validation"] = _hold_out(splits["train"], validation_fraction, seed, names)
+    order = {"train": 0, "validation": 1}
+    return DatasetDict({name: splits[name] for name in sorted(splits, key=lambda name: (order.get(name, 2), name))})
+
+
+def _splits(names: list[str], languages: tuple[str, ...], config_name: str | None) -> dict[str, Dataset]:
+    from datasets import Dataset
+
+    if names == [PHRASES_ID]:
+        if set(languages) != set(LANGUAGES):
+            raise ValueError(
+                f"{PHRASES_ID!r} is in {' and '.join(LANGUAGES)}, not in {' and '.join(languages)}; name other data"
+            )
+        columns = dict(zip(LANGUAGES, map(list, zip(*phrase_pairs()))))
+        return {"train": Dataset.from_dict({FIRST: columns[languages[0]], SECOND: columns[languages[1]]})}
+    if STDLIB_CORPUS_ID in names:
+        raise ValueError(
+            f"{STDLIB_CORPUS_ID!r} has no pairs of translations; give parallel text, or {PHRASES_ID!r}, which is made"
+            " by rule"
+        )
+    files = _language_files(names, languages)
+    if files:
+        return {split: _lines(found, languages) for split, found in files.items()}
+    saved = load_saved(names)
+    tables: Mapping[str, Any] = saved if saved is not None else _tables(names, config_name)
+    return {SPLIT_WORDS.get(split.lower(), split): _columns(rows, languages, names) for split, rows in tables.items()}
+
+
+def _language_files(names: Sequence[str], languages: Sequence[str]) -> dict[str, dict[str, list[Path]]]:
+    """Split -> language -> files, of those that end in a language; empty where none does."""
+    suffixes = [f".{language}" for language in languages]
+    found: dict[Path, Path | None] = {}
+    for name in names:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            found.update(dict.fromkeys(files_under(path, lambda file: file.suffix in suffixes), path))
+        elif path.suffix in suffixes and path.is_file():
+            found[path] = None
+        else:
+            both = [path.with_name(path.name + suffix) for suffix in suffixes]
+            found.update(dict.fromkeys((file for file in both if file.is_file()), None))
+    files: dict[str, dict[str, list[Path]]] = {}
+    for path, folder in sorted(found.items()):
+        files.setdefault(split_of(path, folder) or "train", {}).setdefault(path.suffix[1:], []).append(path)
+    return files
+
+
+def _lines(files: Mapping[str, Sequence[Path]], languages: Sequence[str]) -> Dataset:
+    from datasets import Dataset
+
+    missing = [language for language in languages if language not in files]
+    if missing:
+        there = [str(path) for paths in files.values() for path in paths]
+        raise ValueError(f"there is no file that ends in .{missing[0]} beside {listed(there)}; give both sides")
+    sides = [[line for path in files[language] for line in text_lines(path)] for language in languages]
+    if len(sides[0]) != len(sides[1]):
+        counts = {language: len(side) for language, side in zip(languages, sides)}
+        named = listed([str(path) for language in languages for path in files[language]])
+        raise ValueError(f"parallel files must have a line for each other's lines, and {named} have {counts}")
+    return Dataset.from_dict({FIRST: sides[0], SECOND: sides[1]})
+
+
+def _tables(names: list[str], config_name: str | None) -> Mapping[str, Dataset]:
+    import datasets
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+    paths = [Path(name).expanduser() for name in names]
+    try:
+        if all(path.is_file() for path in paths):
+            kinds = {format_of(path) for path in paths}
+            if len(kinds) > 1 or kinds & {None, "text"}:
+                raise ValueError(
+                    f"{listed(names)} has no pairs of translations; give files that end in the languages"
+                    " (.de, .en), or a table with a column for each"
+                )
+            (kind,) = kinds
+            options: dict[str, Any] = {"sep": "\t"} if kind == "tsv" else {}
+            files: dict[str, list[str]] = {}
+            for path in paths:
+                files.setdefault(split_of(path, None) or "train", []).append(str(path))
+            if "train" not in files:
+                files = {"train": [str(path) for path in paths]}
+            return datasets.load_dataset("csv" if kind == "tsv" else str(kind), data_files=files, **options)
+        if len(names) > 1 or paths[0].exists() or names[0].startswith((".", "/", "~")):
+            raise ValueError(
+                f"{listed(names)} names no parallel text; give files that end in the languages, a folder of them, a"
+                f" table, a Hub dataset id, or {PHRASES_ID!r}"
+            )
+        return datasets.load_dataset(names[0], config_name)
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise ValueError(
+            f"{listed(names)} could not be read ({error.__cause__ or error}); convert the file"
+        ) from error
+    except (
+        ConnectionError,
+        TimeoutError,
+        HTTPError,
+        HfHubHTTPError,
+        datasets.exceptions.DatasetNotFoundError,
+    ) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"the Hub dataset {names[0]!r} could not be loaded ({reason}); give local files, or {PHRASES_ID!r}"
+        ) from error
+
+
+def _columns(rows: Dataset, languages: Sequence[str], names: Sequence[str]) -> Dataset:
+    flat = rows.flatten()
+    for form in ("{}", "translation.{}"):
+        wanted = [form.format(language) for language in languages]
+        if all(name in flat.column_names for name in wanted):
+            kept = flat.select_columns(wanted)
+            return kept.rename_columns(dict(zip(wanted, (FIRST, SECOND))))
+    raise ValueError(
+        f"{listed(list(names))} has no pair of columns {languages[0]!r} and {languages[1]!r} (nor 'translation' with"
+        f" both); its columns are {', '.join(map(repr, rows.column_names))}"
+    )
+
+
+def _filled(rows: Dataset, names: Sequence[str]) -> Dataset:
+    kept = rows.filter(_both, input_columns=[FIRST, SECOND])
+    if not len(kept):
+        raise ValueError(f"{listed(list(names))} has no pair of translations with text on both sides; give some")
+    return kept
+
+
+def _both(first: str | None, second: str | None) -> bool:
+    return bool(first and first.strip() and second and second.strip())
+
+
+def _hold_out(rows: Dataset, fraction: float, seed: int, names: Sequence[str]) -> tuple[Dataset, Dataset]:
+    if len(rows) < 2:
+        raise ValueError(
+            f"the single pair of {listed(list(names))} cannot be divided; give more, or validation_fraction=0"
+        )
+    keys = [stable_fraction(f"{row[FIRST]}\t{row[SECOND]}", seed) for row in rows]
+    held = [key < fraction for key in keys]
+    if not any(held):
+        held[keys.index(min(keys))] = True
+    elif all(held):
+        held[keys.index(max(keys))] = False
+    return (
+        rows.select([row for row, out in enumerate(held) if not out]),
+        rows.select([row for row, out in enumerate(held) if out]),
+    )

@@ -1,0 +1,116 @@
+"""`pretrain` and `evaluate` on parallel text: every kind of source, languages in the config, exact resumption."""
+
+import json
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+import hf_xformers.cli
+from hf_xformers.cli.pretrain import run
+from hf_xformers.data.parallel import load_parallel_dataset
+from hf_xformers.data.phrases import phrase_pairs
+from hf_xformers.objectives import build_objective
+from hf_xformers.training.parallel_rows import parallel_rows
+from tests.training.runs import pretrain, pretrain_flags, summary, weights
+
+PAIRS = phrase_pairs(60)
+OPTIONS = {"variant": "bert", "objective": "tlm", "block_size": 64, "vocab_size": 400, "max_steps": 4}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The same pairs as two files, as columns and as a column of both."""
+    folder = tmp_path_factory.mktemp("parallel")
+    (folder / "lines").mkdir()
+    for language, side in zip(("en", "de"), zip(*PAIRS)):
+        (folder / "lines" / f"train.{language}").write_text("\n".join(side) + "\n")
+    (folder / "columns.jsonl").write_text("".join(json.dumps({"en": a, "de": b}) + "\n" for a, b in PAIRS))
+    both = "".join(json.dumps({"translation": {"de": b, "en": a}}) + "\n" for a, b in PAIRS)
+    (folder / "both.jsonl").write_text(both)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", ["lines", "lines/train", "lines/train.en lines/train.de", "columns.jsonl", "both.jsonl"]
+)
+def test_every_source_gives_the_same_pairs(files, name):
+    splits = load_parallel_dataset([str(files / part) for part in name.split()], ("en", "de"), validation_fraction=0.1)
+    sides = [set(zip(part["text"], part["translation"])) for part in splits.values()]
+    assert sides[0] | sides[1] == set(PAIRS) and not sides[0] & sides[1] and list(splits) == ["train", "validation"]
+    table = load_parallel_dataset(str(files / "columns.jsonl"), ("en", "de"), validation_fraction=0.1)["validation"]
+    assert sides[1] == set(zip(table["text"], table["translation"]))
+
+
+def test_what_has_no_pairs_is_refused(files, tmp_path):
+    (tmp_path / "text.txt").write_text("a line\nanother\n")
+    for source, languages, message in (
+        ("stdlib", ("en", "de"), "'stdlib' has no pairs of translations; give parallel text, or 'phrases'"),
+        (tmp_path / "text.txt", ("en", "de"), "no pairs of translations"),
+        (files / "columns.jsonl", ("en", "fr"), "no pair of columns 'en' and 'fr'"),
+        (files / "lines", ("en", "fr"), "no file that ends in .fr"),
+        ("phrases", ("en", "fr"), "'phrases' is in en and de"),
+        (tmp_path / "nothing", ("en", "de"), "names no parallel text"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_parallel_dataset(str(source), languages)
+    (tmp_path / "train.en").write_text("one\ntwo\n")
+    (tmp_path / "train.de").write_text("eins\n")
+    with pytest.raises(ValueError, match="a line for each other's lines"):
+        load_parallel_dataset(str(tmp_path / "train"), ("en", "de"))
+
+
+def test_streams_have_the_shares_of_their_languages(tmp_path):
+    """q_l ~ p_l^f of streams whose rows are 3 to 1, of as many rows as before."""
+    from datasets import Dataset
+
+    from hf_xformers.data import train_tokenizer
+
+    texts = Dataset.from_dict({"text": ["a b c d e f g h i"] * 40, "translation": ["x y z"] * 40})
+    tokenizer = train_tokenizer([*texts["text"], *texts["translation"]], vocab_size=262, num_sentinels=0)
+    one, all_of = ({"type": "multilingual_clm", "lg_sampling_factor": factor} for factor in (1, 0))
+    found = [parallel_rows(texts, tokenizer, build_objective(spec), 16) for spec in (one, all_of)]
+    shares = [sum(row[0] for row in rows["langs"]) / len(rows) for rows in found]
+    tokens = [
+        len(tokenizer(name, add_special_tokens=False)["input_ids"]) + 1 for name in ("a b c d e f g h i", "x y z")
+    ]
+    assert shares[0] == pytest.approx(tokens[1] / sum(tokens), abs=0.05) and shares[1] == pytest.approx(0.5, abs=0.02)
+    counts = {}
+    for row, seen in zip(found[0]["input_ids"], found[0]["token_counts"]):
+        counts.update(zip(row, seen))
+    (a,) = tokenizer("a", add_special_tokens=False)["input_ids"]
+    assert counts[a] == 40
+
+
+class Die(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+def test_a_run_is_resumed_and_evaluated(files, tmp_path, capsys):
+    """Both kinds of rows; stopped between two checkpoints; figures of the run from `evaluate`."""
+    options = {**OPTIONS, "objective.tasks": "pairs,streams", "save_strategy": "steps", "save_steps": 2}
+    options |= {"hidden_dropout_prob": 0.1, "validation_fraction": 0.1}
+    whole = pretrain(files / "lines", tmp_path / "whole", **options)
+    argv = pretrain_flags(files / "lines", tmp_path / "stopped", **options)
+    with pytest.raises(KeyboardInterrupt):
+        run(argv, [Die()])
+    assert run([*argv, "--resume_from_checkpoint"]) == 0
+    expected, found = weights(whole), weights(tmp_path / "stopped")
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    config = json.loads((whole / "config.json").read_text())
+    assert config["embedding"]["languages"] == ["en", "de"]
+    capsys.readouterr()
+    assert hf_xformers.cli.main(["evaluate", "--model", str(whole), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(summary(whole)["eval_loss"], rel=1e-5)
+    other = ["--objective.languages", "en,fr", "--init_from", str(whole), "--vocab_size", "400"]
+    assert hf_xformers.cli.main(["pretrain", *pretrain_flags(files / "lines", tmp_path / "no", **OPTIONS), *other])
+    assert "language 'fr' is unknown to the model's config" in capsys.readouterr().err
+
+
+def test_causal_streams(files, tmp_path):
+    options = {**OPTIONS, "variant": "gpt2", "objective": "multilingual_clm", "block_size": 16}
+    output = pretrain(files / "columns.jsonl", tmp_path / "run", **options)
+    assert summary(output)["steps"] == 4
+    assert json.loads((output / "config.json").read_text())["embedding"]["languages"] == ["en", "de"]
