@@ -37,7 +37,8 @@ class Segment:
 
 @dataclass(frozen=True)
 class PairPlan:
-    """A row before it is written: its two segments and the label (0 as in the text, 1 random next or swapped)."""
+    """A row before it is written: its two segments and the label: 0 as in the text; 1 random second, or swapped where
+    the objective has no random ones; 2 swapped where it has."""
 
     a: Segment
     b: Segment
@@ -81,12 +82,12 @@ def sample_noise(
         middle = start + (_integer(1, count - 1, generator) if count > 1 else 1)
         first, second = Segment(document, start, middle), Segment(document, middle, position)
         label, other = objective.sample_second(count, generator), None
-        if label == 1 and objective.replaces_second:
+        if label == 1 and objective.replaces_second:  # the other labels keep both segments
             other = _random_segment(document, target - sum(own[start:middle]), lengths, num_documents, generator)
             position = middle  # the sentences that were not used begin the next chunk
         if label is not None:
             first, second = _truncate(first, other or second, lengths, limit, generator)
-            swap = label == 1 and not objective.replaces_second
+            swap = label == (2 if objective.replaces_second else 1)
             plans.append(PairPlan(second, first, label) if swap else PairPlan(first, second, label))
         start, filled = position, 0
     return plans
@@ -330,6 +331,7 @@ class SentencePairObjective(Objective):
     sample_by = "paragraph"
     needed_tokens: ClassVar[tuple[str, ...]] = ("pad", "cls", "sep", "mask")
     replaces_second: ClassVar[bool]  # label 1: B from another document (True), or A and B swapped (False)
+    classes: ClassVar[int] = 2  # of the label
 
     def __post_init__(self) -> None:
         if self.mlm is not None:
@@ -344,6 +346,9 @@ class SentencePairObjective(Objective):
         )
         self._require(0 <= self.short_seq_prob <= 1, f"short_seq_prob must lie in [0, 1], not {self.short_seq_prob}")
         self._require(self.dupe_factor >= 1, f"dupe_factor must be at least 1, not {self.dupe_factor}")
+
+    def config_fields(self) -> dict[str, Any]:
+        return {} if self.mlm is None else {"pair_classes": self.classes}
 
     @property
     def masks_units(self) -> bool:
