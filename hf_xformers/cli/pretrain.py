@@ -36,13 +36,14 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     from ..training.pretraining import Preparation, train
 
     parsed = parse_command(argv, GROUPS, make_parser)
-    choice, source, args = parsed.dataclasses
+    choice, source, recipe, args = parsed.dataclasses
+    recipe.check(args)
     preparation = Preparation(choice, source, args, **model_options(_config_class(choice), parsed, choice))
     quiet_libraries(args)
     with folder_lock(preparation.folder, writes=args.should_save):
         prepared = preparation.run()
         _tell(prepared)
-        summary = train(prepared, args, callbacks)
+        summary = train(prepared, args, callbacks, recipe=recipe)
     report(summary, str(args.output_dir))
     return 0
 
@@ -74,10 +75,11 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
 
     from ..training.presets import training_defaults
     from ..training.pretraining import ModelChoice, chosen_size
+    from ..training.recipe import Recipe
     from ..training.text import TextData
 
     parser = Parser(
-        [ModelChoice, TextData],
+        [ModelChoice, TextData, Recipe],
         TrainingArguments,
         prog="hf-xformers pretrain",
         usage="hf-xformers pretrain [FILE.yaml] --output_dir DIR [OPTION VALUE ...]",

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..training.recipe import Recipe
 from . import names
 
 
@@ -225,7 +226,7 @@ class TaskOptions:
 
 
 @dataclass
-class RunOptions:
+class RunOptions(Recipe):
     """What belongs to the run beside Trainer's flags."""
 
     _argument_group_name = "run"

@@ -18,6 +18,7 @@ from ..training.building import choose_block_size, grown_positions, longest_sequ
 from ..training.checkpoints import checkpoint_to_resume
 from ..training.folder_lock import folder_lock
 from ..training.pretraining import check_steps
+from ..training.recipe import average_last_checkpoints
 from ..training.run_folder import check_same_run, read_summary, save_final, start_anew
 from . import loading
 from .class_balance import BalancedLoss, class_weights
@@ -66,6 +67,9 @@ class FineTuning:
         peft_fields: Mapping[str, Any] | None = None,
     ) -> None:
         check_steps(args)
+        run.check(args)
+        if run.average_checkpoints and run.peft is not None:
+            raise ValueError("--average_checkpoints is of whole models; leave it or --peft out")
         self.model, self.source, self.options, self.run_options, self.args = model, source, task, run, args
         self.components, self.fields = dict(components or {}), dict(fields or {})
         self.peft_fields = dict(peft_fields or {})
@@ -340,6 +344,7 @@ class FineTuning:
             eval_dataset=None if validation is None else validation.features,
             processing_class=prepared.tokenizer,
             callbacks=[*self._callbacks(collator), *callbacks],
+            recipe=self.run_options,
             compute_loss_func=self._loss(prepared),
         )
         speak_plainly(trainer)
@@ -351,6 +356,8 @@ class FineTuning:
         trainer.train(resume_from_checkpoint=None if prepared.checkpoint is None else str(prepared.checkpoint))
         summary |= {"status": "finished", "steps": trainer.state.global_step, "epochs": trainer.state.epoch}
         summary["seconds"] = round(time.perf_counter() - started, 2)
+        if self.run_options.average_checkpoints:
+            summary["averaged"] = average_last_checkpoints(model, folder, self.run_options.average_checkpoints)
         summary["best_checkpoint"] = trainer.state.best_model_checkpoint
         for split in ("validation", "test"):
             if split in prepared.splits:

@@ -31,6 +31,7 @@ from .building import (
 from .checkpoints import checkpoint_to_resume, misfit
 from .folder_lock import folder_lock
 from .presets import nearest_size
+from .recipe import Recipe, average_last_checkpoints
 from .run_folder import (
     check_same_model,
     check_same_run,
@@ -289,12 +290,14 @@ def train(
     make_trainer: Callable[..., Any] | None = None,
     adapters: MergedLora | None = None,
     last: bool = True,
+    recipe: Recipe | None = None,
 ) -> dict[str, Any]:
     """Trains, evaluates and saves; returns the content of `training_summary.json`.
 
     callbacks: further Trainer callbacks. make_trainer: a subclass of `XFormerTrainer`, or what calls one. adapters:
     put into the model, trained in place of its own weights, and merged into them before it is saved. last: whether the
-    processes of the run have nothing more to do together. Resumes from `prepared.checkpoint` where there is one.
+    processes of the run have nothing more to do together. recipe: further options of training.
+    Resumes from `prepared.checkpoint` where there is one.
     """
     from transformers.trainer_callback import TrainerState
     from transformers.trainer_utils import IntervalStrategy
@@ -302,6 +305,16 @@ def train(
     from .callbacks import EpochCallback, ExactSaves, speak_plainly
     from .trainer import XFormerTrainer
 
+    recipe = recipe or Recipe()
+    recipe.check(args)
+    if recipe.average_checkpoints and adapters is not None:
+        raise ValueError("--average_checkpoints is of whole models; leave it or the adapters out")
+    if recipe.max_tokens and prepared.plan["train_streams"] is not None:
+        raise ValueError(
+            "--max_tokens sorts rows by length, and streams need their order; add --segment_streams false"
+        )
+    if recipe.chosen():
+        prepared.plan = {**prepared.plan, "recipe": recipe.chosen()}
     model = start_model(prepared, args, adapted=adapters is not None)
     if prepared.checkpoint is None:
         make_maps(model, _token_counts(prepared))
@@ -325,6 +338,7 @@ def train(
         processing_class=prepared.tokenizer,
         callbacks=[EpochCallback(collator), ExactSaves(), *callbacks],
         segment_streams=streams,
+        **({"recipe": recipe} if recipe.chosen() else {}),
     )
     speak_plainly(trainer)
     summary = {**prepared.plan, "parameters": model.num_parameters(), "processes": args.world_size}
@@ -342,8 +356,11 @@ def train(
     else:
         trainer.train(resume_from_checkpoint=None if prepared.checkpoint is None else str(prepared.checkpoint))
     seconds = time.perf_counter() - started
+    if recipe.average_checkpoints:
+        summary["averaged"] = average_last_checkpoints(model, folder, recipe.average_checkpoints)
     evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     up_to_date = evaluated and evaluated[-1]["step"] == trainer.state.global_step and not args.load_best_model_at_end
+    up_to_date = up_to_date and not recipe.average_checkpoints
     if prepared.validation is not None and not up_to_date:
         trainer.evaluate()
     summary |= results(trainer.state.log_history, trainer.state.global_step, trainer.state.epoch, seconds)
@@ -362,6 +379,11 @@ def is_finished(prepared: Prepared, args: TrainingArguments) -> bool:
     """Whether the checkpoint to resume from is the end of the run. (Trainer would take one step more.)"""
     if prepared.checkpoint is None:
         return False
+    if args.max_steps <= 0 and prepared.plan.get("recipe", {}).get(
+        "max_tokens"
+    ):  # how many batches there are is for the sampler to say
+        state = json.loads((prepared.checkpoint / STATE_FILE).read_text())
+        return state["global_step"] >= state["max_steps"]
     return json.loads((prepared.checkpoint / STATE_FILE).read_text())["global_step"] >= planned_steps(
         args, _rows(prepared.train) or 0, whole_batches=prepared.plan["train_streams"] is not None
     )

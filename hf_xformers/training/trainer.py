@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import Trainer
+from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalPrediction
 from transformers.utils import logging
 
@@ -20,8 +21,10 @@ from ..core.losses import labels_after_real_tokens
 from ..core.saved_files import STATE_FILE
 from ..core.sequence_sharding import check_sharding, sharding_in_force
 from ..core.weight_decay import declared_undecayed
+from ..data.batching import LengthGroupedBatchSampler
 from .evaluation import IGNORE_INDEX, frequency_floor, label_counts, summarise, token_statistics
 from .randomness import preserved_randomness
+from .recipe import Recipe, row_lengths, smoothing_among_all, vaswani_schedule
 from .replay import Replay, surrogate
 from .segments import SEGMENT_MEMORY, SEGMENT_START, SegmentCarrier, StreamSampler
 
@@ -35,7 +38,7 @@ ROW_LABELS = {
 
 
 class XFormerTrainer(Trainer):
-    """Trainer with nine differences.
+    """Trainer with ten differences.
 
     - Auxiliary losses (`outputs.aux_losses`) are logged as `aux_<name>`, means since the last log, and have the same
       weight in the gradient for every number of accumulation steps and devices. (A model adds them to a loss that is
@@ -50,6 +53,7 @@ class XFormerTrainer(Trainer):
     - Losses that are NaN or infinite, which Trainer leaves out of the mean that it logs, are counted as
       `non_finite_losses` and warned of; a checkpoint with such weights is not resumed.
     - Label smoothing shifts the labels of causal models of any family.
+    - `recipe`: what [`Recipe`] adds to Trainer's options.
     - A checkpoint that is written over counts as incomplete until it is whole again, and saved configs keep their
       `use_cache` (Trainer switches it off for training).
     - `segment_streams=True` trains and evaluates models with segment memory on contiguous texts: the rows of the
@@ -61,8 +65,14 @@ class XFormerTrainer(Trainer):
     """
 
     def __init__(
-        self, *args: Any, eval_collator: Callable | None = None, segment_streams: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        eval_collator: Callable | None = None,
+        segment_streams: bool = False,
+        recipe: Recipe | None = None,
+        **kwargs: Any,
     ) -> None:
+        self.recipe = recipe or Recipe()
         model = kwargs.get("model", args[0] if args else None)
         self._use_cache = getattr(getattr(model, "config", None), "use_cache", None)
         self._aux_sums: dict[str, Tensor] = {}
@@ -100,9 +110,45 @@ class XFormerTrainer(Trainer):
         return model.can_generate() and not model.config.is_encoder_decoder
 
     def _smoothed_loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        return self.label_smoother(  # type: ignore[misc]
-            outputs, labels, shift_labels=self._predicts_next_token, num_items_in_batch=num_items_in_batch
+        logits = outputs["logits"]
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        epsilon = smoothing_among_all(
+            self.args.label_smoothing_factor, logits.shape[-1], self.recipe.label_smoothing_support
         )
+        smoother = LabelSmoother(epsilon=epsilon)
+        return smoother(
+            {"logits": logits}, labels, shift_labels=self._predicts_next_token, num_items_in_batch=num_items_in_batch
+        )
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if self.recipe.vaswani_lr_scale is None or self.lr_scheduler is not None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        width = self.accelerator.unwrap_model(self.model).config.hidden_size
+        warmup = self.args.get_warmup_steps(num_training_steps)
+        optimizer = self.optimizer if optimizer is None else optimizer
+        self.lr_scheduler = vaswani_schedule(optimizer, width, warmup, self.recipe.vaswani_lr_scale)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def get_train_dataloader(self) -> Any:
+        if self.recipe.max_tokens is None:
+            return super().get_train_dataloader()
+        sampler = LengthGroupedBatchSampler(
+            row_lengths(self.train_dataset),
+            self.recipe.max_tokens,
+            seed=self.args.data_seed or self.args.seed,
+            world_size=self.args.world_size,
+        )
+        loader = torch.utils.data.DataLoader(
+            self.train_dataset,  # type: ignore[arg-type]
+            batch_sampler=sampler,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+            persistent_workers=self.args.dataloader_persistent_workers,
+        )
+        self.accelerator.even_batches = False  # their number is a multiple of the processes' already
+        return self.accelerator.prepare(loader)
 
     def compute_loss(
         self,

@@ -1,0 +1,158 @@
+"""The training recipe of the original Transformer (Vaswani et al. 2017, arXiv 1706.03762, section 5).
+
+It stands beside Trainer's own options: Adam's are `--adam_beta1 0.9 --adam_beta2 0.98 --adam_epsilon 1e-9`, smoothing
+is `--label_smoothing_factor 0.1`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, TrainingArguments
+
+
+@dataclass
+class Recipe:
+    """What of the recipe Trainer has no option for."""
+
+    _argument_group_name = "recipe"
+
+    label_smoothing_support: Literal["all", "others"] = field(
+        default="all",
+        metadata={
+            "help": (
+                "Which classes share --label_smoothing_factor: all (torch, transformers), or the others alone"
+                " (tensor2tensor, fairseq, Vaswani et al. 2017)."
+            )
+        },
+    )
+    vaswani_lr_scale: float | None = field(
+        default=None,
+        metadata={
+            "help": (
+                "Learning rate SCALE * D^-0.5 * min(s^-0.5, s * warmup^-1.5) at step s = 1, 2, ..., D the model's"
+                " width, warmup --warmup_steps of at least 1 (4000 in the paper); in place of --learning_rate and"
+                " --lr_scheduler_type."
+            )
+        },
+    )
+    max_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": (
+                "Batches of rows of similar length, of at most so many tokens with padding (of source and of target"
+                " each), in place of --per_device_train_batch_size rows."
+            )
+        },
+    )
+    average_checkpoints: int | None = field(
+        default=None,
+        metadata={
+            "help": "The mean of the weights of the last so many checkpoints is evaluated and saved at the end."
+        },
+    )
+
+    def check(self, args: TrainingArguments) -> None:
+        """Raises ValueError for options that do not go together."""
+        from transformers.trainer_utils import SaveStrategy
+
+        for name in ("vaswani_lr_scale", "max_tokens", "average_checkpoints"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"--{name} {value} must be above 0; leave it out to go without")
+        if self.vaswani_lr_scale is not None and args.warmup_steps < 1:
+            raise ValueError(
+                f"--vaswani_lr_scale counts warm-up in steps, and --warmup_steps is {args.warmup_steps:g}; give a"
+                " whole number of at least 1, such as 4000"
+            )
+        kept = args.save_total_limit
+        if self.average_checkpoints is not None and (
+            args.save_strategy == SaveStrategy.NO or (kept is not None and kept < self.average_checkpoints)
+        ):
+            raise ValueError(
+                f"--average_checkpoints {self.average_checkpoints} needs as many checkpoints at the end; give"
+                f" --save_strategy steps, --save_steps, and --save_total_limit {self.average_checkpoints} or more"
+            )
+
+    def chosen(self) -> dict[str, Any]:
+        """What differs from the defaults, for the record of a run."""
+        return {
+            entry.name: getattr(self, entry.name)
+            for entry in dataclasses.fields(Recipe)
+            if getattr(self, entry.name) != entry.default
+        }
+
+
+def vaswani_rate(step: int, width: int, warmup: int, scale: float = 1.0) -> float:
+    """The learning rate of optimizer step `step`, counted from 1: scale * width^-0.5 * min(step^-0.5, step *
+    warmup^-1.5) (Vaswani et al. 2017, equation 3)."""
+    return scale * width**-0.5 * min(step**-0.5, step * warmup**-1.5)
+
+
+def vaswani_schedule(
+    optimizer: torch.optim.Optimizer, width: int, warmup: int, scale: float = 1.0
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """[`vaswani_rate`] for every group of an optimizer, relative to the groups' own rates: a group with half the rate
+    of the first one keeps half of it."""
+    base = optimizer.param_groups[0]["lr"]
+    if not base > 0:
+        raise ValueError(f"learning_rate {base} cannot be scaled; give one above 0")
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda done: vaswani_rate(done + 1, width, warmup, scale) / base
+    )
+
+
+def smoothing_among_all(epsilon: float, classes: int, support: str) -> float:
+    """The share of all classes' mean that smooths as `epsilon` does among its `support`: taking it from the right
+    class alone, and giving epsilon / (V - 1) to each other one, is eps' = epsilon V / (V - 1) among all."""
+    return epsilon if support == "all" or classes < 2 else epsilon * classes / (classes - 1)
+
+
+def row_lengths(dataset: Any) -> list[int]:
+    """Tokens of each row, of its inputs or its labels, whichever are more."""
+    from datasets import Dataset
+
+    if not isinstance(dataset, Dataset):
+        raise ValueError("--max_tokens needs the lengths of all rows; leave --streaming out")
+    names = [name for name in ("input_ids", "labels") if name in dataset.column_names]
+    columns = [[len(row) if hasattr(row, "__len__") else 0 for row in dataset[name]] for name in names]
+    return [max(sizes) for sizes in zip(*columns)]
+
+
+def average_last_checkpoints(model: PreTrainedModel, folder: Path, count: int) -> list[str]:
+    """Gives a model the mean of the weights of the last `count` complete checkpoints in a run's folder; their names.
+
+    Raises ValueError where there are fewer, or they are in several files.
+    """
+    from safetensors.torch import load_file
+
+    from .checkpoints import checkpoints, defect
+
+    complete = sorted(
+        (path for path in checkpoints(folder) if defect(path) is None), key=lambda path: int(path.name.split("-")[-1])
+    )
+    if len(complete) < count:
+        raise ValueError(
+            f"--average_checkpoints {count} found {len(complete)} in {str(folder)!r}; save more often (--save_steps)"
+        )
+    sums: dict[str, Tensor] = {}
+    for path in complete[-count:]:
+        file = path / "model.safetensors"
+        if not file.is_file():
+            raise ValueError(f"{str(path)!r} has no model.safetensors to average; save weights in one file")
+        for name, value in load_file(file).items():
+            wide = value.double() if value.is_floating_point() else value
+            sums[name] = sums[name] + wide if name in sums and value.is_floating_point() else wide
+    own = model.state_dict()
+    for name, total in sums.items():
+        if name in own:
+            mean = total / count if total.is_floating_point() else total
+            own[name].copy_(mean.to(own[name].dtype))
+    return [path.name for path in complete[-count:]]

@@ -1,0 +1,90 @@
+"""The recipe of the original Transformer: schedule, smoothing, batches by tokens, averaged checkpoints."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers.trainer_pt_utils import LabelSmoother
+
+import hf_xformers.cli
+from hf_xformers.training.recipe import smoothing_among_all, vaswani_rate, vaswani_schedule
+from tests.training.runs import pretrain, pretrain_flags, summary, weights
+
+
+def test_golden_rates():
+    """D = 512, warm-up 4000: counted from 1, the maximum at the end of the warm-up."""
+    assert vaswani_rate(1, 512, 4000) == pytest.approx(1.746928e-7, rel=1e-6)
+    assert vaswani_rate(4000, 512, 4000) == pytest.approx(6.987712e-4, rel=1e-6)
+    assert vaswani_rate(100_000, 512, 4000) == pytest.approx(1.397542e-4, rel=1e-6)
+    rates = [vaswani_rate(step, 64, 50) for step in range(1, 200)]
+    assert max(rates) == rates[49]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    schedule = vaswani_schedule(optimizer, 64, 50, scale=2.0)
+    for step in range(1, 60):
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(2 * rates[step - 1], rel=1e-12)
+        optimizer.step()
+        schedule.step()
+
+
+LOGITS = torch.tensor([[2.0, -1.0, 0.5, 0.0, 1.0]], dtype=torch.float64)
+
+
+def smoothed(logits, target, epsilon, support):
+    share = smoothing_among_all(epsilon, logits.shape[-1], support)
+    return LabelSmoother(epsilon=share)({"logits": logits}, target)
+
+
+@pytest.mark.parametrize("support, loss, least", [("all", 0.7244381, 0.389673), ("others", 0.7619380, 0.463712)])
+def test_golden_smoothing(support, loss, least):
+    """The loss of a row of logits, the least one that any logits reach, and padding that counts nowhere (transformers
+    sums in float32)."""
+    target = torch.tensor([0])
+    assert smoothed(LOGITS, target, 0.1, support).item() == pytest.approx(loss, abs=3e-7)
+    wrong = 0.1 / 5 if support == "all" else 0.1 / 4
+    right = 1 - 4 * wrong
+    best = torch.tensor([[right, wrong, wrong, wrong, wrong]], dtype=torch.float64).log()
+    assert smoothed(best, target, 0.1, support).item() == pytest.approx(least, abs=1e-6)
+    padded = torch.cat([LOGITS, 9 * LOGITS.flip(-1)])
+    assert smoothed(padded, torch.tensor([0, -100]), 0.1, support).item() == pytest.approx(loss, abs=3e-7)
+    assert smoothed(LOGITS, target, 0.0, support).item() == F.cross_entropy(LOGITS, target).item()
+
+
+def test_a_run_with_the_recipe(text, tmp_path):
+    """The logged rates are the formula's, the saved weights the mean of the last checkpoints, batches hold tokens."""
+    options = {"variant": "gpt2", "max_steps": 6, "logging_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    options |= {"save_total_limit": 3, "label_smoothing_factor": 0.1, "label_smoothing_support": "others"}
+    options |= {"vaswani_lr_scale": 0.5, "warmup_steps": 4, "max_tokens": 64, "average_checkpoints": 3}
+    output = pretrain(text, tmp_path / "run", **options)
+    state = json.loads((output / "trainer_state.json").read_text())
+    rates = [entry["learning_rate"] for entry in state["log_history"] if "learning_rate" in entry]
+    assert rates == pytest.approx([vaswani_rate(step, 16, 4, 0.5) for step in range(1, 7)], rel=1e-6)
+    made, own = summary(output), weights(output)
+    assert made["averaged"] == ["checkpoint-4", "checkpoint-5", "checkpoint-6"]
+    kept = [load_file(output / name / "model.safetensors") for name in made["averaged"]]
+    for name, value in own.items():
+        assert torch.allclose(value, sum(part[name].double() for part in kept).float() / 3, atol=1e-7), name
+    assert made["recipe"]["max_tokens"] == 64 and not math.isnan(made["eval_loss"])
+
+
+def test_batches_by_tokens_resume(text, tmp_path):
+    """A whole epoch of rows of 16 tokens in batches of 80: five rows each; resumed after its end nothing changes."""
+    options = {"variant": "gpt2", "max_steps": None, "num_train_epochs": 1, "max_tokens": 80, "logging_steps": 1}
+    output = pretrain(text, tmp_path / "run", **options, save_strategy="steps", save_steps=1000)
+    rows, before = summary(output)["train_rows"], weights(output)
+    assert summary(output)["steps"] == math.ceil(rows / 5)
+    pretrain(text, output, "--resume_from_checkpoint", **options, save_strategy="steps", save_steps=1000)
+    after = weights(output)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_does_not_go_together(text, tmp_path, capsys):
+    for options, message in (
+        ({"vaswani_lr_scale": 1, "warmup_steps": 0.1}, "counts warm-up in steps"),
+        ({"average_checkpoints": 3}, "needs as many checkpoints"),
+        ({"max_tokens": 0}, "--max_tokens 0 must be above 0"),
+    ):
+        assert hf_xformers.cli.main(["pretrain", *pretrain_flags(text, tmp_path / "no", variant="gpt2", **options)])
+        assert message in capsys.readouterr().err
