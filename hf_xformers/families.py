@@ -25,6 +25,7 @@ _AUTO = {
     "Model": "AutoModel",
     "ForReplacedTokenDetection": "AutoModelForPreTraining",
     "ForSegmentReordering": "AutoModelForPreTraining",
+    "ForSpanBoundary": "AutoModelForPreTraining",
     "ForMaskedSentences": "AutoModelForPreTraining",
 }
 # Head name -> the Auto class that resolves it. What it derives from stands in `head_classes`.
@@ -43,6 +44,7 @@ HEADS: dict[str, str] = {
         "ForPreTraining",
         "ForReplacedTokenDetection",
         "ForSegmentReordering",
+        "ForSpanBoundary",
         "ForTimeSeriesPrediction",
         "ForMaskedSentences",
         "ForImageClassification",

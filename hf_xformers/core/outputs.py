@@ -121,6 +121,13 @@ class XFormerForPreTrainingOutput(ModelOutput):
 
 
 @dataclass
+class XFormerSpanBoundaryOutput(XFormerMaskedLMOutput):
+    """span_logits [B, P, V]: of the tokens of spans, from the states around them."""
+
+    span_logits: torch.Tensor | None = None
+
+
+@dataclass
 class XFormerReorderingOutput(XFormerMaskedLMOutput):
     """reordering_logits [B, orders]: in which order the parts of the document stand."""
 

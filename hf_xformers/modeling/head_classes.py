@@ -19,6 +19,7 @@ from .masked_sentences import XFormerForMaskedSentences
 from .reordering import XFormerForSegmentReordering
 from .replaced_tokens import XFormerForReplacedTokenDetection
 from .sentence_pairs import XFormerForNextSentencePrediction, XFormerForPreTraining
+from .span_boundary import XFormerForSpanBoundary
 
 CLASSES: dict[str, Any] = {
     "Model": XFormerModel,
@@ -33,6 +34,7 @@ CLASSES: dict[str, Any] = {
     "ForPreTraining": XFormerForPreTraining,
     "ForReplacedTokenDetection": XFormerForReplacedTokenDetection,
     "ForSegmentReordering": XFormerForSegmentReordering,
+    "ForSpanBoundary": XFormerForSpanBoundary,
     "ForTimeSeriesPrediction": XFormerForTimeSeriesPrediction,
     "ForMaskedSentences": XFormerForMaskedSentences,
     "ForImageClassification": XFormerForImageClassification,

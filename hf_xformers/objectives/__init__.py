@@ -9,6 +9,7 @@ from .masked_lm import MaskedLMCollator, MaskedLMObjective, word_unit_ids
 from .mass import MassCollator, MassObjective
 from .sentence_masking import SentenceMaskingCollator, SentenceMaskingObjective
 from .sentence_pairs import NextSentenceObjective, SentenceOrderObjective, SentencePairCollator, sentence_pairs
+from .span_bert import SpanBertCollator, SpanBertObjective
 from .span_corruption import SpanCorruptionCollator, SpanCorruptionObjective
 from .t5_corruption import T5CorruptionCollator, T5CorruptionObjective
 
@@ -29,6 +30,8 @@ __all__ = [
     "SentenceMaskingObjective",
     "SentenceOrderObjective",
     "SentencePairCollator",
+    "SpanBertCollator",
+    "SpanBertObjective",
     "SpanCorruptionCollator",
     "SpanCorruptionObjective",
     "T5CorruptionCollator",

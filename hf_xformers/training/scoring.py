@@ -206,16 +206,17 @@ def load_model(name: str, objective: Objective) -> PreTrainedModel:
 
     from ..configuration_xformer import XFormerConfig
     from ..conversion.transfer import quiet
+    from ..variants import family
 
-    auto: Any = getattr(transformers, f"AutoModelFor{objective.head}", None)
-    if auto is None:  # a head that transformers does not know
-        from ..variants import family
-
-        auto = family(load_config(name).model_type)[f"For{objective.head}"]
     refuse_damaged_weights(name)
+    config = load_config(name)
+    if isinstance(config, XFormerConfig):  # several heads may stand behind one Auto class
+        cls = family(config.model_type)[f"For{objective.head}"]
+    else:
+        cls = getattr(transformers, f"AutoModelFor{objective.head}")
     try:
         with quiet():  # what does not fit is refused below
-            model, report = auto.from_pretrained(name, output_loading_info=True, ignore_mismatched_sizes=True)
+            model, report = cls.from_pretrained(name, output_loading_info=True, ignore_mismatched_sizes=True)
     except OSError as error:
         raise ValueError(f"{name!r} holds no weights ({str(error).splitlines()[0]}); give a saved model") from error
     unread: Any = () if isinstance(model.config, XFormerConfig) else report["unexpected_keys"]  # others drop old parts

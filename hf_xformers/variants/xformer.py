@@ -19,7 +19,8 @@ INFO = VariantInfo(
 }""",
 )
 
-_OTHERS = ("ForImageClassification", "ForSegmentReordering")  # they need more than an `XFormerConfig` has
+# They need more than an `XFormerConfig` has.
+_OTHERS = ("ForImageClassification", "ForSegmentReordering", "ForSpanBoundary")
 _family = make_family(XFormerConfig, "XFormer", tuple(head for head in HEADS if head not in _OTHERS), INFO)
 XFormerModel = _family["Model"]
 XFormerForMaskedLM = _family["ForMaskedLM"]

@@ -23,6 +23,12 @@ LABELS = {
     "ForQuestionAnswering": {"start_positions": torch.tensor([1, 0]), "end_positions": torch.tensor([3, 2])},
     "ForMultipleChoice": {"labels": torch.tensor([1, 0])},
     "ForNextSentencePrediction": {"labels": torch.tensor([1, 0])},
+    "ForSpanBoundary": {
+        "labels": "ids",
+        "span_boundaries": torch.tensor([[[1, 4]], [[0, 2]]]),
+        "span_target_places": torch.tensor([[1], [0]]),
+        "span_labels": torch.tensor([[5], [-100]]),
+    },
     "ForSegmentReordering": {"labels": "ids", "reordering_labels": torch.tensor([1, 0])},
     "ForPreTraining": {"labels": "ids", "next_sentence_label": torch.tensor([1, 0])},
 }
@@ -41,6 +47,7 @@ PER_TOKEN = (
 TOKEN_HEADS = (
     *("ForMaskedLM", "ForCausalLM", "ForSeq2SeqLM", "ForTokenClassification", "ForReplacedTokenDetection"),
     "ForMaskedSentences",
+    "ForSpanBoundary",
 )
 
 

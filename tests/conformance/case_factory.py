@@ -155,6 +155,10 @@ class OurChecks:
         if return_labels and "labels" not in inputs and {"labels", "next_sentence_label"} <= set(accepted):
             inputs["labels"] = torch.zeros_like(inputs["input_ids"])
             inputs["next_sentence_label"] = inputs["input_ids"].new_zeros(inputs["input_ids"].shape[0])
+        if return_labels and "span_labels" in accepted:
+            inputs["labels"] = torch.zeros_like(inputs["input_ids"])
+            inputs["span_labels"] = inputs["span_target_places"] = inputs["labels"][:, :1]
+            inputs["span_boundaries"] = inputs["labels"][:, :2].unsqueeze(1)
         if return_labels and "reordering_labels" in accepted:
             inputs["labels"] = torch.zeros_like(inputs["input_ids"])
             inputs["reordering_labels"] = inputs["input_ids"].new_zeros(inputs["input_ids"].shape[0])

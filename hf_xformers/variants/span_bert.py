@@ -1,0 +1,59 @@
+"""SpanBERT (Joshi et al. 2020): BERT's encoder, trained on spans that their two neighbours have to tell."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from ..configuration_xformer import XFormerConfig
+from ..core.components import SpecLike
+from ..families import ENCODER_HEADS, VariantInfo, make_family
+
+
+class XFSpanBertConfig(XFormerConfig):
+    """SpanBERT (Joshi et al. 2020): BERT's encoder, trained on spans that their two neighbours have to tell.
+
+    `span_places`: tokens of a span that its neighbours tell; `span_place_width`: width of the vectors of these places;
+    `span_boundary_weight`: of that loss beside the masked tokens'. `ForSpanBoundary` reads them.
+    """
+
+    model_type = "xf_span_bert"
+
+    span_places: int = 20  # type: ignore[misc]  # class variables where there is no such head
+    span_place_width: int = 200  # type: ignore[misc]
+    span_boundary_weight: float | int = 1.0  # type: ignore[misc]
+    vocab_size: int = 28996
+    type_vocab_size: int = 2
+    layer_norm_eps: float = 1e-12
+    add_pooler: bool = True
+    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
+    head: SpecLike = "transform"
+
+
+INFO = VariantInfo(
+    section="7",
+    summary="BERT trained on masked spans, which the tokens around them predict too",
+    paper="Joshi et al. 2020",
+    url="https://arxiv.org/abs/1907.10529",
+    equation=r"y_i = f(x_{s-1}, x_{e+1}, p_{i-s+1}), \qquad L = L_{\mathrm{MLM}} + L_{\mathrm{SBO}}",
+    cost="time O(T^2 D), memory O(T D) with fused kernels",
+    notes=(
+        "The encoder is BERT's, and converts as it does. Pretraining (`--objective span_bert`) trains"
+        " `ForSpanBoundary`, whose `boundary_head` BERT has not; there is no sentence pair."
+    ),
+    bibtex="""@article{joshi2020spanbert,
+  title={{SpanBERT}: Improving Pre-training by Representing and Predicting Spans},
+  author={Joshi, Mandar and Chen, Danqi and Liu, Yinhan and Weld, Daniel S. and Zettlemoyer, Luke and Levy, Omer},
+  journal={Transactions of the Association for Computational Linguistics},
+  volume={8},
+  year={2020}
+}""",
+)
+
+_family = make_family(XFSpanBertConfig, "XFSpanBert", (*ENCODER_HEADS, "ForSpanBoundary"), INFO)
+XFSpanBertModel = _family["Model"]
+XFSpanBertForMaskedLM = _family["ForMaskedLM"]
+XFSpanBertForSequenceClassification = _family["ForSequenceClassification"]
+XFSpanBertForTokenClassification = _family["ForTokenClassification"]
+XFSpanBertForQuestionAnswering = _family["ForQuestionAnswering"]
+XFSpanBertForMultipleChoice = _family["ForMultipleChoice"]
+XFSpanBertForSpanBoundary = _family["ForSpanBoundary"]
