@@ -5,6 +5,7 @@ from __future__ import annotations
 from .bart_denoising import BartDenoisingCollator, BartDenoisingObjective
 from .base import OBJECTIVES, Collator, Objective, build_objective, register
 from .causal_lm import CausalLMCollator, CausalLMObjective
+from .entity_phrase_masking import EntityPhraseCollator, EntityPhraseObjective
 from .masked_lm import MaskedLMCollator, MaskedLMObjective, word_unit_ids
 from .mass import MassCollator, MassObjective
 from .sentence_masking import SentenceMaskingCollator, SentenceMaskingObjective
@@ -20,6 +21,8 @@ __all__ = [
     "CausalLMCollator",
     "CausalLMObjective",
     "Collator",
+    "EntityPhraseCollator",
+    "EntityPhraseObjective",
     "MaskedLMCollator",
     "MaskedLMObjective",
     "MassCollator",

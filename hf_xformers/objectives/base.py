@@ -86,6 +86,11 @@ class Objective(TypedSpec):
         """The data collator of this objective; with `static=True` (evaluation) its noise ignores the epoch."""
         raise NotImplementedError
 
+    def fitted(self, rows: Any, tokenizer: Any) -> Objective:
+        """The objective with what it has to know of the training rows; most know nothing. Raises ValueError for rows
+        that it cannot train on."""
+        return self
+
     def config_fields(self) -> dict[str, Any]:
         """Fields of a model's config that this objective decides."""
         return {}

@@ -224,6 +224,7 @@ class Preparation:
             check_tokenizer(tokenizer, config)
             common = {"num_proc": self.source.num_proc}
             train = make_rows(splits["train"], tokenizer, self.objective, self.block_size, whole=False, **common)
+            self.objective = self.objective.fitted(train, tokenizer)
             validation = None
             if "validation" in splits:
                 validation = make_rows(

@@ -37,8 +37,9 @@ INFO = VariantInfo(
     equation=r"y_i = f(x_{s-1}, x_{e+1}, p_{i-s+1}), \qquad L = L_{\mathrm{MLM}} + L_{\mathrm{SBO}}",
     cost="time O(T^2 D), memory O(T D) with fused kernels",
     notes=(
-        "The encoder is BERT's, and converts as it does. Pretraining (`--objective span_bert`) trains"
-        " `ForSpanBoundary`, whose `boundary_head` BERT has not; there is no sentence pair."
+        "The encoder is BERT's, with the names of `xf_bert`, to which released models convert. Pretraining"
+        " (`--objective span_bert`) trains `ForSpanBoundary`, whose `boundary_head` BERT has not; there is no sentence"
+        " pair."
     ),
     bibtex="""@article{joshi2020spanbert,
   title={{SpanBERT}: Improving Pre-training by Representing and Predicting Spans},
