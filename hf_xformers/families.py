@@ -26,6 +26,7 @@ _AUTO = {
     "ForReplacedTokenDetection": "AutoModelForPreTraining",
     "ForSegmentReordering": "AutoModelForPreTraining",
     "ForSpanBoundary": "AutoModelForPreTraining",
+    "ForEntityReplacement": "AutoModelForPreTraining",
     "ForMaskedSentences": "AutoModelForPreTraining",
 }
 # Head name -> the Auto class that resolves it. What it derives from stands in `head_classes`.
@@ -45,6 +46,7 @@ HEADS: dict[str, str] = {
         "ForReplacedTokenDetection",
         "ForSegmentReordering",
         "ForSpanBoundary",
+        "ForEntityReplacement",
         "ForTimeSeriesPrediction",
         "ForMaskedSentences",
         "ForImageClassification",

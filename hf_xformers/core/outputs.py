@@ -128,6 +128,13 @@ class XFormerSpanBoundaryOutput(XFormerMaskedLMOutput):
 
 
 @dataclass
+class XFormerEntityReplacementOutput(XFormerMaskedLMOutput):
+    """entity_logits [B, M]: positive where a name seems to be replaced."""
+
+    entity_logits: torch.Tensor | None = None
+
+
+@dataclass
 class XFormerReorderingOutput(XFormerMaskedLMOutput):
     """reordering_logits [B, orders]: in which order the parts of the document stand."""
 

@@ -12,6 +12,7 @@ from .classifiers import (
     XFormerForSequenceClassification,
     XFormerForTokenClassification,
 )
+from .entity_replacement import XFormerForEntityReplacement
 from .forecasting import XFormerForTimeSeriesPrediction
 from .image import XFormerForImageClassification, XFormerImageModel
 from .language import XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM
@@ -35,6 +36,7 @@ CLASSES: dict[str, Any] = {
     "ForReplacedTokenDetection": XFormerForReplacedTokenDetection,
     "ForSegmentReordering": XFormerForSegmentReordering,
     "ForSpanBoundary": XFormerForSpanBoundary,
+    "ForEntityReplacement": XFormerForEntityReplacement,
     "ForTimeSeriesPrediction": XFormerForTimeSeriesPrediction,
     "ForMaskedSentences": XFormerForMaskedSentences,
     "ForImageClassification": XFormerForImageClassification,

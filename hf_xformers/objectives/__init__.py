@@ -6,6 +6,7 @@ from .bart_denoising import BartDenoisingCollator, BartDenoisingObjective
 from .base import OBJECTIVES, Collator, Objective, build_objective, register
 from .causal_lm import CausalLMCollator, CausalLMObjective
 from .entity_phrase_masking import EntityPhraseCollator, EntityPhraseObjective
+from .entity_replacement import EntityReplacementCollator, EntityReplacementObjective
 from .masked_lm import MaskedLMCollator, MaskedLMObjective, word_unit_ids
 from .mass import MassCollator, MassObjective
 from .sentence_masking import SentenceMaskingCollator, SentenceMaskingObjective
@@ -23,6 +24,8 @@ __all__ = [
     "Collator",
     "EntityPhraseCollator",
     "EntityPhraseObjective",
+    "EntityReplacementCollator",
+    "EntityReplacementObjective",
     "MaskedLMCollator",
     "MaskedLMObjective",
     "MassCollator",

@@ -38,7 +38,8 @@ INFO = VariantInfo(
 }""",
 )
 
-_family = make_family(XFBertConfig, "XFBert", (*ENCODER_HEADS, *SENTENCE_PAIR_HEADS, "ForCausalLM"), INFO)
+_HEADS = (*ENCODER_HEADS, *SENTENCE_PAIR_HEADS, "ForEntityReplacement", "ForCausalLM")
+_family = make_family(XFBertConfig, "XFBert", _HEADS, INFO)
 XFBertModel = _family["Model"]
 XFBertForMaskedLM = _family["ForMaskedLM"]
 XFBertForSequenceClassification = _family["ForSequenceClassification"]
@@ -47,4 +48,5 @@ XFBertForQuestionAnswering = _family["ForQuestionAnswering"]
 XFBertForMultipleChoice = _family["ForMultipleChoice"]
 XFBertForNextSentencePrediction = _family["ForNextSentencePrediction"]
 XFBertForPreTraining = _family["ForPreTraining"]
+XFBertForEntityReplacement = _family["ForEntityReplacement"]
 XFBertForCausalLM = _family["ForCausalLM"]

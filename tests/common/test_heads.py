@@ -23,6 +23,11 @@ LABELS = {
     "ForQuestionAnswering": {"start_positions": torch.tensor([1, 0]), "end_positions": torch.tensor([3, 2])},
     "ForMultipleChoice": {"labels": torch.tensor([1, 0])},
     "ForNextSentencePrediction": {"labels": torch.tensor([1, 0])},
+    "ForEntityReplacement": {
+        "labels": "ids",
+        "entity_boundaries": torch.tensor([[[1, 4]], [[0, 2]]]),
+        "entity_labels": torch.tensor([[1], [0]]),
+    },
     "ForSpanBoundary": {
         "labels": "ids",
         "span_boundaries": torch.tensor([[[1, 4]], [[0, 2]]]),
@@ -48,6 +53,7 @@ TOKEN_HEADS = (
     *("ForMaskedLM", "ForCausalLM", "ForSeq2SeqLM", "ForTokenClassification", "ForReplacedTokenDetection"),
     "ForMaskedSentences",
     "ForSpanBoundary",
+    "ForEntityReplacement",
 )
 
 

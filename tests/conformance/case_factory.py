@@ -159,6 +159,10 @@ class OurChecks:
             inputs["labels"] = torch.zeros_like(inputs["input_ids"])
             inputs["span_labels"] = inputs["span_target_places"] = inputs["labels"][:, :1]
             inputs["span_boundaries"] = inputs["labels"][:, :2].unsqueeze(1)
+        if return_labels and "entity_labels" in accepted:
+            inputs["labels"] = torch.zeros_like(inputs["input_ids"])
+            inputs["entity_labels"] = inputs["labels"][:, :1]
+            inputs["entity_boundaries"] = inputs["labels"][:, :2].unsqueeze(1)
         if return_labels and "reordering_labels" in accepted:
             inputs["labels"] = torch.zeros_like(inputs["input_ids"])
             inputs["reordering_labels"] = inputs["input_ids"].new_zeros(inputs["input_ids"].shape[0])
