@@ -119,8 +119,8 @@ class XFormerForSpanBoundary(LanguageModel):
             if span_labels is not None:
                 check_token_labels(span_labels, span_logits, "span_labels")
                 known = (span_labels != -100).sum() + 1  # a batch without spans has the loss 0
-                loss = token_cross_entropy(span_logits, span_labels, known)
-                aux_losses["span_boundary"] = self.config.span_boundary_weight * loss
+                told = token_cross_entropy(span_logits, span_labels, known)
+                aux_losses["span_boundary"] = self.config.span_boundary_weight * told
         loss = None if labels is None else token_cross_entropy(logits, labels, count)
         return outputs.XFormerSpanBoundaryOutput(
             loss=with_aux_losses(loss, aux_losses),

@@ -122,12 +122,12 @@ class SpanBertCollator(Collator):
             targets.append(row.ids[places[:, 0] + 1 + number])
             around.append(places + (width - len(row) if side == "left" else 0))
             numbers.append(number)
-        noise = MaskNoise(
+        masks = MaskNoise(
             pad_rows(chosen, False, width, side),
             pad_rows([item[0].action for item in noises], KEEP, width, side),
             pad_rows([item[0].random_ids for item in noises], 0, width, side),
         )
-        batch["input_ids"], batch["labels"] = apply_noise(batch["input_ids"], noise, self.mask_token_id)
+        batch["input_ids"], batch["labels"] = apply_noise(batch["input_ids"], masks, self.mask_token_id)
         most = max(1, *map(len, numbers))
         pairs = torch.zeros(len(rows), most, 2, dtype=torch.int64)
         for index, places in enumerate(around):
