@@ -139,6 +139,12 @@ class XFormerConfig(PreTrainedConfig):
         tag_decoder (how tokens are labelled: `softmax`, each by itself, or `crf`, a linear chain that scores sequences
         of tags, whose best ones are well-formed where tags are of the form B-PER, I-PER, O).
     Pairs of texts: pair_classes (of `ForPreTraining`: 2 for next sentence or sentence order, 3 for both at once).
+    Replaced tokens (of `ForReplacedTokenPreTraining`): generator_size and generator_depth (the generator's width and
+        number of layers as shares of the model's), generator_sharing (`tied`: one token table and one position table
+        for both, ELECTRA; `gradient_disentangled`: the model's token vectors are the generator's, whose gradient it
+        leaves alone, and a difference of its own, DeBERTaV3; `untied`), generator_temperature (of the draw),
+        generator_avoids_original (whether a token is never drawn in its own place), detection_weight (of the
+        detection's loss beside the generator's).
     Shape: is_decoder (causal self-attention), is_encoder_decoder (two towers and cross-attention). The head classes
         set both, so a saved config says what was built.
     unpad_inputs: whether layers are given the real tokens of a batch alone, as one row, wherever they do not look at
@@ -202,6 +208,12 @@ class XFormerConfig(PreTrainedConfig):
     classifier_bias: bool = True
     tag_decoder: Literal["softmax", "crf"] = "softmax"
     pair_classes: int = 2
+    generator_size: float | int = 0.25
+    generator_depth: float | int = 1.0
+    generator_sharing: Literal["tied", "gradient_disentangled", "untied"] = "tied"
+    generator_temperature: float | int = 1.0
+    generator_avoids_original: bool = False
+    detection_weight: float | int = 50.0
     pad_token_id: int | None = 0
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -249,6 +261,7 @@ class XFormerConfig(PreTrainedConfig):
         self._check_base_fields()
         super().__post_init__(**kwargs)
         self._check_layer_fields("`per_layer_config`")
+        self._check_generator()
         if self.decoder_start_token_id is None and self.is_encoder_decoder:
             self.decoder_start_token_id = self.pad_token_id
         towers = self.tower_configs()
@@ -368,6 +381,16 @@ class XFormerConfig(PreTrainedConfig):
             value = self._getattr_without_heterogeneous_validation(name)
             if value is not None and not 0 <= value < 1:
                 raise ValueError(f"`{name}` is a probability in [0, 1), got {value}.")
+
+    def _check_generator(self) -> None:
+        for name in ("generator_size", "generator_depth"):
+            value = self._getattr_without_heterogeneous_validation(name)
+            if not 0 < value <= 1:
+                raise ValueError(f"`{name}` is a share of the model in (0, 1], got {value}.")
+        if not self.generator_temperature > 0:
+            raise ValueError(f"`generator_temperature` must be above 0, got {self.generator_temperature}.")
+        if self.detection_weight < 0:
+            raise ValueError(f"`detection_weight` must not be negative, got {self.detection_weight}.")
 
     def check_layers(self) -> None:
         """Checks every distinct layer of this one-tower view; see [`check_components`]."""

@@ -24,6 +24,7 @@ from .modeling.head_classes import CLASSES, IMAGE_CLASSES
 _AUTO = {
     "Model": "AutoModel",
     "ForReplacedTokenDetection": "AutoModelForPreTraining",
+    "ForReplacedTokenPreTraining": "AutoModelForPreTraining",
     "ForSegmentReordering": "AutoModelForPreTraining",
     "ForSpanBoundary": "AutoModelForPreTraining",
     "ForEntityReplacement": "AutoModelForPreTraining",
@@ -44,6 +45,7 @@ HEADS: dict[str, str] = {
         "ForNextSentencePrediction",
         "ForPreTraining",
         "ForReplacedTokenDetection",
+        "ForReplacedTokenPreTraining",
         "ForSegmentReordering",
         "ForSpanBoundary",
         "ForEntityReplacement",

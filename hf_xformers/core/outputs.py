@@ -83,6 +83,13 @@ class XFormerTokenClassifierOutput(base.TokenClassifierOutput):
 
 
 @dataclass
+class XFormerReplacedTokenOutput(XFormerTokenClassifierOutput):
+    """targets [B, T]: what the model itself made the logits' labels, -100 for none."""
+
+    targets: torch.Tensor | None = None
+
+
+@dataclass
 class XFormerEarlyExitTokenOutput(XFormerTokenClassifierOutput):
     """exit_layers [B, T]: the layer (1, 2, ...) whose classifier gave each token's logits; None in training."""
 

@@ -18,6 +18,7 @@ from .image import XFormerForImageClassification, XFormerImageModel
 from .language import XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM
 from .masked_sentences import XFormerForMaskedSentences
 from .reordering import XFormerForSegmentReordering
+from .replaced_token_pretraining import XFormerForReplacedTokenPreTraining
 from .replaced_tokens import XFormerForReplacedTokenDetection
 from .sentence_pairs import XFormerForNextSentencePrediction, XFormerForPreTraining
 from .span_boundary import XFormerForSpanBoundary
@@ -34,6 +35,7 @@ CLASSES: dict[str, Any] = {
     "ForNextSentencePrediction": XFormerForNextSentencePrediction,
     "ForPreTraining": XFormerForPreTraining,
     "ForReplacedTokenDetection": XFormerForReplacedTokenDetection,
+    "ForReplacedTokenPreTraining": XFormerForReplacedTokenPreTraining,
     "ForSegmentReordering": XFormerForSegmentReordering,
     "ForSpanBoundary": XFormerForSpanBoundary,
     "ForEntityReplacement": XFormerForEntityReplacement,

@@ -23,6 +23,7 @@ class XFormerForReplacedTokenDetection(Classifier):
     reads_pooler = False
     reads_every_token = True
     accepts_loss_kwargs = True  # `num_items_in_batch`
+    loss_weight: float | None = None
 
     def __init__(self, config):
         super().__init__(self.shaped(config, is_decoder=False, is_encoder_decoder=False), 1)
@@ -56,6 +57,7 @@ class XFormerForReplacedTokenDetection(Classifier):
             if attention_mask is not None and attention_mask.shape == labels.shape:
                 labels = labels.masked_fill(attention_mask == 0, -100)
             loss = token_binary_cross_entropy(scores.squeeze(-1), labels, count)
+            loss = loss if self.loss_weight is None else self.loss_weight * loss
         recorded = self.recorded(base, loss)
         return outputs.XFormerTokenClassifierOutput(
             loss=with_aux_losses(loss, base.aux_losses), logits=scores.squeeze(-1), **recorded

@@ -9,6 +9,7 @@ from .entity_phrase_masking import EntityPhraseCollator, EntityPhraseObjective
 from .entity_replacement import EntityReplacementCollator, EntityReplacementObjective
 from .masked_lm import MaskedLMCollator, MaskedLMObjective, word_unit_ids
 from .mass import MassCollator, MassObjective
+from .replaced_tokens import ReplacedTokenCollator, ReplacedTokenObjective
 from .sentence_masking import SentenceMaskingCollator, SentenceMaskingObjective
 from .sentence_pairs import NextSentenceObjective, SentenceOrderObjective, SentencePairCollator, sentence_pairs
 from .span_bert import SpanBertCollator, SpanBertObjective
@@ -32,6 +33,8 @@ __all__ = [
     "MassObjective",
     "NextSentenceObjective",
     "Objective",
+    "ReplacedTokenCollator",
+    "ReplacedTokenObjective",
     "SentenceMaskingCollator",
     "SentenceMaskingObjective",
     "SentenceOrderObjective",

@@ -7,6 +7,7 @@ sums, and one division at the end makes the figures.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,16 @@ from torch import Tensor
 IGNORE_INDEX = -100
 # exp() of more overflows a float; a loss like this is a broken model anyway.
 _LARGEST_EXPONENT = 700.0
+
+
+def scored(outputs: Mapping[str, Any], labels: Tensor) -> tuple[Tensor, Tensor]:
+    """(logits [B, T, V], labels [B, T]) that figures are made of: a model may have made labels itself (`targets`), and
+    those of whole rows are one of each row. Logits of the shape of labels are the log odds of two classes."""
+    logits = outputs["prediction_logits" if "prediction_logits" in outputs else "logits"]
+    labels = outputs.get("targets", labels)
+    if logits.shape == labels.shape:
+        logits = torch.stack([torch.zeros_like(logits), logits], dim=-1)
+    return (logits.unsqueeze(1), labels.unsqueeze(1)) if labels.ndim == 1 else (logits, labels)
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from ..core.saved_files import STATE_FILE
 from ..core.sequence_sharding import check_sharding, sharding_in_force
 from ..core.weight_decay import declared_undecayed
 from ..data.batching import LengthGroupedBatchSampler
-from .evaluation import IGNORE_INDEX, frequency_floor, label_counts, summarise, token_statistics
+from .evaluation import IGNORE_INDEX, frequency_floor, label_counts, scored, summarise, token_statistics
 from .randomness import preserved_randomness
 from .recipe import Recipe, row_lengths, smoothing_among_all, vaswani_schedule
 from .replay import Replay, surrogate
@@ -319,9 +319,7 @@ class XFormerTrainer(Trainer):
             outputs = model(**inputs)
         if self.segments is not None:
             self.segments.leave(outputs, training=False)
-        logits, labels = outputs["prediction_logits" if "prediction_logits" in outputs else "logits"], inputs["labels"]
-        if labels.ndim == 1:  # of whole rows
-            logits, labels = logits.unsqueeze(1), labels.unsqueeze(1)
+        logits, labels = scored(outputs, inputs["labels"])
         rows = token_statistics(logits, labels, next_token=self._predicts_next_token)
         self._count_targets("", labels, logits.shape[-1], next_token=self._predicts_next_token)
         loss = rows[:, 0].sum() / rows[:, 1].sum().clamp(min=1)

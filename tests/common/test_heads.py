@@ -19,6 +19,7 @@ LABELS = {
     "ForSequenceClassification": {"labels": torch.tensor([2, 0])},
     "ForTokenClassification": {"labels": tokens(2, 7, low=0, high=3)},
     "ForReplacedTokenDetection": {"labels": tokens(2, 7, low=0, high=2)},
+    "ForReplacedTokenPreTraining": {"labels": tokens(2, 7, seed=3)},
     "ForMaskedSentences": {"labels": "ids"},
     "ForQuestionAnswering": {"start_positions": torch.tensor([1, 0]), "end_positions": torch.tensor([3, 2])},
     "ForMultipleChoice": {"labels": torch.tensor([1, 0])},
@@ -54,6 +55,7 @@ TOKEN_HEADS = (
     "ForMaskedSentences",
     "ForSpanBoundary",
     "ForEntityReplacement",
+    "ForReplacedTokenPreTraining",
 )
 
 

@@ -1,0 +1,136 @@
+"""Replaced token detection (Clark et al. 2020, ELECTRA, arXiv 2003.10555): which tokens did a generator put there?
+
+The corrupted text is made in two steps. This file masks tokens for the generator; what it then draws from the
+generator's distribution, the model does in its forward pass, with the numbers that the batch carries for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .base import IGNORE_INDEX, TOKEN_COLUMNS, Collator, Objective, Row, is_special, pad_rows, register, special_table
+
+_ROUNDING = 0.005  # by which the released code widens the room for masked tokens
+
+
+@dataclass
+class ReplacementNoise:
+    """All that is random about a row: `positions` int64 [k], where the generator predicts, in order; `masked` bool
+    [k], where it does not see the token either; `draws` float64 [k], with which to draw from its distribution."""
+
+    positions: Tensor
+    masked: Tensor
+    draws: Tensor
+
+
+def num_draws(length: int, mask_prob: float) -> int:
+    """How many positions are drawn in a row of so many tokens, special ones included."""
+    return max(1, min(int((mask_prob + _ROUNDING) * length), round(mask_prob * length)))
+
+
+def sample_noise(special: Tensor, objective: ReplacedTokenObjective, generator: torch.Generator) -> ReplacementNoise:
+    """Draw the noise of one row; special [n] bool: positions that are never replaced. A row of nothing else has
+    none."""
+    free = (~special).nonzero().squeeze(1)
+    count = num_draws(len(special), objective.mask_prob)
+    if not len(free):
+        chosen = free
+    elif objective.with_replacement:
+        chosen = free[torch.randint(len(free), (count,), generator=generator)].unique()
+    else:
+        chosen = free[torch.randperm(len(free), generator=generator)[:count]].sort().values
+    masked = torch.rand(len(chosen), generator=generator, dtype=torch.float64) < objective.mask_token_prob
+    return ReplacementNoise(chosen, masked, torch.rand(len(chosen), generator=generator, dtype=torch.float64))
+
+
+def apply_noise(ids: Tensor, noise: ReplacementNoise, mask_token_id: int) -> Tensor:
+    """What the generator reads, [n]."""
+    masked = ids.clone()
+    masked[noise.positions[noise.masked]] = mask_token_id
+    return masked
+
+
+def replace_tokens(ids: Tensor, positions: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+    """(what the discriminator reads, its labels), each [n], for tokens drawn [k] at positions [k]. A token that is
+    drawn in its own place is an original one."""
+    replaced = ids.scatter(0, positions, drawn)
+    return replaced, (replaced != ids).long()
+
+
+class ReplacedTokenCollator(Collator):
+    """Batches with `input_ids` (masked), `attention_mask`, `labels` [B, T] (what stands in the text, -100 at padding),
+    and `target_positions`, `sampling_draws` [B, N] (-1: none), of which a row of T tokens has at most N."""
+
+    objective: ReplacedTokenObjective
+    columns = (*TOKEN_COLUMNS, "special_tokens_mask")
+
+    def __init__(self, objective: ReplacedTokenObjective, tokenizer: Any, **settings: Any) -> None:
+        super().__init__(objective, tokenizer, **settings)
+        if tokenizer.mask_token_id is None:
+            raise ValueError(
+                f"{type(tokenizer).__name__} has no mask token: add one with "
+                "add_special_tokens({'mask_token': '[MASK]'}) and resize the embeddings"
+            )
+        self.special = special_table(set(tokenizer.all_special_ids))
+
+    def collate(self, rows: list[Row]) -> dict[str, Tensor]:
+        noises = [self.noise(row) for row in rows]
+        masked = [
+            Row(apply_noise(row.ids, noise, self.tokenizer.mask_token_id), row.columns, row.width)
+            for row, noise in zip(rows, noises, strict=True)
+        ]
+        batch = self.pad_inputs(masked)
+        width = batch["input_ids"].shape[1]
+        room = num_draws(width, self.objective.mask_prob)
+        starts = [width - len(row) if self.padding_side == "left" else 0 for row in rows]
+        places = [noise.positions + start for noise, start in zip(noises, starts, strict=True)]
+        batch["labels"] = pad_rows([row.ids for row in rows], IGNORE_INDEX, width, self.padding_side)
+        batch["target_positions"] = pad_rows(places, -1, room)
+        batch["sampling_draws"] = pad_rows([noise.draws for noise in noises], 0, room).float()
+        return batch
+
+    def noise(self, row: Row) -> ReplacementNoise:
+        special = row.columns.get("special_tokens_mask")
+        special = is_special(row.ids, self.special) if special is None else special.bool()
+        return sample_noise(special, self.objective, self.generator(row.ids))
+
+
+@register("replaced_token_detection", aliases=("rtd", "electra"))
+class ReplacedTokenObjective(Objective):
+    """Tell the tokens that a generator, trained beside the model, put into a text from those that stood there.
+
+    mask_prob         share of a row's tokens that the generator predicts (ELECTRA: .15, large .25)
+    mask_token_prob   share of these that it does not see; it sees the others, and predicts them all the same
+    with_replacement  positions are drawn independently, so that some are drawn twice and fewer tokens are masked, as
+                      in the released code; False: all are different
+
+    The generator's size, what it shares with the model and the weight of the detection are fields of the
+    configuration: `generator_size`, `generator_depth`, `generator_sharing`, `generator_temperature`,
+    `generator_avoids_original`, `detection_weight`.
+    """
+
+    mask_prob: float | int = 0.15
+    mask_token_prob: float | int = 0.85
+    with_replacement: bool = True
+
+    summary: ClassVar[str] = "which tokens of a text a small generator has put there (ELECTRA)"
+    head: ClassVar[str] = "ReplacedTokenPreTraining"
+    target = "label"
+    needed_tokens: ClassVar[tuple[str, ...]] = ("pad", "cls", "sep", "mask")
+    add_special_tokens: ClassVar[bool] = True
+
+    def check_fields(self) -> None:
+        self._require(0 < self.mask_prob < 1, f"mask_prob must lie between 0 and 1, not {self.mask_prob}")
+        self._require(
+            0 <= self.mask_token_prob <= 1, f"mask_token_prob must lie in [0, 1], not {self.mask_token_prob}"
+        )
+
+    def collator(
+        self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
+    ) -> ReplacedTokenCollator:
+        """Raises ValueError if the tokenizer has no mask token."""
+        return ReplacedTokenCollator(self, tokenizer, seed=seed, pad_to_multiple_of=pad_to_multiple_of, static=static)
