@@ -7,6 +7,7 @@ from .base import OBJECTIVES, Collator, Objective, build_objective, register
 from .causal_lm import CausalLMCollator, CausalLMObjective
 from .entity_phrase_masking import EntityPhraseCollator, EntityPhraseObjective
 from .entity_replacement import EntityReplacementCollator, EntityReplacementObjective
+from .insertion import InsertionCollator, InsertionObjective
 from .masked_lm import MaskedLMCollator, MaskedLMObjective, word_unit_ids
 from .mass import MassCollator, MassObjective
 from .replaced_tokens import ReplacedTokenCollator, ReplacedTokenObjective
@@ -27,6 +28,8 @@ __all__ = [
     "EntityPhraseObjective",
     "EntityReplacementCollator",
     "EntityReplacementObjective",
+    "InsertionCollator",
+    "InsertionObjective",
     "MaskedLMCollator",
     "MaskedLMObjective",
     "MassCollator",

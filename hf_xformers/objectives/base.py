@@ -39,7 +39,8 @@ class Objective(TypedSpec):
 
     id: its name in `OBJECTIVES`, set by `register`. summary: what it trains, in one line.
     head: the head of a family that it trains, as in `<Family>For<head>`; settings may choose another one for an
-    instance. shape: what kind of model that is.
+    instance. component: (slot, name) of a component that it needs beside; None: none. shape: what kind of model that
+    is.
     preferred: whether it is what a model of this shape is trained on where nobody says.
     rows: what its rows are made of, which the data code serves: `blocks`, tokens packed to equal length; `sentences`,
     whole sentences of one document, with `sentence_ids`; `segment_pairs`, two segments of documents that are cut in
@@ -56,6 +57,7 @@ class Objective(TypedSpec):
     id: ClassVar[str]
     summary: ClassVar[str] = ""
     head: ClassVar[str]
+    component: ClassVar[tuple[str, str] | None] = None
     shape: ClassVar[Literal["encoder", "decoder", "seq2seq"]] = "encoder"
     preferred: ClassVar[bool] = False
     rows: ClassVar[Literal["blocks", "sentences", "segment_pairs", "parallel"]] = "blocks"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..core.changes import changed_component, components_of, merge_changes
-from ..core.components import SLOTS, did_you_mean
+from ..core.components import SLOTS, build_spec, did_you_mean
 from ..objectives import OBJECTIVES, Objective
 from .presets import size_fields, size_named
 
@@ -41,11 +41,13 @@ def language_objective(name: str) -> type[Objective]:
 
 
 def objectives_for_heads(heads: Iterable[str], rows: str | None = None) -> list[str]:
-    """Names of the objectives that train one of these heads (`ForMaskedLM`, ...), the usual ones first. rows: those
-    alone whose rows are of this kind."""
+    """Names of the objectives that train one of these heads (`ForMaskedLM`, ...) and need nothing beside, the usual
+    ones first. rows: those alone whose rows are of this kind."""
     heads = list(heads)
     return [
-        name for name, cls in language_objectives().items() if f"For{cls.head}" in heads and rows in (None, cls.rows)
+        name
+        for name, cls in language_objectives().items()
+        if f"For{cls.head}" in heads and cls.component is None and rows in (None, cls.rows)
     ]
 
 
@@ -60,23 +62,47 @@ def shape_of_head(head: str) -> dict[str, bool]:
 
 
 def objectives_for(config_class: type[XFormerConfig]) -> list[str]:
-    """Names of the language objectives that a variant has the head for."""
-    return objectives_for_heads(config_class.heads)
+    """Names of the language objectives that a variant has the head for, and what they need beside."""
+    return [name for name, cls in language_objectives().items() if _serves(config_class, cls)]
+
+
+def _serves(config_class: type[XFormerConfig], objective: type[Objective]) -> bool:
+    if f"For{objective.head}" not in config_class.heads:
+        return False
+    if objective.component is None:
+        return True
+    slot, name = objective.component
+    return build_spec(slot, components_of(config_class)[slot]).type == name
+
+
+def refuse_other_component(config: Any, objective: Objective) -> None:
+    """Raises `ValueError` where a configuration lacks the component that an objective needs."""
+    if objective.component is None:
+        return
+    slot, name = objective.component
+    found = getattr(getattr(config, slot, None), "type", None)
+    if found != name:
+        raise ValueError(
+            f"objective {objective.id!r} needs {slot} {name!r}, and {config.model_type!r} has {found!r}; take a"
+            f" variant with that {slot}, or another objective"
+        )
 
 
 def check_objective(config_class: type[XFormerConfig], objective: str) -> None:
     """Refuses an objective that is unknown or that the variant has no head for; the message says what would fit."""
     wanted = language_objective(objective)
-    head, fitting = f"For{wanted.head}", objectives_for(config_class)
+    head, fitting = f"For{wanted.head} class", objectives_for(config_class)
+    if wanted.component is not None:
+        head += f" with {wanted.component[0]} {wanted.component[1]!r}"
     if wanted.type in fitting:
         return
     from ..variants import config_class as config_class_named
     from ..variants import model_types
 
     model_type = config_class.model_type
-    able = [name for name in model_types() if head in config_class_named(name).heads]
+    able = [name for name in model_types() if _serves(config_class_named(name), wanted)]
     raise ValueError(
-        f"variant {model_type!r} cannot be trained with objective {objective!r}, which needs a {head} class; "
+        f"variant {model_type!r} cannot be trained with objective {objective!r}, which needs a {head}; "
         + (f"take objective {' or '.join(map(repr, fitting))}, or " if fitting else "take ")
         + f"another variant: {', '.join(able)}"
     )

@@ -27,6 +27,7 @@ from .building import (
     grown_positions,
     longest_input,
     longest_sequence,
+    refuse_other_component,
 )
 from .checkpoints import checkpoint_to_resume, misfit
 from .folder_lock import folder_lock
@@ -165,6 +166,7 @@ class Preparation:
             raise ValueError("--streaming reads text of unknown length; say how long to train with --max_steps")
         self.checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, self.folder, args.world_size)
         self.config = self._config(None)
+        refuse_other_component(self.config, self.objective)
         if choice.init_from is None and choice.block_size and "max_position_embeddings" not in self.fields:
             self.fields |= grown_positions(self.config, longest_sequence(self.objective, choice.block_size))
             self.config = self._config(None)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.finite import refuse_non_finite
 from ..core.saved_files import refuse_damaged_weights
 from ..objectives import Objective, build_objective
-from .building import choose_block_size, language_objective, language_objectives
+from .building import choose_block_size, language_objective, language_objectives, refuse_other_component
 from .checkpoints import misfit
 from .run_folder import read_summary, saved_config
 from .segments import choose_streams
@@ -120,6 +120,7 @@ def choose_objective(
             f"objective {name!r} evaluates a For{objective.head} class, and the model is saved as {architecture};"
             f" take --objective {' or '.join(fitting) or 'with other settings'}, or another model"
         )
+    refuse_other_component(config, objective)
     return objective
 
 

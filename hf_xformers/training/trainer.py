@@ -98,6 +98,10 @@ class XFormerTrainer(Trainer):
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         inputs = super()._prepare_inputs(inputs)
+        prepare = getattr(self.accelerator.unwrap_model(self.model), "prepare_batch", None)
+        if prepare is not None:  # what a model itself decides about its batch, such as an order of generation
+            with self.compute_loss_context_manager():
+                inputs = prepare(inputs)
         labels, mask = inputs.get("labels"), inputs.get("attention_mask")
         if isinstance(labels, Tensor) and isinstance(mask, Tensor) and self._predicts_next_token:
             # Smoothing, distillation and evaluation make losses of their own.

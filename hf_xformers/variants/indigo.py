@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import field
 from typing import Any
 
@@ -13,12 +14,12 @@ from transformers.utils import can_return_tuple
 
 from ..auto_classes import register_model
 from ..configuration_xformer import Initializer, XFormerConfig
-from ..core.cache import make_cache
 from ..core.components import SpecLike
 from ..core.losses import token_cross_entropy, with_aux_losses
 from ..core.outputs import XFormerCausalLMOutput
 from ..families import DECODER_HEADS, VariantInfo, make_family
-from ..heads.insertion import InsertionHead, place_log_likelihood, slot_scores
+from ..heads.insertion import InsertionHead, place_log_likelihood
+from ..modeling.insertion import insert_words, search_orders
 
 
 class XFIndigoConfig(XFormerConfig):
@@ -55,8 +56,10 @@ INFO = VariantInfo(
 }""",
     notes=(
         "`insertion_positions` [B, T] gives each token's place in the finished text; without it, the order is left to"
-        " right. `generate`, and all that is built on it, only appends words; `insert_tokens`, greedy and between two"
-        " boundary tokens, inserts them where the model says."
+        " right. `pretrain --objective insertion` trains with any order, `--objective.order searched` with those that"
+        " the model finds likeliest. `generate`, and all that is built on it, only appends words;"
+        " `generate_by_insertion(input_ids)`, greedy, inserts them between two boundary tokens and the words given"
+        " there."
     ),
 )
 
@@ -137,52 +140,94 @@ class XFIndigoForCausalLM(_CausalLM):
         return total / (counted.sum().clamp(min=1) if count is None else count)
 
     @torch.no_grad()
+    def generate_by_insertion(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int = 50,
+        eos_token_id: int | Sequence[int] | None = None,
+        **unused: Any,
+    ) -> Tensor:
+        """Greedy decoding by insertion: the likeliest word, then the likeliest slot for it, and so on.
+
+        input_ids: [B, T], texts between their boundary tokens, as `[CLS] ... [SEP]`; words that stand there are given,
+        and the others are inserted between and around them. attention_mask: [B, T], padding on either side.
+        eos_token_id: what ends a row when it is predicted, and is not inserted (default: the config's). Returns the
+        finished texts [B, length], boundaries included, padded on the right; what a tokenizer makes beside ids and
+        mask is not read.
+
+        Raises:
+            ValueError: a row without both boundaries, or a head that does not insert.
+        """
+        if not isinstance(self.lm_head, InsertionHead):
+            raise ValueError(
+                f"head {self.config.head.type!r} does not say where words are inserted; take head 'insertion', or"
+                " `generate`, which appends them."
+            )
+        real = torch.ones_like(input_ids).bool() if attention_mask is None else attention_mask.bool()
+        if input_ids.ndim != 2 or bool((real.sum(-1) < 2).any()):
+            raise ValueError(
+                f"`input_ids` {list(input_ids.shape)} holds a left and a right boundary token in each row at least,"
+                " [B, T]; put them around the text."
+            )
+        rows = [ids[keep] for ids, keep in zip(input_ids, real)]
+        rows = [torch.cat((ids[:1], ids[-1:], ids[1:-1])) for ids in rows]
+        mask = nn.utils.rnn.pad_sequence([torch.ones_like(ids) for ids in rows], True, 0, "left").bool()
+        ends = self.config.eos_token_id if eos_token_id is None else eos_token_id
+        ends = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+        texts = insert_words(self, nn.utils.rnn.pad_sequence(rows, True, 0, "left"), mask, max_new_tokens, ends)
+        nothing = self.config.pad_token_id
+        nothing = nothing if nothing is not None else ends[0] if ends else 0
+        made = [torch.tensor(text, device=input_ids.device) for text in texts]
+        return nn.utils.rnn.pad_sequence(made, True, nothing)
+
     def insert_tokens(
         self, input_ids: Tensor, max_new_tokens: int, eos_token_id: int | None = None
     ) -> list[list[int]]:
-        """Greedy decoding by insertion: the likeliest word, then the likeliest slot for it.
-
-        input_ids: [B, 2], the tokens that bound the text on the left and on the right. Ends a row when `eos_token_id`
-        (default: the config's) is predicted, which is not inserted. Returns the tokens of each row in text order,
-        without the boundaries.
-        """
+        """[`generate_by_insertion`] from nothing: input_ids [B, 2], the tokens that bound the text on the left and on
+        the right, -> the tokens of each row in text order, without the boundaries."""
         if input_ids.ndim != 2 or input_ids.shape[1] != 2:
             raise ValueError(
                 f"`input_ids` holds the two boundary tokens of each row, [B, 2], got {list(input_ids.shape)}."
             )
         eos = self.config.eos_token_id if eos_token_id is None else eos_token_id
-        batch, device = input_ids.shape[0], input_ids.device
-        tokens, places = input_ids, torch.arange(2, device=device).expand(batch, -1)
-        done = torch.zeros(batch, dtype=torch.bool, device=device)
-        inserted = torch.ones_like(tokens, dtype=torch.bool)
-        cache, lefts, rights, fresh = make_cache(self.config), [], [], tokens
-        for _ in range(max_new_tokens):
-            base = self.model(
-                input_ids=fresh, insertion_positions=places, past_key_values=cache, use_cache=True
-            ).last_hidden_state
-            pointer, left, right = self.lm_head.pointers(base)
-            lefts.append(left)
-            rights.append(right)
-            word = self.lm_head(base[:, -1]).argmax(-1)
-            if eos is not None:
-                done = done | (word == eos)
-            vectors = self.get_input_embeddings()(word)[:, None].to(base.dtype)
-            scores = slot_scores(pointer[:, -1:], vectors, torch.cat(lefts, 1), torch.cat(rights, 1))[:, 0]
-            outside = torch.zeros_like(scores, dtype=torch.bool)
-            outside[:, 0] = outside[:, tokens.shape[1] + 1] = True  # left of the left boundary, right of the right one
-            slot = scores.masked_fill(outside, -torch.inf).argmax(-1)
-            neighbour = places.gather(1, (slot % tokens.shape[1])[:, None])
-            place = neighbour + (slot >= tokens.shape[1])[:, None]  # a left slot: its token and all after it move on
-            places = torch.cat((places + (places >= place), place), dim=1)
-            tokens, fresh = torch.cat((tokens, word[:, None]), dim=1), word[:, None]
-            inserted = torch.cat((inserted, ~done[:, None]), dim=1)
-            if bool(done.all()):
-                break
-        texts = []
-        for row in range(batch):
-            order = places[row].argsort()
-            texts.append([int(tokens[row, t]) for t in order.tolist() if t >= 2 and inserted[row, t]])
-        return texts
+        ends = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+        texts = insert_words(self, input_ids, torch.ones_like(input_ids).bool(), max_new_tokens, ends)
+        return [text[1:-1] for text in texts]
+
+    def prepare_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A batch of the objective `insertion`; where its orders are to be searched, they are put in their place: one
+        of the beam, drawn, in training (section 3.3), the likeliest otherwise."""
+        beam = batch.get("order_beam")
+        if beam is None:
+            return batch
+        batch = {key: value for key, value in batch.items() if key != "order_beam"}
+        ids, mask = batch["input_ids"], batch["attention_mask"].bool()
+        lengths, most = mask.sum(-1) - 3, int(mask.sum(-1).max()) - 3
+        if most < 1:
+            return batch
+        number = mask.long().cumsum(-1) - 1
+        column = torch.arange(most, device=ids.device)
+        start = (number == 2).int().argmax(-1, keepdim=True)  # padding on either side
+        at = (start + column).clamp(max=ids.shape[1] - 1)
+        real = column < lengths[:, None]
+        bounds = ids.gather(1, start - 2 + torch.arange(2, device=ids.device))
+        training = self.training
+        self.eval()
+        orders, likelihood = search_orders(self, ids.gather(1, at), lengths, bounds, int(beam[0]))
+        self.train(training)
+        row = torch.zeros_like(lengths)
+        if training:
+            row = likelihood.isfinite().float().multinomial(1)[:, 0]
+        order = orders[torch.arange(len(ids), device=ids.device), row]
+        source = torch.where(real, start + order, at)
+        for name in ("input_ids", "labels", "insertion_positions"):
+            values = batch[name].clone()
+            rows = torch.arange(len(ids), device=ids.device)[:, None].expand_as(at)
+            values[rows[real], at[real]] = batch[name].gather(1, source)[real]
+            batch[name] = values
+        return batch
 
 
 register_model("AutoModelForCausalLM", XFIndigoConfig, XFIndigoForCausalLM)
