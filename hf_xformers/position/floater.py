@@ -50,11 +50,15 @@ def trajectory(
 
 
 class FloaterDynamics(Float32Module):
-    """f(t, p) = W2 [relu(W1 [p, t]), t], shared by all layers and by queries, keys and values (released code)."""
+    """f(t, p) = W2 [relu(W1 [p, t]), t], shared by all layers and by queries, keys and values (released code).
 
-    def __init__(self, width: int):
+    Without time, f(p) = W2 relu(W1 p): what leads from one state to the next is the same wherever in a text it is.
+    """
+
+    def __init__(self, width: int, timed: bool = True):
         super().__init__()
-        self.first, self.second = nn.Linear(width + 1, width), nn.Linear(width + 1, width)
+        self.timed = timed
+        self.first, self.second = nn.Linear(width + timed, width), nn.Linear(width + timed, width)
 
     def initialize(self, config, init) -> None:
         for layer in (self.first, self.second):
@@ -65,10 +69,11 @@ class FloaterDynamics(Float32Module):
         """f as a function of (time, state [..., D]), in float32 at least: errors of single steps add up along the
         text. A step is a few small operations, of which there are many, so the weights are taken apart once and not in
         every step."""
-        (first, first_time), (second, second_time) = (
-            (weight[:, :-1], weight[:, -1]) for weight in widened(self.first.weight, self.second.weight)
-        )
+        first, second = widened(self.first.weight, self.second.weight)
         first_bias, second_bias = widened(self.first.bias, self.second.bias)
+        if not self.timed:
+            return lambda time, state: F.linear(F.linear(state, first, first_bias).relu(), second, second_bias)
+        (first, first_time), (second, second_time) = ((weight[:, :-1], weight[:, -1]) for weight in (first, second))
 
         def f(time: float, state: Tensor) -> Tensor:
             inner = torch.relu(F.linear(state, first, torch.add(first_bias, first_time, alpha=time)))
@@ -88,7 +93,7 @@ class FloaterPosition(Float32Module, Position):
     def __init__(self, config, spec: FloaterSpec):
         super().__init__()
         self.spec = spec
-        self.dynamics = FloaterDynamics(config.hidden_size)
+        self.dynamics = FloaterDynamics(config.hidden_size, timed=not spec.translation_invariant)
         self.start = nn.Parameter(torch.empty(3, config.num_hidden_layers, config.hidden_size))
         self._kept: tuple[list[Tensor], Tensor] | None = None
 
@@ -166,7 +171,8 @@ class FloaterSpec(PositionSpec):
     In cross-attention nothing is added.
 
     delta: time between two tokens. substeps: solver steps per token. solver: `euler`, `midpoint` or `rk4`. start_std:
-    standard deviation that p(0) starts with.
+    standard deviation that p(0) starts with. translation_invariant: the slope is a function of the state alone, f(p):
+    a text that begins later on the path than another goes on as this one does.
     """
 
     summary = "the path of a learned differential equation added to queries, keys and values of every layer"
@@ -177,6 +183,7 @@ class FloaterSpec(PositionSpec):
     substeps: int = 5
     solver: Literal["euler", "midpoint", "rk4"] = "midpoint"
     start_std: float | int = 1.0
+    translation_invariant: bool = False
 
     def check_fields(self) -> None:
         for name in ("delta", "substeps", "start_std"):

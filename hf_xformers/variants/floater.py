@@ -38,7 +38,10 @@ INFO = VariantInfo(
   booktitle={International Conference on Machine Learning},
   year={2020}
 }""",
-    notes="The decoder's cross-attention stays plain.",
+    notes=(
+        "The decoder's cross-attention stays plain. With `translation_invariant` the equation does not read the time,"
+        " so that the way from a position to the next is the same everywhere."
+    ),
 )
 
 _family = make_family(XFFloaterConfig, "XFFloater", ALL_HEADS, INFO)

@@ -71,6 +71,30 @@ def test_biases_by_hand(monkeypatch):
         close(run(layer, module, vectors_in, literal=literal)[0], expected)
 
 
+def test_translation_invariant_path():
+    """Without time: what starts at a later state goes on as the path does; with time it does not. By hand, the
+    midpoint rule on f(p); gradients reach all of it."""
+    spec = {"type": "floater", "delta": 0.5, "substeps": 1, "translation_invariant": True}
+    _, module, _ = build(spec, strong=0.3, num_hidden_layers=2)
+    _, timed, _ = build({**spec, "translation_invariant": False}, strong=0.3, num_hidden_layers=2)
+    first, second = module.dynamics.first, module.dynamics.second
+    assert first.weight.shape == (16, 16) and timed.dynamics.first.weight.shape == (16, 17)
+    state, states = module.start, [module.start]
+    for _ in range(8):
+        middle = state + 0.25 * second(torch.relu(first(state)))
+        state = state + 0.5 * second(torch.relu(first(middle)))
+        states.append(state)
+    path = module.biases(9)
+    close(path, torch.stack(states))
+    grown = torch.autograd.grad(path[-1].sum(), list(module.parameters()))
+    assert all(gradient.abs().max() > 0 for gradient in grown)
+    for part, invariant in ((module, True), (timed, False)):
+        with torch.no_grad():
+            later = part.biases(9)[3:].clone()
+            part.start.copy_(later[0])
+            assert torch.allclose(part.biases(6), later) == invariant
+
+
 def test_solution_is_kept_only_while_it_is_true():
     torch.manual_seed(0)
     model = make_strong(XFormerModel(XFormerConfig(**SIZES, position="floater")).double().eval(), amount=0.3)
