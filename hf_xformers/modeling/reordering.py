@@ -6,15 +6,12 @@ from math import factorial
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.utils import can_return_tuple
 
 from ..core import outputs
-from ..core.inputs import check_token_labels
 from ..core.losses import token_cross_entropy, with_aux_losses
-from ..core.pooling import pool
-from .classifier_transform import refuse_transform
-from .language import LanguageModel
+from .masked_and_class import MaskedTokensAndClass
 
 
 def count_orders(chunks: int) -> int:
@@ -22,7 +19,7 @@ def count_orders(chunks: int) -> int:
     return sum(factorial(parts) for parts in range(1, chunks + 1))
 
 
-class XFormerForSegmentReordering(LanguageModel):
+class XFormerForSegmentReordering(MaskedTokensAndClass):
     """An encoder that predicts masked tokens, and in which order the parts of the document stand (Ding et al. 2021,
     arXiv 2012.15688, section 3.4).
 
@@ -33,11 +30,7 @@ class XFormerForSegmentReordering(LanguageModel):
         ValueError: a stack without segment memory, or a config without `reorder_chunks`.
     """
 
-    reads_pooler = True
-
-    def __init__(self, config):
-        refuse_transform(config, type(self).__name__)
-        config = self.shaped(config, is_decoder=False, is_encoder_decoder=False)
+    def num_classes(self, config: Any) -> int:
         chunks = config.reorder_chunks
         if config.stack.memory_slots(config) is None or chunks is None or chunks < 1:
             raise ValueError(
@@ -45,10 +38,7 @@ class XFormerForSegmentReordering(LanguageModel):
                 f" to tell apart; this config has stack {config.stack.type!r} and `reorder_chunks` {chunks!r}. Use"
                 " xf_ernie_doc."
             )
-        super().__init__(config)
-        self.orders = count_orders(chunks)
-        self.classifier = nn.Linear(self.model.vector_width, self.orders)
-        self.post_init()
+        return count_orders(chunks)
 
     @can_return_tuple
     def forward(
@@ -65,19 +55,15 @@ class XFormerForSegmentReordering(LanguageModel):
         """labels: [B, T] as in masked LM; reordering_labels: [B], the number of the order. logits: [B, T, V];
         reordering_logits: [B, orders]. The loss is the sum of those whose labels are given."""
         count = kwargs.pop("num_items_in_batch", None)
-        base = self.model(
+        base, logits, orders = self.both_logits(
+            attention_mask,
+            labels,
             input_ids=input_ids,
-            attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
-        logits = self.lm_head(base.last_hidden_state)
-        check_token_labels(labels, logits)
-        vector = base.pooler_output
-        vector = pool(base.last_hidden_state, attention_mask, "first") if vector is None else vector
-        orders = self.classifier(vector)
         loss, aux_losses = None, dict(base.aux_losses or {})
         if reordering_labels is not None:
             wide = orders if orders.dtype.itemsize == 8 else orders.float()

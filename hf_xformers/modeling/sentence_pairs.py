@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.utils import can_return_tuple
 
 from ..core import outputs
-from ..core.inputs import check_token_labels
 from ..core.losses import token_cross_entropy, with_aux_losses
-from ..core.pooling import pool
 from .classifier_transform import refuse_transform
 from .classifiers import Classifier
-from .language import LanguageModel
+from .masked_and_class import MaskedTokensAndClass
 
 
 class XFormerForNextSentencePrediction(Classifier):
@@ -53,18 +51,12 @@ class XFormerForNextSentencePrediction(Classifier):
         )
 
 
-class XFormerForPreTraining(LanguageModel):
+class XFormerForPreTraining(MaskedTokensAndClass):
     """BERT's two objectives at once: masked tokens, and a label for the pair of texts, which is one of `pair_classes`
     of the config. Its loss is the auxiliary loss `pair`."""
 
-    reads_pooler = True
-
-    def __init__(self, config):
-        refuse_transform(config, type(self).__name__)
-        config = self.shaped(config, is_decoder=False, is_encoder_decoder=False)
-        super().__init__(config)
-        self.classifier = nn.Linear(self.model.vector_width, config.pair_classes)
-        self.post_init()
+    def num_classes(self, config: Any) -> int:
+        return config.pair_classes
 
     @can_return_tuple
     def forward(
@@ -81,19 +73,15 @@ class XFormerForPreTraining(LanguageModel):
         """labels: [B, T] as in masked LM; next_sentence_label: [B], 0 = B follows A, 1 = it does not, and of three
         classes 2 = it comes before A. The loss is the sum of the two and is returned when both labels are given."""
         count = kwargs.pop("num_items_in_batch", None)
-        base = self.model(
+        base, logits, pair_logits = self.both_logits(
+            attention_mask,
+            labels,
             input_ids=input_ids,
-            attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
-        logits = self.lm_head(base.last_hidden_state)
-        check_token_labels(labels, logits)
-        vector = base.pooler_output
-        vector = pool(base.last_hidden_state, attention_mask, "first") if vector is None else vector
-        pair_logits = self.classifier(vector)
         loss, aux_losses = None, dict(base.aux_losses or {})
         if labels is not None and next_sentence_label is not None:
             loss = token_cross_entropy(logits, labels, count)
