@@ -11,7 +11,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, pi
 
 from hf_xformers.cli import main
 from hf_xformers.finetuning import TaskData
-from hf_xformers.finetuning.image_rows import hold_out, load_images
+from hf_xformers.finetuning.image_rows import check_image, hold_out, load_images
 from hf_xformers.finetuning.tasks.images import ImageCollator
 
 Image = pytest.importorskip("PIL.Image")
@@ -159,6 +159,17 @@ def test_what_happens_to_an_image_depends_on_seed_epoch_and_image():
     possible = [by_hand(*how) for how in moved]
     assert all(any(torch.equal(image, other) for other in possible) for image in seen)
     torch.testing.assert_close(collator.as_static()(rows)["pixel_values"][0], original)
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg"])
+def test_a_file_that_ends_too_early_is_named(suffix, tmp_path):
+    """Its head is whole; training would have come to the rest of it later."""
+    path = tmp_path / f"cut.{suffix}"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(path)
+    check_image({"bytes": None, "path": str(path)}, [repr(str(path))], 0)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(ValueError, match=rf"cut.{suffix}' is no image that can be read .*; replace it or remove it$"):
+        check_image({"bytes": None, "path": str(path)}, [repr(str(path))], 0)
 
 
 @pytest.mark.parametrize(
