@@ -107,6 +107,11 @@ class SearchTrainer(XFormerTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
+            if not (Path(checkpoint) / _OPTIMIZER_FILE).is_file():
+                raise ValueError(
+                    f"the checkpoint {str(checkpoint)!r} has no {_OPTIMIZER_FILE}, so that the search cannot go on"
+                    " from it; resume from another checkpoint, or begin anew with --overwrite_output_dir"
+                )
             state = torch.load(Path(checkpoint) / _OPTIMIZER_FILE, weights_only=True, map_location="cpu")
             self.architecture_optimizer.load_state_dict(state)
 

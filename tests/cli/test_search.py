@@ -45,6 +45,10 @@ def test_a_search(text, tmp_path, capsys):
     with pytest.raises(KeyboardInterrupt):
         run(arguments(text, parts, derived_layers=3), callbacks=[Stop()])
     assert run(arguments(text, parts, derived_layers=3, resume_from_checkpoint=parts / "checkpoint-3")) == 0
+    (parts / "checkpoint-3" / "architecture_optimizer.pt").unlink()
+    capsys.readouterr()
+    assert main(["search", *arguments(text, parts, max_steps=9, resume_from_checkpoint=parts / "checkpoint-3")]) != 0
+    assert "has no architecture_optimizer.pt, so that" in " ".join(capsys.readouterr().err.split())
     one, other = weights(whole), weights(parts)
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert sum("alpha" in name for name in one) == 4
