@@ -45,12 +45,13 @@ class SlotWriter(nn.Module):
         self.k_proj = nn.Linear(width, width, bias=False)
         self.token_k_proj = nn.Linear(width, width, bias=False)
         self.v_proj = nn.Linear(width, width, bias=False)
-        gated = spec.update == "gru"
-        self.input_gates = nn.Linear(width, 3 * width) if gated else None
-        self.slot_gates = nn.Linear(width, 3 * width) if gated else None
-        self.norm = nn.LayerNorm(width, eps=self.eps) if gated else None
-        self.up_proj = nn.Linear(width, config.intermediate_size) if gated else None
-        self.down_proj = nn.Linear(config.intermediate_size, width) if gated else None
+        self.is_gated = spec.update == "gru"
+        if self.is_gated:
+            self.input_gates = nn.Linear(width, 3 * width)
+            self.slot_gates = nn.Linear(width, 3 * width)
+            self.norm = nn.LayerNorm(width, eps=self.eps)
+            self.up_proj = nn.Linear(width, config.intermediate_size)
+            self.down_proj = nn.Linear(config.intermediate_size, width)
 
     def read(self, slots: Tensor, tokens: Tensor, real: Tensor | None) -> Tensor:
         """slots [B, k, D], tokens [B, T, D], real [B, T] boolean or None (all) -> m' [B, k, D]."""
@@ -70,17 +71,10 @@ class SlotWriter(nn.Module):
     def forward(self, slots: Tensor, tokens: Tensor, real: Tensor | None, bias: Tensor) -> Tensor:
         """The slots after a segment, [B, k, D]; those of a row of padding alone stay. bias: [k, D]."""
         written = self.read(slots, tokens, real)
-        if self.input_gates is None:
-            written = normalized(written + bias.to(written.dtype))
-        else:
-            written = self.gated(written, slots)
+        written = self.gated(written, slots) if self.is_gated else normalized(written + bias.to(written.dtype))
         return written if real is None else torch.where(real.any(1)[:, None, None], written, slots)
 
     def gated(self, read: Tensor, slots: Tensor) -> Tensor:
-        if self.input_gates is None or self.slot_gates is None or self.norm is None:
-            return read
-        if self.up_proj is None or self.down_proj is None:
-            return read
         reset, update, new = self.input_gates(read).chunk(3, dim=-1)
         own_reset, own_update, own_new = self.slot_gates(slots).chunk(3, dim=-1)
         update = torch.sigmoid(update + own_update)
