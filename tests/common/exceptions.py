@@ -160,9 +160,6 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         **{f"loss_and_saving:{head}": _CLOSED for head in ALL_HEADS},
     },
     "xf_dartsformer": {
-        "finite_in_half_precision:seq2seq": (
-            "a decoder's channels are cut in three parts, which the test's 128 cannot be; the other shapes are tested"
-        ),
         "gradient_checkpointing": (
             "a layer is one cell, inside which a recomputation ends with the last number that gradients need, so that"
             " the test does not see it run; tests/blocks/test_dartsformer.py compares gradients"
