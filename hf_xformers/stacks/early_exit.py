@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from ..blocks.base import XFormerLayer, unpack_layer
 from ..core.context import LayerContext, add_losses
 from ..position.base import Position
-from .base import StackOutput, StackSpec
+from .base import StackOutput, StackSpec, memory_by_step
 from .plain import PlainStack
 
 
@@ -29,6 +29,58 @@ class ExitWatch(Protocol):
         ...
 
 
+class Course:
+    """One call's way through the depth, as the driver asks for it."""
+
+    gathers = True  # whether rows that have left may be taken out of the batch
+
+    def __init__(self, watch: Any):
+        self.watch = watch
+
+    def before(self, context: LayerContext, gathers: bool) -> None:
+        """Before each layer."""
+
+    def after(self, before: Tensor, hidden_states: Tensor) -> Tensor:
+        """The states [R, T, D] after a layer, by those that went into it and those that it gave."""
+        return hidden_states
+
+    def look(
+        self, layer: int, hidden_states: Tensor, context: LayerContext, rows: Tensor | None, gathers: bool
+    ) -> Tensor | None:
+        """After each layer but the last: which of the rows leave, [R] boolean; None: none of them ever."""
+        raise NotImplementedError
+
+    def narrow(self, stay: Tensor) -> None:
+        """Of the running rows those with the indices `stay` go on."""
+
+    def end(self, hidden_states: Tensor, context: LayerContext) -> Tensor:
+        """The states of the whole batch, where no row was taken out."""
+        return hidden_states
+
+
+class RowCourse(Course):
+    """Whole rows leave, as an [`ExitWatch`] says: a row's state is final then."""
+
+    def __init__(self, watch: ExitWatch):
+        super().__init__(watch)
+        self.final: Tensor | None = None
+        self.left: Tensor | None = None
+
+    def look(
+        self, layer: int, hidden_states: Tensor, context: LayerContext, rows: Tensor | None, gathers: bool
+    ) -> Tensor | None:
+        leaves = self.watch(layer, hidden_states, context.query_padding_mask, rows)
+        if leaves is not None and not gathers:
+            self.final = self.end(hidden_states, context)
+            self.left = leaves if self.left is None else self.left | leaves
+        return leaves
+
+    def end(self, hidden_states: Tensor, context: LayerContext) -> Tensor:
+        if self.final is None or self.left is None:
+            return hidden_states
+        return torch.where(self.left[:, None, None], self.final, hidden_states)
+
+
 class EarlyExitStack(PlainStack):
     """Every layer once, in order, until all rows have left.
 
@@ -37,11 +89,42 @@ class EarlyExitStack(PlainStack):
     graph is being recorded), or each layer's output is wanted for the whole batch, all layers run on all rows instead
     and finished states are kept; no row reads another, so both ways give the same. Without a watch it is the plain
     stack.
+
+    What leaves, and what becomes of it, is said by the [`Course`] of a call.
     """
 
     def __init__(self, steps: int):
         super().__init__()
         self.steps = steps
+
+    def course(self, watch: Any, context: LayerContext) -> Course:
+        """How a call goes on that `watch` looks at."""
+        return RowCourse(watch)
+
+    def run_layer(
+        self,
+        course: Course,
+        layer: XFormerLayer,
+        hidden_states: Tensor,
+        memory: Tensor | None,
+        streams: dict[str, Tensor],
+        *,
+        context: LayerContext,
+        step: int,
+        past_key_values: Cache | None,
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """States, streams and losses of one layer."""
+        return unpack_layer(
+            layer(
+                hidden_states,
+                memory,
+                *streams.values(),
+                context=context,
+                step=step,
+                stream_names=tuple(streams),
+                past_key_values=past_key_values,
+            )
+        )
 
     def forward(
         self,
@@ -54,7 +137,7 @@ class EarlyExitStack(PlainStack):
         past_key_values: Cache | None = None,
         **more,
     ) -> StackOutput:
-        watch: ExitWatch | None = context.inputs.get("exit_watch")
+        watch = context.inputs.get("exit_watch")
         depth = [layers[step % len(layers)] for step in range(self.steps)]
         if watch is None:
             return super().forward(
@@ -66,7 +149,8 @@ class EarlyExitStack(PlainStack):
                 past_key_values=past_key_values,
                 **more,
             )
-        gathers = not (
+        course = self.course(watch, context)
+        gathers = course.gathers and not (
             context.output_hidden_states
             or context.output_attentions
             or torch.compiler.is_compiling()
@@ -74,30 +158,30 @@ class EarlyExitStack(PlainStack):
         )
         whole, rows = context, None
         final: Tensor | None = None
-        left: Tensor | None = None
         aux_losses: dict[str, Tensor] = {}
         for layer in layers:
-            layer.prepare(context, None)
-        streams = context.streams
+            layer.prepare(context, past_key_values)
+        streams, memories = context.streams, memory_by_step(memory, self.steps)
         for step, layer in enumerate(depth):
+            before = hidden_states
+            course.before(context, gathers)
             hidden_states = position.embed_layer(hidden_states, context.positions, step)
-            output = layer(
-                hidden_states, None, *streams.values(), context=context, step=step, stream_names=tuple(streams)
+            hidden_states, streams, losses = self.run_layer(
+                course,
+                layer,
+                hidden_states,
+                memories[step],
+                streams,
+                context=context,
+                step=step,
+                past_key_values=past_key_values,
             )
-            hidden_states, streams, losses = unpack_layer(output)
             add_losses(aux_losses, losses)
+            hidden_states = course.after(before, hidden_states)
             if step == self.steps - 1:
                 break
-            leaves = watch(step + 1, hidden_states, context.query_padding_mask, rows)
-            if leaves is None:
-                continue
-            if not gathers:
-                final = (
-                    hidden_states
-                    if final is None or left is None
-                    else torch.where(left[:, None, None], final, hidden_states)
-                )
-                left = leaves if left is None else left | leaves
+            leaves = course.look(step + 1, hidden_states, context, rows, gathers)
+            if leaves is None or not gathers:
                 continue
             stay = (~leaves).nonzero().squeeze(-1)
             if stay.shape[0] == leaves.shape[0]:
@@ -106,6 +190,7 @@ class EarlyExitStack(PlainStack):
             if stay.shape[0] == 0:
                 return StackOutput(final, whole, aux_losses)
             hidden_states, rows = hidden_states[stay], rows[stay]
+            course.narrow(stay)
             prepared = context.streams
             context = take_rows(context, stay, position, hidden_states)
             for other in layers:
@@ -113,11 +198,9 @@ class EarlyExitStack(PlainStack):
             # What no layer has touched is made anew with the rest; what layers hand on is cut.
             handed = {name: take(x, stay) for name, x in streams.items() if x is not prepared.get(name)}
             streams = {**context.streams, **handed}
-        if left is not None and final is not None:
-            hidden_states = torch.where(left[:, None, None], final, hidden_states)
-        elif rows is not None and final is not None:
-            hidden_states = final.index_copy(0, rows, hidden_states)
-        return StackOutput(hidden_states, whole, aux_losses)
+        if rows is not None and final is not None:
+            return StackOutput(final.index_copy(0, rows, hidden_states), whole, aux_losses)
+        return StackOutput(course.end(hidden_states, whole), whole, aux_losses)
 
 
 def settle(final: Tensor | None, hidden_states: Tensor, rows: Tensor | None, leaves: Tensor) -> tuple[Tensor, Tensor]:

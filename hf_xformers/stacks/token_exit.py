@@ -3,109 +3,61 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
-from ..blocks.base import RUNNING, XFormerLayer, unpack_layer
+from ..blocks.base import RUNNING
 from ..core.components import register
-from ..core.context import LayerContext, add_losses
+from ..core.context import LayerContext
 from ..core.losses import token_cross_entropy, with_aux_losses
 from ..core.outputs import XFormerEarlyExitTokenOutput
-from ..position.base import Position
-from .base import StackOutput, StackSpec
-from .early_exit import settle, take, take_rows
+from .base import StackSpec
+from .early_exit import Course, EarlyExitStack
 from .entropy_exit import entropy
 from .exits import Classifier, final_norm
-from .plain import PlainStack
 
 
-class TokenExitStack(PlainStack):
+class TokenCourse(Course):
+    """Tokens halt: their states are copied to the layers above. halted: [R, T] boolean, or None: none has yet."""
+
+    def __init__(self, watch: Any):
+        super().__init__(watch)
+        self.gathers = not watch.learns
+        self.halted: Tensor | None = None
+
+    def before(self, context: LayerContext, gathers: bool) -> None:
+        if gathers and self.halted is not None:
+            context.shared[RUNNING] = ~self.halted
+
+    def after(self, before: Tensor, hidden_states: Tensor) -> Tensor:
+        return hidden_states if self.halted is None else torch.where(self.halted[..., None], before, hidden_states)
+
+    def look(
+        self, layer: int, hidden_states: Tensor, context: LayerContext, rows: Tensor | None, gathers: bool
+    ) -> Tensor | None:
+        self.halted = self.watch(layer, hidden_states, context.query_padding_mask, rows)
+        return self.watch.finished(rows) if gathers and self.halted is not None else None
+
+    def narrow(self, stay: Tensor) -> None:
+        self.halted = None if self.halted is None else self.halted[stay]
+
+    def end(self, hidden_states: Tensor, context: LayerContext) -> Tensor:
+        context.shared.pop(RUNNING, None)
+        return hidden_states
+
+
+class TokenExitStack(EarlyExitStack):
     """Every layer once, in order; after each one the model input `exit_watch` says which tokens have halted. Their
     states are copied to the layers above unchanged, where the others still read them, and feed-forward sublayers leave
     them out. Rows whose tokens have all halted leave the batch. Where values must not steer the program, or states are
     recorded, all is computed and halted states are kept; both ways give the same."""
 
-    def __init__(self, steps: int):
-        super().__init__()
-        self.steps = steps
-
-    def forward(
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: Position,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **more,
-    ) -> StackOutput:
-        watch = context.inputs.get("exit_watch")
-        if watch is None:
-            return super().forward(
-                layers,
-                hidden_states,
-                context,
-                position=position,
-                memory=memory,
-                past_key_values=past_key_values,
-                **more,
-            )
-        gathers = not (
-            watch.learns
-            or context.output_hidden_states
-            or context.output_attentions
-            or torch.compiler.is_compiling()
-            or torch.jit.is_tracing()
-        )
-        whole, rows = context, None
-        final: Tensor | None = None
-        halted: Tensor | None = None
-        aux_losses: dict[str, Tensor] = {}
-        for layer in layers:
-            layer.prepare(context, None)
-        streams = context.streams
-        for step, layer in enumerate(layers):
-            before = hidden_states
-            if gathers and halted is not None:
-                context.shared[RUNNING] = ~halted
-            hidden_states = position.embed_layer(hidden_states, context.positions, step)
-            output = layer(
-                hidden_states, None, *streams.values(), context=context, step=step, stream_names=tuple(streams)
-            )
-            hidden_states, streams, losses = unpack_layer(output)
-            add_losses(aux_losses, losses)
-            if halted is not None:
-                hidden_states = torch.where(halted[..., None], before, hidden_states)
-            if step == self.steps - 1:
-                break
-            halted = watch(step + 1, hidden_states, context.query_padding_mask, rows)
-            if not gathers or halted is None:
-                continue
-            leaves = watch.finished(rows)
-            stay = (~leaves).nonzero().squeeze(-1)
-            if stay.shape[0] == leaves.shape[0]:
-                continue
-            final, rows = settle(final, hidden_states, rows, leaves)
-            if stay.shape[0] == 0:
-                return StackOutput(final, whole, aux_losses)
-            hidden_states, rows, halted = hidden_states[stay], rows[stay], halted[stay]
-            prepared = context.streams
-            context = take_rows(context, stay, position, hidden_states)
-            for other in layers:
-                other.prepare(context, None)
-            handed = {name: take(x, stay) for name, x in streams.items() if x is not prepared.get(name)}
-            streams = {**context.streams, **handed}
-        whole.shared.pop(RUNNING, None)
-        if rows is not None and final is not None:
-            hidden_states = final.index_copy(0, rows, hidden_states)
-        return StackOutput(hidden_states, whole, aux_losses)
+    def course(self, watch: Any, context: LayerContext) -> Course:
+        return TokenCourse(watch)
 
 
 class TokenExits(nn.Module):
