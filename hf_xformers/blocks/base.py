@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -159,6 +159,14 @@ class XFormerLayer(GradientCheckpointingLayer):
         if partner is not None:
             streams[PARTNER] = partner
         return (hidden_states, tuple(streams), tuple(losses), *streams.values(), *losses.values())
+
+    def remember(self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache, step: int) -> None:
+        """Puts the keys and values of tokens [B, T, D] into the cache that no sublayer of this layer works on any
+        more. It has one attention, which comes first."""
+        frame = self.frame(self.plan[0])
+        function: Any = self.function(self.plan[0])
+        entered = frame.enter(hidden_states, **frame.inputs(self.around(context)))
+        function.project_self(entered, context, past_key_values, step)
 
     def sublayers(self, memory: Tensor | None) -> list[SublayerPlan]:
         """What runs: no cross-attention in a decoder that is used without an encoder."""

@@ -51,16 +51,21 @@ class XFormerMaskedLMOutput(base.MaskedLMOutput):
 
 @dataclass
 class XFormerCausalLMOutput(base.CausalLMOutputWithCrossAttentions):
+    """exit_layers [B, T]: the layer (1, 2, ...) after which each token left, where tokens may leave early."""
+
     aux_losses: dict[str, torch.Tensor] | None = None
     segment_memory: SegmentMemory | None = None
+    exit_layers: torch.LongTensor | None = None
 
 
 @dataclass
 class XFormerSeq2SeqLMOutput(base.Seq2SeqLMOutput):
-    """segment_memory: the encoder's."""
+    """segment_memory: the encoder's. exit_layers [B, T]: the decoder's layer (1, 2, ...) after which each token left,
+    where tokens may leave early."""
 
     aux_losses: dict[str, torch.Tensor] | None = None
     segment_memory: SegmentMemory | None = None
+    exit_layers: torch.LongTensor | None = None
 
 
 @dataclass

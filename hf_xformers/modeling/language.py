@@ -42,6 +42,8 @@ class LanguageModel(XFormerPreTrainedModel):
         self._tied_weights_keys = {
             f"lm_head.{name}": f"{table}.{there}" for name, there in config.head.tied(config).items()
         }
+        tower = config.tower("decoder") if config.is_encoder_decoder else config
+        self.exits: Any = tower.stack.build_language_exits(tower)
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module | None:
@@ -102,6 +104,13 @@ class _Generative(LanguageModel, GenerationMixin):
                 )
             return
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+
+    def _exit_watch(self, labelled: bool, inputs: dict[str, Any]) -> Any:
+        """What looks at the layers of a call where tokens may leave early, put among its inputs; None elsewhere."""
+        watch = None if self.exits is None else self.exits.watch(self, labelled and self.training)
+        if watch is not None:
+            inputs["exit_watch"] = watch
+        return watch
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -189,6 +198,7 @@ class XFormerForCausalLM(_Generative):
         """labels: [B, T] like `input_ids` (the shift is inside), -100 where there is no target; a text's first token
         is none where padding stands before it. logits: [B, T, V], or of the last `logits_to_keep` positions."""
         count, shift_labels = kwargs.pop("num_items_in_batch", None), kwargs.pop("shift_labels", None)
+        watch = self._exit_watch(labels is not None or shift_labels is not None, kwargs)
         base = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -210,7 +220,13 @@ class XFormerForCausalLM(_Generative):
                     "Under context parallelism the next token may be in another process; give `shift_labels`, the"
                     " labels shifted by one before they are divided like `input_ids`."
                 )
-            loss = next_token_cross_entropy(logits, labels_after_real_tokens(labels, attention_mask), count)
+            labels = labels_after_real_tokens(labels, attention_mask)
+            loss = next_token_cross_entropy(logits, labels, count)
+        if watch is not None and watch.learns:
+            targets = shift_labels
+            if labels is not None and targets is None:
+                targets = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+            loss = self.exits.loss(self, watch, logits, targets, count)
         return outputs.XFormerCausalLMOutput(
             loss=with_aux_losses(loss, base.aux_losses),
             logits=logits,
@@ -219,6 +235,7 @@ class XFormerForCausalLM(_Generative):
             attentions=base.attentions,
             aux_losses=self.reported(base.aux_losses, loss),
             segment_memory=base.segment_memory,
+            exit_layers=None if watch is None else watch.exit_layers(),
         )
 
 
@@ -264,6 +281,7 @@ class XFormerForSeq2SeqLM(_Generative):
         """labels: [B, T_target] ids, -100 where there is no target; the decoder reads them shifted right. logits:
         [B, T_target, V]."""
         count = kwargs.pop("num_items_in_batch", None)
+        watch = self._exit_watch(labels is not None, kwargs)
         check_axes("labels", labels)
         if labels is not None:
             use_cache = False if use_cache is None else use_cache
@@ -287,6 +305,8 @@ class XFormerForSeq2SeqLM(_Generative):
         logits = self.lm_head(slice_logits_to_keep(base.last_hidden_state, logits_to_keep))
         check_token_labels(labels, logits)
         loss = None if labels is None else token_cross_entropy(logits, labels, count)
+        if watch is not None and watch.learns:
+            loss = self.exits.loss(self, watch, logits, labels, count)
         return outputs.XFormerSeq2SeqLMOutput(
             loss=with_aux_losses(loss, base.aux_losses),
             logits=logits,
@@ -299,4 +319,5 @@ class XFormerForSeq2SeqLM(_Generative):
             encoder_attentions=base.encoder_attentions,
             aux_losses=self.reported(base.aux_losses, loss),
             segment_memory=base.segment_memory,
+            exit_layers=None if watch is None else watch.exit_layers(),
         )

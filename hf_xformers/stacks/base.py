@@ -164,6 +164,10 @@ class StackSpec(Spec):
         """Classifiers of tokens inside the stack, for the token classification head, or None."""
         return None
 
+    def build_language_exits(self, config) -> nn.Module | None:
+        """What lets tokens of a decoder leave early, for the heads that predict tokens, or None."""
+        return None
+
     def build_exits(self, config) -> nn.Module | None:
         """Classifiers inside the stack, for the sequence classification head (see heads/early_exit.py), or None."""
         return None
