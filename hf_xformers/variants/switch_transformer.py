@@ -10,12 +10,17 @@ from ..families import ALL_HEADS, VariantInfo, make_family
 
 
 class XFSwitchTransformerConfig(XFormerConfig):
-    """Switch Transformer (Fedus et al. 2022): each token chooses one of many feed-forward experts."""
+    """Switch Transformer (Fedus et al. 2022): each token chooses one of many feed-forward experts.
+
+    All weights start at a tenth of T5's variance (section 2.4), those of experts and routers by their `init_scale`;
+    `initializer_factor=1.0` is T5's own start.
+    """
 
     model_type = "xf_switch_transformer"
 
     vocab_size: int = 32128
     initializer: Initializer = "t5"
+    initializer_factor: float | int = 0.1**0.5
     layer_norm_eps: float = 1e-6
     eos_token_id: int | list[int] | None = 1
     position: SpecLike = "t5_relative_bias"

@@ -14,6 +14,7 @@ from hf_xformers.feedforward import experts as experts_module
 from hf_xformers.feedforward.dense import DenseFeedForward
 from hf_xformers.feedforward.experts import Experts, capacities, grouped_matmul, places
 from hf_xformers.feedforward.switch_transformer import SwitchFeedForward
+from hf_xformers.variants.switch_transformer import XFSwitchTransformerConfig, XFSwitchTransformerModel
 from tests.feedforward.expert_helpers import (
     INNER,
     WIDTH,
@@ -359,3 +360,23 @@ def test_start():
 def test_refusals(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         build_spec("feedforward", {"type": "switch_transformer", **wrong})
+
+
+def test_all_weights_start_small():
+    """Variance 0.1 / fan in of every matrix, experts and routers among them; the query carries 1 / sqrt(d), too."""
+    torch.manual_seed(0)
+    config = XFSwitchTransformerConfig(
+        vocab_size=99, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256
+    )
+    model = XFSwitchTransformerModel(config)
+    checked = 0
+    for name, weight in model.named_parameters():
+        if weight.ndim < 2 or "position" in name:
+            continue
+        fan_in = 1 if "tokens" in name else weight.shape[-1]
+        expected = (0.1 / fan_in / (config.head_width if "q_proj" in name else 1)) ** 0.5
+        assert weight.std().item() == pytest.approx(expected, rel=0.2), name
+        checked += 1
+    assert checked >= 14
+    usual = XFSwitchTransformerModel(XFSwitchTransformerConfig(**{**config.to_dict(), "initializer_factor": 1.0}))
+    assert usual.trunk.layers[0].attention.v_proj.weight.std().item() == pytest.approx(1 / 8, rel=0.1)
