@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,9 @@ from transformers.utils.output_capturing import OutputRecorder
 from .attention.shared.base import Attention
 from .blocks.base import XFormerLayer
 from .configuration_xformer import XFormerConfig
+from .core.choices import RowLosses
 from .core.initialization import Initialized, start_linear
+from .core.losses import with_aux_losses
 from .core.parallel_plans import check_tensor_parallel, layers_apart
 from .core.precision import computing_dtype, float32_names
 from .core.sequence_sharding import why_not_context_parallel
@@ -128,6 +130,21 @@ class XFormerPreTrainedModel(PreTrainedModel):
         model under a head leaves that to the head."""
         needed = loss is not None or self.under_a_head or self.training or torch.is_grad_enabled()
         return aux_losses if needed else None
+
+    def with_aux_losses(
+        self,
+        loss: Tensor | None,
+        base: Any,
+        rows: Callable[[], RowLosses] | None = None,
+        aux_losses: dict[str, Tensor] | None = None,
+    ) -> Tensor | None:
+        """The loss of the task plus all auxiliary losses of `base`, the output of the model under this head (or the
+        `aux_losses` given), and plus that of choices which learn from the task's loss. rows: makes the loss by rows of
+        the batch, where the head knows it (`core/choices.py`)."""
+        total = with_aux_losses(loss, base.aux_losses if aux_losses is None else aux_losses)
+        if loss is None or total is None or base.log_probs is None:
+            return total
+        return total + self.model.choice_loss(base.log_probs, loss, None if rows is None else rows())
 
     @staticmethod
     def shaped(config: XFormerConfig, *, is_decoder: bool, is_encoder_decoder: bool) -> XFormerConfig:

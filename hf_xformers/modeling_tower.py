@@ -15,6 +15,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention.shared.base import Attention
 from .configuration_xformer import XFormerConfig
 from .core.cache import make_cache
+from .core.choices import LOG_PROBS
 from .core.components import refuse_packing, refuse_unpadding
 from .core.context import LayerContext, document_numbers, segments_from_positions, self_attention_cache
 from .core.extent import can_inspect, extent_of, read_masks, token_positions
@@ -159,6 +160,7 @@ class XFormerTower(XFormerPreTrainedModel):
             last_hidden_state=hidden_states,
             past_key_values=past_key_values if use_cache else None,
             padding_mask=result.context.padding_mask,
+            log_probs=result.aux_losses.pop(LOG_PROBS, None),
             aux_losses=result.aux_losses or None,
             memories=memories,
             segment_memory=result.segment_memory,

@@ -13,6 +13,7 @@ from transformers.utils import can_return_tuple
 
 from .configuration_xformer import XFormerConfig
 from .core.cache import make_cache
+from .core.choices import build_choice_loss, joint
 from .core.context import segments_from_positions
 from .core.extent import can_inspect
 from .core.inputs import refuse_unread
@@ -42,6 +43,8 @@ class XFormerModel(XFormerPreTrainedModel):
         self.decoder = XFormerTower(config.tower("decoder"), cross=True) if config.is_encoder_decoder else None
         pooled = add_pooler and config.add_pooler and not config.is_encoder_decoder
         self.pooler = build_pooler(config) if pooled else None
+        views = [view.layer(index) for view in config.tower_configs() for index in range(view.num_hidden_layers)]
+        self.choice_loss = build_choice_loss(view.attention for view in views)
         self._tied_weights_keys = self.shared_tables() or None
         self.post_init()
 
@@ -168,6 +171,7 @@ class XFormerModel(XFormerPreTrainedModel):
             aux_losses=self.reported(output.aux_losses),
             segment_memory=output.segment_memory,
             padding_mask=None if tokens.shape[1] == output.last_hidden_state.shape[1] else output.padding_mask,
+            log_probs=output.log_probs,
         )
 
     def _encoded(
@@ -223,9 +227,10 @@ class XFormerModel(XFormerPreTrainedModel):
     ) -> XFormerSeq2SeqModelOutput:
         """The output of both towers. attention_mask: of the encoder's text. text: the inputs that describe the
         decoder's tokens."""
-        memories, mask, encoder_losses = None, None, None
+        memories, mask, encoder_losses, chosen = None, None, None, None
         if isinstance(encoded, TowerOutput):  # what only a tower of this package says
             memories, mask, encoder_losses = encoded.memories, encoded.padding_mask, encoded.aux_losses
+            chosen = encoded.log_probs
         if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
             if not (self.decoder.gradient_checkpointing and self.training):
                 past_key_values = make_cache(self.config)
@@ -237,6 +242,7 @@ class XFormerModel(XFormerPreTrainedModel):
             use_cache=use_cache,
             **kwargs,
         )
+        both = [log_probs for log_probs in (chosen, output.log_probs) if log_probs is not None]
         losses = {f"encoder_{name}": loss for name, loss in (encoder_losses or {}).items()}
         losses.update({f"decoder_{name}": loss for name, loss in (output.aux_losses or {}).items()})
         return XFormerSeq2SeqModelOutput(
@@ -249,6 +255,7 @@ class XFormerModel(XFormerPreTrainedModel):
             encoder_hidden_states=encoded.hidden_states,
             encoder_attentions=encoded.attentions,
             aux_losses=self.reported(losses or None),
+            log_probs=joint(both),
             segment_memory=encoded.segment_memory if isinstance(encoded, TowerOutput) else None,
         )
 

@@ -112,7 +112,8 @@ class SublayerOutput(NamedTuple):
     """What a sublayer's function returns.
 
     output: [B, T, D]; weights: attention weights [B, H, T, S] where asked for, else None; gate: [B, T, 1] factor in
-    [0, 1] on the output, or None; aux_losses: scalars by name; streams: tensors handed to the next layer by name.
+    [0, 1] on the output, or None; aux_losses: scalars by name, and what `core/choices.py`
+    describes; streams: tensors handed to the next layer by name.
     """
 
     output: Tensor

@@ -24,23 +24,27 @@ class TowerOutput(base.BaseModelOutputWithPastAndCrossAttentions):
     memories: torch.Tensor | None = None
     segment_memory: SegmentMemory | None = None
     streams: dict[str, torch.Tensor] | None = None
+    log_probs: torch.Tensor | None = None
 
 
 @dataclass
 class XFormerModelOutput(base.BaseModelOutputWithPoolingAndCrossAttentions):
-    """padding_mask: boolean [B, T'] that belongs to last_hidden_state, where its length is not the input's."""
+    """padding_mask: boolean [B, T'] that belongs to last_hidden_state, where its length is not the input's; log_probs
+    [B]: of the choices that layers drew in training (`core/choices.py`)."""
 
     aux_losses: dict[str, torch.Tensor] | None = None
     segment_memory: SegmentMemory | None = None
     padding_mask: torch.Tensor | None = None
+    log_probs: torch.Tensor | None = None
 
 
 @dataclass
 class XFormerSeq2SeqModelOutput(base.Seq2SeqModelOutput):
-    """segment_memory: the encoder's."""
+    """segment_memory: the encoder's; log_probs [B]: of the choices that layers of both towers drew in training."""
 
     aux_losses: dict[str, torch.Tensor] | None = None
     segment_memory: SegmentMemory | None = None
+    log_probs: torch.Tensor | None = None
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from transformers.utils import can_return_tuple
 
 from ..attention.shared.multihead_block import MultiheadPooling
 from ..core import outputs
+from ..core.choices import rows_of_mean, token_rows
 from ..core.inputs import check_token_labels
-from ..core.losses import token_cross_entropy, with_aux_losses
+from ..core.losses import token_cross_entropy
 from ..core.pooling import pool
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
@@ -152,14 +154,15 @@ class XFormerForSequenceClassification(Classifier):
         )
         mask = decoder_attention_mask if decoder_input_ids is not None else attention_mask
         logits = self.classifier(self.dropout(self.pooled(base, mask)))
-        loss = None
+        loss, rows = None, None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+            rows = partial(rows_of_mean, partial(_text_loss, self), logits, labels)
         recorded = self.recorded(base, loss)
         kind: Any = outputs.XFormerSequenceClassifierOutput
         if self.config.is_encoder_decoder:
             kind = outputs.XFormerSeq2SeqSequenceClassifierOutput
-        return kind(loss=with_aux_losses(loss, base.aux_losses), logits=logits, **recorded)
+        return kind(loss=self.with_aux_losses(loss, base, rows), logits=logits, **recorded)
 
 
 class XFormerForTokenClassification(Classifier):
@@ -217,14 +220,16 @@ class XFormerForTokenClassification(Classifier):
         base = self.model(**inputs, **kwargs)
         logits = self.classifier(self.dropout(self.transformed(base.last_hidden_state)))
         check_token_labels(labels, logits)
+        rows = None
         if self.crf is None:
             loss = None if labels is None else token_cross_entropy(logits, labels, count)
+            rows = partial(token_rows, logits, labels, count)
         else:
             tagged = self.tagged(logits, input_ids, attention_mask, labels, tag_mask)
             loss, logits = self.in_sequence(self.crf, logits, labels, tagged, count)
         recorded = self.recorded(base, loss)
         return outputs.XFormerTokenClassifierOutput(
-            loss=with_aux_losses(loss, base.aux_losses), logits=logits, **recorded
+            loss=self.with_aux_losses(loss, base, rows), logits=logits, **recorded
         )
 
     def tagged(
@@ -306,7 +311,7 @@ class XFormerForQuestionAnswering(Classifier):
         if self.config.is_encoder_decoder:
             kind = outputs.XFormerSeq2SeqQuestionAnsweringOutput
         return kind(
-            loss=with_aux_losses(loss, base.aux_losses),
+            loss=self.with_aux_losses(loss, base),
             start_logits=start_logits.contiguous(),
             end_logits=end_logits.contiguous(),
             **recorded,
@@ -357,9 +362,11 @@ class XFormerForMultipleChoice(Classifier):
         logits = self.classifier(self.dropout(self.pooled(base, mask))).view(-1, choices)
         loss = None if labels is None else F.cross_entropy(logits.float(), labels)
         recorded = self.recorded(base, loss)
-        return outputs.XFormerMultipleChoiceOutput(
-            loss=with_aux_losses(loss, base.aux_losses), logits=logits, **recorded
-        )
+        return outputs.XFormerMultipleChoiceOutput(loss=self.with_aux_losses(loss, base), logits=logits, **recorded)
+
+
+def _text_loss(model: XFormerForSequenceClassification, labels: Tensor, logits: Tensor) -> Tensor:
+    return model.loss_function(labels=labels, pooled_logits=logits, config=model.config)
 
 
 def _decoder_inputs(ids: Tensor | None, mask: Tensor | None) -> dict[str, Tensor]:

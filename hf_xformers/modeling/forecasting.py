@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from transformers.utils import can_return_tuple
 
 from ..core import outputs
-from ..core.losses import with_aux_losses
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
 
@@ -108,7 +107,7 @@ class XFormerForTimeSeriesPrediction(XFormerPreTrainedModel):
             loss = self.head.loss(parameters, target, counted)
         forecast = parameters[0] * scaling.spread + scaling.location
         return outputs.XFormerForecastOutput(
-            loss=with_aux_losses(loss, base.aux_losses),
+            loss=self.with_aux_losses(loss, base),
             prediction_outputs=forecast[..., 0] if one else forecast,
             params=parameters,
             loc=scaling.location,

@@ -9,7 +9,6 @@ from transformers.utils import can_return_tuple
 
 from ..attention.shared.multihead_block import MultiheadPooling
 from ..core import outputs
-from ..core.losses import with_aux_losses
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
 from .classifier_transform import build_transform
@@ -94,7 +93,7 @@ class XFormerForImageClassification(XFormerPreTrainedModel):
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         return outputs.XFormerImageClassifierOutput(
-            loss=with_aux_losses(loss, base.aux_losses),
+            loss=self.with_aux_losses(loss, base),
             logits=logits,
             hidden_states=base.hidden_states,
             attentions=base.attentions,

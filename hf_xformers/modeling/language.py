@@ -4,6 +4,7 @@ encoder-decoder) it needs."""
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,8 +15,9 @@ from transformers.utils import can_return_tuple, logging
 
 from ..core import outputs
 from ..core.cache import make_cache, stateful_part
+from ..core.choices import token_rows
 from ..core.inputs import check_axes, check_token_labels
-from ..core.losses import labels_after_real_tokens, next_token_cross_entropy, token_cross_entropy, with_aux_losses
+from ..core.losses import labels_after_real_tokens, next_token_cross_entropy, token_cross_entropy
 from ..core.sequence_sharding import sharding_in_force
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
@@ -165,7 +167,7 @@ class XFormerForMaskedLM(LanguageModel):
         check_token_labels(labels, logits)
         loss = None if labels is None else token_cross_entropy(logits, labels, count)
         return outputs.XFormerMaskedLMOutput(
-            loss=with_aux_losses(loss, base.aux_losses),
+            loss=self.with_aux_losses(loss, base, partial(token_rows, logits, labels, count)),
             logits=logits,
             hidden_states=base.hidden_states,
             attentions=base.attentions,
@@ -211,9 +213,10 @@ class XFormerForCausalLM(_Generative):
         )
         logits = self.lm_head(slice_logits_to_keep(base.last_hidden_state, logits_to_keep))
         check_token_labels(labels, logits)
-        loss = None
+        loss, rows = None, None
         if shift_labels is not None:  # the caller shifted already (sequence parallelism): position t's own target
             loss = token_cross_entropy(logits, shift_labels, count)
+            rows = partial(token_rows, logits, shift_labels, count)
         elif labels is not None:
             if sharding_in_force():
                 raise ValueError(
@@ -222,13 +225,14 @@ class XFormerForCausalLM(_Generative):
                 )
             labels = labels_after_real_tokens(labels, attention_mask)
             loss = next_token_cross_entropy(logits, labels, count)
+            rows = partial(token_rows, logits, labels, count, shifted=True)
         if watch is not None and watch.learns:
             targets = shift_labels
             if labels is not None and targets is None:
                 targets = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
             loss = self.exits.loss(self, watch, logits, targets, count)
         return outputs.XFormerCausalLMOutput(
-            loss=with_aux_losses(loss, base.aux_losses),
+            loss=self.with_aux_losses(loss, base, rows),
             logits=logits,
             past_key_values=base.past_key_values,
             hidden_states=base.hidden_states,
@@ -308,7 +312,7 @@ class XFormerForSeq2SeqLM(_Generative):
         if watch is not None and watch.learns:
             loss = self.exits.loss(self, watch, logits, labels, count)
         return outputs.XFormerSeq2SeqLMOutput(
-            loss=with_aux_losses(loss, base.aux_losses),
+            loss=self.with_aux_losses(loss, base, partial(token_rows, logits, labels, count)),
             logits=logits,
             past_key_values=base.past_key_values,
             decoder_hidden_states=base.decoder_hidden_states,

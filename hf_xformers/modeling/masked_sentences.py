@@ -75,6 +75,7 @@ class XFormerForMaskedSentences(XFormerForSeq2SeqLM):
                 hidden_states=encoded.hidden_states,
                 attentions=encoded.attentions,
                 aux_losses=None if tower is None else tower.aux_losses,
+                log_probs=None if tower is None else tower.log_probs,
             ),
             labels=_flat(labels),
             return_dict=True,

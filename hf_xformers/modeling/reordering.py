@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.utils import can_return_tuple
 
 from ..core import outputs
-from ..core.losses import token_cross_entropy, with_aux_losses
+from ..core.losses import token_cross_entropy
 from .masked_and_class import MaskedTokensAndClass
 
 
@@ -73,7 +73,7 @@ class XFormerForSegmentReordering(MaskedTokensAndClass):
         elif reordering_labels is not None:
             loss = logits.new_zeros(())
         return outputs.XFormerReorderingOutput(
-            loss=with_aux_losses(loss, aux_losses),
+            loss=self.with_aux_losses(loss, base, aux_losses=aux_losses),
             logits=logits,
             reordering_logits=orders,
             hidden_states=base.hidden_states,

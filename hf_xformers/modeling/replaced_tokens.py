@@ -9,7 +9,7 @@ from transformers.utils import can_return_tuple
 
 from ..core import outputs
 from ..core.inputs import check_token_labels
-from ..core.losses import token_binary_cross_entropy, with_aux_losses
+from ..core.losses import token_binary_cross_entropy
 from .classifiers import Classifier
 
 
@@ -60,7 +60,7 @@ class XFormerForReplacedTokenDetection(Classifier):
             loss = loss if self.loss_weight is None else self.loss_weight * loss
         recorded = self.recorded(base, loss)
         return outputs.XFormerTokenClassifierOutput(
-            loss=with_aux_losses(loss, base.aux_losses), logits=scores.squeeze(-1), **recorded
+            loss=self.with_aux_losses(loss, base), logits=scores.squeeze(-1), **recorded
         )
 
 

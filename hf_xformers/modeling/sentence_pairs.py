@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.utils import can_return_tuple
 
 from ..core import outputs
-from ..core.losses import token_cross_entropy, with_aux_losses
+from ..core.losses import token_cross_entropy
 from .classifier_transform import refuse_transform
 from .classifiers import Classifier
 from .masked_and_class import MaskedTokensAndClass
@@ -46,9 +46,7 @@ class XFormerForNextSentencePrediction(Classifier):
         logits = self.classifier(self.pooled(base, attention_mask))
         loss = None if labels is None else token_cross_entropy(logits, labels, count)
         recorded = self.recorded(base, loss)
-        return outputs.XFormerSentencePairOutput(
-            loss=with_aux_losses(loss, base.aux_losses), logits=logits, **recorded
-        )
+        return outputs.XFormerSentencePairOutput(loss=self.with_aux_losses(loss, base), logits=logits, **recorded)
 
 
 class XFormerForPreTraining(MaskedTokensAndClass):
@@ -88,7 +86,7 @@ class XFormerForPreTraining(MaskedTokensAndClass):
             # A mean over rows beside one over tokens: Trainer counts auxiliary losses once a step.
             aux_losses["pair"] = token_cross_entropy(pair_logits, next_sentence_label.view(-1))
         return outputs.XFormerForPreTrainingOutput(
-            loss=with_aux_losses(loss, aux_losses),
+            loss=self.with_aux_losses(loss, base, aux_losses=aux_losses),
             prediction_logits=logits,
             seq_relationship_logits=pair_logits,
             hidden_states=base.hidden_states,

@@ -11,7 +11,7 @@ from transformers.utils import can_return_tuple
 
 from ..core import outputs
 from ..core.inputs import check_token_labels
-from ..core.losses import token_cross_entropy, with_aux_losses
+from ..core.losses import token_cross_entropy
 from .language import LanguageModel
 
 
@@ -123,7 +123,7 @@ class XFormerForSpanBoundary(LanguageModel):
                 aux_losses["span_boundary"] = self.config.span_boundary_weight * told
         loss = None if labels is None else token_cross_entropy(logits, labels, count)
         return outputs.XFormerSpanBoundaryOutput(
-            loss=with_aux_losses(loss, aux_losses),
+            loss=self.with_aux_losses(loss, base, aux_losses=aux_losses),
             logits=logits,
             span_logits=span_logits,
             hidden_states=base.hidden_states,

@@ -82,8 +82,10 @@ class StackSpec(Spec):
     gives_paragraphs: they are given a text's paragraphs as rows, and told which rows are of one text.
     gives_summaries: they are given global tokens that stand for parts of the text. gives_slots: they are given the
     slots of a memory. replays_memory: gradients go through the segment memory to the segments before, which a trainer
-    may replay."""
+    may replay. passes_log_probs: it adds up what its layers hand out, row by row and as it is, so that probabilities
+    of choices come through (`core/choices.py`)."""
 
+    passes_log_probs: ClassVar[bool] = False
     gives_memories: ClassVar[bool] = False
     feeds_gates: ClassVar[bool] = False
     unpads: ClassVar[bool] = False

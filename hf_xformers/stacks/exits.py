@@ -8,7 +8,6 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..core.losses import with_aux_losses
 from ..core.outputs import XFormerEarlyExitClassifierOutput
 
 # A sequence classifier (`XFormerForSequenceClassification`), which stands above the stacks.
@@ -85,7 +84,7 @@ class EarlyExits(nn.Module):
             else:
                 loss = loss_of(logits)
         return XFormerEarlyExitClassifierOutput(
-            loss=with_aux_losses(loss, base.aux_losses),
+            loss=model.with_aux_losses(loss, base),
             logits=logits,
             exit_layers=exit_layers,
             **model.recorded(base, loss),

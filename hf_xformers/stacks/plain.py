@@ -60,6 +60,7 @@ class PlainStackSpec(StackSpec):
     packed = True
     tells_earlier_ids = True
     context_parallel = True
+    passes_log_probs = True
     summary = "layers one after the other"
     unpads = True
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..blocks.base import RUNNING
 from ..core.components import register
 from ..core.context import LayerContext
-from ..core.losses import token_cross_entropy, with_aux_losses
+from ..core.losses import token_cross_entropy
 from ..core.outputs import XFormerEarlyExitTokenOutput
 from .base import StackSpec
 from .early_exit import Course, EarlyExitStack
@@ -122,7 +122,7 @@ class TokenExits(nn.Module):
         if labels is not None and loss is None:
             loss = token_cross_entropy(logits, labels, count)
         return XFormerEarlyExitTokenOutput(
-            loss=with_aux_losses(loss, base.aux_losses),
+            loss=model.with_aux_losses(loss, base),
             logits=logits,
             exit_layers=exit_layers,
             **model.recorded(base, loss),

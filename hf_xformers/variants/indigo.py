@@ -15,7 +15,7 @@ from transformers.utils import can_return_tuple
 from ..auto_classes import register_model
 from ..configuration_xformer import Initializer, XFormerConfig
 from ..core.components import SpecLike
-from ..core.losses import token_cross_entropy, with_aux_losses
+from ..core.losses import token_cross_entropy
 from ..core.outputs import XFormerCausalLMOutput
 from ..families import DECODER_HEADS, VariantInfo, make_family
 from ..heads.insertion import InsertionHead, place_log_likelihood
@@ -114,7 +114,7 @@ class XFIndigoForCausalLM(_CausalLM):
         places = self._place_loss(states, targets, attention_mask, insertion_positions, count)
         losses = {**(base.aux_losses or {}), "place": places}
         return XFormerCausalLMOutput(
-            loss=with_aux_losses(token_cross_entropy(logits, targets, count), losses),
+            loss=self.with_aux_losses(token_cross_entropy(logits, targets, count), base, aux_losses=losses),
             logits=slice_logits_to_keep(logits, logits_to_keep),
             past_key_values=base.past_key_values,
             hidden_states=base.hidden_states,

@@ -24,6 +24,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "xf_gshard_moe": {"feedforward": {"type": "gshard_moe", "num_experts": 4, "second_expert": "all"}},
     "xf_performer": {"attention": {"type": "performer", "num_features": 8, "redraw_interval": 1}},
     "xf_power_norm": {"normalization": {"type": "power_norm", "warmup_iters": 1}},
+    "xf_sac": {"attention": {"type": "sac", "edges_per_node": 3, "sample_edges": False}},
     "xf_sinkhorn_transformer": {"attention": {"type": "sinkhorn_transformer", "noise": False}},
     "xf_sparsely_gated_moe": {"feedforward": {"type": "sparsely_gated_moe", "num_experts": 4, "noise": False}},
     "xf_switch_transformer": {"feedforward": {"type": "switch_transformer", "jitter": 0.0, "num_experts": 4}},

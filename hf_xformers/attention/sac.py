@@ -1,0 +1,301 @@
+"""Sparse adaptive connection: an LSTM chooses which tokens a token reads, and learns it from the task's loss."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+
+from ..core.cache import KeepsMore
+from ..core.choices import LOG_PROBS, ChoiceSettings
+from ..core.components import register
+from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.initialization import start_linear
+from ..core.visibility import visible_block
+from ..ops.chosen_keys import chosen_keys_attention, edges_mask
+from ..ops.common.products import wide_products
+from .shared.base import Attention, AttentionSpec, literal_softmax_attention
+from .shared.bucketed import BucketLayer
+from .shared.query_blocks import over_query_blocks, rows_at_once
+
+
+class CandidateLayer(KeepsMore, BucketLayer):
+    """Keys, values and, as labels, the vectors of the tokens among which edges are chosen, [B, P, S]."""
+
+
+class EdgePredictor(nn.Module):
+    """p(a_1 .. a_n | i) = prod_t softmax_j((W h_t) e_j / (sqrt(P) tau) + u_(j - i)) over the tokens that i may see
+    and that are neither i nor chosen before; h_1 = LSTM(e_i, s_g), h_(t+1) = LSTM(e_(a_t), h_t), e = W_e x.
+
+    s_g [P] is the start of graph g, of which there is one, or one for each head; u one number for each distance, those
+    beyond `edge_distances` having that of the farthest. The sources i are a batch of the LSTM. e and x have no
+    gradient to the states: the model learns from its loss, the predictor from choices alone.
+    """
+
+    def __init__(self, config, spec: SacSpec, graphs: int):
+        super().__init__()
+        self.spec, self.graphs = spec, graphs
+        width = spec.predictor_hidden
+        self.embed = nn.Linear(config.hidden_size, width)
+        self.cell = nn.LSTMCell(width, width)
+        self.score = nn.Linear(width, width, bias=False)
+        self.start = nn.Parameter(torch.empty(graphs, width))
+        self.distance = nn.Parameter(torch.empty(2 * spec.edge_distances + 1))
+
+    def initialize(self, config, init) -> None:
+        for linear in (self.embed, self.score):
+            start_linear(config, init, linear)
+        bound = self.spec.predictor_hidden**-0.5
+        for parameter in self.cell.parameters():
+            init.uniform_(parameter, -bound, bound)
+        init.normal_(self.start, mean=0.0, std=1.0)  # graphs differ by nothing else
+        init.zeros_(self.distance)
+
+    def begin(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        """e of sources [B, t, P] -> the LSTM's state after it has read them, of [B * G * t, P]."""
+        batch, count, width = source.shape
+        start = self.start[None, :, None].expand(batch, -1, count, -1).reshape(-1, width)
+        return self.cell(self._each(source), (start, torch.zeros_like(start)))
+
+    def _each(self, source: Tensor) -> Tensor:
+        return source[:, None].expand(-1, self.graphs, -1, -1).reshape(-1, source.shape[-1])
+
+    def read(self, state: tuple[Tensor, Tensor], candidates: Tensor, picks: Tensor) -> tuple[Tensor, Tensor]:
+        """The state after the picks [B, G, t] among candidates [B, S, P]; -1: the last one, of no consequence."""
+        index = picks.clamp(min=0).flatten(1)[..., None].expand(-1, -1, candidates.shape[-1])
+        return self.cell(candidates.gather(1, index).flatten(0, 1), state)
+
+    def scores(self, state: tuple[Tensor, Tensor], candidates: Tensor, offset: Tensor, shape: torch.Size) -> Tensor:
+        """[B, G, t, S] in float32 at least; offset [t, S]: j - i."""
+        query = self.score(state[0]).view(shape[0], -1, self.spec.predictor_hidden)
+        found = wide_products(query, candidates) * (self.spec.predictor_hidden**-0.5 / self.spec.edge_temperature)
+        most = self.spec.edge_distances
+        beside = self.distance[offset.clamp(-most, most) + most].to(found.dtype) / self.spec.edge_temperature
+        return found.view(*shape, -1) + beside
+
+    def walk(self, source: Tensor, candidates: Tensor, offset: Tensor, seen: Tensor, picks: Tensor | None, steps: int):
+        """The steps of a block of sources: of given picks [B, G, t, n], log p summed over steps and graphs [B, t];
+        without them the picks themselves, sampled in training and the likeliest ones otherwise, -1 where none is left.
+
+        source [B, t, P], candidates [B, S, P], offset [t, S], seen [B or 1, 1, t, S] boolean: who may be chosen.
+        """
+        state = self.begin(source)
+        shape = torch.Size((source.shape[0], self.graphs, source.shape[1]))
+        left = seen.expand(*shape, -1)
+        found, total = [], None
+        for step in range(steps):
+            scores = self.scores(state, candidates, offset, shape)
+            scores = scores.masked_fill(~left, torch.finfo(scores.dtype).min)
+            if picks is None:
+                pick = self._pick(scores, left)
+                found.append(pick)
+            else:
+                pick = picks[..., step]
+                chosen = scores.gather(-1, pick.clamp(min=0)[..., None])[..., 0] - torch.logsumexp(scores, -1)
+                chosen = torch.where(pick >= 0, chosen, 0.0).sum(1)
+                total = chosen if total is None else total + chosen
+            if step < steps - 1:
+                state = self.read(state, candidates, pick)
+                left = left.scatter(-1, pick.clamp(min=0)[..., None], False)
+        return torch.stack(found, -1) if picks is None else total
+
+    def _pick(self, scores: Tensor, left: Tensor) -> Tensor:
+        best = scores.argmax(-1)
+        if self.training and self.spec.sample_edges:
+            summed = torch.softmax(scores, -1).masked_fill(~left, 0.0).cumsum(-1)
+            total = summed[..., -1:]
+            drawn = torch.searchsorted(summed, torch.rand_like(total) * total, right=True)[..., 0]
+            best = torch.where(drawn < scores.shape[-1], drawn, best)  # rounded up to the end
+        return torch.where(left.any(-1), best, -1)
+
+
+class SacAttention(Attention):
+    """o_i = sum_j softmax_j(q_i k_j / sqrt(d)) v_j over i itself and the tokens that an [`EdgePredictor`] connects it
+    to, `edges_per_node` of them (Li et al. 2020, arXiv 2003.09833, section 3, with every token a source once, which
+    the paper calls the variant in which all nodes are connected).
+
+    The predictor samples in training, and learns by the policy gradient (section 3.3): the logarithm of the
+    probability of its choices goes to the head that knows the task's loss (`core/choices.py`). In evaluation and
+    generation it takes the likeliest edges. A source reads nothing but itself and what it may see, so that a decoder
+    is strictly causal and generates with a cache: keys, values and e, P numbers per token.
+
+    Attention: time O(T n d) for n edges, memory O(T d). The predictor: time O(T^2 n P), or O(T w n P) with a
+    `candidate_window` w, memory O(T P): its scores are those of a block of sources at a time.
+    """
+
+    spec: SacSpec
+
+    def __init__(self, config, spec: SacSpec, **where):
+        super().__init__(config, spec, **where)
+        graphs = self.num_heads if spec.share_structure == "none" else 1
+        owns = spec.share_structure != "layers" or self.layer_idx == 0
+        self.predictor = EdgePredictor(config, spec, graphs) if owns else None
+
+    def initialize(self, config, init) -> None:
+        super().initialize(config, init)
+        if self.predictor is not None:
+            self.predictor.initialize(config, init)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        context: LayerContext,
+        *,
+        memory: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        step: int | None = None,
+    ) -> SublayerOutput:
+        step = self.layer_idx if step is None else step
+        query, key, value = self.project_self(hidden_states, context, past_key_values, step)
+        losses = None
+        if self.predictor is None:
+            picks = context.shared[_EDGES]
+        else:
+            picks, log_probs = self.edges(self.predictor, hidden_states, context, past_key_values, step)
+            context.shared[_EDGES] = picks
+            losses = None if log_probs is None else {LOG_PROBS: self.spec.reinforce_weight * log_probs}
+        index = torch.cat([context.query_index.expand(*picks.shape[:3])[..., None], picks], -1)
+        there = index >= 0
+        mask = context.query_padding_mask
+        if mask is not None:
+            there = there & mask[:, None, :, None]
+        index = index.clamp(min=0)
+        key, value = self.repeated(key), self.repeated(value)
+        dropout, weights = self.dropout if self.training else 0.0, None
+        if self.wants_weights(context):
+            pairs = edges_mask(index, there, key.shape[2])
+            output, weights = literal_softmax_attention(query, key, value, pairs, None, self.scaling, dropout)
+        else:
+            lists = (x.expand(-1, self.num_heads, -1, -1) for x in (index, there))
+            output = chosen_keys_attention(query, key, value, *lists, self.scaling, dropout).transpose(1, 2)
+        written = self.o_proj(output.flatten(2))
+        if losses is None and self.predictor is not None and torch.is_grad_enabled():
+            # Distributed training waits for the gradient of every parameter.
+            written = written + 0.0 * sum(parameter.sum() for parameter in self.predictor.parameters())
+        return SublayerOutput(written, weights, aux_losses=losses)
+
+    def edges(
+        self,
+        predictor: EdgePredictor,
+        hidden_states: Tensor,
+        context: LayerContext,
+        cache: Cache | None,
+        step: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The tokens that each current one is connected to, [B, G, T, n] with -1 for none, and, where they are
+        sampled, log p of them all, [B]."""
+        source = predictor.embed(hidden_states.detach())
+        candidates = self._candidates(source, cache, step)
+        length, total = source.shape[1], candidates.shape[1]
+        steps = min(self.spec.edges_per_node, total - 1)
+        if steps < 1:
+            return source.new_zeros(source.shape[0], predictor.graphs, length, 0, dtype=torch.long), None
+        window = self.spec.candidate_window
+        across = total if window is None else min(total, 4 * window)
+        rows = rows_at_once(source.shape[0] * predictor.graphs * across)
+        rows = rows if window is None else max(min(rows, 2 * window), 1)
+
+        def block(begin: int, end: int, source: Tensor, picks: Tensor | None = None) -> Tensor:
+            first = total - length  # slots of queries are the last ones
+            low, high = 0, first + end if context.causal else total
+            if window is not None:
+                low, high = max(first + begin - window, 0), min(high, first + end + window)
+            at, keys = slice(begin, end), slice(low, high)
+            offset = context.key_index[None, keys] - context.query_index[at, None]
+            seen = (offset != 0)[None, None]
+            if window is not None:
+                seen = seen & (offset.abs() <= window)
+            allowed = visible_block(context, False, at, keys)
+            seen = seen if allowed is None else seen & allowed
+            near = None if picks is None else torch.where(picks >= 0, picks - low, -1)
+            found = predictor.walk(source, candidates[:, keys], offset, seen, near, min(steps, high - low))
+            if picks is not None:
+                return found
+            found = torch.where(found >= 0, found + low, -1).movedim(2, 1)  # [B, t, G, n]
+            return nn.functional.pad(found, (0, steps - found.shape[-1]), value=-1)
+
+        with torch.no_grad():
+            picks = over_query_blocks(block, length, rows, (source, 1)).movedim(1, 2)
+        if not (self.training and self.spec.sample_edges):
+            return picks, None
+        log_probs = over_query_blocks(block, length, rows, (source, 1), (picks, 2))
+        mask = context.query_padding_mask
+        return picks, (log_probs if mask is None else log_probs.masked_fill(~mask, 0.0)).sum(1)
+
+    def _candidates(self, source: Tensor, cache: Cache | None, step: int) -> Tensor:
+        """e of all tokens, [B, S, P]."""
+        own = self_attention_cache(cache)
+        if own is None:
+            return source
+        layer = own.layers[step]
+        if not isinstance(layer, CandidateLayer):
+            raise ValueError(
+                f"sac keeps what edges are chosen by beside keys and values, which the given {type(own).__name__} has"
+                " no place for; leave `past_key_values` out, or make it with"
+                " `hf_xformers.core.cache.make_cache(config)`."
+            )
+        return layer.add_labels(source.mT).mT
+
+
+_EDGES = "sac_edges"
+
+
+@register("attention", "sac")
+class SacSpec(AttentionSpec):
+    """edges_per_node: tokens that each token is connected to beside itself (fewer where it sees fewer).
+    share_structure: `heads` (one graph for all heads of a layer), `layers` (one for all heads of all layers, which the
+    first chooses), or `none` (each head has its own). predictor_hidden: P, width of the LSTM. edge_distances: farthest
+    distance with a score of its own. edge_temperature: tau, divides scores. candidate_window: tokens on each side
+    among which edges are chosen (`None`: all). sample_edges: training samples edges and learns from the loss; without
+    it edges are the likeliest ones of a predictor that stays as it is. reinforce_weight: factor on the policy
+    gradient. reward_baseline_decay: of the running mean of the loss that choices are compared with."""
+
+    summary = "an LSTM chooses the tokens that a token reads, and learns from the task's loss"
+    normalizes_heads = True
+    packed = True
+    first_owns = True
+
+    edges_per_node: int = 10
+    share_structure: Literal["none", "heads", "layers"] = "heads"
+    predictor_hidden: int = 64
+    edge_distances: int = 64
+    edge_temperature: float | int = 1.0
+    candidate_window: int | None = None
+    sample_edges: bool = True
+    reinforce_weight: float | int = 1.0
+    reward_baseline_decay: float | int = 0.9
+
+    def check_fields(self) -> None:
+        for name in ("edges_per_node", "predictor_hidden", "edge_distances", "candidate_window"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"sac needs `{name}` >= 1, got {getattr(self, name)}.")
+        if self.edge_temperature <= 0:
+            raise ValueError(f"sac needs `edge_temperature` > 0, got {self.edge_temperature}.")
+        if self.reinforce_weight < 0:
+            raise ValueError(f"sac needs `reinforce_weight` >= 0, got {self.reinforce_weight}.")
+        if not 0 <= self.reward_baseline_decay < 1:
+            raise ValueError(f"sac needs `reward_baseline_decay` in [0, 1), got {self.reward_baseline_decay}.")
+
+    def check(self, config) -> None:
+        if not config.stack.passes_log_probs:
+            raise ValueError(
+                f"attention 'sac' learns from the task's loss by the probabilities of its choices in each row, which"
+                f" stack {config.stack.type!r} does not hand on as they are; use stack 'plain'."
+            )
+
+    def choice_settings(self) -> ChoiceSettings | None:
+        return ChoiceSettings(float(self.reward_baseline_decay)) if self.sample_edges else None
+
+    def shared_sizes(self, config) -> tuple | None:
+        return ("sac", self.edges_per_node) if self.share_structure == "layers" else None
+
+    def cache_layer_at(self, config, layer_idx: int) -> CacheLayerMixin:
+        return DynamicLayer() if self.share_structure == "layers" and layer_idx else CandidateLayer()
+
+    def cache_layer(self, config) -> CacheLayerMixin:
+        return CandidateLayer()
+
+    def build(self, config, **where) -> SacAttention:
+        return SacAttention(config, self, **where)
