@@ -179,6 +179,7 @@ class XFormerConfig(PreTrainedConfig):
     span_places: ClassVar[int | None] = None  # these are fields of families with `ForSpanBoundary`
     span_place_width: ClassVar[int | None] = None
     span_boundary_weight: ClassVar[float | int] = 1.0
+    cpc_weight: ClassVar[float | int | None] = None  # a field of families with `ForContrastivePrediction`
     sizes: ClassVar[dict[str, dict[str, Any]]] = {}  # by size: fields that differ from the preset of that size
 
     vocab_size: int = 32000

@@ -28,6 +28,7 @@ _AUTO = {
     "ForSegmentReordering": "AutoModelForPreTraining",
     "ForSpanBoundary": "AutoModelForPreTraining",
     "ForEntityReplacement": "AutoModelForPreTraining",
+    "ForContrastivePrediction": "AutoModelForPreTraining",
     "ForMaskedSentences": "AutoModelForPreTraining",
 }
 # Head name -> the Auto class that resolves it. What it derives from stands in `head_classes`.
@@ -49,6 +50,7 @@ HEADS: dict[str, str] = {
         "ForSegmentReordering",
         "ForSpanBoundary",
         "ForEntityReplacement",
+        "ForContrastivePrediction",
         "ForTimeSeriesPrediction",
         "ForMaskedSentences",
         "ForImageClassification",

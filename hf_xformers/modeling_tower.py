@@ -152,10 +152,11 @@ class XFormerTower(XFormerPreTrainedModel):
             memory=encoder_hidden_states,
             past_key_values=past_key_values,
         )
-        hidden_states, memories = result.hidden_states, result.memories
+        hidden_states, memories, summaries = result.hidden_states, result.memories, result.summaries
         if self.final_norm is not None:
             hidden_states = self.final_norm(hidden_states, **norm_inputs(self.final_normalization, result.context))
             memories = None if memories is None else self.final_norm(memories)
+            summaries = None if summaries is None else self.final_norm(summaries)
         return TowerOutput(
             last_hidden_state=hidden_states,
             past_key_values=past_key_values if use_cache else None,
@@ -163,6 +164,7 @@ class XFormerTower(XFormerPreTrainedModel):
             log_probs=result.aux_losses.pop(LOG_PROBS, None),
             aux_losses=result.aux_losses or None,
             memories=memories,
+            summaries=summaries,
             segment_memory=result.segment_memory,
             streams={name: result.streams[name] for name in self.text_streams if name in result.streams} or None,
         )

@@ -172,6 +172,7 @@ class XFormerModel(XFormerPreTrainedModel):
             segment_memory=output.segment_memory,
             padding_mask=None if tokens.shape[1] == output.last_hidden_state.shape[1] else output.padding_mask,
             log_probs=output.log_probs,
+            summaries=output.summaries,
         )
 
     def _encoded(

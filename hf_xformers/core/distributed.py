@@ -38,4 +38,19 @@ def sum_over_processes(tensor: Tensor) -> Tensor:
     return tensor if num_processes() == 1 else _sum(tensor)
 
 
-__all__ = ["num_processes", "sum_over_processes"]
+def rows_of_processes(rows: Tensor, there: Tensor) -> tuple[Tensor, Tensor, int]:
+    """All processes' rows [N, D] with there [N] boolean, whose number may differ between processes, one process after
+    the other: [M, D], [M], and the number of this one's first. The gradient is that of [`sum_over_processes`]."""
+    world = num_processes()
+    if world == 1:
+        return rows, there, 0
+    most = torch.tensor(rows.shape[0], device=rows.device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    size, rank = int(most), dist.get_rank()
+    before, after = rank * size, (world - rank) * size - rows.shape[0]
+    both = torch.cat([rows, there[:, None].to(rows.dtype)], dim=1)
+    found = sum_over_processes(torch.nn.functional.pad(both, (0, 0, before, after)))
+    return found[:, :-1], found[:, -1] > 0, before
+
+
+__all__ = ["num_processes", "rows_of_processes", "sum_over_processes"]

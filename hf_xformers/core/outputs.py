@@ -25,17 +25,20 @@ class TowerOutput(base.BaseModelOutputWithPastAndCrossAttentions):
     segment_memory: SegmentMemory | None = None
     streams: dict[str, torch.Tensor] | None = None
     log_probs: torch.Tensor | None = None
+    summaries: torch.Tensor | None = None
 
 
 @dataclass
 class XFormerModelOutput(base.BaseModelOutputWithPoolingAndCrossAttentions):
     """padding_mask: boolean [B, T'] that belongs to last_hidden_state, where its length is not the input's; log_probs
-    [B]: of the choices that layers drew in training (`core/choices.py`)."""
+    [B]: of the choices that layers drew in training (`core/choices.py`); summaries [B, G, D]: the last states of
+    global tokens that stand for parts of the text, where a stack has them."""
 
     aux_losses: dict[str, torch.Tensor] | None = None
     segment_memory: SegmentMemory | None = None
     padding_mask: torch.Tensor | None = None
     log_probs: torch.Tensor | None = None
+    summaries: torch.Tensor | None = None
 
 
 @dataclass

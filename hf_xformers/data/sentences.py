@@ -45,6 +45,19 @@ def encode_sentences(
     return [[next(ended) for _ in document] for document in documents]
 
 
+def sentence_words(
+    documents: Sequence[Sequence[str]], tokenizer: PreTrainedTokenizerBase, longest: int
+) -> list[list[int]]:
+    """The number of each token's word in its sentence, -1 for what ends it, of all sentences that have a token, in
+    their order. Raises ValueError for a tokenizer that knows no words."""
+    if not tokenizer.is_fast:
+        raise ValueError(f"{type(tokenizer).__name__} knows no words to be masked as a whole: use a fast tokenizer")
+    flat = [sentence for document in documents for sentence in document]
+    encoded = tokenizer(flat, add_special_tokens=False, verbose=False).encodings or [] if flat else []
+    words = ([-1 if word is None else word for word in found.word_ids] for found in encoded)
+    return [[*found[: longest - 1], -1] for found in words if found]
+
+
 def numbered(sentences: Iterable[Sequence[int]]) -> dict[str, list[int]]:
     """`input_ids` and `sentence_ids` of a row of sentences."""
     row: dict[str, list[int]] = {"input_ids": [], "sentence_ids": []}
@@ -69,9 +82,16 @@ def fill_rows(sentences: Iterable[Sequence[int]], length: int) -> Iterator[list[
 
 
 def document_rows(
-    texts: Any, tokenizer: PreTrainedTokenizerBase, length: int, longest: int, *, num_proc: int | None = None
+    texts: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    longest: int,
+    *,
+    words: bool = False,
+    num_proc: int | None = None,
 ) -> Any:
     """A dataset of rows with `input_ids` and `sentence_ids`, of a dataset with a column `text`, one document each.
+    words: and with `word_ids`, -1 for what ends a sentence.
 
     length: tokens of a row at most, which holds whole sentences of one document; longest: tokens of a sentence at
     most, its end included; what is beyond is left out. A stream gives a stream.
@@ -89,9 +109,16 @@ def document_rows(
 
     def cut(batch: Mapping[str, list[str]]) -> dict[str, list[list[int]]]:
         rows: dict[str, list[list[int]]] = {"input_ids": [], "sentence_ids": []}
-        for document in encode_sentences([split_sentences(text) for text in batch["text"]], tokenizer, longest):
+        if words:
+            rows["word_ids"] = []
+        texts = [split_sentences(text) for text in batch["text"]]
+        numbers = iter(sentence_words(texts, tokenizer, longest) if words else ())
+        for document in encode_sentences(texts, tokenizer, longest):
             for sentences in fill_rows((ids for ids in document if ids), length):
-                for name, values in numbered(sentences).items():
+                row = numbered(sentences)
+                if words:
+                    row["word_ids"] = [number for _, own in zip(sentences, numbers) for number in own]
+                for name, values in row.items():
                     rows[name].append(values)
         return rows
 

@@ -12,6 +12,7 @@ from .classifiers import (
     XFormerForSequenceClassification,
     XFormerForTokenClassification,
 )
+from .contrastive import XFormerForContrastivePrediction
 from .entity_replacement import XFormerForEntityReplacement
 from .forecasting import XFormerForTimeSeriesPrediction
 from .image import XFormerForImageClassification, XFormerImageModel
@@ -39,6 +40,7 @@ CLASSES: dict[str, Any] = {
     "ForSegmentReordering": XFormerForSegmentReordering,
     "ForSpanBoundary": XFormerForSpanBoundary,
     "ForEntityReplacement": XFormerForEntityReplacement,
+    "ForContrastivePrediction": XFormerForContrastivePrediction,
     "ForTimeSeriesPrediction": XFormerForTimeSeriesPrediction,
     "ForMaskedSentences": XFormerForMaskedSentences,
     "ForImageClassification": XFormerForImageClassification,

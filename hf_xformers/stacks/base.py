@@ -27,7 +27,8 @@ class StackOutput:
     """hidden_states [B, T', D] after the last layer (T' may differ from the input's T); context: the state bundle that
     belongs to them; aux_losses: scalars by name; memories [B, steps of the decoder, T', D]: an encoder's own memory
     for each decoder layer, or None; segment_memory: what the next segment of the text may read of this one, or None;
-    streams: what the last layer handed on."""
+    streams: what the last layer handed on; summaries [B, G, D]: states of global tokens that stand for parts of the
+    text, in their order, from a stack with `gives_summaries`."""
 
     hidden_states: Tensor
     context: LayerContext
@@ -35,6 +36,7 @@ class StackOutput:
     memories: Tensor | None = None
     segment_memory: SegmentMemory | None = None
     streams: dict[str, Tensor] = field(default_factory=dict)
+    summaries: Tensor | None = None
 
 
 def memory_by_step(memory: Tensor | None, steps: int) -> Sequence[Tensor | None]:

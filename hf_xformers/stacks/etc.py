@@ -25,9 +25,9 @@ class EtcStack(PlainStack):
     off after the last (Ainslie et al. 2020, arXiv 2004.08483, section 2.1).
 
     Parts are `tokens_per_global` tokens long, or end where the model input `sentence_ids` changes. All global tokens
-    start as the same learned vector. They stand behind the text (padding is moved behind them, and back after) and
-    are marked in `global_attention_mask`; which token each stands for is the `TwoStreams` of the call, which position
-    `etc_relative` reads.
+    start as the same learned vector; their last states are the output's `summaries`. They stand behind the text
+    (padding is moved behind them, and back after) and are marked in `global_attention_mask`; which token each stands
+    for is the `TwoStreams` of the call, which position `etc_relative` reads.
     """
 
     def __init__(self, config, spec: EtcStackSpec):
@@ -106,7 +106,7 @@ class EtcStack(PlainStack):
         states = result.hidden_states
         if order is not None:
             states = take_slots(states, order.argsort(1))
-        return StackOutput(states[:, :length], context, result.aux_losses)
+        return StackOutput(states[:, :length], context, result.aux_losses, summaries=states[:, length:])
 
 
 @register("stack", "etc")

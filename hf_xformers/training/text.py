@@ -172,7 +172,8 @@ def make_rows(
     if objective.rows == "sentences":
         from ..data.sentences import document_rows
 
-        return document_rows(texts, tokenizer, length, objective.sentence_length(block_size), num_proc=num_proc)
+        longest, words = objective.sentence_length(block_size), objective.masks_units
+        return document_rows(texts, tokenizer, length, longest, words=words, num_proc=num_proc)
     if isinstance(objective, Multilingual):
         from .parallel_rows import parallel_rows
 

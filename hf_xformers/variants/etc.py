@@ -11,10 +11,14 @@ from ..families import ENCODER_HEADS, VariantInfo, make_family
 
 
 class XFETCConfig(XFormerConfig):
-    """ETC (Ainslie et al. 2020): a long text beside global tokens that stand for its parts."""
+    """ETC (Ainslie et al. 2020): a long text beside global tokens that stand for its parts.
+
+    `cpc_weight`: factor on the contrastive loss of `ForContrastivePrediction`.
+    """
 
     model_type = "xf_etc"
 
+    cpc_weight: float | int = 1.0  # type: ignore[misc]  # a class variable where there is no such head
     vocab_size: int = 30522
     type_vocab_size: int = 16
     max_position_embeddings: int = 4096
@@ -53,11 +57,12 @@ INFO = VariantInfo(
         "An encoder. A global token stands for `tokens_per_global` tokens (field of the stack), or for a sentence"
         " where the model input `sentence_ids` [batch, length] says where those end. hard_g2l and hard_l2g of the"
         " position are the hard masks. Both streams share norms and feed-forwards; the released code has a norm after"
-        " attention for each. The objective CPC is not part of it."
+        " attention for each. `ForContrastivePrediction` has the objective CPC"
+        " (section 2.3; `hf-xformers pretrain --objective cpc_etc`)."
     ),
 )
 
-_family = make_family(XFETCConfig, "XFETC", (*ENCODER_HEADS, "ForSeq2SeqLM"), INFO)
+_family = make_family(XFETCConfig, "XFETC", (*ENCODER_HEADS, "ForSeq2SeqLM", "ForContrastivePrediction"), INFO)
 XFETCModel = _family["Model"]
 XFETCForMaskedLM = _family["ForMaskedLM"]
 XFETCForSequenceClassification = _family["ForSequenceClassification"]
@@ -65,3 +70,4 @@ XFETCForTokenClassification = _family["ForTokenClassification"]
 XFETCForQuestionAnswering = _family["ForQuestionAnswering"]
 XFETCForMultipleChoice = _family["ForMultipleChoice"]
 XFETCForSeq2SeqLM = _family["ForSeq2SeqLM"]
+XFETCForContrastivePrediction = _family["ForContrastivePrediction"]

@@ -35,6 +35,7 @@ LABELS = {
         "span_target_places": torch.tensor([[1], [0]]),
         "span_labels": torch.tensor([[5], [-100]]),
     },
+    "ForContrastivePrediction": {"labels": "ids"},
     "ForSegmentReordering": {"labels": "ids", "reordering_labels": torch.tensor([1, 0])},
     "ForPreTraining": {"labels": "ids", "next_sentence_label": torch.tensor([1, 0])},
 }
@@ -56,6 +57,7 @@ TOKEN_HEADS = (
     "ForSpanBoundary",
     "ForEntityReplacement",
     "ForReplacedTokenPreTraining",
+    "ForContrastivePrediction",
 )
 
 

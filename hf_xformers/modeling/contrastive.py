@@ -1,0 +1,122 @@
+"""Masked language modelling and contrastive predictive coding of sentences at once."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.utils import can_return_tuple
+
+from ..core import outputs
+from ..core.choices import token_rows
+from ..core.distributed import rows_of_processes, sum_over_processes
+from ..core.inputs import check_token_labels
+from ..core.losses import token_cross_entropy
+from .language import LanguageModel
+
+
+def contrastive_loss(anchors: Tensor, candidates: Tensor, there: Tensor) -> Tensor:
+    """InfoNCE in float32 (nats), the mean over i of -s_ii + log sum_j exp(s_ij) with s_ij = a_i b_j / sqrt(D) (van den
+    Oord, Li and Vinyals 2018, arXiv 1807.03748, equation 4); j runs over the candidates of all processes.
+
+    anchors, candidates [N, D], there [N] boolean, of which the others neither count nor are candidates. 0 where there
+    is none.
+    """
+    wide = torch.promote_types(anchors.dtype, torch.float32)
+    anchors, candidates = anchors.to(wide), candidates.to(wide)
+    others, real, first = rows_of_processes(candidates, there)
+    scores = (anchors @ others.mT * anchors.shape[-1] ** -0.5).masked_fill(~real, torch.finfo(wide).min)
+    own = torch.arange(first, first + anchors.shape[0], device=anchors.device)
+    losses = F.cross_entropy(scores, own, reduction="none").masked_fill(~there, 0.0)
+    total, count = sum_over_processes(torch.stack((losses.sum(), there.sum().to(wide))))
+    return total / count.clamp(min=1)
+
+
+class XFormerForContrastivePrediction(LanguageModel):
+    """An encoder that predicts masked tokens, and what the global tokens of wholly masked sentences would be if they
+    saw these sentences alone (Ainslie et al. 2020, arXiv 2004.08483, section 2.3).
+
+    a_i is the last state of sentence i's global token where all tokens of the sentence are masked, b_i that of the
+    global token of the sentence by itself: a text of its own, so that nothing of others reaches it. The auxiliary loss
+    `cpc` is `cpc_weight` (of the config) times [`contrastive_loss`] of them.
+
+    Raises:
+        ValueError: a stack without global tokens for sentences, or a config without `cpc_weight`.
+    """
+
+    def __init__(self, config):
+        config = self.shaped(config, is_decoder=False, is_encoder_decoder=False)
+        if not config.stack.gives_summaries or config.cpc_weight is None:
+            raise ValueError(
+                f"{type(self).__name__} compares global tokens that stand for sentences, with a `cpc_weight`; this"
+                f" config has stack {config.stack.type!r} and `cpc_weight` {config.cpc_weight!r}. Use xf_etc."
+            )
+        super().__init__(config)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        masked_sentences: Tensor | None = None,
+        sentence_input_ids: Tensor | None = None,
+        sentence_attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> outputs.XFormerMaskedLMOutput:
+        """labels: [B, T] as in masked LM; masked_sentences: [B, M], the numbers in each row (from 0, in the order of
+        `sentence_ids`) of the sentences that are masked, -1 for none; sentence_input_ids, sentence_attention_mask:
+        [B, M, W], what stands in them. logits: [B, T, V]."""
+        count = kwargs.pop("num_items_in_batch", None)
+        base = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        logits = self.lm_head(base.last_hidden_state)
+        check_token_labels(labels, logits)
+        loss, aux_losses = None, dict(base.aux_losses or {})
+        if labels is not None:
+            loss = token_cross_entropy(logits, labels, count)
+        if masked_sentences is not None and sentence_input_ids is not None:
+            compared = self.vectors(base.summaries, masked_sentences, sentence_input_ids, sentence_attention_mask)
+            aux_losses["cpc"] = self.config.cpc_weight * contrastive_loss(*compared)
+            loss = aux_losses["cpc"].new_zeros(()) if loss is None else loss
+        return outputs.XFormerMaskedLMOutput(
+            loss=self.with_aux_losses(loss, base, partial(token_rows, logits, labels, count), aux_losses),
+            logits=logits,
+            hidden_states=base.hidden_states,
+            attentions=base.attentions,
+            aux_losses=self.reported(aux_losses or None, loss),
+            segment_memory=base.segment_memory,
+        )
+
+    def vectors(
+        self, summaries: Tensor, numbers: Tensor, ids: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """a and b [B * M, D] of sentences `numbers` [B, M] with ids [B, M, W], and which of them there are, [B * M].
+
+        Raises `ValueError` for sentences that do not belong to the numbers."""
+        if ids.shape[:2] != numbers.shape:
+            raise ValueError(
+                f"`sentence_input_ids` {list(ids.shape)} do not belong to `masked_sentences` {list(numbers.shape)};"
+                " give [batch, sentences, length] of as many sentences."
+            )
+        there = ((numbers >= 0) & (numbers < summaries.shape[1])).flatten()
+        index = numbers.clamp(0, summaries.shape[1] - 1)[..., None].expand(-1, -1, summaries.shape[-1])
+        flat = ids.flatten(0, 1)
+        real = there[:, None].expand_as(flat) if mask is None else mask.flatten(0, 1)
+        alone = self.model(input_ids=flat, attention_mask=real.long(), sentence_ids=torch.zeros_like(flat))
+        return summaries.gather(1, index).flatten(0, 1), alone.summaries[:, 0], there
+
+
+__all__ = ["XFormerForContrastivePrediction", "contrastive_loss"]
