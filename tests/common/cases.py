@@ -302,5 +302,31 @@ FAMILY_HEADS = [  # tests/finetuning/test_forecasting.py has the models that rea
 ]
 AUTO = HEADS
 
+# Heads that every family is tested with, one of texts and one of tokens. (Those that predict tokens are in each case.)
+ALWAYS = ("ForSequenceClassification", "ForTokenClassification")
+
+
+@functools.cache
+def _below_heads(name: str) -> tuple[Any, ...]:
+    return tuple(
+        (tower.stack.type, tower.embedding.type, tower.is_decoder, tower.layer(0).attention.max_global_tokens)
+        for tower in config_class(name)().tower_configs()
+    )
+
+
+def _tested_heads() -> list[tuple[str, str]]:
+    """Each head on whatever hands it vectors: heads depend on the stack, the embedding, the direction and the tokens
+    that may be global, and on nothing else of the layers. Of families that are alike in those, the first is tested
+    with all heads."""
+    found, seen = [], set()
+    for name, head in FAMILY_HEADS:
+        if head in ALWAYS or (_below_heads(name), head) not in seen:
+            found.append((name, head))
+        seen.add((_below_heads(name), head))
+    return found
+
+
+TESTED_HEADS = _tested_heads()
+
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 each_causal_case = pytest.mark.parametrize("case", [case for case in CASES if case.causal], ids=str)

@@ -1,4 +1,4 @@
-"""Contract: every head of every family, in the shape that the preset has by itself."""
+"""Contract: heads of every family, in the shape that the preset has by itself. (test_saving.py builds them all.)"""
 
 import itertools
 
@@ -8,7 +8,7 @@ import transformers
 from transformers import AutoConfig
 
 from hf_xformers.variants import config_class, family
-from tests.common.cases import AUTO, FAMILY_HEADS
+from tests.common.cases import AUTO, TESTED_HEADS
 from tests.helpers import aligned, close, make_strong, pad, tiny_fields, tokens
 
 LABELS = {
@@ -87,7 +87,7 @@ def results(head, output):
 
 
 each_head = pytest.mark.parametrize(
-    ("name", "head"), FAMILY_HEADS, ids=[f"{name}-{head}" for name, head in FAMILY_HEADS]
+    ("name", "head"), TESTED_HEADS, ids=[f"{name}-{head}" for name, head in TESTED_HEADS]
 )
 
 
