@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_xformers.cli import main
+
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -60,8 +62,8 @@ def test_every_console_line_is_tried():
 
 @pytest.mark.parametrize("words", launched(), ids=lambda words: Path(words[1]).stem)
 def test_launch_lines(words):
-    """The launcher reads its options and file, and `pretrain` knows what comes behind; test_accelerate_files.py starts
-    two processes."""
+    """The launcher reads its options and file, and `pretrain` knows what comes behind; cli/test_launch.py starts two
+    processes."""
     from accelerate.commands.launch import launch_command_parser
 
     from hf_xformers.cli.pretrain import make_parser
@@ -96,7 +98,13 @@ def write_llama(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_commands(tmp_path):
+def test_commands(tmp_path, monkeypatch, capsys):
+    """In this process, but for one: seconds of imports for each would show nothing more. Paths are as in the README,
+    from the folder in which the commands follow each other."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.chdir(tmp_path)
     lines = commands()
     assert len(lines) == 11 and sum("pretrain" in line for line in lines) == 2
     write_rows(tmp_path)
@@ -112,14 +120,12 @@ def test_commands(tmp_path):
             arguments += ["--num_train_epochs", "1", "--use_cpu"]
         if arguments[0] == "pretrain":
             arguments += ["--hidden_size", "32", "--num_hidden_layers", "1"]
-        done = subprocess.run(
-            [sys.executable, "-m", "hf_xformers.cli", *arguments],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env=environment(),
-        )
-        assert done.returncode == 0, f"{line}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+        if arguments[0] == "evaluate":
+            command = [sys.executable, "-m", "hf_xformers.cli", *arguments]
+            done = subprocess.run(command, capture_output=True, text=True, env=environment())
+            assert done.returncode == 0, f"{line}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+        else:
+            assert main(arguments) == 0, f"{line}\n{capsys.readouterr().err[-3000:]}"
 
 
 def test_scripts_exist():
