@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 from ..core.cache import RecurrentStateLayer
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
+from ..core.hand_overs import HandOver
 from ..core.initialization import start_projections
 from ..ops.common.products import wide_products
 from ..ops.common.segments import accumulation_dtype
@@ -108,7 +109,7 @@ class FeedbackAttentionSpec(AttentionSpec):
     summary = "reads what all layers together made of earlier steps"
     bidirectional = False
     rotation = False
-    reads_feedback = True
+    reads = frozenset({HandOver.FEEDBACK})
     knows_order = True
 
     window: int = 512
@@ -116,13 +117,6 @@ class FeedbackAttentionSpec(AttentionSpec):
     def check_fields(self) -> None:
         if self.window < 1:
             raise ValueError(f"feedback needs `window` >= 1, got {self.window}.")
-
-    def check(self, config) -> None:
-        if not config.stack.gives_feedback:
-            raise ValueError(
-                f"attention 'feedback' reads memories that only stack 'feedback' makes, not {config.stack.type!r}; set"
-                " `stack='feedback'`."
-            )
 
     def cache_layer(self, config) -> RecurrentStateLayer:
         """The window's keys and values [B, 1 or layers, K, W, d] stand in the first slot; the others only count."""

@@ -45,20 +45,13 @@ class SublayerPlan:
 class BlockSpec(Spec):
     """Base of block specs. unpads: nothing of it but its attentions looks at other tokens, or at where padding is; if
     not, why_not_unpad says what does. passes_streams: it carries what the attentions of several layers share.
-    reads_sentences: its layers work on a text as sentences of words, which the stack makes. reads_paragraphs: its
-    layers work on paragraphs that the stack makes rows of. reads_pixels: its layers read the pixels inside patches,
-    which the embedding gives. reads_slots: its layers read the slots of a memory, which the stack gives. in_sequence:
-    every sublayer reads what the one before it has added to. takes_spans: states of spans of the text go through its
-    layers beside those of tokens."""
+    in_sequence: every sublayer reads what the one before it has added to. takes_spans: states of spans of the text go
+    through its layers beside those of tokens."""
 
     unpads: ClassVar[bool] = True
     passes_streams: ClassVar[bool] = True
-    reads_sentences: ClassVar[bool] = False
-    reads_paragraphs: ClassVar[bool] = False
-    reads_pixels: ClassVar[bool] = False
     in_sequence: ClassVar[bool] = True
     takes_spans: ClassVar[bool] = False
-    reads_slots: ClassVar[bool] = False
     why_not_unpad: ClassVar[str] = ""
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:

@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, add_losses
+from ..core.hand_overs import HandOver
 from ..core.weight_decay import Undecayed
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 from .nesting import NESTING, SENTENCE_POSITIONS, AttentivePooling, Levels
@@ -95,20 +96,13 @@ class HiTransformerBlockSpec(BlockSpec):
     """share_sentence_layers: in the first layer, the words' first Transformer is the second one."""
 
     passes_streams: ClassVar[bool] = False
-    reads_sentences: ClassVar[bool] = True
+    reads: ClassVar[frozenset[HandOver]] = frozenset({HandOver.SENTENCES})
     unpads: ClassVar[bool] = False
     why_not_unpad: ClassVar[str] = "its sentences are rows"
 
     summary = "sentence Transformer, document Transformer, sentence Transformer that reads the document"
 
     share_sentence_layers: bool = False
-
-    def check(self, config) -> None:
-        if not config.stack.gives_sentences:
-            raise ValueError(
-                f"block 'hi_transformer' works on sentences, which stack {config.stack.type!r} does not make; set "
-                "`stack='hi_transformer'`."
-            )
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:
         prefixes = ["document_", ""]

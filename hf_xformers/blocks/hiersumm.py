@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
+from ..core.hand_overs import HandOver
 from ..core.sublayer import Sublayer
 from ..ops.common.products import wide_products
 from .base import BlockSpec, SublayerPlan, XFormerLayer
@@ -120,7 +121,7 @@ class HierSummBlockSpec(BlockSpec):
     whose weights are those of the input `paragraph_graph` [B, P, P], where it is given."""
 
     passes_streams: ClassVar[bool] = False
-    reads_paragraphs: ClassVar[bool] = True
+    reads: ClassVar[frozenset[HandOver]] = frozenset({HandOver.PARAGRAPHS})
     unpads: ClassVar[bool] = False
     why_not_unpad: ClassVar[str] = "its paragraphs are rows"
 
@@ -135,11 +136,6 @@ class HierSummBlockSpec(BlockSpec):
                 raise ValueError(f"hiersumm needs `{name}` >= 0, got {getattr(self, name)}.")
 
     def check(self, config) -> None:
-        if not config.stack.gives_paragraphs:
-            raise ValueError(
-                f"block 'hiersumm' works on paragraphs, which stack {config.stack.type!r} does not make; set"
-                " `stack='hiersumm'`."
-            )
         if self.graph_heads > config.num_attention_heads:
             raise ValueError(
                 f"hiersumm has {config.num_attention_heads} heads (`num_attention_heads`), fewer than the"

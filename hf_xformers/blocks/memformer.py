@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
+from ..core.hand_overs import HandOver
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 
 # The stream with the slots [B, k, D] that tokens read.
@@ -51,14 +52,7 @@ class MemformerBlockSpec(BlockSpec):
     summary = "attention, reading of memory slots, feed-forward"
     why_not_unpad = "its stack reads states by row"
     unpads = False
-    reads_slots = True
-
-    def check(self, config) -> None:
-        if not config.stack.gives_slots:
-            raise ValueError(
-                f"block 'memformer' reads the slots of a memory, which stack {config.stack.type!r} does not give; use"
-                " stack 'memformer', or block 'vanilla'."
-            )
+    reads = frozenset({HandOver.SLOTS})
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:
         attention, feedforward = SublayerPlan("attention", "attention"), SublayerPlan("feedforward", "feedforward")

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from ..core.components import register
 from ..core.context import LayerContext
+from ..core.hand_overs import HandOver
 from ..embedding.pixel_patch import PIXELS
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 
@@ -111,7 +112,7 @@ class TransformerInTransformerSpec(BlockSpec):
 
     unpads: ClassVar[bool] = False
     why_not_unpad: ClassVar[str] = "it works on pixels inside patches"
-    reads_pixels: ClassVar[bool] = True
+    reads: ClassVar[frozenset[HandOver]] = frozenset({HandOver.PIXELS})
     summary = "a Transformer layer over the pixels of every patch before that over patches"
 
     inner_heads: int = 4
@@ -123,11 +124,6 @@ class TransformerInTransformerSpec(BlockSpec):
                 raise ValueError(f"transformer_in_transformer needs `{name}` >= 1, got {getattr(self, name)}.")
 
     def check(self, config) -> None:
-        if not config.embedding.gives_pixels:
-            raise ValueError(
-                f"block 'transformer_in_transformer' reads pixels, which embedding {config.embedding.type!r} does not"
-                " give; set `embedding='pixel_patch'` in a config of images, e.g. XFTransformerInTransformerConfig."
-            )
         if config.embedding.inner_width % self.inner_heads:
             raise ValueError(
                 f"transformer_in_transformer's `inner_heads` {self.inner_heads} do not divide the `inner_width`"

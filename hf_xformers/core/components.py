@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, dataclass_transform
 
+from .hand_overs import HandOver, check_hand_overs
 from .specs import (
     Registry,
     TypedSpec,
@@ -44,6 +45,7 @@ class Spec(TypedSpec):
     (`context.segment_ids`).
     context_parallel: whether it is right where each process is given a part of every text (single tokens with their
     positions, and SDPA in causal order without a mask or bias).
+    gives, reads: what it makes for another component, and needs another one to make (`core/hand_overs.py`).
     """
 
     slot: ClassVar[str] = ""
@@ -54,6 +56,8 @@ class Spec(TypedSpec):
     not_taken_over: ClassVar[tuple[str, ...]] = ()
     packed: ClassVar[bool] = False
     context_parallel: ClassVar[bool] = False
+    gives: ClassVar[frozenset[HandOver]] = frozenset()
+    reads: ClassVar[frozenset[HandOver]] = frozenset()
 
     def check(self, config) -> None:
         """Checks of this spec against the config that holds it (one tower's view of it)."""
@@ -189,6 +193,7 @@ def check_components(config) -> None:
         )
     if config.unpad_inputs:
         refuse_unpadding(config)
+    check_hand_overs(config, SLOTS)
     for slot in SLOTS:
         getattr(config, slot).check(config)
 

@@ -21,10 +21,9 @@ class InputPosition(Protocol):
 
 class EmbeddingSpec(Spec):
     """Base of embedding specs. reads_series: it reads the numbers of a time series, of `channels` for each step, in
-    place of ids. gives_pixels: it gives the pixels inside every patch of an image, too."""
+    place of ids."""
 
     reads_series: ClassVar[bool] = False
-    gives_pixels: ClassVar[bool] = False
 
     def table_width(self, config) -> int:
         """Columns of the token table, which the towers of an encoder-decoder share."""

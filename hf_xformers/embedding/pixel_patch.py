@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.components import register
+from ..core.hand_overs import HandOver
 from .base import InputPosition
 from .patch import PatchEmbedding, PatchEmbeddingSpec
 
@@ -75,7 +76,7 @@ class PixelPatchSpec(PatchEmbeddingSpec):
     divides the patches' sides. The rest is as for `patch`."""
 
     inputs = (PIXELS,)
-    gives_pixels = True
+    gives = frozenset({HandOver.PIXELS})
     summary = "patches of an image and the pixels inside each of them"
 
     inner_width: int = 24
@@ -98,11 +99,6 @@ class PixelPatchSpec(PatchEmbeddingSpec):
             raise ValueError(
                 f"embedding 'pixel_patch' reads a pixel vector every {self.inner_stride} pixels, which does not divide"
                 f" `patch_size` {config.patch_size}; change `inner_stride` or `patch_size`."
-            )
-        if not config.block.reads_pixels:
-            raise ValueError(
-                f"embedding 'pixel_patch' gives pixels, which block {config.block.type!r} does not read; set"
-                " `block='transformer_in_transformer'`, or take the embedding 'patch'."
             )
 
     def build(self, config, **where) -> PixelPatchEmbedding:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..core.components import register
 from ..core.context import LayerContext
+from ..core.hand_overs import HandOver
 from ..ops.score_terms.terms import Pairs, QueryBlock
 from .base import Position, PositionSpec, PositionTerms
 from .distances import pick
@@ -116,6 +117,7 @@ class EtcRelativeSpec(PositionSpec):
 
     summary = "learned vectors by label of a pair: clipped distance, or whether a global token stands for a token"
     acts = frozenset({"score_terms"})
+    reads = frozenset({HandOver.SUMMARIES})
 
     max_distance: int = 12
     relative_vocab_size: int = 32
@@ -127,13 +129,6 @@ class EtcRelativeSpec(PositionSpec):
             raise ValueError(
                 f"etc_relative needs `max_distance` >= 0 and `relative_vocab_size` >= 2 * max_distance + 4, got"
                 f" {self.max_distance} and {self.relative_vocab_size}."
-            )
-
-    def check(self, config) -> None:
-        if not config.stack.gives_summaries:
-            raise ValueError(
-                "position 'etc_relative' has labels for tokens and the global tokens that stand for them, which stack"
-                f" {config.stack.type!r} does not give; use stack='etc', or position 'shaw_relative'."
             )
 
     def build(self, config, **where) -> Position:

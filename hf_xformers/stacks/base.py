@@ -79,13 +79,9 @@ class StackSpec(Spec):
     is a classifier after every layer, each with a loss of its own; has_token_exits: one of tokens.
     passes_streams: it carries what layers hand on to the next ones.
     keeps_tokens: its layers see the text's tokens, all of them, each in its place. tells_earlier_ids: they are told
-    the ids of the call's tokens and of the one before, too. gives_feedback: it makes memories of what all layers gave
-    at earlier steps. gives_sentences: its layers are given a text as sentences of words.
-    gives_paragraphs: they are given a text's paragraphs as rows, and told which rows are of one text.
-    gives_summaries: they are given global tokens that stand for parts of the text. gives_slots: they are given the
-    slots of a memory. replays_memory: gradients go through the segment memory to the segments before, which a trainer
-    may replay. passes_log_probs: it adds up what its layers hand out, row by row and as it is, so that probabilities
-    of choices come through (`core/choices.py`)."""
+    the ids of the call's tokens and of the one before, too. replays_memory: gradients go through the segment memory to
+    the segments before, which a trainer may replay. passes_log_probs: it adds up what its layers hand out, row by row
+    and as it is, so that probabilities of choices come through (`core/choices.py`)."""
 
     passes_log_probs: ClassVar[bool] = False
     gives_memories: ClassVar[bool] = False
@@ -96,11 +92,6 @@ class StackSpec(Spec):
     passes_streams: ClassVar[bool] = True
     keeps_tokens: ClassVar[bool] = True
     tells_earlier_ids: ClassVar[bool] = False
-    gives_feedback: ClassVar[bool] = False
-    gives_sentences: ClassVar[bool] = False
-    gives_paragraphs: ClassVar[bool] = False
-    gives_summaries: ClassVar[bool] = False
-    gives_slots: ClassVar[bool] = False
     replays_memory: ClassVar[bool] = False
     why_not_unpad: ClassVar[str] = "it reads states by row between its layers"
 

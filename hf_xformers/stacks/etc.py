@@ -12,6 +12,7 @@ from ..blocks.base import XFormerLayer
 from ..core.components import register
 from ..core.context import LayerContext
 from ..core.extent import can_inspect
+from ..core.hand_overs import HandOver
 from ..core.segment_memory import take_slots
 from ..ops.common.real_tokens import real_first, real_places
 from ..position.base import Position
@@ -115,7 +116,7 @@ class EtcStackSpec(StackSpec):
     of the paper's data in the mean)."""
 
     keeps_tokens = False
-    gives_summaries = True
+    gives = frozenset({HandOver.SUMMARIES})
 
     summary = "global tokens that stand for parts of the text pass through all layers beside it"
     inputs = ("sentence_ids",)

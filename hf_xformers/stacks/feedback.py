@@ -17,6 +17,7 @@ from ..blocks.base import XFormerLayer, unpack_layer
 from ..core.cache import RecurrentStateLayer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses, self_attention_cache
+from ..core.hand_overs import HandOver
 from ..position.base import Position
 from .base import Stack, StackOutput, StackSpec, memory_by_step
 
@@ -221,18 +222,11 @@ class FeedbackSpec(StackSpec):
     """
 
     keeps_tokens = False  # they come one at a time
-    gives_feedback = True
+    gives = frozenset({HandOver.FEEDBACK})
     summary = "every layer reads all layers' outputs of earlier steps, one step after the other"
 
     share_kv: bool = True
     normalize_memory: bool = True
-
-    def check(self, config) -> None:
-        if not config.attention.reads_feedback:
-            raise ValueError(
-                f"stack 'feedback' makes memories that attention {config.attention.type!r} does not read; set "
-                "`attention='feedback'`."
-            )
 
     def build(self, config, **where) -> FeedbackStack:
         views = [config.layer(index) for index in range(config.num_hidden_layers)]

@@ -12,6 +12,7 @@ from ..blocks.base import XFormerLayer
 from ..blocks.nesting import NESTING, SENTENCE_POSITIONS, AttentivePooling, Levels, make_nesting
 from ..core.components import register
 from ..core.context import LayerContext
+from ..core.hand_overs import HandOver
 from ..core.pooling import TextPooler
 from ..position.base import Position
 from .base import StackOutput, StackSpec
@@ -99,7 +100,7 @@ class HiTransformerSpec(StackSpec):
     """
 
     passes_streams = keeps_tokens = False
-    gives_sentences = True
+    gives = frozenset({HandOver.SENTENCES})
 
     summary = "a text as sentences of words, for layers that work at both levels"
     inputs = ("sentence_ids",)
@@ -111,11 +112,6 @@ class HiTransformerSpec(StackSpec):
             raise ValueError(f"hi_transformer needs `segment_length` >= 1, got {self.segment_length}.")
 
     def check(self, config) -> None:
-        if not config.block.reads_sentences:
-            raise ValueError(
-                f"stack 'hi_transformer' needs layers that work at both levels, which block {config.block.type!r} does"
-                " not; set `block='hi_transformer'`."
-            )
         if config.position.acts & {"score_bias", "layer_input"} or config.position.shares_tables:
             raise ValueError(
                 f"position {config.position.type!r} acts inside layers on one sequence, which stack 'hi_transformer'"

@@ -13,6 +13,7 @@ from ..blocks.hiersumm import PARAGRAPHS, Paragraphs
 from ..blocks.nesting import Levels, Nesting
 from ..core.components import register
 from ..core.context import LayerContext
+from ..core.hand_overs import HandOver
 from ..position.base import Position
 from ..position.sinusoidal_absolute import sinusoids
 from .base import StackOutput, StackSpec
@@ -78,7 +79,7 @@ class HierSummSpec(StackSpec):
     """
 
     passes_streams = keeps_tokens = False
-    gives_paragraphs = True
+    gives = frozenset({HandOver.PARAGRAPHS})
 
     summary = "several texts, or paragraphs, as rows of words, for layers that read both levels"
     inputs = ("sentence_ids", "paragraph_graph")
@@ -94,11 +95,6 @@ class HierSummSpec(StackSpec):
 
     def check(self, config) -> None:
         check_outer_position(config, "hiersumm")
-        if not config.block.reads_paragraphs:
-            raise ValueError(
-                f"stack 'hiersumm' needs layers that read the other paragraphs, which block {config.block.type!r} has"
-                " not; set `block='hiersumm'`."
-            )
         if config.hidden_size % 4:
             raise ValueError(
                 f"stack 'hiersumm' has sinusoids of words and of paragraphs, half the width each, and needs a"

@@ -14,6 +14,7 @@ from ..blocks.base import XFormerLayer
 from ..blocks.memformer import MEMORY_SLOTS
 from ..core.components import register
 from ..core.context import LayerContext, self_attention_cache
+from ..core.hand_overs import HandOver
 from ..core.segment_memory import SegmentMemory
 from ..ops.common.products import wide_products
 from ..position.base import Position
@@ -162,7 +163,8 @@ class MemformerSpec(StackSpec):
 
     summary = "memory slots, read in every layer and written per segment"
     inputs = (SEGMENT_MEMORY,)
-    replays_memory = gives_slots = True
+    replays_memory = True
+    gives = frozenset({HandOver.SLOTS})
 
     num_slots: int = 128
     update: Literal["bmn", "gru"] = "bmn"
@@ -179,11 +181,6 @@ class MemformerSpec(StackSpec):
             raise ValueError(f"memformer needs `temperature` > 0, got {self.temperature}.")
 
     def check(self, config) -> None:
-        if not config.block.reads_slots:
-            raise ValueError(
-                f"stack 'memformer' has a memory that block {config.block.type!r} does not read; use block"
-                " 'memformer'."
-            )
         if config.hidden_size % config.num_attention_heads:
             raise ValueError(
                 f"memformer's slots are written with {config.num_attention_heads} heads, which do not divide"

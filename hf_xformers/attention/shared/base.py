@@ -337,9 +337,8 @@ class AttentionSpec(Spec):
 
     What other components ask for. keeps_keys_alone: its state for generation is keys and values and nothing else, so
     that a block may keep a state of its own beside them. reads_segment_memory: it reads the states that a
-    segment-recurrent stack carries on. counts_usage: it tells how much attention each of them gets. reads_feedback: it
-    reads what a stack makes of all layers at earlier steps. pooled_queries: queries may be fewer than keys, each with
-    a place of its own. scattered_queries: queries may stand anywhere among the keys, and a stack may say which pairs
+    segment-recurrent stack carries on. counts_usage: it tells how much attention each of them gets. pooled_queries: queries
+    may be fewer than keys, each with a place of its own. scattered_queries: queries may stand anywhere among the keys, and a stack may say which pairs
     are in sight. reads_axes: its layers read the rows and the columns of a grid by turns. apart_key_states: with
     a position inside it, keys and values may be made of other states than queries are. reads_carried_keys: a stack may
     put keys and values of its own before those of the tokens. maps_tokens: it does a
@@ -388,7 +387,6 @@ class AttentionSpec(Spec):
     keeps_keys_alone: ClassVar[bool] = False
     reads_segment_memory: ClassVar[bool] = False
     counts_usage: ClassVar[bool] = False
-    reads_feedback: ClassVar[bool] = False
     pooled_queries: ClassVar[bool] = False
     scattered_queries: ClassVar[bool] = False
     reads_axes: ClassVar[bool] = False
