@@ -92,7 +92,11 @@ class XFormerPreTrainedModel(PreTrainedModel):
                 f"The vocabulary of {config.vocab_size} cannot become one of {new_num_tokens}: embedding"
                 f" {config.embedding.type!r} has it in clusters of fixed size; keep its size."
             )
-        return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+        table = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+        for module in self.modules():  # what else has an entry for each id
+            if hasattr(module, "resize_vocabulary"):
+                module.resize_vocabulary(self.config.vocab_size)
+        return table
 
     def own_layers(self) -> Iterable[nn.Module]:
         """The layers that this model runs itself: a tower's; what stands around towers has none."""

@@ -121,6 +121,16 @@ class HashExperts(FeedForward):
         """The random map of all ids, [V] or [N, V]."""
         return self.spread(torch.arange(self.table.shape[-1], device=self.table.device)).t()
 
+    def resize_vocabulary(self, size: int) -> None:
+        """Tables for `size` ids: new ones are in the random map."""
+        self.nothing = size
+        if self.spec.hash not in _TABLES or size == self.table.shape[-1]:
+            return
+        kept = min(size, self.table.shape[-1])
+        table = self.spread(torch.arange(size, device=self.table.device)).t().contiguous()
+        table[..., :kept] = self.table[..., :kept]
+        self.table = table
+
     @property
     def unfilled(self) -> bool:
         """Whether the map is a table that nobody has made yet."""

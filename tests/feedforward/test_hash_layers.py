@@ -284,6 +284,23 @@ def test_dispersed_map(parts):
     assert net(ids_of(2, 6)).logits.isfinite().all()
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_more_words(tmp_path, parts):
+    """Words that come later are in the random map; the others stay, after loading too."""
+    net = model(hash="dispersed", multi_hash=parts)
+    cluster(net, blobs()[0])
+    before = table_of(net).clone()
+    net.resize_token_embeddings(37)
+    assert torch.equal(table_of(net)[..., :30], before)
+    assert torch.equal(table_of(net)[..., 30:], net.model.trunk.layers[1].feedforward.random_table()[..., 30:])
+    net.save_pretrained(tmp_path)
+    ids = torch.tensor([[1, 36, 7]])
+    again = XFormerForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    close(again(ids).logits, net(ids).logits)
+    net.resize_token_embeddings(20)
+    assert torch.equal(table_of(net), before[..., :20])
+
+
 def test_maps_that_cannot_be():
     with pytest.raises(ValueError, match="there are none"):
         cluster(model(hash="balanced"), blobs()[0])
