@@ -52,6 +52,9 @@ SAMPLE = (
     "xf_universal_transformer",
     "xf_vision_transformer",
 )
+# Encoder-decoders put the same layers into two towers: one of each kind of cross-attention and stack is enough, beside
+# T5.
+TWO_TOWERS = ("xf_performer", "xf_reformer")
 EVERY_HEAD = ("xf_t5", "xf_delta_net", "xf_funnel_transformer", "xf_pabee", "xf_vision_transformer")
 
 
@@ -100,6 +103,7 @@ def main(argv: list[str] | None = None) -> int:
         "kinds": arguments.kinds,
         "overrides": overrides,
         "every_head": list(EVERY_HEAD) if arguments.sample else ["*"],
+        "two_towers": list(TWO_TOWERS) if arguments.sample else ["*"],
     }
     if arguments.list:
         print_families(discover(spec["package"], spec["builtin"]))

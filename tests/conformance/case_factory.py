@@ -43,6 +43,8 @@ def build_cases(spec: dict[str, Any]) -> list[type[unittest.TestCase]]:
             if spec["kinds"] and kind not in spec["kinds"]:
                 continue
             suffix = "" if kind == (overrides.get("kind") or family.kind) else f"__{kind}"
+            if suffix and not any(fnmatch.fnmatchcase(family.model_type, p) for p in spec["two_towers"]):
+                continue
             name = "Test_" + "".join(c if c.isalnum() else "_" for c in family.model_type) + suffix
             try:
                 made.append(_build(name, family, kind, models, overrides, common, sampled))
