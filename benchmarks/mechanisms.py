@@ -35,11 +35,14 @@ from hf_xformers.core.context import LayerContext
 from hf_xformers.ops.block_sparse import op as block_sparse_op
 from hf_xformers.ops.bucketed import cluster_op as _cluster_op
 from hf_xformers.ops.bucketed import op as _bucketed_op
+from hf_xformers.position.etc_relative import LAYOUT, TwoStreams
 
 
 @dataclass(frozen=True)
 class Case:
-    """variant: model type; attention and position: the components; peers: makers by name, called with the length."""
+    """variant: model type; attention and position: the components; peers: makers by name, called with the length;
+    fields: of the config, further ones; tokens_per_global: the text has a global token for each so many, as the stack
+    of ETC gives it."""
 
     variant: str
     attention: Any
@@ -48,6 +51,8 @@ class Case:
     layers: int = 1
     position: Any = "none"
     block: Any = "vanilla"
+    fields: dict[str, Any] = field(default_factory=dict)
+    tokens_per_global: int | None = None
 
 
 CASES: dict[str, Case] = {
@@ -56,6 +61,7 @@ CASES: dict[str, Case] = {
         {"type": "longformer", "attention_window": 512},
         peers={"transformers": peers.longformer},
     ),
+    "etc, radius 84": Case("xf_etc", "etc", position="etc_relative", tokens_per_global=27),
     "bigbird, blocks of 64": Case(
         "xf_bigbird", {"type": "bigbird", "block_size": 64}, peers={"transformers": peers.big_bird}
     ),
@@ -216,11 +222,19 @@ CASES: dict[str, Case] = {
     "routing aggregation": Case(
         "xf_routing_aggregation", {"type": "dense", "aggregation": "routing_aggregation"}, layers=2
     ),
+    "disagreement of outputs": Case(
+        "xf_disagreement_regularization", {"type": "dense", "losses": ["disagreement_regularization"]}
+    ),
+    "attention guidance": Case("xf_attention_guidance", {"type": "dense", "losses": ["attention_guidance"]}),
+    "multi-query": Case("xf_multi_query_attention", "dense", fields={"num_key_value_heads": 1}),
     "capsule heads": Case("xf_capsule_heads", {"type": "dense", "aggregation": "capsule_heads"}),
     "bp transformer": Case("xf_bp_transformer", "bp_transformer", block="bp_transformer"),
     "bp transformer causal": Case("xf_bp_transformer", "bp_transformer", causal=True, block="bp_transformer"),
     "Sinkhorn": Case("xf_sinkhorn_transformer", "sinkhorn_transformer"),
     "Sinkhorn, causal": Case("xf_sinkhorn_transformer", "sinkhorn_transformer", causal=True),
+    "sac, 10 edges": Case("xf_sac", "sac"),
+    "sac, 10 edges within 256": Case("xf_sac", {"type": "sac", "candidate_window": 256}),
+    "sac causal, 10 edges": Case("xf_sac", "sac", causal=True),
     "adaptively sparse": Case("xf_adaptively_sparse_transformer", "adaptively_sparse"),
     "adaptively sparse, alpha 1.5": Case(
         "xf_adaptively_sparse_transformer", {"type": "adaptively_sparse", "alpha": 1.5}
@@ -258,9 +272,16 @@ def resolved(attention: Any, length: int) -> Any:
 
 
 def ours(
-    attention: Any, causal: bool, layers: int, length: int, position: Any = "none", block: Any = "vanilla"
+    attention: Any,
+    causal: bool,
+    layers: int,
+    length: int,
+    position: Any = "none",
+    block: Any = "vanilla",
+    fields: dict[str, Any] | None = None,
+    tokens_per_global: int | None = None,
 ) -> Callable[[], None]:
-    """Forward and backward of `layers` attention sublayers with residual sums."""
+    """Forward and backward of `layers` attention sublayers with residual sums, and of their auxiliary losses."""
     torch.manual_seed(0)
     config = XFormerConfig(
         hidden_size=WIDTH,
@@ -272,6 +293,8 @@ def ours(
         position=position,
         block=block,
         is_decoder=causal,
+        **({} if tokens_per_global is None else {"stack": "etc"}),
+        **(fields or {}),
     )
     modules = nn.ModuleList(config.attention.build(config, layer_idx=index) for index in range(layers))
     for module in modules.modules():
@@ -280,18 +303,25 @@ def ours(
     for module in modules.modules():
         if hasattr(module, "initialize"):
             module.initialize(config, init)
-    states, index = torch.randn(1, length, WIDTH), torch.arange(length)
+    summaries = 0 if tokens_per_global is None else -(-length // tokens_per_global)
+    states, index = torch.randn(1, length + summaries, WIDTH), torch.arange(length + summaries)
 
     def run() -> None:
         context = LayerContext(None, index[None], index, index, causal=causal, fresh=True)
-        hidden, streams = states, context.streams
+        if tokens_per_global is not None:
+            part, number = torch.arange(length) // tokens_per_global, torch.arange(summaries)
+            layout = (index >= length, torch.cat([index[:length], number]), torch.cat([part, number]))
+            context.shared[LAYOUT] = TwoStreams(*(x[None] for x in layout))
+            context.inputs = {"global_attention_mask": layout[0][None], "max_global_tokens": summaries}
+        hidden, streams, losses = states, context.streams, states.new_zeros(())
         for module in modules:
             module.prepare(context, None)
         for module in modules:
             result = module(hidden, context.with_streams(streams))
             hidden = hidden + result.output
             streams = {**streams, **(result.streams or {})}
-        hidden.sum().backward()
+            losses = losses + sum(loss.sum() for loss in (result.aux_losses or {}).values())
+        (hidden.sum() + losses).backward()
         modules.zero_grad(set_to_none=True)
 
     return run
@@ -306,7 +336,8 @@ def make(name: str, length: int) -> Callable[[], None]:
     if peer:
         return training_step(CASES[case].peers[peer](length), length, residual=True)
     entry = CASES[case]
-    return ours(entry.attention, entry.causal, entry.layers, length, entry.position, entry.block)
+    where = (entry.position, entry.block, entry.fields, entry.tokens_per_global)
+    return ours(entry.attention, entry.causal, entry.layers, length, *where)
 
 
 def baseline(case: Case) -> str:

@@ -139,7 +139,7 @@ class XFormerPreTrainedModel(PreTrainedModel):
         self,
         loss: Tensor | None,
         base: Any,
-        rows: Callable[[], RowLosses] | None = None,
+        rows: Callable[[], RowLosses | None] | None = None,
         aux_losses: dict[str, Tensor] | None = None,
     ) -> Tensor | None:
         """The loss of the task plus all auxiliary losses of `base`, the output of the model under this head (or the

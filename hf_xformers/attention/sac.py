@@ -168,8 +168,8 @@ class SacAttention(Attention):
             pairs = edges_mask(index, there, key.shape[2])
             output, weights = literal_softmax_attention(query, key, value, pairs, None, self.scaling, dropout)
         else:
-            index, there = (x.expand(-1, self.num_heads, -1, -1) for x in (index, there))
-            output = chosen_keys_attention(query, key, value, index, there, self.scaling, dropout).transpose(1, 2)
+            lists, real = (x.expand(-1, self.num_heads, -1, -1) for x in (index, there))
+            output = chosen_keys_attention(query, key, value, lists, real, self.scaling, dropout).transpose(1, 2)
         written = self.o_proj(output.flatten(2))
         if losses is None and self.predictor is not None and torch.is_grad_enabled():
             # Distributed training waits for the gradient of every parameter.

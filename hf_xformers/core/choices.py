@@ -127,10 +127,12 @@ def joint(log_probs: list[Tensor]) -> Tensor | None:
 
 @torch.no_grad()
 def token_rows(
-    logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None, shifted: bool = False
-) -> RowLosses:
+    logits: Tensor, labels: Tensor | None, num_items_in_batch: Tensor | int | None = None, shifted: bool = False
+) -> RowLosses | None:
     """[`RowLosses`] of the mean cross-entropy of labelled tokens: logits [B, T, V], labels [B, T] (-100: none).
-    shifted: labels are those of a causal model, compared with the logits before them."""
+    shifted: labels are those of a causal model, compared with the logits before them. None without labels."""
+    if labels is None:
+        return None
     if shifted:
         logits, labels = logits[:, :-1], labels[:, 1:]
     wide = logits if logits.dtype == torch.float64 else logits.float()
@@ -150,7 +152,7 @@ def by_tokens(
 
 
 @torch.no_grad()
-def rows_of_mean(loss_of: Callable[[Tensor, Tensor], Tensor], logits: Tensor, labels: Tensor) -> RowLosses:
+def rows_of_mean(loss_of: Callable[[Tensor, Tensor], Tensor], logits: Tensor, labels: Tensor) -> RowLosses | None:
     """[`RowLosses`] of a loss that is a mean over rows: `loss_of(labels [1, ...], logits [1, C])` of each."""
     count = logits.shape[0]
     losses = [loss_of(labels[row : row + 1], logits[row : row + 1]) for row in range(count)]
