@@ -194,7 +194,7 @@ class SacAttention(Attention):
             return source.new_zeros(source.shape[0], predictor.graphs, length, 0, dtype=torch.long), None
         window = self.spec.candidate_window
         across = total if window is None else min(total, 4 * window)
-        rows = rows_at_once(source.shape[0] * predictor.graphs * across)
+        rows = rows_at_once(source.shape[0] * predictor.graphs * across * steps)  # of all steps, for the gradient
         rows = rows if window is None else max(min(rows, 2 * window), 1)
 
         def block(begin: int, end: int, source: Tensor, picks: Tensor | None = None) -> Tensor:
