@@ -159,6 +159,28 @@ def test_closed_parts_are_skipped():
     close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (output, masked)))
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("fields", [{}, {"position": "rotary"}, {"is_decoder": True}])
+def test_closed_queries_are_skipped(fields, side):
+    """Those alone ask whose gate is open; the literal path, which computes all, gives the same."""
+    net, asked = build(**fields), []
+    for module in gates(net):
+        if module.outer.out_features == 1:
+            nn.init.normal_(module.outer.weight, std=3.0, generator=torch.Generator().manual_seed(len(asked)))
+            nn.init.constant_(module.outer.bias, -1.0)
+    ids, mask = pad([tokens(9)[:length] for length in (9, 6, 1, 0)], 9, side, seed=3)
+    for layer in net.trunk.layers:
+        layer.attention.o_proj.register_forward_pre_hook(lambda _, args: asked.append(args[0].shape[1]))
+    with torch.no_grad():
+        few = net(ids, attention_mask=mask, use_cache=False)[0]
+        assert min(asked) < 9
+        net.set_attn_implementation("eager")
+        asked.clear()
+        every = net(ids, attention_mask=mask, use_cache=False)[0]
+        assert asked == [9, 9]
+    close(few[mask.bool()], every[mask.bool()])
+
+
 def test_soft_gates():
     """Training: sigmoid(G + alpha eps) from the generator's own eps; the noise of pass t is t / steps of its
     maximum."""
