@@ -92,8 +92,7 @@ class ConditionalAttention(DenseAttention):
         plain = not (self.training or recorded) and context.implementation == "sdpa" and can_inspect()
         if not plain or norm_inputs(self.normalization, context) or self.score_bias(context) is not None:
             return None
-        open_, real = gate[..., 0] > 0, context.query_padding_mask
-        open_ = open_ if real is None else open_ & real
+        open_ = gate[..., 0] > 0
         most, length = max(int(open_.sum(1).max()), 1), open_.shape[1]
         if most > WORTHWHILE * length:
             return None
