@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -180,6 +180,7 @@ class XFormerConfig(PreTrainedConfig):
     span_place_width: ClassVar[int | None] = None
     span_boundary_weight: ClassVar[float | int] = 1.0
     cpc_weight: ClassVar[float | int | None] = None  # a field of families with `ForContrastivePrediction`
+    presets: ClassVar[dict[str, dict[str, Any]]] = {}  # by name of a published model: fields other than the defaults
     sizes: ClassVar[dict[str, dict[str, Any]]] = {}  # by size: fields that differ from the preset of that size
 
     vocab_size: int = 32000
@@ -236,6 +237,15 @@ class XFormerConfig(PreTrainedConfig):
     head: SpecLike = "linear"
 
     decoder: dict[str, Any] | None = None
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Self:
+        """The configuration of a published model of the family, such as `XFBertConfig.preset("large")`, with `changes`
+        on top. Raises ValueError for a name that it has not; `presets` lists them."""
+        if name not in cls.presets:
+            known = ", ".join(cls.presets) or "none"
+            raise ValueError(f"{cls.__name__} has no preset {name!r}; there are: {known}.")
+        return cls(**{**copy.deepcopy(cls.presets[name]), **changes})
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)

@@ -12,6 +12,7 @@ from transformers.utils import can_return_tuple
 from ..core import outputs
 from ..core.choices import by_tokens
 from ..core.distributed import rows_of_processes, sum_over_processes
+from ..core.hand_overs import HandOver
 from ..core.inputs import check_token_labels
 from ..core.losses import token_cross_entropy
 from .language import LanguageModel
@@ -48,7 +49,7 @@ class XFormerForContrastivePrediction(LanguageModel):
 
     def __init__(self, config):
         config = self.shaped(config, is_decoder=False, is_encoder_decoder=False)
-        if not config.stack.gives_summaries or config.cpc_weight is None:
+        if HandOver.SUMMARIES not in config.stack.gives or config.cpc_weight is None:
             raise ValueError(
                 f"{type(self).__name__} compares global tokens that stand for sentences, with a `cpc_weight`; this"
                 f" config has stack {config.stack.type!r} and `cpc_weight` {config.cpc_weight!r}. Use xf_etc."

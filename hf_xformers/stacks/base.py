@@ -28,7 +28,7 @@ class StackOutput:
     belongs to them; aux_losses: scalars by name; memories [B, steps of the decoder, T', D]: an encoder's own memory
     for each decoder layer, or None; segment_memory: what the next segment of the text may read of this one, or None;
     streams: what the last layer handed on; summaries [B, G, D]: states of global tokens that stand for parts of the
-    text, in their order, from a stack with `gives_summaries`."""
+    text, in their order, from a stack that gives [`HandOver.SUMMARIES`]."""
 
     hidden_states: Tensor
     context: LayerContext

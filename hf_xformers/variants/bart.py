@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import Any, ClassVar
 
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SpecLike
@@ -13,6 +14,15 @@ class XFBartConfig(XFormerConfig):
     """BART (Lewis et al. 2020): an encoder-decoder pretrained by denoising."""
 
     model_type = "xf_bart"
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "base": {},
+        "large": {
+            "hidden_size": 1024,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+        },
+    }
 
     vocab_size: int = 50265
     num_hidden_layers: int = 6

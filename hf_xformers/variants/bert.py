@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import Any, ClassVar
 
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SpecLike
@@ -14,6 +15,15 @@ class XFBertConfig(XFormerConfig):
     pairs."""
 
     model_type = "xf_bert"
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "base": {},
+        "large": {
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+        },
+    }
 
     vocab_size: int = 30522
     type_vocab_size: int = 2

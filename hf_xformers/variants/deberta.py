@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import field
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -14,11 +14,29 @@ from ..core.components import SpecLike
 from ..families import ENCODER_HEADS, VariantInfo, make_family
 from ..stacks.enhanced_mask_decoder import ABSOLUTE_POSITIONS
 
+_SECOND = {"type": "deberta", "buckets": 256, "share_projections": True, "normalize": True}  # of versions 2 and 3
+
 
 class XFDebertaConfig(XFormerConfig):
     """DeBERTa (He et al. 2021): content and relative position attend to each other, absolute positions come last."""
 
     model_type = "xf_deberta"
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "base": {},
+        "v2_xlarge": {
+            "hidden_size": 1536,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 24,
+            "intermediate_size": 6144,
+            "vocab_size": 128100,
+            "position": _SECOND,
+            "block": {"type": "convolution", "kernel": 3, "activation": "gelu"},
+        },
+        "v3_base": {
+            "vocab_size": 128100,
+            "position": _SECOND,
+        },
+    }
 
     vocab_size: int = 50265
     layer_norm_eps: float = 1e-7

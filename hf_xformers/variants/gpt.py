@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import Any, ClassVar
 
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SpecLike
@@ -13,6 +14,9 @@ class XFGPTConfig(XFormerConfig):
     """GPT (Radford et al. 2018): a post-LN causal decoder."""
 
     model_type = "xf_gpt"
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "base": {},
+    }
 
     vocab_size: int = 40478
     pad_token_id: int | None = None

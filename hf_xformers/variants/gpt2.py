@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import Any, ClassVar
 
 from ..configuration_xformer import Initializer, XFormerConfig
 from ..core.components import SpecLike
@@ -13,6 +14,27 @@ class XFGPT2Config(XFormerConfig):
     """GPT-2 (Radford et al. 2019): a pre-LN causal decoder."""
 
     model_type = "xf_gpt2"
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "small": {},
+        "medium": {
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+        },
+        "large": {
+            "hidden_size": 1280,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 20,
+            "intermediate_size": 5120,
+        },
+        "xl": {
+            "hidden_size": 1600,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 25,
+            "intermediate_size": 6400,
+        },
+    }
 
     vocab_size: int = 50257
     max_position_embeddings: int = 1024

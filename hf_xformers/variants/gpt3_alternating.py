@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ..configuration_xformer import Initializer, XFormerConfig
 from ..core.components import SpecLike, build_spec
@@ -22,6 +22,39 @@ class XFGPT3AlternatingConfig(XFormerConfig):
     """
 
     model_type = "xf_gpt3_alternating"
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "small": {},
+        "medium": {
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+        },
+        "large": {
+            "hidden_size": 1536,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 6144,
+        },
+        "2.7b": {
+            "hidden_size": 2560,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "intermediate_size": 10240,
+        },
+        "6.7b": {
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "intermediate_size": 16384,
+        },
+        "175b": {
+            "hidden_size": 12288,
+            "num_hidden_layers": 96,
+            "num_attention_heads": 96,
+            "intermediate_size": 49152,
+        },
+    }
 
     vocab_size: int = 50257
     max_position_embeddings: int = 2048

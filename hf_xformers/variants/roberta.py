@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import Any, ClassVar
 
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SpecLike
@@ -13,6 +14,15 @@ class XFRobertaConfig(XFormerConfig):
     """RoBERTa (Liu et al. 2019): BERT's architecture trained longer, with dynamic masks and without sentence pairs."""
 
     model_type = "xf_roberta"
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "base": {},
+        "large": {
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+        },
+    }
 
     vocab_size: int = 50265
     type_vocab_size: int = 1

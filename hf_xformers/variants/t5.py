@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import Any, ClassVar
 
 from ..configuration_xformer import Initializer, XFormerConfig
 from ..core.components import SpecLike
@@ -13,6 +14,35 @@ class XFT5Config(XFormerConfig):
     """T5 (Raffel et al. 2020): an encoder-decoder with relative position biases, pretrained by span corruption."""
 
     model_type = "xf_t5"
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "small": {},
+        "base": {
+            "hidden_size": 768,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "intermediate_size": 3072,
+        },
+        "large": {
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+        },
+        "3b": {
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+            "intermediate_size": 16384,
+            "head_dim": 128,
+        },
+        "11b": {
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 128,
+            "intermediate_size": 65536,
+            "head_dim": 128,
+        },
+    }
 
     vocab_size: int = 32128
     hidden_size: int = 512

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SpecLike
@@ -18,6 +18,18 @@ class XFXLNetConfig(XFormerConfig):
     """
 
     model_type = "xf_xlnet"
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "base": {
+            "head": {"type": "linear", "bias": True},
+        },
+        "large": {
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+            "head": {"type": "linear", "bias": True},
+        },
+    }
 
     layer_norm_eps: float = 1e-12
     activation_dropout_prob: float | int = 0.1

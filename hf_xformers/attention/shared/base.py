@@ -337,13 +337,13 @@ class AttentionSpec(Spec):
 
     What other components ask for. keeps_keys_alone: its state for generation is keys and values and nothing else, so
     that a block may keep a state of its own beside them. reads_segment_memory: it reads the states that a
-    segment-recurrent stack carries on. counts_usage: it tells how much attention each of them gets. pooled_queries: queries
-    may be fewer than keys, each with a place of its own. scattered_queries: queries may stand anywhere among the keys, and a stack may say which pairs
-    are in sight. reads_axes: its layers read the rows and the columns of a grid by turns. apart_key_states: with
-    a position inside it, keys and values may be made of other states than queries are. reads_carried_keys: a stack may
-    put keys and values of its own before those of the tokens. maps_tokens: it does a
-    feed-forward's work, too. keeps_rotated: its state for generation holds what rotations have made of earlier keys,
-    which cannot be turned anew. knows_order: it knows the order of tokens by parameters of its own, without a
+    segment-recurrent stack carries on. counts_usage: it tells how much attention each of them gets. pooled_queries:
+    queries may be fewer than keys, each with a place of its own. scattered_queries: queries may stand anywhere among
+    the keys, and a stack may say which pairs are in sight. reads_axes: its layers read the rows and the columns of a
+    grid by turns. apart_key_states: with a position inside it, keys and values may be made of other states than
+    queries are. reads_carried_keys: a stack may put keys and values of its own before those of the tokens.
+    maps_tokens: it does a feed-forward's work, too. keeps_rotated: its state for generation holds what rotations have
+    made of earlier keys, which cannot be turned anew. knows_order: it knows the order of tokens by parameters of its own, without a
     position. rotates_values: a rotation may turn values and its output. exports_usual_path: its usual path is made of
     ONNX operators alone; of others the literal equation is exported. hands_out_heads: what each head has read and its
     values can be had head by head ([`Attention.written`], [`Attention.losses`]), so that heads may be joined in

@@ -1,0 +1,56 @@
+"""Models with the names of published ones have exactly as many parameters."""
+
+import pytest
+import torch
+
+from hf_xformers import XFBertConfig
+from hf_xformers.variants import config_class, family, model_types
+
+# head, preset -> parameters, tied ones once; what ours has beside them: biases that are zero in published weights, or
+# that are buffers there.
+PUBLISHED = {
+    "xf_bert": ("ForPreTraining", {"base": 110106428, "large": 336226108}),
+    "xf_roberta": ("ForMaskedLM", {"base": 124697433, "large": 355412057}),
+    "xf_gpt": ("ForCausalLM", {"base": 116534784}),
+    "xf_gpt2": ("ForCausalLM", {"small": 124439808, "medium": 354823168, "large": 774030080, "xl": 1557611200}),
+    "xf_gpt3_alternating": (
+        "ForCausalLM",
+        {
+            "small": 125226240,
+            "medium": 355871744,
+            "large": 760300032,
+            "2.7b": 2651553280,
+            "6.7b": 6658404352,
+            "175b": 174604259328,
+        },
+    ),
+    "xf_bart": ("ForSeq2SeqLM", {"base": 139420416, "large": 406291456}),
+    "xf_t5": (
+        "ForSeq2SeqLM",
+        {"small": 60506624, "base": 222903552, "large": 737668096, "3b": 2851598336, "11b": 11307321344},
+    ),
+    "xf_xlnet": ("ForMaskedLM", {"base": 116750336, "large": 360300800}),
+    "xf_electra": ("ForReplacedTokenDetection", {"small": 13549057, "base": 109483009, "large": 335142913}),
+    "xf_deberta": ("Model", {"base": 138601728, "v2_xlarge": 884593152, "v3_base": 183831552}),
+}
+BESIDE = {("xf_bart", "base"): 50265, ("xf_bart", "large"): 50265, ("xf_deberta", "base"): 12 * 768}
+CASES = [(name, head, preset, count) for name, (head, sizes) in PUBLISHED.items() for preset, count in sizes.items()]
+
+
+@pytest.mark.parametrize(("name", "head", "preset", "count"), CASES, ids=[f"{c[0]}-{c[2]}" for c in CASES])
+def test_parameters(name, head, preset, count):
+    with torch.device("meta"):
+        model = family(name)[head](config_class(name).preset(preset))
+    assert model.num_parameters() == count + BESIDE.get((name, preset), 0)
+
+
+def test_every_preset_is_counted():
+    named = {name: set(config_class(name).presets) for name in model_types() if config_class(name).presets}
+    assert named == {name: set(sizes) for name, (_, sizes) in PUBLISHED.items()}
+
+
+def test_changes_and_unknown_names():
+    changed = XFBertConfig.preset("large", vocab_size=99)
+    assert (changed.hidden_size, changed.vocab_size) == (1024, 99)
+    with pytest.raises(ValueError, match="XFBertConfig has no preset 'huge'; there are: base, large"):
+        XFBertConfig.preset("huge")
