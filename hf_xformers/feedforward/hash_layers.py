@@ -240,9 +240,8 @@ def cluster(model: nn.Module, vectors: Tensor | nn.Module) -> None:
 def _token_vectors(model: nn.Module, size: int) -> Tensor:
     """[V, d]"""
     embeddings = model.get_input_embeddings()  # type: ignore[operator]
-    weight = getattr(embeddings, "weight", None)
-    if isinstance(weight, Tensor) and weight.ndim == 2:
-        return weight
+    if isinstance(embeddings, nn.Embedding):
+        return embeddings.weight
     device = next(model.parameters()).device
     return torch.cat([embeddings(ids[None])[0] for ids in torch.arange(size, device=device).split(4096)])
 

@@ -10,6 +10,7 @@ from .entity_replacement import EntityReplacementCollator, EntityReplacementObje
 from .insertion import InsertionCollator, InsertionObjective
 from .masked_lm import MaskedLMCollator, MaskedLMObjective, word_unit_ids
 from .mass import MassCollator, MassObjective
+from .permuted_lm import PermutedLMCollator, PermutedLMObjective
 from .replaced_tokens import ReplacedTokenCollator, ReplacedTokenObjective
 from .sentence_masking import SentenceMaskingCollator, SentenceMaskingObjective
 from .sentence_pairs import NextSentenceObjective, SentenceOrderObjective, SentencePairCollator, sentence_pairs
@@ -36,6 +37,8 @@ __all__ = [
     "MassObjective",
     "NextSentenceObjective",
     "Objective",
+    "PermutedLMCollator",
+    "PermutedLMObjective",
     "ReplacedTokenCollator",
     "ReplacedTokenObjective",
     "SentenceMaskingCollator",

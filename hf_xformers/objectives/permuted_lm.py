@@ -1,0 +1,227 @@
+"""Permuted language modelling (Yang et al. 2019, XLNet, arXiv 1906.08237): predict tokens in a random order.
+
+Sources: section 2.2 (the order), 2.3 (partial prediction), 2.5 (two halves), appendix A.4 (spans), and the released
+data code, whose order is drawn for the two halves of a row by themselves. transformers' collator puts mask tokens
+where targets stand, so that no target reads an earlier one; ours leaves the text as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .base import IGNORE_INDEX, TOKEN_COLUMNS, Collator, Objective, Row, is_special, pad_rows, register, special_table
+
+_EVERYBODY_SEES = -1  # rank of what is there from the start
+_INPUTS = ("perm_mask", "target_mapping")
+
+
+@dataclass
+class OrderNoise:
+    """All that is random about a row: `targets` bool [n], the tokens that are predicted; `order` int64 [n], the place
+    of each token in the order; `reverse`, whether the text is read from its end."""
+
+    targets: Tensor
+    order: Tensor
+    reverse: bool
+
+
+def sample_noise(
+    special: Tensor, objective: PermutedLMObjective, generator: torch.Generator, starts: Tensor | None = None
+) -> OrderNoise:
+    """Draw the noise of one row; special [n] bool: never predicted; starts [n] bool: where words begin (None: every
+    token is one)."""
+    reverse = bool(objective.bi_data and torch.rand((), generator=generator) < 0.5)
+    targets, order = torch.zeros_like(special), torch.empty(len(special), dtype=torch.int64)
+    starts = torch.ones_like(special) if starts is None else starts
+    bounds = objective.bounds(len(special))
+    for begin, end in itertools.pairwise(bounds):
+        part = slice(begin, end)
+        goal = min(objective.num_targets(end - begin, len(special)), int((~special[part]).sum()))
+        targets[part] = _spans(special[part], starts[part], goal, objective, generator)
+        size = min(objective.perm_size or end - begin, end - begin)
+        turn = torch.randperm(size, generator=generator)  # the same in every block, as released
+        place = torch.arange(end - begin)
+        order[part] = begin + (place // size) * size + turn[place % size]
+    if not bool(targets.any()) and not bool(special.all()):  # a mean over nothing is NaN
+        free = (~special).nonzero().squeeze(1)
+        targets[free[torch.randint(len(free), (1,), generator=generator)]] = True
+    return OrderNoise(targets, order, reverse)
+
+
+def _spans(
+    special: Tensor, starts: Tensor, goal: int, objective: PermutedLMObjective, generator: torch.Generator
+) -> Tensor:
+    """`goal` targets [n]: spans of 1..max_gram words, p(l) ~ 1/l, each at a random place of a context of
+    l mask_alpha / mask_beta tokens, and single tokens for what is missing."""
+    chosen, found, at, length = torch.zeros_like(special), 0, 0, len(special)
+    weights = 1.0 / torch.arange(1, objective.max_gram + 1, dtype=torch.float64)
+    begins = starts.nonzero().squeeze(1).tolist()
+    while found < goal and at < length:
+        size = min(1 + int(torch.multinomial(weights, 1, generator=generator)), goal - found)
+        context = max(1, size * objective.mask_alpha // objective.mask_beta)
+        left = int(torch.randint(context, (1,), generator=generator))
+        words = [place for place in begins if place >= at + left][: size + 1]
+        if len(words) <= size:  # it would reach the end
+            break
+        span = torch.zeros_like(special)
+        span[words[0] : words[-1]] = True
+        span &= ~special
+        chosen |= span
+        found = int(chosen.sum())
+        at = words[-1] + context - left
+    free = (~special & ~chosen).nonzero().squeeze(1)
+    extra = free[torch.randperm(len(free), generator=generator)][: max(0, goal - found)]
+    chosen[extra] = True
+    return chosen
+
+
+def hidden_pairs(order: Tensor, targets: Tensor, special: Tensor, middle: int) -> Tensor:
+    """`perm_mask` [n, n]: True where token i must not see token j.
+
+    A token that is neither target nor special is seen by everybody, and sees no target. A target sees what comes
+    before it in `order` [n], a special token that is at its own place too. The tokens before `middle` see none behind.
+    """
+    ranked = targets | special
+    rank = torch.where(ranked, order, _EVERYBODY_SEES)
+    own = torch.where(targets & ~special, rank, rank + 1)
+    hidden = (own[:, None] <= rank[None, :]) & ranked[None, :]
+    first = torch.arange(len(order)) < middle
+    hidden = torch.where(first[:, None] == first[None, :], hidden, False)
+    return hidden | (first[:, None] & ~first[None, :])
+
+
+def apply_noise(ids: Tensor, noise: OrderNoise, special: Tensor, middle: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids [n], `perm_mask` [n, n], places of the targets [k])."""
+    if noise.reverse:
+        ids = ids.clone()
+        ids[~special] = ids[~special].flip(0)
+    return ids, hidden_pairs(noise.order, noise.targets, special, middle), noise.targets.nonzero().squeeze(1)
+
+
+class PermutedLMCollator(Collator):
+    """Batches with `input_ids`, `attention_mask` [B, T], `perm_mask` [B, T, T], `target_mapping` [B, N, T] and
+    `labels` [B, N] (-100: no target)."""
+
+    objective: PermutedLMObjective
+    columns = (*TOKEN_COLUMNS, "special_tokens_mask", "unit_ids", "word_ids")
+
+    def __init__(self, objective: PermutedLMObjective, tokenizer: Any, **settings: Any) -> None:
+        super().__init__(objective, tokenizer, **settings)
+        self.special = special_table(set(tokenizer.all_special_ids))
+
+    def collate(self, rows: list[Row]) -> dict[str, Tensor]:
+        made = [self.corrupt(row) for row in rows]
+        batch = self.pad_inputs(
+            [Row(ids, row.columns, row.width) for row, (ids, _, _) in zip(rows, made, strict=True)]
+        )
+        width = batch["input_ids"].shape[1]
+        bounds = self.objective.bounds(width)
+        room = sum(self.objective.num_targets(end - begin, width) for begin, end in itertools.pairwise(bounds))
+        room = max(room, *(len(places) for _, _, places in made))
+        batch["perm_mask"] = torch.zeros(len(rows), width, width, dtype=torch.bool)
+        batch["target_mapping"] = torch.zeros(len(rows), room, width)
+        for index, (ids, hidden, places) in enumerate(made):
+            start = width - len(ids) if self.padding_side == "left" else 0
+            batch["perm_mask"][index, start : start + len(ids), start : start + len(ids)] = hidden
+            batch["target_mapping"][index, torch.arange(len(places)), places + start] = 1.0
+        batch["labels"] = pad_rows([ids[places] for ids, _, places in made], IGNORE_INDEX, room)
+        return batch
+
+    def corrupt(self, row: Row) -> tuple[Tensor, Tensor, Tensor]:
+        special = row.columns.get("special_tokens_mask")
+        special = is_special(row.ids, self.special) if special is None else special.bool()
+        noise = sample_noise(special, self.objective, self.generator(row.ids), self.starts(row))
+        bounds = self.objective.bounds(len(row))
+        return apply_noise(row.ids, noise, special, bounds[1] if len(bounds) > 2 else 0)
+
+    def starts(self, row: Row) -> Tensor | None:
+        """Where words begin, [n]."""
+        if not self.objective.masks_units:
+            return None
+        for name in ("unit_ids", "word_ids"):
+            if name in row.columns:
+                starts = torch.ones(len(row), dtype=torch.bool)
+                starts[1:] = row.columns[name][1:] != row.columns[name][:-1]
+                return starts
+        raise ValueError(
+            "whole words need the column 'unit_ids' or 'word_ids': add it with word_unit_ids(tokenizer(text)) and set"
+            " remove_unused_columns=False, or set whole_word=False"
+        )
+
+
+@register("permuted_lm", aliases=("plm", "xlnet"))
+class PermutedLMObjective(Objective):
+    """Predict the last tokens of a random order, each from those before it, with the text as it is.
+
+    mask_alpha, mask_beta  one token in mask_alpha / mask_beta is predicted (the paper's K = 6)
+    max_gram               longest span of targets; p(l) ~ 1 / l
+    num_predict            targets of a row, in place of its share (the paper: 85 of 512)
+    reuse_len              tokens of the first part of a row, which sees nothing of the second; None: half of the row,
+                           0: there is one part alone
+    perm_size              tokens of a block within which an order is drawn, the same for all of a part; None: a part
+    bi_data                half of the rows, at random, are read from their end
+    whole_word             spans are of whole words (column `word_ids`); False: of tokens, as in the released code
+    """
+
+    mask_alpha: int = 6
+    mask_beta: int = 1
+    max_gram: int = 5
+    num_predict: int | None = None
+    reuse_len: int | None = None
+    perm_size: int | None = None
+    bi_data: bool = True
+    whole_word: bool = False
+
+    summary: ClassVar[str] = "tokens in a random order, each from those before it (XLNet)"
+    head: ClassVar[str] = "MaskedLM"
+    needed_tokens: ClassVar[tuple[str, ...]] = ("pad", "cls", "sep")
+    add_special_tokens: ClassVar[bool] = True
+
+    def check_fields(self) -> None:
+        for name in ("mask_alpha", "mask_beta", "max_gram"):
+            self._require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        self._require(
+            self.mask_beta <= self.mask_alpha,
+            f"mask_beta {self.mask_beta} of mask_alpha {self.mask_alpha} tokens cannot be predicted: lower it",
+        )
+        for name in ("num_predict", "perm_size"):
+            value = getattr(self, name)
+            self._require(value is None or value >= 1, f"{name} must be at least 1 or None, not {value}")
+        self._require(self.reuse_len is None or self.reuse_len >= 0, f"reuse_len is a length, not {self.reuse_len}")
+        self._require(
+            not self.reuse_len or self.perm_size is None or self.perm_size <= self.reuse_len,
+            f"perm_size {self.perm_size} must not exceed reuse_len {self.reuse_len}: lower it",
+        )
+
+    def check_config(self, config: Any) -> None:
+        if all(name in config.stack.inputs for name in _INPUTS):
+            return
+        raise ValueError(
+            f"objective 'permuted_lm' needs two streams: in stack {config.stack.type!r} of {config.model_type!r} a"
+            " target would read its own token; take variant xf_xlnet, or stack 'two_stream'"
+        )
+
+    @property
+    def masks_units(self) -> bool:
+        return self.whole_word
+
+    def bounds(self, length: int) -> list[int]:
+        """Where the parts of a row of so many tokens begin, and its end."""
+        middle = length // 2 if self.reuse_len is None else self.reuse_len
+        return [0, middle, length] if 0 < middle < length else [0, length]
+
+    def num_targets(self, tokens: int, length: int) -> int:
+        """Targets among `tokens` of a row's `length`."""
+        if self.num_predict is None:
+            return round(tokens * self.mask_beta / self.mask_alpha)
+        return min(tokens, round(self.num_predict * tokens / length))
+
+    def collator(
+        self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
+    ) -> PermutedLMCollator:
+        return PermutedLMCollator(self, tokenizer, seed=seed, pad_to_multiple_of=pad_to_multiple_of, static=static)
