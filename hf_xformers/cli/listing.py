@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..core.components import SLOTS, did_you_mean
+from ..core.specs import TypedSpec
 from ..families import CHANGES, SURVEY
 from .console import print_facts, show
 from .descriptions import SHAPES, component, components, own_components, own_defaults, replaced, variants
@@ -220,17 +221,36 @@ def _show_components(where: str, words: Sequence[str], as_json: bool) -> None:
 
 
 def _show_objectives(names: Sequence[str], as_json: bool) -> None:
-    """The objectives of a language model on packed rows; the fields of those that are named are explained."""
+    """The objectives: what each predicts, corrupts and needs; the fields of those that are named are explained."""
+    from ..objectives.description import needs, setting_meanings
     from ..training.building import language_objective, language_objectives
 
     chosen = [language_objective(name) for name in names] or list(language_objectives().values())
-    entries = [{**component("objective", cls), "shape": cls.shape, "head": f"For{cls.head}"} for cls in chosen]
+    entries = [
+        {
+            **component("objective", cls),
+            "meanings": setting_meanings(cls),
+            "shape": cls.shape,
+            "head": f"For{cls.head}",
+            "rows": cls.rows,
+            "corrupts": cls.corrupts,
+            "needs": needs(cls),
+        }
+        for cls in chosen
+    ]
     if as_json:
         print(json.dumps(entries, indent=2, default=str))
         return
     show("objective: --objective NAME --objective.FIELD VALUE")
-    for entry in entries:
-        _show_component(entry, explain=bool(names), slot=False)
+    for number, entry in enumerate(entries):
+        show() if number else None
+        show(f"  {entry['name']}: {entry['summary']}", hanging=6)
+        show(f"corrupts {entry['corrupts']}", indent=6, hanging=10) if entry["corrupts"] else None
+        show(f"needs {entry['needs']}", indent=6, hanging=10)
+        _show_fields(entry, explain=bool(names))
+    if not names:
+        show()
+        show("`hf-xformers list --objectives NAME` explains the settings of one.")
 
 
 def _show_families(words: Sequence[str], as_json: bool) -> None:
@@ -274,6 +294,11 @@ def _show_component(entry: dict[str, Any], *, changed: bool = False, explain: bo
     """A component, with the meaning of its fields a line each, or with their defaults alone."""
     title = f"{entry['slot']}: {entry['name']}" if slot else entry["name"]
     show(f"{'*' if changed else ' '} {title}: {entry['summary']}" if entry["summary"] else f"  {title}", hanging=6)
+    _show_fields(entry, explain=explain)
+
+
+def _show_fields(entry: dict[str, Any], *, explain: bool) -> None:
+    """The fields of a component or an objective."""
     fields = {name: _value(value) for name, value in entry["fields"].items()}
     if not explain:
         show(", ".join(f"{name}={text}" for name, text in fields.items()), indent=6) if fields else None
@@ -289,4 +314,4 @@ def _value(value: Any) -> str:
         return ",".join(map(str, value)) or "[]"
     if value is None or isinstance(value, bool):
         return str(value).lower()
-    return str(value)
+    return value.type if isinstance(value, TypedSpec) else str(value)

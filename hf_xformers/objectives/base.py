@@ -37,7 +37,8 @@ class Objective(TypedSpec):
     A subclass declares typed fields, the settings of the paper, is registered with [`register`], and implements
     `collator`. What the commands have to know about it stands in the class variables below.
 
-    id: its name in `OBJECTIVES`, set by `register`. summary: what it trains, in one line.
+    id: its name in `OBJECTIVES`, set by `register`. summary: what it predicts, in one line. corrupts: what it does to
+    the text that the model reads, in one line; empty: nothing.
     head: the head of a family that it trains, as in `<Family>For<head>`; settings may choose another one for an
     instance. component: (slot, name) of a component that it needs beside; None: none. shape: what kind of model that
     is.
@@ -56,6 +57,7 @@ class Objective(TypedSpec):
 
     id: ClassVar[str]
     summary: ClassVar[str] = ""
+    corrupts: ClassVar[str] = ""
     head: ClassVar[str]
     component: ClassVar[tuple[str, str] | None] = None
     shape: ClassVar[Literal["encoder", "decoder", "seq2seq"]] = "encoder"

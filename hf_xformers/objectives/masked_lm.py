@@ -225,6 +225,9 @@ class MaskedLMCollator(Collator):
 class MaskedLMObjective(Objective):
     """Predict chosen tokens from a row in which they are masked (.8), replaced at random (.1), or kept (.1).
 
+    mask_prob    share p of the tokens that are predicted
+    mask_token_prob  share of these that are masked
+    random_prob  share of these that are replaced by a random token
     selection    which positions, n = row length with special tokens, p = `mask_prob`:
                  "bert"     min(max_predictions, max(1, round(p n))) positions that are not special
                  "roberta"  floor(p n + U(0, 1)) positions over the row
@@ -252,6 +255,7 @@ class MaskedLMObjective(Objective):
     dupe_factor: int | None = None
 
     summary: ClassVar[str] = "tokens that are masked, replaced or kept, from both sides (BERT)"
+    corrupts: ClassVar[str] = "15 % of the tokens: masked, random or kept"
     head: ClassVar[str] = "MaskedLM"
     preferred: ClassVar[bool] = True
     needed_tokens: ClassVar[tuple[str, ...]] = ("pad", "cls", "sep", "mask")

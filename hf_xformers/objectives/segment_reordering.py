@@ -96,6 +96,7 @@ class SegmentReorderingObjective(MaskedLMObjective):
     chunks: int = 3
 
     summary: ClassVar[str] = "masked tokens, and the order of a document's shuffled parts (ERNIE-Doc)"
+    corrupts: ClassVar[str] = "15 % of the tokens, and the order of up to 3 parts"
     head: ClassVar[str] = "SegmentReordering"
     preferred: ClassVar[bool] = False
 

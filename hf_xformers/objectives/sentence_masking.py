@@ -120,6 +120,7 @@ class SentenceMaskingObjective(Objective):
     max_sentence_length: int = 50
 
     summary: ClassVar[str] = "sentences that are masked, each written from its vector (HIBERT)"
+    corrupts: ClassVar[str] = "15 % of the sentences: masked, another one or kept"
     head: ClassVar[str] = "MaskedSentences"
     shape = "seq2seq"
     rows = "sentences"

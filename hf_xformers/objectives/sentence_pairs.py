@@ -374,6 +374,7 @@ class NextSentenceObjective(SentencePairObjective):
     random_prob: float | int = 0.5
 
     summary: ClassVar[str] = "whether one text follows the other, or is of another document (BERT)"
+    corrupts: ClassVar[str] = "half of the second texts: from another document"
     replaces_second: ClassVar[bool] = True
 
     def check_fields(self) -> None:
@@ -394,6 +395,7 @@ class SentenceOrderObjective(SentencePairObjective):
     swap_prob: float | int = 0.5
 
     summary: ClassVar[str] = "whether two texts are in order (ALBERT)"
+    corrupts: ClassVar[str] = "half of the pairs: swapped"
     replaces_second: ClassVar[bool] = False
 
     def check_fields(self) -> None:

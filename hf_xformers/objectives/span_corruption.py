@@ -134,6 +134,7 @@ class SpanCorruptionObjective(Objective):
     num_sentinels: int = 100
 
     summary: ClassVar[str] = "spans that sentinels stand for (T5)"
+    corrupts: ClassVar[str] = "15 % of the tokens, in spans of 3, each a sentinel in the input"
     head: ClassVar[str] = "Seq2SeqLM"
     shape = "seq2seq"
     preferred: ClassVar[bool] = True

@@ -128,6 +128,7 @@ class StructBertObjective(SentencePairObjective):
     sentence_classes: Literal[2, 3] = 3
 
     summary: ClassVar[str] = "masked tokens, shuffled trigrams and the order of two texts (StructBERT)"
+    corrupts: ClassVar[str] = "15 % of the tokens, 5 % of the trigrams, two thirds of the pairs"
     head: ClassVar[str] = "PreTraining"
     replaces_second: ClassVar[bool] = True
 

@@ -227,6 +227,7 @@ class TranslationLMObjective(Multilingual):
     reset_positions: bool = True
 
     summary: ClassVar[str] = "masked tokens of a sentence and its translation (XLM)"
+    corrupts: ClassVar[str] = "15 % of the tokens, rare ones more often: masked, random or kept"
     head: ClassVar[str] = "MaskedLM"
     needed_tokens: ClassVar[tuple[str, ...]] = ("pad", "cls", "sep", "mask")
 

@@ -170,3 +170,15 @@ def test_families_that_convert(capsys, monkeypatch):
     lines = shown(capsys, monkeypatch, "--families", "bert")
     assert any(line.startswith("xlm-roberta ") for line in lines) and max(map(len, lines)) <= 80
     assert main(["list", "--families", "nothing"]) == 2
+
+
+def test_objectives_say_what_they_corrupt_and_need(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["list", "--objectives"]) == 0
+    out = capsys.readouterr().out
+    text = " ".join(out.split())
+    assert "nsp: whether one text follows the other" in text and "corrupts half of the pairs: swapped" in text
+    assert "needs an encoder with ForMaskedLM; sentences and their translations; a cls token" in text
+    assert "mlm=mlm" in text  # settings that are an objective go by its name
+    assert main(["list", "--objectives", "tlm"]) == 0
+    assert "sample_alpha = 0.5: tokens are chosen" in " ".join(capsys.readouterr().out.split())
