@@ -1,0 +1,260 @@
+"""What does an encoder learn from each objective, and what is it then worth for another task?
+
+HF_XFORMERS_DATA=... HF_HUB_OFFLINE=1 python benchmarks/objectives.py [--only mlm,tlm] [--steps 400] [--print]
+
+Every objective trains a small model (width 128, four layers) by `hf-xformers pretrain`: on the documentation that
+comes with Python, those of parallel text on Multi30k. `loss` stands beside its trivial floor, what the frequencies of
+the targets alone reach. Then the encoder (of a decoder the decoder) reads SST-2, sentiment of sentences from films: a
+linear probe on the mean of its frozen states, and fine-tuning of all weights for a few steps, each against the same
+model from random weights with equal steps, and against the majority. SST-2 and Multi30k are read from
+$HF_XFORMERS_DATA. Rows of earlier runs stay, unless their objective runs again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import io
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from measure import write_results
+from torch import Tensor, nn
+
+from hf_xformers.cli import main as command
+from hf_xformers.objectives import OBJECTIVES, build_objective
+from hf_xformers.variants import config_class, family, model_types
+
+DATA = Path(os.environ.get("HF_XFORMERS_DATA", "data"))
+RESULTS = Path(__file__).parent / "results" / "objectives.json"
+# The first of these that has the head; else any.
+VARIANTS = ("xf_bert", "xf_gpt2", "xf_t5", "xf_bart", "xf_electra", "xf_xlnet", "xf_ernie_doc", "xf_hibert")
+SHAPE = {
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "intermediate_size": 256,
+    "vocab_size": 4000,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+# Settings with which an objective shows something in a few hundred steps; pairs alone are learned late.
+SETTINGS: dict[str, dict[str, Any]] = {"nsp": {"mlm": "mlm", "dupe_factor": 3}, "sop": {"mlm": "mlm"}}
+COLUMNS = [
+    "objective",
+    "variant",
+    "data",
+    "steps",
+    "loss",
+    "trivial floor",
+    "accuracy",
+    "floor accuracy",
+    "probe",
+    "probe, random weights",
+    "fine-tuned",
+    "fine-tuned, random weights",
+    "majority",
+    "processor seconds",
+]
+LONGEST = 64
+
+
+def variant_for(head: str) -> str:
+    known = model_types()
+    able = [
+        name
+        for name in (*(name for name in VARIANTS if name in known), *known)
+        if f"For{head}" in config_class(name).heads
+    ]
+    if not able:
+        raise ValueError(f"no variant has For{head}; leave the objective out of --only")
+    return able[0]
+
+
+def pretrained(name: str, steps: int, folder: str) -> dict[str, Any]:
+    """The summary of a run of `hf-xformers pretrain`; with rotary positions where the variant takes them, as those
+    that are added to the input are learned late."""
+    spec = build_objective({"type": name, **SETTINGS.get(name, {})})
+    variant = variant_for(spec.head)
+    data = str(DATA / "multi30k") if spec.rows == "parallel" else "stdlib"
+    options: dict[str, Any] = {
+        **SHAPE,
+        "variant": variant,
+        "objective": name,
+        "data": data,
+        "block_size": LONGEST,
+        "output_dir": folder,
+        "max_steps": steps,
+        "learning_rate": 1e-3,
+        "per_device_train_batch_size": 32,
+        "per_device_eval_batch_size": 64,
+        "eval_strategy": "no",
+        "save_strategy": "no",
+        "logging_steps": max(1, steps // 4),
+        "disable_tqdm": "true",
+        "overwrite_output_dir": "true",
+        "use_cpu": "true",
+    }
+    options |= {f"objective.{key}": value for key, value in SETTINGS.get(name, {}).items()}
+    for extra in ({"position": "rotary", "residual": "pre_ln"}, {"residual": "pre_ln"}, {}):
+        flags = [part for key, value in {**options, **extra}.items() for part in (f"--{key}", str(value))]
+        with contextlib.redirect_stdout(io.StringIO()):
+            code = command(["pretrain", *flags])
+        if code == 0:
+            break
+    else:
+        raise ValueError(f"{name} does not train {variant}; what is printed above says why")
+    return json.loads((Path(folder) / "training_summary.json").read_text())
+
+
+# ---------------------------------------------------------------------------------------------------------- SST-2
+
+
+def sentences(split: str, rows: int) -> tuple[list[str], Tensor]:
+    """Texts and labels, evenly taken from the file."""
+    with open(DATA / "sst2" / f"{split}.tsv", encoding="utf-8", newline="") as file:
+        found = [row for row in csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE) if row[1] in ("0", "1")]
+    kept = found[:: max(1, len(found) // rows)][:rows]
+    return [row[0] for row in kept], torch.tensor([int(row[1]) for row in kept])
+
+
+def encoded(texts: list[str], tokenizer: Any) -> list[Tensor]:
+    return [torch.tensor(ids[:LONGEST]) for ids in tokenizer(texts, truncation=True, max_length=LONGEST)["input_ids"]]
+
+
+def states(model: nn.Module, rows: list[Tensor], pad: int) -> Tensor:
+    """[B, D]: the mean of the states of real tokens."""
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
+    mask = torch.zeros_like(ids)
+    for number, row in enumerate(rows):
+        mask[number, : len(row)] = 1
+    reader: Any = model.get_encoder() if model.config.is_encoder_decoder else model  # type: ignore[operator]
+    hidden = reader(input_ids=ids, attention_mask=mask).last_hidden_state
+    return (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+
+
+def features(model: nn.Module, rows: list[Tensor], pad: int) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        return torch.cat([states(model, rows[start : start + 64], pad) for start in range(0, len(rows), 64)])
+
+
+def probe(model: nn.Module, train: tuple, dev: tuple, pad: int) -> float:
+    """Accuracy of a logistic regression on frozen states, standardised."""
+    (train_rows, labels), (dev_rows, wanted) = train, dev
+    known, unseen = features(model, train_rows, pad), features(model, dev_rows, pad)
+    mean, deviation = known.mean(0), known.std(0) + 1e-6
+    known, unseen = (known - mean) / deviation, (unseen - mean) / deviation
+    weight = torch.zeros(known.shape[1], 2, requires_grad=True)
+    bias = torch.zeros(2, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weight, bias], max_iter=100)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(known @ weight + bias, labels) + 1e-2 * weight.square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)  # type: ignore[arg-type]
+    return ((unseen @ weight + bias).argmax(-1) == wanted).float().mean().item()
+
+
+def tuned(model: nn.Module, train: tuple, dev: tuple, pad: int, steps: int) -> float:
+    """Accuracy after `steps` steps of all weights and a linear classifier, 32 sentences each, in a fixed order."""
+    (rows, labels), (dev_rows, wanted) = train, dev
+    torch.manual_seed(0)
+    head = nn.Linear(model.config.hidden_size, 2)  # type: ignore[union-attr]
+    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=5e-4, weight_decay=0.01)
+    draw = torch.Generator().manual_seed(0)
+    model.train()
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 5e-4 * min(1.0, (step + 1) / 20) * (1 - step / steps)
+        chosen = torch.randint(len(rows), (32,), generator=draw).tolist()
+        loss = F.cross_entropy(head(states(model, [rows[index] for index in chosen], pad)), labels[chosen])
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    with torch.no_grad():
+        return (head(features(model, dev_rows, pad)).argmax(-1) == wanted).float().mean().item()
+
+
+def measured(name: str, steps: int, tuning_steps: int, rows: int) -> dict[str, Any]:
+    from transformers import AutoTokenizer
+
+    started = time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        summary = pretrained(name, steps, folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        kind: Any = family(summary["variant"])["Model"]
+
+        def learned() -> Any:
+            return kind.from_pretrained(folder)
+
+        def random() -> Any:
+            torch.manual_seed(0)
+            return kind(learned().config)
+
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        train, dev = (
+            (encoded(texts, tokenizer), labels)
+            for texts, labels in (sentences("train", rows), sentences("dev", min(rows, 871)))
+        )
+        row = {
+            "objective": name,
+            "variant": summary["variant"],
+            "data": Path(summary["data"]["data"][0]).name,
+            "steps": summary["steps"],
+            "loss": summary.get("eval_loss"),
+            "trivial floor": summary.get("eval_floor_loss"),
+            "accuracy": summary.get("eval_accuracy"),
+            "floor accuracy": summary.get("eval_floor_accuracy"),
+            "probe": probe(learned(), train, dev, pad),
+            "probe, random weights": probe(random(), train, dev, pad),
+            "fine-tuned": tuned(learned(), train, dev, pad, tuning_steps),
+            "fine-tuned, random weights": tuned(random(), train, dev, pad, tuning_steps),
+            "majority": max(dev[1].float().mean().item(), 1 - dev[1].float().mean().item()),
+        }
+    row["processor seconds"] = round(time.process_time() - started)
+    return {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="names of objectives, with commas between; default: all")
+    parser.add_argument("--steps", type=int, default=400, help="of pretraining")
+    parser.add_argument("--tuning_steps", type=int, default=150)
+    parser.add_argument("--rows", type=int, default=6918, help="sentences of SST-2 to learn from")
+    parser.add_argument("--print", action="store_true", help="print rows and write nothing")
+    arguments = parser.parse_args()
+    names = arguments.only.split(",") if arguments.only else list(OBJECTIVES)
+    names = [OBJECTIVES[name].type for name in names]
+    before = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    for name in names:
+        row = measured(name, arguments.steps, arguments.tuning_steps, arguments.rows)
+        print(json.dumps(row), flush=True)
+        if arguments.print:
+            continue
+        before = [old for old in before if old["objective"] != name] + [row]
+        order = list(OBJECTIVES)
+        before.sort(key=lambda old: order.index(old["objective"]) if old["objective"] in order else len(order))
+        write_results(
+            "objectives",
+            before,
+            COLUMNS,
+            "What an encoder learns from each objective",
+            f"Width 128, four layers, rows of {LONGEST} tokens, batches of 32. Losses in nats per target, held out;"
+            f" probe and fine-tuning ({arguments.tuning_steps} steps) are accuracies on SST-2.",
+        )
+
+
+if __name__ == "__main__":
+    main()
