@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -144,13 +143,6 @@ def token_rows(
     return RowLosses(losses / count, items / count)
 
 
-def by_tokens(
-    logits: Tensor, labels: Tensor | None, num_items_in_batch: Tensor | int | None = None, shifted: bool = False
-) -> Callable[[], RowLosses] | None:
-    """What makes the [`token_rows`] of these arguments, when it is asked for; None without labels."""
-    return None if labels is None else partial(token_rows, logits, labels, num_items_in_batch, shifted)
-
-
 @torch.no_grad()
 def rows_of_mean(loss_of: Callable[[Tensor, Tensor], Tensor], logits: Tensor, labels: Tensor) -> RowLosses | None:
     """[`RowLosses`] of a loss that is a mean over rows: `loss_of(labels [1, ...], logits [1, C])` of each."""
@@ -167,7 +159,6 @@ __all__ = [
     "ChoosingSpec",
     "RowLosses",
     "build_choice_loss",
-    "by_tokens",
     "joint",
     "rows_of_mean",
     "token_rows",

@@ -42,7 +42,7 @@ def example(name: str, seed: int = 0) -> str:
     batch = objective.collator(tokenizer, seed=seed, static=True)([row])
 
     def words(ids: Any) -> str:
-        return " ".join("·" if token < 0 else tokenizer.decode([token]).strip() or "_" for token in ids)
+        return " ".join("·" if token < 0 else str(tokenizer.decode([token])).strip() or "_" for token in ids)
 
     lines = [f"row: {words(row['input_ids'])}"]
     for key, value in batch.items():
@@ -68,8 +68,7 @@ def objective_card(name: str) -> str:
     fitting = [kind for kind in model_types() if name in objectives_for(config_class(kind))]
     meanings = setting_meanings(cls)
     settings = "\n".join(
-        f"| `{entry.name}` | `{_shown(entry)}` | {meanings.get(entry.name, '')} |"
-        for entry in dataclasses.fields(cls)  # type: ignore[arg-type]
+        f"| `{entry.name}` | `{_shown(entry)}` | {meanings.get(entry.name, '')} |" for entry in dataclasses.fields(cls)
     )
     table = f"| setting | default | meaning |\n|---|---|---|\n{settings}\n" if settings else "It has no settings.\n"
     corrupts = f"- corrupts: {cls.corrupts}\n" if cls.corrupts else ""

@@ -12,7 +12,7 @@ from transformers.utils import can_return_tuple
 
 from ..attention.shared.multihead_block import MultiheadPooling
 from ..core import outputs
-from ..core.choices import by_tokens, rows_of_mean
+from ..core.choices import rows_of_mean, token_rows
 from ..core.inputs import check_token_labels
 from ..core.losses import token_cross_entropy
 from ..core.pooling import pool
@@ -223,7 +223,7 @@ class XFormerForTokenClassification(Classifier):
         rows = None
         if self.crf is None:
             loss = None if labels is None else token_cross_entropy(logits, labels, count)
-            rows = by_tokens(logits, labels, count)
+            rows = partial(token_rows, logits, labels, count)
         else:
             tagged = self.tagged(logits, input_ids, attention_mask, labels, tag_mask)
             loss, logits = self.in_sequence(self.crf, logits, labels, tagged, count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from transformers.utils import can_return_tuple
 
 from ..core import outputs
-from ..core.choices import by_tokens
+from ..core.choices import token_rows
 from ..core.distributed import rows_of_processes, sum_over_processes
 from ..core.hand_overs import HandOver
 from ..core.inputs import check_token_labels
@@ -92,7 +93,7 @@ class XFormerForContrastivePrediction(LanguageModel):
             aux_losses["cpc"] = self.config.cpc_weight * contrastive_loss(*compared)
             loss = aux_losses["cpc"].new_zeros(()) if loss is None else loss
         return outputs.XFormerMaskedLMOutput(
-            loss=self.with_aux_losses(loss, base, by_tokens(logits, labels, count), aux_losses),
+            loss=self.with_aux_losses(loss, base, partial(token_rows, logits, labels, count), aux_losses),
             logits=logits,
             hidden_states=base.hidden_states,
             attentions=base.attentions,

@@ -4,6 +4,7 @@ encoder-decoder) it needs."""
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from transformers.utils import can_return_tuple, logging
 
 from ..core import outputs
 from ..core.cache import make_cache, stateful_part
-from ..core.choices import by_tokens
+from ..core.choices import token_rows
 from ..core.inputs import check_axes, check_token_labels
 from ..core.losses import labels_after_real_tokens, next_token_cross_entropy, token_cross_entropy
 from ..core.sequence_sharding import sharding_in_force
@@ -166,7 +167,7 @@ class XFormerForMaskedLM(LanguageModel):
         check_token_labels(labels, logits)
         loss = None if labels is None else token_cross_entropy(logits, labels, count)
         return outputs.XFormerMaskedLMOutput(
-            loss=self.with_aux_losses(loss, base, by_tokens(logits, labels, count)),
+            loss=self.with_aux_losses(loss, base, partial(token_rows, logits, labels, count)),
             logits=logits,
             hidden_states=base.hidden_states,
             attentions=base.attentions,
@@ -215,7 +216,7 @@ class XFormerForCausalLM(_Generative):
         loss, rows = None, None
         if shift_labels is not None:  # the caller shifted already (sequence parallelism): position t's own target
             loss = token_cross_entropy(logits, shift_labels, count)
-            rows = by_tokens(logits, shift_labels, count)
+            rows = partial(token_rows, logits, shift_labels, count)
         elif labels is not None:
             if sharding_in_force():
                 raise ValueError(
@@ -224,7 +225,7 @@ class XFormerForCausalLM(_Generative):
                 )
             labels = labels_after_real_tokens(labels, attention_mask)
             loss = next_token_cross_entropy(logits, labels, count)
-            rows = by_tokens(logits, labels, count, shifted=True)
+            rows = partial(token_rows, logits, labels, count, shifted=True)
         if watch is not None and watch.learns:
             targets = shift_labels
             if labels is not None and targets is None:
@@ -311,7 +312,7 @@ class XFormerForSeq2SeqLM(_Generative):
         if watch is not None and watch.learns:
             loss = self.exits.loss(self, watch, logits, labels, count)
         return outputs.XFormerSeq2SeqLMOutput(
-            loss=self.with_aux_losses(loss, base, by_tokens(logits, labels, count)),
+            loss=self.with_aux_losses(loss, base, partial(token_rows, logits, labels, count)),
             logits=logits,
             past_key_values=base.past_key_values,
             decoder_hidden_states=base.decoder_hidden_states,

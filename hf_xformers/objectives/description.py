@@ -33,7 +33,7 @@ def needs(cls: type[Objective]) -> str:
 def setting_meanings(cls: type[Objective]) -> dict[str, str]:
     """What the fields mean: of the docstrings of the class and its bases, lines that begin with a field's name and two
     spaces and go on below, or sentences behind `field: `."""
-    names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    names = {field.name for field in dataclasses.fields(cls)}
     found: dict[str, str] = {}
     for owner in cls.__mro__:
         current, text = None, inspect.cleandoc(owner.__doc__ or "")

@@ -343,11 +343,11 @@ class AttentionSpec(Spec):
     grid by turns. apart_key_states: with a position inside it, keys and values may be made of other states than
     queries are. reads_carried_keys: a stack may put keys and values of its own before those of the tokens.
     maps_tokens: it does a feed-forward's work, too. keeps_rotated: its state for generation holds what rotations have
-    made of earlier keys, which cannot be turned anew. knows_order: it knows the order of tokens by parameters of its own, without a
-    position. rotates_values: a rotation may turn values and its output. exports_usual_path: its usual path is made of
-    ONNX operators alone; of others the literal equation is exported. hands_out_heads: what each head has read and its
-    values can be had head by head ([`Attention.written`], [`Attention.losses`]), so that heads may be joined in
-    another way and have losses. weighs_blocks: the weights of some queries can be had without those of all
+    made of earlier keys, which cannot be turned anew. knows_order: it knows the order of tokens by parameters of its
+    own, without a position. rotates_values: a rotation may turn values and its output. exports_usual_path: its usual
+    path is made of ONNX operators alone; of others the literal equation is exported. hands_out_heads: what each head
+    has read and its values can be had head by head ([`Attention.written`], [`Attention.losses`]), so that heads may be
+    joined in another way and have losses. weighs_blocks: the weights of some queries can be had without those of all
     ([`Attention.weights_of_block`]), as losses on them need.
 
     Of the fields below mechanisms may refuse some: normalizes_heads: queries and keys may be normalised
