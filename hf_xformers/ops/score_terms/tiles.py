@@ -19,8 +19,8 @@ from ..common.products import needs_room, widened
 from ..common.row_lookup import take_rows
 from .terms import Pairs, ScoreTerms, Tiles
 
-# Scores (over batch, heads and all tiles) that are there at once: 16 MiB in float32.
-SCORES_AT_ONCE = 1 << 22
+# Scores (over batch, heads and all tiles) that are there at once: 8 MiB in float32, and their gradients and labels.
+SCORES_AT_ONCE = 1 << 21
 
 
 def tile_attention(
