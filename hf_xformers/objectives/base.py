@@ -95,9 +95,6 @@ class Objective(TypedSpec):
         that it cannot train on."""
         return self
 
-    def check_config(self, config: Any) -> None:
-        """Raises ValueError, with the reason and the remedy, for a model's configuration that it cannot train."""
-
     def config_fields(self) -> dict[str, Any]:
         """Fields of a model's config that this objective decides."""
         return {}

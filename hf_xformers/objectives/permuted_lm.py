@@ -198,11 +198,12 @@ class PermutedLMObjective(Objective):
             f"perm_size {self.perm_size} must not exceed reuse_len {self.reuse_len}: lower it",
         )
 
-    def check_config(self, config: Any) -> None:
-        if all(name in config.stack.inputs for name in _INPUTS):
-            return
+    def bound_to(self, config: Any) -> PermutedLMObjective:
+        stack = getattr(config, "stack", None)  # models of transformers have none
+        if stack is None or all(name in stack.inputs for name in _INPUTS):
+            return self
         raise ValueError(
-            f"objective 'permuted_lm' needs two streams: in stack {config.stack.type!r} of {config.model_type!r} a"
+            f"objective 'permuted_lm' needs two streams: in stack {stack.type!r} of {config.model_type!r} a"
             " target would read its own token; take variant xf_xlnet, or stack 'two_stream'"
         )
 

@@ -170,7 +170,6 @@ class Preparation:
         if choice.init_from is None and choice.block_size and "max_position_embeddings" not in self.fields:
             self.fields |= grown_positions(self.config, longest_sequence(self.objective, choice.block_size))
             self.config = self._config(None)
-        self.objective.check_config(self.config)
         self.objective = self.objective.bound_to(self.config)
         self.block_size = choose_block_size(self.config, self.objective, self.size, choice.block_size)
         self.segment_streams = choose_streams(

@@ -114,8 +114,8 @@ def test_a_target_sees_what_the_order_allows(bert_tokenizer):
 def test_refusals():
     objective = build_objective("permuted_lm")
     with pytest.raises(ValueError, match="needs two streams: in stack 'plain' of 'xf_bert'.*take variant xf_xlnet"):
-        objective.check_config(build_config(config_class("xf_bert"), "tiny", objective))
-    objective.check_config(build_config(config_class("xf_xlnet"), "tiny", objective))
+        objective.bound_to(build_config(config_class("xf_bert"), "tiny", objective))
+    objective.bound_to(build_config(config_class("xf_xlnet"), "tiny", objective))
     for fields, message in (
         ({"perm_size": 9, "reuse_len": 8}, "perm_size 9 must not exceed reuse_len 8"),
         ({"mask_alpha": 1, "mask_beta": 2}, "mask_beta 2 of mask_alpha 1"),
