@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,10 @@ def example(name: str, seed: int = 0) -> str:
     tokenizer = train_tokenizer_for(objective, often, kind="bpe", vocab_size=2000, max_length=None)
     length = LENGTH if objective.rows != "parallel" else 2 * LENGTH
     row = make_rows(texts, tokenizer, objective, length, whole=False)[0]
+    if objective.rows == "blocks":
+        many = Dataset.from_dict({"text": list(TEXTS) * 40})
+        with contextlib.suppress(ValueError):  # what it wants to know is not in this text: it does without
+            objective = objective.fitted(make_rows(many, tokenizer, objective, length, whole=False), tokenizer)
     batch = objective.collator(tokenizer, seed=seed, static=True)([row])
 
     def words(ids: Any) -> str:
