@@ -143,7 +143,6 @@ def evaluate(
     check_tokenizer(tokenizer, config)
     block_size = score.block_size or trained.get("block_size")
     if isinstance(config, XFormerConfig):
-        objective = objective.bound_to(config)
         block_size = choose_block_size(config, objective, "base", block_size)
     elif block_size is None:
         block_size = min(_LONGEST_DEFAULT, getattr(config, "max_position_embeddings", None) or _LONGEST_DEFAULT)
