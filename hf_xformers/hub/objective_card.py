@@ -77,11 +77,14 @@ def objective_card(name: str) -> str:
     )
     table = f"| setting | default | meaning |\n|---|---|---|\n{settings}\n" if settings else "It has no settings.\n"
     corrupts = f"- corrupts: {cls.corrupts}\n" if cls.corrupts else ""
-    variant = (fitting[0] if "xf_bert" not in fitting else "xf_bert").removeprefix("xf_") if fitting else "NAME"
+    usual = {"encoder": "bert", "decoder": "gpt2", "seq2seq": "t5" if cls.tokenizer_style == "t5" else "bart"}[
+        cls.shape
+    ]
+    variant = usual if f"xf_{usual}" in fitting else fitting[0].removeprefix("xf_") if fitting else "NAME"
     return (
         f"# Objective `{name}`\n\n"
         f"- predicts: {cls.summary}\n{corrupts}- needs: {needs(cls)}\n"
-        f"- variants that have the head: {len(fitting)} of {len(model_types())}\n\n"
+        f"- variants that have what it needs: {len(fitting)} of {len(model_types())}\n\n"
         f"## Settings\n\n{table}\n"
         "## A row and what is made of it\n\n"
         f"`·` is a place that is no target.\n\n```text\n{example(name)}\n```\n\n"

@@ -26,27 +26,29 @@ def needs(cls: type[Objective]) -> str:
         tokens += ["sentinel tokens"] if build_objective(cls.type).num_sentinels else []
     except (TypeError, ValueError):  # a setting without a default
         pass
-    parts = [f"{article} {shape} with For{cls.head}", ROWS.get(cls.rows, cls.rows)]
+    beside = "" if cls.component is None else " and {} {!r}".format(*cls.component)
+    parts = [f"{article} {shape} with For{cls.head}{beside}", ROWS.get(cls.rows, cls.rows)]
     return "; ".join([*parts, ", ".join(tokens)] if tokens else parts)
 
 
 def setting_meanings(cls: type[Objective]) -> dict[str, str]:
-    """What the fields mean: of the docstrings of the class and its bases, lines that begin with a field's name and two
-    spaces and go on below, or sentences behind `field: `."""
+    """What the fields mean: of the docstrings of the class and its bases, lines that begin with the names of
+    fields and go on below, or sentences behind `field: `."""
     names = {field.name for field in dataclasses.fields(cls)}
     found: dict[str, str] = {}
     for owner in cls.__mro__:
-        current, text = None, inspect.cleandoc(owner.__doc__ or "")
-        own: dict[str, list[str]] = {}
+        current: list[str] = []
+        text, own = inspect.cleandoc(owner.__doc__ or ""), dict[str, list[str]]()
         for line in text.splitlines():
-            match = re.match(r"(\w+)(?: {2,}| )(\S.*)", line)
-            if match and match[1] in names and (f"{match[1]}  " in line or line.startswith(f"{match[1]} ")):
-                current = match[1]
-                own[current] = [match[2]]
-            elif current and line.startswith("    "):
-                own[current].append(line.strip())
+            match = re.match(r"(\w+(?:, \w+)*) +(\S.*)", line)
+            if match and names.issuperset(match[1].split(", ")):
+                current = match[1].split(", ")
+                own.update((name, [match[2]]) for name in current)
+            elif line.startswith("    "):
+                for name in current:
+                    own[name].append(line.strip())
             else:
-                current = None
+                current = []
         for name in names:
             said = re.search(rf"(?:^|[.\s]){name}: (.*?)(?=\.\s+\w+: |\Z)", text, re.DOTALL)
             if said and name not in own:

@@ -17,7 +17,6 @@ from torch import Tensor
 from .base import IGNORE_INDEX, TOKEN_COLUMNS, Collator, Objective, Row, is_special, pad_rows, register, special_table
 
 _EVERYBODY_SEES = -1  # rank of what is there from the start
-_INPUTS = ("perm_mask", "target_mapping")
 
 
 @dataclass
@@ -179,6 +178,7 @@ class PermutedLMObjective(Objective):
 
     summary: ClassVar[str] = "tokens in a random order, each from those before it (XLNet)"
     head: ClassVar[str] = "MaskedLM"
+    component: ClassVar[tuple[str, str] | None] = ("stack", "two_stream")
     needed_tokens: ClassVar[tuple[str, ...]] = ("pad", "cls", "sep")
     add_special_tokens: ClassVar[bool] = True
 
@@ -196,15 +196,6 @@ class PermutedLMObjective(Objective):
         self._require(
             not self.reuse_len or self.perm_size is None or self.perm_size <= self.reuse_len,
             f"perm_size {self.perm_size} must not exceed reuse_len {self.reuse_len}: lower it",
-        )
-
-    def bound_to(self, config: Any) -> PermutedLMObjective:
-        stack = getattr(config, "stack", None)  # models of transformers have none
-        if stack is None or all(name in stack.inputs for name in _INPUTS):
-            return self
-        raise ValueError(
-            f"objective 'permuted_lm' needs two streams: in stack {stack.type!r} of {config.model_type!r} a"
-            " target would read its own token; take variant xf_xlnet, or stack 'two_stream'"
         )
 
     @property

@@ -369,6 +369,8 @@ class NextSentenceObjective(SentencePairObjective):
     """Does B follow A (label 0), or does it come from another document (label 1, with probability `random_prob`)?
 
     A chunk of one sentence has no second half, so it always gets label 1.
+
+    random_prob: share of the chunks whose second text is of another document.
     """
 
     random_prob: float | int = 0.5
@@ -390,6 +392,8 @@ class SentenceOrderObjective(SentencePairObjective):
     """Are two consecutive segments in order (label 0) or swapped (label 1, with probability `swap_prob`)?
 
     A chunk of one sentence is left out. (ALBERT's data code pairs it with a random document, which is another task.)
+
+    swap_prob: share of the pairs that are swapped.
     """
 
     swap_prob: float | int = 0.5

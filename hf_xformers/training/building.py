@@ -83,28 +83,29 @@ def refuse_other_component(config: Any, objective: Objective) -> None:
     found = getattr(getattr(config, slot, None), "type", None)
     if found != name:
         raise ValueError(
-            f"objective {objective.id!r} needs {slot} {name!r}, and {config.model_type!r} has {found!r}; take a"
-            f" variant with that {slot}, or another objective"
+            f"objective {objective.id!r} needs {slot} {name!r}, and {config.model_type!r} has {found!r}; take variant"
+            f" {' or '.join(_able(type(objective)))}, or --{slot} {name}"
         )
+
+
+def _able(objective: type[Objective]) -> list[str]:
+    """The variants that have what an objective needs."""
+    from ..variants import config_class, model_types
+
+    return [name for name in model_types() if _serves(config_class(name), objective)]
 
 
 def check_objective(config_class: type[XFormerConfig], objective: str) -> None:
     """Refuses an objective that is unknown or that the variant has no head for; the message says what would fit."""
     wanted = language_objective(objective)
-    head, fitting = f"For{wanted.head} class", objectives_for(config_class)
-    if wanted.component is not None:
-        head += f" with {wanted.component[0]} {wanted.component[1]!r}"
-    if wanted.type in fitting:
+    if f"For{wanted.head}" in config_class.heads:  # of components `refuse_other_component` asks the config itself
         return
-    from ..variants import config_class as config_class_named
-    from ..variants import model_types
-
-    model_type = config_class.model_type
-    able = [name for name in model_types() if _serves(config_class_named(name), wanted)]
+    fitting = objectives_for(config_class)
     raise ValueError(
-        f"variant {model_type!r} cannot be trained with objective {objective!r}, which needs a {head}; "
+        f"variant {config_class.model_type!r} cannot be trained with objective {objective!r}, which needs a"
+        f" For{wanted.head} class; "
         + (f"take objective {' or '.join(map(repr, fitting))}, or " if fitting else "take ")
-        + f"another variant: {', '.join(able)}"
+        + f"another variant: {', '.join(_able(wanted))}"
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from hf_xformers import XFXLNetConfig, XFXLNetForMaskedLM
 from hf_xformers.objectives import build_objective
 from hf_xformers.objectives.permuted_lm import OrderNoise, apply_noise, hidden_pairs, sample_noise
-from hf_xformers.training.building import build_config
+from hf_xformers.training.building import build_config, refuse_other_component
 from hf_xformers.variants import config_class
 from tests.helpers import NO_DROPOUT, close, make_strong, tokens
 
@@ -113,9 +113,9 @@ def test_a_target_sees_what_the_order_allows(bert_tokenizer):
 
 def test_refusals():
     objective = build_objective("permuted_lm")
-    with pytest.raises(ValueError, match="needs two streams: in stack 'plain' of 'xf_bert'.*take variant xf_xlnet"):
-        objective.bound_to(build_config(config_class("xf_bert"), "tiny", objective))
-    objective.bound_to(build_config(config_class("xf_xlnet"), "tiny", objective))
+    with pytest.raises(ValueError, match="needs stack 'two_stream', and 'xf_bert' has 'plain'; take variant xf_xlnet"):
+        refuse_other_component(build_config(config_class("xf_bert"), "tiny", objective), objective)
+    refuse_other_component(build_config(config_class("xf_xlnet"), "tiny", objective), objective)
     for fields, message in (
         ({"perm_size": 9, "reuse_len": 8}, "perm_size 9 must not exceed reuse_len 8"),
         ({"mask_alpha": 1, "mask_beta": 2}, "mask_beta 2 of mask_alpha 1"),
