@@ -27,7 +27,7 @@ import torch
 from measure import write_results
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
-from hf_xformers.cli import main
+from hf_xformers.cli import main as command
 
 RESULTS = Path(__file__).parent / "results"
 COLUMNS = ["variant", "start", "epochs", "rows", "setting", "accuracy", "mean layers", "of", "time", "majority"]
@@ -47,7 +47,7 @@ def rows_of(path: Path) -> list[tuple[str, str]]:
 
 
 def run(*argv: Any) -> None:
-    code = main([str(entry) for entry in argv])
+    code = command([str(entry) for entry in argv])
     if code:
         raise SystemExit(code)
 
@@ -126,7 +126,7 @@ def batches_of(rows: list[tuple[str, str]], tokenizer: Any, labels: dict[str, in
     return found
 
 
-def benchmark(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with sst2")
     parser.add_argument("--variants", default=",".join(VARIANTS))
@@ -184,4 +184,4 @@ def benchmark(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    benchmark()
+    main()

@@ -221,8 +221,8 @@ def _objectives() -> str:
     """What `--objective` takes, in words."""
     from ..training.building import language_objectives
 
-    *others, last = language_objectives()
-    return f"{', '.join(others)} or {last}" if others else last
+    usual = [name for name, cls in language_objectives().items() if cls.preferred]
+    return f"{', '.join(usual)}, or another one of `hf-xformers list --objectives`"
 
 
 def parse_changes(
@@ -268,13 +268,16 @@ def _parse_decoder(
 
 
 def offered_fields(config_class: type[XFormerConfig]) -> list[str]:
-    """Fields of a variant's configuration that are options of their own."""
+    """Fields of a variant's configuration that are options of their own; those of an objective are `--objective.X`."""
     from transformers import PreTrainedConfig
+
+    from ..objectives import OBJECTIVES
 
     own = config_class.__mro__[: config_class.__mro__.index(PreTrainedConfig)]
     declared = {name for owner in own for name in inspect.get_annotations(owner)}
     names = [field.name for field in dataclasses.fields(config_class)]
-    return [name for name in names if name in declared and name not in _NOT_OFFERED] + ["per_layer_config"]
+    withheld = {*_NOT_OFFERED} | {name for cls in OBJECTIVES.values() for name in cls().config_fields()}
+    return [name for name in names if name in declared and name not in withheld] + ["per_layer_config"]
 
 
 def add_model_options(parser: Parser, config_class: type[XFormerConfig]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core.cache import make_cache
 from ..heads.insertion import slot_scores
+from ..ops.common.real_tokens import real_places
 
 
 class Slots:
@@ -64,7 +65,7 @@ def insert_words(
     the tokens of each row in the order of the text.
     """
     count = mask.sum(-1, keepdim=True)
-    number = mask.long().cumsum(-1) - 1  # 0, 1: the boundaries
+    number = real_places(mask)  # 0, 1: the boundaries
     places = torch.where(number == 0, 0, torch.where(number == 1, count - 1, number - 1)).masked_fill(~mask, -1)
     slots, tokens, fresh, kept = Slots(model, mask), input_ids, input_ids, mask
     done = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..core.changes import changed_component, components_of, merge_changes
-from ..core.components import SLOTS, build_spec, did_you_mean
+from ..core.components import SLOTS, Spec, build_spec, did_you_mean
 from ..objectives import OBJECTIVES, Objective
 from .presets import size_fields, size_named
 
@@ -69,10 +69,19 @@ def objectives_for(config_class: type[XFormerConfig]) -> list[str]:
 def _serves(config_class: type[XFormerConfig], objective: type[Objective]) -> bool:
     if f"For{objective.head}" not in config_class.heads:
         return False
+    components = components_of(config_class)
+    decided = objective().component_fields()
+    if any(_lacking(build_spec(slot, components[slot]), fields) for slot, fields in decided.items()):
+        return False
     if objective.component is None:
         return True
     slot, name = objective.component
-    return build_spec(slot, components_of(config_class)[slot]).type == name
+    return build_spec(slot, components[slot]).type == name
+
+
+def _lacking(spec: Spec, fields: Mapping[str, Any]) -> list[str]:
+    """Which of these fields a component does not have."""
+    return sorted(set(fields) - {field.name for field in dataclasses.fields(spec)})
 
 
 def refuse_other_component(config: Any, objective: Objective) -> None:
@@ -162,7 +171,13 @@ def build_config(
     values.update(own_ids(config_class, tokenizer))
     values.update(with_changes(config_class, components or {}, given))
     for slot, decided in objective.component_fields().items():
-        before = values.get(slot, components_of(config_class)[slot])
+        before = build_spec(slot, values.get(slot, components_of(config_class)[slot]))
+        lacking = _lacking(before, decided)
+        if lacking:
+            raise ValueError(
+                f"objective {objective.id!r} sets --{slot}.{lacking[0]}, which {slot} {before.type!r} does not have;"
+                f" take another {slot}, or an objective without it (`hf-xformers list --objectives`)"
+            )
         own = {name: value for name, value in decided.items() if not _chosen(components, slot, name)}
         values[slot] = changed_component(slot, own, before)
     values.update(objective.config_fields())

@@ -27,19 +27,15 @@ class Recipe:
     label_smoothing_support: Literal["all", "others"] = field(
         default="all",
         metadata={
-            "help": (
-                "Which classes share --label_smoothing_factor: all (torch, transformers), or the others alone"
-                " (tensor2tensor, fairseq, Vaswani et al. 2017)."
-            )
+            "help": ("What shares --label_smoothing_factor: all classes (torch), or the others alone (fairseq).")
         },
     )
     vaswani_lr_scale: float | None = field(
         default=None,
         metadata={
             "help": (
-                "Learning rate SCALE * D^-0.5 * min(s^-0.5, s * warmup^-1.5) at step s = 1, 2, ..., D the model's"
-                " width, warmup --warmup_steps of at least 1 (4000 in the paper); in place of --learning_rate and"
-                " --lr_scheduler_type."
+                "The paper's schedule: rate X * D^-0.5 * min(s^-0.5, s * warmup^-1.5) at step s = 1, 2, ..., D the"
+                " model's width, warmup from --warmup_steps."
             )
         },
     )
@@ -47,16 +43,13 @@ class Recipe:
         default=None,
         metadata={
             "help": (
-                "Batches of rows of similar length, of at most so many tokens with padding (of source and of target"
-                " each), in place of --per_device_train_batch_size rows."
+                "Batches of rows of similar length, of at most so many tokens with padding (source and target each)."
             )
         },
     )
     average_checkpoints: int | None = field(
         default=None,
-        metadata={
-            "help": "The mean of the weights of the last so many checkpoints is evaluated and saved at the end."
-        },
+        metadata={"help": "Evaluate and save the mean weights of the last N checkpoints."},
     )
 
     def check(self, args: TrainingArguments) -> None:

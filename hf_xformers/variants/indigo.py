@@ -20,6 +20,7 @@ from ..core.outputs import XFormerCausalLMOutput
 from ..families import DECODER_HEADS, VariantInfo, make_family
 from ..heads.insertion import InsertionHead, place_log_likelihood
 from ..modeling.insertion import insert_words, search_orders
+from ..ops.common.real_tokens import real_places
 
 
 class XFIndigoConfig(XFormerConfig):
@@ -207,7 +208,7 @@ class XFIndigoForCausalLM(_CausalLM):
         lengths, most = mask.sum(-1) - 3, int(mask.sum(-1).max()) - 3
         if most < 1:
             return batch
-        number = mask.long().cumsum(-1) - 1
+        number = real_places(mask)
         column = torch.arange(most, device=ids.device)
         start = (number == 2).int().argmax(-1, keepdim=True)  # padding on either side
         at = (start + column).clamp(max=ids.shape[1] - 1)

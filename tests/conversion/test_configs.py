@@ -44,6 +44,7 @@ OTHER_NAMES = {
     "summary_type": "last",
     "summary_activation": "tanh",
     "tag_decoder": "crf",
+    "generator_sharing": "untied",
 }
 
 REFUSED = {
@@ -136,17 +137,23 @@ CHECKED_LATER = {
     "classifier_bias",
     "tag_decoder",
 }
+# Of heads that have no counterpart, or whose tensors have another shape.
+OF_HEADS = {
+    "pair_classes",
+    "detection_weight",
+    *(f"generator_{name}" for name in ("size", "depth", "sharing", "temperature", "avoids_original")),
+}
 SECOND_TOWER = {"cross_attention", "decoder", "num_decoder_layers", "decoder_vocab_size", "decoder_start_token_id"}
 HARMLESS = {
-    "bert": START | CHECKED_LATER | SECOND_TOWER,
-    "roberta": START | CHECKED_LATER | SECOND_TOWER,
-    "roformer": START | CHECKED_LATER | SECOND_TOWER | {"classifier_dropout"},
-    "deberta-v2": START | CHECKED_LATER | SECOND_TOWER | {"use_cache"},
-    "openai-gpt": START | CHECKED_LATER | SECOND_TOWER | {"use_cache"},
-    "gpt2": START | CHECKED_LATER | SECOND_TOWER,
-    "bart": START | CHECKED_LATER,
+    "bert": START | CHECKED_LATER | OF_HEADS | SECOND_TOWER,
+    "roberta": START | CHECKED_LATER | OF_HEADS | SECOND_TOWER,
+    "roformer": START | CHECKED_LATER | OF_HEADS | SECOND_TOWER | {"classifier_dropout"},
+    "deberta-v2": START | CHECKED_LATER | OF_HEADS | SECOND_TOWER | {"use_cache"},
+    "openai-gpt": START | CHECKED_LATER | OF_HEADS | SECOND_TOWER | {"use_cache"},
+    "gpt2": START | CHECKED_LATER | OF_HEADS | SECOND_TOWER,
+    "bart": START | CHECKED_LATER | OF_HEADS,
     # T5 has no position table, and says by its weights whether they are tied
-    "t5": START | CHECKED_LATER | {"max_position_embeddings", "tie_word_embeddings"},
+    "t5": START | CHECKED_LATER | OF_HEADS | {"max_position_embeddings", "tie_word_embeddings"},
 }
 ALWAYS_REFUSED = {
     "attention",
@@ -187,6 +194,8 @@ def test_no_field_of_ours_is_lost(model_type):
             value = "xavier"
         elif name == "classifier_pooling":
             value = "mean"
+        elif name in ("generator_size", "generator_depth"):
+            value = 0.5
         elif name in ("num_key_value_heads", "head_dim"):
             value = 2
         elif name == "is_decoder" and start.is_encoder_decoder:

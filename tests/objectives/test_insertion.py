@@ -9,7 +9,7 @@ import torch
 from hf_xformers.modeling.insertion import search_orders
 from hf_xformers.objectives import InsertionObjective
 from hf_xformers.objectives.insertion import generation_order
-from hf_xformers.training.building import check_objective, objectives_for, refuse_other_component
+from hf_xformers.training.building import objectives_for, refuse_other_component
 from hf_xformers.variants import config_class
 from hf_xformers.variants.indigo import XFIndigoConfig, XFIndigoForCausalLM
 from tests.helpers import close, make_strong
@@ -130,8 +130,8 @@ def test_batches_take_the_searched_order(bert_tokenizer, monkeypatch, side):
 def test_who_can_be_trained():
     assert "insertion" in objectives_for(config_class("xf_indigo"))
     assert "insertion" not in objectives_for(config_class("xf_gpt2"))
-    with pytest.raises(ValueError, match="needs a ForCausalLM class with head 'insertion'.*xf_indigo"):
-        check_objective(config_class("xf_gpt2"), "insertion")
+    with pytest.raises(ValueError, match="needs head 'insertion', and 'xf_gpt2' has 'linear'; take variant xf_indigo"):
+        refuse_other_component(config_class("xf_gpt2")(**SIZES), InsertionObjective())
     with pytest.raises(ValueError, match="needs head 'insertion', and 'xf_indigo' has 'linear'"):
         refuse_other_component(XFIndigoConfig(**SIZES, head="linear"), InsertionObjective())
     with pytest.raises(ValueError, match="beam must be at least 1"):
