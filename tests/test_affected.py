@@ -43,7 +43,7 @@ def affected():
                 "xf_improved_clustered_attention",
                 "xf_reformer",
                 "xf_routing_transformer",
-                "xf_sinkhorn_transformer",
+                "xf_sac",
             },
         ),
         ("hf_xformers/cli/pretrain.py", "tests/cli/test_arguments.py", set()),
