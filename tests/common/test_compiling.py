@@ -18,7 +18,7 @@ def fresh_compiler():
 # Tracing is slow, so what is traced as an encoder and as a decoder is not traced as both at once, and a family whose
 # components are all traced elsewhere is not traced again.
 ONE_TOWER = {case.name for case in CASES if case.shape != "seq2seq"}
-DIRECTED = ("attention", "cross_attention", "stack")  # components that do something else in a decoder
+DIRECTED = ("stack",)  # components that do something else in a decoder, and steer the graph
 
 
 def traced_parts(case):
