@@ -145,6 +145,10 @@ class XFormerConfig(PreTrainedConfig):
         leaves alone, and a difference of its own, DeBERTaV3; `untied`), generator_temperature (of the draw),
         generator_avoids_original (whether a token is never drawn in its own place), detection_weight (of the
         detection's loss beside the generator's).
+    Contrast of texts (of `ForTextContrast`): contrast_loss (`info_nce`, `ctl`, `ranking`, `nce` or
+        `negative_sampling`), contrast_temperature (what cosines are divided by), contrast_margin (of `ranking`),
+        contrast_noise_power (of how often a text stands in a batch, for texts that are drawn), gather_negatives
+        (whether other processes' texts are wrong answers, too).
     Shape: is_decoder (causal self-attention), is_encoder_decoder (two towers and cross-attention). The head classes
         set both, so a saved config says what was built.
     unpad_inputs: whether layers are given the real tokens of a batch alone, as one row, wherever they do not look at
@@ -216,6 +220,11 @@ class XFormerConfig(PreTrainedConfig):
     generator_temperature: float | int = 1.0
     generator_avoids_original: bool = False
     detection_weight: float | int = 50.0
+    contrast_loss: Literal["info_nce", "ctl", "ranking", "nce", "negative_sampling"] = "info_nce"
+    contrast_temperature: float | int = 0.05
+    contrast_margin: float | int = 1.0
+    contrast_noise_power: float | int = 0.75
+    gather_negatives: bool = True
     pad_token_id: int | None = 0
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None

@@ -28,6 +28,7 @@ _AUTO = {
     "ForSegmentReordering": "AutoModelForPreTraining",
     "ForSpanBoundary": "AutoModelForPreTraining",
     "ForEntityReplacement": "AutoModelForPreTraining",
+    "ForTextContrast": "AutoModelForPreTraining",
     "ForContrastivePrediction": "AutoModelForPreTraining",
     "ForMaskedSentences": "AutoModelForPreTraining",
 }
@@ -50,6 +51,7 @@ HEADS: dict[str, str] = {
         "ForSegmentReordering",
         "ForSpanBoundary",
         "ForEntityReplacement",
+        "ForTextContrast",
         "ForContrastivePrediction",
         "ForTimeSeriesPrediction",
         "ForMaskedSentences",

@@ -154,6 +154,21 @@ class XFormerEntityReplacementOutput(XFormerMaskedLMOutput):
 
 
 @dataclass
+class XFormerTextContrastOutput(ModelOutput):
+    """vectors [B, D]: of the texts, of length 1; logits [B, M]: their scores with the second views of all texts of the
+    batch; targets [B]: which of these is of the same text, -100 where none is told apart."""
+
+    loss: torch.Tensor | None = None
+    vectors: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    targets: torch.Tensor | None = None
+    hidden_states: tuple[torch.FloatTensor] | None = None
+    attentions: tuple[torch.FloatTensor] | None = None
+    aux_losses: dict[str, torch.Tensor] | None = None
+    segment_memory: SegmentMemory | None = None
+
+
+@dataclass
 class XFormerReorderingOutput(XFormerMaskedLMOutput):
     """reordering_logits [B, orders]: in which order the parts of the document stand."""
 

@@ -6,13 +6,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.utils import can_return_tuple
 
 from ..core import outputs
 from ..core.choices import token_rows
-from ..core.distributed import rows_of_processes, sum_over_processes
+from ..core.contrastive import info_nce, match
+from ..core.distributed import sum_over_processes
 from ..core.hand_overs import HandOver
 from ..core.inputs import check_token_labels
 from ..core.losses import token_cross_entropy
@@ -26,13 +26,9 @@ def contrastive_loss(anchors: Tensor, candidates: Tensor, there: Tensor) -> Tens
     anchors, candidates [N, D], there [N] boolean, of which the others neither count nor are candidates. 0 where there
     is none.
     """
-    wide = torch.promote_types(anchors.dtype, torch.float32)
-    anchors, candidates = anchors.to(wide), candidates.to(wide)
-    others, real, first = rows_of_processes(candidates, there)
-    scores = (anchors @ others.mT * anchors.shape[-1] ** -0.5).masked_fill(~real, torch.finfo(wide).min)
-    own = torch.arange(first, first + anchors.shape[0], device=anchors.device)
-    losses = F.cross_entropy(scores, own, reduction="none").masked_fill(~there, 0.0)
-    total, count = sum_over_processes(torch.stack((losses.sum(), there.sum().to(wide))))
+    found = match(anchors, candidates, there, scale=anchors.shape[-1] ** -0.5)
+    losses = info_nce(found.scores, found.own, there)
+    total, count = sum_over_processes(torch.stack((losses.sum(), there.sum().to(losses.dtype))))
     return total / count.clamp(min=1)
 
 

@@ -23,6 +23,7 @@ from .replaced_token_pretraining import XFormerForReplacedTokenPreTraining
 from .replaced_tokens import XFormerForReplacedTokenDetection
 from .sentence_pairs import XFormerForNextSentencePrediction, XFormerForPreTraining
 from .span_boundary import XFormerForSpanBoundary
+from .text_contrast import XFormerForTextContrast
 
 CLASSES: dict[str, Any] = {
     "Model": XFormerModel,
@@ -40,6 +41,7 @@ CLASSES: dict[str, Any] = {
     "ForSegmentReordering": XFormerForSegmentReordering,
     "ForSpanBoundary": XFormerForSpanBoundary,
     "ForEntityReplacement": XFormerForEntityReplacement,
+    "ForTextContrast": XFormerForTextContrast,
     "ForContrastivePrediction": XFormerForContrastivePrediction,
     "ForTimeSeriesPrediction": XFormerForTimeSeriesPrediction,
     "ForMaskedSentences": XFormerForMaskedSentences,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .bart_denoising import BartDenoisingCollator, BartDenoisingObjective
 from .base import OBJECTIVES, Collator, Objective, build_objective, register
 from .causal_lm import CausalLMCollator, CausalLMObjective
+from .contrastive import ContrastiveCollator, ContrastiveObjective
 from .entity_phrase_masking import EntityPhraseCollator, EntityPhraseObjective
 from .entity_replacement import EntityReplacementCollator, EntityReplacementObjective
 from .insertion import InsertionCollator, InsertionObjective
@@ -25,6 +26,8 @@ __all__ = [
     "CausalLMCollator",
     "CausalLMObjective",
     "Collator",
+    "ContrastiveCollator",
+    "ContrastiveObjective",
     "EntityPhraseCollator",
     "EntityPhraseObjective",
     "EntityReplacementCollator",

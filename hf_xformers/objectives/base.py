@@ -47,6 +47,7 @@ class Objective(TypedSpec):
     whole sentences of one document, with `sentence_ids`; `segment_pairs`, two segments of documents that are cut in
     sentences, with `token_type_ids`; `parallel`, texts in two languages, with `langs`.
     target: what reports call one of the things it predicts.
+    rows_at_once: how many rows a batch needs at least, over all processes.
     add_special_tokens: whether rows are wrapped in `special_tokens(tokenizer)`.
     sample_by: what one document of a text file is: models that generate need its line breaks, pairs of segments
     documents of several sentences.
@@ -64,6 +65,7 @@ class Objective(TypedSpec):
     preferred: ClassVar[bool] = False
     rows: ClassVar[Literal["blocks", "sentences", "segment_pairs", "parallel"]] = "blocks"
     target: ClassVar[Literal["token", "label"]] = "token"
+    rows_at_once: ClassVar[int] = 1
     add_special_tokens: ClassVar[bool] = False
     sample_by: ClassVar[Literal["line", "paragraph", "document"]] = "line"
     tokenizer_style: ClassVar[Literal["bert", "gpt", "t5"]] = "bert"

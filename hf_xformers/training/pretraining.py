@@ -161,6 +161,7 @@ class Preparation:
         objective = choice.objective or default_objective(self.config_class)
         check_objective(self.config_class, objective)
         self.objective = build_objective({"type": objective, **(objective_fields or {})})
+        check_rows_at_once(self.objective, args.train_batch_size * args.world_size)
         self.source = source.named_for(self.objective)
         if source.streaming and args.max_steps <= 0:
             raise ValueError("--streaming reads text of unknown length; say how long to train with --max_steps")
@@ -284,6 +285,16 @@ class Preparation:
             "seed": self.args.seed,
             "init_from": self.choice.init_from,
         }
+
+
+def check_rows_at_once(objective: Objective, rows: int) -> None:
+    """Refuses batches of fewer rows than an objective compares with each other."""
+    if rows < objective.rows_at_once:
+        raise ValueError(
+            f"objective {objective.id!r} tells the rows of a batch apart, and one of {rows} has nothing to tell it"
+            f" from; take --per_device_train_batch_size of at least {objective.rows_at_once} (accumulated batches do"
+            " not see each other)"
+        )
 
 
 def train(

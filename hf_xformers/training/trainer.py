@@ -347,7 +347,11 @@ class XFormerTrainer(Trainer):
         labels = self.accelerator.gather_for_metrics(labels)
         counts = label_counts(labels, vocab_size, next_token=next_token)
         before = self._eval_targets.get(kind)
-        self._eval_targets[kind] = counts if before is None else before + counts
+        if before is not None:  # a batch of fewer texts has fewer classes where these are its texts
+            size = max(len(before), len(counts))
+            before, counts = (torch.nn.functional.pad(each, (0, size - len(each))) for each in (before, counts))
+            counts = before + counts
+        self._eval_targets[kind] = counts
 
     def _summarise(self, prediction: EvalPrediction) -> dict[str, float]:
         floors = {

@@ -48,7 +48,7 @@ INFO = VariantInfo(
 }""",
 )
 
-_HEADS = (*ENCODER_HEADS, *SENTENCE_PAIR_HEADS, "ForEntityReplacement", "ForCausalLM")
+_HEADS = (*ENCODER_HEADS, *SENTENCE_PAIR_HEADS, "ForEntityReplacement", "ForTextContrast", "ForCausalLM")
 _family = make_family(XFBertConfig, "XFBert", _HEADS, INFO)
 XFBertModel = _family["Model"]
 XFBertForMaskedLM = _family["ForMaskedLM"]
@@ -59,4 +59,5 @@ XFBertForMultipleChoice = _family["ForMultipleChoice"]
 XFBertForNextSentencePrediction = _family["ForNextSentencePrediction"]
 XFBertForPreTraining = _family["ForPreTraining"]
 XFBertForEntityReplacement = _family["ForEntityReplacement"]
+XFBertForTextContrast = _family["ForTextContrast"]
 XFBertForCausalLM = _family["ForCausalLM"]

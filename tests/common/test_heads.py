@@ -35,6 +35,7 @@ LABELS = {
         "span_target_places": torch.tensor([[1], [0]]),
         "span_labels": torch.tensor([[5], [-100]]),
     },
+    "ForTextContrast": {"labels": torch.tensor([0, 0])},
     "ForContrastivePrediction": {"labels": "ids"},
     "ForSegmentReordering": {"labels": "ids", "reordering_labels": torch.tensor([1, 0])},
     "ForPreTraining": {"labels": "ids", "next_sentence_label": torch.tensor([1, 0])},
@@ -42,6 +43,7 @@ LABELS = {
 RESULTS = {
     "ForSegmentReordering": ("logits", "reordering_logits"),
     "Model": ("last_hidden_state",),
+    "ForTextContrast": ("vectors",),
     "ForQuestionAnswering": ("start_logits", "end_logits"),
     "ForPreTraining": ("prediction_logits", "seq_relationship_logits"),
 }
