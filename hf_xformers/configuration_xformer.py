@@ -149,6 +149,8 @@ class XFormerConfig(PreTrainedConfig):
         `negative_sampling`), contrast_temperature (what cosines are divided by), contrast_margin (of `ranking`),
         contrast_noise_power (of how often a text stands in a batch, for texts that are drawn), gather_negatives
         (whether other processes' texts are wrong answers, too).
+    Contrast of phrases (of `ForPhraseContrast`): phrase_temperature (what scores are divided by),
+        phrase_contrast_weight, masked_lm_weight (of its two losses), gather_negatives as above.
     Shape: is_decoder (causal self-attention), is_encoder_decoder (two towers and cross-attention). The head classes
         set both, so a saved config says what was built.
     unpad_inputs: whether layers are given the real tokens of a batch alone, as one row, wherever they do not look at
@@ -225,6 +227,9 @@ class XFormerConfig(PreTrainedConfig):
     contrast_margin: float | int = 1.0
     contrast_noise_power: float | int = 0.75
     gather_negatives: bool = True
+    phrase_temperature: float | int = 1.0
+    phrase_contrast_weight: float | int = 1.0
+    masked_lm_weight: float | int = 1.0
     pad_token_id: int | None = 0
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None

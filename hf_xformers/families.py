@@ -29,6 +29,7 @@ _AUTO = {
     "ForSpanBoundary": "AutoModelForPreTraining",
     "ForEntityReplacement": "AutoModelForPreTraining",
     "ForTextContrast": "AutoModelForPreTraining",
+    "ForPhraseContrast": "AutoModelForPreTraining",
     "ForContrastivePrediction": "AutoModelForPreTraining",
     "ForMaskedSentences": "AutoModelForPreTraining",
 }
@@ -52,6 +53,7 @@ HEADS: dict[str, str] = {
         "ForSpanBoundary",
         "ForEntityReplacement",
         "ForTextContrast",
+        "ForPhraseContrast",
         "ForContrastivePrediction",
         "ForTimeSeriesPrediction",
         "ForMaskedSentences",

@@ -169,6 +169,15 @@ class XFormerTextContrastOutput(ModelOutput):
 
 
 @dataclass
+class XFormerPhraseContrastOutput(XFormerMaskedLMOutput):
+    """phrase_logits [B, M]: scores of each text with the phrases of the batch; phrase_targets [B]: which of these was
+    masked in it, -100 where none is told apart."""
+
+    phrase_logits: torch.Tensor | None = None
+    phrase_targets: torch.Tensor | None = None
+
+
+@dataclass
 class XFormerReorderingOutput(XFormerMaskedLMOutput):
     """reordering_logits [B, orders]: in which order the parts of the document stand."""
 

@@ -18,6 +18,7 @@ from .forecasting import XFormerForTimeSeriesPrediction
 from .image import XFormerForImageClassification, XFormerImageModel
 from .language import XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM
 from .masked_sentences import XFormerForMaskedSentences
+from .phrase_contrast import XFormerForPhraseContrast
 from .reordering import XFormerForSegmentReordering
 from .replaced_token_pretraining import XFormerForReplacedTokenPreTraining
 from .replaced_tokens import XFormerForReplacedTokenDetection
@@ -42,6 +43,7 @@ CLASSES: dict[str, Any] = {
     "ForSpanBoundary": XFormerForSpanBoundary,
     "ForEntityReplacement": XFormerForEntityReplacement,
     "ForTextContrast": XFormerForTextContrast,
+    "ForPhraseContrast": XFormerForPhraseContrast,
     "ForContrastivePrediction": XFormerForContrastivePrediction,
     "ForTimeSeriesPrediction": XFormerForTimeSeriesPrediction,
     "ForMaskedSentences": XFormerForMaskedSentences,

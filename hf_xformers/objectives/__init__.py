@@ -8,6 +8,7 @@ from .causal_lm import CausalLMCollator, CausalLMObjective
 from .contrastive import ContrastiveCollator, ContrastiveObjective
 from .entity_phrase_masking import EntityPhraseCollator, EntityPhraseObjective
 from .entity_replacement import EntityReplacementCollator, EntityReplacementObjective
+from .info_word import InfoWordCollator, InfoWordObjective
 from .insertion import InsertionCollator, InsertionObjective
 from .masked_lm import MaskedLMCollator, MaskedLMObjective, word_unit_ids
 from .mass import MassCollator, MassObjective
@@ -32,6 +33,8 @@ __all__ = [
     "EntityPhraseObjective",
     "EntityReplacementCollator",
     "EntityReplacementObjective",
+    "InfoWordCollator",
+    "InfoWordObjective",
     "InsertionCollator",
     "InsertionObjective",
     "MaskedLMCollator",

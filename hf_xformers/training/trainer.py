@@ -34,6 +34,7 @@ logger = logging.get_logger(__name__)
 ROW_LABELS = {
     "sentence": ("next_sentence_label", "seq_relationship_logits"),
     "order": ("reordering_labels", "reordering_logits"),
+    "phrase": ("phrase_targets", "phrase_logits"),  # which the model made itself
 }
 
 
@@ -332,8 +333,9 @@ class XFormerTrainer(Trainer):
         columns = [losses[name].detach().float().mean().expand(len(rows), 1) for name in names]
         names = [f"aux_{name}" for name in names]
         for kind, (label, scores) in ROW_LABELS.items():
-            if label in inputs and scores in outputs:
-                wanted = inputs[label].view(-1)
+            wanted = inputs.get(label, outputs.get(label))
+            if wanted is not None and scores in outputs:
+                wanted = wanted.view(-1)
                 columns.append((outputs[scores].argmax(-1) == wanted).float()[:, None])
                 names.append(f"{kind}_accuracy")
                 self._count_targets(f"{kind}_", wanted[:, None], outputs[scores].shape[-1])

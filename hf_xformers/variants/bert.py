@@ -48,7 +48,10 @@ INFO = VariantInfo(
 }""",
 )
 
-_HEADS = (*ENCODER_HEADS, *SENTENCE_PAIR_HEADS, "ForEntityReplacement", "ForTextContrast", "ForCausalLM")
+_HEADS = (
+    *(*ENCODER_HEADS, *SENTENCE_PAIR_HEADS, "ForEntityReplacement"),
+    *("ForTextContrast", "ForPhraseContrast", "ForCausalLM"),
+)
 _family = make_family(XFBertConfig, "XFBert", _HEADS, INFO)
 XFBertModel = _family["Model"]
 XFBertForMaskedLM = _family["ForMaskedLM"]
@@ -60,4 +63,5 @@ XFBertForNextSentencePrediction = _family["ForNextSentencePrediction"]
 XFBertForPreTraining = _family["ForPreTraining"]
 XFBertForEntityReplacement = _family["ForEntityReplacement"]
 XFBertForTextContrast = _family["ForTextContrast"]
+XFBertForPhraseContrast = _family["ForPhraseContrast"]
 XFBertForCausalLM = _family["ForCausalLM"]

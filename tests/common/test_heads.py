@@ -36,6 +36,7 @@ LABELS = {
         "span_labels": torch.tensor([[5], [-100]]),
     },
     "ForTextContrast": {"labels": torch.tensor([0, 0])},
+    "ForPhraseContrast": {"labels": "ids", "phrase_input_ids": tokens(2, 4, seed=3)},
     "ForContrastivePrediction": {"labels": "ids"},
     "ForSegmentReordering": {"labels": "ids", "reordering_labels": torch.tensor([1, 0])},
     "ForPreTraining": {"labels": "ids", "next_sentence_label": torch.tensor([1, 0])},
@@ -58,6 +59,7 @@ TOKEN_HEADS = (
     "ForMaskedSentences",
     "ForSpanBoundary",
     "ForEntityReplacement",
+    "ForPhraseContrast",
     "ForReplacedTokenPreTraining",
     "ForContrastivePrediction",
 )

@@ -45,6 +45,7 @@ OTHER_NAMES = {
     "summary_activation": "tanh",
     "tag_decoder": "crf",
     "generator_sharing": "untied",
+    "contrast_loss": "ctl",
 }
 
 REFUSED = {
@@ -141,6 +142,8 @@ CHECKED_LATER = {
 OF_HEADS = {
     "pair_classes",
     "detection_weight",
+    *(f"contrast_{name}" for name in ("loss", "temperature", "margin", "noise_power")),
+    *("gather_negatives", "phrase_temperature", "phrase_contrast_weight", "masked_lm_weight"),
     *(f"generator_{name}" for name in ("size", "depth", "sharing", "temperature", "avoids_original")),
 }
 SECOND_TOWER = {"cross_attention", "decoder", "num_decoder_layers", "decoder_vocab_size", "decoder_start_token_id"}

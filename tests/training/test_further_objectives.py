@@ -14,6 +14,7 @@ CASES = {
     "t5_corruption": {"variant": "t5", "objective.corruption": "bert_style"},
     "span_bert": {"variant": "span_bert", "objective.sbo_position_dim": 8},
     "entity_replacement": {"variant": "bert"},
+    "info_word": {"variant": "bert"},
 }
 
 

@@ -1,0 +1,110 @@
+"""Masked language modelling, and which phrase was masked in a text."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import can_return_tuple
+
+from ..core import outputs
+from ..core.choices import token_rows
+from ..core.contrastive import absent, info_nce, match
+from ..core.distributed import sum_over_processes
+from ..core.inputs import check_token_labels
+from ..core.losses import token_cross_entropy
+from ..core.pooling import pool
+from .language import LanguageModel
+
+
+class XFormerForPhraseContrast(LanguageModel):
+    """An encoder that predicts masked tokens, and finds the phrase that was masked in a text among those of others.
+
+    loss = lambda_MLM L_MLM + lambda_DIM mean_i(-s_ii + log sum_j exp(s_ij)) with s_ij = g(x_i) g(y_j) / temperature
+    (Kong et al. 2020, arXiv 1910.08350, equations 3 and 4, whose temperature is 1). g is the state of the first token,
+    x_i a text whose phrase y_i is masked, y_j a phrase by itself; j runs over the phrases of the batch, on all
+    processes. A phrase that is equal to y_i is no wrong answer. The second part is the auxiliary loss
+    `phrase_contrast`.
+    """
+
+    accepts_loss_kwargs = True  # `num_items_in_batch`
+
+    def __init__(self, config):
+        if not config.phrase_temperature > 0:
+            raise ValueError(
+                f"`phrase_temperature` divides scores and must be above 0, got {config.phrase_temperature!r}; 1 is the"
+                " paper's."
+            )
+        super().__init__(self.shaped(config, is_decoder=False, is_encoder_decoder=False))
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        phrase_input_ids: Tensor | None = None,
+        phrase_attention_mask: Tensor | None = None,
+        phrase_keys: Tensor | None = None,
+        **kwargs: Any,
+    ) -> outputs.XFormerPhraseContrastOutput:
+        """labels: [B, T] as in masked LM; phrase_input_ids, phrase_attention_mask: [B, W], the phrase that is masked
+        in each text (a row of padding: none); phrase_keys: [B], whole numbers that are equal for equal phrases.
+        logits: [B, T, V]."""
+        count = kwargs.pop("num_items_in_batch", None)
+        base = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        logits = self.lm_head(base.last_hidden_state)
+        check_token_labels(labels, logits)
+        weight, aux_losses = float(self.config.masked_lm_weight), dict(base.aux_losses or {})
+        scores, targets = None, None
+        if phrase_input_ids is not None:
+            alone = self.model(input_ids=phrase_input_ids, attention_mask=phrase_attention_mask)
+            scores, targets, contrast = self.contrast(
+                pool(base.last_hidden_state, attention_mask, "first"),
+                pool(alone.last_hidden_state, phrase_attention_mask, "first"),
+                phrase_attention_mask,
+                phrase_keys,
+            )
+            aux_losses["phrase_contrast"] = self.config.phrase_contrast_weight * contrast
+        loss = None if labels is None else weight * token_cross_entropy(logits, labels, count)
+        rows = partial(token_rows, logits, labels, count) if weight == 1 else None
+        return outputs.XFormerPhraseContrastOutput(
+            loss=self.with_aux_losses(loss, base, rows, aux_losses),
+            logits=logits,
+            phrase_logits=scores,
+            phrase_targets=targets,
+            hidden_states=base.hidden_states,
+            attentions=base.attentions,
+            aux_losses=self.reported(aux_losses or None, loss),
+            segment_memory=base.segment_memory,
+        )
+
+    def contrast(
+        self, texts: Tensor, phrases: Tensor, mask: Tensor | None, keys: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(scores [B, M], which of them is each text's own phrase [B], -100 for none, the mean loss) of vectors
+        [B, D]."""
+        there = texts.new_ones(len(texts), dtype=torch.bool) if mask is None else mask.bool().any(-1)
+        scale = 1 / self.config.phrase_temperature
+        found = match(texts, phrases, there, scale=scale, keys=keys, gather=self.config.gather_negatives)
+        wrong = found.wrong()
+        asked = there & wrong.any(-1)
+        scores = found.scores.masked_fill(~wrong.scatter(1, found.own[:, None], True), absent(found.scores.dtype))
+        losses = info_nce(scores, found.own, asked)
+        total, number = sum_over_processes(torch.stack((losses.sum(), asked.sum().to(losses.dtype))))
+        return scores, torch.where(asked, found.own, -100), total / number.clamp(min=1)
+
+
+__all__ = ["XFormerForPhraseContrast"]
