@@ -19,6 +19,7 @@ from .sentence_pairs import NextSentenceObjective, SentenceOrderObjective, Sente
 from .span_bert import SpanBertCollator, SpanBertObjective
 from .span_corruption import SpanCorruptionCollator, SpanCorruptionObjective
 from .t5_corruption import T5CorruptionCollator, T5CorruptionObjective
+from .unilm import UniLMCollator, UniLMObjective
 
 __all__ = [
     "OBJECTIVES",
@@ -57,6 +58,8 @@ __all__ = [
     "SpanCorruptionObjective",
     "T5CorruptionCollator",
     "T5CorruptionObjective",
+    "UniLMCollator",
+    "UniLMObjective",
     "build_objective",
     "register",
     "sentence_pairs",
