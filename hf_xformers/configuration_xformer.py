@@ -151,6 +151,9 @@ class XFormerConfig(PreTrainedConfig):
         (whether other processes' texts are wrong answers, too).
     Contrast of phrases (of `ForPhraseContrast`): phrase_temperature (what scores are divided by),
         phrase_contrast_weight, masked_lm_weight (of its two losses), gather_negatives as above.
+    Two directions (of `ForBidirectionalLM`): share_directions_embedding and share_directions_softmax (whether both
+        have the same one), direction_mix (what a token is in its context: `concat`, the last states of both side by
+        side; `scalar`, a learned mix of the states of all layers).
     Shape: is_decoder (causal self-attention), is_encoder_decoder (two towers and cross-attention). The head classes
         set both, so a saved config says what was built.
     unpad_inputs: whether layers are given the real tokens of a batch alone, as one row, wherever they do not look at
@@ -230,6 +233,9 @@ class XFormerConfig(PreTrainedConfig):
     phrase_temperature: float | int = 1.0
     phrase_contrast_weight: float | int = 1.0
     masked_lm_weight: float | int = 1.0
+    share_directions_embedding: bool = True
+    share_directions_softmax: bool = True
+    direction_mix: Literal["concat", "scalar"] = "concat"
     pad_token_id: int | None = 0
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None

@@ -32,6 +32,7 @@ _AUTO = {
     "ForPhraseContrast": "AutoModelForPreTraining",
     "ForContrastivePrediction": "AutoModelForPreTraining",
     "ForMaskedSentences": "AutoModelForPreTraining",
+    "ForBidirectionalLM": "AutoModelForPreTraining",
 }
 # Head name -> the Auto class that resolves it. What it derives from stands in `head_classes`.
 HEADS: dict[str, str] = {
@@ -57,6 +58,7 @@ HEADS: dict[str, str] = {
         "ForContrastivePrediction",
         "ForTimeSeriesPrediction",
         "ForMaskedSentences",
+        "ForBidirectionalLM",
         "ForImageClassification",
     )
 }

@@ -54,6 +54,17 @@ def labels_after_real_tokens(labels: Tensor, attention_mask: Tensor | None) -> T
     return labels.masked_fill(~before, -100)
 
 
+def direction_targets(labels: Tensor, real: Tensor) -> Tensor:
+    """labels [B, T], ids or -100, of texts whose real tokens are `real` [B, T] boolean -> [B, T, 2]: the next token,
+    for a model that reads from the beginning, and the one before, for one that reads from the end; -100 where there
+    is none."""
+    beside = real[:, 1:] & real[:, :-1]
+    nothing = torch.full_like(labels[:, :1], -100)
+    ahead = torch.cat([labels[:, 1:].masked_fill(~beside, -100), nothing], dim=1)
+    before = torch.cat([nothing, labels[:, :-1].masked_fill(~beside, -100)], dim=1)
+    return torch.stack([ahead, before], dim=-1)
+
+
 def next_token_cross_entropy(
     logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None, ignore_index: int = -100
 ) -> Tensor:

@@ -140,6 +140,16 @@ class XFormerForPreTrainingOutput(ModelOutput):
 
 
 @dataclass
+class XFormerBidirectionalLMOutput(XFormerMaskedLMOutput):
+    """logits [B, T, 2, V]: of the next token, and of the one before; features [B, T, 2 D]: both directions' states
+    side by side; targets [B, T, 2]. hidden_states and attentions are of the direction that reads from the
+    beginning."""
+
+    features: torch.Tensor | None = None
+    targets: torch.Tensor | None = None
+
+
+@dataclass
 class XFormerSpanBoundaryOutput(XFormerMaskedLMOutput):
     """span_logits [B, P, V]: of the tokens of spans, from the states around them."""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..modeling_xformer import XFormerModel
+from .bidirectional_lm import XFormerForBidirectionalLM
 from .classifiers import (
     XFormerForMultipleChoice,
     XFormerForQuestionAnswering,
@@ -47,6 +48,7 @@ CLASSES: dict[str, Any] = {
     "ForContrastivePrediction": XFormerForContrastivePrediction,
     "ForTimeSeriesPrediction": XFormerForTimeSeriesPrediction,
     "ForMaskedSentences": XFormerForMaskedSentences,
+    "ForBidirectionalLM": XFormerForBidirectionalLM,
     "ForImageClassification": XFormerForImageClassification,
 }
 IMAGE_CLASSES: dict[str, Any] = {"Model": XFormerImageModel}  # in place of the above where images go in

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .bart_denoising import BartDenoisingCollator, BartDenoisingObjective
 from .base import OBJECTIVES, Collator, Objective, build_objective, register
+from .bidirectional_lm import BidirectionalLMCollator, BidirectionalLMObjective
 from .causal_lm import CausalLMCollator, CausalLMObjective
 from .contrastive import ContrastiveCollator, ContrastiveObjective
 from .entity_phrase_masking import EntityPhraseCollator, EntityPhraseObjective
@@ -25,6 +26,8 @@ __all__ = [
     "OBJECTIVES",
     "BartDenoisingCollator",
     "BartDenoisingObjective",
+    "BidirectionalLMCollator",
+    "BidirectionalLMObjective",
     "CausalLMCollator",
     "CausalLMObjective",
     "Collator",

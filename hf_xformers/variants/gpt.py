@@ -39,9 +39,10 @@ INFO = VariantInfo(
 }""",
 )
 
-_family = make_family(XFGPTConfig, "XFGPT", DECODER_HEADS, INFO)
+_family = make_family(XFGPTConfig, "XFGPT", (*DECODER_HEADS, "ForBidirectionalLM"), INFO)
 XFGPTModel = _family["Model"]
 XFGPTForCausalLM = _family["ForCausalLM"]
 XFGPTForSequenceClassification = _family["ForSequenceClassification"]
 XFGPTForTokenClassification = _family["ForTokenClassification"]
 XFGPTForQuestionAnswering = _family["ForQuestionAnswering"]
+XFGPTForBidirectionalLM = _family["ForBidirectionalLM"]

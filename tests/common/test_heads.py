@@ -21,6 +21,7 @@ LABELS = {
     "ForReplacedTokenDetection": {"labels": tokens(2, 7, low=0, high=2)},
     "ForReplacedTokenPreTraining": {"labels": tokens(2, 7, seed=3)},
     "ForMaskedSentences": {"labels": "ids"},
+    "ForBidirectionalLM": {"labels": "ids"},
     "ForQuestionAnswering": {"start_positions": torch.tensor([1, 0]), "end_positions": torch.tensor([3, 2])},
     "ForMultipleChoice": {"labels": torch.tensor([1, 0])},
     "ForNextSentencePrediction": {"labels": torch.tensor([1, 0])},
@@ -62,6 +63,7 @@ TOKEN_HEADS = (
     "ForPhraseContrast",
     "ForReplacedTokenPreTraining",
     "ForContrastivePrediction",
+    "ForBidirectionalLM",
 )
 
 

@@ -151,7 +151,12 @@ class OurChecks:
         """Adds the labels of a class with two objectives, as the tests of each such model in transformers do."""
         inputs = super()._prepare_for_class(inputs_dict, model_class, return_labels=return_labels)
         accepted = inspect.signature(model_class.forward).parameters
-        binary_or_text = ("ForReplacedTokenDetection", "ForReplacedTokenPreTraining", "ForMaskedSentences")
+        binary_or_text = (
+            "ForReplacedTokenDetection",
+            "ForReplacedTokenPreTraining",
+            "ForMaskedSentences",
+            "ForBidirectionalLM",
+        )
         if return_labels and "labels" not in inputs and model_class.__name__.endswith(binary_or_text):
             inputs["labels"] = inputs["input_ids"].new_zeros(inputs["input_ids"].shape)
         if return_labels and "labels" not in inputs and {"labels", "next_sentence_label"} <= set(accepted):

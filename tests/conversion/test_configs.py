@@ -46,6 +46,7 @@ OTHER_NAMES = {
     "tag_decoder": "crf",
     "generator_sharing": "untied",
     "contrast_loss": "ctl",
+    "direction_mix": "scalar",
 }
 
 REFUSED = {
@@ -145,6 +146,9 @@ OF_HEADS = {
     *(f"contrast_{name}" for name in ("loss", "temperature", "margin", "noise_power")),
     *("gather_negatives", "phrase_temperature", "phrase_contrast_weight", "masked_lm_weight"),
     *(f"generator_{name}" for name in ("size", "depth", "sharing", "temperature", "avoids_original")),
+    "share_directions_embedding",
+    "share_directions_softmax",
+    "direction_mix",
 }
 SECOND_TOWER = {"cross_attention", "decoder", "num_decoder_layers", "decoder_vocab_size", "decoder_start_token_id"}
 HARMLESS = {

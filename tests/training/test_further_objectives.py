@@ -15,6 +15,7 @@ CASES = {
     "span_bert": {"variant": "span_bert", "objective.sbo_position_dim": 8},
     "entity_replacement": {"variant": "bert"},
     "info_word": {"variant": "bert"},
+    "bidirectional_lm": {"variant": "gpt", "objective.mix": "scalar"},
 }
 
 
