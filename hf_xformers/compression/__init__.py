@@ -1,0 +1,30 @@
+"""Compression: a trained model made smaller or faster, and the account of what that cost.
+
+Every command of this room reads a model from a folder and writes one into another, so that they compose, and leaves
+the table of [`report`](report.py) beside the model.
+
+Names are imported when they are first used: `datasets`, `peft` and transformers' Trainer are slow to load.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_NAMES = {
+    "Measuring": "report",
+    "Row": "report",
+    "compare": "report",
+    "measure": "report",
+    "read_steps": "report",
+    "table": "report",
+    "write_table": "report",
+}
+
+__all__ = list(_NAMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

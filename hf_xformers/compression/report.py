@@ -1,0 +1,333 @@
+"""The table before and after a compression: parameters, size on disk, time of a batch, quality beside its floor.
+
+```python
+>>> before, after = compare(source, folder, Measuring(eval_rows=500))
+>>> write_table(before, after, folder, command="prune", settings={"method": "heads", "share": 0.4})
+>>> columns, rows = table(before, after)  # texts, for `cli.console.print_table`
+```
+
+`measure(folder, measuring) -> Row` takes one model alone; [`compare`] takes two and times them by turns, which is what
+a disturbed machine needs. A model is what `hf-xformers evaluate` takes: of a fine-tuned one the quality is its task's
+metric, on its own held-out rows or on `eval_data`; of a pretrained language model its objective's loss.
+
+compression.json   what was done to the model of a folder, step by step, the first of all first
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..core.saved_files import read_object, weight_files, write_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FILE = "compression.json"
+
+
+@dataclass
+class Measuring:
+    """What the table is measured on. A group of options for any command that compresses."""
+
+    _argument_group_name = "table before and after"
+
+    eval_data: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Rows or text that quality is measured on. Default: what the model's training held out."},
+    )
+    eval_split: str | None = field(
+        default=None, metadata={"help": "Split of it. Default: test, else validation; of text validation."}
+    )
+    eval_rows: int | None = field(default=None, metadata={"help": "Measure a task on the first rows alone."})
+    eval_batch_size: int = field(default=16, metadata={"help": "Rows of a batch, for quality and for the time."})
+    time_batches: int = field(default=5, metadata={"help": "Batches that are timed; 0: none."})
+    time_length: int = field(default=128, metadata={"help": "Their tokens, at most what positions cover."})
+    use_cpu: bool = field(default=False, metadata={"help": "Leave an accelerator alone."})
+
+    def check(self) -> None:
+        """Raises `ValueError` for numbers that make no sense."""
+        for name, least in (("eval_rows", 1), ("eval_batch_size", 1), ("time_batches", 0), ("time_length", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"--{name} {value} must be at least {least}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model's line.
+
+    model: folder or Hub id. parameters, nonzero: tensors that the model learns, tied ones once. bytes: the files of
+    its weights. seconds: of a batch (the median), None where it was not timed. metric: the figure that stands for its
+    quality, and quality: that figure; less_is_better: whether it is an error. floor: the same figure without a model
+    (the trivial answer; the frequencies of tokens). figures: all that was measured.
+    """
+
+    model: str
+    parameters: int
+    nonzero: int
+    bytes: int
+    seconds: float | None = None
+    metric: str | None = None
+    quality: float | None = None
+    less_is_better: bool = False
+    floor: float | None = None
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+def measure(model: str | Path, measuring: Measuring | None = None) -> Row:
+    """The row of a saved model. Raises `ValueError` for one that cannot be measured, with the remedy."""
+    measuring = measuring or Measuring()
+    measuring.check()
+    row, opened = _measured(str(model), measuring)
+    return dataclasses.replace(row, seconds=seconds_by_turns([opened], measuring)[0])
+
+
+def compare(before: str | Path | Row, after: str | Path, measuring: Measuring | None = None) -> tuple[Row, Row]:
+    """The rows of two saved models, timed by turns. before: may be a [`Row`] that is measured already, whose time is
+    then taken anew."""
+    measuring = measuring or Measuring()
+    measuring.check()
+    if isinstance(before, Row):
+        first, start = before, open_model(before.model)
+    else:
+        first, start = _measured(str(before), measuring)
+    second, end = _measured(str(after), measuring)
+    times = seconds_by_turns([start, end], measuring)
+    return dataclasses.replace(first, seconds=times[0]), dataclasses.replace(second, seconds=times[1])
+
+
+def open_model(name: str | Path) -> PreTrainedModel:
+    """A saved model with the head that it is used with, in evaluation mode. Raises `ValueError` where it cannot be
+    read."""
+    from ..finetuning.trained import does_a_task, open_trained
+    from ..training.scoring import choose_objective, load_config, load_model, training_of
+
+    name = str(name)
+    if does_a_task(name):
+        return open_trained(name).model.eval()
+    objective = choose_objective(load_config(name), None, {}, training_of(name))
+    return load_model(name, objective).eval()
+
+
+def _measured(name: str, measuring: Measuring) -> tuple[Row, PreTrainedModel]:
+    from ..finetuning.trained import does_a_task
+
+    opened = open_model(name)
+    quality = _task_quality(name, measuring) if does_a_task(name) else _language_quality(name, measuring)
+    parameters, nonzero = count(opened)
+    return Row(name, parameters, nonzero, size_on_disk(name, opened), **quality), opened
+
+
+# ------------------------------------------------------------------------------------------------ figures
+
+
+def count(model: nn.Module) -> tuple[int, int]:
+    """(numbers that a model learns, those of them that are not zero); tied ones once."""
+    total = kept = 0
+    for parameter in model.parameters():
+        total += parameter.numel()
+        plain = parameter.detach()
+        if type(plain) not in (torch.Tensor, nn.Parameter) and hasattr(plain, "dequantize"):  # quantised
+            plain = plain.dequantize()
+        kept += int(torch.count_nonzero(plain))
+    return total, kept
+
+
+def size_on_disk(name: str, model: nn.Module) -> int:
+    """Bytes of the files of a folder's weights; of a Hub id, of the model's tensors."""
+    folder = Path(name).expanduser()
+    if folder.is_dir() and (files := weight_files(folder)):
+        return sum(path.stat().st_size for path in files)
+    return sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()])
+
+
+@torch.no_grad()
+def seconds_by_turns(models: list[PreTrainedModel], measuring: Measuring) -> list[float | None]:
+    """Median seconds of the forward pass of each model on the same batch of random tokens; None for all where nothing
+    is timed, or a model reads no tokens."""
+    configs = [model.config for model in models]
+    if not measuring.time_batches or any(getattr(config, "vocab_size", None) is None for config in configs):
+        return [None] * len(models)
+    device = torch.device("cuda" if torch.cuda.is_available() and not measuring.use_cpu else "cpu")
+    calls = [_call(model.to(device).eval(), batch) for model, batch in zip(models, _batches(models, measuring, device))]
+    try:
+        for call in calls:
+            call()
+    except (ValueError, TypeError):  # it reads more than tokens
+        return [None] * len(models)
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(measuring.time_batches):
+        for found, call in zip(times, calls):
+            started = time.perf_counter()
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            found.append(time.perf_counter() - started)
+    return [statistics.median(found) for found in times]
+
+
+def _covered(config: Any) -> int | None:
+    """Tokens that a model has places for."""
+    from ..configuration_xformer import XFormerConfig
+    from ..training.building import longest_input
+
+    if isinstance(config, XFormerConfig):
+        return longest_input(config)
+    return getattr(config, "max_position_embeddings", None)
+
+
+def _batches(models: list[PreTrainedModel], measuring: Measuring, device: torch.device) -> list[dict[str, Any]]:
+    limits = [_covered(model.config) for model in models]
+    length = min([measuring.time_length, *(limit for limit in limits if limit is not None)])
+    size = (measuring.eval_batch_size, length)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(min(model.config.vocab_size for model in models), size, generator=generator).to(device)
+    found = []
+    for model in models:
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        found.append({**batch, "decoder_input_ids": ids} if model.config.is_encoder_decoder else batch)
+    return found
+
+
+def _call(model: PreTrainedModel, batch: Mapping[str, Any]) -> Callable[[], Any]:
+    return lambda: model(**batch)
+
+
+def _task_quality(name: str, measuring: Measuring) -> dict[str, Any]:
+    from ..finetuning.predicting import Prediction, predict
+
+    wanted = Prediction(
+        model=name,
+        data=measuring.eval_data,
+        split=measuring.eval_split,
+        max_rows=measuring.eval_rows,
+        batch_size=measuring.eval_batch_size,
+        use_cpu=measuring.use_cpu,
+        progress=False,
+    )
+    found = predict(wanted, answers=True)
+    task = found.trained.task
+    return {
+        "metric": task.metric,
+        "quality": found.metrics.get(task.metric),
+        "less_is_better": task.less_is_better or task.metric == "loss",
+        "floor": found.floor.get(task.metric),
+        "figures": {**found.metrics, **{f"floor_{key}": value for key, value in found.floor.items()}},
+    }
+
+
+def _language_quality(name: str, measuring: Measuring) -> dict[str, Any]:
+    from transformers import TrainingArguments
+
+    from ..training.scoring import Score, evaluate, training_of
+    from ..training.text import TextData
+
+    trained = training_of(name)
+    before = {"sample_by": "line", **trained["data"]} if "data" in trained else {}
+    source = TextData(**{**before, **({"data": measuring.eval_data} if measuring.eval_data else {})})
+    with tempfile.TemporaryDirectory() as folder:  # nothing is written; Trainer wants a folder all the same
+        args = TrainingArguments(
+            output_dir=folder,
+            per_device_eval_batch_size=trained.get("eval_streams") or measuring.eval_batch_size,
+            seed=trained.get("seed", 42),
+            use_cpu=measuring.use_cpu,
+            disable_tqdm=True,
+            report_to="none",
+            remove_unused_columns=False,
+            dataloader_pin_memory=False,
+        )
+        figures = evaluate(Score(model=name, split=measuring.eval_split or "validation"), source, args)
+    numbers = {key: value for key, value in figures.items() if isinstance(value, (int, float)) and key != "seconds"}
+    return {
+        "metric": "loss",
+        "quality": figures["loss"],
+        "less_is_better": True,
+        "floor": figures["floor_loss"],
+        "figures": numbers,
+    }
+
+
+# ------------------------------------------------------------------------------------------------ the table
+
+
+def table(before: Row, after: Row) -> tuple[list[str], list[list[str]]]:
+    """(columns, rows) of texts: what was measured, before, after, and after by before (of quality: minus before)."""
+    rows = [
+        ["parameters", f"{before.parameters:,}", f"{after.parameters:,}", _ratio(before.parameters, after.parameters)],
+        ["not zero", f"{before.nonzero:,}", f"{after.nonzero:,}", _ratio(before.nonzero, after.nonzero)],
+        ["size on disk", _megabytes(before.bytes), _megabytes(after.bytes), _ratio(before.bytes, after.bytes)],
+    ]
+    if before.seconds is not None and after.seconds is not None:
+        times = [f"{1000 * row.seconds:.1f} ms" for row in (before, after) if row.seconds is not None]
+        rows.append(["time of a batch", *times, _ratio(before.seconds, after.seconds)])
+    if before.quality is not None and after.quality is not None:
+        values = [f"{value:.4f}" for value in (before.quality, after.quality)]
+        rows.append([before.metric or "quality", *values, f"{after.quality - before.quality:+.4f}"])
+    if before.floor is not None:
+        after_floor = before.floor if after.floor is None else after.floor
+        rows.append(["... floor", f"{before.floor:.4f}", f"{after_floor:.4f}", ""])
+    return ["", "before", "after", "change"], rows
+
+
+def _ratio(before: float, after: float) -> str:
+    return f"x {after / before:.3f}" if before else ""
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.2f} MB"
+
+
+def write_table(
+    before: Row, after: Row, folder: str | Path, *, command: str, settings: Mapping[str, Any] | None = None
+) -> Path:
+    """Adds one step to the account of a folder's model, after those that its source's folder knows; returns the file.
+
+    command: what was done, such as 'prune'; settings: how, as JSON can hold it.
+    """
+    step = {
+        "command": command,
+        "settings": dict(settings or {}),
+        "before": dataclasses.asdict(before),
+        "after": dataclasses.asdict(after),
+    }
+    path = Path(folder).expanduser() / FILE
+    write_json(path, {"steps": [*read_steps(before.model), step]})
+    return path
+
+
+def read_steps(folder: str | Path) -> list[dict[str, Any]]:
+    """What was done to the model of a folder, step by step; empty where nothing is known. Raises `ValueError` for a
+    file that is damaged."""
+    path = Path(folder).expanduser() / FILE
+    if not path.is_file():
+        return []
+    steps = read_object(path).get("steps")
+    if not isinstance(steps, list):
+        raise ValueError(f"{str(path)!r} is no account of a compression; remove it, or copy it again")
+    return steps
+
+
+__all__ = [
+    "FILE",
+    "Measuring",
+    "Row",
+    "compare",
+    "count",
+    "measure",
+    "open_model",
+    "read_steps",
+    "seconds_by_turns",
+    "size_on_disk",
+    "table",
+    "write_table",
+]
