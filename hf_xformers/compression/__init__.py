@@ -19,6 +19,8 @@ _NAMES = {
     "read_steps": "report",
     "table": "report",
     "write_table": "report",
+    "METHODS": "methods",
+    "build_method": "methods",
 }
 
 __all__ = list(_NAMES)

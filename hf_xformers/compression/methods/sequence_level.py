@@ -1,0 +1,25 @@
+"""Sequence-level distillation: the student is trained on what the teacher writes."""
+
+from __future__ import annotations
+
+from .base import DistillationMethod, register
+
+
+@register("sequence_level", "seq_kd")
+class SequenceLevel(DistillationMethod):
+    """L_task on the teacher's own texts: of an encoder-decoder its beam's output for each source text, of a causal
+    model its continuation of the first tokens of each row (Kim and Rush 2016, arXiv 1606.07947, section 3.2).
+
+    num_beams: beams of the teacher's search. prompt_tokens: of a causal model, tokens of a row that are given.
+    """
+
+    summary = "training on the teacher's generated texts"
+    paper = "Kim and Rush 2016"
+    generates = True
+    num_beams: int = 5
+    prompt_tokens: int = 16
+
+    def check_fields(self) -> None:
+        for name in ("num_beams", "prompt_tokens"):
+            value = getattr(self, name)
+            self._require(value >= 1, f"{name} must be at least 1, got {value}; correct it")
