@@ -21,6 +21,11 @@ _NAMES = {
     "write_table": "report",
     "METHODS": "methods",
     "build_method": "methods",
+    "Distiller": "distillation",
+    "Distilling": "distillation",
+    "distill": "distillation",
+    "StudentChoice": "students",
+    "build_student": "students",
 }
 
 __all__ = list(_NAMES)

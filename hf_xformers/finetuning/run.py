@@ -321,7 +321,6 @@ class FineTuning:
         from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
         from ..training.callbacks import speak_plainly
-        from .trainer import TaskTrainer
 
         args, task, folder = self.args, prepared.task, self.folder
         validation = prepared.splits.get("validation")
@@ -333,7 +332,7 @@ class FineTuning:
         self._begin(prepared)
         collator = task.collator(prepared.tokenizer, model, args.seed)
         static = collator.as_static() if isinstance(collator, SeededCollator) else collator
-        trainer = TaskTrainer(
+        trainer = self.make_trainer(
             model=model,
             args=args,
             task=task,
@@ -369,6 +368,12 @@ class FineTuning:
         if args.world_size > 1:
             trainer.accelerator.end_training()
         return summary
+
+    def make_trainer(self, **options: Any) -> Any:
+        """The trainer of the run; a subclass may train in another way."""
+        from .trainer import TaskTrainer
+
+        return TaskTrainer(**options)
 
     def _begin(self, prepared: Prepared) -> None:
         """The first that is written, once nothing is left to refuse."""

@@ -1,0 +1,470 @@
+"""A distillation from start to finish: teacher, student, the run, the table.
+
+student/             the student before it learns
+teacher_outputs/     the teacher's outputs, where they are kept (`store_teacher`)
+teacher_texts.jsonl  what the teacher has written (method `sequence_level`)
+distillation.json    teacher, method and settings, which a resumed run must share
+compression.json     the table before and after
+model.safetensors, ...   the result, as `finetune` or `pretrain` leaves one
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+
+from ..conversion.refusals import refuse_quantized
+from ..conversion.swap import open_model
+from ..core.saved_files import SUMMARY_FILE, read_object, replacing, write_json
+from ..modeling_base import XFormerPreTrainedModel
+from ..training.building import longest_input
+from ..training.checkpoints import newest_complete
+from ..training.folder_lock import folder_lock
+from ..training.pretraining import ModelChoice, Preparation, Prepared, train
+from ..training.run_folder import read_summary
+from ..training.scoring import choose_objective, load_config, training_of
+from .hooked import HookedFineTuning
+from .methods import DistillationMethod, build_method
+from .report import Measuring, Row, compare, write_table
+from .students import Student, StudentChoice, build_student, refuse_other_vocabulary
+from .teacher_outputs import FOLDER as OUTPUTS
+from .teacher_outputs import StoredOutputs, refuse_storing
+from .teacher_texts import FILE as TEXTS
+from .teacher_texts import written_rows
+from .teaching import ROW, TaskStudent, Teaching, TextStudent, probe
+from .theseus import Replacing, ReplacingSchedule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+
+    from ..configuration_xformer import XFormerConfig
+    from ..finetuning.options import TaskData, TaskOptions
+    from ..training.text import TextData
+
+FILE, STUDENT = "distillation.json", "student"
+_ASIDE = ".student.before"
+Told = Callable[[str], None]
+
+
+@dataclass
+class Distilling:
+    """Whose knowledge goes into which student."""
+
+    _argument_group_name = "distillation"
+
+    teacher: str = field(
+        metadata={"help": "Trained model: a folder or a Hub id, of this package or one that converts."}
+    )
+    copy_layers: str = field(
+        default="alternate",
+        metadata={"help": "Layers of the teacher that its student starts from: first, last, alternate, or 0,2,5."},
+    )
+    size: str | None = field(
+        default=None, metadata={"help": "tiny, small, base or large, of a student of another variant."}
+    )
+    teacher_dtype: Literal["float32", "bfloat16", "float16"] = field(
+        default="float32", metadata={"help": "Numbers that the teacher computes with."}
+    )
+    store_teacher: bool = field(
+        default=False,
+        metadata={"help": "Compute the teacher's outputs once and keep them in --output_dir, of a task."},
+    )
+    overwrite_output_dir: bool = field(
+        default=False, metadata={"help": "Remove an earlier distillation in --output_dir."}
+    )
+
+
+@dataclass
+class OnText:
+    """What a language model learns on."""
+
+    _argument_group_name = "text"
+
+    objective: str | None = field(
+        default=None, metadata={"help": "{objectives}; settings as --objective.FIELD VALUE. Default: the teacher's."}
+    )
+    block_size: int | None = field(
+        default=None, metadata={"help": "Tokens of a model input. Default: that of the teacher's training."}
+    )
+
+
+@dataclass
+class Teacher:
+    """What is known of the teacher: the model, its tokenizer, and how its training read rows."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    record: dict[str, Any]
+
+
+class Distiller:
+    """Checks a request and runs it; what can be refused is refused before anything is written.
+
+    source: text, or, with `task`, rows of a task. student: what it is made of. objective_fields: of text. say: takes
+    lines about the progress.
+
+    Raises ValueError and TypeError that name the value and the remedy.
+    """
+
+    def __init__(
+        self,
+        choice: Distilling,
+        method: str | Mapping[str, Any] | DistillationMethod,
+        source: TextData | TaskData,
+        args: TrainingArguments,
+        *,
+        student: StudentChoice | None = None,
+        task: TaskOptions | None = None,
+        text: OnText | None = None,
+        objective_fields: Mapping[str, Any] | None = None,
+        measuring: Measuring | None = None,
+        callbacks: Sequence[TrainerCallback] = (),
+        say: Told = lambda line: None,
+    ) -> None:
+        self.choice, self.method, self.source, self.args = choice, build_method(method), source, args
+        self.task, self.text = task, text or OnText()
+        self.objective_fields = dict(objective_fields or {})
+        self.measuring, self.callbacks, self.say = measuring or Measuring(), list(callbacks), say
+        self.measuring.check()
+        made = student or StudentChoice()
+        self.student = dataclasses.replace(made, copy_layers=choice.copy_layers, size=choice.size)
+        self.folder = Path(str(args.output_dir))
+        self.resumes = args.resume_from_checkpoint not in (None, False, "False", "false")
+        self._check()
+
+    def _check(self) -> None:
+        method, choice = self.method, self.choice
+        if choice.store_teacher:
+            refuse_storing(method)
+            if self.task is None:
+                raise ValueError(
+                    "--store_teacher keeps outputs of the rows of a task; of text the rows are masked anew, or their"
+                    " predictions are as many numbers as the vocabulary has; leave it out"
+                )
+        if method.attention and self.args.gradient_checkpointing:
+            raise ValueError(
+                f"--gradient_checkpointing computes attention twice, of which method {method.type!r} would read the"
+                " pass without gradients; leave it out"
+            )
+        if self.args.label_smoothing_factor and not method.generates:
+            raise ValueError("--label_smoothing_factor and a teacher both soften what is predicted; leave the one out")
+        if self.task is not None and not method.replaces and not method.teaches_predictions():
+            raise ValueError(
+                f"method {method.type!r} as it is set teaches the layers alone, and the student would predict by a"
+                " head that has learned nothing; give --method.task_weight 1, or distil on text"
+            )
+
+    # ------------------------------------------------------------------------------------------------ the run
+
+    def run(self) -> tuple[dict[str, Any], tuple[Row, Row] | None]:
+        """(summary of the run, the rows of teacher and student; None in a process that writes nothing)."""
+        with folder_lock(self.folder, writes=self.args.should_save):
+            self._open()
+            teacher = self._teacher()
+            with self._student(teacher) as made:
+                run = self._prepared(teacher)
+            self.say(f"student: {made}")
+            summary = run()
+            return summary, self._finish(summary) if self.args.should_save else None
+
+    def _open(self) -> None:
+        """Takes up the run that is in the folder, or refuses to lose it."""
+        there = self.folder / FILE
+        if not there.is_file():
+            if (self.folder / STUDENT).exists():
+                raise ValueError(
+                    f"{str(self.folder / STUDENT)!r} is there already and of no distillation; take another"
+                    " --output_dir"
+                )
+            return
+        if not self.resumes:
+            if not self.choice.overwrite_output_dir:
+                raise ValueError(
+                    f"{str(self.folder)!r} holds a distillation already; continue it with --resume_from_checkpoint,"
+                    " remove it with --overwrite_output_dir, or take another --output_dir"
+                )
+            return
+        before, mine = read_object(there), self._settings()
+        for name, value in mine.items():
+            if before.get(name) != value:
+                raise ValueError(
+                    f"the run in {str(self.folder)!r} had {name} {before.get(name)!r}, and this command gives"
+                    f" {value!r}; resume with the options of the first start, or take another --output_dir"
+                )
+
+    def _settings(self) -> dict[str, Any]:
+        """What makes another run of it."""
+        settings = {
+            "teacher": self.choice.teacher,
+            "method": self.method.to_dict(),
+            "student": {
+                **dataclasses.asdict(self.student),
+                "components": dict(self.student.components),
+                "fields": dict(self.student.fields),
+            },
+            "teacher_dtype": self.choice.teacher_dtype,
+            "data": dataclasses.asdict(self.source),
+            "seed": self.args.seed,
+        }
+        return json.loads(json.dumps(settings, default=str))  # as it comes back from the file
+
+    # ------------------------------------------------------------------------------------------------ models
+
+    def _teacher(self) -> Teacher:
+        """The teacher with the head of the task or of the objective, as one of this package's models."""
+        name = self.choice.teacher
+        config = load_config(name)
+        refuse_quantized(f"the teacher {name!r}", config.to_dict())
+        record = training_of(name)
+        model: Any
+        if self.task is not None:
+            model, tokenizer, head = self._of_task(name)
+        else:
+            objective = choose_objective(config, self.text.objective, self.objective_fields, record)
+            head, model, tokenizer = f"For{objective.head}", None, None
+            self.text = dataclasses.replace(self.text, objective=objective.id)
+        if model is None or not isinstance(model, XFormerPreTrainedModel):
+            model = open_model(name, head)[0]
+        if tokenizer is None:
+            from ..data import load_tokenizer
+
+            tokenizer = load_tokenizer(name)
+        return Teacher(self._in_dtype(model).requires_grad_(False).eval(), tokenizer, record)
+
+    def _of_task(self, name: str) -> tuple[Any, Any, str]:
+        from ..finetuning.trained import open_trained
+
+        assert self.task is not None
+        trained = open_trained(name, task=self.task.task)
+        if not trained.task.reads_text:
+            raise ValueError(f"distillation reads texts, and {trained.task.id} has none; take a model of another task")
+        if not isinstance(trained.model, XFormerPreTrainedModel) and hasattr(trained.model, "peft_config"):
+            raise ValueError(
+                f"the teacher {name!r} is an adapter on its base; merge the two with peft's `merge_and_unload()`, save"
+                " the result, and give that"
+            )
+        return trained.model, trained.tokenizer, f"For{trained.task.head}"
+
+    def _in_dtype(self, model: Any) -> Any:
+        wanted = getattr(torch, self.choice.teacher_dtype)
+        if wanted == torch.float32 or model.dtype == wanted:
+            return model
+        return type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict(), dtype=wanted)
+
+    @contextmanager
+    def _student(self, teacher: Teacher) -> Iterator[str]:
+        """Writes the student that is not there yet; what is refused in the block takes it away again."""
+        place, aside = self.folder / STUDENT, self.folder / _ASIDE
+        if self.resumes and (self.folder / FILE).is_file() and place.is_dir():
+            yield str(read_object(self.folder / FILE).get("made", "as it was"))
+            return
+        before = (self.folder / FILE).read_text() if (self.folder / FILE).is_file() else None
+        with self.args.main_process_first(local=self.args.save_on_each_node, desc="making the student"):
+            student = self._built(teacher)
+            if self.args.should_save:
+                shutil.rmtree(aside, ignore_errors=True)
+                if place.exists():
+                    place.rename(aside)
+                self._save_student(student, teacher, place)
+        try:
+            yield student.made
+        except (ValueError, TypeError):
+            if self.args.should_save:
+                shutil.rmtree(place, ignore_errors=True)
+                if aside.exists():
+                    aside.rename(place)
+                if before is None:
+                    (self.folder / FILE).unlink(missing_ok=True)
+            raise
+        if self.args.should_save:
+            shutil.rmtree(aside, ignore_errors=True)
+            for name in (OUTPUTS, TEXTS):  # of another teacher, or of other rows
+                path = self.folder / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            write_json(self.folder / FILE, {"status": "running", **self._settings(), "made": student.made})
+
+    def _built(self, teacher: Teacher) -> Student:
+        full = teacher.model
+        if full.dtype != torch.float32:
+            full = type(full).from_pretrained(
+                None, config=full.config, state_dict=full.state_dict(), dtype=torch.float32
+            )
+        student = build_student(full, self.student, self.args.seed)
+        if student.folder is not None:
+            from ..data import load_tokenizer
+
+            names = (student.folder, self.choice.teacher)
+            refuse_other_vocabulary(load_tokenizer(student.folder), teacher.tokenizer, names)
+        if self.method.replaces:
+            Replacing(self.method, teacher.model).check(student.model)  # type: ignore[arg-type]
+        probe(self.method, student.model, full)
+        return student
+
+    def _save_student(self, student: Student, teacher: Teacher, place: Path) -> None:
+        with replacing(place) as scratch:
+            student.model.save_pretrained(scratch)
+            teacher.tokenizer.save_pretrained(scratch)
+
+    # -------------------------------------------------------------------------------------------- kinds of data
+
+    def _prepared(self, teacher: Teacher) -> Callable[[], dict[str, Any]]:
+        """What runs it, once nothing is left to refuse."""
+        if self.resumes and newest_complete(self.folder, self.args.world_size) is None:
+            self.args.resume_from_checkpoint = None  # it was stopped before the first checkpoint
+        return self._prepared_text(teacher) if self.task is None else self._prepared_task(teacher)
+
+    def _teaching(self, teacher: Teacher) -> tuple[Any, list[Any], Any]:
+        """(guest of the student's model, further callbacks, what a trainer is given)."""
+        if self.method.replaces:
+            replacing_ = Replacing(self.method, teacher.model)  # type: ignore[arg-type]
+            return replacing_, [ReplacingSchedule(replacing_)], None
+        if self.method.generates:
+            return None, [], None
+        teaching = Teaching(self.method, teacher.model)
+        return teaching, [], teaching
+
+    def _prepared_text(self, teacher: Teacher) -> Callable[[], dict[str, Any]]:
+        model = ModelChoice(
+            init_from=str(self.folder / STUDENT),
+            objective=self.text.objective,
+            block_size=self.text.block_size or teacher.record.get("block_size"),
+            segment_streams=False,
+            overwrite_output_dir=self.choice.overwrite_output_dir,
+        )
+        preparation = Preparation(model, self.source, self.args, objective_fields=self._objective_fields(teacher))  # type: ignore[arg-type]
+        self._check_length(teacher, preparation.block_size)
+        prepared = preparation.run()
+
+        def run() -> dict[str, Any]:
+            guest, callbacks, teaching = self._teaching(teacher)
+            kept = prepared
+            if self.method.generates:
+                kept = self._with_texts(prepared, teacher)
+            trainer = None if teaching is None else functools.partial(TextStudent, teaching=teaching)
+            return train(kept, self.args, [*callbacks, *self.callbacks], make_trainer=trainer, adapters=guest)
+
+        return run
+
+    def _objective_fields(self, teacher: Teacher) -> dict[str, Any]:
+        """Settings of the objective: the teacher's own, where it is the same, and those that were given."""
+        before = teacher.record.get("objective") or {}
+        wanted = self.text.objective or before.get("type")
+        same = before.get("type") == wanted
+        return {**({k: v for k, v in before.items() if k != "type"} if same else {}), **self.objective_fields}
+
+    def _with_texts(self, prepared: Prepared, teacher: Teacher) -> Prepared:
+        if prepared.objective.shape != "decoder" or not hasattr(prepared.train, "column_names"):
+            raise ValueError(
+                f"method {self.method.type!r} trains on texts that the teacher writes, and objective"
+                f" {prepared.objective.id!r} predicts parts of given ones; take a causal model, or --task translation"
+            )
+        return dataclasses.replace(prepared, train=self._texts(prepared.train, teacher, prepared.tokenizer, 0))
+
+    def _texts(self, features: Any, teacher: Teacher, tokenizer: Any, longest: int) -> Any:
+        return written_rows(
+            self.folder / TEXTS,
+            self.method,  # type: ignore[arg-type]
+            teacher.model.to(self.args.device),  # type: ignore[arg-type]
+            features,
+            tokenizer,
+            longest=longest,
+            batch_size=self.args.per_device_eval_batch_size,
+            say=self.say,
+        )
+
+    def _prepared_task(self, teacher: Teacher) -> Callable[[], dict[str, Any]]:
+        from ..finetuning.options import ModelOptions, RunOptions
+
+        model = ModelOptions(model=str(self.folder / STUDENT))
+        run_options = RunOptions(overwrite_output_dir=self.choice.overwrite_output_dir)
+        made = HookedFineTuning(model, self.source, self.task, run_options, self.args)  # type: ignore[arg-type]
+        if self.method.generates and not made.task.generates:
+            raise ValueError(
+                f"method {self.method.type!r} trains on texts that the teacher writes, and {made.task.id} has none;"
+                " take --method distilbert, pkd, tinybert or minilm"
+            )
+        self._check_length(teacher, made.task.max_length)
+        prepared = made.prepare()
+
+        def run() -> dict[str, Any]:
+            guest, callbacks, teaching = self._teaching(teacher)
+            made.guest = guest
+            if teaching is not None:
+                if self.choice.store_teacher:
+                    teaching.stored = self._stored(prepared, teacher)
+                    made.rows = _numbered
+                made.trainer = functools.partial(TaskStudent, teaching=teaching)
+            if self.method.generates:
+                longest = made.task.max_target_length  # type: ignore[attr-defined]
+                made.rows = lambda given: self._texts(
+                    given.splits["train"].features, teacher, given.tokenizer, longest
+                )
+            return made.train(prepared, [*callbacks, *self.callbacks])
+
+        return run
+
+    def _stored(self, prepared: Any, teacher: Teacher) -> StoredOutputs:
+        model: Any = teacher.model
+        model.to(self.args.device)
+        return StoredOutputs.make(
+            self.folder / OUTPUTS,
+            self.method,
+            model,
+            prepared.splits["train"].features,
+            prepared.task.collator(prepared.tokenizer, model, self.args.seed),
+            about={"teacher": self.choice.teacher, "dtype": self.choice.teacher_dtype},
+            batch_size=self.args.per_device_eval_batch_size,
+            say=self.say,
+        )
+
+    def _check_length(self, teacher: Teacher, wanted: int) -> None:
+        limit = longest_input(cast("XFormerConfig", teacher.model.config))
+        if limit is not None and wanted > limit:
+            option = "--block_size" if self.task is None else "--max_length"
+            raise ValueError(
+                f"rows of {option} {wanted} are too long for the teacher {self.choice.teacher!r}, which reads {limit}"
+                f" tokens; shorten {option}"
+            )
+
+    # ------------------------------------------------------------------------------------------------ the end
+
+    def _finish(self, summary: dict[str, Any]) -> tuple[Row, Row]:
+        before, after = compare(self.choice.teacher, self.folder, self.measuring)
+        summary |= {"parameters": after.parameters, "trained_parameters": summary.get("trained_parameters")}
+        summary["distillation"] = {"teacher": self.choice.teacher, "method": self.method.to_dict()}
+        saved = {**read_summary(self.folder), **{k: v for k, v in summary.items() if v is not None}}
+        write_json(self.folder / SUMMARY_FILE, saved)
+        made = read_object(self.folder / FILE)
+        write_json(self.folder / FILE, {**made, "status": "finished"})
+        settings = {"method": self.method.to_dict(), "student": made.get("made")}
+        write_table(before, after, self.folder, command="distill", settings=settings)
+        return before, after
+
+
+def _numbered(prepared: Any) -> Any:
+    """The training rows with their numbers."""
+    features = prepared.splits["train"].features
+    return features.add_column(ROW, list(range(len(features))))
+
+
+def distill(
+    choice: Distilling,
+    method: str | Mapping[str, Any] | DistillationMethod,
+    source: TextData | TaskData,
+    args: TrainingArguments,
+    **options: Any,
+) -> tuple[dict[str, Any], tuple[Row, Row] | None]:
+    """[`Distiller`] in one call; what `hf-xformers distill` does."""
+    return Distiller(choice, method, source, args, **options).run()
+
+
+__all__ = ["FILE", "STUDENT", "Distiller", "Distilling", "OnText", "distill"]

@@ -1,0 +1,191 @@
+"""`hf-xformers distill`: runs of every method, resumes, and what is refused."""
+
+import json
+import os
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, TrainerCallback
+
+from hf_xformers.cli import main
+from hf_xformers.cli.distill import run
+from tests.finetuning.task_data import classification, finetune, tagging, translation
+from tests.training.runs import flags, pretrain, summary, weights
+
+FAST = {"disable_tqdm": "true", "use_cpu": True, "time_batches": 1, "per_device_train_batch_size": 8}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return classification(tmp_path_factory.mktemp("rows"))
+
+
+@pytest.fixture(scope="module")
+def teacher(rows, tmp_path_factory):
+    """A classifier of four layers that has learned its task."""
+    folder = tmp_path_factory.mktemp("teacher") / "run"
+    options = {"num_hidden_layers": 4, "num_train_epochs": 12, "learning_rate": 3e-3, "save_strategy": "no"}
+    finetune("text-classification", rows, folder, load_best_model_at_end="false", **options)
+    return folder
+
+
+def arguments(teacher, data, output, *extra, **options):
+    data = [str(part) for part in (data if isinstance(data, list) else [data])]
+    defaults = {**FAST, "teacher": teacher, "output_dir": output}
+    return [*flags(**{**defaults, **options}), "--data", *data, *extra]
+
+
+def distill(teacher, data, output, *extra, callbacks=(), **options):
+    assert run(arguments(teacher, data, output, *extra, **options), callbacks) == 0
+    return output
+
+
+@pytest.mark.parametrize("method", ["distilbert", "pkd", "tinybert", "mobilebert", "theseus"])
+def test_a_classifier(method, teacher, rows, tmp_path, capsys):
+    """Half the layers keep what the teacher knows, and the folder is a model like any other."""
+    options = {"num_train_epochs": 8, "learning_rate": 2e-3, "save_strategy": "no", "load_best_model_at_end": "false"}
+    out = distill(teacher, rows, tmp_path / "out", method=method, logging_steps=1, **options)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "before and after" in shown and "size on disk" in shown
+    step = json.loads((out / "compression.json").read_text())["steps"][-1]
+    assert step["command"] == "distill" and step["after"]["parameters"] < step["before"]["parameters"]
+    assert step["after"]["quality"] >= step["after"]["floor"] + 0.2
+    assert not any("distillation" in name for name in weights(out))
+    model = AutoModelForSequenceClassification.from_pretrained(out)
+    assert model.config.num_hidden_layers == 2 and model.config.id2label == {0: "0", 1: "1"}
+    assert summary(out)["parameters"] == model.num_parameters()
+    assert main(["evaluate", "--model", str(out), "--use_cpu", "--no_progress"]) == 0
+    assert "accuracy" in capsys.readouterr().out
+
+
+class Stop(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise InterruptedError
+
+
+@pytest.mark.parametrize("method", ["tinybert", "theseus"])
+def test_a_run_that_was_stopped_ends_with_the_same_weights(method, teacher, rows, tmp_path):
+    """With a narrower student, whose learned maps are in the checkpoints, and with layers that are drawn."""
+    options = {
+        "method": method,
+        "max_steps": 6,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "no",
+        "load_best_model_at_end": "false",
+        **({"student.hidden_size": 8} if method == "tinybert" else {}),
+    }
+    whole = distill(teacher, rows, tmp_path / "whole", **options)
+    cut = tmp_path / "cut"
+    for step in (1, 3, 5):
+        with pytest.raises(InterruptedError):
+            extra = ["--resume_from_checkpoint"] if step > 1 else []
+            distill(teacher, rows, cut, *extra, callbacks=[Stop(step)], **options)
+    distill(teacher, rows, cut, "--resume_from_checkpoint", **options)
+    one, other = weights(whole), weights(cut)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    with pytest.raises(ValueError, match="holds a distillation already"):
+        distill(teacher, rows, cut, **options)
+    with pytest.raises(ValueError, match="had method"):
+        distill(teacher, rows, cut, "--resume_from_checkpoint", **{**options, "method": "pkd"})
+
+
+@pytest.mark.parametrize("method", ["distilbert", "pkd"])
+def test_stored_outputs_teach_the_same(method, teacher, rows, tmp_path):
+    """The teacher has no dropout, so that what it says of a row is the same every time."""
+    options = {"method": method, "max_steps": 3, "eval_strategy": "no", "save_strategy": "no"}
+    options |= {"load_best_model_at_end": "false", "logging_steps": 1}
+    live = distill(teacher, rows, tmp_path / "live", **options)
+    stored = distill(teacher, rows, tmp_path / "stored", store_teacher=True, **options)
+    assert list((stored / "teacher_outputs").glob("rows-*.safetensors"))
+    one, other = weights(live), weights(stored)
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-5)
+
+
+def test_tags_another_family_and_half_precision(tmp_path):
+    data = tagging(tmp_path)
+    teacher = tmp_path / "teacher"
+    finetune("token-classification", data, teacher, num_train_epochs=2)
+    options = {"student": "linformer", "student.num_hidden_layers": 1, "teacher_dtype": "bfloat16"}
+    out = distill(teacher, data, tmp_path / "out", store_teacher=True, num_train_epochs=1, **options)
+    assert summary(out)["variant"] == "xf_linformer" and summary(out)["distillation"]["teacher"] == str(teacher)
+
+
+def test_text(tmp_path_factory, tmp_path, capsys):
+    from tests.training.runs import write_text
+
+    text = write_text(tmp_path / "text.txt")
+    teacher = pretrain(text, tmp_path / "teacher", variant="bert", num_hidden_layers=2, max_steps=6)
+    options = {"max_steps": 4, "block_size": 16, "save_strategy": "no", "logging_steps": 1}
+    out = distill(teacher, text, tmp_path / "out", method="minilm", **{**options, "student.hidden_size": 8})
+    history = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    assert any("distill_values" in entry for entry in history)
+    assert "loss" in capsys.readouterr().out and not any("projection" in name for name in weights(out))
+    gpt = pretrain(text, tmp_path / "gpt", variant="gpt2", objective="clm", num_hidden_layers=2, max_steps=6)
+    capsys.readouterr()
+    written = {"method": "sequence_level", "method.num_beams": 1, "method.prompt_tokens": 4}
+    out = distill(gpt, text, tmp_path / "written", **written, **options)
+    lines = (out / "teacher_texts.jsonl").read_text().splitlines()
+    assert len(lines) == summary(out)["train_rows"] and all(len(json.loads(line)) == 16 for line in lines)
+
+
+def test_translations_of_the_teacher(tmp_path):
+    data = translation(tmp_path)
+    teacher = tmp_path / "teacher"
+    finetune("translation", data, teacher, num_train_epochs=1, source_lang="en", target_lang="xx")
+    options = {"method": "sequence_level", "method.num_beams": 2, "num_train_epochs": 1}
+    out = distill(teacher, data, tmp_path / "out", **options)
+    assert len((out / "teacher_texts.jsonl").read_text().splitlines()) == 64
+
+
+REFUSED = {
+    "no teacher": ({"teacher": "nowhere"}, "nowhere"),
+    "method": ({"method": "distillbert"}, "Did you mean 'distilbert'"),
+    "field": ({"method.heat": 1}, "Unknown field 'heat'"),
+    "temperature": ({"method.temperature": 0}, "temperature must be above 0"),
+    "layers": ({"copy_layers": "0,9"}, "names layer 9"),
+    "no task loss": ({"method": "minilm"}, "give --method.task_weight 1"),
+    "attention": (
+        {"method": "tinybert", "student.attention": "performer"},
+        "under a softmax, which attention 'performer' of the student",
+    ),
+    "stored": ({"method": "tinybert", "store_teacher": True}, "--store_teacher keeps predictions and states"),
+    "width": ({"method": "theseus", "student.hidden_size": 8}, "student has width 8"),
+    "written": ({"method": "sequence_level"}, "trains on texts that the teacher writes"),
+    "student": ({"student": "berd"}, "neither 'teacher', 'scratch', a folder, nor a variant"),
+    "student's field": ({"student.layers": 3}, "there is no --student.layers"),
+    "student's vocabulary": ({"student.vocab_size": 9}, "read or say something else"),
+    "smoothing": ({"label_smoothing_factor": 0.1}, "both soften what is predicted"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name, teacher, rows, tmp_path, capsys):
+    options, message = dict(REFUSED[name][0]), REFUSED[name][1]
+    code = main(["distill", *arguments(options.pop("teacher", teacher), rows, tmp_path / "out", **options)])
+    error = " ".join(capsys.readouterr().err.split())
+    assert code == 2 and message in error and "Traceback" not in error, error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_student_with_another_vocabulary(teacher, rows, tmp_path, capsys):
+    other = tmp_path / "other"
+    finetune("text-classification", rows, other, vocab_size=280, max_steps=1, tokenizer_kind="wordpiece")
+    code = main(["distill", *arguments(teacher, rows, tmp_path / "out", student=other)])
+    error = " ".join(capsys.readouterr().err.split())
+    assert code == 2 and "has another vocabulary than the teacher" in error and "--student teacher" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_fits(capsys, monkeypatch):
+    monkeypatch.setitem(os.environ, "COLUMNS", "80")
+    for command in ("distill",):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        lines = capsys.readouterr().out.splitlines()
+        assert lines and max(map(len, lines)) <= 80
