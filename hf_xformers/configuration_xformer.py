@@ -15,6 +15,7 @@ from transformers.activations import ACT2FN
 
 from .core.components import SLOTS, Spec, SpecLike, build_spec, check_components, check_shared, resolve_field_types
 from .core.parallel_plans import fully_sharded_plan, tensor_parallel_plan
+from .core.sharing import Order, check_layer_drop, check_sharing
 
 Initializer = Literal["normal", "scaled_residual", "xavier", "small", "t5", "fan_in"]
 
@@ -118,12 +119,16 @@ class XFormerConfig(PreTrainedConfig):
     Geometry (standard names of transformers; counts unless another unit is given):
         vocab_size, hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, max_position_embeddings,
         type_vocab_size (0: no token types); num_decoder_layers (`None`: as many as `num_hidden_layers`);
+        distinct_layers (how many layers have parameters, which then run at several depths; `None`: all), sharing (at
+        which: `sequence`, each several times in a row; `cycle`, all in order again and again; `cycle_rev`, the last
+        time in reverse; Takase and Kiyono 2021; `distinct_layers=1` is ALBERT);
         decoder_vocab_size (`None`: both towers read one token table; a number: the decoder has a table of its own with
         so many rows, which its output is tied to);
         num_key_value_heads (`None`: one per head; 1: multi-query; between: grouped); head_dim (`None`:
         `hidden_size / num_attention_heads`; any other width is allowed).
     Regularisation (probabilities): hidden_dropout_prob, attention_probs_dropout_prob, activation_dropout_prob,
-        classifier_dropout (`None`: `hidden_dropout_prob`).
+        classifier_dropout (`None`: `hidden_dropout_prob`), layer_drop (that a whole layer is left out of a training
+        step, LayerDrop: Fan et al. 2020, so that layers can go later).
     Initialisation: initializer (`normal`: N(0, initializer_range); `scaled_residual`: the same with output
         projections divided by sqrt(2 * layers), GPT-2; `xavier`: Glorot uniform, Vaswani et al.; `small`: Nguyen &
         Salazar 2019; `t5`: Raffel et al.; `fan_in`: N(0, initializer_factor / sqrt(fan in)) with output projections
@@ -196,6 +201,8 @@ class XFormerConfig(PreTrainedConfig):
     hidden_size: int = 768
     num_hidden_layers: int = 12
     num_decoder_layers: int | None = None
+    distinct_layers: int | None = None
+    sharing: Order = "sequence"
     decoder_vocab_size: int | None = None
     num_attention_heads: int = 12
     num_key_value_heads: int | None = None
@@ -207,6 +214,7 @@ class XFormerConfig(PreTrainedConfig):
     attention_probs_dropout_prob: float | int = 0.1
     activation_dropout_prob: float | int = 0.0
     classifier_dropout: float | int | None = None
+    layer_drop: float | int = 0.0
     layer_norm_eps: float = 1e-5
     initializer: Initializer = "normal"
     initializer_range: float = 0.02
@@ -407,6 +415,7 @@ class XFormerConfig(PreTrainedConfig):
             "attention_probs_dropout_prob",
             "activation_dropout_prob",
             "classifier_dropout",
+            "layer_drop",
         )
         for name in rates:
             value = self._getattr_without_heterogeneous_validation(name)
@@ -440,6 +449,8 @@ class XFormerConfig(PreTrainedConfig):
                 )
             check_components(layer)
         check_shared(layers)
+        check_sharing(self)
+        check_layer_drop(self)
 
     # ------------------------------------------------------------------------------------------------ towers
 

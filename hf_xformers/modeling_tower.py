@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention.shared.base import Attention
+from .blocks.base import XFormerLayer
 from .configuration_xformer import XFormerConfig
 from .core.cache import make_cache
 from .core.choices import LOG_PROBS
@@ -23,6 +24,7 @@ from .core.inputs import check_axes
 from .core.outputs import TowerOutput
 from .core.precision import Float32Module
 from .core.sequence_sharding import check_sharded_call, sharding_in_force
+from .core.sharing import layer_at
 from .core.unpadding import Unpadding
 from .modeling_base import XFormerPreTrainedModel
 from .normalization.base import norm_inputs
@@ -46,7 +48,7 @@ class XFormerTower(XFormerPreTrainedModel):
         self.position = _checked(config.position.build(first), config)
         self.layers = nn.ModuleList(
             config.block.build(config.layer(index), layer_idx=index, cross=cross)
-            for index in range(config.stack.num_layers(config))
+            for index in range(config.distinct_layers or config.stack.num_layers(config))
         )
         for module in self.layers.modules():
             if isinstance(module, Attention):  # back-ends ask the tower's config, not one layer's view, for their name
@@ -70,6 +72,12 @@ class XFormerTower(XFormerPreTrainedModel):
         self.keeps_documents_apart = all(
             layer.attention.packed and layer.block.packed and layer.stack.packed for layer in layers
         )
+
+    def layers_by_depth(self) -> Sequence[XFormerLayer]:
+        """The layers as the stack is given them: one may run at several depths (`distinct_layers`)."""
+        if self.config.distinct_layers is None:
+            return cast("Sequence[XFormerLayer]", self.layers)
+        return [cast(XFormerLayer, self.layers[index]) for index in layer_at(self.config)]
 
     def own_layers(self) -> Iterable[nn.Module]:
         return self.layers
@@ -145,7 +153,7 @@ class XFormerTower(XFormerPreTrainedModel):
         self._share_position(context, hidden_states)
         self._embed_context_texts(context)
         result = self.stack(
-            self.layers,
+            self.layers_by_depth(),
             hidden_states,
             context,
             position=self.position,

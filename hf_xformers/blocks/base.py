@@ -78,6 +78,12 @@ class XFormerLayer(GradientCheckpointingLayer):
     def __init__(self, config, block: BlockSpec, *, layer_idx: int, cross: bool = False):
         super().__init__()
         self.plan = tuple(block.plan(config, layer_idx, cross))
+        self.layer_drop = config.layer_drop
+        if self.layer_drop and type(self).forward is not XFormerLayer.forward:
+            raise ValueError(
+                f"block {block.type!r} runs its layers in a way of its own, in which none can be left out"
+                " (`layer_drop`); set it to 0, or use the block 'vanilla'."
+            )
         frames: list = []
         for entry in self.plan:
             function = self._build(config, entry, layer_idx)
@@ -128,6 +134,8 @@ class XFormerLayer(GradientCheckpointingLayer):
         Tensors that carry gradients are positional on the way in and flat on the way out: reentrant checkpointing
         follows only those.
         """
+        if self.training and self.layer_drop and float(torch.rand(())) < self.layer_drop:  # LayerDrop
+            return (hidden_states, tuple(stream_names), (), *stream_tensors)
         streams = dict(zip(stream_names, stream_tensors, strict=True))
         partner = streams.pop(PARTNER, None)
         context = context.with_streams(streams)

@@ -39,6 +39,7 @@ _GEOMETRY = (
     "vocab_size",
     "hidden_size",
     "num_hidden_layers",
+    "distinct_layers",
     "num_attention_heads",
     "key_value_heads",
     "head_width",
@@ -48,7 +49,10 @@ _GEOMETRY = (
     "layer_norm_eps",
     "is_decoder",
 )
-_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout_prob", "classifier_dropout")
+_DROPOUTS = (
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout_prob", "classifier_dropout"),
+    "layer_drop",
+)
 
 Rules = tuple[Rule, ...]
 Groups = Rules | Callable[[XFormerConfig], Rules]  # a part's rules, or what makes them for our config

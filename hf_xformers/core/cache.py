@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
 from .components import Spec
+from .sharing import layer_at
 
 
 class RecurrentStateLayer(CacheLayerMixin):
@@ -105,12 +106,7 @@ class KeepsMore:
 def self_attention_layers(config) -> list:
     """Cache layers of one tower, by execution step: each of the kind that the stack, the block or else the attention
     says (`StackSpec.cache_layer_at`, `BlockSpec.cache_layer`, `AttentionSpec.cache_layer_at`)."""
-    return [_cache_layer(config.layer(index), step, index)[0] for step, index in enumerate(_layer_of_step(config))]
-
-
-def _layer_of_step(config) -> list[int]:
-    """Which layer runs at each execution step."""
-    return [step % max(config.stack.num_layers(config), 1) for step in range(config.stack.num_steps(config))]
+    return [_cache_layer(config.layer(index), step, index)[0] for step, index in enumerate(layer_at(config))]
 
 
 def _cache_layer(layer_config, step: int, index: int) -> tuple[CacheLayerMixin, Spec]:
@@ -127,7 +123,7 @@ def _cache_layer(layer_config, step: int, index: int) -> tuple[CacheLayerMixin, 
 
 def stateful_part(config) -> str:
     """The component whose state is not plain keys and values (its slot and name), or nothing. config: one tower's."""
-    for step, index in enumerate(_layer_of_step(config)):
+    for step, index in enumerate(layer_at(config)):
         layer, holder = _cache_layer(config.layer(index), step, index)
         if not layer.is_croppable or isinstance(layer, KeepsMore):
             return f"{holder.slot} {holder.type!r}"

@@ -61,6 +61,7 @@ class PlainStackSpec(StackSpec):
     tells_earlier_ids = True
     context_parallel = True
     passes_log_probs = True
+    drops_layers = True
     summary = "layers one after the other"
     unpads = True
 
