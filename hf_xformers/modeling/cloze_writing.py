@@ -39,7 +39,7 @@ def write_targets(
     Raises:
         ValueError: a model without the stack, or nothing to write.
     """
-    if model.config.stack.type != "mask_modes":
+    if MODES not in model.config.stack.inputs:
         raise ValueError(
             f"write_targets reads under the mask of source and target, and the model has stack"
             f" {model.config.stack.type!r}; take a model with stack 'mask_modes'."

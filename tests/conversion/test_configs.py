@@ -47,6 +47,8 @@ OTHER_NAMES = {
     "generator_sharing": "untied",
     "contrast_loss": "ctl",
     "direction_mix": "scalar",
+    "distinct_layers": 1,
+    "sharing": "cycle",
 }
 
 REFUSED = {
@@ -127,9 +129,10 @@ def test_no_field_of_theirs_is_lost(model_type):
     assert by_fate["unread"] == UNREAD.get(model_type, set())
 
 
-# Fields of ours that change no output of a converted model: how a fresh one starts, how padding is skipped, what a
-# classifier (where one is converted, they are checked) or generation reads, and the parts that only two towers have.
-START = {"initializer", "initializer_range", "initializer_factor", "unpad_inputs"}
+# Fields of ours that change no output of a converted model: how a fresh one starts, how padding is skipped, in which
+# order layers are shared where they are, what a classifier (where one is converted, they are checked) or generation
+# reads, and the parts that only two towers have.
+START = {"initializer", "initializer_range", "initializer_factor", "unpad_inputs", "sharing"}
 CHECKED_LATER = {
     "add_pooler",
     "classifier_pooling",
