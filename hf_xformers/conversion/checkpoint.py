@@ -129,10 +129,11 @@ def _variant_again(source: str | Path) -> str:
     if variant == XFormerConfig.model_type:
         return variant
     config, preset = open_config(source), config_class(variant)()
+    said = [entry.components for entry in converters().values() if entry.variant == variant]
     for layer in config.layer_configs():
         for slot in SLOTS:
             there, wanted = getattr(layer, slot).type, getattr(preset, slot).type
-            if there != wanted:
+            if there != wanted and not any(there in components.get(slot, ()) for components in said):
                 raise ValueError(
                     f"{os.fspath(source)!r} came from {variant!r} and has {slot} {there!r}, which that family does"
                     f" not; swap it back first (`hf-xformers convert --{slot} {wanted}`), or keep the model as it is."

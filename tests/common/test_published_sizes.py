@@ -32,6 +32,7 @@ PUBLISHED = {
     "xf_xlnet": ("ForMaskedLM", {"base": 116750336, "large": 360300800}),
     "xf_electra": ("ForReplacedTokenDetection", {"small": 13549057, "base": 109483009, "large": 335142913}),
     "xf_deberta": ("Model", {"base": 138601728, "v2_xlarge": 884593152, "v3_base": 183831552}),
+    "xf_albert": ("Model", {"base": 11683584, "large": 17683968, "xlarge": 58724864, "xxlarge": 222595584}),
 }
 BESIDE = {("xf_bart", "base"): 50265, ("xf_bart", "large"): 50265, ("xf_deberta", "base"): 12 * 768}
 CASES = [(name, head, preset, count) for name, (head, sizes) in PUBLISHED.items() for preset, count in sizes.items()]

@@ -1,4 +1,4 @@
-"""ALBERT: `albert` <-> the free mix with the stack `universal`, whose layers run again and again.
+"""ALBERT: `albert` <-> `xf_albert`, whose stack `universal` runs its layers again and again.
 
 `num_hidden_layers` counts runs here, which are `inner_group_num` times the steps that it counts there. Class 0 of
 transformers' sentence-order head is the original order, as of our head for pairs of texts.
@@ -71,7 +71,8 @@ LANGUAGE = ("projection", "mlm")
 CONVERTER = register(
     Converter(
         model_type="albert",
-        variant="xformer",
+        variant="xf_albert",
+        formerly=("xformer",),
         fields={
             mine: theirs
             for mine, theirs in FIELDS.items()
@@ -108,7 +109,6 @@ CONVERTER = register(
             Head("AlbertForMultipleChoice", "ForMultipleChoice", "albert.", ("backbone", "pooler", "choice")),
         ),
         unread=("hidden_act",),
-        native=False,
         components=COMPONENTS | {"embedding": ("factorized",), "stack": ("universal",)},
     )
 )

@@ -12,7 +12,7 @@ def one_bias(model) -> None:
 
 ARCHITECTURE = Architecture(
     model_type="albert",
-    ours="xformer",
+    ours="xf_albert",
     tiny=dict(
         vocab_size=VOCAB,
         embedding_size=16,
