@@ -3,7 +3,7 @@ transformers."""
 
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 import hf_xformers
 from hf_xformers import XFormerConfig
@@ -24,7 +24,7 @@ def as_free_mix(ours, head, **changes):
     ).eval()
 
 
-@pytest.mark.parametrize("model_type", ["albert"])
+@pytest.mark.parametrize("model_type", ["albert", "electra"])
 @torch.no_grad()
 def test_masked_language_models(model_type, tmp_path):
     entry = ALL[model_type]
@@ -42,6 +42,28 @@ def test_masked_language_models(model_type, tmp_path):
     torch.testing.assert_close(loaded(**given).logits[real], expected[real], atol=1e-5, rtol=1e-5)
     for source in (loaded, tmp_path / "former"):
         back = to_transformers(source, model_type=model_type)
+        assert type(back) is type(theirs)
+        for name, tensor in theirs.state_dict().items():
+            assert torch.equal(tensor, back.state_dict()[name]), name
+
+
+@torch.no_grad()
+def test_electra_with_a_pooler(tmp_path):
+    """What is the classifier's hidden layer now was its pooler."""
+    entry, head = ALL["electra"], "ElectraForSequenceClassification"
+    theirs = entry.make(head)
+    ours = from_transformers(theirs)
+    assert ours.config.classifier_transform == "dense" and not ours.config.add_pooler
+    former = as_free_mix(ours, "ForSequenceClassification", classifier_transform="none", add_pooler=True)
+    tensors = ours.state_dict()
+    renamed = {name.replace("transform.dense.", "model.pooler.dense."): tensor for name, tensor in tensors.items()}
+    former.load_state_dict(renamed)
+    former.save_pretrained(tmp_path / "former")
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "former")
+    given = entry.given(head)
+    torch.testing.assert_close(loaded(**given).logits, theirs(**given).logits, atol=1e-5, rtol=1e-5)
+    for source in (loaded, tmp_path / "former"):
+        back = to_transformers(source, model_type="electra")
         assert type(back) is type(theirs)
         for name, tensor in theirs.state_dict().items():
             assert torch.equal(tensor, back.state_dict()[name]), name

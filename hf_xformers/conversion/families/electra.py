@@ -1,7 +1,8 @@
-"""ELECTRA, generators and discriminators: `electra` <-> the free mix.
+"""ELECTRA, generators and discriminators: `electra` <-> `xf_electra`.
 
 The discriminator, which says of every token whether it was replaced, is `ForReplacedTokenDetection`. Where a dense
-layer with GELU stands before a classifier of texts or of choices, it is our pooler.
+layer with GELU stands before a classifier of texts or of choices, it is our `classifier_transform`; models of earlier
+releases, and those that were trained with a pooler, have it as their pooler.
 """
 
 from __future__ import annotations
@@ -41,7 +42,14 @@ def _backbone(config: XFormerConfig) -> tuple[Rule, ...]:
     return (*EMBEDDINGS, *(projected if config.embedding.type == "factorized" else ()), *LAYERS)
 
 
-POOLED = {"add_pooler": True}
+PLAIN = {"classifier_transform": "none"}
+DENSE = {
+    "add_pooler": False,
+    "classifier_transform": "dense",
+    "classifier_activation": "gelu",
+    "classifier_bias": True,
+}
+POOLED = {**PLAIN, "add_pooler": True}
 DISCRIMINATOR = (
     copied("discriminator_predictions.dense.*", "transform.dense.*"),
     copied("discriminator_predictions.dense_prediction.*", "classifier.*"),
@@ -55,7 +63,8 @@ DISCRIMINATING = {
 CONVERTER = register(
     Converter(
         model_type="electra",
-        variant="xformer",
+        variant="xf_electra",
+        formerly=("xformer",),
         fields=FIELDS,
         to_ours=to_ours,
         to_theirs=to_theirs,
@@ -70,7 +79,9 @@ CONVERTER = register(
             ),
             "discriminator": DISCRIMINATOR,
             **DENSE_CLASSIFIERS,
+            "sequence_transform": (copied("classifier.dense.*", "transform.dense.*"),),
             "choice_pooler": (copied("sequence_summary.summary.*", "@pooler.dense.*"),),
+            "choice_transform": (copied("sequence_summary.summary.*", "transform.dense.*"),),
         },
         heads=(
             Head("ElectraModel", "Model", "", ("backbone",)),
@@ -88,26 +99,43 @@ CONVERTER = register(
             Head(
                 "ElectraForCausalLM", "ForCausalLM", "electra.", ("backbone", "projection", "generator"), causal=True
             ),
-            Head(
-                "ElectraForSequenceClassification",
-                "ForSequenceClassification",
-                "electra.",
-                ("backbone", "sequence_pooler", "sequence"),
-                settings=POOLED,
+            *(
+                Head(
+                    "ElectraForSequenceClassification",
+                    "ForSequenceClassification",
+                    "electra.",
+                    ("backbone", f"sequence_{part}", "sequence"),
+                    settings=settings,
+                )
+                for part, settings in (("transform", DENSE), ("pooler", POOLED))
             ),
-            Head("ElectraForTokenClassification", "ForTokenClassification", "electra.", ("backbone", "token")),
-            Head("ElectraForQuestionAnswering", "ForQuestionAnswering", "electra.", ("backbone", "spans")),
             Head(
-                "ElectraForMultipleChoice",
-                "ForMultipleChoice",
+                "ElectraForTokenClassification",
+                "ForTokenClassification",
                 "electra.",
-                ("backbone", "choice_pooler", "choice"),
-                settings=POOLED,
+                ("backbone", "token"),
+                settings=PLAIN,
+            ),
+            Head(
+                "ElectraForQuestionAnswering",
+                "ForQuestionAnswering",
+                "electra.",
+                ("backbone", "spans"),
+                settings=PLAIN,
+            ),
+            *(
+                Head(
+                    "ElectraForMultipleChoice",
+                    "ForMultipleChoice",
+                    "electra.",
+                    ("backbone", f"choice_{part}", "choice"),
+                    settings=settings,
+                )
+                for part, settings in (("transform", DENSE), ("pooler", POOLED))
             ),
         ),
         unread=("hidden_act",),
         training_only=("summary_last_dropout",),
-        native=False,
         components=COMPONENTS | {"embedding": ("token", "factorized")},
     )
 )

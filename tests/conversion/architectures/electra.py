@@ -4,7 +4,7 @@ from tests.conversion.architectures import VOCAB, Architecture
 
 ARCHITECTURE = Architecture(
     model_type="electra",
-    ours="xformer",
+    ours="xf_electra",
     tiny=dict(
         vocab_size=VOCAB,
         embedding_size=16,
