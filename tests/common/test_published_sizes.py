@@ -33,6 +33,19 @@ PUBLISHED = {
     "xf_electra": ("ForReplacedTokenDetection", {"small": 13549057, "base": 109483009, "large": 335142913}),
     "xf_deberta": ("Model", {"base": 138601728, "v2_xlarge": 884593152, "v3_base": 183831552}),
     "xf_albert": ("Model", {"base": 11683584, "large": 17683968, "xlarge": 58724864, "xxlarge": 222595584}),
+    "xf_megatron": (  # by V D + P D + S D + L (12 D^2 + 13 D) + 2 D, and for encoders D^2 + D
+        "Model",
+        {
+            "bert_336m": 333640704,
+            "bert_1.3b": 1273358336,
+            "bert_3.9b": 3858731520,
+            "gpt_355m": 355788800,
+            "gpt_1.2b": 1213479936,
+            "gpt_2.5b": 2490408960,
+            "gpt_8.3b": 8317040640,
+            "turing_nlg": 17180859136,
+        },
+    ),
 }
 BESIDE = {("xf_bart", "base"): 50265, ("xf_bart", "large"): 50265, ("xf_deberta", "base"): 12 * 768}
 CASES = [(name, head, preset, count) for name, (head, sizes) in PUBLISHED.items() for preset, count in sizes.items()]
