@@ -132,6 +132,9 @@ def test_no_field_of_theirs_is_lost(model_type):
 # Fields of ours that change no output of a converted model: how a fresh one starts, how padding is skipped, in which
 # order layers are shared where they are, what a classifier (where one is converted, they are checked) or generation
 # reads, and the parts that only two towers have.
+# Fields of ours that change no output of a converted model: how a fresh one starts, how padding is skipped, what a
+# classifier (where one is converted, they are checked) or generation reads, where layers run that nobody shares, and
+# the parts that only two towers have.
 START = {"initializer", "initializer_range", "initializer_factor", "unpad_inputs", "sharing"}
 CHECKED_LATER = {
     "add_pooler",
@@ -204,6 +207,10 @@ def test_no_field_of_ours_is_lost(model_type):
             value = "xavier"
         elif name == "classifier_pooling":
             value = "mean"
+        elif name == "distinct_layers":
+            value = 1
+        elif name == "sharing":
+            value = "cycle"
         elif name in ("generator_size", "generator_depth"):
             value = 0.5
         elif name in ("num_key_value_heads", "head_dim"):
