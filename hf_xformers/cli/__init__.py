@@ -24,6 +24,7 @@ COMMANDS = {
     "uptrain": ("uptrain", "continue the pretraining of a model, with a teacher or without"),
     "linearize": ("linearize", "give a trained model attention whose state for generation does not grow, in stages"),
     "distill": ("distill", "a small model that learns from a trained one: fewer layers, another width or mechanism"),
+    "prune": ("prune", "a trained model without some of its heads, layers or weights, and what that costs"),
     "search": ("search", "find the operations of a DARTSformer's layers by gradient descent"),
     "benchmark": ("benchmark", "compare variants: time, memory, and what they learn, beside dense attention"),
     "card": ("card", "the model card of a variant or of a checkpoint, with measured figures"),

@@ -26,6 +26,10 @@ _NAMES = {
     "distill": "distillation",
     "StudentChoice": "students",
     "build_student": "students",
+    "Pruning": "choice",
+    "prune": "pruning",
+    "prune_heads": "heads",
+    "prune_layers": "layers",
 }
 
 __all__ = list(_NAMES)

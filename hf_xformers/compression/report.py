@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -52,7 +52,7 @@ class Measuring:
     eval_batch_size: int = field(default=16, metadata={"help": "Rows of a batch, for quality and for the time."})
     time_batches: int = field(default=5, metadata={"help": "Batches that are timed; 0: none."})
     time_length: int = field(default=128, metadata={"help": "Their tokens, at most what positions cover."})
-    use_cpu: bool = field(default=False, metadata={"help": "Leave an accelerator alone."})
+    use_cpu: bool = field(default=False, init=False)  # an option of Trainer: commands set it from there
 
     def check(self) -> None:
         """Raises `ValueError` for numbers that make no sense."""
@@ -159,7 +159,8 @@ def seconds_by_turns(models: list[PreTrainedModel], measuring: Measuring) -> lis
     if not measuring.time_batches or any(getattr(config, "vocab_size", None) is None for config in configs):
         return [None] * len(models)
     device = torch.device("cuda" if torch.cuda.is_available() and not measuring.use_cpu else "cpu")
-    calls = [_call(model.to(device).eval(), batch) for model, batch in zip(models, _batches(models, measuring, device))]
+    placed = [cast(Any, model).to(device).eval() for model in models]
+    calls = [_call(model, batch) for model, batch in zip(placed, _batches(models, measuring, device))]
     try:
         for call in calls:
             call()

@@ -4,12 +4,22 @@ checkpoint."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 # The projections of an attention (Zhang et al. 2024, arXiv 2410.10254, section 3.2).
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+class PutIn(Protocol):
+    """What stands in a model while it trains, and leaves a plain model."""
+
+    def put(self, model: Any) -> None:
+        """Before the optimiser is made, and before a checkpoint is read."""
+
+    def merge(self, model: Any) -> None:
+        """At the end, before the model is saved."""
 
 
 @dataclass(frozen=True)
@@ -47,4 +57,4 @@ class MergedLora:
         model.requires_grad_(True)
 
 
-__all__ = ["TARGETS", "MergedLora"]
+__all__ = ["TARGETS", "MergedLora", "PutIn"]

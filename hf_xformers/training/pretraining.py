@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
     from ..configuration_xformer import XFormerConfig
-    from .merged_adapters import MergedLora
+    from .merged_adapters import PutIn
 
 
 @dataclass
@@ -302,15 +302,16 @@ def train(
     args: TrainingArguments,
     callbacks: Sequence[TrainerCallback] = (),
     make_trainer: Callable[..., Any] | None = None,
-    adapters: MergedLora | None = None,
+    adapters: PutIn | None = None,
     last: bool = True,
     recipe: Recipe | None = None,
 ) -> dict[str, Any]:
     """Trains, evaluates and saves; returns the content of `training_summary.json`.
 
     callbacks: further Trainer callbacks. make_trainer: a subclass of `XFormerTrainer`, or what calls one. adapters:
-    put into the model, trained in place of its own weights, and merged into them before it is saved. last: whether the
-    processes of the run have nothing more to do together. recipe: further options of training.
+    what is put into the model, trained with it or in place of its own weights, and merged into them before it is
+    saved. last: whether the processes of the run have nothing more to do together. recipe: further options of
+    training.
     Resumes from `prepared.checkpoint` where there is one.
     """
     from transformers.trainer_callback import TrainerState

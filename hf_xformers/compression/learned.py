@@ -1,0 +1,192 @@
+"""What goes is chosen by training: gates on heads that close, masks of weights that move.
+
+The run stands in a folder of its own, with its checkpoints, and goes on with `--resume_from_checkpoint`. What it
+leaves there is the model without gates and masks: closed ones are zeros.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers.trainer_callback import TrainerCallback
+from transformers.trainer_utils import SaveStrategy
+
+from ..core.saved_files import read_object, write_json
+from ..training.merged_adapters import PutIn
+from ..training.run_folder import read_summary
+from .gates import GatedHeads
+from .heads import Kept, head_layers
+from .report import open_model
+from .rows import task_data, text_data
+from .weights import cubic, prunable_weights, put_masks, take_masks
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel, Seq2SeqTrainingArguments
+
+    from .choice import Pruning
+
+KEPT = "kept_heads.json"
+Told = Callable[[str], None]
+
+
+class GatesInTraining:
+    """Gates on all heads, with what they have left in the end."""
+
+    def __init__(self, choice: Pruning, args: Seq2SeqTrainingArguments, place: Path):
+        self.choice, self.args, self.place = choice, args, place
+
+    def put(self, model: Any) -> None:
+        apart = self.args.gradient_accumulation_steps
+        self.gated = GatedHeads(
+            model, head_layers(model), self.choice.gate_penalty, self.choice.gate_speed, steps_apart=apart
+        )
+
+    def merge(self, model: Any) -> None:
+        kept = self.gated.open_heads()
+        self.gated.fold()
+        if self.args.should_save:
+            write_json(self.place, {"kept": [[*key, heads] for key, heads in kept.items()]})
+
+
+class MasksInTraining(TrainerCallback):
+    """Masks of weights, whose share of zeros grows with the steps."""
+
+    def __init__(self, choice: Pruning):
+        self.choice = choice
+        self.masks: list[nn.Module] = []
+
+    def put(self, model: Any) -> None:
+        self.weights = prunable_weights(model, self.choice.exclude)
+        self.masks = put_masks(self.weights, self.choice.chosen_by, self.choice.pattern)
+
+    def merge(self, model: Any) -> None:
+        self._set(self.choice.sparsity)  # a run that was short has not come so far
+        take_masks(self.weights)
+
+    def _set(self, sparsity: float) -> None:
+        for mask in self.masks:
+            mask.sparsity = sparsity  # type: ignore[assignment]
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._set(cubic(state.global_step, state.max_steps, self.choice.sparsity))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._set(cubic(state.global_step + 1, state.max_steps, self.choice.sparsity))
+
+
+def train_gates(
+    choice: Pruning,
+    args: Seq2SeqTrainingArguments,
+    folder: Path,
+    callbacks: Sequence[TrainerCallback],
+    say: Told,
+) -> tuple[PreTrainedModel, Kept]:
+    """(the trained model, its closed heads at zero; the heads that are open)."""
+    place = folder / KEPT
+    if not (place.is_file() and read_summary(folder).get("status") == "finished"):
+        _train(choice, args, folder, GatesInTraining(choice, args, place), callbacks, say)
+    entries = read_object(place)["kept"]
+    return open_model(folder), {(tower, index): heads for tower, index, heads in entries}
+
+
+def train_masks(
+    choice: Pruning,
+    args: Seq2SeqTrainingArguments,
+    folder: Path,
+    callbacks: Sequence[TrainerCallback],
+    say: Told,
+) -> PreTrainedModel:
+    """The trained model, its masked weights at zero."""
+    if read_summary(folder).get("status") != "finished" or not (folder / "config.json").is_file():
+        masks = MasksInTraining(choice)
+        _train(choice, args, folder, masks, [*callbacks, masks], say)
+    return open_model(folder)
+
+
+def _train(
+    choice: Pruning,
+    args: Seq2SeqTrainingArguments,
+    folder: Path,
+    insertion: PutIn,
+    callbacks: Sequence[TrainerCallback],
+    say: Told,
+) -> None:
+    """A run on the model's own task or objective that starts from its weights."""
+    from ..finetuning.trained import does_a_task
+    from ..training.checkpoints import newest_complete
+
+    own = copy.copy(args)
+    own.output_dir = str(folder)
+    own.load_best_model_at_end = False  # the best one is an early one, with all its parts
+    if own.save_strategy == SaveStrategy.BEST:
+        own.save_strategy = SaveStrategy.EPOCH
+    found = newest_complete(folder, own.world_size) if folder.is_dir() and args.resume_from_checkpoint else None
+    own.resume_from_checkpoint = None if found is None else str(found)
+    say(f"training in {folder}" + ("" if found is None else f", resuming from {found}"))
+    if does_a_task(choice.model):
+        _train_task(choice, own, insertion, callbacks)
+    else:
+        _train_text(choice, own, insertion, callbacks)
+
+
+def _train_task(
+    choice: Pruning, args: Seq2SeqTrainingArguments, insertion: PutIn, callbacks: Sequence[TrainerCallback]
+) -> None:
+    import dataclasses
+
+    from ..finetuning.options import ModelOptions, RunOptions, TaskOptions
+    from ..finetuning.run import FineTuning
+
+    record = read_summary(choice.model)
+    known = {entry.name for entry in dataclasses.fields(TaskOptions)}
+    options = {name: value for name, value in record.get("task_options", {}).items() if name in known}
+    if options.get("class_balance"):
+        raise ValueError(
+            f"{choice.model!r} was trained with --class_balance, which makes the loss outside the model, where gates"
+            " have no part in it; choose heads by --by gradient"
+        )
+
+    class WithInsertion(FineTuning):
+        def _model(self, prepared: Any) -> Any:
+            model = super()._model(prepared)
+            insertion.put(model)
+            return model
+
+        def _save(self, trainer: Any, model: Any) -> None:
+            insertion.merge(model)
+            super()._save(trainer, model)
+
+    made = WithInsertion(
+        ModelOptions(model=choice.model),
+        task_data(choice.model, choice.data, record),
+        TaskOptions(**{**options, "task": record.get("task") or options.get("task")}),
+        RunOptions(overwrite_output_dir=True),
+        args,
+    )
+    made.train(made.prepare(), callbacks)
+
+
+def _train_text(
+    choice: Pruning, args: Seq2SeqTrainingArguments, insertion: PutIn, callbacks: Sequence[TrainerCallback]
+) -> None:
+    from ..training.pretraining import ModelChoice, Preparation, train
+    from ..training.scoring import choose_objective, load_config, training_of
+
+    trained = training_of(choice.model)
+    objective = choose_objective(load_config(choice.model), None, {}, trained)
+    fields = {name: value for name, value in objective.to_dict().items() if name != "type"}
+    model = ModelChoice(
+        init_from=choice.model,
+        objective=objective.type,
+        block_size=trained.get("block_size"),
+        overwrite_output_dir=True,
+    )
+    preparation = Preparation(model, text_data(choice.model, choice.data), args, objective_fields=fields)
+    train(preparation.run(), args, callbacks, adapters=insertion)
+
+
+__all__ = ["KEPT", "GatesInTraining", "MasksInTraining", "train_gates", "train_masks"]

@@ -1,0 +1,104 @@
+"""Batches of rows that a saved model was trained on, or of others, with what its loss needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..objectives.base import SeededCollator
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def training_batches(
+    name: str, model: PreTrainedModel, data: Sequence[str], rows: int, batch_size: int, seed: int
+) -> list[dict[str, Any]]:
+    """Batches of at most `rows` training rows, drawn by `seed`, for a model that was opened from `name`. data: other
+    rows or texts than those of its training.
+
+    Raises:
+        ValueError: no rows are known, or they do not fit.
+    """
+    from ..finetuning.trained import does_a_task
+
+    made = _of_task if does_a_task(name) else _of_text
+    features, collator = made(name, model, list(data), seed)
+    if isinstance(collator, SeededCollator):
+        collator = collator.as_static()
+    order = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed))
+    taken = [features[int(index)] for index in order[:rows]]
+    return [dict(collator(taken[first : first + batch_size])) for first in range(0, len(taken), batch_size)]
+
+
+def task_data(name: str, data: Sequence[str], record: dict[str, Any]) -> Any:
+    """The rows of a task: those given, or those of the model's training.
+
+    Raises:
+        ValueError: neither is known.
+    """
+    from ..finetuning.options import TaskData
+
+    if data:
+        return TaskData(data=list(data))
+    before = record.get("dataset")
+    if not isinstance(before, dict):
+        raise ValueError(f"{name!r} does not say what data it was trained with; give --data")
+    return TaskData(**before)
+
+
+def text_data(name: str, data: Sequence[str]) -> Any:
+    """The text of a language model: that given, or that of its training, cut as that was."""
+    from ..training.scoring import training_of
+    from ..training.text import TextData
+
+    before = training_of(name).get("data") or {}
+    return TextData(**{**before, **({"data": list(data)} if data else {})})
+
+
+def _of_task(name: str, model: PreTrainedModel, data: Sequence[str], seed: int) -> tuple[Any, Any]:
+    from ..finetuning.trained import open_trained
+
+    trained = open_trained(name)
+    splits = trained.task.load(task_data(name, data, trained.record))
+    rows = splits["train"]
+    trained.task.find_columns(rows, answers=True)
+    encoded = trained.task.encode(rows, trained.tokenizer, "train")
+    return encoded.features, trained.task.collator(trained.tokenizer, model, seed)
+
+
+def _of_text(name: str, model: PreTrainedModel, data: Sequence[str], seed: int) -> tuple[Any, Any]:
+    from ..data import load_tokenizer
+    from ..training.building import choose_block_size
+    from ..training.scoring import choose_objective, load_config, training_of
+    from ..training.text import load_splits, make_rows
+
+    trained = training_of(name)
+    config: Any = load_config(name)
+    objective = choose_objective(config, None, {}, trained).bound_to(config)
+    source = text_data(name, data).named_for(objective)
+    tokenizer = load_tokenizer(name)
+    block_size = choose_block_size(config, objective, "base", trained.get("block_size"))
+    rows = make_rows(load_splits(source, objective)["train"], tokenizer, objective, block_size, whole=False)
+    return rows, objective.fitted(rows, tokenizer).collator(tokenizer, seed=seed)
+
+
+def carried_files(name: str) -> list[Path]:
+    """What a model's folder holds beside config and weights that belongs to the smaller model, too: the tokenizer and
+    the record of the training."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return []
+    left = ("config.json", "generation_config.json", "trainer_state.json", "README.md", "compression.json")
+    weights = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".lock", ".jsonl")
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.name not in left and not path.name.endswith(weights)
+    ]
+
+
+__all__ = ["carried_files", "task_data", "text_data", "training_batches"]

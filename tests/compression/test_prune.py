@@ -1,0 +1,221 @@
+"""`hf-xformers prune`: fine-tuned and pretrained models, the table before and after, resumption, refusals that write
+nothing."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from hf_xformers.cli import main
+from hf_xformers.cli.prune import run
+from hf_xformers.compression.report import FILE, Measuring, count, measure, open_model, read_steps
+from tests.finetuning import task_data
+from tests.finetuning.task_data import finetune
+from tests.training.runs import flags, pretrain, write_text
+
+SMALL = {"num_attention_heads": 4, "hidden_size": 16, "num_hidden_layers": 2, "hidden_dropout_prob": 0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
+    """`datasets` caches what it reads; not in the user's folder."""
+    import datasets
+
+    before = datasets.config.HF_DATASETS_CACHE
+    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("datasets")
+    yield
+    datasets.config.HF_DATASETS_CACHE = before
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("classifier")
+    (folder / "data").mkdir()
+    data = task_data.classification(folder / "data")
+    finetune(
+        "text-classification", data, folder / "run", **SMALL, learning_rate=0.01, num_train_epochs=6,
+        attention_probs_dropout_prob=0,
+    )  # fmt: skip
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def tagger(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tagger")
+    (folder / "data").mkdir()
+    finetune("token-classification", task_data.tagging(folder / "data"), folder / "run", **SMALL, max_steps=20)
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def decoder(text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("decoder") / "run"
+    extra = "--position rotary --residual pre_ln".split()
+    return pretrain(text, folder, *extra, objective="clm", max_steps=10, learning_rate=0.01, **SMALL)
+
+
+def prune(model, output, *extra, callbacks=(), **options):
+    usual = {"time_batches": 1, "time_length": 8, "disable_tqdm": "true", "use_cpu": True}
+    words = flags(model=model, output_dir=output, **{**usual, **options})
+    assert run([*words, *extra], callbacks) == 0
+    return read_steps(output)
+
+
+def test_heads_of_a_classifier(classifier, tmp_path, capsys):
+    (step,) = prune(classifier, tmp_path / "out", method="heads", share=0.4, rows=32)
+    shown = capsys.readouterr()
+    assert "3 of 8 heads go" in shown.err
+    assert "parameters" in shown.out and "accuracy" in shown.out and "time of a batch" in shown.out
+    before, after = step["before"], step["after"]
+    assert step["command"] == "prune" and step["settings"]["method"] == "heads"
+    assert before["parameters"] - after["parameters"] == 3 * (3 * (16 * 4 + 4) + 4 * 16)
+    assert after["bytes"] < before["bytes"] and after["metric"] == "accuracy"
+    record = json.loads((classifier / "training_summary.json").read_text())
+    assert before["quality"] == pytest.approx(record["eval_accuracy"])
+    assert before["floor"] == pytest.approx(record["floor_validation"]["accuracy"])
+    left = [len(rows[0]) for rows in step["settings"]["kept_heads"].values()]
+    model = open_model(tmp_path / "out")
+    assert sum(left) == 5 and sum(layer.attention.num_heads for layer in model.model.trunk.layers) == 5
+    capsys.readouterr()
+    assert main(["evaluate", "--model", str(tmp_path / "out"), "--json", "--use_cpu", "--no_progress"]) == 0
+    assert json.loads(capsys.readouterr().out)["accuracy"] == pytest.approx(after["quality"])
+
+
+def test_it_composes(classifier, tmp_path):
+    prune(classifier, tmp_path / "a", method="layers", keep_layers=1)
+    prune(tmp_path / "a", tmp_path / "b", method="heads", heads="0:1,3")
+    steps = prune(tmp_path / "b", tmp_path / "c", method="weights", sparsity=0.5, exclude="o_proj")
+    assert [step["settings"]["method"] for step in steps] == ["layers", "heads", "weights"]
+    sizes = [step["after"]["parameters"] for step in steps]
+    assert sizes[0] > sizes[1] == sizes[2]
+    settings, after = steps[-1]["settings"], steps[-1]["after"]
+    assert settings["zeros"] == settings["prunable"] // 2
+    assert after["parameters"] - after["nonzero"] >= settings["zeros"]
+    model = open_model(tmp_path / "c")
+    assert count(model) == (after["parameters"], after["nonzero"])
+    assert model.config.num_hidden_layers == 1 and model.config.num_attention_heads == 2
+
+
+def test_a_tagger_loses_layers_by_what_its_loss_says(tagger, tmp_path):
+    (step,) = prune(tagger, tmp_path / "out", method="layers", by="loss", keep_layers=1, rows=16)
+    scores = step["settings"]["importance"]["model.trunk"]
+    assert step["settings"]["kept_layers"]["model.trunk"] == [int(scores[1] > scores[0])]
+    assert step["after"]["metric"] == "f1"
+
+
+def test_a_language_model_generates_without_its_heads(decoder, tmp_path):
+    (step,) = prune(decoder, tmp_path / "out", method="heads", share=0.25, by_layer=True, rows=16)
+    assert step["before"]["metric"] == "loss" and step["before"]["less_is_better"]
+    assert step["before"]["floor"] > 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.tensor([[7, 8, 9]])
+    with_cache = model.generate(ids, max_new_tokens=4, do_sample=False)
+    assert torch.equal(with_cache, model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=False))
+    assert not (tmp_path / "out" / "training").exists()
+
+
+def test_two_of_four_in_a_language_model(decoder, tmp_path):
+    (step,) = prune(decoder, tmp_path / "out", method="weights", pattern="2:4")
+    assert step["settings"]["zeros"] == step["settings"]["prunable"] // 2
+    for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
+        if name.endswith("proj.weight"):
+            assert (tensor.unflatten(-1, (-1, 4)) != 0).sum(-1).max() <= 2
+
+
+class Stop(TrainerCallback):
+    """Kills a run at a step, as a power cut would: nothing after the checkpoint is written."""
+
+    def on_save(self, args, state, control, **kwargs):
+        raise KeyboardInterrupt
+
+
+TRAINED = {
+    "heads": {"by": "gates", "gate_penalty": 3.0, "gate_speed": 1000.0},
+    "weights": {"by": "movement", "sparsity": 0.5},
+}
+
+
+@pytest.mark.parametrize("method, kind", [("heads", "classifier"), ("weights", "decoder")])
+def test_training_goes_on_where_it_was_killed(method, kind, request, tmp_path):
+    model = request.getfixturevalue(kind)
+    options = {
+        **TRAINED[method], "method": method, "max_steps": 8, "save_steps": 4, "save_strategy": "steps",
+        "eval_strategy": "no", "logging_steps": 2, "learning_rate": 3e-3, "per_device_train_batch_size": 8,
+    }  # fmt: skip
+    (whole,) = prune(model, tmp_path / "whole", **options)
+    with pytest.raises(KeyboardInterrupt):
+        prune(model, tmp_path / "cut", callbacks=[Stop()], **options)
+    assert not (tmp_path / "cut" / "config.json").exists()
+    prune(model, tmp_path / "cut", resume_from_checkpoint="true", **options)
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert not any("gates" in name or "parametrizations" in name for name in first)
+    if method == "heads":
+        assert whole["after"]["parameters"] < whole["before"]["parameters"]
+    else:
+        zeros = whole["settings"]["zeros"]
+        assert zeros == pytest.approx(whole["settings"]["prunable"] // 2, abs=12)
+
+
+def test_zeros_stay_while_a_model_trains(classifier, tmp_path):
+    options = {"max_steps": 4, "eval_strategy": "no", "save_strategy": "no", "learning_rate": 3e-3}
+    (step,) = prune(classifier, tmp_path / "out", "--train_masked", method="weights", pattern="2:4", **options)
+    assert step["settings"]["zeros"] >= step["settings"]["prunable"] // 2
+    before, after = (load_file(folder / "model.safetensors") for folder in (classifier, tmp_path / "out"))
+    changed = [
+        name for name in before if not torch.equal(before[name][after[name] != 0], after[name][after[name] != 0])
+    ]
+    assert changed
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--method head", "there is no --method 'head'. Did you mean 'heads'?"),
+        ("--method heads --heads 0:0,1,2,3", "takes all 4 heads of layer 0; leave it one, or remove the whole layer"),
+        ("--method heads --heads 5:0", "names layer 5, and layers with heads are 0, 1"),
+        ("--method heads --heads 0-1", "is no LAYER:HEAD,HEAD"),
+        ("--method heads --share 0.9", "6 at most can go"),
+        ("--method heads --share 1.5", "--share 1.5 is a share of heads between 0 and 1"),
+        ("--method heads --by loss", "chosen by gradient or gates, not by 'loss'"),
+        ("--method layers --keep_layers 2", "--keep_layers 2 must be at least 1 and less than the model's 2 layers"),
+        ("--method layers --layers 0,4", "do not exist: the model has 2"),
+        ("--method layers --share 0.2", "--share is for --method heads"),
+        ("--method weights --sparsity 1", "--sparsity 1.0 is a share of weights in [0, 1)"),
+        ("--method weights --exclude nowhere", "--exclude 'nowhere' is in no name"),
+    ],
+)
+def test_bad_input_is_one_paragraph_and_writes_nothing(words, message, classifier, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["prune", "--model", str(classifier), "--output_dir", str(out), *words.split(), "--use_cpu"]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("hf-xformers: error: ") and message in error
+    assert not out.exists() or not any(out.iterdir())
+
+
+def test_a_folder_is_not_overwritten_by_accident(classifier, tmp_path, capsys):
+    prune(classifier, tmp_path / "out", method="layers", measure="false")
+    assert read_steps(tmp_path / "out")[0]["after"]["quality"] is None
+    words = ["--model", str(classifier), "--output_dir", str(tmp_path / "out"), "--method", "layers", "--use_cpu"]
+    assert main(["prune", *words]) == 2
+    assert "replace it with --overwrite_output_dir" in capsys.readouterr().err
+    assert main(["prune", *words[:2], "--output_dir", str(classifier), *words[4:]]) == 2
+    assert "which stays as it is" in capsys.readouterr().err
+    prune(classifier, tmp_path / "out", "--overwrite_output_dir", method="weights", measure="false")
+    assert len(read_steps(tmp_path / "out")) == 1
+
+
+def test_measuring_one_model(decoder):
+    row = measure(decoder, Measuring(time_batches=1, time_length=4))
+    assert (row.seconds > 0 and row.parameters == row.nonzero + 0) or row.nonzero < row.parameters
+    assert row.figures["loss"] == row.quality
+    with pytest.raises(ValueError, match="--time_batches -1"):
+        measure(decoder, Measuring(time_batches=-1))
+    assert read_steps(decoder) == [] and not (decoder / FILE).exists()
