@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .heads import heads_of
+from .attention_heads import heads_of
 from .methods import DistillationMethod
 
 _LABELS = ("labels", "start_positions", "end_positions")

@@ -132,9 +132,6 @@ def test_no_field_of_theirs_is_lost(model_type):
 # Fields of ours that change no output of a converted model: how a fresh one starts, how padding is skipped, in which
 # order layers are shared where they are, what a classifier (where one is converted, they are checked) or generation
 # reads, and the parts that only two towers have.
-# Fields of ours that change no output of a converted model: how a fresh one starts, how padding is skipped, what a
-# classifier (where one is converted, they are checked) or generation reads, where layers run that nobody shares, and
-# the parts that only two towers have.
 START = {"initializer", "initializer_range", "initializer_factor", "unpad_inputs", "sharing"}
 CHECKED_LATER = {
     "add_pooler",
