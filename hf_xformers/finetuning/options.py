@@ -8,6 +8,7 @@ from typing import Literal
 
 from ..training.recipe import Recipe
 from . import names
+from .layerwise import LayerwiseOptions
 
 
 def _listed(words: Iterable[str]) -> str:
@@ -226,7 +227,7 @@ class TaskOptions:
 
 
 @dataclass
-class RunOptions(Recipe):
+class RunOptions(LayerwiseOptions, Recipe):
     """What belongs to the run beside Trainer's flags."""
 
     _argument_group_name = "run"

@@ -23,6 +23,7 @@ from ..training.run_folder import check_same_run, read_summary, save_final, star
 from . import loading
 from .class_balance import BalancedLoss, class_weights
 from .exit_curve import exit_curve, has_exit_curve
+from .layerwise import LayerGroups
 from .options import ModelOptions, RunOptions, TaskData, TaskOptions
 from .peft_methods import BOTTLENECKS, add_adapter, check_method, virtual_tokens
 from .tasks import Encoded, LanguageModeling, MultiLabelClassification, Regression, Task, build_task
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Seq2SeqTrainingArguments, TrainerCallback
 
 PREDICTIONS = "predictions_{split}.jsonl"
+METHODS = ("layer_decay", "unfreeze_every", "slanted_triangular")  # of training, in the record of a run
 
 
 @dataclass
@@ -133,6 +135,7 @@ class FineTuning:
             raise ValueError("--peft.FIELD options are about a method; name it with --peft")
         if run.early_stopping_patience is not None and run.early_stopping_patience < 1:
             raise ValueError(f"--early_stopping_patience {run.early_stopping_patience} must be at least 1")
+        run.check_layerwise(args, run.peft)
         wanted = (args.metric_for_best_model or "loss").removeprefix("eval_")
         known = ("loss", *self.task.metric_names)
         generating = not self.task.generates or args.predict_with_generate
@@ -236,6 +239,7 @@ class FineTuning:
         plan = self._plan(config, tokenizer, encoded)
         if self.checkpoint is not None:
             check_same_run(plan, self.checkpoint)
+            check_same_methods(plan, self.checkpoint)
         return Prepared(self.task, config, tokenizer, encoded, plan, self.checkpoint)
 
     def _tokenizer(self, rows: Any, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
@@ -291,6 +295,7 @@ class FineTuning:
             plan["labels"] = classes
         if self.options.class_balance:
             plan["class_balance"] = self.options.class_balance
+        plan |= self.run_options.layerwise_record()
         if language:  # what `hf-xformers evaluate` looks for
             plan["objective"] = self.task.objective.to_dict()  # type: ignore[attr-defined]
             plan["block_size"] = self.task.max_length
@@ -329,6 +334,7 @@ class FineTuning:
             args.save_strategy = SaveStrategy.EPOCH if args.save_strategy == SaveStrategy.BEST else args.save_strategy
         self._train = prepared.splits["train"]
         model = self._model(prepared)
+        groups = LayerGroups(model) if self.run_options.goes_by_layers else None
         self._begin(prepared)
         collator = task.collator(prepared.tokenizer, model, args.seed)
         static = collator.as_static() if isinstance(collator, SeededCollator) else collator
@@ -344,6 +350,8 @@ class FineTuning:
             processing_class=prepared.tokenizer,
             callbacks=[*self._callbacks(collator), *callbacks],
             recipe=self.run_options,
+            layerwise=self.run_options,
+            groups=groups,
             compute_loss_func=self._loss(prepared),
         )
         speak_plainly(trainer)
@@ -355,6 +363,8 @@ class FineTuning:
         trainer.train(resume_from_checkpoint=None if prepared.checkpoint is None else str(prepared.checkpoint))
         summary |= {"status": "finished", "steps": trainer.state.global_step, "epochs": trainer.state.epoch}
         summary["seconds"] = round(time.perf_counter() - started, 2)
+        if trainer.unfreezing is not None:
+            summary["trained_parameters"] = trainer.unfreezing.trained()
         if self.run_options.average_checkpoints:
             summary["averaged"] = average_last_checkpoints(model, folder, self.run_options.average_checkpoints)
         summary["best_checkpoint"] = trainer.state.best_model_checkpoint
@@ -464,6 +474,17 @@ def finetune(
     made = FineTuning(model, source, task, run, args, **options)
     with folder_lock(made.folder, writes=args.should_save):
         return made.train(made.prepare(), callbacks)
+
+
+def check_same_methods(plan: Mapping[str, Any], checkpoint: Path) -> None:
+    """Refuses to continue a checkpoint with other ways to train, which its optimizer does not fit."""
+    before = read_summary(checkpoint.parent)
+    for name in METHODS:
+        if before and before.get(name) != plan.get(name):
+            raise ValueError(
+                f"the run of {str(checkpoint)!r} had {name} {before.get(name)}, and this command gives {plan.get(name)};"
+                " resume with the options of the first start, or start a new run in another --output_dir"
+            )
 
 
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

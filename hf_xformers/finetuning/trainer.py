@@ -13,6 +13,7 @@ from transformers.trainer_utils import EvalPrediction
 
 from ..training.evaluation import summarise
 from ..training.trainer import XFormerTrainer
+from .layerwise import GradualUnfreezing, LayerGroups, LayerwiseOptions, slanted_schedule, spread_rates
 from .tasks import Encoded, Task
 
 
@@ -23,15 +24,51 @@ class TaskTrainer(XFormerTrainer):
 
     A head whose loss is a mean over rows gets it divided by the accumulation steps: what transformers does for models
     whose `forward` takes further arguments is right only for losses that are divided by the tokens of the whole step.
+
+    layerwise: which layers learn when, and how fast. groups: the layers, if it goes by them.
     """
 
-    def __init__(self, *args: Any, task: Task, validation: Encoded | None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        task: Task,
+        validation: Encoded | None,
+        layerwise: LayerwiseOptions | None = None,
+        groups: LayerGroups | None = None,
+        **kwargs: Any,
+    ) -> None:
         self.task, self._split = task, validation
+        self.layerwise, self.groups = layerwise or LayerwiseOptions(), groups
         self.rows: list[dict[str, Any]] = []
         self._order: np.ndarray | None = None  # of the features, where it is not that of the split
         super().__init__(*args, compute_metrics=self._score, **kwargs)
         if task.mean_loss:
             self.model_accepts_loss_kwargs = False
+        self.unfreezing: GradualUnfreezing | None = None
+        if groups is not None and self.layerwise.unfreeze_every is not None:
+            self.unfreezing = GradualUnfreezing(groups, self.layerwise.unfreeze_every)
+            self.add_callback(self.unfreezing)
+
+    # ------------------------------------------------------------------------------------------------ training
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        made = self.optimizer is not None
+        optimizer = super().create_optimizer(model)
+        decay = self.layerwise.layer_decay
+        if not made and self.groups is not None and decay not in (None, 1):
+            spread_rates(optimizer, self.groups, decay)
+        return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if not self.layerwise.slanted_triangular or self.lr_scheduler is not None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        chosen = self.layerwise
+        optimizer = self.optimizer if optimizer is None else optimizer
+        self.lr_scheduler = slanted_schedule(optimizer, num_training_steps, chosen.cut_frac, chosen.slanted_ratio)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    # ------------------------------------------------------------------------------------------------ evaluation
 
     def predict_rows(
         self, split: Encoded, prefix: str, *, by_length: bool = False
