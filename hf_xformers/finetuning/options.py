@@ -9,6 +9,7 @@ from typing import Literal
 from ..training.recipe import Recipe
 from . import names
 from .layerwise import LayerwiseOptions
+from .self_ensemble import SelfEnsembleOptions
 
 
 def _listed(words: Iterable[str]) -> str:
@@ -227,7 +228,7 @@ class TaskOptions:
 
 
 @dataclass
-class RunOptions(LayerwiseOptions, Recipe):
+class RunOptions(LayerwiseOptions, SelfEnsembleOptions, Recipe):
     """What belongs to the run beside Trainer's flags."""
 
     _argument_group_name = "run"

@@ -26,13 +26,14 @@ from .exit_curve import exit_curve, has_exit_curve
 from .layerwise import LayerGroups
 from .options import ModelOptions, RunOptions, TaskData, TaskOptions
 from .peft_methods import BOTTLENECKS, add_adapter, check_method, virtual_tokens
+from .self_ensemble import SelfEnsemble
 from .tasks import Encoded, LanguageModeling, MultiLabelClassification, Regression, Task, build_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Seq2SeqTrainingArguments, TrainerCallback
 
 PREDICTIONS = "predictions_{split}.jsonl"
-METHODS = ("layer_decay", "unfreeze_every", "slanted_triangular")  # of training, in the record of a run
+METHODS = ("layer_decay", "unfreeze_every", "slanted_triangular", "self_ensemble")  # of training, as recorded
 
 
 @dataclass
@@ -136,6 +137,7 @@ class FineTuning:
         if run.early_stopping_patience is not None and run.early_stopping_patience < 1:
             raise ValueError(f"--early_stopping_patience {run.early_stopping_patience} must be at least 1")
         run.check_layerwise(args, run.peft)
+        run.check_self_ensemble(self.task.head, self.task.id, run.average_checkpoints is not None)
         wanted = (args.metric_for_best_model or "loss").removeprefix("eval_")
         known = ("loss", *self.task.metric_names)
         generating = not self.task.generates or args.predict_with_generate
@@ -158,6 +160,14 @@ class FineTuning:
         if args.label_smoothing_factor and self.options.class_balance:
             raise ValueError("--label_smoothing_factor and --class_balance both make the loss; drop one")
 
+    def _losses(self) -> dict[str, Any]:
+        """Options that make a loss of a model's logits, and whether they are chosen."""
+        return {
+            "class_balance": self.options.class_balance,
+            "label_smoothing_factor": self.args.label_smoothing_factor,
+            "self_ensemble": self.run_options.distils,
+        }
+
     def _check_exits(self, config: PreTrainedConfig) -> None:
         stack: Any = getattr(config, "stack", None)
         head = self.task.head
@@ -165,11 +175,7 @@ class FineTuning:
             (stack.has_exits and head == "SequenceClassification")
             or (stack.has_token_exits and head == "TokenClassification")
         )
-        chosen = {
-            "class_balance": self.options.class_balance,
-            "label_smoothing_factor": self.args.label_smoothing_factor,
-        }
-        for name, value in chosen.items():
+        for name, value in self._losses().items():
             if value and exits:
                 raise ValueError(
                     f"--{name} makes the loss of a model's last logits, and {config.model_type} has a classifier with"
@@ -179,8 +185,8 @@ class FineTuning:
     def _check_tags(self, config: PreTrainedConfig) -> None:
         if self.task.head != "TokenClassification" or getattr(config, "tag_decoder", "softmax") == "softmax":
             return
-        for name in ("class_balance", "label_smoothing_factor"):
-            if getattr(self.options, name, None) or getattr(self.args, name, None):
+        for name, value in self._losses().items():
+            if value:
                 raise ValueError(
                     f"--{name} makes the loss of single tags, and a model with tag_decoder 'crf' has that of whole"
                     " sequences; leave it out, or take --tag_decoder softmax"
@@ -295,7 +301,7 @@ class FineTuning:
             plan["labels"] = classes
         if self.options.class_balance:
             plan["class_balance"] = self.options.class_balance
-        plan |= self.run_options.layerwise_record()
+        plan |= self.run_options.layerwise_record() | self.run_options.self_ensemble_record()
         if language:  # what `hf-xformers evaluate` looks for
             plan["objective"] = self.task.objective.to_dict()  # type: ignore[attr-defined]
             plan["block_size"] = self.task.max_length
@@ -335,6 +341,7 @@ class FineTuning:
         self._train = prepared.splits["train"]
         model = self._model(prepared)
         groups = LayerGroups(model) if self.run_options.goes_by_layers else None
+        ensemble = SelfEnsemble(model, self.run_options) if self.run_options.self_ensemble is not None else None
         self._begin(prepared)
         collator = task.collator(prepared.tokenizer, model, args.seed)
         static = collator.as_static() if isinstance(collator, SeededCollator) else collator
@@ -352,6 +359,7 @@ class FineTuning:
             recipe=self.run_options,
             layerwise=self.run_options,
             groups=groups,
+            ensemble=ensemble,
             compute_loss_func=self._loss(prepared),
         )
         speak_plainly(trainer)
@@ -365,6 +373,9 @@ class FineTuning:
         summary["seconds"] = round(time.perf_counter() - started, 2)
         if trainer.unfreezing is not None:
             summary["trained_parameters"] = trainer.unfreezing.trained()
+        if ensemble is not None:
+            best = trainer.state.best_model_checkpoint if args.load_best_model_at_end else None
+            ensemble.settle(best)
         if self.run_options.average_checkpoints:
             summary["averaged"] = average_last_checkpoints(model, folder, self.run_options.average_checkpoints)
         summary["best_checkpoint"] = trainer.state.best_model_checkpoint
@@ -482,8 +493,9 @@ def check_same_methods(plan: Mapping[str, Any], checkpoint: Path) -> None:
     for name in METHODS:
         if before and before.get(name) != plan.get(name):
             raise ValueError(
-                f"the run of {str(checkpoint)!r} had {name} {before.get(name)}, and this command gives {plan.get(name)};"
-                " resume with the options of the first start, or start a new run in another --output_dir"
+                f"the run of {str(checkpoint)!r} had {name} {before.get(name)}, and this command gives"
+                f" {plan.get(name)}; resume with the options of the first start, or start a new run in another"
+                " --output_dir"
             )
 
 

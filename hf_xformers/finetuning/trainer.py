@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers.trainer_utils import EvalPrediction
 from ..training.evaluation import summarise
 from ..training.trainer import XFormerTrainer
 from .layerwise import GradualUnfreezing, LayerGroups, LayerwiseOptions, slanted_schedule, spread_rates
+from .self_ensemble import EnsembleCallback, SelfEnsemble
 from .tasks import Encoded, Task
 
 
@@ -25,7 +27,8 @@ class TaskTrainer(XFormerTrainer):
     A head whose loss is a mean over rows gets it divided by the accumulation steps: what transformers does for models
     whose `forward` takes further arguments is right only for losses that are divided by the tokens of the whole step.
 
-    layerwise: which layers learn when, and how fast. groups: the layers, if it goes by them.
+    layerwise: which layers learn when, and how fast. groups: the layers, if it goes by them. ensemble:
+    the weights of past steps, as a teacher or as what is evaluated.
     """
 
     def __init__(
@@ -35,10 +38,12 @@ class TaskTrainer(XFormerTrainer):
         validation: Encoded | None,
         layerwise: LayerwiseOptions | None = None,
         groups: LayerGroups | None = None,
+        ensemble: SelfEnsemble | None = None,
         **kwargs: Any,
     ) -> None:
         self.task, self._split = task, validation
         self.layerwise, self.groups = layerwise or LayerwiseOptions(), groups
+        self.ensemble = ensemble
         self.rows: list[dict[str, Any]] = []
         self._order: np.ndarray | None = None  # of the features, where it is not that of the split
         super().__init__(*args, compute_metrics=self._score, **kwargs)
@@ -48,6 +53,8 @@ class TaskTrainer(XFormerTrainer):
         if groups is not None and self.layerwise.unfreeze_every is not None:
             self.unfreezing = GradualUnfreezing(groups, self.layerwise.unfreeze_every)
             self.add_callback(self.unfreezing)
+        if ensemble is not None:
+            self.add_callback(EnsembleCallback(ensemble))
 
     # ------------------------------------------------------------------------------------------------ training
 
@@ -68,7 +75,44 @@ class TaskTrainer(XFormerTrainer):
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        labels = inputs.get("labels")
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if self.ensemble is not None and self.ensemble.teaches and model.training:
+            whole = self._counts_whole_step(num_items_in_batch)
+            error = self.ensemble.error(outputs["logits"], labels, inputs, num_items_in_batch if whole else None)
+            self._note_loss("self_distillation", error, counted=bool(outputs.get("aux_losses")))
+            processes = self.accelerator.num_processes if whole and self.args.average_tokens_across_devices else 1
+            loss = loss + self.ensemble.options.self_distillation_weight * processes * error
+        return (loss, outputs) if return_outputs else loss
+
+    def _note_loss(self, name: str, value: Tensor, *, counted: bool) -> None:
+        """Logs a term of the loss as `aux_<name>`. counted: whether the batch is among those that are averaged."""
+        value = value.detach().float()
+        self._aux_sums[name] = self._aux_sums[name] + value if name in self._aux_sums else value
+        self._aux_batches += 0 if counted else 1
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.ensemble is not None and self.args.should_save:
+            self.ensemble.save(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.ensemble is not None and checkpoint is not None:
+            self.ensemble.load(checkpoint)
+
     # ------------------------------------------------------------------------------------------------ evaluation
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.nullcontext() if self.ensemble is None else self.ensemble.averaged():
+            return super().evaluation_loop(*args, **kwargs)
 
     def predict_rows(
         self, split: Encoded, prefix: str, *, by_length: bool = False
