@@ -28,10 +28,19 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     from ..training.folder_lock import folder_lock
 
     parsed = parse_command(argv, GROUPS, make_parser)
-    model, source, task, options, args = parsed.dataclasses
+    model, source, task, options, intermediate, args = parsed.dataclasses
     args.predict_with_generate = args.predict_with_generate and not args.prediction_loss_only
     quiet_libraries(args)
-    made = FineTuning(model, source, task, options, args, **model_options(parsed, model, options))
+    given = model_options(parsed, model, options)
+    if intermediate.intermediate_task is not None:
+        from ..finetuning.two_stages import TwoStages
+
+        stages = TwoStages(model, source, task, options, args, intermediate, **given)
+        with folder_lock(stages.folder, writes=args.should_save):
+            report(stages.train(say, callbacks), str(args.output_dir))
+        return 0
+    intermediate.check()
+    made = FineTuning(model, source, task, options, args, **given)
     with folder_lock(made.folder, writes=args.should_save):
         prepared = made.prepare()
         sizes = ", ".join(f"{len(split.rows):,} {name}" for name, split in prepared.splits.items())
@@ -49,9 +58,10 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
 
     from ..finetuning.options import ModelOptions, RunOptions, TaskData, TaskOptions
     from ..finetuning.presets import finetuning_defaults
+    from ..finetuning.two_stages import IntermediateOptions
 
     parser = Parser(
-        [ModelOptions, TaskData, TaskOptions, RunOptions],
+        [ModelOptions, TaskData, TaskOptions, RunOptions, IntermediateOptions],
         Seq2SeqTrainingArguments,
         prog="hf-xformers finetune",
         usage=(
@@ -136,8 +146,10 @@ def report(summary: Mapping[str, Any], folder: str) -> None:
         }
         shown = beside_floor(metrics, summary.get(f"floor_{split}", {}), None)
         held_out |= {f"{name} ({split})": text for name, text in shown.items()}
+    before = summary.get("intermediate")
     facts = {
         "task": summary["task"],
+        "after": None if before is None else f"{before['task']}, {before['steps']:,} steps",
         "variant": summary["variant"],
         "parameters": summary["parameters"],
         "trained parameters": summary["trained_parameters"],
