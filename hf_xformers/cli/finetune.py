@@ -11,10 +11,15 @@ from ..core.components import SLOTS
 from .arguments import Parser, add_model_options, parse_changes, parse_command, parse_fields
 from .console import print_facts, say
 from .pretrain import OUTPUT_HELP, quiet_libraries
+from .several_tasks import run_several, split_tasks
 from .values import annotation, parse
 
 _DESCRIPTION = """Fine-tune a saved model, or a variant from random weights, on a task, and save it with its tokenizer,
 the metrics and the predictions of all held-out rows.
+
+Several tasks at once, each with its data, share one encoder; every other option may name its task, too:
+
+  hf-xformers finetune --model M --output_dir both --task a=classification --data a=a.csv --task b=ner --data b=b.csv
 
 FILE.yaml has the options by name. Works unchanged under a launcher:
 
@@ -27,8 +32,17 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     from ..finetuning import FineTuning
     from ..training.folder_lock import folder_lock
 
+    commands = split_tasks(argv)
+    if commands is not None:
+        lines = {name: parse_command(line, GROUPS, make_parser) for name, line in commands.items()}
+        one = next(iter(lines.values()))
+        return run_several(lines, model_options(one, one.dataclasses[0], one.dataclasses[3]), callbacks)
     parsed = parse_command(argv, GROUPS, make_parser)
-    model, source, task, options, intermediate, args = parsed.dataclasses
+    model, source, task, options, intermediate, several, args = parsed.dataclasses
+    if several.chosen():
+        raise ValueError(
+            "--sampling says how often each of several tasks comes; name them with --task NAME=TASK, or leave it out"
+        )
     args.predict_with_generate = args.predict_with_generate and not args.prediction_loss_only
     quiet_libraries(args)
     given = model_options(parsed, model, options)
@@ -56,12 +70,13 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     """The parser for a task, a model and a size, whose defaults and fields differ."""
     from transformers import Seq2SeqTrainingArguments
 
+    from ..finetuning.multi_task import MultiTaskOptions
     from ..finetuning.options import ModelOptions, RunOptions, TaskData, TaskOptions
     from ..finetuning.presets import finetuning_defaults
     from ..finetuning.two_stages import IntermediateOptions
 
     parser = Parser(
-        [ModelOptions, TaskData, TaskOptions, RunOptions, IntermediateOptions],
+        [ModelOptions, TaskData, TaskOptions, RunOptions, IntermediateOptions, MultiTaskOptions],
         Seq2SeqTrainingArguments,
         prog="hf-xformers finetune",
         usage=(

@@ -49,7 +49,10 @@ class Prediction:
     split: str | None = field(
         default=None, metadata={"help": "Split of the data. Default: test, else validation, else train."}
     )
-    task: str | None = field(default=None, metadata={"help": "Task of a model that finetune did not train."})
+    task: str | None = field(
+        default=None,
+        metadata={"help": "Of several tasks the name of one; else the task of a model that finetune did not train."},
+    )
     base_model: str | None = field(
         default=None,
         metadata={"help": "The model under an adapter. Default: where it was when the adapter was trained."},

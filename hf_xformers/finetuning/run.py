@@ -77,6 +77,7 @@ class FineTuning:
         self.components, self.fields = dict(components or {}), dict(fields or {})
         self.peft_fields = dict(peft_fields or {})
         self.folder = Path(str(args.output_dir))
+        self.tokenizer: Any = None  # one that several tasks share
         self.task = build_task(task)
         self.start = self._open_start()
         heads = self._heads()
@@ -229,7 +230,7 @@ class FineTuning:
             tokenizer: Any = None
             ids: dict[str, Any] = {}
             if self.task.reads_text:
-                tokenizer = self._tokenizer(splits["train"], first)
+                tokenizer = self.tokenizer or self._tokenizer(splits["train"], first)
                 loading.fit_tokenizer(tokenizer, first)
                 ids = self._vocabulary(tokenizer)
             config = self._config({**self.task.config_fields(), **ids})

@@ -46,7 +46,10 @@ def does_a_task(name: str) -> bool:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return False
-    task = read_summary(folder).get("task")
+    record = read_summary(folder)
+    if record.get("tasks"):
+        return True
+    task = record.get("task")
     if task in TASKS:
         return TASKS[task].predicts
     if (folder / PEFT_FILE).is_file() or (folder / BOTTLENECK_FILE).is_file():
@@ -63,13 +66,14 @@ def open_trained(
 ) -> Trained:
     """The model of a folder or Hub id, with the task and the columns of its run.
 
-    task: for a model whose run is not known. base: the model under an adapter, where it is no longer where it was.
-    changes: fields of `TaskOptions` that differ from the run's.
+    task: for a model whose run is not known; of a run of several tasks the name of one. base: the model under an
+    adapter, where it is no longer where it was. changes: fields of `TaskOptions` that differ from the run's.
 
     Raises ValueError for what is no fine-tuned model, damaged weights, and an adapter whose base is not to be found.
     """
     from ..data import check_tokenizer, load_tokenizer
 
+    name, task = _one_of_several(name, task)
     folder = Path(name).expanduser()
     record = read_summary(folder) if folder.is_dir() else {}
     adapter = next((file for file in (PEFT_FILE, BOTTLENECK_FILE) if (folder / file).is_file()), None)
@@ -97,6 +101,19 @@ def open_trained(
     made.read_config(config)
     model = _load(folder, start, adapter, config, made) if adapter else _whole(name, config, made)
     return Trained(made, model, words, config, record)
+
+
+def _one_of_several(name: str, task: str | None) -> tuple[str, str | None]:
+    """Of a run of several tasks the folder of the one that is named; of other models what was given."""
+    folder = Path(name).expanduser()
+    whole = not folder.is_dir() or (folder / "config.json").is_file()
+    tasks = [] if whole else list(read_summary(folder).get("tasks", ()))
+    if not tasks:
+        return name, task
+    if task in tasks:
+        return str(folder / str(task)), None
+    asked = "name one" if task is None else f"{task!r} is none of them; name one"
+    raise ValueError(f"{name!r} holds models for the tasks {', '.join(tasks)}; {asked} with --task")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,0 +1,128 @@
+"""`hf-xformers finetune --task a=classification --task b=tagging ...`: a command line for each task, and a report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .arguments import Parsed
+from .console import print_facts, say
+
+
+def split_tasks(argv: Sequence[str]) -> dict[str, list[str]] | None:
+    """The command line of each named task, where `--option NAME=VALUE` has become `--option VALUE` for that task and
+    is missing for the others; None where `--task` names no tasks.
+
+    A value without a name is for all tasks that have none of their own. Raises ValueError for names that clash.
+    """
+    groups = _groups(argv)
+    kinds: dict[str, str] = {}
+    plain = []
+    for flag, values in groups:
+        for value in values if _is(flag, "task") else ():
+            name, equals, kind = value.partition("=")
+            if not equals:
+                plain.append(value)
+            elif not name.isidentifier():
+                raise ValueError(f"--task {value}: {name!r} is to be the name of a folder; use letters and digits")
+            elif name in kinds:
+                raise ValueError(f"--task {value}: there is a task {name!r} already; give this one another name")
+            else:
+                kinds[name] = kind
+    if not kinds:
+        return None
+    if plain:
+        raise ValueError(
+            f"--task {plain[0]} has no name beside the named tasks {', '.join(kinds)}; write --task NAME={plain[0]}"
+        )
+    return {name: _own(groups, name, kinds) for name in kinds}
+
+
+def _is(flag: str | None, name: str) -> bool:
+    return flag is not None and flag.removeprefix("--").replace("-", "_") == name
+
+
+def _groups(argv: Sequence[str]) -> list[tuple[str | None, list[str]]]:
+    """The tokens by option: (None, what stands before the first one), then (option, its values)."""
+    groups: list[tuple[str | None, list[str]]] = [(None, [])]
+    for token in argv:
+        if token.startswith("--"):
+            flag, equals, value = token.partition("=")
+            groups.append((flag, [value] if equals else []))
+        else:
+            groups[-1][1].append(token)
+    return groups
+
+
+def _own(groups: Sequence[tuple[str | None, list[str]]], name: str, kinds: Mapping[str, str]) -> list[str]:
+    named: dict[str, list[str]] = {}  # by option, the values that are this task's
+    for flag, values in groups:
+        for value in values:
+            owner, equals, rest = value.partition("=")
+            if flag is not None and equals and owner == name:
+                named.setdefault(flag, []).append(rest)
+    tokens: list[str] = []
+    done: set[str] = set()
+    for flag, values in groups:
+        if flag is None:
+            tokens += values
+        elif flag in named:
+            if flag not in done:
+                tokens += [flag, *named[flag]]
+            done.add(flag)
+        else:
+            shared = [value for value in values if value.partition("=")[0] not in kinds or "=" not in value]
+            if shared or not values:
+                tokens += [flag, *shared]
+    return tokens
+
+
+def run_several(parsed: Mapping[str, Parsed], given: Mapping[str, Any], callbacks: Sequence[Any] = ()) -> int:
+    """parsed: by task its command line. given: what belongs to the model, as [`FineTuning`] takes it."""
+    from ..finetuning.multi_run import MultiTaskTuning, run_tasks
+    from ..training.folder_lock import folder_lock
+    from .pretrain import quiet_libraries
+
+    model, _, _, options, intermediate, several, args = next(iter(parsed.values())).dataclasses
+    if intermediate.intermediate_task is not None:
+        raise ValueError(
+            "--intermediate_task comes before one task; train on it by itself, and give its folder as --model"
+        )
+    intermediate.check()
+    quiet_libraries(args)
+    requests = {name: found.dataclasses[1:3] for name, found in parsed.items()}
+    made = MultiTaskTuning(model, requests, options, args, several, **given)
+    with folder_lock(made.folder, writes=args.should_save):
+        summary = run_tasks(made, say, callbacks)
+    report(summary, str(args.output_dir))
+    return 0
+
+
+def report(summary: Mapping[str, Any], folder: str) -> None:
+    from .predict import beside_floor
+
+    held_out: dict[str, Any] = {}
+    for name, about in summary["tasks"].items():
+        held_out[f"task {name}"] = f"{about['task']}, {about['train_rows']:,} training rows"
+        for split, prefix in (("validation", "eval"), ("test", "test")):
+            metrics = {
+                key.removeprefix(f"{prefix}_"): value
+                for key, value in about.items()
+                if key.startswith(f"{prefix}_") and not key.endswith("_rows")
+            }
+            shown = beside_floor(metrics, about.get(f"floor_{split}", {}), None)
+            held_out |= {f"{name} {metric} ({split})": text for metric, text in shown.items()}
+    facts = {
+        "variant": summary["variant"],
+        "parameters": summary["parameters"],
+        "trained parameters": summary["trained_parameters"],
+        "steps": summary["steps"],
+        "seconds": summary["seconds"],
+        "best checkpoint": summary["best_checkpoint"],
+        **held_out,
+        "saved in": ", ".join(f"{folder}/{name}" for name in summary["tasks"]),
+    }
+    print_facts("fine-tuned", facts)
+
+
+__all__ = ["report", "run_several", "split_tasks"]

@@ -1,0 +1,362 @@
+"""Fine-tuning on several tasks at once: a request for each task, one tokenizer, one encoder, one Trainer.
+
+RUN/checkpoint-<step>/     encoder and heads, as Trainer goes on from them
+RUN/training_summary.json  the tasks and what was measured of each
+RUN/<task>/                that task's whole model, as a run of it alone would have left it
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from ..conversion.provenance import carry_provenance
+from ..core.saved_files import SUMMARY_FILE, saving_into, write_json
+from ..training.randomness import preserved_randomness
+from ..training.recipe import average_last_checkpoints
+from ..training.run_folder import read_summary, start_anew
+from . import loading
+from .layerwise import LayerGroups
+from .multi_task import HEADS, JoinedRows, MultiTaskModel, MultiTaskOptions, NamedRows, TaskBatchSampler, TaskCollator
+from .options import ModelOptions, RunOptions, TaskData, TaskOptions
+from .run import METHODS, PREDICTIONS, FineTuning, Prepared, write_lines
+from .self_ensemble import SelfEnsemble
+from .tasks import Encoded, Task
+from .trainer import TaskTrainer
+
+if TYPE_CHECKING:
+    from transformers import Seq2SeqTrainingArguments, TrainerCallback
+
+MEAN = "mean"  # of the tasks' main metrics
+
+
+class MultiTaskTrainer(TaskTrainer):
+    """`TaskTrainer` for a [`MultiTaskModel`]: a batch is of one task, and an evaluation is of all in turn.
+
+    tasks, validations: by name. options: how often each task comes.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        tasks: Mapping[str, Task],
+        validations: Mapping[str, Encoded],
+        options: MultiTaskOptions,
+        **kwargs: Any,
+    ) -> None:
+        self.tasks, self.validations, self.options = dict(tasks), dict(validations), options
+        super().__init__(*args, task=next(iter(tasks.values())), validation=None, **kwargs)
+        if any(task.mean_loss for task in tasks.values()):  # micro-batches of a step may be of different kinds
+            self.model_accepts_loss_kwargs = False
+
+    def get_train_dataloader(self) -> Any:
+        rows: Any = self.train_dataset
+        if len(rows.parts) == 1:
+            return super().get_train_dataloader()
+        sampler = TaskBatchSampler(
+            [len(part) for part in rows.parts],
+            self._train_batch_size,
+            self.options.exponent,
+            seed=self.args.data_seed or self.args.seed,
+        )
+        loader: Any = torch.utils.data.DataLoader(
+            rows,
+            batch_sampler=sampler,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+            persistent_workers=self.args.dataloader_persistent_workers,
+        )
+        self.accelerator.even_batches = False
+        return self.accelerator.prepare(loader)
+
+    def predict_task(self, name: str, split: Encoded, prefix: str) -> tuple[list[dict[str, Any]], dict[str, float]]:
+        """(predicted rows, metrics named `<prefix>_...`) of a split of one task."""
+        before, self.task = self.task, self.tasks[name]
+        try:
+            return self.predict_rows(dataclasses.replace(split, features=NamedRows(split.features, name)), prefix)
+        finally:
+            self.task = before
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        main, losses = [], []
+        with preserved_randomness():
+            for name, split in self.validations.items():
+                prefix, task = f"{metric_key_prefix}_{name}", self.tasks[name]
+                _, found = self.predict_task(name, split, prefix)
+                kept = [f"{prefix}_{metric}" for metric in ("loss", *task.metric_names)]
+                metrics |= {key: found[key] for key in kept if key in found}
+                main.append(found.get(f"{prefix}_{task.metric}", float("nan")))
+                losses.append(found.get(f"{prefix}_loss", float("nan")))
+        metrics[f"{metric_key_prefix}_{MEAN}"] = sum(main) / len(main)
+        metrics[f"{metric_key_prefix}_loss"] = sum(losses) / len(losses)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+
+class MultiTaskTuning:
+    """Checks the requests of several tasks, prepares their data, and trains one encoder on all of them.
+
+    requests: by task, (source, task). options: of [`FineTuning`] beside its dataclasses.
+
+    Raises ValueError and TypeError that name the value and the remedy.
+    """
+
+    def __init__(
+        self,
+        model: ModelOptions,
+        requests: Mapping[str, tuple[TaskData, TaskOptions]],
+        run: RunOptions,
+        args: Seq2SeqTrainingArguments,
+        several: MultiTaskOptions,
+        **options: Any,
+    ) -> None:
+        several.check()
+        self.model, self.run_options, self.args, self.several = model, run, args, several
+        self.folder = Path(str(args.output_dir))
+        self._check(requests)
+        self.parts: dict[str, FineTuning] = {}
+        for name, (source, task) in requests.items():
+            own = copy.copy(args)
+            own.metric_for_best_model = None
+            self.parts[name] = FineTuning(model, source, task, run, own, **options)
+        for name, part in self.parts.items():
+            if part.task.head not in HEADS or not part.task.reads_text:
+                raise ValueError(
+                    f"--task {name}={part.task.id} does not read a text once to classify it, its words, spans or"
+                    " choices, which several tasks at once are for; train it by itself"
+                )
+        self._share_positions()
+        self._choose_metric()
+        self.checkpoint = next(iter(self.parts.values())).checkpoint
+
+    def _check(self, requests: Mapping[str, tuple[TaskData, TaskOptions]]) -> None:
+        run, args = self.run_options, self.args
+        for name, (source, task) in requests.items():
+            if not source.data:
+                raise ValueError(f"task {name!r} has no rows; give them with --data {name}=FILE")
+            if task.class_balance:
+                raise ValueError("--class_balance makes the loss of one task; leave it out for several at once")
+        alone = {
+            "peft": run.peft,
+            "max_tokens": run.max_tokens,
+            "label_smoothing_factor": args.label_smoothing_factor,
+            "group_by_length": args.train_sampling_strategy == "group_by_length",
+        }
+        for option, value in alone.items():
+            if value:
+                raise ValueError(f"--{option} is for one task at a time; leave it out, or train the tasks apart")
+        if args.world_size > 1:
+            raise ValueError(
+                f"several tasks are trained in one process, got {args.world_size}: each batch has another head; start"
+                " the command without a launcher"
+            )
+
+    def _share_positions(self) -> None:
+        """New models cover the longest row of any task."""
+        key = "max_position_embeddings"
+        longest = max((part.fields.get(key, 0) for part in self.parts.values()), default=0)
+        for part in self.parts.values():
+            if part.start is None and longest:
+                part.fields[key] = longest
+
+    def _choose_metric(self) -> None:
+        args = self.args
+        metrics = [f"{name}_{metric}" for name, part in self.parts.items() for metric in part.task.metric_names]
+        losses = [f"{name}_loss" for name in self.parts]
+        wanted = (args.metric_for_best_model or MEAN).removeprefix("eval_")
+        if wanted in {part.task.metric for part in self.parts.values()}:
+            wanted = MEAN  # the default of the task that was named last
+        known = [MEAN, "loss", *metrics, *losses]
+        if wanted not in known:
+            raise ValueError(f"--metric_for_best_model {wanted!r} is not measured; choose one of {', '.join(known)}")
+        args.metric_for_best_model, args.greater_is_better = wanted, not wanted.endswith(("loss", "_mse"))
+
+    # ------------------------------------------------------------------------------------------------ data
+
+    def prepare(self) -> dict[str, Prepared]:
+        """Reads all data; one tokenizer serves all tasks."""
+        first = next(iter(self.parts.values()))
+        if self.checkpoint is None and not self.run_options.overwrite_output_dir:
+            start_anew(self.folder, overwrite=False)
+        tokenizer = self._tokenizer(first)
+        prepared = {}
+        for name, part in self.parts.items():
+            part.tokenizer = tokenizer
+            prepared[name] = part.prepare()
+        sizes = {(one.config.vocab_size, one.config.hidden_size) for one in prepared.values()}
+        if len(sizes) > 1:
+            raise ValueError(f"the tasks' models differ in vocabulary or width {sorted(sizes)}; give them one --model")
+        self._check_same(prepared)
+        return prepared
+
+    def _tokenizer(self, first: FineTuning) -> Any:
+        """Trained on the rows of all tasks, where it is new."""
+        if self.checkpoint is not None or not (self.model.train_tokenizer or self.model.model is None):
+            return None
+        if self.model.tokenizer is not None:
+            return None
+        texts = []
+        for part in self.parts.values():
+            splits = part.task.load(part.source)
+            part.task.settle(splits, None)
+            texts.append(part.task.texts(splits["train"]))
+        config = first._config({})
+        return loading.choose_tokenizer(
+            self.model, first.task, list(itertools.chain.from_iterable(texts)), config.vocab_size, config
+        )
+
+    def _check_same(self, prepared: Mapping[str, Prepared]) -> None:
+        if self.checkpoint is None:
+            return
+        before = read_summary(self.checkpoint.parent).get("tasks", {})
+        now = {name: (one.plan["task"], one.plan["train_rows"]) for name, one in prepared.items()}
+        then = {name: (about["task"], about["train_rows"]) for name, about in before.items()}
+        if now != then:
+            raise ValueError(
+                f"the run of {str(self.checkpoint)!r} had the tasks {then} (kind and training rows), and this command"
+                f" gives {now}; resume with the same --task and --data, or start a new run in another --output_dir"
+            )
+
+    # ------------------------------------------------------------------------------------------------ training
+
+    def train(self, prepared: Mapping[str, Prepared], callbacks: Sequence[TrainerCallback] = ()) -> dict[str, Any]:
+        """Trains, takes the best checkpoint, evaluates and predicts every task, saves every task's model; the content
+        of `training_summary.json`."""
+        from ..training.callbacks import speak_plainly
+
+        args, run = self.args, self.run_options
+        first = next(iter(self.parts))
+        validations = {
+            name: one.splits["validation"]
+            for name, one in prepared.items()
+            if "validation" in one.splits and one.splits["validation"].labelled
+        }
+        if not validations:
+            args.eval_strategy, args.load_best_model_at_end = IntervalStrategy.NO, False
+            args.save_strategy = SaveStrategy.EPOCH if args.save_strategy == SaveStrategy.BEST else args.save_strategy
+        model = MultiTaskModel({name: part._model(prepared[name]) for name, part in self.parts.items()})
+        groups = LayerGroups(model) if run.goes_by_layers else None
+        ensemble: Any = SelfEnsemble(model, run) if run.self_ensemble is not None else None  # type: ignore[arg-type]
+        self.parts[first]._begin(prepared[first])
+        collators = {
+            name: one.task.collator(one.tokenizer, model.heads[name], args.seed) for name, one in prepared.items()
+        }
+        rows = JoinedRows([NamedRows(one.splits["train"].features, name) for name, one in prepared.items()])
+        trainer = MultiTaskTrainer(
+            model=model,
+            args=args,
+            tasks={name: one.task for name, one in prepared.items()},
+            validations=validations,
+            options=self.several,
+            data_collator=TaskCollator(collators),
+            train_dataset=rows,
+            eval_dataset=rows if validations else None,  # there has to be one; `evaluate` has its own
+            processing_class=prepared[first].tokenizer,
+            callbacks=[*self.parts[first]._callbacks(None), *callbacks],
+            recipe=run,
+            layerwise=run,
+            groups=groups,
+            ensemble=ensemble,
+        )
+        speak_plainly(trainer)
+        summary = self._plan(prepared, model)
+        if args.should_save:
+            write_json(self.folder / SUMMARY_FILE, summary)
+        started = time.perf_counter()
+        trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
+        summary |= {"status": "finished", "steps": trainer.state.global_step, "epochs": trainer.state.epoch}
+        summary["seconds"] = round(time.perf_counter() - started, 2)
+        if trainer.unfreezing is not None:
+            summary["trained_parameters"] = trainer.unfreezing.trained()
+        if ensemble is not None:
+            ensemble.settle(trainer.state.best_model_checkpoint if args.load_best_model_at_end else None)
+        if run.average_checkpoints:
+            summary["averaged"] = average_last_checkpoints(model, self.folder, run.average_checkpoints)  # type: ignore[arg-type]
+        summary["best_checkpoint"] = trainer.state.best_model_checkpoint
+        for name, one in prepared.items():
+            summary["tasks"][name] |= self._measure(trainer, name, one)
+        if args.should_save:
+            for name, one in prepared.items():
+                self._save(model, name, one, summary)
+            trainer.save_state()
+            write_json(self.folder / SUMMARY_FILE, summary)
+        return summary
+
+    def _plan(self, prepared: Mapping[str, Prepared], model: MultiTaskModel) -> dict[str, Any]:
+        sampling: dict[str, Any] = {"sampling": self.several.sampling}
+        if self.several.sampling == "temperature":
+            sampling["temperature"] = self.several.sampling_temperature
+        some = next(iter(prepared.values())).plan
+        return {
+            "status": "running",
+            "variant": some["variant"],
+            "init_from": self.model.model,
+            "seed": self.args.seed,
+            **sampling,
+            **{name: some[name] for name in METHODS if name in some},
+            "parameters": model.num_parameters(),
+            "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "tasks": {name: {**one.plan, "head": one.task.head} for name, one in prepared.items()},
+        }
+
+    def _measure(self, trainer: MultiTaskTrainer, name: str, one: Prepared) -> dict[str, Any]:
+        """Metrics and floors of every split of a task but the training rows; predictions are written."""
+        found: dict[str, Any] = {}
+        trivial = one.task.trivial(one.splits["train"])
+        for split in ("validation", "test"):
+            if split not in one.splits:
+                continue
+            prefix = "eval" if split == "validation" else split
+            encoded = one.splits[split]
+            rows, metrics = trainer.predict_task(name, encoded, prefix)
+            if self.args.should_save and rows:
+                (self.folder / name).mkdir(exist_ok=True)
+                write_lines(self.folder / name / PREDICTIONS.format(split=split), rows)
+            known = ("loss", "tokens", *one.task.metric_names)
+            found |= {key: value for key, value in metrics.items() if key.removeprefix(f"{prefix}_") in known}
+            if rows and encoded.labelled and trivial is not None:
+                found[f"floor_{split}"] = one.task.floor(trivial, rows, encoded)
+        return found
+
+    def _save(self, model: MultiTaskModel, name: str, one: Prepared, summary: Mapping[str, Any]) -> None:
+        """A task's model, with all that `predict`, `evaluate` and `push` look for."""
+        folder = self.folder / name
+        with saving_into(folder) as staging:
+            model.save_task(name, staging)
+            one.tokenizer.save_pretrained(staging)
+        carry_provenance(self.model.model, folder)
+        shared = {key: summary[key] for key in ("status", "steps", "epochs", "seconds")}
+        head = model.heads[name]
+        size = model.encoder.num_parameters() + sum(p.numel() for p in head.parameters())
+        about = {**summary["tasks"][name], **shared, "parameters": size, "trained_parameters": size}
+        about["trained_with"] = [other for other in self.parts if other != name]
+        write_json(folder / SUMMARY_FILE, about)
+
+
+def run_tasks(
+    made: MultiTaskTuning, say: Callable[[str], None], callbacks: Sequence[TrainerCallback] = ()
+) -> dict[str, Any]:
+    """Prepares and trains, and says how many rows there are."""
+    prepared = made.prepare()
+    for name, one in prepared.items():
+        sizes = ", ".join(f"{len(split.rows):,} {split_name}" for split_name, split in one.splits.items())
+        say(f"{name}: {one.config.model_type}, {one.task.id}: {sizes} rows {one.task.extent()}")
+    if made.checkpoint is not None:
+        say(f"resuming from {made.checkpoint}")
+    return made.train(prepared, callbacks)
+
+
+__all__ = ["MEAN", "MultiTaskTrainer", "MultiTaskTuning", "run_tasks"]

@@ -1,0 +1,230 @@
+"""One encoder with a head for each of several tasks (Liu et al. 2019, arXiv 1901.11504, MT-DNN): model, rows and
+the order in which they are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SAMPLINGS = ("proportional", "sqrt", "uniform", "temperature")
+TASK = "task"  # of a row and of a batch: whose it is
+HEADS = ("SequenceClassification", "TokenClassification", "QuestionAnswering", "MultipleChoice")
+
+
+@dataclass
+class MultiTaskOptions:
+    """Several tasks at once, over one encoder: --task NAME=TASK and --data NAME=FILES for each of them. So does any
+    other option of task or data name the task it is of, as in --label_column NAME=COLUMN; else it is of all."""
+
+    _argument_group_name = "several tasks"
+
+    sampling: str = field(
+        default="proportional",
+        metadata={
+            "help": (
+                "How often a batch is of a task with n rows: proportional to n, to its square root (sqrt), equally"
+                " often (uniform), or to n^(1/T) (temperature)."
+            )
+        },
+    )
+    sampling_temperature: float = field(
+        default=5.0, metadata={"help": "T of --sampling temperature: 1 is proportional, a high one near uniform."}
+    )
+
+    def check(self) -> None:
+        """Raises ValueError for an unknown sampling and a temperature out of range."""
+        if self.sampling not in SAMPLINGS:
+            raise ValueError(f"--sampling {self.sampling!r} is unknown; take one of {', '.join(SAMPLINGS)}")
+        if not 0 < self.sampling_temperature < math.inf:
+            raise ValueError(f"--sampling_temperature {self.sampling_temperature:g} must be above 0, as 1 is")
+
+    def chosen(self) -> bool:
+        """Whether anything differs from the defaults."""
+        return any(getattr(self, entry.name) != entry.default for entry in dataclasses.fields(self))
+
+    @property
+    def exponent(self) -> float:
+        """Of the number of rows of a task, for how often it comes."""
+        return {"proportional": 1.0, "sqrt": 0.5, "uniform": 0.0}.get(self.sampling, 1 / self.sampling_temperature)
+
+
+# ------------------------------------------------------------------------------------------------ rows
+
+
+class NamedRows:
+    """The features of one task, each with its name."""
+
+    def __init__(self, rows: Any, name: str) -> None:
+        self.rows, self.name = rows, name
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**self.rows[index], TASK: self.name}
+
+
+class JoinedRows:
+    """The rows of all tasks, task after task."""
+
+    def __init__(self, parts: Sequence[NamedRows]) -> None:
+        self.parts = list(parts)
+        self.starts = [sum(map(len, self.parts[:index])) for index in range(len(self.parts))]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        part = max(place for place, start in enumerate(self.starts) if start <= index)
+        return self.parts[part][index - self.starts[part]]
+
+
+class TaskCollator:
+    """Batches of one task, by that task's own collator."""
+
+    def __init__(self, collators: Mapping[str, Any]) -> None:
+        self.collators = dict(collators)
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        (name,) = {row[TASK] for row in rows}
+        plain = [{key: value for key, value in row.items() if key != TASK} for row in rows]
+        return {**self.collators[name](plain), TASK: name}
+
+
+def batch_counts(sizes: Sequence[int], batch_size: int, exponent: float) -> list[int]:
+    """Batches of each task in an epoch, as many together as all rows make: in proportion to n^exponent, at least one
+    each, rounded so that the sum stays (the largest remainders up). An exponent of 1 gives every row its turn once."""
+    whole = [math.ceil(size / batch_size) for size in sizes]
+    if exponent == 1:
+        return whole
+    shares = [size**exponent for size in sizes]
+    wanted = [sum(whole) * share / sum(shares) for share in shares]
+    counts = [max(1, math.floor(value)) for value in wanted]
+    order = sorted(range(len(sizes)), key=lambda index: (math.floor(wanted[index]) - wanted[index], index))
+    for index in order[: max(0, sum(whole) - sum(counts))]:
+        counts[index] += 1
+    return counts
+
+
+class TaskBatchSampler:
+    """Batches of one task each, those of all tasks shuffled (algorithm 1 of MT-DNN); other ones in every epoch.
+
+    A task that comes more often than it has rows for begins again, in another order. Call `set_epoch` before each
+    epoch; Trainer does.
+    """
+
+    def __init__(self, sizes: Sequence[int], batch_size: int, exponent: float = 1.0, seed: int = 0) -> None:
+        self.sizes, self.batch_size, self.seed, self.epoch = list(sizes), batch_size, seed, 0
+        self.counts = batch_counts(self.sizes, batch_size, exponent)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    @property
+    def sampler(self) -> TaskBatchSampler:
+        """Itself: where Accelerate looks for `set_epoch` once it has wrapped the batch sampler."""
+        return self
+
+    def __len__(self) -> int:
+        return sum(self.counts)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        draw = torch.Generator().manual_seed(self.seed + 1000003 * self.epoch)
+        batches: list[list[int]] = []
+        start = 0
+        for size, count in zip(self.sizes, self.counts):
+            own: list[list[int]] = []
+            while len(own) < count:
+                order = [start + index for index in torch.randperm(size, generator=draw).tolist()]
+                own += [order[place : place + self.batch_size] for place in range(0, size, self.batch_size)]
+            batches += own[:count]
+            start += size
+        return iter([batches[index] for index in torch.randperm(len(batches), generator=draw).tolist()])
+
+
+# ------------------------------------------------------------------------------------------------ the model
+
+
+class MultiTaskModel(nn.Module):
+    """Models for several tasks whose base is one and the same module.
+
+    models: by task, each with its own base of one configuration. The base of the first that has a pooler (or of the
+    first at all) becomes that of all; the others are dropped.
+    """
+
+    def __init__(self, models: Mapping[str, PreTrainedModel]) -> None:
+        super().__init__()
+        self.names_of = {name: list(model.state_dict()) for name, model in models.items()}
+        every = list(models.values())
+        chosen: Any = next((one for one in every if getattr(one.base_model, "pooler", None) is not None), every[0])
+        self.prefix = str(chosen.base_model_prefix)
+        self.encoder = getattr(chosen, self.prefix)
+        self.heads = nn.ModuleDict(models)
+        for head in self.heads.values():
+            head._modules.pop(self.prefix)
+            object.__setattr__(head, self.prefix, self.encoder)  # read as before, and not one of its parts
+        self.config: Any = chosen.config
+
+    def forward(self, task: str, **inputs: Any) -> Any:
+        return self.heads[task](**inputs)
+
+    def can_generate(self) -> bool:
+        return False
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        heads = [p for p in self.heads.parameters() if p.requires_grad or not only_trainable]
+        return self.encoder.num_parameters(only_trainable, exclude_embeddings) + sum(p.numel() for p in heads)
+
+    def gradient_checkpointing_enable(self, **options: Any) -> None:
+        self.encoder.gradient_checkpointing_enable(**options)
+
+    def save_task(self, name: str, folder: str | Path) -> None:
+        """Writes one task's model as a whole, as a model of its class by itself."""
+        head: Any = self.heads[name]
+        weights = {**{f"{self.prefix}.{key}": value for key, value in self.encoder.state_dict().items()}}
+        weights |= head.state_dict()
+        head.save_pretrained(folder, state_dict={key: weights[key] for key in self.names_of[name]})
+
+
+def load_tasks(folder: str | Path) -> MultiTaskModel:
+    """The model of a run of several tasks, with one encoder again.
+
+    Raises ValueError for a folder that is none.
+    """
+    from ..training.run_folder import read_summary
+    from . import loading
+
+    names = read_summary(folder).get("tasks")
+    if not names:
+        raise ValueError(f"{str(folder)!r} holds no model of several tasks; give the folder of such a run")
+    models = {}
+    for name, about in names.items():
+        place = str(Path(folder) / name)
+        config = loading.open_config(place)
+        models[name], _ = loading.load_model(place, config, about["head"], has_head=True, new_head=False)
+    return MultiTaskModel(models)
+
+
+__all__ = [
+    "HEADS",
+    "SAMPLINGS",
+    "TASK",
+    "JoinedRows",
+    "MultiTaskModel",
+    "MultiTaskOptions",
+    "NamedRows",
+    "TaskBatchSampler",
+    "TaskCollator",
+    "batch_counts",
+    "load_tasks",
+]

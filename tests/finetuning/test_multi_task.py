@@ -1,0 +1,246 @@
+"""Several tasks over one encoder: how often each comes, what a step moves, one task as a run by itself, loading,
+predicting, resuming, refusals."""
+
+import json
+import shutil
+from collections import Counter
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import hf_xformers.cli
+from hf_xformers.cli.several_tasks import split_tasks
+from hf_xformers.data import train_tokenizer
+from hf_xformers.finetuning.multi_task import MultiTaskModel, TaskBatchSampler, batch_counts, load_tasks
+from hf_xformers.variants import config_class, family
+from tests.finetuning.task_data import classification, finetune, regression, sentences, tagging
+from tests.training.runs import SHAPE, flags
+
+LEARN = {"learning_rate": 0.01, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+SAVES = {"load_best_model_at_end": "false", "eval_strategy": "no", "save_strategy": "steps", "save_steps": 2,
+         "save_total_limit": 9}  # fmt: skip
+IDS = torch.arange(5, 23).reshape(2, 9)
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    for name in ("classes", "tags", "numbers"):
+        (folder / name).mkdir()
+    torch.manual_seed(0)
+    tokenizer = train_tokenizer([text for text, _ in sentences(64, 0)], vocab_size=300, num_sentinels=0)
+    config = config_class("bert")(**{**SHAPE, "vocab_size": 300, "max_position_embeddings": 32})
+    family("bert")["ForMaskedLM"](config).save_pretrained(folder / "bert")
+    tokenizer.save_pretrained(folder / "bert")
+    return {
+        "a": classification(folder / "classes", count=64),
+        "b": tagging(folder / "tags", count=48),
+        "c": regression(folder / "numbers"),
+        "bert": folder / "bert",
+    }
+
+
+def argv(places, output, tasks, *extra, **options):
+    start = {"model": places["bert"]} if "variant" not in options else {**SHAPE, "vocab_size": 300}
+    defaults = {**start, "output_dir": output, "per_device_train_batch_size": 8, "num_train_epochs": 1,
+                "disable_tqdm": "true", "metric_backend": "own", "use_cpu": True}  # fmt: skip
+    tokens = flags(**{**defaults, **options})
+    for name, kind in tasks.items():
+        tokens += ["--task", f"{name}={kind}", "--data", *(f"{name}={file}" for file in places[name])]
+    return ["finetune", *tokens, *extra]
+
+
+def several(places, output, tasks, *extra, **options):
+    assert hf_xformers.cli.main(argv(places, output, tasks, *extra, **options)) == 0
+    return json.loads((output / "training_summary.json").read_text())
+
+
+BOTH = {"a": "classification", "b": "tagging"}
+
+
+# ------------------------------------------------------------------------------------------------ sampling
+
+
+def test_how_often_each_task_comes():
+    sizes = [1600, 400, 100]
+    assert batch_counts(sizes, 10, 1.0) == [160, 40, 10]
+    for exponent in (0.5, 0.0, 0.2):
+        counts = batch_counts(sizes, 10, exponent)
+        weights = [size**exponent for size in sizes]
+        assert sum(counts) == 210
+        assert all(abs(n - 210 * w / sum(weights)) < 1 for n, w in zip(counts, weights))
+    assert batch_counts([100000, 1], 10, 1.0)[1] == 1 and min(batch_counts([100000, 1], 10, 0.9)) == 1
+
+
+@pytest.mark.parametrize("exponent", [1.0, 0.0])
+def test_batches_are_of_one_task(exponent):
+    sizes = [33, 10]
+    sampler = TaskBatchSampler(sizes, 4, exponent, seed=3)
+    first = list(sampler)
+    assert len(first) == len(sampler) == 9 + 3 and list(sampler) == first
+    of_task = [{int(row >= 33) for row in batch} for batch in first]
+    assert all(len(kinds) == 1 for kinds in of_task)
+    seen = Counter(row for batch in first for row in batch)
+    if exponent == 1.0:  # every row once
+        assert sorted(seen) == list(range(43)) and set(seen.values()) == {1}
+    else:  # as many batches of the small one, whose rows come again when all were there
+        assert sum(kinds == {1} for kinds in of_task) == 6
+        counts = [seen[row] for row in range(33, 43)]
+        assert set(counts) <= {2} and max(seen[row] for row in range(33)) == 1
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+
+
+# ------------------------------------------------------------------------------------------------ the model
+
+
+def two_heads():
+    torch.manual_seed(0)
+    config = config_class("bert")
+    made = family("bert")
+    return MultiTaskModel(
+        {
+            "a": made["ForSequenceClassification"](config(**SHAPE, num_labels=2)),
+            "b": made["ForTokenClassification"](config(**SHAPE, num_labels=3)),
+        }
+    )
+
+
+def test_one_encoder_and_what_a_step_moves():
+    """A step on task a moves the encoder and head a; head b has neither moved nor a state in the optimizer, weight
+    decay or not."""
+    model = two_heads()
+    names = [name for name, _ in model.named_parameters()]
+    assert sum("embedding" in name and "token" in name for name in names) <= 2
+    assert model.heads["a"].base_model is model.heads["b"].base_model is model.encoder
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    model(task="a", input_ids=IDS, labels=torch.tensor([0, 1])).loss.backward()
+    optimizer.step()
+    moved = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
+    assert not any(name.startswith("heads.b.") for name in moved) and any(n.startswith("heads.a.") for n in moved)
+    assert any(name.startswith("encoder.trunk.layers.0.") for name in moved)
+    states = {id(parameter) for parameter in optimizer.state}
+    assert not any(id(p) in states for name, p in model.named_parameters() if name.startswith("heads.b."))
+
+
+# ------------------------------------------------------------------------------------------------ runs
+
+
+@pytest.fixture(scope="module")
+def run(places, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "run"
+    return folder, several(places, folder, BOTH, num_train_epochs=6, **LEARN)
+
+
+def test_both_tasks_are_learned(run):
+    folder, summary = run
+    assert summary["tasks"]["a"]["eval_accuracy"] > 0.85 and summary["tasks"]["b"]["eval_f1"] > 0.85
+    floor = summary["tasks"]["a"]["floor_validation"]["accuracy"]
+    assert floor < 0.7 and summary["steps"] == 6 * (8 + 6)
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    entry = next(entry for entry in history if "eval_mean" in entry)
+    assert entry["eval_mean"] == pytest.approx((entry["eval_a_accuracy"] + entry["eval_b_f1"]) / 2)
+    best = max(entry["eval_mean"] for entry in history if "eval_mean" in entry)
+    assert (summary["tasks"]["a"]["eval_accuracy"] + summary["tasks"]["b"]["eval_f1"]) / 2 == pytest.approx(best)
+
+
+def test_every_task_is_a_model_by_itself(run, places, capsys):
+    folder, summary = run
+    first, second = (load_file(folder / name / "model.safetensors") for name in BOTH)
+    shared = first.keys() & second.keys()
+    assert any(".layers.1." in name for name in shared) and not any("pooler" in name for name in second)
+    assert all(torch.equal(first[name], second[name]) for name in shared if "classifier" not in name)
+    loaded = load_tasks(folder).eval()
+    assert loaded.heads["a"].base_model is loaded.heads["b"].base_model
+    # The figures of the run, by the commands for one model.
+    for name, metric in (("a", "accuracy"), ("b", "f1")):
+        capsys.readouterr()
+        assert (
+            hf_xformers.cli.main(
+                ["evaluate", "--model", str(folder), "--task", name, "--json", "--no_progress", "--use_cpu"]
+            )
+            == 0
+        )
+        found = json.loads(capsys.readouterr().out)
+        assert found[metric] == pytest.approx(summary["tasks"][name][f"eval_{metric}"])
+    assert (
+        hf_xformers.cli.main(
+            ["predict", "--model", str(folder), "--task", "b", "--text", "it was a fine day", "--no_progress"]
+        )
+        == 0
+    )
+    assert json.loads(capsys.readouterr().out)["prediction"] == ["O", "O", "O", "B-GOOD", "O"]
+    assert hf_xformers.cli.main(["predict", "--model", str(folder), "--text", "a"]) == 2
+    assert "holds models for the tasks a, b; name one with --task" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("name, kind", BOTH.items())
+def test_one_task_is_a_run_of_it_alone(name, kind, places, tmp_path):
+    """With dropout, and micro-batches: the same weights, bit by bit."""
+    options = {**SAVES, "max_steps": 5, "learning_rate": 0.01, "per_device_train_batch_size": 4}
+    options |= {"gradient_accumulation_steps": 2}
+    several(places, tmp_path / "several", {name: kind}, **options)
+    finetune(kind, places[name], tmp_path / "alone", model=places["bert"], **options)
+    one = load_file(tmp_path / "several" / name / "model.safetensors")
+    alone = load_file(tmp_path / "alone" / "model.safetensors")
+    assert one.keys() == alone.keys() and all(torch.equal(one[key], value) for key, value in alone.items())
+
+
+def test_a_resumed_run_ends_the_same(places, tmp_path):
+    tasks = {**BOTH, "c": "regression"}
+    options = {**SAVES, "num_train_epochs": 2, "learning_rate": 0.01, "sampling": "sqrt", "variant": "bert"}
+    options |= {"self_ensemble": "sda", "layer_decay": 1.5, "unfreeze_every": 1, "save_steps": 5}
+    whole = several(places, tmp_path / "whole", tasks, **options)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    for checkpoint in (tmp_path / "cut").glob("checkpoint-*"):
+        if int(checkpoint.name.rpartition("-")[2]) > 5:
+            shutil.rmtree(checkpoint)
+    for name in tasks:
+        shutil.rmtree(tmp_path / "cut" / name)
+    again = several(places, tmp_path / "cut", tasks, "--resume_from_checkpoint", **options)
+    assert again["steps"] == whole["steps"] > 5
+    for name in tasks:
+        one, other = (load_file(tmp_path / place / name / "model.safetensors") for place in ("whole", "cut"))
+        assert all(torch.equal(other[key], value) for key, value in one.items())
+
+
+# ------------------------------------------------------------------------------------------------ the command line
+
+
+def test_a_command_line_for_each_task():
+    line = ["--task", "a=x", "--data", "a=1", "a=2", "b=3", "--lr", "1", "--task=b=y", "--label-tag=b=t", "--fp16"]
+    found = split_tasks([*line, "--note", "c=d"])
+    assert found["a"] == ["--task", "x", "--data", "1", "2", "--lr", "1", "--fp16", "--note", "c=d"]
+    assert found["b"] == ["--task", "y", "--data", "3", "--lr", "1", "--label-tag", "t", "--fp16", "--note", "c=d"]
+    assert split_tasks(["--task", "x", "--data", "a=1"]) is None
+
+
+REFUSED = [
+    ({"a": "classification"}, ["--task", "tagging"], {}, "--task tagging has no name beside the named tasks a"),
+    ({"a": "classification"}, ["--task", "a=tagging"], {}, "there is a task 'a' already"),
+    ({"a": "classification"}, ["--task", "a/b=tagging"], {}, "'a/b' is to be the name of a folder"),
+    ({"a": "classification"}, ["--task", "d=tagging"], {}, "task 'd' has no rows; give them with --data d=FILE"),
+    ({"a": "clasification"}, [], {}, "unknown task 'clasification'"),
+    (BOTH, [], {"sampling": "often"}, "--sampling 'often' is unknown; take one of proportional"),
+    (BOTH, [], {"sampling_temperature": 0}, "--sampling_temperature 0 must be above 0"),
+    (BOTH, [], {"peft": "lora"}, "--peft is for one task at a time"),
+    (BOTH, [], {"class_balance": 0.5}, "--class_balance makes the loss of one task"),
+    (BOTH, [], {"metric_for_best_model": "a_bleu"}, "'a_bleu' is not measured; choose one of mean, loss, a_accuracy"),
+    (BOTH, ["--label_column", "b=nothing"], {}, "there is no column 'nothing'"),
+    ({"a": "summarization"}, [], {"variant": "t5"}, "does not read a text once to classify it"),
+]
+
+
+@pytest.mark.parametrize("tasks, extra, options, message", REFUSED)
+def test_refusals(tasks, extra, options, message, places, tmp_path, capsys):
+    assert hf_xformers.cli.main(argv(places, tmp_path / "run", tasks, *extra, **options)) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()
+
+
+def test_sampling_is_of_several(places, tmp_path, capsys):
+    line = ["finetune", "--task", "classification", "--data", *places["a"], "--variant", "bert", "--sampling", "sqrt"]
+    assert hf_xformers.cli.main([*line, "--output_dir", str(tmp_path / "run")]) == 2
+    assert "--sampling says how often each of several tasks comes" in " ".join(capsys.readouterr().err.split())
