@@ -6,6 +6,7 @@ add_adapter(model, "reviews", "houlsby")      # frozen base; trains the adapter,
 save_adapter(model, "runs/reviews", "reviews")
 activate(model, None)                         # the base as it was
 load_adapter(model, "runs/other")             # another task on the same base
+add_fusion(model, "all", ["reviews", "runs/more"])  # what they know together (Pfeiffer adapters)
 """
 
 from .bottleneck import (
@@ -16,19 +17,24 @@ from .bottleneck import (
     active_adapter,
     adapter_names,
     add_adapter,
+    add_fusion,
     load_adapter,
     remove_adapter,
     save_adapter,
 )
+from .fusion import Fusion, FusionConfig
 
 __all__ = [
     "KINDS",
     "AdapterConfig",
     "Bottleneck",
+    "Fusion",
+    "FusionConfig",
     "activate",
     "active_adapter",
     "adapter_names",
     "add_adapter",
+    "add_fusion",
     "load_adapter",
     "remove_adapter",
     "save_adapter",

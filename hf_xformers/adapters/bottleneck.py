@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,12 @@ from transformers.activations import ACT2FN
 
 from ..blocks.base import SublayerPlan, XFormerLayer
 from ..core.saved_files import saving_into, write_json
+from .fusion import Fusion, FusionConfig, check_members
 
 KINDS = ("houlsby", "pfeiffer")
 CONFIG_FILE, WEIGHTS_FILE = "bottleneck_config.json", "bottleneck.safetensors"
 _STATE = "_bottleneck_adapters"
+_ROOMS = ("sublayer_adapters", "norm_adapters", "adapter_fusions")  # of a residual frame
 
 
 @dataclass(frozen=True)
@@ -102,12 +104,13 @@ class _Hook:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> Tensor:
         name = self.frame.active_adapter
-        if name is None or name not in self._adapters:
+        fusion = self.frame.adapter_fusions[name] if name in self.frame.adapter_fusions else None
+        if (name if fusion is None else fusion.members[0]) not in self._adapters:
             return output
-        adapter = self._adapters[name]
+        added = self._adapters[name](output) if fusion is None else fusion(output, self._adapters)
         if not self.after_norm:  # the module is the frame's dropout
-            return output + adapter(output)
-        return module.forward(args[0] + adapter(output), *args[1:], **kwargs)
+            return output + added
+        return module.forward(args[0] + added, *args[1:], **kwargs)
 
     @property
     def _adapters(self) -> nn.ModuleDict:
@@ -119,7 +122,7 @@ class _State:
     """Of an adapted model: the adapters' settings, which one is active, and the tensors that belong to an adapter but
     stand in the model (norms, head): those of the base and those of each adapter that is not active."""
 
-    configs: dict[str, AdapterConfig]
+    configs: dict[str, AdapterConfig | FusionConfig]
     active: str | None
     base: dict[str, Tensor]
     parked: dict[str, dict[str, Tensor]]
@@ -135,12 +138,7 @@ def add_adapter(model: Any, name: str, kind: str | AdapterConfig = "houlsby", **
     """
     config = kind if isinstance(kind, AdapterConfig) else AdapterConfig(kind, **fields)
     state = _state(model)
-    if name in state.configs:
-        raise ValueError(f"the model has an adapter {name!r} already; remove it first, or take another name")
-    if not name.isidentifier():
-        raise ValueError(
-            f"an adapter's name is a part of tensor names, so {name!r} cannot be one; use letters and digits"
-        )
+    _check_name(state, name)
     activate(model, None)
     place = next(model.parameters())
     for frame, entry in _frames(model):
@@ -153,6 +151,52 @@ def add_adapter(model: Any, name: str, kind: str | AdapterConfig = "houlsby", **
     state.parked[name] = {key: tensor.clone() for key, tensor in state.base.items() if _owns(key, config)}
     activate(model, name)
     return model
+
+
+def add_fusion(model: Any, name: str, adapters: Sequence[str | Path]) -> Any:
+    """Adds a fresh fusion of adapters, by their names in the model or from folders, whose heads play no part;
+    activates it, and freezes everything but the fusion and the head.
+
+    Raises ValueError as [`FusionConfig`], for adapters other than Pfeiffer's, and as [`add_adapter`] and
+    [`load_adapter`]. The model is then as it was before.
+    """
+    given = FusionConfig(list(map(str, adapters)))
+    state = _state(model)
+    _check_name(state, name)
+    before, loaded = state.active, []
+    members = []
+    try:
+        for index, entry in enumerate(given.adapters):
+            if entry not in state.configs and Path(entry).expanduser().is_dir():
+                loaded.append(load_adapter(model, Path(entry).expanduser(), f"{name}_{index}", head=False))
+                entry = loaded[-1]
+            members.append(entry)
+        check_members(state.configs, members)
+    except ValueError:
+        for member in loaded:
+            remove_adapter(model, member)
+        activate(model, before)
+        raise
+    activate(model, None)
+    place = next(model.parameters())
+    for frame, _ in _frames(model):
+        if any(members[0] in found for found in (frame.sublayer_adapters, frame.norm_adapters)):
+            fusion = Fusion(model.config.hidden_size, members)
+            frame.adapter_fusions[name] = fusion.to(place.device, place.dtype)
+    config = FusionConfig(members)
+    state.configs[name] = config
+    state.parked[name] = {key: tensor.clone() for key, tensor in state.base.items() if _owns(key, config)}
+    activate(model, name)
+    return model
+
+
+def _check_name(state: _State, name: str) -> None:
+    if name in state.configs:
+        raise ValueError(f"the model has an adapter {name!r} already; remove it first, or take another name")
+    if not name.isidentifier():
+        raise ValueError(
+            f"an adapter's name is a part of tensor names, so {name!r} cannot be one; use letters and digits"
+        )
 
 
 def activate(model: Any, name: str | None) -> None:
@@ -177,7 +221,7 @@ def activate(model: Any, name: str | None) -> None:
         frame.active_adapter = name
     for key, parameter in parameters.items():
         parts = key.split(".")
-        of_adapter = "sublayer_adapters" in parts or "norm_adapters" in parts
+        of_adapter = any(room in parts for room in _ROOMS)
         own = name is not None and (name in parts if of_adapter else key in state.parked[name])
         parameter.requires_grad_(own or (name is None and not of_adapter))
 
@@ -191,13 +235,17 @@ def adapter_names(model: Any) -> list[str]:
 
 
 def remove_adapter(model: Any, name: str) -> None:
-    """Takes an adapter out of the model; the base is active if it was. Raises ValueError for an unknown name."""
+    """Takes an adapter out of the model; the base is active if it was. Raises ValueError for an unknown name, and for
+    an adapter that a fusion reads."""
     state = _state(model)
+    for other, config in state.configs.items():
+        if isinstance(config, FusionConfig) and name in config.adapters:
+            raise ValueError(f"the fusion {other!r} reads the adapter {name!r}; remove the fusion first")
     if name not in state.configs or state.active == name:
         activate(model, None if name in state.configs else name)
     del state.configs[name], state.parked[name]
     for frame, _ in _frames(model):
-        for adapters in (frame.sublayer_adapters, frame.norm_adapters):
+        for adapters in (frame.sublayer_adapters, frame.norm_adapters, frame.adapter_fusions):
             if name in adapters:
                 del adapters[name]
 
@@ -213,26 +261,34 @@ def save_adapter(model: Any, folder: str | Path, name: str | None = None) -> Non
         raise ValueError(
             f"there is no adapter {name!r} to save; the adapters are: {', '.join(state.configs) or 'none'}"
         )
-    tensors = {key: value for key, value in model.state_dict().items() if _belongs(key, str(name))}
+    config = state.configs[str(name)]
+    members = list(config.adapters) if isinstance(config, FusionConfig) else []
+    names = [str(name), *members]
+    tensors = {key: value for key, value in model.state_dict().items() if any(_belongs(key, one) for one in names)}
     parameters = dict(model.named_parameters())
     owned = {key: parameters[key] if state.active == name else tensor for key, tensor in state.parked[name].items()}
     folder = Path(folder)
     saved = {key: tensor.detach().cpu().contiguous() for key, tensor in {**tensors, **owned}.items()}
     about = {
         "name": name,
-        "adapter": dataclasses.asdict(state.configs[str(name)]),
+        "adapter": dataclasses.asdict(config),
         "base_model": model.name_or_path or None,
         "model_type": model.config.model_type,
         "architecture": type(model).__name__,
         "id2label": model.config.id2label,
     }
+    if members:
+        about["members"] = {member: dataclasses.asdict(state.configs[member]) for member in members}
     with saving_into(folder) as staging:
         save_file(saved, staging / WEIGHTS_FILE, metadata={"format": "pt"})
         write_json(staging / CONFIG_FILE, about)
 
 
-def load_adapter(model: Any, folder: str | Path, name: str | None = None) -> str:
-    """Adds the adapter of a folder under `name` (default: the one it was saved under), activates it, returns the name.
+def load_adapter(model: Any, folder: str | Path, name: str | None = None, *, head: bool = True) -> str:
+    """Adds the adapter (or fusion, with its adapters) of a folder under `name` (default: the one it was saved under),
+    activates it, returns the name.
+
+    head: take its head and norms, too; without them it goes into any class of its family.
 
     Raises ValueError for a folder without an adapter, a damaged file, a model of another class or shape than it was
     trained on, and a name that is taken. The model is then as it was before.
@@ -248,35 +304,87 @@ def load_adapter(model: Any, folder: str | Path, name: str | None = None) -> str
             f"{str(folder)!r} holds no bottleneck adapter that can be read ({error}); give a folder that save_adapter"
             " wrote"
         ) from error
-    if about["architecture"] != type(model).__name__:
+    if head and about["architecture"] != type(model).__name__:
         raise ValueError(
             f"the adapter in {str(folder)!r} is for {about['architecture']}, not {type(model).__name__}; load that"
             " class"
         )
-    before = active_adapter(model)
-    name = name or about["name"]
-    add_adapter(model, name, AdapterConfig(**about["adapter"]))
-    old = f".{about['name']}."
-    renamed = {
-        key.replace(old, f".{name}.", 1) if _belongs(key, about["name"]) else key: tensor
-        for key, tensor in saved.items()
-    }
-    parameters = dict(model.named_parameters())
-    expected = {key for key in parameters if _belongs(key, name) or key in _state(model).parked[name]}
-    wrong = sorted(expected ^ set(renamed)) or [
-        key for key in sorted(expected) if parameters[key].shape != renamed[key].shape
-    ]
-    if wrong:
-        remove_adapter(model, name)
-        activate(model, before)
+    if about["model_type"] != model.config.model_type:
         raise ValueError(
-            f"the adapter in {str(folder)!r} does not fit the model at {wrong[0]!r}; load its base "
-            f"({about['base_model']}) with num_labels={len(about['id2label'])}"
+            f"the adapter in {str(folder)!r} is for models of type {about['model_type']!r}, not"
+            f" {model.config.model_type!r}; load its base ({about['base_model']})"
         )
+    before, state = active_adapter(model), _state(model)
+    name = name or about["name"]
+    names = {about["name"]: name}  # as saved -> in the model
+    names |= {member: _free_name(state, member, name) for member in about.get("members", ())}
+    added: list[str] = []
+    try:
+        for member, settings in about.get("members", {}).items():
+            add_adapter(model, names[member], AdapterConfig(**settings))
+            added.append(names[member])
+        if added:
+            add_fusion(model, name, added)
+        else:
+            add_adapter(model, name, AdapterConfig(**about["adapter"]))
+        added.append(name)
+        parameters = dict(model.named_parameters())
+        renamed = {_renamed(key, names): tensor for key, tensor in saved.items()}
+        if not head:
+            renamed = {key: value for key, value in renamed.items() if any(_belongs(key, one) for one in added)}
+        _check_fit(model, name, added, renamed, parameters, about, folder, head)
+    except ValueError:
+        for one in reversed(added):
+            remove_adapter(model, one)
+        activate(model, before)
+        raise
     with torch.no_grad():
         for key, tensor in renamed.items():
             parameters[key].copy_(tensor)
     return name
+
+
+def _free_name(state: _State, member: str, name: str) -> str:
+    """What a fusion's adapter is called in the model: as it was saved, if that is free."""
+    return f"{name}_{member}" if member in state.configs or member == name else member
+
+
+def _renamed(key: str, names: Mapping[str, str]) -> str:
+    for old, new in names.items():
+        if _belongs(key, old):
+            return key.replace(f".{old}.", f".{new}.", 1)
+    return key
+
+
+def _check_fit(
+    model: Any,
+    name: str,
+    added: Sequence[str],
+    saved: Mapping[str, Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    about: Mapping[str, Any],
+    folder: Path,
+    head: bool,
+) -> None:
+    """Refuses tensors of an adapter that have no place in the model, are missing, or of another shape."""
+    owned = _state(model).parked[name] if head else {}
+    expected = {key for key in parameters if any(_belongs(key, one) for one in added) or key in owned}
+    wrong = sorted(expected ^ set(saved)) or [
+        key for key in sorted(expected) if parameters[key].shape != saved[key].shape
+    ]
+    if not wrong:
+        return
+    down = next((tensor for key, tensor in saved.items() if key.endswith(".down.weight")), None)
+    width = model.config.hidden_size
+    if down is not None and down.shape[-1] != width:
+        raise ValueError(
+            f"the adapter in {str(folder)!r} is for a model of width {down.shape[-1]}, and this one's is {width}; load"
+            f" its base ({about['base_model']})"
+        )
+    raise ValueError(
+        f"the adapter in {str(folder)!r} does not fit the model at {wrong[0]!r}; load its base "
+        f"({about['base_model']}) with num_labels={len(about['id2label'])}"
+    )
 
 
 # ------------------------------------------------------------------------------------------------ inside
@@ -311,6 +419,7 @@ def _state(model: Any) -> _State:
     base = {key: tensor.detach().clone() for key, tensor in model.named_parameters() if _may_own(key, model)}
     for frame, _ in frames:
         frame.sublayer_adapters, frame.norm_adapters, frame.active_adapter = nn.ModuleDict(), nn.ModuleDict(), None
+        frame.adapter_fusions = nn.ModuleDict()
         frame.dropout.register_forward_hook(_Hook(frame, after_norm=False), with_kwargs=True)
         if isinstance(getattr(frame, "norm", None), nn.Module):
             frame.norm.register_forward_hook(_Hook(frame, after_norm=True), with_kwargs=True)
@@ -325,7 +434,7 @@ def _may_own(key: str, model: Any) -> bool:
     return not in_base or _is_norm(key) or ".pooler." in key
 
 
-def _owns(key: str, config: AdapterConfig) -> bool:
+def _owns(key: str, config: AdapterConfig | FusionConfig) -> bool:
     return config.trains_norms or not _is_norm(key)
 
 
@@ -334,4 +443,4 @@ def _is_norm(key: str) -> bool:
 
 
 def _belongs(key: str, name: str) -> bool:
-    return f".sublayer_adapters.{name}." in key or f".norm_adapters.{name}." in key
+    return any(f".{room}.{name}." in key for room in _ROOMS)

@@ -243,7 +243,8 @@ class RunOptions(LayerwiseOptions, SelfEnsembleOptions, Recipe):
         default=None,
         metadata={
             "help": (
-                "Train few parameters: lora, ia3, prefix, prompt, houlsby or pfeiffer; fields as --peft.FIELD VALUE."
+                "Train few parameters: lora, ia3, prefix, prompt, houlsby, pfeiffer or fusion; fields as --peft.FIELD"
+                " VALUE. A fusion weighs trained Pfeiffer adapters: --peft.adapters FOLDER,FOLDER."
             )
         },
     )

@@ -20,7 +20,7 @@ _TASK_TYPES = {
     "Seq2SeqLM": "SEQ_2_SEQ_LM",
 }
 _EVERY_HEAD = (*_TASK_TYPES, "MultipleChoice", "MaskedLM")
-BOTTLENECKS = ("houlsby", "pfeiffer")  # this package's own
+BOTTLENECKS = ("houlsby", "pfeiffer", "fusion")  # this package's own
 # method -> (its configuration in peft or here, the heads that it works with)
 PEFT_METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     "lora": ("LoraConfig", _EVERY_HEAD),
@@ -29,7 +29,8 @@ PEFT_METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     # per-token heads would give logits that no label belongs to.
     "prefix": ("PrefixTuningConfig", ("CausalLM", "Seq2SeqLM")),
     "prompt": ("PromptTuningConfig", ("SequenceClassification", "CausalLM", "Seq2SeqLM")),
-    **dict.fromkeys(BOTTLENECKS, ("AdapterConfig", _EVERY_HEAD)),
+    **dict.fromkeys(("houlsby", "pfeiffer"), ("AdapterConfig", _EVERY_HEAD)),
+    "fusion": ("FusionConfig", _EVERY_HEAD),
 }
 VIRTUAL_TOKENS = 20
 ADAPTER_NAME = "default"
@@ -81,6 +82,10 @@ def add_adapter(model: PreTrainedModel, method: str, head: str, new: Iterable[st
     unknown = sorted(set(fields) - known)
     if unknown:
         raise ValueError(f"--peft {method} has no field {unknown[0]!r}; its fields are {', '.join(sorted(known))}")
+    if method == "fusion":
+        from ..adapters import add_fusion
+
+        return add_fusion(model, ADAPTER_NAME, fields.get("adapters", ()))
     if method in BOTTLENECKS:
         from ..adapters import add_adapter as add_bottleneck
 
