@@ -15,6 +15,7 @@ COMMANDS = {
     "list": ("listing", "variants and components: what they change, which shapes they fit"),
     "pretrain": ("pretrain", "train a variant, or a free mix of components, on text"),
     "finetune": ("finetune", "train a saved model, or a variant, on a task: classify, tag, answer, translate, ..."),
+    "features": ("features", "hidden states of chosen layers of a model, to files; a linear probe on them"),
     "predict": ("predict", "what a fine-tuned model says of new rows: labels, tags, answers, texts"),
     "evaluate": ("evaluate", "loss and accuracy of a saved language model; the task's metrics of a fine-tuned one"),
     "convert": (

@@ -1,0 +1,86 @@
+"""`hf-xformers features`: hidden states of a model that stays as it is, to files; and a linear probe on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .arguments import Parser, parse_command
+from .console import is_main_process, print_facts, say, share_text
+
+_DESCRIPTION = """Write hidden states of a saved model, of chosen layers, pooled or by token, to Parquet or safetensors
+files; the model is not trained. A run that was stopped goes on where it was. For example:
+
+  hf-xformers features --model runs/bert --data texts.csv --output features --layers embedding last last4
+  hf-xformers features --model runs/bert --data train.csv test.csv --output features --probe label"""
+
+
+def run(argv: Sequence[str]) -> int:
+    from rich.progress import Progress
+
+    from ..finetuning.features import extract, prepare
+    from ..finetuning.probe import probe
+    from ..training.folder_lock import folder_lock
+    from .console import error_console
+
+    options, source = parse_command(argv, (), make_parser).dataclasses
+    _quiet(options.progress)
+    made = prepare(options, source)
+    if not is_main_process():
+        return 0
+    total = sum(map(len, made.texts.values()))
+    with folder_lock(options.output, option="--output"):
+        missing = made.missing
+        there = sum(map(len, made.files.values())) - len(missing)
+        if there:
+            say(f"{there} of {there + len(missing)} files are there already")
+        with Progress(console=error_console(), disable=not options.progress, transient=True) as bar:
+            size = options.rows_per_file
+            left = sum(min(size, len(made.texts[split]) - index * size) for split, index in missing)
+            task = bar.add_task("texts", total=left)
+            extract(made, lambda rows: bar.advance(task, rows))
+        figures = probe(made) if options.probe is not None else None
+    facts: dict[str, Any] = {
+        "model": options.model,
+        "variant": made.reader.config.model_type,
+        "texts": f"{total:,} ({', '.join(f'{len(rows):,} {name}' for name, rows in made.texts.items())})",
+        "columns": ", ".join(made.reader.choice.columns),
+        "pooled": options.pool,
+        "files": sum(map(len, made.files.values())),
+    }
+    if figures is not None:
+        facts["probe of"] = f"{figures['label']}, {figures['classes']} classes"
+        for split in made.texts:
+            for layer, value in figures[split]["accuracy"].items():
+                floor = share_text(figures[split]["floor"])
+                facts[f"accuracy of {layer} ({split})"] = f"{share_text(value)} (floor {floor})"
+        facts["floor"] = figures["floor_rule"]
+        _write(options.output, figures)
+    print_facts("features", {**facts, "saved in": options.output})
+    return 0
+
+
+def _write(folder: str, figures: Mapping[str, Any]) -> None:
+    from pathlib import Path
+
+    from ..core.saved_files import write_json
+
+    write_json(Path(folder).expanduser() / "probe.json", dict(figures))
+
+
+def _quiet(progress: bool) -> None:
+    import datasets
+    from transformers.utils.logging import disable_progress_bar
+
+    datasets.disable_progress_bars()
+    disable_progress_bar()
+
+
+def make_parser(first_look: Mapping[str, Any]) -> Parser:
+    from ..finetuning.features import FeatureOptions
+    from ..finetuning.options import TaskData
+
+    return Parser([FeatureOptions, TaskData], prog="hf-xformers features", description=_DESCRIPTION)
+
+
+__all__ = ["make_parser", "run"]
