@@ -203,7 +203,9 @@ def measuring_of(options: Any, args: Any) -> Any:
     """The same with Trainer's."""
     from ..compression.report import Measuring
 
-    return Measuring(**vars(options), use_cpu=args.use_cpu)
+    measuring = Measuring(**vars(options))
+    measuring.use_cpu = args.use_cpu
+    return measuring
 
 
 def _methods() -> str:
