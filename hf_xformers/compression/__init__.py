@@ -28,7 +28,7 @@ _NAMES = {
     "build_student": "students",
     "Pruning": "choice",
     "prune": "pruning",
-    "prune_heads": "heads",
+    "prune_heads": "head_pruning",
     "prune_layers": "layers",
 }
 

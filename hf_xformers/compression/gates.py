@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..core.weight_decay import Undecayed
-from .heads import HeadLayer, Kept, times_gates
+from .head_pruning import HeadLayer, Kept, times_gates
 
 BETA, GAMMA, ZETA = 0.33, -0.1, 1.1  # the paper's released code
 _START = 2.0  # a: nearly all gates are open

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ..blocks.base import XFormerLayer
 from ..modeling_tower import XFormerTower
-from .heads import HeadLayer, Kept, times_gates
+from .head_pruning import HeadLayer, Kept, times_gates
 
 Batch = Mapping[str, Any]
 # By (tower, layer): [attentions of the layer, H].
@@ -122,7 +122,7 @@ def least_important(
 ) -> Kept:
     """Which heads are left without the least important `share` of all, one in each layer at least.
 
-    alike: by tower, whether layers may differ ([`alike_by_tower`](heads.py)). by_layer: the same share of every layer
+    alike: by tower, whether layers may differ ([`alike_by_tower`](head_pruning.py)). by_layer: the same share of every layer
     in any case.
 
     Raises:

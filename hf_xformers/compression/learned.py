@@ -18,7 +18,7 @@ from ..core.saved_files import read_object, write_json
 from ..training.merged_adapters import PutIn
 from ..training.run_folder import read_summary
 from .gates import GatedHeads
-from .heads import Kept, head_layers
+from .head_pruning import Kept, head_layers
 from .report import open_model
 from .rows import task_data, text_data
 from .weights import cubic, prunable_weights, put_masks, take_masks

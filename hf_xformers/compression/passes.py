@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .attention_heads import heads_of
+from .heads import heads_of
 from .methods import DistillationMethod
 
 _LABELS = ("labels", "start_positions", "end_positions")

@@ -20,7 +20,7 @@ from ..core.saved_files import SUMMARY_FILE, read_object, saving_into, write_jso
 from ..training.folder_lock import folder_lock
 from .choice import Pruning
 from .geometry import towers_of
-from .heads import HeadLayer, Kept, alike_by_tower, head_layers, prune_heads, whole
+from .head_pruning import HeadLayer, Kept, alike_by_tower, head_layers, prune_heads, whole
 from .importance import head_importance, layer_angles, layer_losses, least_important, normalised
 from .layers import choose_layers, least_important_layers, prune_layers
 from .report import FILE, Measuring, Row, compare, count, measure, open_model, size_on_disk, write_table

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hf_xformers.compression.geometry import towers_of
-from hf_xformers.compression.heads import head_layers, prune_heads
+from hf_xformers.compression.head_pruning import head_layers, prune_heads
 from hf_xformers.compression.layers import prune_layers
 from hf_xformers.compression.weights import apply_masks, magnitude_masks, prunable_weights
 from hf_xformers.variants import config_class, family

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_xformers.compression.gates import BETA, GAMMA, ZETA, GatedHeads, HeadGates
-from hf_xformers.compression.heads import head_layers, prune_heads
+from hf_xformers.compression.head_pruning import head_layers, prune_heads
 from tests.compression.models import batch, tiny
 from tests.helpers import close
 

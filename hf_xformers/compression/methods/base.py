@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.specs import Catalog, Registry, TypedSpec, build_in, register_in
-from ..attention_heads import Heads, has_scores, self_attentions
+from ..heads import Heads, has_scores, self_attentions
 from ..predictions import prediction_loss, widened
 
 _REGISTRY: Registry[DistillationMethod] = Registry("method", "compression.methods", kind="distillation method")

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hf_xformers.compression.geometry import distance, first_output
-from hf_xformers.compression.heads import alike_by_tower, gated, head_layers, prune_heads, whole
+from hf_xformers.compression.head_pruning import alike_by_tower, gated, head_layers, prune_heads, whole
 from hf_xformers.compression.importance import head_importance, least_important, normalised
 from tests.compression.models import batch, tiny
 from tests.helpers import close
