@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any
+from typing import Any, ClassVar
 
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SpecLike
@@ -14,6 +14,9 @@ class XFBigBirdConfig(XFormerConfig):
     """BigBird (Zaheer et al. 2020): a window of blocks, random blocks and global blocks."""
 
     model_type = "xf_bigbird"
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "base": {},
+    }
 
     vocab_size: int = 50358
     type_vocab_size: int = 2

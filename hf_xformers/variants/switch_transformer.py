@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import Any, ClassVar
 
 from ..configuration_xformer import Initializer, XFormerConfig
 from ..core.components import SpecLike
@@ -17,6 +18,11 @@ class XFSwitchTransformerConfig(XFormerConfig):
     """
 
     model_type = "xf_switch_transformer"
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "base_8": {
+            "feedforward": {"type": "switch_transformer", "num_experts": 8},
+        },
+    }
 
     vocab_size: int = 32128
     initializer: Initializer = "t5"

@@ -46,8 +46,15 @@ PUBLISHED = {
             "turing_nlg": 17180859136,
         },
     ),
+    "xf_bigbird": ("ForMaskedLM", {"base": 128111286}),
+    "xf_switch_transformer": ("ForSeq2SeqLM", {"base_8": 619339008}),
 }
-BESIDE = {("xf_bart", "base"): 50265, ("xf_bart", "large"): 50265, ("xf_deberta", "base"): 12 * 768}
+BESIDE = {
+    ("xf_bart", "base"): 50265,
+    ("xf_bart", "large"): 50265,
+    ("xf_deberta", "base"): 12 * 768,
+    ("xf_bigbird", "base"): -768 * 769,  # the pooler of the published class, which nothing reads
+}
 CASES = [(name, head, preset, count) for name, (head, sizes) in PUBLISHED.items() for preset, count in sizes.items()]
 
 
