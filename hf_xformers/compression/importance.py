@@ -122,8 +122,8 @@ def least_important(
 ) -> Kept:
     """Which heads are left without the least important `share` of all, one in each layer at least.
 
-    alike: by tower, whether layers may differ ([`alike_by_tower`](head_pruning.py)). by_layer: the same share of every layer
-    in any case.
+    alike: by tower, whether layers may differ ([`alike_by_tower`](head_pruning.py)). by_layer: the same share of every
+    layer in any case.
 
     Raises:
         ValueError: the share leaves no head, or takes none.

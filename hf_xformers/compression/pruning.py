@@ -24,7 +24,7 @@ from .head_pruning import HeadLayer, Kept, alike_by_tower, head_layers, prune_he
 from .importance import head_importance, layer_angles, layer_losses, least_important, normalised
 from .layers import choose_layers, least_important_layers, prune_layers
 from .report import FILE, Measuring, Row, compare, count, measure, open_model, size_on_disk, write_table
-from .rows import carried_files, training_batches
+from .rows import carried_files, training_batches, without_figures
 from .weights import apply_masks, magnitude_masks, prunable_weights, two_of_four
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ class Pruner:
                 _save_tokenizer(self.choice.model, staging)
             summary = staging / SUMMARY_FILE
             if summary.is_file():
-                write_json(summary, {**read_object(summary), "parameters": count(model)[0]})
+                write_json(summary, {**without_figures(read_object(summary)), "parameters": count(model)[0]})
             settings = {**dataclasses.asdict(self.choice), "by": self.choice.chosen_by, **self.details}
             settings.pop("overwrite_output_dir")
             if before is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +93,7 @@ def carried_files(name: str) -> list[Path]:
     if not folder.is_dir():
         return []
     left = ("config.json", "generation_config.json", "trainer_state.json", "README.md", "compression.json")
+    left += ("all_results.json", "eval_results.json", "train_results.json")
     weights = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".lock", ".jsonl")
     return [
         path
@@ -101,4 +102,11 @@ def carried_files(name: str) -> list[Path]:
     ]
 
 
-__all__ = ["carried_files", "task_data", "text_data", "training_batches"]
+def without_figures(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a training without what it measured: those are the figures of another model."""
+    figures = ("eval_", "test_", "floor_", "exits_", "train_loss", "best_checkpoint", "trained_parameters")
+    kept = ("eval_streams", "test_rows")
+    return {key: value for key, value in summary.items() if key in kept or not key.startswith(figures)}
+
+
+__all__ = ["carried_files", "task_data", "text_data", "training_batches", "without_figures"]

@@ -12,6 +12,7 @@ from ..core.saved_files import read_object, refuse_damaged_weights, weight_files
 from .adapter_card import Adapter, read_adapter
 from .card_metadata import TASKS, hub_task, metric_names, widget
 from .checkpoint_files import BOTTLENECK, CONFIG, MARK, MODEL, PEFT, Kind, kind_of
+from .compression_card import compression_sections
 from .model_card import _component_table, _table
 from .origin_card import origin_of
 from .training_record import TrainingRecord, read_record
@@ -119,7 +120,7 @@ class _About:
             head,
             config.modality,
             [config.model_type],
-            [*origin.sections, "## Model", _table(rows), _component_table(config)],
+            [*origin.sections, *compression_sections(folder), "## Model", _table(rows), _component_table(config)],
             ["## Citation", f"```bibtex\n{papers}\n```"],
             base_model=origin.base,
         )

@@ -3,10 +3,13 @@ layer through saving, generation and a second removal."""
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_xformers.compression.geometry import distance, first_output
 from hf_xformers.compression.head_pruning import alike_by_tower, gated, head_layers, prune_heads, whole
 from hf_xformers.compression.importance import head_importance, least_important, normalised
+from hf_xformers.conversion import to_transformers
+from hf_xformers.conversion.swap import open_model as open_converted
 from tests.compression.models import batch, tiny
 from tests.helpers import close
 
@@ -181,6 +184,25 @@ def test_a_pruned_model_is_pruned_again():
     assert distance(at_once, twice) < 1e-6
     inputs = {"input_ids": batch()["input_ids"]}
     assert first_output(model, inputs).shape == first_output(twice, inputs).shape
+
+
+def test_conversion_of_a_pruned_model_works_or_says_why_not():
+    """Llama has a head width of its own, but layers that are alike; BERT has heads of hidden_size / heads."""
+    config = LlamaConfig(
+        vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=24, head_dim=4, max_position_embeddings=32,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, _, _ = open_converted(LlamaForCausalLM(config).eval())
+    layers = head_layers(model)
+    pruned = prune_heads(model, {layer.key: [[2, 3]] for layer in layers})
+    back = to_transformers(pruned, model_type="llama")
+    ids = batch()["input_ids"]
+    assert (back.config.num_attention_heads, back.config.num_key_value_heads, back.config.head_dim) == (2, 1, 4)
+    with torch.no_grad():
+        close(back(ids).logits, pruned(ids).logits, 1e-5)
+    with pytest.raises(ValueError, match="all layers of a 'llama' model are alike"):
+        to_transformers(prune_heads(model, {layers[0].key: [[2, 3]]}), model_type="llama")
 
 
 @pytest.mark.parametrize(

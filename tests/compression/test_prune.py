@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from hf_xformers.cli import main
 from hf_xformers.cli.prune import run
 from hf_xformers.compression.report import FILE, Measuring, count, measure, open_model, read_steps
+from hf_xformers.hub.checkpoint_card import checkpoint_card
 from tests.finetuning import task_data
 from tests.finetuning.task_data import finetune
 from tests.training.runs import flags, pretrain, write_text
@@ -101,6 +102,17 @@ def test_it_composes(classifier, tmp_path):
     model = open_model(tmp_path / "c")
     assert count(model) == (after["parameters"], after["nonzero"])
     assert model.config.num_hidden_layers == 1 and model.config.num_attention_heads == 2
+
+
+def test_the_record_and_the_card_are_those_of_the_smaller_model(classifier, tmp_path):
+    (step,) = prune(classifier, tmp_path / "out", method="weights", sparsity=0.9)
+    record = json.loads((tmp_path / "out" / "training_summary.json").read_text())
+    assert record["task"] == "text-classification" and not any(key.startswith("eval_") for key in record)
+    card = str(checkpoint_card(tmp_path / "out", "me/smaller"))
+    before, after = step["before"], step["after"]
+    assert f"| before | {before['parameters']:,} | {before['nonzero']:,} |" in card
+    assert f"| `prune`: weights by magnitude | {after['parameters']:,} | {after['nonzero']:,} |" in card
+    assert f"accuracy {after['quality']:.4g} (floor {after['floor']:.4g})" in card
 
 
 def test_a_tagger_loses_layers_by_what_its_loss_says(tagger, tmp_path):

@@ -1,0 +1,43 @@
+"""What a checkpoint's card says of its compression: what was done, step by step, and what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..core.saved_files import read_object
+
+FILE = "compression.json"
+
+
+def compression_sections(folder: Path) -> list[str]:
+    """Markdown: a table with a row for each step. Raises `ValueError` for an account that is damaged."""
+    path = folder / FILE
+    steps = read_object(path).get("steps") if path.is_file() else []
+    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
+        raise ValueError(f"{str(path)!r} is no account of a compression; remove it, or copy it again")
+    if not steps:
+        return []
+    lines = ["| step | parameters | not zero | MB on disk | quality |", "|---|---|---|---|---|"]
+    rows = [("before", steps[0]["before"]), *((_what(step), step["after"]) for step in steps)]
+    for what, row in rows:
+        megabytes = f"{row['bytes'] / 1e6:.2f}" if row.get("bytes") else ""
+        lines.append(f"| {what} | {row['parameters']:,} | {row['nonzero']:,} | {megabytes} | {_quality(row)} |")
+    return ["## Compression", "\n".join(lines)]
+
+
+def _what(step: Mapping[str, Any]) -> str:
+    settings = step.get("settings") or {}
+    parts = [str(settings[name]) for name in ("method", "by") if settings.get(name)]
+    return f"`{step['command']}`" + (f": {' by '.join(parts)}" if parts else "")
+
+
+def _quality(row: Mapping[str, Any]) -> str:
+    if row.get("quality") is None:
+        return ""
+    floor = "" if row.get("floor") is None else f" (floor {row['floor']:.4g})"
+    return f"{row.get('metric')} {row['quality']:.4g}{floor}"
+
+
+__all__ = ["compression_sections"]
