@@ -92,8 +92,8 @@ def carried_files(name: str) -> list[Path]:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return []
-    left = ("config.json", "generation_config.json", "trainer_state.json", "README.md", "compression.json")
-    left += ("all_results.json", "eval_results.json", "train_results.json")
+    left = ["config.json", "generation_config.json", "trainer_state.json", "README.md", "compression.json"]
+    left += [f"{name}_results.json" for name in ("all", "eval", "train")]
     weights = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".lock", ".jsonl")
     return [
         path
