@@ -30,6 +30,9 @@ _NAMES = {
     "prune": "pruning",
     "prune_heads": "head_pruning",
     "prune_layers": "layers",
+    "Quantizer": "quantization",
+    "Quantizing": "quantization",
+    "quantize": "quantization",
 }
 
 __all__ = list(_NAMES)

@@ -108,7 +108,13 @@ class FineTuning:
 
             self.variant = resolve(str(self.model.variant))
             return None
-        return loading.open_config(self.model.model)
+        found = loading.open_config(self.model.model)
+        if getattr(found, "quantization_config", None) and self.run_options.peft is None:
+            raise ValueError(
+                f"--model {self.model.model!r} is quantised, and such weights do not learn; fine-tune the model that"
+                " it was made of, and quantise the result (`hf-xformers quantize`), or add --peft lora"
+            )
+        return found
 
     def _heads(self) -> Sequence[str]:
         from ..variants import config_class

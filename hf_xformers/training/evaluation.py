@@ -6,8 +6,9 @@ sums, and one division at the end makes the figures.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -93,3 +94,17 @@ def summarise(statistics: np.ndarray | Tensor, names: tuple[str, ...] = ()) -> d
     for index, name in enumerate(names, start=3):
         metrics[name] = rows[:, index].mean().item()
     return metrics
+
+
+@contextlib.contextmanager
+def only_measured(model: Any) -> Iterator[None]:
+    """Inside the block a Trainer can be made for a model whose weights are quantised: transformers refuses that, as
+    these cannot be trained, also where they are measured alone. None: nothing is changed."""
+    quantized = getattr(model, "is_quantized", False)
+    if quantized:
+        model.is_quantized = False
+    try:
+        yield
+    finally:
+        if quantized:
+            model.is_quantized = True

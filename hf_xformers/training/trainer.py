@@ -22,7 +22,15 @@ from ..core.saved_files import STATE_FILE
 from ..core.sequence_sharding import check_sharding, sharding_in_force
 from ..core.weight_decay import declared_undecayed
 from ..data.batching import LengthGroupedBatchSampler
-from .evaluation import IGNORE_INDEX, frequency_floor, label_counts, scored, summarise, token_statistics
+from .evaluation import (
+    IGNORE_INDEX,
+    frequency_floor,
+    label_counts,
+    only_measured,
+    scored,
+    summarise,
+    token_statistics,
+)
 from .randomness import preserved_randomness
 from .recipe import Recipe, row_lengths, smoothing_among_all, vaswani_schedule
 from .replay import Replay, surrogate
@@ -83,7 +91,9 @@ class XFormerTrainer(Trainer):
         self._eval_targets: dict[str, Tensor] = {}  # by kind of label: how often each value is a target
         kwargs.setdefault("compute_metrics", self._summarise)
         self.segments = SegmentCarrier() if segment_streams else None
-        super().__init__(*args, **kwargs)
+        measured = model if kwargs.get("train_dataset") is None else None
+        with only_measured(measured):
+            super().__init__(*args, **kwargs)
         config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
         if isinstance(config, XFormerConfig):
             check_sharding(config, sharding_in_force())

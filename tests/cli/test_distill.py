@@ -184,7 +184,7 @@ def test_a_student_with_another_vocabulary(teacher, rows, tmp_path, capsys):
 
 def test_help_fits(capsys, monkeypatch):
     monkeypatch.setitem(os.environ, "COLUMNS", "80")
-    for command in ("distill",):
+    for command in ("distill", "quantize"):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         lines = capsys.readouterr().out.splitlines()

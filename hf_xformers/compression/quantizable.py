@@ -1,0 +1,150 @@
+"""Which modules of a model are quantised, which are left as they are, and why; and how to measure it.
+
+What stays was found with [`output_errors`] on every family: a kind is left out where its numbers decide something (a
+router's choice, a bucket, a gate), where they are few, or where quantising it alone moves the outputs far more than
+any other kind does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Ends of module names that are left as they are, with the reason.
+KEPT: dict[str, str] = {
+    "classifier": "it makes the scores of the labels",
+    "qa_outputs": "it makes the scores of starts and ends",
+    "lm_head": "it is tied to the token table, or makes the scores of tokens",
+    "pooler.dense": "everything the classifier knows goes through it",
+    "router": "it chooses experts, and a small change chooses others",
+    "sort_in": "it orders blocks",
+    "sort_out": "it orders blocks",
+    "cluster": "it chooses the tokens that see one another",
+    "score": "it chooses tokens",
+    "span_proj": "it sets how far a head sees",
+    "halting": "it decides when a token stops",
+}
+SMALLEST = 16  # inputs of a projection below which scales take as much room as is saved
+
+
+@dataclass(frozen=True)
+class Split:
+    """chosen: names of the modules that are quantised. kept: the other linear ones, each with the reason."""
+
+    chosen: list[str]
+    kept: dict[str, str]
+
+
+def kind_of(name: str) -> str:
+    """A module's name without the numbers of layers and experts."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def linear_modules(model: nn.Module) -> dict[str, nn.Linear]:
+    """Every linear module by name, tied ones once."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+def split(model: nn.Module, *, group_size: int | None = None, keep: Sequence[str] = ()) -> Split:
+    """The modules to quantise. group_size: inputs that share a scale, of which a projection has to have a multiple.
+    keep: ends of names that are left as they are beside the usual ones.
+
+    Raises:
+        ValueError: `keep` names something that is not there, or nothing is left to quantise.
+    """
+    modules = linear_modules(model)
+    for wanted in keep:
+        if not any(_ends(name, wanted) for name in modules):
+            known = sorted({kind_of(name).rpartition("*.")[2] for name in modules})
+            raise ValueError(
+                f"--keep {wanted} names no linear module of the model; its kinds are {', '.join(known)}: correct it"
+            )
+    tied = _tied(model)
+    chosen, kept = [], {}
+    for name, module in modules.items():
+        reason = next((why for end, why in KEPT.items() if _ends(name, end)), None)
+        if any(_ends(name, wanted) for wanted in keep):
+            reason = "--keep names it"
+        elif id(module.weight) in tied:
+            reason = "its weight is another module's, too"
+        elif module.in_features < SMALLEST:
+            reason = f"it has {module.in_features} inputs alone"
+        elif group_size is not None and module.in_features % group_size:
+            reason = f"its {module.in_features} inputs are no multiple of --group_size {group_size}"
+        if reason is None:
+            chosen.append(name)
+        else:
+            kept[name] = reason
+    if not chosen:
+        first = next(iter(kept.values()), "it has no linear module")
+        raise ValueError(
+            f"nothing of the model can be quantised ({first}); give a smaller --group_size, or --keep less"
+        )
+    return Split(chosen, kept)
+
+
+def _ends(name: str, end: str) -> bool:
+    return name == end or name.endswith(f".{end}") or kind_of(name) == end
+
+
+def _tied(model: nn.Module) -> set[int]:
+    """Weights that several modules have."""
+    seen: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                seen[id(parameter)] = seen.get(id(parameter), 0) + 1
+    return {key for key, count in seen.items() if count > 1}
+
+
+@torch.no_grad()
+def output_errors(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Tensor]],
+    quantize: Callable[[nn.Linear], None],
+    names: Iterable[str] | None = None,
+) -> dict[str, float]:
+    """By kind of module, |y_q - y|^2 / |y|^2 of the model's outputs (logits, or last states) where that kind alone is
+    quantised, a mean over batches; the largest first.
+
+    quantize: quantises one linear module in place. names: modules to look at (default: all linear ones).
+    """
+    modules = linear_modules(model)
+    kinds: dict[str, list[nn.Linear]] = {}
+    for name in modules if names is None else names:
+        kinds.setdefault(kind_of(name), []).append(modules[name])
+    given = [dict(batch) for batch in batches]
+    model.eval()
+    exact = [_outputs(model, batch) for batch in given]
+    found = {}
+    for kind, members in kinds.items():
+        before = [dict(module._parameters) for module in members]
+        try:
+            for module in members:
+                quantize(module)
+            errors = [_relative(_outputs(model, batch), right) for batch, right in zip(given, exact)]
+        finally:
+            for module, parameters in zip(members, before):
+                module._parameters.update(parameters)
+        found[kind] = sum(errors) / len(errors)
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _outputs(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    outputs = model(**batch)
+    for name in ("logits", "start_logits", "last_hidden_state"):
+        if outputs.get(name) is not None:
+            return outputs[name].float()
+    return outputs[0].float()
+
+
+def _relative(found: Tensor, right: Tensor) -> float:
+    return float((found - right).square().sum() / right.square().sum().clamp(min=1e-30))
+
+
+__all__ = ["KEPT", "SMALLEST", "Split", "kind_of", "linear_modules", "output_errors", "split"]
