@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from ..core.changes import components_of
 from ..core.components import SLOTS
@@ -39,6 +37,7 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     parsed = parse_command(argv, _GROUPS, make_parser)
     choice, *options, measuring, args = parsed.dataclasses
     groups = parsed.groups
+    measuring.use_cpu = args.use_cpu
     quiet_libraries(args)
     given: dict[str, Any] = {}
     if len(options) == 2 and hasattr(options[1], "task"):
@@ -59,7 +58,7 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
         source,
         args,
         student=student_options(groups.get("student", {}), choice.teacher),
-        measuring=measuring_of(measuring, args),
+        measuring=measuring,
         callbacks=callbacks,
         say=say,
         **given,
@@ -138,6 +137,7 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
     from ..compression.distillation import Distilling, OnText
+    from ..compression.report import Measuring
     from ..finetuning.options import TaskData, TaskOptions
     from ..finetuning.presets import finetuning_defaults
     from ..training.presets import nearest_size, training_defaults
@@ -148,7 +148,7 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     known = task_of(teacher)
     kinds: list[Any] = [TaskData, TaskOptions] if task or known else [OnText, TextData]
     parser = Parser(
-        [Distilling, *kinds, measuring_options()],
+        [Distilling, *kinds, Measuring],
         Seq2SeqTrainingArguments if task or known else TrainingArguments,
         prog="hf-xformers distill",
         usage=(
@@ -230,4 +230,4 @@ def task_of(teacher: Any) -> dict[str, Any]:
     return {"task": open_trained(str(teacher)).task.id}
 
 
-__all__ = ["make_parser", "measuring_of", "measuring_options", "method_options", "run", "student_options", "task_of"]
+__all__ = ["make_parser", "method_options", "run", "student_options", "task_of"]

@@ -14,8 +14,8 @@ _DESCRIPTION = """Save a trained model with weights of 8 or 4 bits, through torc
 hf_xformers[quantize]). The result is read by from_pretrained, evaluate and predict as any other model is.
 
 What must not be quantised stays as it is: what makes the scores of labels and tokens, and what decides (routers,
-sorters, gates of whole tokens). --sensitivity says how far each kind of module by itself moves the outputs, --keep
-leaves more as it is.
+gates, keys of a memory). --sensitivity says how far each kind of module by itself moves the outputs, --keep leaves
+more as it is.
 
 With --quantization_aware the model is trained first, as finetune does it, with weights rounded in every pass:
 
@@ -29,17 +29,17 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     from ..compression.quantizable import kind_of
     from ..compression.quantization import Quantizer
     from ..compression.report import table
-    from .distill import measuring_of
 
     parsed = parse_command(argv, (), make_parser)
     choice, *options, measuring, args = parsed.dataclasses
+    measuring.use_cpu = args.use_cpu
     given: dict[str, Any] = {}
     if options:
         quiet_libraries(args)
         given = {"data": options[0], "task": options[1], "args": args, "callbacks": callbacks}
         args.predict_with_generate = args.predict_with_generate and not args.prediction_loss_only
     folder = str(args.output_dir)
-    parts, before, after = Quantizer(choice, folder, measuring=measuring_of(measuring, args), say=say, **given).run()
+    parts, before, after = Quantizer(choice, folder, measuring=measuring, say=say, **given).run()
     kept = {kind_of(name).rpartition("*.")[2]: reason for name, reason in parts.kept.items()}
     facts = {
         "weights": choice.weights + (f", groups of {choice.group_size}" if choice.grouped else ", a scale by output"),
@@ -59,15 +59,16 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     from transformers import Seq2SeqTrainingArguments
 
     from ..compression.quantization import Quantizing
+    from ..compression.report import Measuring
     from ..finetuning.options import TaskData, TaskOptions
     from ..finetuning.presets import finetuning_defaults
-    from .distill import measuring_options, task_of
+    from .distill import task_of
 
     model = first_look.get("model")
     trains = first_look.get("quantization_aware", "no").lower() not in ("false", "no", "0")
     known = task_of(model) if trains else {}
     parser = Parser(
-        [Quantizing, *([TaskData, TaskOptions] if trains else []), measuring_options()],
+        [Quantizing, *([TaskData, TaskOptions] if trains else []), Measuring],
         Seq2SeqTrainingArguments,
         read=None if trains else ("output_dir", "use_cpu"),
         prog="hf-xformers quantize",

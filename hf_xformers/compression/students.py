@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -109,7 +109,7 @@ def _check_fields(config: XFormerConfig, choice: StudentChoice) -> None:
 
 def _in_teachers_shape(teacher: PreTrainedModel, choice: StudentChoice, seed: int) -> Student:
     before = cast(XFormerConfig, teacher.config)
-    config, kept = reduced_config(before, choice)
+    config, kept = reduced_config(before, choice, [len(tower.layers) for tower in _towers(teacher)])
     head = our_head_of(teacher)
     if choice.start == FROM_SCRATCH:
         if choice.components:
@@ -131,15 +131,18 @@ def _in_teachers_shape(teacher: PreTrainedModel, choice: StudentChoice, seed: in
     )
 
 
-def reduced_config(before: XFormerConfig, choice: StudentChoice) -> tuple[XFormerConfig, dict[str, list[int]]]:
+def reduced_config(
+    before: XFormerConfig, choice: StudentChoice, modules: Sequence[int]
+) -> tuple[XFormerConfig, dict[str, list[int]]]:
     """The teacher's configuration with the student's fields, and the teacher's layers of each tower that are copied.
-    Without another word the student has half the layers."""
+    Without another word the student has half the layers. modules: of each tower, how many layers with parameters of
+    their own it has."""
     fields = dict(choice.fields)
     towers = ["trunk", "decoder"] if before.is_encoder_decoder else ["trunk"]
     names = {"trunk": "num_hidden_layers", "decoder": "num_decoder_layers"}
     kept: dict[str, list[int]] = {}
-    for tower, view in zip(towers, before.tower_configs()):
-        depth, built = view.num_hidden_layers, view.stack.num_layers(view)
+    for tower, view, built in zip(towers, before.tower_configs(), modules):
+        depth = view.num_hidden_layers
         listed = "," in choice.copy_layers or choice.copy_layers.isdecimal()
         usual = len(choice.copy_layers.split(",")) if listed else max(1, (depth + 1) // 2)
         wanted = fields.get(names[tower])
@@ -230,6 +233,11 @@ def _saved(teacher: PreTrainedModel, choice: StudentChoice) -> Student:
 
 
 # ------------------------------------------------------------------------------------------------ helpers
+
+
+def _towers(model: Any) -> list[Any]:
+    base = model.model if hasattr(model, "model") else model
+    return [tower for tower in (base.trunk, base.decoder) if tower is not None]
 
 
 def _fresh(config: XFormerConfig, head: str, seed: int) -> PreTrainedModel:
