@@ -1,5 +1,5 @@
-"""Bottleneck adapters (Houlsby et al. 2019, Pfeiffer et al. 2021), which `peft` does not have: several per model, by
-name.
+"""Adapters that `peft` does not have, several per model, by name: bottlenecks (Houlsby et al. 2019, Pfeiffer et al.
+2021), fusions of them, and networks beside the layers (K-Adapter, Wang et al. 2021).
 
 add_adapter(model, "reviews", "houlsby")      # frozen base; trains the adapter, the norms and the head
 ... train ...
@@ -23,6 +23,7 @@ from .bottleneck import (
     save_adapter,
 )
 from .fusion import Fusion, FusionConfig
+from .k_adapter import KAdapter, KAdapterConfig
 
 __all__ = [
     "KINDS",
@@ -30,6 +31,8 @@ __all__ = [
     "Bottleneck",
     "Fusion",
     "FusionConfig",
+    "KAdapter",
+    "KAdapterConfig",
     "activate",
     "active_adapter",
     "adapter_names",

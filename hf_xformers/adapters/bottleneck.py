@@ -22,11 +22,13 @@ from transformers.activations import ACT2FN
 from ..blocks.base import SublayerPlan, XFormerLayer
 from ..core.saved_files import saving_into, write_json
 from .fusion import Fusion, FusionConfig, check_members
+from .k_adapter import KAdapter, KAdapterConfig, SideHooks, check_encoder, count_layers
 
 KINDS = ("houlsby", "pfeiffer")
 CONFIG_FILE, WEIGHTS_FILE = "bottleneck_config.json", "bottleneck.safetensors"
 _STATE = "_bottleneck_adapters"
-_ROOMS = ("sublayer_adapters", "norm_adapters", "adapter_fusions")  # of a residual frame
+# Of a residual frame, and of a tower.
+_ROOMS = ("sublayer_adapters", "norm_adapters", "adapter_fusions", "side_adapters")
 
 
 @dataclass(frozen=True)
@@ -117,28 +119,33 @@ class _Hook:
         return self.frame.norm_adapters if self.after_norm else self.frame.sublayer_adapters
 
 
+Settings = AdapterConfig | FusionConfig | KAdapterConfig
+
+
 @dataclass
 class _State:
     """Of an adapted model: the adapters' settings, which one is active, and the tensors that belong to an adapter but
     stand in the model (norms, head): those of the base and those of each adapter that is not active."""
 
-    configs: dict[str, AdapterConfig | FusionConfig]
+    configs: dict[str, Settings]
     active: str | None
     base: dict[str, Tensor]
     parked: dict[str, dict[str, Tensor]]
 
 
-def add_adapter(model: Any, name: str, kind: str | AdapterConfig = "houlsby", **fields: Any) -> Any:
+def add_adapter(model: Any, name: str, kind: str | AdapterConfig | KAdapterConfig = "houlsby", **fields: Any) -> Any:
     """Adds a fresh adapter under a name, activates it, and freezes everything but what it trains: itself, the norms
     (if its configuration says so) and the head.
 
     Raises:
         ValueError: a name that is taken or is no identifier, a model without this package's layers, or settings that
-            `AdapterConfig` refuses.
+            `AdapterConfig` (or, with kind `k_adapter`, `KAdapterConfig`) refuses.
     """
-    config = kind if isinstance(kind, AdapterConfig) else AdapterConfig(kind, **fields)
+    config: Any = _settings({"kind": kind, **fields}) if isinstance(kind, str) else kind
     state = _state(model)
     _check_name(state, name)
+    if isinstance(config, KAdapterConfig):
+        return _add_side(model, name, config)
     activate(model, None)
     place = next(model.parameters())
     for frame, entry in _frames(model):
@@ -147,6 +154,26 @@ def add_adapter(model: Any, name: str, kind: str | AdapterConfig = "houlsby", **
             continue
         adapter = Bottleneck(model.config.hidden_size, config).to(place.device, place.dtype)
         (frame.norm_adapters if after_norm else frame.sublayer_adapters)[name] = adapter
+    state.configs[name] = config
+    state.parked[name] = {key: tensor.clone() for key, tensor in state.base.items() if _owns(key, config)}
+    activate(model, name)
+    return model
+
+
+def _settings(about: Mapping[str, Any]) -> Any:
+    """The settings of an adapter of any kind but a fusion."""
+    return (KAdapterConfig if about.get("kind") == "k_adapter" else AdapterConfig)(**about)
+
+
+def _add_side(model: Any, name: str, config: KAdapterConfig) -> Any:
+    state, tower = _state(model), check_encoder(model)
+    activate(model, None)
+    adapter = KAdapter(model.config, config, count_layers(model, tower))
+    if not hasattr(tower, "side_adapters"):
+        tower.side_adapters, tower.active_side_adapter = nn.ModuleDict(), None
+        SideHooks(tower)
+    place = next(model.parameters())
+    tower.side_adapters[name] = adapter.to(place.device, place.dtype).train(model.training)
     state.configs[name] = config
     state.parked[name] = {key: tensor.clone() for key, tensor in state.base.items() if _owns(key, config)}
     activate(model, name)
@@ -219,10 +246,12 @@ def activate(model: Any, name: str | None) -> None:
     state.active = name
     for frame, _ in _frames(model):
         frame.active_adapter = name
+    for tower in _towers(model):
+        tower.active_side_adapter = name
     for key, parameter in parameters.items():
         parts = key.split(".")
         of_adapter = any(room in parts for room in _ROOMS)
-        own = name is not None and (name in parts if of_adapter else key in state.parked[name])
+        own = name is not None and (_belongs(key, name) if of_adapter else key in state.parked[name])
         parameter.requires_grad_(own or (name is None and not of_adapter))
 
 
@@ -248,6 +277,9 @@ def remove_adapter(model: Any, name: str) -> None:
         for adapters in (frame.sublayer_adapters, frame.norm_adapters, frame.adapter_fusions):
             if name in adapters:
                 del adapters[name]
+    for tower in _towers(model):
+        if name in tower.side_adapters:
+            del tower.side_adapters[name]
 
 
 def save_adapter(model: Any, folder: str | Path, name: str | None = None) -> None:
@@ -321,12 +353,12 @@ def load_adapter(model: Any, folder: str | Path, name: str | None = None, *, hea
     added: list[str] = []
     try:
         for member, settings in about.get("members", {}).items():
-            add_adapter(model, names[member], AdapterConfig(**settings))
+            add_adapter(model, names[member], _settings(settings))
             added.append(names[member])
         if added:
             add_fusion(model, name, added)
         else:
-            add_adapter(model, name, AdapterConfig(**about["adapter"]))
+            add_adapter(model, name, _settings(about["adapter"]))
         added.append(name)
         parameters = dict(model.named_parameters())
         renamed = {_renamed(key, names): tensor for key, tensor in saved.items()}
@@ -374,7 +406,7 @@ def _check_fit(
     ]
     if not wrong:
         return
-    down = next((tensor for key, tensor in saved.items() if key.endswith(".down.weight")), None)
+    down = next((tensor for key, tensor in saved.items() if key.endswith((".down.weight", ".downs.0.weight"))), None)
     width = model.config.hidden_size
     if down is not None and down.shape[-1] != width:
         raise ValueError(
@@ -400,6 +432,11 @@ def _frames(model: nn.Module) -> Iterator[tuple[Any, SublayerPlan]]:
                 if id(frame) not in seen:
                     seen.add(id(frame))
                     yield frame, entry
+
+
+def _towers(model: nn.Module) -> list[Any]:
+    """The towers that side networks were put beside."""
+    return [module for module in model.modules() if isinstance(getattr(module, "side_adapters", None), nn.ModuleDict)]
 
 
 def _is_after_norm(frame: nn.Module, config: AdapterConfig) -> bool:
@@ -434,7 +471,7 @@ def _may_own(key: str, model: Any) -> bool:
     return not in_base or _is_norm(key) or ".pooler." in key
 
 
-def _owns(key: str, config: AdapterConfig | FusionConfig) -> bool:
+def _owns(key: str, config: Settings) -> bool:
     return config.trains_norms or not _is_norm(key)
 
 

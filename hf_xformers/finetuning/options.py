@@ -243,8 +243,8 @@ class RunOptions(LayerwiseOptions, SelfEnsembleOptions, Recipe):
         default=None,
         metadata={
             "help": (
-                "Train few parameters: lora, ia3, prefix, prompt, houlsby, pfeiffer or fusion; fields as --peft.FIELD"
-                " VALUE. A fusion weighs trained Pfeiffer adapters: --peft.adapters FOLDER,FOLDER."
+                "Train few parameters: lora, ia3, prefix, prompt, houlsby, pfeiffer, fusion or k_adapter; fields as"
+                " --peft.FIELD VALUE. A fusion weighs trained Pfeiffer adapters: --peft.adapters FOLDER,FOLDER."
             )
         },
     )

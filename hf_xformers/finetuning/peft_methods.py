@@ -20,7 +20,7 @@ _TASK_TYPES = {
     "Seq2SeqLM": "SEQ_2_SEQ_LM",
 }
 _EVERY_HEAD = (*_TASK_TYPES, "MultipleChoice", "MaskedLM")
-BOTTLENECKS = ("houlsby", "pfeiffer", "fusion")  # this package's own
+BOTTLENECKS = ("houlsby", "pfeiffer", "fusion", "k_adapter")  # this package's own
 # method -> (its configuration in peft or here, the heads that it works with)
 PEFT_METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     "lora": ("LoraConfig", _EVERY_HEAD),
@@ -31,6 +31,7 @@ PEFT_METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     "prompt": ("PromptTuningConfig", ("SequenceClassification", "CausalLM", "Seq2SeqLM")),
     **dict.fromkeys(("houlsby", "pfeiffer"), ("AdapterConfig", _EVERY_HEAD)),
     "fusion": ("FusionConfig", _EVERY_HEAD),
+    "k_adapter": ("KAdapterConfig", tuple(head for head in _EVERY_HEAD if head not in ("CausalLM", "Seq2SeqLM"))),
 }
 VIRTUAL_TOKENS = 20
 ADAPTER_NAME = "default"

@@ -168,6 +168,7 @@ def test_another_width(tmp_path):
 
 
 def test_the_command(tmp_path, capsys):
+    """Fusions, and networks beside the layers: trained, saved alone, evaluated on their base."""
     from hf_xformers.data import train_tokenizer
     from hf_xformers.variants import config_class, family
     from tests.finetuning.task_data import classification, command, finetune, sentences
@@ -189,6 +190,11 @@ def test_the_command(tmp_path, capsys):
     assert "load_adapter(model" in said and summary["trained_parameters"] < summary["parameters"]
     assert hf_xformers.cli.main(["evaluate", "--model", str(tmp_path / "run"), "--json", "--no_progress"]) == 0
     assert f'"accuracy": {summary["eval_accuracy"]}' in capsys.readouterr().out
+    small = ["--peft", "k_adapter", "--peft.adapter_hidden", "8"]
+    beside = finetune("text-classification", data, tmp_path / "beside", *small,
+                      **options)  # fmt: skip
+    assert hf_xformers.cli.main(["evaluate", "--model", str(tmp_path / "beside"), "--json", "--no_progress"]) == 0
+    assert f'"loss": {beside["eval_loss"]:.4f}'[:-1] in capsys.readouterr().out
     argv = command("text-classification", data, tmp_path / "no", **options, peft="fusion")
     for extra in ([], ["--peft.adapters", str(tmp_path / "a")]):
         assert hf_xformers.cli.main(["finetune", *argv, *extra]) == 2
