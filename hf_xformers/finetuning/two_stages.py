@@ -58,6 +58,9 @@ class IntermediateOptions:
     )
     intermediate_text_pair_column: str | None = field(default=None, metadata={"help": "of a second text,"})
     intermediate_label_column: str | None = field(default=None, metadata={"help": "of the label (or tags)."})
+    intermediate_column_names: list[str] = field(
+        default_factory=list, metadata={"help": "Names of the columns of its files without a header line."}
+    )
 
     def check(self) -> None:
         """Raises ValueError for values out of range, and for options without a task that they are of."""
@@ -167,7 +170,7 @@ class TwoStages:
             validation_data=[],
             test_data=[],
             data_config=None,
-            column_names=[],
+            column_names=self.intermediate.intermediate_column_names,
         )
 
     def _first_stage(self) -> FineTuning:

@@ -90,10 +90,10 @@ def test_a_first_stage_that_learns_nothing_is_none(places, tmp_path):
 
 def test_a_head_is_new_even_of_the_same_kind(places, tmp_path):
     """Labels of an intermediate classification are not those of the next one."""
-    path = tmp_path / "other.jsonl"
-    path.write_text("".join(json.dumps({"text": text, "label": f"c{n % 3}"}) + "\n" for n, (text, _) in
-                            enumerate(sentences(24, 3))))  # fmt: skip
-    summary = two(places, tmp_path / "run", intermediate_task="classification", intermediate_data=path)
+    path = tmp_path / "other.tsv"
+    path.write_text("".join(f"{text}\tc{n % 3}\n" for n, (text, _) in enumerate(sentences(24, 3))))
+    columns = ["--intermediate_column_names", "text", "label"]  # of a file without a header line
+    summary = two(places, tmp_path / "run", *columns, intermediate_task="classification", intermediate_data=path)
     assert summary["labels"] == ["0", "1"] and summary["intermediate"]["task"] == "text-classification"
     encoder = tmp_path / "run" / "intermediate" / "encoder"
     assert not loading.has_head(loading.open_config(str(encoder)), "SequenceClassification")
