@@ -25,7 +25,17 @@ from ..training.recipe import average_last_checkpoints
 from ..training.run_folder import read_summary, start_anew
 from . import loading
 from .layerwise import LayerGroups
-from .multi_task import HEADS, JoinedRows, MultiTaskModel, MultiTaskOptions, NamedRows, TaskBatchSampler, TaskCollator
+from .multi_task import (
+    HEADS,
+    JoinedRows,
+    MultiTaskModel,
+    MultiTaskOptions,
+    NamedRows,
+    TaskBatchSampler,
+    TaskCollator,
+    WithTaskNumber,
+    number_of_tasks,
+)
 from .options import ModelOptions, RunOptions, TaskData, TaskOptions
 from .run import METHODS, PREDICTIONS, FineTuning, Prepared, write_lines
 from .self_ensemble import SelfEnsemble
@@ -139,6 +149,7 @@ class MultiTaskTuning:
                     " choices, which several tasks at once are for; train it by itself"
                 )
         self._share_positions()
+        self._check_task_numbers()
         self._choose_metric()
         self.checkpoint = next(iter(self.parts.values())).checkpoint
 
@@ -171,6 +182,21 @@ class MultiTaskTuning:
         for part in self.parts.values():
             if part.start is None and longest:
                 part.fields[key] = longest
+
+    def _check_task_numbers(self) -> None:
+        """An attention that is told the task needs a vector for each."""
+        for name, part in self.parts.items():
+            known = number_of_tasks(part._config({}))
+            if known is not None and part.task.head == "MultipleChoice":
+                raise ValueError(
+                    f"--task {name}={part.task.id} reads several texts for a row, and an attention that is told the"
+                    " task of each row does not; take another --attention, or train it by itself"
+                )
+            if known is not None and known < len(self.parts):
+                raise ValueError(
+                    f"the model's attention knows {known} tasks, and {len(self.parts)} are named; give"
+                    f" --attention.num_tasks {len(self.parts)}"
+                )
 
     def _choose_metric(self) -> None:
         args = self.args
@@ -251,9 +277,12 @@ class MultiTaskTuning:
         groups = LayerGroups(model) if run.goes_by_layers else None
         ensemble: Any = SelfEnsemble(model, run) if run.self_ensemble is not None else None  # type: ignore[arg-type]
         self.parts[first]._begin(prepared[first])
-        collators = {
-            name: one.task.collator(one.tokenizer, model.heads[name], args.seed) for name, one in prepared.items()
-        }
+        collators = {}
+        for number, (name, one) in enumerate(prepared.items()):
+            collators[name] = one.task.collator(one.tokenizer, model.heads[name], args.seed)
+            if number_of_tasks(one.config) is not None:
+                one.plan["task_number"] = number
+                collators[name] = WithTaskNumber(collators[name], number)
         rows = JoinedRows([NamedRows(one.splits["train"].features, name) for name, one in prepared.items()])
         trainer = MultiTaskTrainer(
             model=model,

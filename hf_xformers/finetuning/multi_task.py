@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 SAMPLINGS = ("proportional", "sqrt", "uniform", "temperature")
 TASK = "task"  # of a row and of a batch: whose it is
+TASKS = "tasks"  # the input of models that are told the task, its number
 HEADS = ("SequenceClassification", "TokenClassification", "QuestionAnswering", "MultipleChoice")
 
 
@@ -99,6 +100,26 @@ class TaskCollator:
         (name,) = {row[TASK] for row in rows}
         plain = [{key: value for key, value in row.items() if key != TASK} for row in rows]
         return {**self.collators[name](plain), TASK: name}
+
+
+class WithTaskNumber:
+    """A collator for models whose attention is told the task (input `tasks` [B], CA-MTL): batches of one task, by
+    `plain`, with its number."""
+
+    def __init__(self, plain: Any, number: int) -> None:
+        self.plain, self.number = plain, number
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return {**self.plain(rows), TASKS: torch.full((len(rows),), self.number)}
+
+
+def number_of_tasks(config: Any) -> int | None:
+    """How many tasks the attention of a configuration tells apart; None where it is not told the task."""
+    from ..configuration_xformer import XFormerConfig
+
+    if not isinstance(config, XFormerConfig) or TASKS not in config.attention.inputs:
+        return None
+    return int(config.attention.num_tasks)
 
 
 def batch_counts(sizes: Sequence[int], batch_size: int, exponent: float) -> list[int]:
@@ -219,12 +240,15 @@ __all__ = [
     "HEADS",
     "SAMPLINGS",
     "TASK",
+    "TASKS",
     "JoinedRows",
     "MultiTaskModel",
     "MultiTaskOptions",
     "NamedRows",
     "TaskBatchSampler",
     "TaskCollator",
+    "WithTaskNumber",
     "batch_counts",
     "load_tasks",
+    "number_of_tasks",
 ]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..objectives.base import SeededCollator
+from .multi_task import WithTaskNumber
 from .options import TaskData
 from .origin import columns_of
 from .run import write_lines
@@ -235,6 +236,9 @@ def _run(wanted: Prediction, trained: Trained, encoded: Encoded) -> tuple[list[d
             dataloader_pin_memory=False,
         )
         collator = task.collator(trained.tokenizer, trained.model, args.seed)
+        number = trained.record.get("task_number")
+        if number is not None:  # one of several tasks, of a model that is told which
+            collator = WithTaskNumber(collator, number)
         trainer = TaskTrainer(
             model=trained.model,
             args=args,

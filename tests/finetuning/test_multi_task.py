@@ -206,6 +206,26 @@ def test_a_resumed_run_ends_the_same(places, tmp_path):
         assert all(torch.equal(other[key], value) for key, value in one.items())
 
 
+def test_a_model_that_is_told_the_task(places, tmp_path, capsys):
+    """CA-MTL's attention gets the number of the task, in training and from the commands for one task's model."""
+    options = {"variant": "ca_mtl", "num_train_epochs": 2, "learning_rate": 0.01}
+    line = argv(places, tmp_path / "run", BOTH, **options)
+    assert hf_xformers.cli.main(line) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "attention knows 1 tasks, and 2 are named; give --attention.num_tasks 2" in said
+    summary = several(places, tmp_path / "run", BOTH, "--attention.num_tasks", "2", **options)
+    capsys.readouterr()
+    for number, name in enumerate(BOTH):
+        assert summary["tasks"][name]["task_number"] == number
+        line = ["evaluate", "--model", str(tmp_path / "run"), "--task", name, "--json", "--no_progress", "--use_cpu"]
+        assert hf_xformers.cli.main(line) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["loss"] == pytest.approx(summary["tasks"][name]["eval_loss"], rel=1e-5)
+    head = load_tasks(tmp_path / "run").eval().heads["b"]
+    first, second = (head(IDS, tasks=torch.full((2,), number)).logits for number in (0, 1))
+    assert not torch.equal(first, second)
+
+
 # ------------------------------------------------------------------------------------------------ the command line
 
 
