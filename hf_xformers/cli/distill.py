@@ -187,27 +187,6 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     return parser
 
 
-def measuring_options() -> Any:
-    """The options of the table, without the one that Trainer has as well."""
-    from ..compression.report import Measuring
-
-    kinds = get_type_hints(Measuring)
-    fields = [(field.name, kinds[field.name], copy.copy(field)) for field in dataclasses.fields(Measuring)]
-    kept = [entry for entry in fields if entry[0] != "use_cpu"]
-    return dataclasses.make_dataclass(
-        "Table", kept, namespace={"_argument_group_name": Measuring._argument_group_name}
-    )
-
-
-def measuring_of(options: Any, args: Any) -> Any:
-    """The same with Trainer's."""
-    from ..compression.report import Measuring
-
-    measuring = Measuring(**vars(options))
-    measuring.use_cpu = args.use_cpu
-    return measuring
-
-
 def _methods() -> str:
     from ..compression.methods import METHODS
 
