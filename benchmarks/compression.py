@@ -1,14 +1,13 @@
-"""What ways of fine-tuning and of compression keep and cost, on SST-2 and WNUT-17.
+"""What ways of compression keep and cost, on SST-2 and WNUT-17.
 
-HF_HUB_OFFLINE=1 python benchmarks/transfer.py --data DIR [--tasks sst2,wnut17] [--only NAME,...] [--seeds 0,1,2]
-    [--work DIR]
+HF_HUB_OFFLINE=1 python benchmarks/compression.py --data DIR [--tasks sst2,wnut17] [--only NAME,...] [--work DIR]
 
 DIR holds `sst2/{train,dev}.tsv` and `wnut17/{train,dev}.conll`. Nothing is chosen on `dev`, which is the test split
 here: the last tenth of the training rows is held out for the commands, and the last weights are taken. A small BERT
 (width 128, four layers) is pretrained by masked LM on the training texts and on the documentation that comes with
-Python. Each way of fine-tuning starts from it, for as many steps as plain fine-tuning; each way of compression starts
-from the plainly fine-tuned model of the first seed, and has as many steps again where it trains. `+ training` goes on
-with plain fine-tuning for as many steps. Rows of an earlier run with the same task and method are replaced.
+Python, and fine-tuned: the first row. Each way of compression starts from that model, and has as many steps again where
+it trains; `+ training` goes on with plain fine-tuning for as many. Rows of an earlier run with the same task and method
+are replaced.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import argparse
 import contextlib
 import io
 import json
-import statistics
 import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -30,7 +28,7 @@ from hf_xformers.compression.report import Measuring, Row, compare
 from hf_xformers.finetuning.sources import read_conll
 from hf_xformers.metrics import entity_scores
 
-RESULTS = Path(__file__).parent / "results" / "transfer.json"
+RESULTS = Path(__file__).parent / "results" / "compression.json"
 SHAPE = {
     "hidden_size": 128,
     "num_hidden_layers": 4,
@@ -40,18 +38,6 @@ SHAPE = {
     "max_position_embeddings": 128,
     "position": "rotary",
     "residual": "pre_ln",
-}
-# What `finetune` is given beside the plain options.
-WAYS: dict[str, list[Any]] = {
-    "plain": [],
-    "layer rates, slanted": ["--layer_decay", 1.3, "--slanted_triangular"],
-    "gradual unfreezing": ["--unfreeze_every", 1, "--layer_decay", 1.3, "--slanted_triangular"],
-    "self-ensemble (se)": ["--self_ensemble", "se"],
-    "self-distillation (sda)": ["--self_ensemble", "sda"],
-    "self-distillation (sdv)": ["--self_ensemble", "sdv"],
-    "lora": ["--peft", "lora"],
-    "houlsby": ["--peft", "houlsby"],
-    "pfeiffer": ["--peft", "pfeiffer"],
 }
 TRAIN = "train"  # a way of compression that goes on with plain fine-tuning
 COMPRESSIONS: dict[str, list[list[Any]]] = {
@@ -77,14 +63,13 @@ COMPRESSIONS: dict[str, list[list[Any]]] = {
     "int4 weights": [["quantize", "--weights", "int4"]],
 }
 QUIET = ("--disable_tqdm", "true", "--use_cpu")
-COLUMNS = ["task", "kind", "method", "seeds", "metric", "test", "spread", "floor", "parameters", "size", "time"]
+COLUMNS = ["task", "method", "metric", "test", "floor", "parameters", "size", "time"]
 NOTE = (
     "`test`: accuracy of SST-2 (871 sentences) or F1 of entities of WNUT-17 (`dev`), in percent, of which nothing was"
-    " chosen; a mean over `seeds`, `spread`: the highest minus the lowest. `floor`: the majority class; the most"
-    " frequent tag that the training rows give a word. `parameters` are those that are not zero; `size` on disk and"
-    " `time` of a batch (16 rows of 64 tokens) by those of the fine-tuned model. Ways of fine-tuning have equal steps;"
-    " each compression starts from the first seed's fine-tuned model. Models are small: the table shows what the ways"
-    " cost and keep here, not how they rank on large ones."
+    " chosen. `floor`: the majority class; the most frequent tag that the training rows give a word. `parameters` are"
+    " those that are not zero; `size` on disk and `time` of a batch (16 rows of 64 tokens, without padding) by those of"
+    " the fine-tuned model. The model is small: the table shows what the ways cost and keep here, not how they rank on"
+    " large ones."
 )
 
 
@@ -137,18 +122,16 @@ class Task:
             )
         return folder
 
-    def training(self, seed: int) -> list[Any]:
+    def training(self) -> list[Any]:
         """Options of everything that trains on the task."""
         rate = ("--num_train_epochs", self.args.epochs, "--learning_rate", self.args.learning_rate)
-        return [*rate, "--eval_strategy", "no", "--save_strategy", "no", "--seed", seed, *QUIET]
+        return [*rate, "--eval_strategy", "no", "--save_strategy", "no", *QUIET]
 
-    def tuned(self, name: str, seed: int, start: Path, extra: list[Any]) -> Path:
-        folder = self.work / f"{''.join(letter for letter in name if letter.isalnum())}-{seed}"
-        if not (folder / "training_summary.json").exists():
-            train, validation, test = self.files
-            data = ("--data", train, "--validation_data", validation, "--test_data", test, "--max_length", 64)
-            where = ("--model", start, "--output_dir", folder)
-            run("finetune", "--task", self.kind, *where, *data, *self.training(seed), *extra)
+    def tuned(self, start: Path, name: str = "tuned") -> Path:
+        folder = self.work / name
+        if not (folder / "config.json").exists():
+            data = ("--data", self.files[0], "--validation_data", self.files[1], "--max_length", 64)
+            run("finetune", "--task", self.kind, "--model", start, "--output_dir", folder, *data, *self.training())
         return folder
 
     def compressed(self, name: str, steps: list[list[Any]], start: Path) -> Path:
@@ -158,10 +141,7 @@ class Task:
             if (folder / "config.json").exists():
                 continue
             if words == [TRAIN]:
-                run(
-                    *("finetune", "--task", self.kind, "--model", before, "--output_dir", folder, "--max_length", 64),
-                    *("--data", self.files[0], "--validation_data", self.files[1], *self.training(0)),
-                )
+                self.tuned(before, folder.name)
                 continue
             trains = TRAIN in words or words[0] == "distill"
             source = "--teacher" if words[0] == "distill" else "--model"
@@ -170,7 +150,7 @@ class Task:
             run(
                 *(word for word in words if word != TRAIN),
                 *(source, before, "--output_dir", folder, *data),
-                *(self.training(0) if trains else QUIET[-1:]),
+                *(self.training() if trains else QUIET[-1:]),
             )
         return folder
 
@@ -184,58 +164,34 @@ def _rows(folder: Path, part: str) -> list[dict[str, Any]]:
 
 def benchmark(name: str, args: argparse.Namespace, work: Path) -> None:
     task, wanted = Task(name, args, work), args.only and args.only.split(",")
-    seeds, floor = [int(seed) for seed in args.seeds.split(",")], task.floor()
-    source: Path | None = None
-    for method, extra in WAYS.items():
-        if wanted and method not in wanted and method != "plain":
-            continue
-        scores, parameters = [], 0
-        for seed in seeds:
-            folder = task.tuned(method, seed, task.pretrained(), extra)
-            summary = json.loads((folder / "training_summary.json").read_text())
-            scores.append(100 * summary[f"test_{task.metric}"])
-            parameters = summary.get("trainable_parameters", summary["parameters"])
-            source = source or folder
-        if not wanted or method in wanted:
-            write(task, "fine-tuning", method, scores, floor, parameters, None, None)
-    assert source is not None
+    floor, source = task.floor(), task.tuned(task.pretrained())
     measuring = Measuring(eval_data=[str(task.files[2])], time_length=64, time_batches=9)
     measuring.use_cpu = True
     for method, steps in COMPRESSIONS.items():
         if wanted and method not in wanted:
             continue
         before, after = compare(source, task.compressed(method, steps, source), measuring)
-        size = after.bytes / before.bytes
-        time = _ratio(before, after)
-        write(task, "compression", method, [100 * (after.quality or 0.0)], floor, after.nonzero, size, time)
+        write(task, floor, "fine-tuned", before, before)
+        write(task, floor, method, before, after)
 
 
 def _ratio(before: Row, after: Row) -> float | None:
     return None if before.seconds is None or after.seconds is None else after.seconds / before.seconds
 
 
-def write(
-    task: Task,
-    kind: str,
-    method: str,
-    scores: list[float],
-    floor: float,
-    parameters: int,
-    size: float | None,
-    time: float | None,
-) -> None:
+def write(task: Task, floor: float, method: str, before: Row, after: Row) -> None:
     """Replaces the row of the same task and method."""
     row = {
-        **{"task": task.name, "kind": kind, "method": method, "seeds": len(scores), "metric": task.metric},
-        **{"test": statistics.mean(scores), "spread": max(scores) - min(scores) if len(scores) > 1 else None},
-        **{"floor": floor, "parameters": parameters, "size": size, "time": time},
+        **{"task": task.name, "method": method, "metric": task.metric, "test": 100 * (after.quality or 0.0)},
+        **{"floor": floor, "parameters": after.nonzero, "size": after.bytes / before.bytes},
+        "time": _ratio(before, after),
     }
     print(json.dumps(row), flush=True)
     old = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
     rows = [*(other for other in old if (other["task"], other["method"]) != (task.name, method)), row]
-    order = {name: place for place, name in enumerate([*WAYS, *COMPRESSIONS])}
+    order = {name: place for place, name in enumerate(["fine-tuned", *COMPRESSIONS])}
     rows.sort(key=lambda entry: (entry["task"], order.get(entry["method"], 99)))
-    write_results("transfer", rows, COLUMNS, "Fine-tuning and compression: what they keep", NOTE)
+    write_results("compression", rows, COLUMNS, "Compression: what each way keeps and costs", NOTE)
 
 
 def main() -> None:
@@ -243,7 +199,6 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with sst2 and wnut17")
     parser.add_argument("--tasks", default="sst2,wnut17")
     parser.add_argument("--only", help="names of ways, separated by commas")
-    parser.add_argument("--seeds", default="0,1,2", help="of fine-tuning")
     parser.add_argument("--epochs", type=float, default=3)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--pretrain_steps", type=int, default=1500)
