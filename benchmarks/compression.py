@@ -4,10 +4,9 @@ HF_HUB_OFFLINE=1 python benchmarks/compression.py --data DIR [--tasks sst2,wnut1
 
 DIR holds `sst2/{train,dev}.tsv` and `wnut17/{train,dev}.conll`. Nothing is chosen on `dev`, which is the test split
 here: the last tenth of the training rows is held out for the commands, and the last weights are taken. A small BERT
-(width 128, four layers) is pretrained by masked LM on the training texts and on the documentation that comes with
-Python, and fine-tuned: the first row. Each way of compression starts from that model, and has as many steps again where
-it trains; `+ training` goes on with plain fine-tuning for as many. Rows of an earlier run with the same task and method
-are replaced.
+(width 128, four layers) is pretrained by masked LM on the training texts and fine-tuned, which is the first row. Each
+way of compression starts from that model, and has as many steps again where it trains; `+ training` goes on with plain
+fine-tuning for as many. Rows of an earlier run with the same task and method are replaced.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ COLUMNS = ["task", "method", "metric", "test", "floor", "parameters", "size", "t
 NOTE = (
     "`test`: accuracy of SST-2 (871 sentences) or F1 of entities of WNUT-17 (`dev`), in percent, of which nothing was"
     " chosen. `floor`: the majority class; the most frequent tag that the training rows give a word. `parameters` are"
-    " those that are not zero; `size` on disk and `time` of a batch (16 rows of 64 tokens, without padding) by those of"
-    " the fine-tuned model. The model is small: the table shows what the ways cost and keep here, not how they rank on"
+    " those that are not zero; `size` on disk and `time` of a batch (16 rows of 64 tokens, no padding) by those of the"
+    " fine-tuned model. The model is small: the table shows what the ways cost and keep here, not how they rank on"
     " large ones."
 )
 
