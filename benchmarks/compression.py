@@ -110,7 +110,7 @@ class Task:
 
     def pretrained(self) -> Path:
         folder, text = self.work / "pretrained", self.work / "texts.txt"
-        if not (folder / "training_summary.json").exists():
+        if not (folder / "config.json").exists():
             texts = [row["text"] if "text" in row else " ".join(row["tokens"]) for row in self.train_rows]
             text.write_text("\n".join(texts) + "\n", encoding="utf-8")
             shape = [word for name, value in SHAPE.items() for word in (f"--{name}", value)]
