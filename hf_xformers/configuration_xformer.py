@@ -193,6 +193,7 @@ class XFormerConfig(PreTrainedConfig):
     span_places: ClassVar[int | None] = None  # these are fields of families with `ForSpanBoundary`
     span_place_width: ClassVar[int | None] = None
     span_boundary_weight: ClassVar[float | int] = 1.0
+    detection_context: ClassVar[bool] = False  # a field of families whose detection of replaced tokens can do so
     cpc_weight: ClassVar[float | int | None] = None  # a field of families with `ForContrastivePrediction`
     presets: ClassVar[dict[str, dict[str, Any]]] = {}  # by name of a published model: fields other than the defaults
     sizes: ClassVar[dict[str, dict[str, Any]]] = {}  # by size: fields that differ from the preset of that size

@@ -48,6 +48,10 @@ class LanguageModel(XFormerPreTrainedModel):
         self.exits: Any = tower.stack.build_language_exits(tower)
         self.post_init()
 
+    def own_inputs(self) -> dict[str, Tensor]:
+        """Inputs of the model under this head that the head itself has, by name."""
+        return {}
+
     def get_output_embeddings(self) -> nn.Module | None:
         return self.lm_head.decoder
 

@@ -214,7 +214,8 @@ class XFormerForReplacedTokenPreTraining(XFormerForReplacedTokenDetection):
             target_positions = torch.where(original != input_ids, everywhere, -1)
         places = target_positions.clamp(min=0)
         wanted = labels.gather(1, places).masked_fill(target_positions < 0, -100)
-        states = self.generator.model(input_ids=input_ids, **beside, **self._for_generator(kwargs))
+        own = {**self._for_generator(kwargs), **self.generator.own_inputs()}
+        states = self.generator.model(input_ids=input_ids, **beside, **own)
         losses = {f"{GENERATOR_LOSS}_{name}": value for name, value in (states.aux_losses or {}).items()}
         chosen = states.last_hidden_state
         chosen = chosen.gather(1, places.unsqueeze(-1).expand(-1, -1, chosen.shape[-1]))

@@ -4,13 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
 from transformers.utils import can_return_tuple
 
 from ..core import outputs
 from ..core.inputs import check_token_labels
 from ..core.losses import token_binary_cross_entropy
+from ..core.pooling import pool
 from .classifiers import Classifier
+
+
+class TextContext(nn.Module):
+    """f(W LN(h_t + h_1) + b), h_1 the state of the first token (He et al. 2021, DeBERTaV3, arXiv 2111.09543, released
+    code)."""
+
+    def __init__(self, config):
+        super().__init__()
+        width = config.stack.output_width(config)
+        self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.dense = nn.Linear(width, width)
+        self.activation = ACT2FN[config.classifier_activation]
+
+    def forward(self, states: Tensor, mask: Tensor | None) -> Tensor:
+        """states [B, T, D], mask [B, T] -> [B, T, D]."""
+        mask = mask if mask is not None and mask.shape == states.shape[:2] else None
+        return self.activation(self.dense(self.norm(states + pool(states, mask, "first").unsqueeze(1))))
 
 
 class XFormerForReplacedTokenDetection(Classifier):
@@ -18,6 +37,7 @@ class XFormerForReplacedTokenDetection(Classifier):
 
     D(x, t) = sigmoid(w h_t + b), with a hidden layer before it under `classifier_transform="dense"` (Clark et al.
     2020, ELECTRA, arXiv 2003.10555, section 2, and its released code).
+    With `detection_context` of the config a token is judged beside the text ([`TextContext`]).
     """
 
     reads_pooler = False
@@ -27,6 +47,8 @@ class XFormerForReplacedTokenDetection(Classifier):
 
     def __init__(self, config):
         super().__init__(self.shaped(config, is_decoder=False, is_encoder_decoder=False), 1)
+        self.context = TextContext(self.config) if self.config.detection_context else None
+        self.post_init()
 
     @can_return_tuple
     def forward(
@@ -50,7 +72,9 @@ class XFormerForReplacedTokenDetection(Classifier):
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
-        scores = self.classifier(self.transformed(base.last_hidden_state))
+        states = base.last_hidden_state
+        states = states if self.context is None else self.context(states, attention_mask)
+        scores = self.classifier(self.transformed(states))
         loss = None
         if labels is not None:
             check_token_labels(labels, scores)
@@ -64,4 +88,4 @@ class XFormerForReplacedTokenDetection(Classifier):
         )
 
 
-__all__ = ["XFormerForReplacedTokenDetection"]
+__all__ = ["TextContext", "XFormerForReplacedTokenDetection"]

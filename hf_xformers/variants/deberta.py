@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import nn
 
@@ -18,7 +18,12 @@ _SECOND = {"type": "deberta", "buckets": 256, "share_projections": True, "normal
 
 
 class XFDebertaConfig(XFormerConfig):
-    """DeBERTa (He et al. 2021): content and relative position attend to each other, absolute positions come last."""
+    """DeBERTa (He et al. 2021): content and relative position attend to each other, absolute positions come last.
+
+    `presets` has its three versions. `generator_size`, `generator_depth` and `generator_sharing` are those of the
+    third, which is pretrained by detection of replaced tokens; `detection_context`: whether a token is judged beside
+    the text's first one there. `ForReplacedTokenDetection` and `ForReplacedTokenPreTraining` read them.
+    """
 
     model_type = "xf_deberta"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
@@ -40,6 +45,10 @@ class XFDebertaConfig(XFormerConfig):
 
     vocab_size: int = 50265
     layer_norm_eps: float = 1e-7
+    detection_context: bool = True  # type: ignore[misc]  # a class variable where no head can do so
+    generator_size: float | int = 1.0
+    generator_depth: float | int = 0.5
+    generator_sharing: Literal["tied", "gradient_disentangled", "untied"] = "gradient_disentangled"
     embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
     position: SpecLike = "deberta"
     stack: SpecLike = "enhanced_mask_decoder"
@@ -60,17 +69,23 @@ INFO = VariantInfo(
   year={2021}
 }""",
     notes=(
-        "The second version: position={'type': 'deberta', 'buckets': 256, 'share_projections': True, 'normalize':"
-        " True}."
+        "`XFDebertaConfig.preset` has the three versions, 'base', 'v2_xlarge' and 'v3_base'. The second and the third"
+        " have position={'type': 'deberta', 'buckets': 256, 'share_projections': True, 'normalize': True}, the second"
+        " block='convolution'. The third is pretrained by `--objective replaced_token_detection`, with a generator of"
+        " half the layers."
     ),
 )
 
-_family = make_family(XFDebertaConfig, "XFDeberta", ENCODER_HEADS, INFO)
+_family = make_family(
+    XFDebertaConfig, "XFDeberta", (*ENCODER_HEADS, "ForReplacedTokenDetection", "ForReplacedTokenPreTraining"), INFO
+)
 XFDebertaModel = _family["Model"]
 XFDebertaForSequenceClassification = _family["ForSequenceClassification"]
 XFDebertaForTokenClassification = _family["ForTokenClassification"]
 XFDebertaForQuestionAnswering = _family["ForQuestionAnswering"]
 XFDebertaForMultipleChoice = _family["ForMultipleChoice"]
+XFDebertaForReplacedTokenDetection = _family["ForReplacedTokenDetection"]
+XFDebertaForReplacedTokenPreTraining = _family["ForReplacedTokenPreTraining"]
 
 
 _MaskedLM: Any = _family["ForMaskedLM"]
@@ -90,9 +105,10 @@ class XFDebertaForMaskedLM(_MaskedLM):
 
     @functools.wraps(_MaskedLM.forward)
     def forward(self, *args, **kwargs):
-        if self.absolute_positions is not None:
-            kwargs[ABSOLUTE_POSITIONS] = self.absolute_positions.weight
-        return super().forward(*args, **kwargs)
+        return super().forward(*args, **kwargs, **self.own_inputs())
+
+    def own_inputs(self):
+        return {} if self.absolute_positions is None else {ABSOLUTE_POSITIONS: self.absolute_positions.weight}
 
 
 register_model("AutoModelForMaskedLM", XFDebertaConfig, XFDebertaForMaskedLM)

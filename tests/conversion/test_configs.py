@@ -146,6 +146,7 @@ CHECKED_LATER = {
 OF_HEADS = {
     "pair_classes",
     "detection_weight",
+    "detection_context",
     *(f"contrast_{name}" for name in ("loss", "temperature", "margin", "noise_power")),
     *("gather_negatives", "phrase_temperature", "phrase_contrast_weight", "masked_lm_weight"),
     *(f"generator_{name}" for name in ("size", "depth", "sharing", "temperature", "avoids_original")),
