@@ -302,17 +302,29 @@ class Distiller:
         if student.folder is not None:
             from ..data import load_tokenizer
 
-            names = (student.folder, self.choice.teacher)
-            refuse_other_vocabulary(load_tokenizer(student.folder), teacher.tokenizer, names)
+            student.tokenizer, names = load_tokenizer(student.folder), (student.folder, self.choice.teacher)
+            if not self._compares_texts():
+                refuse_other_vocabulary(student.tokenizer, teacher.tokenizer, names)
         if self.method.replaces:
             Replacing(self.method, teacher.model).check(student.model)  # type: ignore[arg-type]
         probe(self.method, student.model, full)
         return student
 
+    def _compares_texts(self) -> bool:
+        """Whether nothing but predictions of whole texts is compared, which the teacher has made beforehand: then each
+        may read a text in tokens of its own."""
+        method, task = self.method, self.task
+        tokens = method.reads_states or method.attention or method.generates or method.replaces
+        if tokens or task is None or not self.choice.store_teacher:
+            return False
+        from ..finetuning.tasks import task_class
+
+        return task_class(task.task).head == "SequenceClassification"
+
     def _save_student(self, student: Student, teacher: Teacher, place: Path) -> None:
         with replacing(place) as scratch:
             student.model.save_pretrained(scratch)
-            teacher.tokenizer.save_pretrained(scratch)
+            (student.tokenizer or teacher.tokenizer).save_pretrained(scratch)
 
     # -------------------------------------------------------------------------------------------- kinds of data
 
@@ -415,12 +427,20 @@ class Distiller:
     def _stored(self, prepared: Any, teacher: Teacher) -> StoredOutputs:
         model: Any = teacher.model
         model.to(self.args.device)
+        task, tokenizer, features = prepared.task, prepared.tokenizer, prepared.splits["train"].features
+        if tokenizer.get_vocab() != teacher.tokenizer.get_vocab():  # the same rows, as the teacher reads them
+            from ..finetuning.tasks import build_task
+
+            task, tokenizer = build_task(prepared.task.options), teacher.tokenizer
+            splits = task.load(self.source)  # type: ignore[arg-type]
+            task.settle(splits, model.config)
+            features = task.encode(splits["train"], tokenizer, "train").features
         return StoredOutputs.make(
             self.folder / OUTPUTS,
             self.method,
             model,
-            prepared.splits["train"].features,
-            prepared.task.collator(prepared.tokenizer, model, self.args.seed),
+            features,
+            task.collator(tokenizer, model, self.args.seed),
             about={"teacher": self.choice.teacher, "dtype": self.choice.teacher_dtype},
             batch_size=self.args.per_device_eval_batch_size,
             say=self.say,

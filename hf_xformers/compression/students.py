@@ -56,11 +56,12 @@ class StudentChoice:
 
 @dataclass
 class Student:
-    """The model, and how it came about, in words."""
+    """The model, and how it came about, in words; of a saved one its folder, and its tokenizer once it is read."""
 
     model: PreTrainedModel
     made: str
     folder: str | None = None
+    tokenizer: Any = None
 
 
 def build_student(teacher: PreTrainedModel, choice: StudentChoice, seed: int) -> Student:
@@ -270,7 +271,8 @@ def refuse_other_vocabulary(student: Any, teacher: Any, names: tuple[str, str]) 
         f"the student {names[0]!r} has another vocabulary than the teacher {names[1]!r} ({len(own)} and {len(theirs)}"
         f" tokens; {odd!r} is {own.get(odd)} in the one and {theirs.get(odd)} in the other), so that one row cannot be"
         " given to both; take a student with the teacher's tokenizer (--student teacher or scratch, or pretrained with"
-        f" --tokenizer {names[1]})"
+        f" --tokenizer {names[1]}), or, where texts are classified, compare these predictions alone (--store_teacher"
+        " --method distilbert --method.cosine_weight 0)"
     )
 
 

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from hf_xformers.cli import main
@@ -186,3 +187,11 @@ def test_a_student_with_another_vocabulary(teacher, rows, tmp_path, capsys):
     error = " ".join(capsys.readouterr().err.split())
     assert code == 2 and "has another vocabulary than the teacher" in error and "--student teacher" in error
     assert not (tmp_path / "out").exists()
+    options = {"student": other, "method.cosine_weight": 0, "method.task_weight": 0, "save_strategy": "no"}
+    more = {"store_teacher": True, "max_steps": 2, "eval_strategy": "no", "load_best_model_at_end": "false"}
+    out = distill(teacher, rows, tmp_path / "out", **options, **more)
+    stored = load_file(next((out / "teacher_outputs").glob("rows-*.safetensors")))
+    labels = [int(line.rpartition(",")[2]) for line in open(rows[0]).read().splitlines()[1:]]
+    right = [int(stored[f"{row}.logits"].argmax()) == label for row, label in enumerate(labels)]
+    assert sum(right) > 0.9 * len(labels)  # what the teacher says of each row, in its own tokens
+    assert (out / "tokenizer.json").read_bytes() == (other / "tokenizer.json").read_bytes()
