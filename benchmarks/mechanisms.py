@@ -492,7 +492,12 @@ def main() -> None:
             " dense attention (SDPA) of the same geometry, causal where the case is; peers with the same parameters,"
             " the best by time and the best by memory. What takes more than 1.5 times what its FLOP ratio says"
             " (Reformer with several hashes or at 16384, BigBird at 16384, Transformer-XL at 8192, talking heads,"
-            " random Synthesizer) gathers, sorts or reads tables, which are no FLOPs. FLOPs / peer is the arithmetic"
+            " random Synthesizer, ETC, Informer, BP-Transformer) gathers, sorts or reads tables, which are no FLOPs,"
+            " adds a bias or gate to every score (dynamic masks, CA-MTL, TENER), finds a threshold for each row"
+            " (alpha-entmax), or goes from chunk to chunk (delta rule). What takes more than 1.5 times the memory keeps"
+            " scores of all pairs, gathered copies of keys (improved clustered, Poolingformer), a state for each chunk"
+            " (causal feature maps), nodes of a tree, twice as many as tokens (BP-Transformer), or attends over five"
+            " kinds of pairs (ETC). FLOPs / peer is the arithmetic"
             " that either really does: most of it are the projections, which both have, so that half of a peer's time"
             " is out of reach where it is above a half."
         )
