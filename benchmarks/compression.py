@@ -198,9 +198,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with sst2 and wnut17")
     parser.add_argument("--tasks", default="sst2,wnut17")
     parser.add_argument("--only", help="names of ways, separated by commas")
-    parser.add_argument("--epochs", type=float, default=3)
+    parser.add_argument("--epochs", type=float, default=2)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
-    parser.add_argument("--pretrain_steps", type=int, default=1500)
+    parser.add_argument("--pretrain_steps", type=int, default=500)
     parser.add_argument("--work", type=Path, help="folder to keep the models in; what is there is not trained again")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:

@@ -494,7 +494,7 @@ def main() -> None:
             " (Reformer with several hashes or at 16384, BigBird at 16384, Transformer-XL at 8192, talking heads,"
             " random Synthesizer, ETC, Informer, BP-Transformer) gathers, sorts or reads tables, which are no FLOPs,"
             " adds a bias or gate to every score (dynamic masks, CA-MTL, TENER), finds a threshold for each row"
-            " (alpha-entmax), or goes from chunk to chunk (delta rule). What takes more than 1.5 times the memory keeps"
+            " (alpha-entmax), or goes from chunk to chunk (delta rule). What takes over 1.5 times the memory keeps"
             " scores of all pairs, gathered copies of keys (improved clustered, Poolingformer), a state for each chunk"
             " (causal feature maps), nodes of a tree, twice as many as tokens (BP-Transformer), or attends over five"
             " kinds of pairs (ETC). FLOPs / peer is the arithmetic"
