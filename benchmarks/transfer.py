@@ -22,7 +22,7 @@ from typing import Any
 
 from measure import write_results
 
-from hf_xformers.cli import main
+from hf_xformers import cli
 
 RESULTS = Path(__file__).parent / "results"
 COLUMNS = ["task", "model", "method", "trained", "steps", "seeds", "seconds", "metric", "test", "spread", "floor"]
@@ -56,7 +56,7 @@ def data_of(folder: Path, task: str, name: str = "") -> list[str]:
 
 
 def run(*argv: Any) -> None:
-    code = main([str(entry) for entry in argv])
+    code = cli.main([str(entry) for entry in argv])
     if code:
         raise SystemExit(code)
 
@@ -151,7 +151,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def benchmark(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     with tempfile.TemporaryDirectory() as folder:
         for task in args.tasks.split(","):
@@ -165,4 +165,4 @@ def benchmark(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    benchmark()
+    main()

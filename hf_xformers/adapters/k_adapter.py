@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..blocks.base import XFormerLayer
+
 INIT_STD = 2e-4  # of the maps into and out of the small encoders
 
 
@@ -148,14 +150,17 @@ class SideHooks:
         return output
 
 
+def _is_tower(module: nn.Module) -> bool:
+    layers = getattr(module, "layers", None)
+    return hasattr(module, "stack") and isinstance(layers, nn.ModuleList) and isinstance(layers[0], XFormerLayer)
+
+
 def check_encoder(model: Any) -> Any:
     """The tower of an encoder that a side network can stand beside.
 
     Raises ValueError for decoders, for two towers, and for layers that do not have a state of every token.
     """
-    from ..modeling_tower import XFormerTower
-
-    towers = [module for module in model.modules() if isinstance(module, XFormerTower)]
+    towers = [module for module in model.modules() if _is_tower(module)]
     config = model.config
     if len(towers) != 1 or config.is_decoder or config.is_encoder_decoder:
         raise ValueError(
