@@ -33,6 +33,7 @@ _AUTO = {
     "ForContrastivePrediction": "AutoModelForPreTraining",
     "ForMaskedSentences": "AutoModelForPreTraining",
     "ForBidirectionalLM": "AutoModelForPreTraining",
+    "ForClozeWriting": "AutoModelForPreTraining",
 }
 # Head name -> the Auto class that resolves it. What it derives from stands in `head_classes`.
 HEADS: dict[str, str] = {
@@ -59,6 +60,7 @@ HEADS: dict[str, str] = {
         "ForTimeSeriesPrediction",
         "ForMaskedSentences",
         "ForBidirectionalLM",
+        "ForClozeWriting",
         "ForImageClassification",
     )
 }

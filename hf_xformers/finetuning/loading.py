@@ -290,6 +290,22 @@ def check_lengths(task: Task, config: PreTrainedConfig, given: int | None, reser
     task.max_length = min(task.max_length, limit)
     if task.generates:
         task.max_target_length = min(task.max_target_length, limit)  # type: ignore[attr-defined]
+    if task.one_row:
+        _share_positions(task, limit, given)
+
+
+def _share_positions(task: Any, limit: int, given: int | None) -> None:
+    """Divides `limit` positions between a source, of `given` tokens if somebody said so, and its target."""
+    target = task.options.max_target_length
+    if (given or 1) + (target or 1) > limit:
+        raise ValueError(
+            f"--max_length {given or 1} and --max_target_length {target or 1} are more than the {limit} tokens that"
+            " the model's positions cover, as source and target stand in one row; shorten one of them, or take a model"
+            " with a larger max_position_embeddings"
+        )
+    if target is None:
+        target = min(task.max_target_length, limit // 2 if given is None else limit - given)
+    task.max_target_length, task.max_length = target, min(task.max_length, limit - target)
 
 
 __all__ = [

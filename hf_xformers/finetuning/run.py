@@ -141,6 +141,11 @@ class FineTuning:
                 )
         elif self.peft_fields:
             raise ValueError("--peft.FIELD options are about a method; name it with --peft")
+        if self.task.one_row and (args.generation_num_beams or 1) != 1:
+            raise ValueError(
+                f"--generation_num_beams {args.generation_num_beams} searches with an encoder-decoder, and"
+                f" a For{self.task.head} class writes the likeliest token each time; leave it out"
+            )
         if run.early_stopping_patience is not None and run.early_stopping_patience < 1:
             raise ValueError(f"--early_stopping_patience {run.early_stopping_patience} must be at least 1")
         run.check_layerwise(args, run.peft)
@@ -204,7 +209,10 @@ class FineTuning:
         inputs = self.options.max_length or 0
         if isinstance(self.task, LanguageModeling):
             return longest_sequence(self.task.objective, inputs) if inputs else 0
-        return max(inputs, (self.options.max_target_length or 0) if self.task.generates else 0)
+        targets = (self.options.max_target_length or 0) if self.task.generates else 0
+        if self.task.one_row and (inputs or targets):
+            return self.task.max_length + self.task.max_target_length  # type: ignore[attr-defined]
+        return max(inputs, targets)
 
     def _check_lengths(self, config: PreTrainedConfig) -> None:
         reserved = virtual_tokens(self.run_options.peft, self.peft_fields)

@@ -86,6 +86,7 @@ def open_trained(
             f"{name!r} is a language model, which says nothing of a row; measure it with `hf-xformers evaluate`, or"
             " continue texts with transformers' pipeline"
         )
+    made.choose(getattr(config, "heads", ()), loading.architecture_of(config))
     if adapter:
         config = loading.saved_config_with(config, made.head, {}, {}, record.get("task_config", _labels_of(about)))
     words: Any = None

@@ -13,6 +13,7 @@ from .classifiers import (
     XFormerForSequenceClassification,
     XFormerForTokenClassification,
 )
+from .cloze_writing import XFormerForClozeWriting
 from .contrastive import XFormerForContrastivePrediction
 from .entity_replacement import XFormerForEntityReplacement
 from .forecasting import XFormerForTimeSeriesPrediction
@@ -49,6 +50,7 @@ CLASSES: dict[str, Any] = {
     "ForTimeSeriesPrediction": XFormerForTimeSeriesPrediction,
     "ForMaskedSentences": XFormerForMaskedSentences,
     "ForBidirectionalLM": XFormerForBidirectionalLM,
+    "ForClozeWriting": XFormerForClozeWriting,
     "ForImageClassification": XFormerForImageClassification,
 }
 IMAGE_CLASSES: dict[str, Any] = {"Model": XFormerImageModel}  # in place of the above where images go in

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from ..core.mask_modes import BIDIRECTIONAL, LEFT_TO_RIGHT, MODES, RIGHT_TO_LEFT, SEQ2SEQ
+from ..core.mask_modes import ALL_TYPES, BIDIRECTIONAL, LEFT_TO_RIGHT, MODES, RIGHT_TO_LEFT, SEQ2SEQ, TYPES
 from .base import IGNORE_INDEX, Row, is_special, pad_rows, read_row, register
 from .masked_lm import KEEP, MASK, RANDOM, MaskedLMCollator, MaskedLMObjective, MaskNoise, _fill_budget, apply_noise
 from .sentence_pairs import LABEL, SentencePairObjective, _chance
@@ -23,7 +23,6 @@ AnyUniLM = TypeVar("AnyUniLM", bound="UniLMObjective")
 
 # The order in which the paper names the modes, and that of `mode_probs`.
 ORDER = (BIDIRECTIONAL, SEQ2SEQ, LEFT_TO_RIGHT, RIGHT_TO_LEFT)
-_TYPES = {BIDIRECTIONAL: (0, 1), LEFT_TO_RIGHT: (2, 2), RIGHT_TO_LEFT: (3, 3), SEQ2SEQ: (4, 5)}
 
 
 @dataclass
@@ -140,7 +139,7 @@ class UniLMCollator(MaskedLMCollator):
         noise = sample_noise(special[kept], second, mode, self.unilm, self.vocabulary, generator)
         inputs, labels = apply_noise(ids, noise, self.mask_token_id)
         columns = {name: column[kept] for name, column in row.columns.items()}
-        first_type, second_type = _TYPES[mode] if self.unilm.segment_ids_per_mode else (0, 1)
+        first_type, second_type = TYPES[mode] if self.unilm.segment_ids_per_mode else (0, 1)
         columns["token_type_ids"] = torch.where(second, second_type, first_type)
         width = row.width if row.width > len(row) else len(ids)  # rows that came padded keep their length
         return Row(inputs, columns, width), labels, (mode, int((~second).sum()))
@@ -204,7 +203,7 @@ class UniLMObjective(SentencePairObjective):
     def bound_to(self: AnyUniLM, config: Any) -> AnyUniLM:
         """Raises ValueError for a model that cannot tell the modes by types of tokens."""
         types = config.type_vocab_size
-        least = 6 if self.segment_ids_per_mode else 2
+        least = ALL_TYPES if self.segment_ids_per_mode else 2
         if types < least:
             raise ValueError(
                 f"objective 'unilm' gives {least} types of tokens, and the model has type_vocab_size={types}: build it"

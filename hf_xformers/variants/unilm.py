@@ -15,7 +15,8 @@ class XFUniLMConfig(XFormerConfig):
 
     The input `mask_modes` [B, 2] says for each row under which mask it is read (0 bidirectional, 1 left-to-right,
     2 right-to-left, 3 sequence-to-sequence) and how many tokens a first text has. Six types of tokens: two for texts
-    in mode 0, one for each of the modes 1 and 2, two in mode 3.
+    in mode 0, one for each of the modes 1 and 2, two in mode 3. `mask_token_id` and `sep_token_id` are what it writes
+    with, and up to.
     """
 
     model_type = "xf_unilm"
@@ -31,6 +32,8 @@ class XFUniLMConfig(XFormerConfig):
 
     vocab_size: int = 28996
     type_vocab_size: int = 6
+    mask_token_id: int | None = None
+    sep_token_id: int | None = None
     layer_norm_eps: float = 1e-12
     add_pooler: bool = True
     embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
@@ -49,8 +52,8 @@ INFO = VariantInfo(
     ),
     cost="time O(T^2 D); memory O(T D), T^2 bytes of a mask for each row not read from both sides",
     notes=(
-        "Without the input `mask_modes` it is BERT. Trained by `--objective unilm`, and on pairs of source and target"
-        " by the same with `target_mask_prob`; `write_targets` of `hf_xformers.modeling.cloze_writing` writes."
+        "Without the input `mask_modes` it is BERT. Trained by `--objective unilm`; `finetune` trains it on pairs of"
+        " source and target (summarization, translation), and `predict` writes."
     ),
     bibtex="""@inproceedings{dong2019unilm,
   title={Unified Language Model Pre-training for Natural Language Understanding and Generation},
@@ -61,7 +64,7 @@ INFO = VariantInfo(
 }""",
 )
 
-_family = make_family(XFUniLMConfig, "XFUniLM", (*ENCODER_HEADS, "ForPreTraining"), INFO)
+_family = make_family(XFUniLMConfig, "XFUniLM", (*ENCODER_HEADS, "ForPreTraining", "ForClozeWriting"), INFO)
 XFUniLMModel = _family["Model"]
 XFUniLMForMaskedLM = _family["ForMaskedLM"]
 XFUniLMForSequenceClassification = _family["ForSequenceClassification"]
@@ -69,3 +72,4 @@ XFUniLMForTokenClassification = _family["ForTokenClassification"]
 XFUniLMForQuestionAnswering = _family["ForQuestionAnswering"]
 XFUniLMForMultipleChoice = _family["ForMultipleChoice"]
 XFUniLMForPreTraining = _family["ForPreTraining"]
+XFUniLMForClozeWriting = _family["ForClozeWriting"]

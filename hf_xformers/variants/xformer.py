@@ -20,7 +20,13 @@ INFO = VariantInfo(
 )
 
 # They need more than an `XFormerConfig` has.
-_OTHERS = ("ForImageClassification", "ForSegmentReordering", "ForSpanBoundary", "ForContrastivePrediction")
+_OTHERS = (
+    "ForImageClassification",
+    "ForSegmentReordering",
+    "ForSpanBoundary",
+    "ForContrastivePrediction",
+    "ForClozeWriting",
+)
 _family = make_family(XFormerConfig, "XFormer", tuple(head for head in HEADS if head not in _OTHERS), INFO)
 XFormerModel = _family["Model"]
 XFormerForMaskedLM = _family["ForMaskedLM"]

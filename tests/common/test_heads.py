@@ -22,6 +22,7 @@ LABELS = {
     "ForReplacedTokenPreTraining": {"labels": tokens(2, 7, seed=3)},
     "ForMaskedSentences": {"labels": "ids"},
     "ForBidirectionalLM": {"labels": "ids"},
+    "ForClozeWriting": {"labels": "ids"},
     "ForQuestionAnswering": {"start_positions": torch.tensor([1, 0]), "end_positions": torch.tensor([3, 2])},
     "ForMultipleChoice": {"labels": torch.tensor([1, 0])},
     "ForNextSentencePrediction": {"labels": torch.tensor([1, 0])},
@@ -64,6 +65,7 @@ TOKEN_HEADS = (
     "ForReplacedTokenPreTraining",
     "ForContrastivePrediction",
     "ForBidirectionalLM",
+    "ForClozeWriting",
 )
 
 

@@ -156,6 +156,7 @@ class OurChecks:
             "ForReplacedTokenPreTraining",
             "ForMaskedSentences",
             "ForBidirectionalLM",
+            "ForClozeWriting",
         )
         if return_labels and "labels" not in inputs and model_class.__name__.endswith(binary_or_text):
             inputs["labels"] = inputs["input_ids"].new_zeros(inputs["input_ids"].shape)

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import hf_xformers.cli
+from hf_xformers import XFUniLMConfig
+from hf_xformers.finetuning.tasks.cloze import ClozeCollator, joined
 from hf_xformers.objectives import build_objective
 from hf_xformers.objectives.sentence_pairs import sample_noise as sample_pairs
 from hf_xformers.objectives.unilm import in_mode, sample_mode, sample_noise
@@ -124,6 +126,32 @@ def test_batches(bert_tokenizer, side):
         assert fine["mask_modes"].tolist() == [[PAIR, 6]] and set(fine["token_type_ids"][0].tolist()) == {0, 1}
     finally:
         bert_tokenizer.padding_side = "right"
+
+
+@pytest.mark.parametrize("types", [6, 2])
+def test_rows_of_source_and_target(bert_tokenizer, types):
+    """As tasks of generation have them: seven tenths of a target are masked, its end as often as the rest."""
+    columns = joined([[2, 6, 7, 3], [2, 8, 3]], [[9, 10, 11, 3], [12, 3]])
+    assert columns["input_ids"] == [[2, 6, 7, 3, 9, 10, 11, 3], [2, 8, 3, 12, 3]]
+    assert columns["token_type_ids"][1] == [0, 0, 0, 1, 1]
+    rows = [{"input_ids": ids, "token_type_ids": kinds} for ids, kinds in zip(*columns.values(), strict=True)]
+    collate = ClozeCollator(bert_tokenizer, XFUniLMConfig(type_vocab_size=types), seed=1)
+    batch = collate(rows)
+    assert set(batch) == {"input_ids", "attention_mask", "token_type_ids", "labels", "mask_modes"}
+    assert batch["mask_modes"].tolist() == [[PAIR, 4], [PAIR, 3]]
+    source, target = (4, 5) if types == 6 else (0, 1)
+    assert batch["token_type_ids"][0].tolist() == [source] * 4 + [target] * 4
+    told = (batch["labels"] != -100).tolist()
+    assert [sum(row) for row in told] == [3, 1] and not any(told[0][:4]) and not any(told[1][:3])
+    ends = 0
+    for epoch in range(200):
+        collate.set_epoch(epoch)
+        ends += int(collate(rows)["labels"][0, 7] == 3)
+    assert near(ends, 200, 0.75)
+    alone = joined([[2, 6, 7, 3], [2, 8, 3]], None)
+    batch = collate([{"input_ids": ids, "token_type_ids": kinds} for ids, kinds in zip(*alone.values(), strict=True)])
+    assert "labels" not in batch and batch["input_ids"].tolist() == [[2, 6, 7, 3], [2, 8, 3, 0]]
+    assert batch["mask_modes"].tolist() == [[PAIR, 4], [PAIR, 3]] and batch["token_type_ids"][0, 0] == source
 
 
 def test_refusals(bert_tokenizer):

@@ -1,4 +1,5 @@
-"""Tasks that generate a text from a text: summarisation and translation, with an encoder-decoder."""
+"""Tasks that generate a text from a text: summarisation and translation, with an encoder-decoder, or an encoder that
+writes by telling masks."""
 
 from __future__ import annotations
 
@@ -9,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ...objectives.base import pad_rows
+from ...objectives.base import SeededCollator, pad_rows
 from ..names import LONG_TEXTS, SUMMARIES
 from ..origin import RowNames, columns_of
 from .base import Encoded, Task, Trivial, check_columns
+from .cloze import ClozeCollator, joined
 from .document_context import WithContext, context_columns, rows_before, sentences_before
 
 if TYPE_CHECKING:
@@ -64,6 +66,12 @@ class _Generation(Task):
         super().__init__(options)
         self.max_target_length = options.max_target_length or USUAL_TARGET_LENGTH
 
+    def choose(self, heads: Sequence[str], architecture: str | None) -> None:
+        """Takes an encoder-decoder, if the model has one; else an encoder that reads source and target in one row."""
+        self.one_row = "ForClozeWriting" in heads and "ForSeq2SeqLM" not in heads
+        if self.one_row:
+            self.head = "ClozeWriting"  # type: ignore[misc]
+
     def _texts_of(self, rows: Dataset, column: str, split: str) -> list[str]:
         texts = list(rows[column])
         for row, text in enumerate(texts):
@@ -106,12 +114,24 @@ class _Generation(Task):
         kept = [{"source": text} for text in sources]
         if labelled:
             targets = self._texts_of(rows, self.target_column, split)
-            labels = tokenizer(text_target=targets, truncation=True, max_length=self.max_target_length)["input_ids"]
-            columns["labels"] = [self._ended(ids, tokenizer.eos_token_id) for ids in labels]
+            labels = self._targets(targets, tokenizer)
+        if self.one_row:
+            columns = joined(columns["input_ids"], labels if labelled else None)
+        elif labelled:
+            columns["labels"] = labels
         columns |= self._beside(rows, columns, split)
         if labelled:
             kept = [{**row, "target": target} for row, target in zip(kept, targets)]
         return Encoded(Dataset.from_dict(columns), kept, labelled)
+
+    def _targets(self, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+        limits = {"truncation": True, "max_length": self.max_target_length}
+        if self.one_row:
+            end = tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
+            ids = tokenizer(text_target=texts, add_special_tokens=False, **limits)["input_ids"]
+        else:
+            end, ids = tokenizer.eos_token_id, tokenizer(text_target=texts, **limits)["input_ids"]
+        return [self._ended(row, end) for row in ids]
 
     def _beside(self, rows: Dataset, columns: Mapping[str, Any], split: str) -> dict[str, Any]:
         """Further columns, from those of the texts and the targets."""
@@ -125,6 +145,8 @@ class _Generation(Task):
     def collator(self, tokenizer: PreTrainedTokenizerBase, model: Any, seed: int) -> Any:
         from transformers import DataCollatorForSeq2Seq
 
+        if self.one_row:
+            return ClozeCollator(tokenizer, model.config, seed=seed)
         return DataCollatorForSeq2Seq(tokenizer, model=model)
 
     def reduce(self, outputs: Any, inputs: Mapping[str, Any], next_token: bool) -> tuple[Tensor, ...]:
@@ -196,9 +218,10 @@ class Summarization(_Generation):
     def collator(self, tokenizer: PreTrainedTokenizerBase, model: Any, seed: int) -> Any:
         from .extraction import reads_sentences
 
-        return WithParagraphs(
-            super().collator(tokenizer, model, seed), tokenizer, reads_sentences(getattr(model, "config", None))
-        )
+        usual = super().collator(tokenizer, model, seed)
+        if isinstance(usual, SeededCollator):
+            return usual
+        return WithParagraphs(usual, tokenizer, reads_sentences(getattr(model, "config", None)))
 
     def trivial(self, train: Encoded) -> Trivial | None:
         """The first words of the text, as many as a summary has in the middle: what a summary has to beat."""
