@@ -30,11 +30,12 @@ from torch import Tensor, nn
 
 from hf_xformers.cli import main as command
 from hf_xformers.objectives import OBJECTIVES, build_objective
+from hf_xformers.training.building import objectives_for
 from hf_xformers.variants import config_class, family, model_types
 
 DATA = Path(os.environ.get("HF_XFORMERS_DATA", "data"))
 RESULTS = Path(__file__).parent / "results" / "objectives.json"
-# The first of these that has the head; else any.
+# The first of these that has what the objective needs; else any.
 VARIANTS = ("xf_bert", "xf_gpt2", "xf_t5", "xf_bart", "xf_electra", "xf_xlnet", "xf_ernie_doc", "xf_hibert")
 SHAPE = {
     "hidden_size": 128,
@@ -66,15 +67,15 @@ COLUMNS = [
 LONGEST = 64
 
 
-def variant_for(head: str) -> str:
+def variant_for(objective: str) -> str:
     known = model_types()
     able = [
         name
         for name in (*(name for name in VARIANTS if name in known), *known)
-        if f"For{head}" in config_class(name).heads
+        if objective in objectives_for(config_class(name))
     ]
     if not able:
-        raise ValueError(f"no variant has For{head}; leave the objective out of --only")
+        raise ValueError(f"no variant has what {objective} needs; leave it out of --only")
     return able[0]
 
 
@@ -82,7 +83,7 @@ def pretrained(name: str, steps: int, folder: str) -> dict[str, Any]:
     """The summary of a run of `hf-xformers pretrain`; with rotary positions where the variant takes them, as those
     that are added to the input are learned late."""
     spec = build_objective({"type": name, **SETTINGS.get(name, {})})
-    variant = variant_for(spec.head)
+    variant = variant_for(spec.type)
     data = str(DATA / "multi30k") if spec.rows == "parallel" else "stdlib"
     options: dict[str, Any] = {
         **SHAPE,
