@@ -15,7 +15,7 @@ BY = {
     "weights": ("magnitude", "movement"),
 }
 _OWN = {
-    "heads": ("share", "by_layer", "heads", "gate_penalty", "gate_speed"),
+    "heads": ("share", "by_layer", "heads", "gate_penalty", "gate_learning_rate"),
     "layers": ("keep_layers", "layers"),
     "weights": ("sparsity", "pattern", "granularity", "exclude", "train_masked"),
 }
@@ -47,7 +47,7 @@ class Pruning:
     gate_penalty: float = field(
         default=0.5, metadata={"help": "heads by gates: the loss of all gates being open; more closes more."}
     )
-    gate_speed: float = field(default=100.0, metadata={"help": "heads by gates: their learning rate by the weights'."})
+    gate_learning_rate: float = field(default=0.1, metadata={"help": "heads by gates: that of the gates."})
     keep_layers: int | None = field(default=None, metadata={"help": "layers: how many stay. Default: half."})
     layers: str | None = field(default=None, metadata={"help": "layers: these stay, such as '0-3,6'."})
     sparsity: float = field(default=0.5, metadata={"help": "weights: the share that becomes zero."})
@@ -107,8 +107,8 @@ class Pruning:
                 raise ValueError("--heads says which go, and --by gates lets training say so; give one of the two")
             if not self.heads and self.chosen_by == "gradient" and not 0 < self.share < 1:
                 raise ValueError(f"--share {self.share} is a share of heads between 0 and 1; take one inside")
-            if self.gate_penalty <= 0 or self.gate_speed <= 0:
-                raise ValueError("--gate_penalty and --gate_speed must be above 0")
+            if self.gate_penalty <= 0 or self.gate_learning_rate <= 0:
+                raise ValueError("--gate_penalty and --gate_learning_rate must be above 0")
         if self.layers is not None and (self.keep_layers is not None or self.by is not None):
             raise ValueError("--layers says which stay; leave out --keep_layers and --by")
 

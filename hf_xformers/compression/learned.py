@@ -40,9 +40,12 @@ class GatesInTraining:
         self.choice, self.args, self.place = choice, args, place
 
     def put(self, model: Any) -> None:
-        apart = self.args.gradient_accumulation_steps
         self.gated = GatedHeads(
-            model, head_layers(model), self.choice.gate_penalty, self.choice.gate_speed, steps_apart=apart
+            model,
+            head_layers(model),
+            self.choice.gate_penalty,
+            speed=self.choice.gate_learning_rate / self.args.learning_rate,
+            steps_apart=self.args.gradient_accumulation_steps,
         )
 
     def merge(self, model: Any) -> None:

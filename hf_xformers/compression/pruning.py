@@ -134,7 +134,8 @@ class Pruner:
         self.say(f"{total - left} of {total} heads go")
         if left == total:
             raise ValueError(
-                "no gate was closed; raise --gate_penalty, train longer, or choose heads by --by gradient"
+                "no gate was closed; start anew (--overwrite_output_dir) with a higher --gate_penalty or more steps,"
+                " or choose heads by --by gradient"
                 if self.choice.chosen_by == "gates"
                 else f"--share {self.choice.share} of {total} heads is none here; take a larger share"
             )

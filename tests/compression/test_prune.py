@@ -149,7 +149,7 @@ class Stop(TrainerCallback):
 
 
 TRAINED = {
-    "heads": {"by": "gates", "gate_penalty": 3.0, "gate_speed": 1000.0},
+    "heads": {"by": "gates", "gate_penalty": 3.0, "gate_learning_rate": 3.0},
     "weights": {"by": "movement", "sparsity": 0.5},
 }
 
