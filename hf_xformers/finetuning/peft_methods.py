@@ -19,10 +19,8 @@ _TASK_TYPES = {
     "CausalLM": "CAUSAL_LM",
     "Seq2SeqLM": "SEQ_2_SEQ_LM",
 }
-_EVERY_HEAD = (*_TASK_TYPES, "MultipleChoice", "MaskedLM")
-BOTTLENECKS = ("houlsby", "pfeiffer", "fusion", "k_adapter")  # this package's own
 _EVERY_HEAD = (*_TASK_TYPES, "MultipleChoice", "MaskedLM", "ClozeWriting")
-BOTTLENECKS = ("houlsby", "pfeiffer")  # this package's own
+BOTTLENECKS = ("houlsby", "pfeiffer", "fusion", "k_adapter")  # this package's own
 # method -> (its configuration in peft or here, the heads that it works with)
 PEFT_METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     "lora": ("LoraConfig", _EVERY_HEAD),

@@ -39,11 +39,6 @@ def write_targets(
     Raises:
         ValueError: a model without the stack, or nothing to write.
     """
-    if MODES not in model.config.stack.inputs:
-        raise ValueError(
-            f"write_targets reads under the mask of source and target, and the model has stack"
-            f" {model.config.stack.type!r}; take a model with stack 'mask_modes'."
-        )
     _check_stack(model.config, "write_targets")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
