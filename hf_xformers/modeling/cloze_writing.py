@@ -80,7 +80,7 @@ def write_targets(
 
 
 def _check_stack(config: Any, name: str) -> None:
-    if config.stack.type != "mask_modes":
+    if MODES not in config.stack.inputs:
         raise ValueError(
             f"{name} reads under the mask of source and target, and the model has stack {config.stack.type!r}; take a"
             " model with stack 'mask_modes'."
