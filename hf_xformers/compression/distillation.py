@@ -34,7 +34,7 @@ from ..training.run_folder import read_summary
 from ..training.scoring import choose_objective, load_config, training_of
 from .hooked import HookedFineTuning
 from .methods import DistillationMethod, build_method
-from .report import Measuring, Row, compare, write_table
+from .report import Measuring, Row, compare, measure, write_table
 from .students import Student, StudentChoice, build_student, refuse_other_vocabulary
 from .teacher_outputs import FOLDER as OUTPUTS
 from .teacher_outputs import StoredOutputs, refuse_storing
@@ -172,9 +172,10 @@ class Distiller:
             teacher = self._teacher()
             with self._student(teacher) as made:
                 run = self._prepared(teacher)
+                before = self._measured(teacher) if self.args.should_save else None
             self.say(f"student: {made}")
             summary = run()
-            return summary, self._finish(summary) if self.args.should_save else None
+            return summary, self._finish(summary, before) if self.args.should_save else None
 
     def _open(self) -> None:
         """Takes up the run that is in the folder, or refuses to lose it."""
@@ -457,8 +458,17 @@ class Distiller:
 
     # ------------------------------------------------------------------------------------------------ the end
 
-    def _finish(self, summary: dict[str, Any]) -> tuple[Row, Row]:
-        before, after = compare(self.choice.teacher, self.folder, self.measuring)
+    def _measured(self, teacher: Teacher) -> Row:
+        """The teacher's row, before anything is trained. Without another word it is about the rows that it held out,
+        if it has learned on the same data, else about those of this run that have a name of their own, or all."""
+        known = (teacher.record.get("dataset" if self.task is not None else "data") or {}).get("data")
+        if not self.measuring.eval_data and known != self.source.data:
+            own = [getattr(self.source, f"{split}_data", None) for split in ("test", "validation")]
+            self.measuring.eval_data = next((files for files in own if files), None) or self.source.data
+        return measure(self.choice.teacher, self.measuring)
+
+    def _finish(self, summary: dict[str, Any], first: Row | None) -> tuple[Row, Row]:
+        before, after = compare(first or self.choice.teacher, self.folder, self.measuring)
         summary |= {"parameters": after.parameters, "trained_parameters": summary.get("trained_parameters")}
         summary["distillation"] = {"teacher": self.choice.teacher, "method": self.method.to_dict()}
         saved = {**read_summary(self.folder), **{k: v for k, v in summary.items() if v is not None}}
