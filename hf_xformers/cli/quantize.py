@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .arguments import Parser, parse_command
-from .console import print_facts, print_table, say
+from .console import in_options, print_facts, print_table, say
 from .pretrain import quiet_libraries
 
 _DESCRIPTION = """Save a trained model with weights of 8 or 4 bits, through torchao (pip install
@@ -39,7 +39,8 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
         given = {"data": options[0], "task": options[1], "args": args, "callbacks": callbacks}
         args.predict_with_generate = args.predict_with_generate and not args.prediction_loss_only
     folder = str(args.output_dir)
-    parts, before, after = Quantizer(choice, folder, measuring=measuring, say=say, **given).run()
+    with in_options({} if options else {"--data": "--eval_data"}):
+        parts, before, after = Quantizer(choice, folder, measuring=measuring, say=say, **given).run()
     kept = {kind_of(name).rpartition("*.")[2]: reason for name, reason in parts.kept.items()}
     facts = {
         "weights": choice.weights + (f", groups of {choice.group_size}" if choice.grouped else ", a scale by output"),

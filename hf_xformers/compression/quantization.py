@@ -23,7 +23,7 @@ from ..training.folder_lock import folder_lock
 from ..training.run_folder import read_summary
 from .quantizable import Split, kind_of, output_errors, split
 from .report import FILE as TABLE
-from .report import Measuring, Row, compare, open_model, write_table
+from .report import Measuring, Row, compare, measure, open_model, write_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
@@ -178,6 +178,7 @@ class Quantizer:
         self._check_target()
         model = open_model(self.source)
         parts = split(model, group_size=self.choice.grouped, keep=self.choice.keep)
+        first = measure(self.source, self.measuring)  # what cannot be measured is refused before anything is written
         with folder_lock(self.folder):
             trained = self._train(model) if self.choice.quantization_aware else self.source
             if self.choice.sensitivity:
@@ -187,7 +188,7 @@ class Quantizer:
                 quantized.save_pretrained(staging)
                 self._save_rest(trained, staging, parts)
             del quantized
-            before, after = compare(self.source, self.folder, self.measuring)
+            before, after = compare(first, self.folder, self.measuring)
             settings = {**asdict(self.choice), "quantised": len(parts.chosen), "kept": _by_kind(parts.kept)}
             write_table(before, after, self.folder, command="quantize", settings=settings)
         return parts, before, after
