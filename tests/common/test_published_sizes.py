@@ -46,6 +46,8 @@ PUBLISHED = {
             "turing_nlg": 17180859136,
         },
     ),
+    # bert-base-cased and bert-large-cased, with six types of tokens in place of two
+    "xf_unilm": ("Model", {"base": 108310272 + 4 * 768, "large": 333579264 + 4 * 1024}),
     "xf_bigbird": ("ForMaskedLM", {"base": 128111286}),
     "xf_switch_transformer": ("ForSeq2SeqLM", {"base_8": 619339008}),
 }
