@@ -64,7 +64,7 @@ COMPRESSIONS: dict[str, list[list[Any]]] = {
 QUIET = ("--disable_tqdm", "true", "--use_cpu")
 COLUMNS = ["task", "method", "metric", "test", "floor", "parameters", "size", "time"]
 NOTE = (
-    "`test`: accuracy of SST-2 (871 sentences) or F1 of entities of WNUT-17 (`dev`), in percent, of which nothing was"
+    "`test`: accuracy of SST-2 (872 sentences) or F1 of entities of WNUT-17 (`dev`), in percent, of which nothing was"
     " chosen. `floor`: the majority class; the most frequent tag that the training rows give a word. `parameters` are"
     " those that are not zero; `size` on disk and `time` of a batch (16 rows of 64 tokens, no padding) by those of the"
     " fine-tuned model. The model is small: the table shows what the ways cost and keep here, not how they rank on"
