@@ -80,7 +80,15 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     from ..finetuning.features import FeatureOptions
     from ..finetuning.options import TaskData
 
-    return Parser([FeatureOptions, TaskData], prog="hf-xformers features", description=_DESCRIPTION)
+    return Parser(
+        [FeatureOptions, TaskData],
+        prog="hf-xformers features",
+        usage=(
+            "hf-xformers features [FILE.yaml] --model MODEL --data FILE\n"
+            "                            --output DIR [OPTION VALUE ...]"
+        ),
+        description=_DESCRIPTION,
+    )
 
 
 __all__ = ["make_parser", "run"]
