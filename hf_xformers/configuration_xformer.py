@@ -509,6 +509,16 @@ class XFormerConfig(PreTrainedConfig):
         return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
 
     @property
+    def logit_scale(self) -> float:
+        """The head's scale, for clients that project the last hidden states themselves (trl)."""
+        return self.head.logit_scale(self)
+
+    @property
+    def final_logit_softcapping(self) -> float | None:
+        """The head's cap on logits, for clients that project the last hidden states themselves (trl)."""
+        return self.head.logit_cap()
+
+    @property
     def base_model_tp_plan(self) -> dict[str, str] | None:  # type: ignore[override]
         """How transformers' tensor parallelism splits a base model of this config; see [`tensor_parallel_plan`]."""
         return tensor_parallel_plan(self)

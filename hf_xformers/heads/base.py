@@ -34,5 +34,13 @@ class HeadSpec(Spec):
         """How many entries of the vocabulary can be predicted, from id 0 on: the last axis of the logits."""
         return config.vocab_size
 
+    def logit_scale(self, config) -> float:
+        """What hidden states are multiplied by before the projection."""
+        return 1.0
+
+    def logit_cap(self) -> float | None:
+        """c, where logits x become c tanh(x / c)."""
+        return None
+
 
 __all__ = ["HeadSpec"]

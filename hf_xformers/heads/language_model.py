@@ -96,6 +96,12 @@ class LinearHeadSpec(HeadSpec):
     def num_outputs(self, config) -> int:
         return config.vocab_size - self.unpredicted
 
+    def logit_scale(self, config) -> float:
+        return config.hidden_size**-0.5 if self.scale else 1.0
+
+    def logit_cap(self) -> float | None:
+        return self.cap
+
     def build(self, config, **where) -> LanguageModelHead:
         return LanguageModelHead(
             config, transform=None, bias=self.bias, scale=self.scale, cap=self.cap, from_zero=self.from_zero
