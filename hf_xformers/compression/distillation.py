@@ -464,7 +464,7 @@ class Distiller:
         known = (teacher.record.get("dataset" if self.task is not None else "data") or {}).get("data")
         if not self.measuring.eval_data and known != self.source.data:
             own = [getattr(self.source, f"{split}_data", None) for split in ("test", "validation")]
-            self.measuring.eval_data = next((files for files in own if files), None) or self.source.data
+            self.measuring.eval_data = next(filter(None, own), self.source.data)
         return measure(self.choice.teacher, self.measuring)
 
     def _finish(self, summary: dict[str, Any], first: Row | None) -> tuple[Row, Row]:
