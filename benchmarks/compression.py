@@ -129,7 +129,8 @@ class Task:
     def tuned(self, start: Path, name: str = "tuned") -> Path:
         folder = self.work / name
         if not (folder / "config.json").exists():
-            data = ("--data", self.files[0], "--validation_data", self.files[1], "--max_length", 64)
+            data = ["--data", self.files[0], "--validation_data", self.files[1], "--max_length", 64]
+            data += ["--class_balance", 0.5] if self.name == "wnut17" else []  # else it learns to tag nothing
             run("finetune", "--task", self.kind, "--model", start, "--output_dir", folder, *data, *self.training())
         return folder
 
@@ -169,6 +170,8 @@ def benchmark(name: str, args: argparse.Namespace, work: Path) -> None:
     for method, steps in COMPRESSIONS.items():
         if wanted and method not in wanted:
             continue
+        if name == "wnut17" and any(TRAIN in words[1:] for words in steps):
+            continue  # gates and movement are learned under the loss inside the model, which has no class balance
         before, after = compare(source, task.compressed(method, steps, source), measuring)
         write(task, floor, "fine-tuned", before, before)
         write(task, floor, method, before, after)
@@ -198,7 +201,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with sst2 and wnut17")
     parser.add_argument("--tasks", default="sst2,wnut17")
     parser.add_argument("--only", help="names of ways, separated by commas")
-    parser.add_argument("--epochs", type=float, default=2)
+    parser.add_argument("--epochs", type=float, default=2, help="the committed rows of WNUT-17 had 4")
     parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--pretrain_steps", type=int, default=500)
     parser.add_argument("--work", type=Path, help="folder to keep the models in; what is there is not trained again")
