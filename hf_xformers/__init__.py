@@ -19,6 +19,8 @@ _registration.install()
 
 # public name -> module that defines it; names of variants are found by their prefix
 _NAMES = {
+    "sequence_parallel": "core.sequence_parallel",
+    "part_of_batch": "core.sequence_parallel",
     "XFormerConfig": "variants.xformer",  # which registers its classes with the Auto classes
     "Spec": "core.components",
     "register": "core.components",

@@ -23,8 +23,10 @@ from .core.extent import can_inspect, extent_of, read_masks, token_positions
 from .core.inputs import check_axes
 from .core.outputs import TowerOutput
 from .core.precision import Float32Module
+from .core.sequence_parallel import check_sequence_parallel, parts_of_call
 from .core.sequence_sharding import check_sharded_call, sharding_in_force
 from .core.sharing import layer_at
+from .core.text_parts import TextParts, division_in_force
 from .core.unpadding import Unpadding
 from .modeling_base import XFormerPreTrainedModel
 from .normalization.base import norm_inputs
@@ -58,6 +60,7 @@ class XFormerTower(XFormerPreTrainedModel):
         self._read_capabilities()
         self.types_were_read = False
         self.reads_tokens_alone = False  # whether the head on this tower does
+        self.serves_parts = False  # whether that has been asked (`sequence_parallel`)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -124,7 +127,12 @@ class XFormerTower(XFormerPreTrainedModel):
         each execution step [B, steps, M, D]."""
         inputs_embeds = self._token_vectors(input_ids, inputs_embeds)
         given_cache = past_key_values is not None
-        if not self.config.is_decoder and not given_cache:
+        if division_in_force() is not None and given_cache:
+            raise ValueError(
+                "Under sequence parallelism a process holds a part of each text, which no cache continues; leave"
+                " `past_key_values` out, and generate outside of the block."
+            )
+        if division_in_force() is not None or (not self.config.is_decoder and not given_cache):
             use_cache = False
         if use_cache and not given_cache:
             past_key_values = make_cache(self.config)
@@ -148,7 +156,7 @@ class XFormerTower(XFormerPreTrainedModel):
         given = {**kwargs, "input_ids": input_ids, "token_type_ids": token_type_ids}
         context.inputs = {name: given[name] for name in self.extra_inputs if given.get(name) is not None}
         hidden_states = self._embedded(inputs_embeds, token_type_ids, context)
-        if self.config.unpad_inputs and past_key_values is None:
+        if self.config.unpad_inputs and past_key_values is None and context.parts is None:
             self._leave_padding_out(context)
         self._share_position(context, hidden_states)
         self._embed_context_texts(context)
@@ -250,14 +258,26 @@ class XFormerTower(XFormerPreTrainedModel):
             ValueError: masks, lengths or positions that do not fit.
         """
         extent = extent_of(inputs_embeds, cache)
-        padding, explicit = read_masks(attention_mask, extent, self.takes_pairs)
-        current = extent.query_index()
-        positions = token_positions(position_ids, padding, current)
+        current, division, parts = extent.query_index(), division_in_force(), None
+        if division is None:
+            padding, explicit = read_masks(attention_mask, extent, self.takes_pairs)
+            positions = token_positions(position_ids, padding, current)
+        else:
+            if not self.serves_parts:
+                check_sequence_parallel(self.config)
+                self.serves_parts = True
+            parts, positions = parts_of_call(
+                *(self.config, division, inputs_embeds, attention_mask, position_ids),
+                reads_tokens_alone=self.reads_tokens_alone,
+                literal=output_attentions,
+            )
+            padding, explicit = None if parts.mask is None else parts.own(parts.mask), None
         if self.restarts_after is not None:
             positions = positions % self.restarts_after
         chosen = position_ids if attention_mask is None else None  # positions that may say where documents begin
-        if self.max_length is not None and (chosen is not None or extent.exceeds(self.max_length)):
-            self._check_length(positions)
+        longer = extent.exceeds(self.max_length) if parts is None else parts.total_length > (self.max_length or 0)
+        if self.max_length is not None and (chosen is not None or longer):
+            self._check_length(positions if parts is None else parts.largest(positions.max()))
         check_sharded_call(
             self.config,
             reads_tokens_alone=self.reads_tokens_alone,
@@ -273,17 +293,22 @@ class XFormerTower(XFormerPreTrainedModel):
             fresh=extent.fresh,
             static=extent.static,
             explicit_mask=explicit,
-            segment_ids=None if chosen is None else self._documents(positions.expand(extent.batch, -1), extent.fresh),
+            segment_ids=None
+            if chosen is None
+            else self._documents(positions.expand(extent.batch, -1), extent.fresh, parts),
             memory_padding_mask=None if encoder_attention_mask is None else encoder_attention_mask.bool(),
             implementation=self.config._attn_implementation,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
+            parts=parts,
             inputs_embeds=inputs_embeds,
             position_ids=chosen,
         )
 
-    def _documents(self, positions: Tensor, fresh: bool) -> Tensor | None:
+    def _documents(self, positions: Tensor, fresh: bool, parts: TextParts | None) -> Tensor | None:
         """[B, T] document numbers of rows whose positions [B, T] restart; None where none does."""
+        if parts is not None:
+            return None if parts.documents is None else parts.own(parts.documents)
         if sharding_in_force():  # there positions jump where a text was divided
             return None
         if can_inspect():

@@ -56,6 +56,7 @@ class ArccosSpec(LinearSpec):
 
     splits_heads = True
     not_taken_over = ("scale",)  # a query's length, and with it a factor on scores, cancels
+    adds_up = True
     summary = "the arc-cosine kernel by random ReLU features: linear time, a state of constant size"
     rotation = True
     normalizes_heads = True

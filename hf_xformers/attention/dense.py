@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..core.components import register
 from ..core.context import LayerContext
+from ..core.sequence_parallel import SequenceForm, Unserved
 from ..core.visibility import boolean_mask, last_key, rows_can_be_empty, visible_block
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import full
@@ -204,6 +205,11 @@ class DenseSpec(AttentionSpec):
     @property
     def context_parallel(self) -> bool:  # type: ignore[override]  # only SDPA itself is divided
         return self.score_cap is None and not self.learned_sinks
+
+    def sequence_form(self, config) -> SequenceForm | Unserved:
+        return Unserved(
+            "reads every key of a text, which in a causal decoder Accelerate's context parallelism (`cp_size`) brings"
+        )
 
     def takes_global_tokens(self) -> bool:
         return True  # as all others

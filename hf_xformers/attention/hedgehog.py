@@ -54,6 +54,7 @@ class HedgehogSpec(LearnedFeaturesSpec):
     products of queries and keys, whose root multiplies both before the map (None: 1). chunk_size: tokens per quadratic
     block of the causal scan."""
 
+    adds_up = True
     summary = "learned softmax features that imitate softmax attention: linear time, a state of constant size"
 
     num_features: int | None = None

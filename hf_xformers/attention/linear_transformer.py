@@ -46,7 +46,8 @@ class LinearTransformerAttention(LinearAttention):
         if self.cross or self.is_causal or self.wants_weights(context) or self.num_key_value_groups > 1:
             return False
         # A compiler is left the form that has no condition on the length.
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or states.shape[1] <= states.shape[2]:
+        recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if context.parts is not None or recorded or states.shape[1] <= states.shape[2]:
             return False
         # In half precision the sums of states would lose what sums in float32 keep.
         precise = states.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(states.device.type)
@@ -71,6 +72,7 @@ class LinearTransformerSpec(LinearSpec):
 
     splits_heads = True
     not_taken_over = ("scale",)  # features of elu have no scores
+    adds_up = True
     summary = "weights are products of features elu(x) + 1: linear time, a state of constant size"
     normalizes_heads = True
     rotation = True

@@ -74,6 +74,7 @@ class PerformerSpec(LinearSpec):
     features, relative to the largest factor of a key. chunk_size: tokens per quadratic block of the causal scan."""
 
     splits_heads = True
+    adds_up = True
     summary = "softmax attention estimated by positive orthogonal random features: linear time"
     rotation = True
     normalizes_heads = True

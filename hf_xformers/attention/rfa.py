@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from ..core.components import aliased, register
 from ..core.context import LayerContext
+from ..core.sequence_parallel import SequenceForm, Unserved
 from ..ops.common.products import widened
 from ..ops.linear.feature_maps import unit_vectors
 from ..ops.linear.feature_pullbacks import FourierFeatures, ReluFeatures
@@ -103,6 +104,7 @@ class RFASpec(LinearSpec):
 
     splits_heads = False  # rows and scales belong to single heads
     not_taken_over = ("scale",)  # queries and keys have length 1
+    adds_up = True
     summary = "softmax attention of unit vectors by random Fourier features, gated if wanted: linear time"
     rotation = True
     normalizes_heads = True
@@ -129,6 +131,11 @@ class RFASpec(LinearSpec):
 
     def weighs(self, config) -> bool:
         return self.feature_map == "arccos"
+
+    def sequence_form(self, config) -> SequenceForm | Unserved:
+        if self.gate:
+            return Unserved("with `gate` forgets earlier tokens by what stands after them in other parts")
+        return super().sequence_form(config)
 
     def check(self, config) -> None:
         if not self.gate:

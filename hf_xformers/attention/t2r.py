@@ -62,6 +62,7 @@ class T2RSpec(LearnedFeaturesSpec):
     all be zero. scale: factor on products of queries and keys, whose root multiplies both before the map (None: 1).
     chunk_size: tokens per quadratic block of the causal scan."""
 
+    adds_up = True
     summary = "learned ReLU features: linear time, a state of constant size"
 
     num_features: int | None = None

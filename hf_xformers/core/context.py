@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
+from .text_parts import TextParts
 from .unpadding import Unpadding
 
 
@@ -40,6 +41,8 @@ class LayerContext:
             in pieces, then runs them all, each over the whole sequence.
         unpadding: where the real tokens are, if layers are given them alone as one row [1, N, D] (`unpad_inputs`);
             masks and indices above are still those of the padded batch.
+        parts: where the current tokens stand in their texts, if every process holds a part of each; masks and indices
+            above are then those of the part, positions those of the text.
         inputs_embeds, position_ids: what the caller gave, for back-ends that build masks of their own.
         inputs: further model inputs that a component asked for by name (`Spec.inputs`) and the caller gave.
         shared: results computed once per call and read by every layer (masks, rotary tables), and modules whose
@@ -63,6 +66,7 @@ class LayerContext:
     output_attentions: bool = False
     output_hidden_states: bool = False
     unpadding: Unpadding | None = None
+    parts: TextParts | None = None
     inputs_embeds: Tensor | None = None
     position_ids: Tensor | None = None
     inputs: dict[str, Any] = field(default_factory=dict)

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .text_parts import division_in_force
+
 
 def token_cross_entropy(
     logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None, ignore_index: int = -100
@@ -14,16 +16,21 @@ def token_cross_entropy(
 
     logits [..., V], labels [...]. num_items_in_batch: divide by this count instead of this batch's own (what the
     Trainer gives under gradient accumulation). A batch without a single label has loss 0 (with gradient), not NaN.
+    Where texts are divided over processes, it is the loss of whole texts.
     """
     vocab_size = logits.shape[-1]
     logits = logits.reshape(-1, vocab_size)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     labels = labels.reshape(-1).to(logits.device)
     total = F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
+    processes = division_in_force()
+    total = total if processes is None else processes.total(total)
     if num_items_in_batch is not None:
         count = num_items_in_batch.to(logits.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch
         return total / count
-    return total / (labels != ignore_index).sum().clamp(min=1)
+    count = (labels != ignore_index).sum()
+    count = count if processes is None else processes.total(count)
+    return total / count.clamp(min=1)
 
 
 def token_binary_cross_entropy(

@@ -181,6 +181,7 @@ class XFormerForTokenClassification(Classifier):
             names = [str(name) for _, name in sorted(config.id2label.items())]
             self.crf = LinearChainCRF(names)
         self.exits = config.stack.build_token_exits(config)
+        self.model.trunk.reads_tokens_alone = self.crf is None
         if self.crf is not None or self.exits is not None:
             self.post_init()
 

@@ -99,6 +99,7 @@ class XFormerForClozeWriting(XFormerForMaskedLM):
 
     def __init__(self, config):
         super().__init__(config)
+        self.model.trunk.reads_tokens_alone = False
         _check_stack(self.config, type(self).__name__)
 
     def generate(

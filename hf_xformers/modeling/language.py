@@ -18,7 +18,9 @@ from ..core.cache import make_cache, stateful_part
 from ..core.choices import token_rows
 from ..core.inputs import check_axes, check_token_labels
 from ..core.losses import labels_after_real_tokens, next_token_cross_entropy, token_cross_entropy
+from ..core.sequence_parallel import next_tokens
 from ..core.sequence_sharding import sharding_in_force
+from ..core.text_parts import division_in_force
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
 
@@ -145,6 +147,7 @@ class XFormerForMaskedLM(LanguageModel):
 
     def __init__(self, config):
         super().__init__(self.shaped(config, is_decoder=False, is_encoder_decoder=False))
+        self.model.trunk.reads_tokens_alone = True
 
     @can_return_tuple
     def forward(
@@ -217,7 +220,9 @@ class XFormerForCausalLM(_Generative):
         )
         logits = self.lm_head(slice_logits_to_keep(base.last_hidden_state, logits_to_keep))
         check_token_labels(labels, logits)
-        loss, rows = None, None
+        loss, rows, division = None, None, division_in_force()
+        if division is not None and labels is not None and shift_labels is None:
+            shift_labels = next_tokens(labels, attention_mask, division)
         if shift_labels is not None:  # the caller shifted already (sequence parallelism): position t's own target
             loss = token_cross_entropy(logits, shift_labels, count)
             rows = partial(token_rows, logits, shift_labels, count)

@@ -151,7 +151,8 @@ class PositionSpec(Spec):
     training length are defined. needs_causal: refused in an encoder. shares_tables: its terms in every layer read
     tables that its one module holds ([`Position.score_bias`]). knows_insertion: tokens may come in the order of their
     generation and stand elsewhere in the text. any_width: what it adds to the input has the width at which the
-    embedding adds positions (`EmbeddingSpec.position_width`), which may be other than `hidden_size`.
+    embedding adds positions (`EmbeddingSpec.position_width`), which may be other than `hidden_size`. bias_of_distance:
+    what it adds to scores is a function of the distance alone ([`ScoreBias.relative`]).
     """
 
     acts: ClassVar[frozenset[str]] = frozenset()
@@ -160,6 +161,7 @@ class PositionSpec(Spec):
     shares_tables: ClassVar[bool] = False
     knows_insertion: ClassVar[bool] = False
     any_width: ClassVar[bool] = False
+    bias_of_distance: ClassVar[bool] = False
 
     def max_length(self, config) -> int | None:
         """Longest sequence (tokens) that positions exist for; None without a limit."""

@@ -73,6 +73,7 @@ class T5RelativeBiasSpec(PositionSpec):
 
     summary = "learned score bias by bucketed distance"
     acts = frozenset({"score_bias"})
+    bias_of_distance = True
 
     num_buckets: int = 32
     max_distance: int = 128

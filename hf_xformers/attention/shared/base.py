@@ -13,6 +13,7 @@ from ...core.components import Spec
 from ...core.context import LayerContext, SublayerOutput, self_attention_cache
 from ...core.initialization import start_projections
 from ...core.pooling import TextPooler
+from ...core.sequence_parallel import SequenceForm, Unserved
 from ...core.sublayer import Sublayer
 from ...core.weight_decay import Undecayed
 from ...ops.common.products import wide_products
@@ -440,6 +441,11 @@ class AttentionSpec(Spec):
     def places(self, config) -> int | None:
         """Longest sequence (tokens) that its parameters have places for; None without a limit."""
         return None
+
+    def sequence_form(self, config) -> SequenceForm | Unserved:
+        """How it is computed where every process holds a part of each text (`context.parts`), or why it is not;
+        config: of a layer."""
+        return Unserved("reads more of a text than the part that a process holds")
 
     def hands_on(self, config) -> bool:
         """Whether each layer hands tensors to the next one."""

@@ -11,18 +11,23 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ...core.cache import RecurrentStateLayer
 from ...core.context import LayerContext, SublayerOutput, self_attention_cache
+from ...core.sequence_parallel import SequenceForm, Unserved
 from ...ops.common.products import wide_products, widened
 from ...ops.linear.attention import (
     LinearState,
     kernel_attention,
+    kernel_attention_read,
+    kernel_attention_write,
     linear_attention,
     linear_attention_read,
+    linear_attention_write,
     vanishes,
 )
 from ...ops.linear.kernels import guard
 from ...ops.linear.window import WindowState
 from .base import Attention, AttentionSpec, cross_cache, given_memory
 from .head_parts import Heads
+from .state_parts import state_before, state_of_all
 
 
 class Decay(NamedTuple):
@@ -183,6 +188,12 @@ class LinearAttention(Attention):
     ) -> tuple[Tensor, Any]:
         """The engine: output [B, H, T, d] and the state after these keys."""
         params = self.phi_params(context)
+        if context.parts is not None and not self.cross:
+            own = self._state_of_part(key, value, mask, context, rotation)
+            if not self.is_causal:
+                state = state_of_all(own, context.parts)
+                return self._read_state(query, state, context, rotation), state
+            state = state_before(own, context.parts)
         options: dict[str, Any] = {
             "causal": self.is_causal,
             "key_padding_mask": mask,
@@ -204,6 +215,30 @@ class LinearAttention(Attention):
         options |= {"rotated_query": rotation(phi_q), "rotated_key": rotation(phi_k)}
         found = linear_attention(phi_q, phi_k, value, log_weight=logs, **options)
         return found
+
+    def _state_of_part(
+        self,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        context: LayerContext,
+        rotation: Callable[[Tensor], Tensor] | None,
+    ) -> LinearState:
+        """The state after these keys alone."""
+        params = self.phi_params(context)
+        if rotation is None:
+            return kernel_attention_write(key, value, self.phi, *params, key_padding_mask=mask)
+        phi, logs = _pair(self.phi(*widened(key), *params))
+        return linear_attention_write(phi, value, key_padding_mask=mask, log_weight=logs, rotated_key=rotation(phi))
+
+    def _read_state(
+        self, query: Tensor, state: LinearState, context: LayerContext, rotation: Callable[[Tensor], Tensor] | None
+    ) -> Tensor:
+        params = self.phi_params(context)
+        if rotation is None:
+            return kernel_attention_read(query, state, self.query_phi, *params, **self._denominator)
+        phi, _ = _pair(self.query_phi(*widened(query), *params))
+        return linear_attention_read(phi, state, rotated_query=rotation(phi), **self._denominator).to(query.dtype)
 
     @property
     def _denominator(self) -> dict[str, Any]:
@@ -298,18 +333,27 @@ def _unpack(layer: DynamicLayer) -> LinearState:
 
 
 class LinearSpec(AttentionSpec):
-    """Base of the specs of linear attention. chunk_size: tokens per quadratic block of the causal scan."""
+    """Base of the specs of linear attention. chunk_size: tokens per quadratic block of the causal scan.
+
+    adds_up: whether the state of a text is the sum of the states of its parts, so that processes can hold these.
+    """
 
     cross = True
     rotation = False
     keeps_rotated = True
     hands_out_heads = True
+    adds_up: ClassVar[bool] = False
 
     chunk_size: int = 64
 
     def check_fields(self) -> None:
         if self.chunk_size < 1:
             raise ValueError(f"{self.type} needs `chunk_size` >= 1, got {self.chunk_size}.")
+
+    def sequence_form(self, config) -> SequenceForm | Unserved:
+        if not self.adds_up:
+            return super().sequence_form(config)
+        return SequenceForm.PREFIX if config.is_decoder else SequenceForm.SUM
 
     def cache_layer(self, config) -> RecurrentStateLayer:
         return RecurrentStateLayer()

@@ -34,6 +34,8 @@ __all__ = [
     "delta_rule_reference",
     "folded_sums",
     "kernel_attention",
+    "kernel_attention_read",
+    "kernel_attention_write",
     "linear_attention",
     "linear_attention_read",
     "linear_attention_reference",
@@ -194,6 +196,34 @@ def kernel_attention(
         keys = _Keys(key, None, value, key_padding_mask, given, key_map, params)
         out, end = _attend(query, None, keys, start, causal, chunk_size, options, feature_map)
     return (out, end) if return_state else out
+
+
+def kernel_attention_write(
+    key: Tensor,
+    value: Tensor,
+    feature_map: Callable[..., Tensor | tuple[Tensor, Tensor]],
+    *params: Tensor,
+    key_padding_mask: Tensor | None = None,
+) -> LinearState:
+    """[`linear_attention_write`] with the feature map of the keys inside; arguments as in [`kernel_attention`]."""
+    _check(key, key, value, False, key_padding_mask, None, None, None, 1, True)
+    phi, logs = _pair(feature_map(key[:, :, :1].detach().to(accumulation_dtype(value.dtype)), *params))
+    start = _initial_state(phi.shape[-1], logs is not None, value, None)
+    return _add_keys(start, _Keys(key, None, value, key_padding_mask, None, feature_map, params))
+
+
+def kernel_attention_read(
+    query: Tensor,
+    state: LinearState | tuple,
+    feature_map: Callable[..., Tensor | tuple[Tensor, Tensor]],
+    *params: Tensor,
+    eps: float = 0.0,
+    min_denominator: float = 0.0,
+    normalize: bool = True,
+) -> Tensor:
+    """[`linear_attention_read`] with the feature map of the queries inside; arguments as in [`kernel_attention`]."""
+    options = eps, min_denominator, normalize
+    return Read.apply(query, None, state[0], state[1], query.dtype, *options, feature_map, *params)
 
 
 def _check(query, key, value, causal, mask, log_weight, rotated_query, rotated_key, chunk_size, normalize) -> None:
