@@ -12,6 +12,8 @@ from transformers.cache_utils import Cache
 from ..core.cache import RecurrentStateLayer
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
+from ..core.sequence_parallel import SequenceForm, Unserved
+from ..core.text_parts import TextParts
 from ..ops.common.products import widened
 from ..ops.common.segments import accumulation_dtype
 from ..ops.linear.attention import LinearState, delta_rule, kernel_attention
@@ -20,6 +22,7 @@ from ..ops.linear.feature_pullbacks import NormalizedDPFP, Rescaled
 from .shared.base import Attention, AttentionSpec
 from .shared.linear import state_layer
 from .shared.random_rows import RandomRows, check_rows
+from .shared.state_parts import affine_state_before
 
 # Added to sums of weights: what divides by them stays finite where a token has no feature in common with others.
 _EPS = 1e-5
@@ -84,6 +87,8 @@ class DeltaNetAttention(RandomRows, Attention):
         beta = torch.sigmoid(self.beta_proj(hidden_states)).transpose(1, 2)
         inputs, params = (query, key, value, beta, context.query_padding_mask), self.phi_params(context)
         state, weights = layer.state if layer is not None else {}, None
+        if context.parts is not None:
+            state = {"memory": self._state_before(*inputs[1:], params, context.parts)}
         if self.wants_weights(context) and not state:
             output, weights = self._literal(*inputs, params)
             if layer is not None:
@@ -135,6 +140,25 @@ class DeltaNetAttention(RandomRows, Attention):
             *(query, key, value, beta, *params), feature_map=Rescaled(self.phi), state=state.get("memory"), **options
         )
         return found[0], {"memory": found[1], "norm": after.z}
+
+    def _state_before(
+        self,
+        key: Tensor,
+        value: Tensor,
+        beta: Tensor,
+        mask: Tensor | None,
+        params: tuple[Tensor, ...],
+        parts: TextParts,
+    ) -> Tensor:
+        """What earlier parts of the texts leave, [B, H, F, d]. The tokens of a part take a state S to M S + U, where M
+        is what they make of the unit matrix without values, and U what they write into nothing."""
+        width = self.phi(key[:, :, :1].detach().to(accumulation_dtype(value.dtype)), *params).shape[-1]
+        unit = torch.eye(width, dtype=accumulation_dtype(value.dtype), device=value.device)
+        start = torch.nn.functional.pad(unit, (0, value.shape[3])).expand(*key.shape[:2], -1, -1)
+        options: dict[str, Any] = {"key_padding_mask": mask, "chunk_size": self.spec.chunk_size, "return_state": True}
+        both = torch.nn.functional.pad(value, (width, 0))
+        found: Any = delta_rule(key, key, both, beta, *params, feature_map=self.phi, state=start, **options)
+        return affine_state_before(found[1], parts)
 
     def _literal(
         self, query: Tensor, key: Tensor, value: Tensor, beta: Tensor, mask: Tensor | None, params: tuple[Tensor, ...]
@@ -199,6 +223,11 @@ class DeltaNetSpec(AttentionSpec):
 
     def weighs(self, config) -> bool:
         return False
+
+    def sequence_form(self, config) -> SequenceForm | Unserved:
+        if self.attention_normalize:
+            return Unserved("with `attention_normalize` divides by sums of other parts inside its rule")
+        return SequenceForm.AFFINE
 
     def cache_layer(self, config) -> RecurrentStateLayer:
         return RecurrentStateLayer()

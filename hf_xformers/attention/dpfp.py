@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import nn
 
 from ..core.components import register
+from ..core.sequence_parallel import SequenceForm, Unserved
 from ..ops.linear.feature_maps import dpfp
 from ..ops.linear.feature_pullbacks import NormalizedDPFP
 from .delta_net import DeltaNetAttention, DeltaNetSpec
@@ -61,6 +62,7 @@ class DPFPSpec(LinearSpec):
 
     splits_heads = True
     not_taken_over = ("scale",)  # here of what is read, not of scores
+    adds_up = True
     summary = "deterministic sparse features of products of neighbouring channels: linear time, sum or delta rule"
     rotation = True
     normalizes_heads = True
@@ -106,6 +108,13 @@ class DPFPSpec(LinearSpec):
 
     def weighs(self, config) -> bool:
         return self.update_rule == "sum" and self.has_denominator
+
+    def sequence_form(self, config) -> SequenceForm | Unserved:
+        if self.update_rule == "sum":
+            return super().sequence_form(config)
+        if self.has_denominator:
+            return Unserved("with `attention_normalize` divides by sums of other parts inside its rule")
+        return SequenceForm.AFFINE
 
     def build(self, config, **where) -> nn.Module:
         if self.update_rule == "sum":
