@@ -5,8 +5,10 @@ from __future__ import annotations
 from transformers.cache_utils import CacheLayerMixin
 
 from ..core.components import aliased, register
+from ..core.sequence_parallel import SequenceForm, Unserved
 from ..ops.block_sparse.patterns import Pattern
 from .shared.pattern_spec import BlockSparseSpec, check_at_least, check_layers, largest, of_layer, window, window_cache
+from .shared.window_parts import form_of_window
 
 
 @register("attention", "band_attention", aliases=("band", "local_attention"))
@@ -31,6 +33,9 @@ class BandSpec(BlockSparseSpec):
 
     def pattern(self, config, layer_idx: int) -> Pattern:
         return window(of_layer(self.window_size, layer_idx), config.is_decoder)
+
+    def sequence_form(self, config) -> SequenceForm | Unserved:
+        return form_of_window(self, config, SequenceForm.NEIGHBOURS)
 
     def cache_layer(self, config) -> CacheLayerMixin:
         return window_cache(largest(self.window_size))

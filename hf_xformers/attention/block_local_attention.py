@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from ..core.components import register
+from ..core.sequence_parallel import SequenceForm, Unserved
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
 from .shared.pattern_spec import BlockSparseSpec, check_at_least
+from .shared.window_parts import form_of_window
 
 
 @register("attention", "block_local_attention", aliases=("block_local",))
@@ -46,3 +48,6 @@ class BlockLocalSpec(BlockSparseSpec):
     def pattern(self, config, layer_idx: int) -> Pattern:
         make = patterns.block_ring if self.ring else patterns.block_local
         return make(self.block_size, self.blocks_before, self.blocks_after)
+
+    def sequence_form(self, config) -> SequenceForm | Unserved:
+        return form_of_window(self, config, SequenceForm.NEIGHBOURS)

@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..core.components import aliased, register
 from ..core.context import LayerContext, SublayerOutput
+from ..core.sequence_parallel import SequenceForm, Unserved
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
 from ..ops.common.real_tokens import from_first_real, is_first_real
@@ -17,6 +18,7 @@ from .shared.base import AttentionSpec
 from .shared.block_sparse import BlockSparseAttention, Inputs
 from .shared.global_tokens import given_globals
 from .shared.pattern_spec import by_head, check_at_least, check_heads, check_layers, largest, of_layer, window_cache
+from .shared.window_parts import form_of_window
 
 
 class LongformerAttention(BlockSparseAttention):
@@ -134,6 +136,9 @@ class LongformerSpec(AttentionSpec):
         half = of_layer(self.attention_window, layer_idx) // 2
         after = 0 if config.is_decoder else half
         return by_head(lambda gap: patterns.dilated(half, after, gap), of_layer(self.attention_dilation, layer_idx))
+
+    def sequence_form(self, config) -> SequenceForm | Unserved:
+        return form_of_window(self, config, SequenceForm.CHOSEN)
 
     def cache_layer(self, config) -> CacheLayerMixin:
         return window_cache(largest(self.attention_window) // 2 * largest(self.attention_dilation) + 1)

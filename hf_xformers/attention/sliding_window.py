@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindo
 from ..core.cache import FollowsRows
 from ..core.components import aliased, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.sequence_parallel import SequenceForm, Unserved
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import Pattern
 from ..ops.common.real_tokens import real_first
@@ -18,6 +19,7 @@ from .shared.base import literal_softmax_attention
 from .shared.block_sparse import FEW_QUERIES, BlockSparseAttention
 from .shared.head_parts import Heads
 from .shared.pattern_spec import BlockSparseSpec, check_at_least, window, window_cache
+from .shared.window_parts import Beside, attend_to_window, form_of_window
 
 
 class Sinks(NamedTuple):
@@ -82,15 +84,20 @@ class SlidingWindowAttention(BlockSparseAttention):
 
     def _sinks(self, key: Tensor, value: Tensor, context: LayerContext, layer: SinkWindowLayer | None) -> Sinks:
         """The first real tokens among all so far; those that are new go into the cache."""
-        batch, total = key.shape[0], context.key_index.shape[0]
+        batch, total, padding = key.shape[0], context.key_index.shape[0], context.padding_mask
         dropped = total - key.shape[2]
+        if context.parts is not None:
+            total, padding = context.parts.total_length, context.parts.mask
         places = torch.arange(self.spec.sinks, device=key.device).expand(batch, -1)
-        if context.padding_mask is None:
+        if padding is None:
             slots, real = places.clamp(max=total - 1), places < total
         else:
-            order = real_first(context.padding_mask)
+            order = real_first(padding)
             slots = order.gather(1, places.clamp(max=total - 1))
-            real = context.padding_mask.gather(1, slots) & (places < total)
+            real = padding.gather(1, slots) & (places < total)
+        if context.parts is not None:
+            first = context.parts.chosen(torch.cat((key, value), dim=1), slots)
+            return Sinks(*first.chunk(2, dim=1), slots, real)
         index = (slots - dropped).clamp(min=0)[:, None, :, None]
         taken = tuple(x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (key, value))
         if layer is not None:
@@ -106,9 +113,13 @@ class SlidingWindowAttention(BlockSparseAttention):
         """[B, T, H, d], and weights [B, H, T, S] where they are wanted."""
         total, size = context.key_index.shape[0], self.spec.window_size
         dropped, dropout = total - key.shape[2], self.dropout if self.training else 0.0
-        distance = context.query_index[None, :, None] - sinks.slots[:, None]  # [B, T, k]
+        first = 0 if context.parts is None else context.parts.start
+        distance = context.query_index[None, :, None] + first - sinks.slots[:, None]  # [B, T, k]
         beyond = distance >= size if self.is_causal else distance.abs() > size
         seen = sinks.real[:, None] & beyond
+        if context.parts is not None:
+            result: Any = attend_to_window(self, (query, key, value), context, Beside(sinks.key, sinks.value, seen))
+            return (result if self.sinks is None else self.less_sinks(*result)).transpose(1, 2), None
         if self.wants_weights(context) or context.static or query.shape[2] <= FEW_QUERIES:
             local = self._pairs(context)[..., dropped:]
             seen = seen[:, None].expand(-1, local.shape[1], -1, -1)
@@ -122,7 +133,7 @@ class SlidingWindowAttention(BlockSparseAttention):
             index = sinks.slots[:, None, None].expand(-1, *found.shape[1:3], -1)
             return output, weights.scatter_add(3, index, found[..., key.shape[2] :])
         padding = context.padding_mask
-        result: Any = block_sparse_attention(
+        result = block_sparse_attention(
             query,
             key,
             value,
@@ -170,6 +181,9 @@ class SlidingWindowSpec(BlockSparseSpec):
 
     def pattern(self, config, layer_idx: int) -> Pattern:
         return window(self.window_size, config.is_decoder)
+
+    def sequence_form(self, config) -> SequenceForm | Unserved:
+        return form_of_window(self, config, SequenceForm.CHOSEN if self.sinks else SequenceForm.NEIGHBOURS)
 
     def cache_layer(self, config) -> CacheLayerMixin:
         return SinkWindowLayer(max(self.window_size, 2)) if self.sinks else window_cache(self.window_size)

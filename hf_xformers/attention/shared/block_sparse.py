@@ -20,6 +20,7 @@ from ...ops.score_terms.attention import take, tile_attention
 from ...ops.score_terms.pattern_tiles import Rounds, pattern_tiles
 from ...ops.score_terms.terms import ScoreTerms, Tiles
 from .base import Attention, literal_softmax_attention
+from .window_parts import attend_to_window, attend_with_globals
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 
@@ -47,7 +48,7 @@ class BlockSparseAttention(Attention):
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
         super().prepare(context, past_key_values)
-        if not self._literal(context, len(context.query_index)):
+        if context.parts is not None or not self._literal(context, len(context.query_index)):
             return
         bias = self.score_bias(context)
         self._pairs(context)
@@ -70,6 +71,8 @@ class BlockSparseAttention(Attention):
     ) -> tuple[Tensor, Tensor | None]:
         """As every mechanism; global_rows: queries, keys and values of the global tokens' own rows, where they
         differ."""
+        if context.parts is not None:
+            return self._attend_part((query, key, value), global_rows, context), None
         dropout, bias = self.dropout if self.training else 0.0, self.score_bias(context)
         chosen, most = self.global_tokens(context)
         chosen = None if chosen is None else chosen.expand(key.shape[0], -1)
@@ -116,6 +119,15 @@ class BlockSparseAttention(Attention):
         )
         output = result if self.sinks is None else self.less_sinks(*result)
         return output.transpose(1, 2), None
+
+    def _attend_part(self, given: Inputs, global_rows: Inputs | None, context: LayerContext) -> Tensor:
+        """[B, t, H, d] of the tokens of this process, where each holds a part of every text."""
+        chosen, most = self.global_tokens(context)
+        if chosen is not None and most is not None:
+            whole = context.shared["global_tokens_of_texts"]
+            return attend_with_globals(self, given, global_rows or given, context, whole, most).transpose(1, 2)
+        result = attend_to_window(self, given, context)
+        return (result if self.sinks is None else self.less_sinks(*result)).transpose(1, 2)
 
     def _attend_with_terms(
         self,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...core.context import LayerContext
+from ...core.text_parts import whole_rows
 
 
 def given_globals(context: LayerContext, most: int | None) -> tuple[Tensor | None, int | None]:
@@ -33,16 +34,19 @@ def given_globals(context: LayerContext, most: int | None) -> tuple[Tensor | Non
         chosen = given.to(context.query_index.device) > 0
         if context.padding_mask is not None:
             chosen = chosen & context.padding_mask
-        most = context.inputs.get("max_global_tokens", most)
+        most, found = context.inputs.get("max_global_tokens", most), chosen
+        if context.parts is not None:  # those of whole rows, wherever they stand
+            found = whole_rows(chosen.to(torch.uint8), context.parts.group).bool()
+            context.shared["global_tokens_of_texts"] = found
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             most = length if most is None else most
         else:
-            found = int(chosen.sum(-1).max()) if chosen.numel() else 0
-            if most is not None and found > most:
+            count = int(found.sum(-1).max()) if found.numel() else 0
+            if most is not None and count > most:
                 raise ValueError(
-                    f"A row of `global_attention_mask` has {found} tokens, more than `max_global_tokens` {most}; raise"
+                    f"A row of `global_attention_mask` has {count} tokens, more than `max_global_tokens` {most}; raise"
                     " that."
                 )
-            most = found
+            most = count
         context.shared["global_tokens"] = (None, 0) if most == 0 else (chosen, most)
     return context.shared["global_tokens"]
