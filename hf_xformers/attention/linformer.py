@@ -11,6 +11,8 @@ from transformers.cache_utils import Cache
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
+from ..core.sequence_parallel import SequenceForm, Unserved
+from ..core.text_parts import TextParts
 from ..ops.common.real_tokens import real_first, real_places
 from ..ops.pooled_blocks import pooled_blocks
 from .shared.base import Attention, AttentionSpec, cross_cache, given_memory, literal_softmax_attention
@@ -72,6 +74,9 @@ class LinformerAttention(Attention):
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
         if self.cross:
+            return
+        if context.parts is not None:
+            self._check_length(context.parts.total_length, context.parts.mask)
             return
         self._check_length(context.key_index.shape[0], context.padding_mask)
         if context.padding_mask is not None and "real_first" not in context.shared:
@@ -178,6 +183,8 @@ class LinformerAttention(Attention):
             layer: Any = cache.cross_attention_cache.layers[step]
             return layer.keys, layer.values
         read = given_memory(read)
+        if context.parts is not None and not self.cross:
+            return self._short_of_parts(read, first, second, context.parts)
         mask, order = self._padding(context)
         if self.cross:
             self._check_length(read.shape[1], mask)
@@ -192,6 +199,35 @@ class LinformerAttention(Attention):
             key, value = cache.cross_attention_cache.update(key, value, step)
             cache.is_updated[step] = True
         return key, value
+
+    def _short_of_parts(
+        self, tokens: Tensor, first: Tensor, second: Tensor, parts: TextParts
+    ) -> tuple[Tensor, Tensor]:
+        """[`LinformerAttention._short`] of texts of which each process holds a part, its tokens [B, t, D]: what every
+        part adds to the rows goes to all."""
+        mask = None if parts.mask is None else parts.own(parts.mask)[..., None]
+        if mask is not None:
+            tokens, mask = tokens.masked_fill(~mask, 0.0), mask.to(tokens.dtype)
+        rows = []
+        for projection, matrix in ((self.k_proj, first), (self.v_proj, second)):
+            columns = self._columns_of_part(matrix.to(tokens.dtype), parts)
+            if columns.ndim < 4:
+                rows.append(self._project(tokens, mask, projection, columns))
+            else:
+                each = projection(tokens)
+                rows.append(columns @ self.heads(each if mask is None else each * mask))
+        key, value = parts.total(torch.cat(rows, dim=1)).chunk(2, dim=1)
+        return key, value
+
+    def _columns_of_part(self, matrix: Tensor, parts: TextParts) -> Tensor:
+        """The columns of E or F [k, n] or [heads, k, n] for the tokens of a part, [.., k, t]; where padding stands
+        before a text, those of each row, [B, heads or 1, k, t]."""
+        if parts.mask is None or not bool((parts.mask[:, 1:] & ~parts.mask[:, :-1]).any()):
+            return F.pad(matrix, (0, max(parts.total_length - self.length, 0)))[
+                ..., parts.start : parts.start + parts.length
+            ]
+        places = parts.own(real_places(parts.mask)).clamp(max=self.length - 1)
+        return (matrix if matrix.ndim == 3 else matrix[None])[..., places].permute(2, 0, 1, 3)
 
     def _padding(self, context: LayerContext) -> tuple[Tensor | None, Tensor | None]:
         """The mask of what is read, [B, S], and its tokens with the real ones first."""
@@ -286,6 +322,11 @@ class LinformerSpec(AttentionSpec):
     def rows(self, config) -> int:
         """Rows k."""
         return max(self.longest(config) // 4, 1) if self.projected_length is None else self.projected_length
+
+    def sequence_form(self, config) -> SequenceForm | Unserved:
+        if self.projection == "linear":
+            return SequenceForm.SHORT
+        return Unserved(f"with `projection` {self.projection!r} makes rows of blocks that parts may cut")
 
     def shared_sizes(self, config) -> tuple | None:
         if self.sharing != "layerwise":
