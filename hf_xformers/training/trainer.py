@@ -35,6 +35,7 @@ from .randomness import preserved_randomness
 from .recipe import Recipe, row_lengths, smoothing_among_all, vaswani_schedule
 from .replay import Replay, surrogate
 from .segments import SEGMENT_MEMORY, SEGMENT_START, SegmentCarrier, StreamSampler
+from .sequence_parts import SequenceParts
 
 logger = logging.get_logger(__name__)
 
@@ -47,7 +48,7 @@ ROW_LABELS = {
 
 
 class XFormerTrainer(Trainer):
-    """Trainer with ten differences.
+    """Trainer with eleven differences.
 
     - Auxiliary losses (`outputs.aux_losses`) are logged as `aux_<name>`, means since the last log, and have the same
       weight in the gradient for every number of accumulation steps and devices. (A model adds them to a loss that is
@@ -71,6 +72,8 @@ class XFormerTrainer(Trainer):
     - With it, a model whose memory has gradients (stack 'memformer') learns through all micro-batches of an
       optimizer's step, which are consecutive segments, by memory replay: as much memory as one micro-batch needs,
       and each is read twice.
+    - `sequence_parallel=True` divides every text over all processes: a batch has `per_device_train_batch_size` rows,
+      of which each process reads a part. What is learned is what one process learns.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class XFormerTrainer(Trainer):
         eval_collator: Callable | None = None,
         segment_streams: bool = False,
         recipe: Recipe | None = None,
+        sequence_parallel: bool = False,
         **kwargs: Any,
     ) -> None:
         self.recipe = recipe or Recipe()
@@ -102,6 +106,9 @@ class XFormerTrainer(Trainer):
         replays = self.segments is not None and isinstance(config, XFormerConfig) and config.stack.replays()
         self.replay = Replay() if replays else None
         self.eval_collator = eval_collator if eval_collator is not None else self.data_collator
+        self.sequence: SequenceParts | None = None
+        if sequence_parallel and self.args.world_size > 1:
+            self.sequence = SequenceParts(self, config)
         if self.label_smoother is not None and self.compute_loss_func is None:
             self.compute_loss_func = self._smoothed_loss
 
@@ -146,6 +153,8 @@ class XFormerTrainer(Trainer):
         return self.lr_scheduler
 
     def get_train_dataloader(self) -> Any:
+        if self.sequence is not None:
+            return self.sequence.give_whole(super().get_train_dataloader())
         if self.recipe.max_tokens is None:
             return super().get_train_dataloader()
         sampler = LengthGroupedBatchSampler(
@@ -174,7 +183,13 @@ class XFormerTrainer(Trainer):
     ) -> Any:
         if self.segments is not None:
             inputs = self.segments.enter(inputs, model.training)
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        dividing = contextlib.nullcontext() if self.sequence is None else self.sequence.dividing()
+        with dividing:
+            read = inputs if self.sequence is None else self.sequence.part(inputs)
+            found = super().compute_loss(model, read, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        loss, outputs = found
+        if self.sequence is not None and self._counts_over_devices(num_items_in_batch):
+            loss = loss / self.sequence.count  # it is that of whole texts in every process
         if self.segments is not None:
             self.segments.leave(outputs, model.training)
         if self.replay is not None and self.replay.active and model.training:
@@ -231,6 +246,10 @@ class XFormerTrainer(Trainer):
         self._broken_losses = broken if self._broken_losses is None else self._broken_losses + broken
         return loss
 
+    def _counts_over_devices(self, num_items_in_batch: Tensor | int | None) -> bool:
+        """Whether Trainer multiplies a loss by the number of processes, which averaging gradients divides by."""
+        return bool(self.args.average_tokens_across_devices and self._counts_whole_step(num_items_in_batch))
+
     def _counts_whole_step(self, num_items_in_batch: Tensor | int | None) -> bool:
         """Whether the loss of a micro-batch is its share of the step's already."""
         return self.compute_loss_func is not None or (
@@ -252,6 +271,10 @@ class XFormerTrainer(Trainer):
         return 1.0 / self.current_gradient_accumulation_steps - included
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | int | None:
+        if self.sequence is not None:
+            batch_samples[:] = [self.sequence.agreed(batch) for batch in batch_samples]
+            count = super()._get_num_items_in_batch(batch_samples, device)
+            return count / self.sequence.count if self._counts_over_devices(count) else count
         if self.model_accepts_loss_kwargs or self.compute_loss_func is not None:
             self._leave_out_repeats(batch_samples)
         return super()._get_num_items_in_batch(batch_samples, device)
@@ -308,7 +331,8 @@ class XFormerTrainer(Trainer):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         training, self.data_collator = self.data_collator, self.eval_collator
         try:
-            return super().get_eval_dataloader(eval_dataset)
+            loader = super().get_eval_dataloader(eval_dataset)
+            return loader if self.sequence is None else self.sequence.give_whole(loader)
         finally:
             self.data_collator = training
 
@@ -328,6 +352,8 @@ class XFormerTrainer(Trainer):
         if prediction_loss_only or "labels" not in inputs:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self._prepare_inputs(inputs)
+        if self.sequence is not None:
+            return self._prediction_of_parts(self.sequence, model, inputs)
         if self.segments is not None:
             inputs = self.segments.enter(inputs, training=False)
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -352,6 +378,24 @@ class XFormerTrainer(Trainer):
         self._eval_names = tuple(names)
         rows = torch.cat([rows, *columns], dim=1)
         return loss, rows, torch.zeros_like(rows[:, 0])  # Trainer wants labels beside predictions
+
+    def _prediction_of_parts(
+        self, sequence: SequenceParts, model: nn.Module, inputs: dict[str, Any]
+    ) -> tuple[Tensor, Any, Any]:
+        """[`prediction_step`] where every process reads a part of each text: the first one has the sums of all."""
+        part = sequence.part(sequence.agreed(inputs))
+        labels = sequence.targets(part, self._predicts_next_token)
+        with torch.no_grad(), self.compute_loss_context_manager(), sequence.dividing():
+            outputs = model(**part)
+        logits, labels = scored(outputs, labels)
+        rows = sequence.total(token_statistics(logits, labels, next_token=False))
+        counts = sequence.total(label_counts(labels, logits.shape[-1], next_token=False))
+        before = self._eval_targets.get("")
+        self._eval_targets[""] = counts if before is None else before + counts
+        loss = rows[:, 0].sum() / rows[:, 1].sum().clamp(min=1)
+        self._eval_names = ()
+        rows = rows if sequence.first else torch.zeros_like(rows)
+        return loss, rows, torch.zeros_like(rows[:, 0])
 
     def _count_targets(self, kind: str, labels: Tensor, vocab_size: int, *, next_token: bool = False) -> None:
         """Adds the targets of a batch on all processes, without the rows that only fill the last batch."""

@@ -29,6 +29,7 @@ def work(rank, world):
     if world > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
         os.environ.update(ACCELERATE_USE_CPU="true")
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + world - 2)  # each world a port of its own
         dist.init_process_group("gloo")
     for job in jobs:
         result = job(rank, world, os.path.join(folder, job.__name__))

@@ -1,0 +1,314 @@
+"""What the processes of test_sequence_parallel.py do: every case is compared with the same model on whole texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from hf_xformers import (
+    XFormerConfig,
+    XFormerForCausalLM,
+    XFormerForMaskedLM,
+    XFormerForTokenClassification,
+    part_of_batch,
+    sequence_parallel,
+)
+from tests.helpers import NO_DROPOUT, make_strong, tokens
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "intermediate_size": 16,
+    "max_position_embeddings": 64,
+    **NO_DROPOUT,
+}
+LINEAR = {"attention": "linear_transformer"}
+PERFORMER = {"attention": {"type": "performer", "num_features": 8}}
+DELTA = {"attention": {"type": "delta_net", "nu": 1, "chunk_size": 4}, "position": "none"}
+BAND = {"attention": {"type": "band_attention", "window_size": 3}}
+BLOCKS = {"attention": {"type": "block_local_attention", "block_size": 4, "blocks_before": 1}}
+SINKS = {"attention": {"type": "sliding_window", "window_size": 2, "sinks": 2}}
+LONGFORMER = {"attention": {"type": "longformer", "attention_window": 4}}
+LINFORMER = {"attention": {"type": "linformer", "projected_length": 4}}
+
+
+class PartCase(NamedTuple):
+    """A model and a batch. rows: `full` of text, padded on the `right` or the `left`, `packed` with documents, or cut
+    by hand with padding on the left (`left as it is`)."""
+
+    fields: dict[str, Any]
+    model: type = XFormerForCausalLM
+    length: int = 12
+    rows: str = "right"
+    checkpointing: bool = False
+
+
+ENCODER = XFormerForMaskedLM
+CASES: dict[str, PartCase] = {
+    "linear encoder": PartCase(LINEAR, ENCODER),
+    "linear encoder, rotary, uneven": PartCase({**LINEAR, "position": "rotary"}, ENCODER, 13, "full"),
+    "performer encoder, left": PartCase(PERFORMER, ENCODER, 11, "left"),
+    "performer encoder, left as it is": PartCase(PERFORMER, ENCODER, 12, "left as it is"),
+    "tags": PartCase({**LINEAR, "num_labels": 40}, XFormerForTokenClassification),
+    "linear decoder": PartCase(LINEAR),
+    "linear decoder, one token each": PartCase(LINEAR, length=2),
+    "linear decoder, checkpointing": PartCase({**LINEAR, "position": "rotary"}, length=13, checkpointing=True),
+    "performer decoder": PartCase({**PERFORMER, "position": "sinusoidal_absolute"}, length=11),
+    "performer decoder, left as it is": PartCase(PERFORMER, rows="left as it is"),
+    "hedgehog": PartCase({"attention": "hedgehog", "num_key_value_heads": 2}, length=9, rows="full"),
+    "sum rule": PartCase({"attention": {"type": "dpfp", "attention_normalize": False}}, length=9),
+    "delta rule": PartCase(DELTA),
+    "delta rule, uneven": PartCase({**DELTA, "position": "rotary"}, length=13, rows="left"),
+    "delta rule, random features": PartCase(
+        {"attention": {"type": "delta_net", "feature_map": "favor", "num_features": 4}}, length=7, rows="left as it is"
+    ),
+    "band": PartCase(BAND, ENCODER),
+    "band wider than a part": PartCase(
+        {"attention": {"type": "band_attention", "window_size": 9}}, ENCODER, 13, "left"
+    ),
+    "band, packed": PartCase({**BAND, "position": "rotary"}, length=13, rows="packed"),
+    "band, packed encoder": PartCase(BAND, ENCODER, 12, "packed"),
+    "band, left as it is": PartCase({**BAND, "position": "alibi"}, length=12, rows="left as it is"),
+    "band, bias": PartCase({**BAND, "position": "t5_relative_bias"}, ENCODER, 11),
+    "band by layer, block of its own": PartCase(
+        {"attention": {"type": "band_attention", "window_size": (2, 5)}, "block": "macaron"}, length=9, rows="full"
+    ),
+    "holes": PartCase({"attention": {"type": "dilated_attention", "window_size": 2, "dilation": (1, (1, 2, 2, 3))}}),
+    "blocks": PartCase(BLOCKS, ENCODER, 13, "left"),
+    "blocks, decoder": PartCase(BLOCKS, length=14),
+    "first tokens in sight": PartCase({**SINKS, "position": "rotary"}, length=13),
+    "first tokens in sight, left": PartCase(SINKS, ENCODER, 12, "left as it is"),
+    "learned sinks": PartCase(
+        {"attention": {"type": "sliding_window", "window_size": 3, "sinks": 0, "learned_sinks": True}}, length=9
+    ),
+    "longformer": PartCase(LONGFORMER, ENCODER, 13),
+    "longformer, left": PartCase(LONGFORMER, ENCODER, 12, "left as it is"),
+    "longformer, one projection": PartCase(
+        {"attention": {**LONGFORMER["attention"], "separate_global_projections": False}}, ENCODER, 9, "full"
+    ),
+    "longformer decoder": PartCase(LONGFORMER, length=13),
+    "linformer": PartCase(LINFORMER, ENCODER, 13),
+    "linformer, left": PartCase(LINFORMER, ENCODER, 12, "left as it is"),
+    "linformer, a projection for all layers": PartCase(
+        {"attention": {**LINFORMER["attention"], "sharing": "layerwise"}}, ENCODER, 12, "full"
+    ),
+    "linformer, projections by head": PartCase(
+        {"attention": {**LINFORMER["attention"], "sharing": "none"}}, ENCODER, 11, "left"
+    ),
+}
+
+
+def batch_of(case: PartCase) -> dict[str, Tensor]:
+    """Two rows of unequal lengths (or of documents), with labels, and global tokens where a model reads them."""
+    ids = tokens(2, case.length, high=40)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if case.model is not XFormerForCausalLM:
+        batch["labels"][:, ::3] = -100
+    place = torch.arange(case.length)
+    if case.rows == "packed":
+        batch["position_ids"] = torch.stack([place % 5, (place + 4) % 7])
+    elif case.rows != "full":
+        short = max(case.length - 5, 1)
+        real = place < torch.tensor([case.length, short])[:, None]
+        real = real.flip(1) if case.rows.startswith("left") else real
+        batch["attention_mask"] = real.long()
+        batch["labels"] = batch["labels"].masked_fill(~real, -100)
+    name = case.fields["attention"]
+    if not isinstance(name, str) and name["type"] == "longformer" and case.model is ENCODER:
+        batch["global_attention_mask"] = ((place % 6 == 2) | (place == case.length - 1)).long().expand(2, -1).clone()
+    return batch
+
+
+def part_by_hand(batch: dict[str, Tensor], rank: int, world: int) -> dict[str, Tensor]:
+    """Contiguous parts of rows as they are, filled up on the right."""
+    length = next(iter(batch.values())).shape[1]
+    size, lacking = -(-length // world), -length % world
+    filled = {
+        name: pad(value, (*[0, 0] * (value.ndim - 2), 0, lacking), value=-100 if name == "labels" else 0)
+        for name, value in batch.items()
+    }
+    return {name: value[:, rank * size : (rank + 1) * size] for name, value in filled.items()}
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    found = {
+        name: torch.zeros_like(value) if value.grad is None else value.grad.clone()
+        for name, value in model.named_parameters()
+    }
+    model.zero_grad()
+    return found
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """The largest difference relative to the largest number, or to a small one."""
+    if not found.numel():
+        return 0.0
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-3))
+
+
+def model_of(fields: dict[str, Any], model: type) -> nn.Module:
+    torch.manual_seed(0)
+    return make_strong(model(XFormerConfig(**{**SIZES, **fields, "is_decoder": model is XFormerForCausalLM})).double())
+
+
+def compared(case: PartCase, rank: int, world: int) -> dict[str, float]:
+    model, batch = model_of(case.fields, case.model).train(), batch_of(case)
+    whole = model(**batch)
+    whole.loss.backward()
+    expected = gradients_of(model)
+    if case.checkpointing:
+        model.activation_checkpointing_enable()
+    texts = {**batch, "logits": whole.logits.detach()}
+    own = part_by_hand(texts, rank, world) if case.rows == "left as it is" else part_of_batch(texts)
+    logits = own.pop("logits")
+    with sequence_parallel():
+        part = model(**own)
+    part.loss.backward()
+    gradients = gradients_of(model)
+    for gradient in gradients.values():  # as DistributedDataParallel does
+        dist.all_reduce(gradient)
+        gradient /= world
+    real = torch.ones_like(own["input_ids"]) if "attention_mask" not in own else own["attention_mask"]
+    real = (real != 0) & (torch.arange(real.shape[1]) + rank * real.shape[1] < case.length)
+    return {
+        "logits": difference(part.logits[real].detach(), logits[real]),
+        "loss": difference(part.loss.detach(), whole.loss.detach()),
+        **{f"gradient of {name}": difference(gradients[name], expected[name]) for name in expected},
+    }
+
+
+OF_THREE = [
+    "linear encoder, rotary, uneven",
+    "linear decoder",
+    "performer decoder, left as it is",
+    "delta rule, uneven",
+    "band wider than a part",
+    "band, packed",
+    "blocks",
+    "first tokens in sight, left",
+    "longformer",
+    "linformer, left",
+]
+
+
+def forms(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Outputs, losses and gradients as differences from those of whole texts: of every case in two processes, of some
+    in three."""
+    names: list[str] = {1: [], 2: list(CASES), 3: OF_THREE}[world]
+    return {name: compared(CASES[name], rank, world) for name in names}
+
+
+# ------------------------------------------------------------------------------------------------ traffic
+
+MEASURED = {
+    "linear encoder": (LINEAR, ENCODER),
+    "performer encoder": (PERFORMER, ENCODER),
+    "linear decoder": (LINEAR, XFormerForCausalLM),
+    "delta rule": (DELTA, XFormerForCausalLM),
+    "band": (BAND, ENCODER),
+    "linformer": (LINFORMER, ENCODER),
+}
+
+
+def bytes_sent(fields: dict[str, Any], model: type, length: int, layers: int) -> int:
+    """Bytes of numbers that this process puts into exchanges in a pass and its gradients."""
+    built = model_of({**fields, "num_hidden_layers": layers}, model)
+    ids, sent = tokens(1, length, high=40), [0]
+
+    def count(tensor: Tensor) -> None:
+        sent[0] += tensor.numel() * tensor.element_size() if tensor.is_floating_point() else 0
+
+    reduce, gather, swap = dist.all_reduce, dist.all_gather, dist.batch_isend_irecv
+
+    def all_reduce(tensor, *args, **kwargs):
+        count(tensor)
+        return reduce(tensor, *args, **kwargs)
+
+    def all_gather(found, tensor, *args, **kwargs):
+        count(tensor)
+        return gather(found, tensor, *args, **kwargs)
+
+    def exchange(steps):
+        for step in steps:
+            if step.op is dist.isend:
+                count(step.tensor)
+        return swap(steps)
+
+    counted = {"all_reduce": all_reduce, "all_gather": all_gather, "batch_isend_irecv": exchange}
+    with mock.patch.multiple(dist, **counted), sequence_parallel():
+        built(**part_of_batch({"input_ids": ids, "labels": ids})).loss.backward()
+    return sent[0]
+
+
+def traffic(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """For texts of two lengths: the bytes that a layer sends."""
+    if world != 2:
+        return {}
+    return {
+        name: [bytes_sent(*case, length, 2) - bytes_sent(*case, length, 1) for length in (16, 64)]
+        for name, case in MEASURED.items()
+    }
+
+
+# ------------------------------------------------------------------------------------------------ Trainer
+
+RUNS: dict[str, tuple[dict[str, Any], type, dict[str, Any]]] = {
+    "linear decoder": (LINEAR, XFormerForCausalLM, {}),
+    "delta rule, accumulated, checkpointed": (
+        DELTA, XFormerForCausalLM, {"gradient_accumulation_steps": 2, "gradient_checkpointing": True},
+    ),
+    "band encoder": (BAND, ENCODER, {"average_tokens_across_devices": False}),
+}  # fmt: skip
+
+
+def trainer(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """`XFormerTrainer(sequence_parallel=True)`: in one process, where it changes nothing, and in two."""
+    if world > 2:
+        return {}
+    from transformers import TrainingArguments
+
+    from hf_xformers.training.trainer import XFormerTrainer
+
+    found: dict[str, Any] = {}
+    for number, (name, (fields, kind, options)) in enumerate(RUNS.items()):
+        ids = tokens(7, 11, high=40)
+        lengths = torch.tensor([11, 4, 9, 2, 11, 7, 5])[:, None]
+        mask = (torch.arange(11)[None] < lengths).long()
+        labels = ids.masked_fill(mask == 0, -100)
+        rows = [{"input_ids": ids[row], "attention_mask": mask[row], "labels": labels[row]} for row in range(7)]
+        arguments = TrainingArguments(
+            output_dir=str(Path(folder) / f"{number}-{world}"),
+            per_device_train_batch_size=2,
+            per_device_eval_batch_size=2,
+            num_train_epochs=2,
+            learning_rate=1e-2,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            ddp_backend="gloo" if world > 1 else None,
+            seed=3,
+            **options,
+        )
+        run = XFormerTrainer(
+            model=model_of(fields, kind), args=arguments, train_dataset=rows, eval_dataset=rows, sequence_parallel=True
+        )
+        run.train()
+        metrics = run.evaluate()
+        found[name] = {
+            "losses": [entry["loss"] for entry in run.state.log_history if "loss" in entry],
+            "metrics": {
+                key: value for key, value in metrics.items() if "_per_second" not in key and "runtime" not in key
+            },
+            "state": {key: value.detach().clone() for key, value in run.model.state_dict().items()},
+        }
+    return found

@@ -1,0 +1,144 @@
+"""Texts divided over two and three processes (gloo): outputs, losses and gradients are those of whole texts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_xformers import XFormerConfig, XFormerForCausalLM, part_of_batch, sequence_parallel
+from hf_xformers.core.sequence_parallel import SequenceForm, Unserved, check_sequence_parallel
+from tests.training.processes import result, run_jobs
+from tests.training.sequence_jobs import CASES, MEASURED, OF_THREE, RUNS, SIZES
+
+TOLERANCE = 1e-10  # everything is in float64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("sequence")
+    run_jobs("tests.training.sequence_jobs", ["forms", "traffic", "trainer"], place, worlds=(1, 2, 3))
+    return place
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "name"), [*((2, name) for name in CASES), *((3, name) for name in OF_THREE)])
+def test_parts_give_what_whole_texts_give(world, name, folder):
+    for rank in range(world):
+        found = result(folder, "forms", world, rank)[name]
+        worst = max(found, key=found.__getitem__)
+        assert found[worst] < TOLERANCE, (rank, worst, found[worst])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(MEASURED))
+def test_what_a_layer_sends_does_not_grow_with_the_text(name, folder):
+    for rank in range(2):
+        short, long = result(folder, "traffic", 2, rank)[name]
+        assert short == long > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(RUNS))
+def test_trainer(name, folder):
+    """7 rows in batches of 2: the last one is smaller, and nothing fills it up."""
+    alone, first, second = (result(folder, "trainer", *of)[name] for of in ((1, 0), (2, 0), (2, 1)))
+    assert len(first["losses"]) == len(alone["losses"])
+    assert first["losses"] == pytest.approx(alone["losses"], rel=1e-6)  # Trainer adds them up in float32
+    assert first["metrics"] == pytest.approx(alone["metrics"], rel=1e-6)
+    for key, tensor in alone["state"].items():
+        torch.testing.assert_close(first["state"][key], tensor, rtol=1e-9, atol=1e-9)
+        assert torch.equal(first["state"][key], second["state"][key])
+
+
+# ------------------------------------------------------------------------------------------------ one process
+
+
+def config_of(**fields):
+    return XFormerConfig(**{**SIZES, **fields})
+
+
+REFUSED = {
+    "dense": ({}, "attention 'dense' reads every key of a text, which in a causal decoder Accelerate's"),
+    "another attention": ({"attention": "nystromformer"}, "'nystromformer' reads more of a text"),
+    "a gate": (
+        {"attention": {"type": "rfa", "gate": True}, "is_decoder": True}, "'rfa' with `gate` forgets earlier tokens",
+    ),
+    "a normalised delta rule": (
+        {"attention": {"type": "delta_net", "attention_normalize": True}, "is_decoder": True},
+        "'delta_net' with `attention_normalize` divides by sums",
+    ),
+    "the delta rule of DPFP": (
+        {"attention": {"type": "dpfp", "update_rule": "delta", "attention_normalize": True}, "is_decoder": True},
+        "'dpfp' with `attention_normalize`",
+    ),
+    "a ring": (
+        {"attention": {"type": "block_local_attention", "ring": True}}, "'block_local_attention' as it is set reads",
+    ),
+    "every g-th token": ({"attention": {"type": "dilated_attention", "strided": True}}, "at any distance"),
+    "pooled blocks": ({"attention": {"type": "linformer", "projection": "mean"}}, "`projection` 'mean' makes rows"),
+    "experts": ({"attention": "performer", "feedforward": "switch_transformer"}, "feedforward 'switch_transformer'"),
+    "statistics": ({"attention": "performer", "normalization": "power_norm"}, "normalization 'power_norm' reads more"),
+    "a bias with global tokens": (
+        {"attention": "longformer", "position": "alibi"}, "position 'alibi' reads more of a text",
+    ),
+    "score terms": ({"attention": "band_attention", "position": "shaw_relative"}, "position 'shaw_relative'"),
+    "a length": (
+        {
+            "attention": "linear_transformer",
+            "position": {"type": "rotary", "scaling": {"type": "dynamic", "factor": 2.0}},
+        },
+        "turns tokens by the length of their text",
+    ),
+    "one layer": (
+        {"attention": "performer", "per_layer_config": {1: {"attention": "dense"}}}, "attention 'dense' reads every",
+    ),
+    "another stack": ({"attention": "performer", "stack": "universal"}, "stack 'universal' reads more"),
+    "two towers": ({"attention": "performer", "is_encoder_decoder": True, "decoder": {}}, "cross-attention"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_models_that_are_refused(name):
+    fields, words = REFUSED[name]
+    with pytest.raises(ValueError, match="use data parallelism") as error:
+        check_sequence_parallel(config_of(**fields))
+    assert words in str(error.value)
+
+
+def test_specs_say_how():
+    """A method with a type, which a caller can ask."""
+    for fields, form in (
+        ({"attention": "performer"}, SequenceForm.SUM),
+        ({"attention": "performer", "is_decoder": True}, SequenceForm.PREFIX),
+        ({"attention": "delta_net", "is_decoder": True}, SequenceForm.AFFINE),
+        ({"attention": "band_attention"}, SequenceForm.NEIGHBOURS),
+        ({"attention": "longformer"}, SequenceForm.CHOSEN),
+        ({"attention": "linformer"}, SequenceForm.SHORT),
+    ):
+        config = config_of(**fields)
+        assert config.attention.sequence_form(config) is form
+        check_sequence_parallel(config)
+    config = config_of()
+    assert isinstance(config.attention.sequence_form(config), Unserved)
+
+
+def test_without_processes():
+    with pytest.raises(ValueError, match="init_process_group"), sequence_parallel():
+        pass
+
+
+def test_a_single_process_divides_nothing(single):
+    model = XFormerForCausalLM(config_of(is_decoder=True)).eval()
+    ids = torch.arange(8)[None]
+    with sequence_parallel():  # nor does it refuse dense attention
+        assert model(**part_of_batch({"input_ids": ids})).logits.shape == (1, 8, 40)
+    with pytest.raises(ValueError, match="needs `input_ids`"):
+        part_of_batch({"labels": ids})
+
+
+@pytest.fixture
+def single():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
