@@ -22,7 +22,7 @@ from .components import SLOTS, refuse_packing
 from .context import segments_from_positions
 from .losses import labels_after_real_tokens
 from .sequence_sharding import sharding_in_force
-from .text_parts import Division, TextParts, check_alike, division, division_in_force, whole_rows
+from .text_parts import Division, TextParts, check_alike, divide, division_in_force, whole_rows
 
 
 class SequenceForm(Enum):
@@ -65,11 +65,11 @@ def sequence_parallel(group: Any = None) -> Iterator[None]:
             "Accelerate divides texts over processes already; leave `cp_size` and `sp_size` of its"
             " `ParallelismConfig` at 1."
         )
-    token = division.set(Division(group) if dist.get_world_size(group) > 1 else None)
+    before = divide(Division(group) if dist.get_world_size(group) > 1 else None)
     try:
         yield
     finally:
-        division.reset(token)
+        divide(before)
 
 
 # ------------------------------------------------------------------------------------------------ which models

@@ -8,7 +8,6 @@ read by others, what it gets back is the sum of what they found.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -29,12 +28,19 @@ class Division(NamedTuple):
         return _Total.apply(tensor, self.group)
 
 
-division: ContextVar[Division | None] = ContextVar("division", default=None)
+_division: Division | None = None  # a plain variable, which a compiler watches
 
 
 def division_in_force() -> Division | None:
     """The processes that texts are divided over in this block of the program, if they are."""
-    return division.get()
+    return _division
+
+
+def divide(division: Division | None) -> Division | None:
+    """Makes `division` the one in force; returns the one before."""
+    global _division
+    before, _division = _division, division
+    return before
 
 
 class _Total(torch.autograd.Function):
@@ -211,4 +217,4 @@ def whole_rows(part: Tensor, group: Any) -> Tensor:
     return torch.cat(_gathered(part.detach(), group), dim=1)
 
 
-__all__ = ["Division", "Span", "TextParts", "check_alike", "division", "division_in_force", "whole_rows"]
+__all__ = ["Division", "Span", "TextParts", "check_alike", "divide", "division_in_force", "whole_rows"]
