@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 
 from .core.components import SLOTS, Spec, SpecLike, build_spec, check_components, check_shared, resolve_field_types
 from .core.parallel_plans import fully_sharded_plan, tensor_parallel_plan
-from .core.sharing import Order, check_layer_drop, check_sharing
+from .core.sharing import Order, Part, check_layer_drop, check_sharing
 
 Initializer = Literal["normal", "scaled_residual", "xavier", "small", "t5", "fan_in"]
 
@@ -121,7 +121,9 @@ class XFormerConfig(PreTrainedConfig):
         type_vocab_size (0: no token types); num_decoder_layers (`None`: as many as `num_hidden_layers`);
         distinct_layers (how many layers have parameters, which then run at several depths; `None`: all), sharing (at
         which: `sequence`, each several times in a row; `cycle`, all in order again and again; `cycle_rev`, the last
-        time in reverse; Takase and Kiyono 2021; `distinct_layers=1` is ALBERT);
+        time in reverse; Takase and Kiyono 2021; `distinct_layers=1` is ALBERT), layer_map (the same said for each
+        depth: the number of the layer that runs there, such as `[0, 1, 1, 0]`), share (what is shared: `all`, whole
+        layers; `attention` or `feedforward`, these alone, while every depth has norms and the rest of its own);
         decoder_vocab_size (`None`: both towers read one token table; a number: the decoder has a table of its own with
         so many rows, which its output is tied to);
         num_key_value_heads (`None`: one per head; 1: multi-query; between: grouped); head_dim (`None`:
@@ -204,6 +206,8 @@ class XFormerConfig(PreTrainedConfig):
     num_decoder_layers: int | None = None
     distinct_layers: int | None = None
     sharing: Order = "sequence"
+    layer_map: list[int] | None = None
+    share: Part = "all"
     decoder_vocab_size: int | None = None
     num_attention_heads: int = 12
     num_key_value_heads: int | None = None

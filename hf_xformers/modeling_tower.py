@@ -27,6 +27,7 @@ from .core.sequence_parallel import check_sequence_parallel, parts_of_call
 from .core.sequence_sharding import check_sharded_call, sharding_in_force
 from .core.sharing import layer_at
 from .core.text_parts import TextParts, division_in_force
+from .core.sharing import built_layers, is_shared, map_of, share_parts, shares_parts
 from .core.unpadding import Unpadding
 from .modeling_base import XFormerPreTrainedModel
 from .normalization.base import norm_inputs
@@ -50,8 +51,9 @@ class XFormerTower(XFormerPreTrainedModel):
         self.position = _checked(config.position.build(first), config)
         self.layers = nn.ModuleList(
             config.block.build(config.layer(index), layer_idx=index, cross=cross)
-            for index in range(config.distinct_layers or config.stack.num_layers(config))
+            for index in range(built_layers(config))
         )
+        share_parts(config, cast("Sequence[XFormerLayer]", self.layers))
         for module in self.layers.modules():
             if isinstance(module, Attention):  # back-ends ask the tower's config, not one layer's view, for their name
                 module.config = config
@@ -77,10 +79,10 @@ class XFormerTower(XFormerPreTrainedModel):
         )
 
     def layers_by_depth(self) -> Sequence[XFormerLayer]:
-        """The layers as the stack is given them: one may run at several depths (`distinct_layers`)."""
-        if self.config.distinct_layers is None:
+        """The layers as the stack is given them: one may run at several depths (`core/sharing.py`)."""
+        if not is_shared(self.config) or shares_parts(self.config):
             return cast("Sequence[XFormerLayer]", self.layers)
-        return [cast(XFormerLayer, self.layers[index]) for index in layer_at(self.config)]
+        return [cast(XFormerLayer, self.layers[index]) for index in map_of(self.config)]
 
     def own_layers(self) -> Iterable[nn.Module]:
         return self.layers

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -78,6 +78,7 @@ class XFormerLayer(GradientCheckpointingLayer):
     def __init__(self, config, block: BlockSpec, *, layer_idx: int, cross: bool = False):
         super().__init__()
         self.plan = tuple(block.plan(config, layer_idx, cross))
+        self.lenders: dict[str, XFormerLayer] = {}  # a plain dict: what is borrowed is another layer's part
         self.layer_drop = config.layer_drop
         if self.layer_drop and type(self).forward is not XFormerLayer.forward:
             raise ValueError(
@@ -178,8 +179,19 @@ class XFormerLayer(GradientCheckpointingLayer):
         return context if context.unpadding is None else context.of_tokens()
 
     def function(self, entry: SublayerPlan) -> Sublayer:
-        """The function of a sublayer."""
-        return getattr(self, entry.name)
+        """The function of a sublayer: the layer's own, or that of the layer it borrows it from."""
+        return getattr(self.lenders.get(entry.name, self), entry.name)
+
+    def borrow(self, entry: SublayerPlan, lender: XFormerLayer) -> None:
+        """Runs another layer's function in place of its own from now on, which is given up (`share`)."""
+        self.lenders[entry.name] = lender
+        delattr(self, entry.name)
+
+    def used_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that a call reads: the layer's own, and those of what it borrows."""
+        yield from self.parameters()
+        for name, lender in self.lenders.items():
+            yield from getattr(lender, name).parameters()
 
     def frame(self, entry: SublayerPlan) -> Residual:
         """The residual frame of a sublayer."""

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..attention.shared.base import Attention
+from ..blocks.base import XFormerLayer
 from ..configuration_xformer import XFormerConfig
+from ..modeling_tower import XFormerTower
 from .geometry import agree, built, config_with, own_layers, remade, tower_fields, towers_of
 
 # Which heads each attention of a layer keeps, by (tower, layer): one list for each attention, in the layer's order.
@@ -239,6 +241,11 @@ def _check_layer(layer: HeadLayer, kept: Sequence[Sequence[int]]) -> None:
         raise ValueError(f"the attentions of {place} have as many heads each; remove as many of each")
 
 
+def _with_own_attention(tower: XFormerTower) -> int:
+    """Layers of a tower but those that borrow their attention from another."""
+    return sum("attention" not in cast(XFormerLayer, layer).lenders for layer in tower.layers)
+
+
 def _config_without(model: PreTrainedModel, layers: Sequence[HeadLayer], kept: Kept) -> XFormerConfig:
     """The config with the heads that are left, by layer where layers differ."""
     config = cast(XFormerConfig, model.config)
@@ -256,7 +263,7 @@ def _config_without(model: PreTrainedModel, layers: Sequence[HeadLayer], kept: K
             }
             for index, (heads, layer) in counts.items()
         }
-        everywhere = len(mine) == len(tower.layers) and all(
+        everywhere = len(mine) == _with_own_attention(tower) and all(
             entry == fields[mine[0].index] for entry in fields.values()
         )
         if everywhere:
@@ -318,7 +325,7 @@ def alike_by_tower(model: PreTrainedModel, layers: Sequence[HeadLayer]) -> dict[
         first = mine[0]
         heads = first.heads - first.unit
         if heads < 1 or len(mine) < 2:
-            found[tower_name] = "free" if len(tower.layers) == tower.config.num_hidden_layers else "counts"
+            found[tower_name] = "free" if _with_own_attention(tower) == tower.config.num_hidden_layers else "counts"
             continue
         trial: Kept = {first.key: [list(range(heads)) for _ in first.modules]}
         try:

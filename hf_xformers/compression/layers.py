@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ..blocks.base import XFormerLayer
 from ..configuration_xformer import XFormerConfig
+from ..core.sharing import shares_parts
 from .geometry import agree, config_with, own_layers, remade, tower_fields, towers_of
 from .importance import skipped
 
@@ -63,6 +64,11 @@ def prune_layers(model: PreTrainedModel, kept: dict[str, list[int]], *, check: b
         if layers is None:
             continue
         count = tower.config.num_hidden_layers
+        if shares_parts(tower.config):
+            raise ValueError(
+                f"the layers of {type(model).__name__} share their {tower.config.share} (`share`), and one that goes"
+                " may be the one that owns it; lower `num_hidden_layers` of the model itself instead"
+            )
         if len(tower.layers) != count:
             raise ValueError(
                 f"stack {tower.config.stack.type!r} runs {len(tower.layers)} layers at {count} depths, and a layer"

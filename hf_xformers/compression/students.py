@@ -16,6 +16,7 @@ from ..configuration_xformer import XFormerConfig
 from ..conversion.swap import swap_components
 from ..conversion.swap_config import swapped_config
 from ..conversion.transfer import our_head_of
+from ..core.sharing import part_owners, shares_parts
 from ..core.specs import did_you_mean
 from ..finetuning.loading import has_head, load_model, open_config, saved_config_with
 from ..training.building import with_changes
@@ -160,6 +161,12 @@ def reduced_config(
     if own and "per_layer_config" not in fields:
         order = kept["trunk"] or list(range(fields["num_hidden_layers"]))
         values["per_layer_config"] = {new: own[old] for new, old in enumerate(order) if old in own} or None
+    if before.layer_map is not None and not {"layer_map", "distinct_layers"} & fields.keys():
+        steps = copied(choice.copy_layers, fields["num_hidden_layers"], before.num_hidden_layers)
+        used = sorted({before.layer_map[step] for step in steps})
+        values["layer_map"] = [used.index(before.layer_map[step]) for step in steps]
+        if kept["trunk"]:
+            kept["trunk"] = steps if shares_parts(before) else used
     wider = "hidden_size" in fields and fields["hidden_size"] != before.hidden_size
     if wider and "intermediate_size" not in fields and isinstance(values.get("intermediate_size"), int):
         ratio = values["intermediate_size"] / before.hidden_size
@@ -171,6 +178,7 @@ def copy_tensors(teacher: PreTrainedModel, student: PreTrainedModel, kept: Mappi
     """Copies what has the same name and shape, layers by `kept` (the student's i-th is the teacher's kept[i]); the
     names of what was copied."""
     source, used = teacher.state_dict(), []
+    owners = {name: part_owners(view) for name, view in zip(("trunk", "decoder"), teacher.config.tower_configs())}
     with torch.no_grad():
         for name, tensor in student.state_dict().items():
             found = _LAYER.match(name)
@@ -179,7 +187,10 @@ def copy_tensors(teacher: PreTrainedModel, student: PreTrainedModel, kept: Mappi
                 numbers = kept.get(found[2], [])
                 if int(found[3]) >= len(numbers):
                     continue
-                old = f"{found[1]}{numbers[int(found[3])]}.{found[4]}"
+                number = numbers[int(found[3])]
+                old = f"{found[1]}{number}.{found[4]}"
+                if old not in source and owners[found[2]]:  # a part that it borrows from another layer
+                    old = f"{found[1]}{owners[found[2]][number]}.{found[4]}"
             if old in source and source[old].shape == tensor.shape:
                 tensor.copy_(source[old])
                 used.append(name)

@@ -40,6 +40,8 @@ _GEOMETRY = (
     "hidden_size",
     "num_hidden_layers",
     "distinct_layers",
+    "layer_map",
+    "share",
     "num_attention_heads",
     "key_value_heads",
     "head_width",

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..blocks.base import SublayerPlan
+from ..blocks.base import SublayerPlan, XFormerLayer
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SpecLike
 from ..core.saved_files import replacing
@@ -239,10 +239,12 @@ def _parts(tower: XFormerTower) -> dict[str, tuple[str, Part]]:
     """The components of a tower that rules exist for, by path: (slot, part)."""
     config = cast(XFormerConfig, tower.config)
     parts = {"position": ("position", Part(config.position, config, tower.position.state_dict()))}
-    for index, layer in enumerate(tower.layers):
+    for index, layer in enumerate(cast("Iterable[XFormerLayer]", tower.layers)):
         view = config.layer(index)
         for entry in _plan(layer):
-            tensors = getattr(layer, entry.name).state_dict()
+            if entry.name in layer.lenders:  # another layer's, where it was listed
+                continue
+            tensors = layer.function(entry).state_dict()
             parts[f"layers.{index}.{entry.name}"] = (entry.kind, Part(getattr(view, entry.kind), view, tensors))
     return parts
 

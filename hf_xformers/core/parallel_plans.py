@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .components import SLOTS
+from .sharing import shares_parts
 
 _HEADS = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 _INNER = {"up_proj": "colwise", "gate_proj": "colwise", "down_proj": "rowwise"}
@@ -60,6 +61,8 @@ def tensor_parallel_plan(config: Any) -> dict[str, str] | None:
 
 def layers_apart(config: Any) -> bool:
     """Whether every layer's parameters are read inside that layer's call alone."""
+    if any(shares_parts(view) for view in config.tower_configs()):
+        return False
     return all(
         getattr(layer, slot).layers_apart
         for view in config.tower_configs()

@@ -72,7 +72,8 @@ class _ContentAttention(nn.Module):
 
     def __init__(self, layer: Any):
         super().__init__()
-        self.attention, self.frame = layer.attention, layer.attention_residual
+        entry = next(entry for entry in layer.plan if entry.kind == "attention")
+        self.attention, self.frame = layer.function(entry), layer.frame(entry)
 
     def forward(self, states: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
         """states [B, T, D], memory [B, n, D], mask [B, n] with at least one True per row -> [B, H, T, d]."""

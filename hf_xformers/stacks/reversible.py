@@ -98,7 +98,7 @@ class _Run:
         # Layers read tables of the position module (`context.shared["score_bias"]`): they are inputs like their own.
         self.of_position = [parameter for parameter in self.position.parameters() if parameter.requires_grad]
         own = [x for layer in self.layers for x in layer.parameters() if x.requires_grad]
-        self.parameters = own + self.of_position
+        self.parameters = [*dict.fromkeys(own), *self.of_position]  # a layer may run at several depths
 
     def forward(
         self, first: Tensor, second: Tensor, memory: Tensor | None, streams: dict[str, Tensor], record: bool = False
@@ -167,7 +167,7 @@ class _Reversible(torch.autograd.Function):
                     if loss.requires_grad:
                         targets.append(loss)
                         slopes.append(loss_grads[name])
-                inputs = [x for x in (*extra, *layer.parameters(), *run.of_position) if x.requires_grad]
+                inputs = [x for x in (*extra, *layer.used_parameters(), *run.of_position) if x.requires_grad]
                 to_read, *found = torch.autograd.grad(targets, [read, *inputs], slopes, allow_unused=True)
             for tensor, grad in zip(inputs, found, strict=True):
                 if grad is not None:
