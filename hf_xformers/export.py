@@ -54,8 +54,8 @@ class OnnxReport:
     def shapes(self) -> str:
         """What the graph takes, in words."""
         if not self.dynamic:
-            return f"{self.shape[0]} x {self.shape[1]}" if "input_ids" in self.inputs else f"{self.shape[0]} images"
-        return "any batch and length" if "input_ids" in self.inputs else "any number of images"
+            return f"{self.shape[0]} images" if "pixel_values" in self.inputs else f"{self.shape[0]} x {self.shape[1]}"
+        return "any number of images" if "pixel_values" in self.inputs else "any batch and length"
 
 
 class _Plain(nn.Module):
@@ -88,9 +88,16 @@ class _ReadsImages(_Plain):
         return self.results(pixel_values=pixel_values)
 
 
+class _ReadsSound(_Plain):
+    def forward(self, input_features: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
+        return self.results(input_features=input_features, attention_mask=attention_mask)
+
+
 def _plain(model: XFormerPreTrainedModel, names: tuple[str, ...]) -> _Plain:
     if model.config.modality == "image":
         return _ReadsImages(model, names)
+    if model.config.modality == "sound":
+        return _ReadsSound(model, names)
     return (_ReadsTwoTexts if model.config.is_encoder_decoder else _ReadsText)(model, names)
 
 
@@ -105,10 +112,10 @@ def export_onnx(
     opset: int | None = None,
 ) -> OnnxReport:
     """Writes `model`, with or without a head, as an ONNX graph: of `input_ids` and `attention_mask`, both int64
-    `[batch, length]` and, of an encoder-decoder, `decoder_input_ids`; of an image model of `pixel_values`. Decoders
-    are exported without their
-    cache: the graph gives the logits of all tokens of a text, and a generation calls it with the text so far. The
-        file, and one beside it for weights of more than 2 GB, are written whole or not at all.
+    `[batch, length]` and, of an encoder-decoder, `decoder_input_ids`; of an image model of `pixel_values`; of a model
+    of sound of `input_features` and `attention_mask`. Decoders are exported without their cache: the graph gives the
+    logits of all tokens of a text, and a generation calls it with the text so far. The file, and one beside it for
+    weights of more than 2 GB, are written whole or not at all.
 
     Args:
         batch, length: the sample that is traced; with `dynamic=False` also the only shape that the graph takes.
@@ -180,14 +187,18 @@ def _layers(model: XFormerPreTrainedModel) -> list[Any]:
 
 
 def _sample(model: XFormerPreTrainedModel, batch: int, length: int) -> dict[str, Tensor]:
-    """Inputs: ids and a mask [batch, length] in which every row but the first is padded, or images."""
+    """Inputs: ids and a mask [batch, length] in which every row but the first is padded, or images, or features of
+    frames and their mask."""
     generator, config = torch.Generator().manual_seed(0), model.config
     if config.modality == "image":
         size = (batch, config.num_channels, *config.image_shape)
         return {"pixel_values": torch.randn(size, generator=generator).to(model.device, model.dtype)}
-    ids = torch.randint(0, config.vocab_size, (batch, length), generator=generator)
     lengths = torch.arange(batch).neg() + length
     mask = (torch.arange(length) < lengths.clamp(min=1)[:, None]).long()
+    if config.modality == "sound":
+        features = torch.randn((batch, length, config.num_mel_bins), generator=generator)
+        return {"input_features": features.to(model.device, model.dtype), "attention_mask": mask.to(model.device)}
+    ids = torch.randint(0, config.vocab_size, (batch, length), generator=generator)
     given = {"input_ids": ids, "attention_mask": mask}
     if config.is_encoder_decoder:  # of a length of its own
         shape = (batch, max(2, length - 3))
@@ -203,7 +214,7 @@ def _trace(
     opset: int | None,
     model: str,
 ) -> Any:
-    axes = {name: range(2 if tensor.ndim == 2 else 1) for name, tensor in sample.items()}  # images have one size
+    axes = {name: range(1 if name == "pixel_values" else 2) for name in sample}  # images have one size
     free = {name: dict.fromkeys(places, torch.export.Dim.DYNAMIC) for name, places in axes.items()}
     shapes = free if dynamic else None
     said = io.StringIO()

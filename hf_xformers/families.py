@@ -18,7 +18,7 @@ from typing import Any
 
 from .auto_classes import register_config, register_model
 from .configuration_xformer import XFormerConfig
-from .modeling.head_classes import CLASSES, IMAGE_CLASSES
+from .modeling.head_classes import CLASSES, MODALITY_CLASSES
 
 # Heads for which transformers has no Auto class of their own: the one that its models with such a head are found by.
 _AUTO = {
@@ -62,6 +62,7 @@ HEADS: dict[str, str] = {
         "ForBidirectionalLM",
         "ForClozeWriting",
         "ForImageClassification",
+        "ForCTC",
     )
 }
 
@@ -77,6 +78,7 @@ SENTENCE_PAIR_HEADS = ("ForNextSentencePrediction", "ForPreTraining")
 DECODER_HEADS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 SEQ2SEQ_HEADS = ("Model", "ForSeq2SeqLM", "ForSequenceClassification", "ForQuestionAnswering")
 IMAGE_HEADS = ("Model", "ForImageClassification")
+SOUND_HEADS = ("Model", "ForCTC")
 ALL_HEADS = (*ENCODER_HEADS, "ForCausalLM", "ForSeq2SeqLM")
 
 
@@ -109,7 +111,7 @@ SURVEY = {
     "6.4": Section("Long texts in parts: recurrence and hierarchies", "architecture"),
     "6.5": Section("Other arrangements of a layer", "architecture"),
     "7": Section("Pretrained families", "training"),
-    "8": Section("Applications: images", "training"),
+    "8": Section("Applications: images and sound", "training"),
     "": Section("Beyond the survey", "architecture"),
 }
 
@@ -178,7 +180,7 @@ def make_family(config_class: Any, prefix: str, heads: tuple[str, ...], info: Va
     module = sys._getframe(1).f_globals["__name__"]
     register_config(config_class)
     family: dict[str, Any] = {}
-    classes = {**CLASSES, **IMAGE_CLASSES} if config_class.modality == "image" else CLASSES
+    classes = {**CLASSES, **MODALITY_CLASSES.get(config_class.modality, {})}
     for head in heads:
         if head not in classes:  # this is the code of a checkpoint, which has no use for the head
             family[head] = None

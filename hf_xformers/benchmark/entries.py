@@ -70,7 +70,8 @@ def choose_shapes(
     for entry in entries:
         if entry.config_class.modality != "text":
             raise ValueError(
-                f"variant {entry.variant!r} reads images; `hf-xformers benchmark` compares variants that read text"
+                f"variant {entry.variant!r} reads {entry.config_class.modality}s; `hf-xformers benchmark` compares"
+                " variants that read text"
             )
         if wanted is not None and wanted not in able[entry.label]:
             raise ValueError(

@@ -19,10 +19,11 @@ SHAPES = {
     "decoder": "ForCausalLM",
     "seq2seq": "ForSeq2SeqLM",
     "image": "ForImageClassification",
+    "audio": "ForCTC",
 }
 # What a variant has to have instead before it counts as a change of that slot.
 _PLAIN = {
-    "embedding": ("token", "patch"),
+    "embedding": ("token", "patch", "frames"),
     "position": ("none", "sinusoidal_absolute", "learned_absolute"),
     "attention": ("dense",),
     "cross_attention": ("dense",),

@@ -11,7 +11,8 @@ from .parser import CommandParser
 
 _DESCRIPTION = """Write a saved model, with its head, as an ONNX graph for any batch and length, and compare it with
 the model under onnxruntime where that is installed (pip install onnx onnxscript onnxruntime). Text models read
-input_ids and attention_mask, encoder-decoders decoder_input_ids as well, image models pixel_values. Decoders have no
+input_ids and attention_mask, encoder-decoders decoder_input_ids as well, image models pixel_values, models of sound
+input_features. Decoders have no
 cache in the graph."""
 # Arguments of the function below -> options.
 _OPTIONS = {

@@ -17,7 +17,8 @@ from .parser import CommandParser
 _DESCRIPTION = """The variants, in the sections of "A Survey of Transformers" (Lin et al. 2022). With the name of a
 variant: everything about it. With another word: the variants that mention it."""
 _LEGEND = (
-    "E encoder, D decoder, S encoder-decoder (seq2seq), I images. `hf-xformers list VARIANT` tells all about one."
+    "E encoder, D decoder, S encoder-decoder (seq2seq), I images, A audio. `hf-xformers list VARIANT` tells all about"
+    " one."
 )
 _COLUMN = 22  # of the names
 
@@ -162,7 +163,7 @@ def _usage(cls: Any, heads: dict[str, str]) -> list[str]:
     name = cls.model_type.removeprefix("xf_")
     auto = next((f"AutoModelF{head[1:]}" for head in heads.values()), "AutoModel")
     lines = []
-    if "image" not in heads:
+    if not {"image", "audio"} & set(heads):
         lines.append(f"hf-xformers pretrain --variant {name} --data FILE --output_dir DIR")
     lines += [
         "from transformers import AutoConfig, " + auto,

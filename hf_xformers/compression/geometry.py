@@ -112,6 +112,9 @@ def probe(model: PreTrainedModel) -> dict[str, Tensor]:
     if getattr(config, "modality", "text") == "image":
         size = (_PROBE_ROWS, config.num_channels, config.image_size, config.image_size)
         return {"pixel_values": torch.randn(size, generator=generator).to(model.device, model.dtype)}
+    if getattr(config, "modality", "text") == "sound":
+        features = torch.randn((_PROBE_ROWS, _PROBE_LENGTH, config.num_mel_bins), generator=generator)
+        return {"input_features": features.to(model.device, model.dtype)}
     length = min(_PROBE_LENGTH, longest_input(config) or _PROBE_LENGTH)
     ids = torch.randint(config.vocab_size, (_PROBE_ROWS, length), generator=generator)
     mask = torch.ones_like(ids)

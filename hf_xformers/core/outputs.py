@@ -210,6 +210,14 @@ class XFormerImageClassifierOutput(base.ImageClassifierOutput):
 
 
 @dataclass
+class XFormerCTCOutput(base.CausalLMOutput):
+    """logits [B, T, V] of states, frame_mask [B, T] boolean: which of them are of real frames (None: all)."""
+
+    aux_losses: dict[str, torch.Tensor] | None = None
+    frame_mask: torch.Tensor | None = None
+
+
+@dataclass
 class XFormerForecastOutput(ModelOutput):
     """prediction_outputs [B, P, channels]: the forecast, in the units of the values; params: the head's numbers for
     each value, of scaled values; loc, scale [B or 1, 1, channels or 1]: value = scaled value * scale + loc."""

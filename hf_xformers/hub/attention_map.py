@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.components import SLOTS, build_spec
+from ..embedding.frames import SUBSAMPLING
 
 LENGTH = 16
 # Pixels: a pair of tokens; room beside, above and below a map for its axes, its bar and its title.
@@ -132,6 +133,8 @@ def _maps(config: Any, length: int, factor: float) -> dict[str, Tensor]:
         given = {"input_ids": torch.randint(1, 64, (1, length))}
         if config.modality == "image":
             given = {"pixel_values": torch.randn(1, config.num_channels, *config.image_shape, dtype=torch.double)}
+        if config.modality == "sound":  # of as many states
+            given = {"input_features": torch.randn(1, SUBSAMPLING * length, config.num_mel_bins, dtype=torch.double)}
     finally:
         torch.random.set_rng_state(state)
     with torch.no_grad():

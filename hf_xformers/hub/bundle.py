@@ -47,7 +47,7 @@ from typing import Any
 
 CLASSES: dict[str, Any] = {{
 {rows}}}
-IMAGE_CLASSES: dict[str, Any] = {{}}
+MODALITY_CLASSES: dict[str, Any] = {{}}
 '''
 
 _ROOMS = '''"""The components that this checkpoint's config names, or could have named by default."""
@@ -196,10 +196,10 @@ def code_files(config: Any, heads: tuple[str, ...]) -> dict[str, str]:
 
 def _head_classes(config_class: Any, heads: tuple[str, ...]) -> str:
     """The table of `head_classes` with these heads alone."""
-    from ..modeling.head_classes import CLASSES, IMAGE_CLASSES
+    from ..modeling.head_classes import CLASSES, MODALITY_CLASSES
 
-    image = config_class.modality == "image"
-    chosen = {name: {**CLASSES, **IMAGE_CLASSES}[name] if image else CLASSES[name] for name in heads}
+    known = {**CLASSES, **MODALITY_CLASSES.get(config_class.modality, {})}
+    chosen = {name: known[name] for name in heads}
     imports = sorted(f"from {cls.__module__} import {cls.__name__}" for cls in chosen.values())
     rows = "".join(f'    "{name}": {cls.__name__},\n' for name, cls in chosen.items())
     return _HEAD_CLASSES.format(imports="\n".join(imports), rows=rows)

@@ -19,12 +19,14 @@ PIPELINES: dict[str, str | None] = {
     "ForCausalLM": "text-generation",
     "ForSeq2SeqLM": None,
     "ForImageClassification": "image-classification",
+    "ForCTC": "automatic-speech-recognition",
 }
 SHAPES = {
     "ForMaskedLM": "encoder",
     "ForCausalLM": "causal decoder",
     "ForSeq2SeqLM": "encoder-decoder",
     "ForImageClassification": "image encoder",
+    "ForCTC": "encoder of sound",
 }
 
 
@@ -91,8 +93,7 @@ def variant_card(model_type: str, measured: list[dict[str, Any]] | None = None, 
 def example(cls: Any, head: str) -> str:
     """A runnable example for the card: a small model of the variant, used and reloaded through an Auto class."""
     auto = f"Auto{'ModelF' + head[1:] if head != 'Model' else 'Model'}"
-    image = cls.modality == "image"
-    sizes = "image_size=32, patch_size=8" if image else "vocab_size=1000"
+    sizes = {"image": "image_size=32, patch_size=8", "sound": "vocab_size=30"}.get(cls.modality, "vocab_size=1000")
     lines = [
         "import torch",
         f"from transformers import AutoConfig, {auto}",
@@ -101,13 +102,22 @@ def example(cls: Any, head: str) -> str:
         "",
         f'config = AutoConfig.for_model("{cls.model_type}", {sizes}, hidden_size=64, num_hidden_layers=2,',
     ]
-    if image:
+    if cls.modality == "image":
         lines += [
             "                              num_attention_heads=4, intermediate_size=128)",
             f"model = {auto}.from_config(config)",
             "pixel_values = torch.randn(2, 3, 32, 32)",
             "loss = model(pixel_values=pixel_values, labels=torch.tensor([0, 1])).loss",
             "loss.backward()",
+        ]
+    elif cls.modality == "sound":
+        lines += [
+            "                              num_attention_heads=4, intermediate_size=128)",
+            f"model = {auto}.from_config(config)",
+            "input_features = torch.randn(2, 100, 80)  # 80 features of 100 frames, as a feature extractor gives them",
+            "loss = model(input_features=input_features, labels=torch.randint(1, 30, (2, 6))).loss",
+            "loss.backward()",
+            "print(model.eval().transcribe(input_features))",
         ]
     else:
         lines += [
@@ -116,7 +126,7 @@ def example(cls: Any, head: str) -> str:
             f"model = {auto}.from_config(config)",
             "input_ids = torch.randint(3, 1000, (2, 16))",
         ]
-    if head in PIPELINES and not image:
+    if head in PIPELINES and cls.modality == "text":
         lines += ["loss = model(input_ids=input_ids, labels=input_ids).loss", "loss.backward()"]
     if head in ("ForCausalLM", "ForSeq2SeqLM"):
         lines.append("print(model.generate(input_ids, max_new_tokens=8))")
@@ -159,7 +169,8 @@ def caption(config_class: Any) -> str:
     from .attention_map import LENGTH, small_parameters
 
     small = ", ".join(f"`{name}={value}`" for name, value in small_parameters(config_class).items())
-    tokens = "an image" if config_class.modality == "image" else f"{LENGTH} tokens"
+    kinds = {"image": "an image", "sound": f"a sound of {LENGTH} states"}
+    tokens = kinds.get(config_class.modality, f"{LENGTH} tokens")
     how = f", with {small} to fit so few" if small else ""
     return (
         f"*Attention weights of an untrained model on {tokens}{how}; averaged over heads, white where there is none.*"

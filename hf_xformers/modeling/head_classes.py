@@ -25,6 +25,7 @@ from .reordering import XFormerForSegmentReordering
 from .replaced_token_pretraining import XFormerForReplacedTokenPreTraining
 from .replaced_tokens import XFormerForReplacedTokenDetection
 from .sentence_pairs import XFormerForNextSentencePrediction, XFormerForPreTraining
+from .sound import XFormerForCTC, XFormerSoundModel
 from .span_boundary import XFormerForSpanBoundary
 from .text_contrast import XFormerForTextContrast
 
@@ -52,5 +53,10 @@ CLASSES: dict[str, Any] = {
     "ForBidirectionalLM": XFormerForBidirectionalLM,
     "ForClozeWriting": XFormerForClozeWriting,
     "ForImageClassification": XFormerForImageClassification,
+    "ForCTC": XFormerForCTC,
 }
-IMAGE_CLASSES: dict[str, Any] = {"Model": XFormerImageModel}  # in place of the above where images go in
+# By what a family reads, in place of the above.
+MODALITY_CLASSES: dict[str, dict[str, Any]] = {
+    "image": {"Model": XFormerImageModel},
+    "sound": {"Model": XFormerSoundModel},
+}

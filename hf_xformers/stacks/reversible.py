@@ -245,6 +245,11 @@ class ReversibleStackSpec(StackSpec):
                 "stack 'reversible' recovers a sublayer's input by a subtraction, which residual"
                 f" {config.residual.type!r} does not allow; use 'pre_ln' or another one that adds to the stream."
             )
+        if not config.block.additive:
+            raise ValueError(
+                "stack 'reversible' recovers a sublayer's input by a subtraction, and block"
+                f" {config.block.type!r} normalises the stream at the end of a layer; use the block 'vanilla'."
+            )
         if not config.block.in_sequence:
             raise ValueError(
                 "stack 'reversible' gives two streams to sublayers in turn, which block"

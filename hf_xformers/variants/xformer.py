@@ -22,6 +22,7 @@ INFO = VariantInfo(
 # They need more than an `XFormerConfig` has.
 _OTHERS = (
     "ForImageClassification",
+    "ForCTC",
     "ForSegmentReordering",
     "ForSpanBoundary",
     "ForContrastivePrediction",

@@ -39,6 +39,7 @@ def test_shapes_are_those_of_the_classes(capsys):
     assert shapes["xf_gpt2"] == ["decoder"]
     assert shapes["xf_t5"] == ["seq2seq"]
     assert shapes["xf_vision_transformer"] == ["image"]
+    assert shapes["xf_conformer"] == ["audio"]
     assert shapes["xformer"] == ["encoder", "decoder", "seq2seq"]
 
 

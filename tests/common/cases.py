@@ -174,6 +174,9 @@ MIXES: dict[str, Mix] = {
     ),
     "dynamic_masks": Mix({"attention": "dynamic_mask", "num_key_value_heads": 2}, BOTH),
     "vector_of_a_memory": Mix({"cross_attention": "memory_vector"}, ("seq2seq",)),
+    "conformer_layers": Mix(
+        {"block": {"type": "conformer", "conv_kernel": 3, "conv_norm": "layer"}, "residual": "pre_ln"}
+    ),
     "separable_convolutions": Mix(
         {"block": "separable_convolution", "position": "none", "stack": {"type": "universal", "act": "accumulated"}}
     ),

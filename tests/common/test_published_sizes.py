@@ -50,6 +50,8 @@ PUBLISHED = {
     "xf_unilm": ("Model", {"base": 108310272 + 4 * 768, "large": 333579264 + 4 * 1024}),
     "xf_bigbird": ("ForMaskedLM", {"base": 128111286}),
     "xf_switch_transformer": ("ForSeq2SeqLM", {"base_8": 619339008}),
+    # By L (24 D^2 + 63 D) + 29 D^2 + 12 D: with the transducer of the paper, an LSTM, 10.3, 30.7 and 118.8 million.
+    "xf_conformer": ("Model", {"small": 8710848, "medium": 27327488, "large": 115111424}),
 }
 BESIDE = {
     ("xf_bart", "base"): 50265,

@@ -115,7 +115,7 @@ def _build(name, family: Family, kind: str, models, overrides, common, sampled: 
         "model_tester": None,
         "conformance_case": case,
     }
-    if kind == "vision":
+    if kind in ("vision", "sound"):
         body["test_resize_embeddings"] = False
     if not family.builtin:  # transformers lets files off this test that have no copyright line later than 2022
         body["test_can_init_all_missing_weights_before_2023"] = True
@@ -160,6 +160,8 @@ class OurChecks:
         )
         if return_labels and "labels" not in inputs and model_class.__name__.endswith(binary_or_text):
             inputs["labels"] = inputs["input_ids"].new_zeros(inputs["input_ids"].shape)
+        if return_labels and model_class.__name__.endswith("ForCTC"):
+            inputs["labels"] = torch.ones(inputs["input_features"].shape[0], 2, dtype=torch.long, device=torch_device)
         if return_labels and "labels" not in inputs and {"labels", "next_sentence_label"} <= set(accepted):
             inputs["labels"] = torch.zeros_like(inputs["input_ids"])
             inputs["next_sentence_label"] = inputs["input_ids"].new_zeros(inputs["input_ids"].shape[0])

@@ -23,8 +23,9 @@ AUTO_TABLES = {
     "AutoModelForNextSentencePrediction": "MODEL_FOR_NEXT_SENTENCE_PREDICTION_MAPPING_NAMES",
     "AutoModelForPreTraining": "MODEL_FOR_PRETRAINING_MAPPING_NAMES",
     "AutoModelForImageClassification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "AutoModelForCTC": "MODEL_FOR_CTC_MAPPING_NAMES",
 }
-KINDS = ("encoder", "decoder", "seq2seq", "vision")
+KINDS = ("encoder", "decoder", "seq2seq", "vision", "sound")
 
 
 @dataclass
@@ -39,10 +40,12 @@ class Family:
 
     @property
     def kind(self) -> str:
-        """`encoder`, `decoder`, `seq2seq` or `vision`: what the family's default config and its classes make of it."""
+        """One of `KINDS`: what the family's default config and its classes make of it."""
         classes = [cls for group in self.models.values() for cls in group]
         if classes and classes[0].main_input_name == "pixel_values":
             return "vision"
+        if classes and classes[0].main_input_name == "input_features":
+            return "sound"
         try:
             config = self.config_class()
         except Exception:  # a config without defaults: judged by its classes alone

@@ -93,6 +93,12 @@ class GenericModelTester:
         if case.kind == "vision":
             shape = (self.batch_size, self.num_channels, self.image_size, self.image_size)
             return config, {"pixel_values": torch.rand(shape, device=torch_device)}
+        if case.kind == "sound":  # four frames to a state
+            size = (self.batch_size, 4 * self.seq_length)
+            mask = torch.ones(size, dtype=torch.long, device=torch_device)
+            mask[1::3, -3:] = 0
+            features = torch.rand((*size, config.num_mel_bins), device=torch_device)
+            return config, {"input_features": features, "attention_mask": mask}
         size = (self.batch_size, self.seq_length)
         inputs = {"input_ids": self._ids(self.seq_length)}
         if case.kind == "seq2seq" and getattr(config, "eos_token_id", None) is not None:

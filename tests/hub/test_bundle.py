@@ -70,6 +70,8 @@ def inputs_of(cls, shape):
     generator = torch.Generator().manual_seed(1)
     if cls.modality == "image":
         return {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator)}
+    if cls.modality == "sound":
+        return {"input_features": torch.randn(2, 24, 12, generator=generator)}
     given = {"input_ids": torch.randint(5, 60, (2, 12), generator=generator)}
     if shape == "encoder":
         given["attention_mask"] = torch.tensor([[1] * 12, [1] * 9 + [0] * 3])

@@ -155,6 +155,7 @@ ALWAYS: dict[str, tuple[Any, ...]] = {
     "lite_transformer.attn_channels": (None, None, 4, 12, 16),
     "lite_transformer.conv_heads": (None, 1, 2, 8, 3),
     "lite_transformer.kernel_sizes": (None, None, (3,), (1, 5), (31, 3), (4, 2), ()),
+    "conformer.conv_kernel": (3, 1, 5, 4),
     "dynamic_mask.max_distance": (1, 2, 8, 30, 5, 0),
     "mask_attention_network.max_distance": (1, 2, 8, 30, 5, 0),
     "delight.min_depth": (2, 3, 2, 2, 1),
