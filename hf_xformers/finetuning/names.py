@@ -17,6 +17,7 @@ TASK_NAMES = (
     "language-modeling",
     "forecasting",
     "image-classification",
+    "speech-recognition",
 )
 TASK_ALIASES = {
     "classification": "text-classification",
@@ -51,6 +52,10 @@ TASK_ALIASES = {
     "time-series": "forecasting",
     "image": "image-classification",
     "images": "image-classification",
+    "asr": "speech-recognition",
+    "automatic-speech-recognition": "speech-recognition",
+    "ctc": "speech-recognition",
+    "transcription": "speech-recognition",
 }
 
 # First texts, each with the second that goes with it.
@@ -106,6 +111,8 @@ CHOICE_LABELS = ("label", "answer", "answerKey", "labels")
 LONG_TEXTS = ("article", "document", "dialogue", "source", "text", "content", "report")
 TIMES = ("date", "time", "datetime", "timestamp", "ds", "month", "day", "hour")
 IMAGES = ("image", "img", "picture", "photo", "file_name", "path")
+SOUNDS = ("audio", "sound", "speech", "wav", "file", "file_name", "path")
+TRANSCRIPTS = ("text", "transcript", "transcription", "sentence", "utterance")
 SUMMARIES = ("highlights", "summary", "abstract", "target", "title", "headline")
 
 

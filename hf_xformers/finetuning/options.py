@@ -219,7 +219,22 @@ class TaskOptions:
     )
     augment: list[str] = field(
         default_factory=list,
-        metadata={"help": "Images, in training: flip (mirror half of them), crop (move them by up to an eighth)."},
+        metadata={
+            "help": (
+                "In training, of images: flip (mirror half of them), crop (move them by up to an eighth); of sounds:"
+                " time_mask, frequency_mask (hide stretches of them)."
+            )
+        },
+    )
+    audio_column: str | None = field(
+        default=None,
+        metadata={"help": f"Column of sounds, or of their paths. Default: one named {_listed(names.SOUNDS)}."},
+    )
+    sampling_rate: int | None = field(
+        default=None, metadata={"help": "Samples per second of sounds. Default: the model's, or the first sound's."}
+    )
+    ctc_beams: int = field(
+        default=1, metadata={"help": "Speech recognition: beams of the search for a transcript (1: the best path)."}
     )
     metric_backend: str = field(
         default="auto",

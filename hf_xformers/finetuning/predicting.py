@@ -63,6 +63,7 @@ class Prediction:
     text_pair_column: str | None = field(default=None, metadata={"help": "Column of a second text."})
     label_column: str | None = field(default=None, metadata={"help": "Column of the true label, tags or answers."})
     image_column: str | None = field(default=None, metadata={"help": "Column of images, or of their paths."})
+    audio_column: str | None = field(default=None, metadata={"help": "Column of sounds, or of their paths."})
     target_column: str | None = field(default=None, metadata={"help": "Column of the text to generate."})
     choice_columns: list[str] = field(default_factory=list, metadata={"help": "Columns of the choices."})
     column_names: list[str] = field(
@@ -115,6 +116,8 @@ def predict(wanted: Prediction, *, answers: bool = False) -> Predicted:
         text_pair_column=wanted.text_pair_column,
         label_column=wanted.label_column,
         image_column=wanted.image_column,
+        audio_column=wanted.audio_column,
+        ctc_beams=wanted.num_beams,
         target_column=wanted.target_column,
         choice_columns=wanted.choice_columns,
         max_target_length=wanted.max_target_length,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,16 +23,18 @@ if TYPE_CHECKING:
 
 CONLL_SUFFIXES = (".conll", ".bio", ".iob", ".iob2")
 _SPLITS = ("train", "validation", "test")
+Adjust = Callable[["Dataset", Path], "Dataset"]
 
 
 def load_rows(
-    source: TaskData, languages: tuple[str, str] | None = None, *, origins: bool = False
+    source: TaskData, languages: tuple[str, str] | None = None, *, origins: bool = False, adjust: Adjust | None = None
 ) -> dict[str, Dataset]:
     """The splits of a source. Where none is for validation, `validation_fraction` of the training rows is held out: by
     a hash of a row's content, or of a question's context, so that equal rows are on one side and the order does not
     matter.
 
     origins: with the column `origin.ORIGIN`, the file and line of every row, for messages.
+    adjust: what is done to the rows of each file, which it is given with the file's path.
 
     CoNLL files give the columns `tokens` and `tags` (first and last of a line); parallel text, whose files end in
     `.<language>` (languages: from, to), gives a column per language. TSV fields stand as they are, without quotes.
@@ -44,10 +46,10 @@ def load_rows(
     check_fraction(source.validation_fraction)
     if not source.data:
         raise ValueError("no data is named; give files, a folder or a Hub dataset id with --data")
-    splits = _load(source.data, source, languages)
+    splits = _load(source.data, source, languages, adjust=adjust)
     for split, names in (("validation", source.validation_data), ("test", source.test_data)):
         if names:
-            parts = _load(names, source, languages, local=True)
+            parts = _load(names, source, languages, local=True, adjust=adjust)
             splits[split] = _joined(list(parts.values()))
     if "train" not in splits:
         raise ValueError(
@@ -60,18 +62,22 @@ def load_rows(
                 f"the {split} split of {listed(source.data)} has no rows; give a file that holds some, or leave it out"
             )
     if "validation" not in splits and source.validation_fraction > 0:
-        splits["train"], splits["validation"] = _hold_out(splits["train"], source.validation_fraction)
+        splits["train"], splits["validation"] = hold_out_rows(splits["train"], source.validation_fraction)
     if not origins:
         splits = {split: rows.select_columns(columns_of(rows)) for split, rows in splits.items()}
     return {
-        split: _first(splits[split], limits[split], f"--max_{'train' if split == 'train' else 'eval'}_rows")
+        split: first_rows(splits[split], limits[split], f"--max_{'train' if split == 'train' else 'eval'}_rows")
         for split in _SPLITS
         if split in splits
     }
 
 
 def _load(
-    names: Sequence[str], source: TaskData, languages: tuple[str, str] | None, local: bool = False
+    names: Sequence[str],
+    source: TaskData,
+    languages: tuple[str, str] | None,
+    local: bool = False,
+    adjust: Adjust | None = None,
 ) -> dict[str, Dataset]:
     saved = load_saved(names)
     if saved is not None:
@@ -90,7 +96,7 @@ def _load(
             raise ValueError(f"there is no file {names[0]!r}; --validation_data and --test_data take files")
         return _from_hub(names[0], source.data_config)
     _no_config(source, names)
-    return {split: _read(paths, source, languages) for split, paths in files.items()}
+    return {split: _read(paths, source, languages, adjust) for split, paths in files.items()}
 
 
 def _no_config(source: TaskData, names: Sequence[str]) -> None:
@@ -113,15 +119,18 @@ def _expand(names: Sequence[str], suffixes: Sequence[str]) -> list[str]:
     return expanded
 
 
-def _read(paths: Sequence[Path], source: TaskData, languages: tuple[str, str] | None) -> Dataset:
+def _read(
+    paths: Sequence[Path], source: TaskData, languages: tuple[str, str] | None, adjust: Adjust | None = None
+) -> Dataset:
     if languages is not None and all(path.suffix[1:] in languages for path in paths):
         return _parallel(paths, languages)
     parts = []
     for path in paths:
         if path.suffix.lower() in CONLL_SUFFIXES:
-            parts.append(_read_conll(path))
+            found = _read_conll(path)
         else:
-            parts.append(_read_table(path, source.column_names))
+            found = _read_table(path, source.column_names)
+        parts.append(found if adjust is None else adjust(found, path))
     return _joined(parts)
 
 
@@ -249,7 +258,7 @@ def _nested(rows: Dataset) -> Dataset:
     return squad_rows([article for part in rows["data"] for article in part], "data") if nested else rows
 
 
-def _hold_out(rows: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
+def hold_out_rows(rows: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
     if len(rows) < 2:
         raise ValueError("a single training row cannot be divided; give more rows, or --validation_fraction 0")
     keys = [stable_fraction(_key(row)) for row in _plain(rows)]
@@ -278,7 +287,7 @@ def _plain(rows: Dataset) -> Iterator[Mapping[str, Any]]:
         yield from (dict(zip(names, values)) for values in zip(*batch.values()))
 
 
-def _first(rows: Dataset, limit: int | None, option: str) -> Dataset:
+def first_rows(rows: Dataset, limit: int | None, option: str) -> Dataset:
     if limit is None:
         return rows
     if limit < 1:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PEFT_FILE, BOTTLENECK_FILE = "adapter_config.json", "bottleneck_config.json"
 _TASK_OF_HEAD = {"TokenClassification": "token-classification", "QuestionAnswering": "question-answering",
                  "MultipleChoice": "multiple-choice", "TimeSeriesPrediction": "forecasting",
-                 "ImageClassification": "image-classification"}  # fmt: skip
+                 "ImageClassification": "image-classification", "CTC": "speech-recognition"}  # fmt: skip
 _PROBLEMS = {"regression": "regression", "multi_label_classification": "multi-label-classification"}
 
 

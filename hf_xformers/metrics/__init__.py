@@ -9,6 +9,7 @@ from .bleu import corpus_bleu, tokenize_13a
 from .classification import accuracy, f1, matthews_correlation
 from .correlation import mean_squared_error, pearson, spearman
 from .entities import entities_of, entity_scores, is_entity_tag
+from .error_rates import character_error_rate, edit_distance, word_error_rate
 from .multilabel import multilabel_accuracy, multilabel_f1
 from .rouge import rouge
 from .squad import normalize_answer, squad
@@ -17,8 +18,10 @@ __all__ = [
     "BACKENDS",
     "METRICS",
     "accuracy",
+    "character_error_rate",
     "compute",
     "corpus_bleu",
+    "edit_distance",
     "entities_of",
     "entity_scores",
     "f1",
@@ -33,4 +36,5 @@ __all__ = [
     "spearman",
     "squad",
     "tokenize_13a",
+    "word_error_rate",
 ]

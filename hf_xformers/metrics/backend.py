@@ -11,6 +11,7 @@ from .bleu import corpus_bleu
 from .classification import accuracy, f1, matthews_correlation
 from .correlation import mean_squared_error, pearson, spearman
 from .entities import entity_scores
+from .error_rates import character_error_rate, word_error_rate
 from .multilabel import multilabel_accuracy, multilabel_f1
 from .rouge import rouge
 from .squad import squad
@@ -112,6 +113,15 @@ def _rouge(script: Any, predictions: Sequence[str], references: Sequence[str]) -
     return {key: 100.0 * sum(values) / len(values) for key, values in found.items()}
 
 
+def _error_rate(name: str) -> Callable[..., Scores]:
+    """How evaluate's script of one rate is called, which gives a number."""
+
+    def called(script: Any, predictions: Sequence[str], references: Sequence[str]) -> Scores:
+        return {name: float(script.compute(predictions=predictions, references=references))}
+
+    return called
+
+
 def _figures(found: Mapping[str, Any]) -> Scores:
     return {key: float(value) for key, value in found.items() if not isinstance(value, Mapping)}
 
@@ -130,4 +140,6 @@ METRICS: dict[str, tuple[Callable[..., Scores], Callable[..., Scores]]] = {
     "squad": (squad, _squad),
     "sacrebleu": (corpus_bleu, _bleu),
     "rouge": (rouge, _rouge),
+    "wer": (word_error_rate, _error_rate("wer")),
+    "cer": (character_error_rate, _error_rate("cer")),
 }

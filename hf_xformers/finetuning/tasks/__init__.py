@@ -14,6 +14,7 @@ from .generation import Summarization, Translation
 from .images import ImageClassification
 from .language import LanguageModeling
 from .multilabel import MultiLabelClassification
+from .speech import SpeechRecognition
 from .tagging import TokenClassification
 
 TASKS: dict[str, type[Task]] = {
@@ -31,6 +32,7 @@ TASKS: dict[str, type[Task]] = {
         LanguageModeling,
         Forecasting,
         ImageClassification,
+        SpeechRecognition,
     )
 }
 
@@ -56,6 +58,7 @@ __all__ = [
     "MultipleChoice",
     "QuestionAnswering",
     "Regression",
+    "SpeechRecognition",
     "Summarization",
     "Task",
     "TextClassification",
