@@ -1,0 +1,252 @@
+"""Which charts a result file has: what is on which axis, in what unit, and which rows make a line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Row = dict[str, Any]
+MOST_LINES = 9  # in one chart; more are drawn in further ones
+MOST_DOTS = 26
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart to draw. points: label of a line -> its (x, y), or label of a line of dots -> (name of the value, x).
+
+    kind: `lines` over an axis of lengths, or `dots`, a row for each label. even: where it says "as dense".
+    """
+
+    name: str
+    kind: Literal["lines", "dots"]
+    title: str
+    x: str
+    y: str
+    points: dict[str, list[tuple[Any, float]]]
+    log: bool = False
+    even: str = ""
+
+    @property
+    def alt(self) -> str:
+        what = f"{self.y} over {self.x}" if self.kind == "lines" else self.x
+        return f"{self.title}: {what}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What of a file is drawn. label: the columns that name a line; values: the columns that are drawn, each with its
+    axis title (`lines`: a chart each; `dots`: all in one, whose axis is `axis`); group: a column, or "section", with a
+    chart for each of its values; last: the column of which only the largest value is drawn."""
+
+    kind: Literal["lines", "dots"]
+    label: tuple[str, ...]
+    values: dict[str, str]
+    over: tuple[str, str] = ("T", "tokens")
+    axis: str = ""
+    group: tuple[str, ...] = ()
+    last: str = ""
+    log: bool = False
+    even: str = ""
+    title: str = ""
+    rows: str = "rows"
+    where: dict[str, Any] = field(default_factory=dict)
+
+
+_RATIOS = {
+    "time ratio": "time / dense attention's",
+    "memory ratio": "peak memory / dense attention's",
+}
+_DENSE = "as dense attention"
+PLANS: dict[str, list[Plan]] = {
+    "mechanisms": [Plan("lines", ("case",), _RATIOS, group=("section",), log=True, even=_DENSE)],
+    "stacks": [
+        Plan(
+            "lines",
+            ("case",),
+            {"time ratio": "time / a dense stack's", "memory ratio": "peak memory / a dense stack's"},
+            log=True,
+            even="as a dense stack",
+            title="Stacks",
+        )
+    ],
+    "dense_baseline": [
+        Plan(
+            "lines",
+            ("model",),
+            {"time ratio": "time / transformers'", "memory ratio": "peak memory / transformers'"},
+            even="as transformers",
+            title="Against transformers",
+        )
+    ],
+    "decoding": [
+        Plan(
+            "lines",
+            ("model",),
+            {"tokens/s": "tokens per second", "cache KiB": "cache, KiB"},
+            over=("context", "tokens read before"),
+            log=True,
+            title="Generation",
+        )
+    ],
+    "linearization": [
+        Plan(
+            "lines",
+            ("model",),
+            {"tokens per second": "tokens per second", "state, bytes": "state, bytes"},
+            over=("context", "tokens read before"),
+            log=True,
+            title="Generation",
+            rows="Generation, one row of text",
+        )
+    ],
+    "feedforwards": [
+        Plan(
+            "dots",
+            ("case",),
+            {"time ratio": "time", "memory ratio": "memory"},
+            axis="ratio to a dense feed-forward",
+            group=("T",),
+            log=True,
+            even="as dense",
+            title="tokens",
+        )
+    ],
+    "components": [
+        Plan(
+            "dots",
+            ("component",),
+            {"time ratio": "time", "memory ratio": "memory"},
+            axis="ratio to the plain choice, at most tokens",
+            group=("slot",),
+            last="T",
+            log=True,
+            even="as the plain choice",
+        )
+    ],
+    "pretraining": [
+        Plan(
+            "dots",
+            ("variant", "backbone"),
+            {"loss": "variant", "dense loss": "dense, equal steps", "dense, at equal time": "dense, equal time"},
+            axis="held-out loss, nats per token",
+            group=("corpus", "objective"),
+        )
+    ],
+    "finetuning": [
+        Plan(
+            "dots",
+            ("variant", "start"),
+            {"test": "test", "validation": "validation", "baseline": "without a model"},
+            axis="percent",
+            group=("task", "metric"),
+        )
+    ],
+    "compression": [
+        Plan(
+            "dots",
+            ("method",),
+            {"test": "test", "floor": "without a model"},
+            axis="percent",
+            group=("task", "metric"),
+        )
+    ],
+    "images": [
+        Plan("dots", ("model",), {"bits per pixel": "bits per pixel"}, axis="bits per pixel", title="Held-out images")
+    ],
+    "uptraining": [
+        Plan(
+            "dots",
+            ("swap",),
+            {
+                "source": "source",
+                "swapped": "swapped",
+                "uptrained": "uptrained",
+                "with teacher": "with a teacher",
+            },
+            axis="held-out loss, nats per masked token",
+            title="After a swap",
+        )
+    ],
+    "training_claims": [
+        Plan(
+            "dots",
+            ("model", "learning rate", "warm-up", "steps"),
+            {"loss": "loss"},
+            axis="held-out loss, nats per token",
+            group=("claim",),
+        )
+    ],
+}
+
+
+def charts_of(name: str, tables: dict[str, list[Row]], section: Callable[[Row], str]) -> list[Chart]:
+    """The charts of a result file, in the order of the page. section: what `group=("section",)` groups by."""
+    return [
+        chart
+        for index, plan in enumerate(PLANS.get(name, ()))
+        for chart in _of_plan(f"{name}-{index}", plan, tables.get(plan.rows, []), section)
+    ]
+
+
+def _of_plan(name: str, plan: Plan, rows: Sequence[Row], section: Callable[[Row], str]) -> list[Chart]:
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        title = section(row) if plan.group == ("section",) else ", ".join(str(row.get(key)) for key in plan.group)
+        groups.setdefault(title, []).append(row)
+    charts: list[Chart] = []
+    for title in sorted(groups) if plan.group == ("section",) else groups:
+        heading = f"{title} {plan.title}".strip()
+        if plan.kind == "lines":
+            for column, axis in plan.values.items():
+                charts += _lines(name, heading, plan, column, axis, groups[title], len(charts))
+        else:
+            charts += _dots(name, heading, plan, groups[title], len(charts))
+    return charts
+
+
+def _label(row: Row, plan: Plan, rows: Sequence[Row]) -> str:
+    """The first column that names a row, and of the others those that tell it from its namesakes."""
+    same = [other for other in rows if other.get(plan.label[0]) == row.get(plan.label[0])]
+    telling = [key for key in plan.label[1:] if len({str(other.get(key)) for other in same}) > 1]
+    words = [str(row.get(key)).removeprefix("xf_") for key in (plan.label[0], *telling)]
+    return ", ".join(word if len(word) <= 34 else word[:32] + "…" for word in words)
+
+
+def _lines(name: str, title: str, plan: Plan, column: str, axis: str, rows: Sequence[Row], first: int) -> list[Chart]:
+    lines: dict[str, list[tuple[Any, float]]] = {}
+    for row in rows:
+        if isinstance(row.get(column), (int, float)):
+            lines.setdefault(_label(row, plan, rows), []).append((row[plan.over[0]], row[column]))
+    lines = {label: sorted(points) for label, points in lines.items()}
+    several = -(-len(lines) // MOST_LINES)
+    made, items = [], list(lines.items())
+    for part in range(several):
+        size = -(-len(items) // several)
+        chosen = dict(items[part * size : (part + 1) * size])
+        heading = f"{title} ({part + 1} of {several})" if several > 1 else title
+        made.append(Chart(f"{name}-{first + part}", "lines", heading, plan.over[1], axis, chosen, plan.log, plan.even))
+    return made
+
+
+def _dots(name: str, title: str, plan: Plan, rows: Sequence[Row], first: int) -> list[Chart]:
+    if plan.last:
+        rows = [row for row in rows if row.get(plan.last) == max(other.get(plan.last, 0) for other in rows)]
+    dots: dict[str, list[tuple[Any, float]]] = {}
+    for row in rows:
+        values = [
+            (text, row[column]) for column, text in plan.values.items() if isinstance(row.get(column), (int, float))
+        ]
+        if values:
+            label = _label(row, plan, rows)
+            while label in dots:
+                label += " "
+            dots[label] = values
+    made, items = [], list(dots.items())
+    several = -(-len(items) // MOST_DOTS)
+    for part in range(several):
+        size = -(-len(items) // several)
+        chosen = dict(items[part * size : (part + 1) * size])
+        heading = f"{title} ({part + 1} of {several})" if several > 1 else title
+        made.append(Chart(f"{name}-{first + part}", "dots", heading, plan.axis, "", chosen, plan.log, plan.even))
+    return made

@@ -1,0 +1,232 @@
+"""The results' pages: one per committed JSON file of `benchmarks/results/`, its rows as they are, with its charts."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from . import catalog
+from .charts import charts_of
+from .markup import REPOSITORY, ROOT, Pages, code, link, page, table
+
+FOLDER = ROOT / "benchmarks" / "results"
+INDEX = "results/index.md"
+LONG = 60  # characters of a cell that would make a table unreadable: such columns stand below it
+Row = dict[str, Any]
+
+# What a column means wherever it appears; notes of a file say what is special about it.
+MEANINGS = {
+    "T": "tokens",
+    "context": "tokens that were read before",
+    "time ratio": "time by that of dense attention (or what the note names): below 1 is faster",
+    "FLOP ratio": "arithmetic by that of dense attention",
+    "memory ratio": "peak memory by that of dense attention: below 1 is less",
+    "ms": "milliseconds of a step, forward and backward",
+    "peak MiB": "peak memory of a step, in MiB",
+    "others busy": "share of the time in which other processes used the machine",
+    "peer time ratio": "the other implementation's time by dense attention's",
+    "peer memory ratio": "the other implementation's peak memory by dense attention's",
+    "time / peer": "time by the other implementation's: below 1 is faster than it",
+    "memory / peer": "peak memory by the other implementation's",
+    "FLOPs / peer": "arithmetic by the other implementation's",
+    "loss": "held-out loss in nats per token, after the same number of steps",
+    "dense loss": "that of dense attention after the same number of steps",
+    "dense, at equal time": "that of dense attention after the same time",
+    "plain twin": "that of the same configuration with the plain part in place of the variant's own",
+    "loss at start": "before training",
+    "token frequencies": "what is reached by knowing how frequent tokens are, and nothing else",
+    "floor": "what is reached without a model",
+    "baseline": "what is reached without a model, as `of` says",
+    "KL at the swap": "divergence of the predictions from the source's",
+}
+# How the rows of a file are put in tables of their own.
+GROUPS = {
+    "components": "slot",
+    "compression": "task",
+    "finetuning": "task",
+    "pretraining": "corpus",
+    "training_claims": "claim",
+}
+
+
+@functools.cache
+def files() -> dict[str, dict[str, Any]]:
+    """Name -> content of every result file."""
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.json"))}
+
+
+def tables_of(name: str) -> dict[str, list[Row]]:
+    """The lists of rows in a result file, by their keys."""
+    return {key: value for key, value in files()[name].items() if isinstance(value, list)}
+
+
+def page_of(name: str) -> str:
+    return f"results/{name}.md"
+
+
+@functools.cache
+def said(name: str) -> tuple[str, str]:
+    """Title and note of a result file, as its benchmark wrote them beside it."""
+    path = FOLDER / f"{name}.md"
+    if not path.exists():
+        return name.replace("_", " ").capitalize(), ""
+    title, *parts = path.read_text(encoding="utf-8").split("\n\n")
+    notes = []
+    for part in parts:
+        if part.startswith(("Measured on ", "|", "#")):
+            break
+        notes.append(part.strip())
+    return title.removeprefix("# ").strip(), "\n\n".join(notes)
+
+
+@functools.cache
+def last_written(name: str) -> str:
+    """The day of the commit that last changed a result file; empty where this is no checkout."""
+    command = ["git", "log", "-1", "--format=%cs", "--", str(FOLDER / f"{name}.json")]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def pages() -> Pages:
+    made = {page_of(name): result(name) for name in files()}
+    made[INDEX] = overview()
+    return made
+
+
+def overview() -> str:
+    rows = []
+    for name in files():
+        title, _ = said(name)
+        count = sum(map(len, tables_of(name).values()))
+        rows.append({"what": link(title, INDEX, page_of(name)), "rows": count, "last written": last_written(name)})
+    return page(
+        "Results",
+        "Everything that was measured, as it is committed: each page is made from one JSON file, no figure is typed by"
+        " hand. `benchmarks/` has the program of each, which writes the file anew.",
+        table(rows),
+        "Most were measured on one thread of a small CPU. Ratios carry over to other machines better than times; a"
+        " result stands beside its floor or its dense counterpart, measured in turn with it.",
+    )
+
+
+def result(name: str) -> str:
+    here = page_of(name)
+    title, note = said(name)
+    parts = [note, _machine(name)]
+    charts = charts_of(name, tables_of(name), section_of)
+    if charts:
+        parts.append('<div class="plots" markdown="1">')
+        for chart in charts:
+            parts += [f"![{chart.alt}](plots/{chart.name}.{mode}.svg#only-{mode})" for mode in ("light", "dark")]
+        parts.append("</div>")
+    columns: set[str] = set()
+    for key, rows in tables_of(name).items():
+        columns |= {column for row in rows for column in row}
+        if key != "rows":
+            parts.append(f"## {key}")
+        for heading, group in _groups(name, rows):
+            parts += [f"### {heading}" if heading else "", *_table(group, here)]
+    known = [f"- {code(column)}: {MEANINGS[column]}." for column in MEANINGS if column in columns]
+    if known:
+        parts.append("## What the columns mean\n\n" + "\n".join(known))
+    return page(title, *parts, description=title)
+
+
+def _machine(name: str) -> str:
+    machine = files()[name].get("machine", {})
+    facts = {
+        "machine": machine.get("device"),
+        "threads": machine.get("threads"),
+        "torch": machine.get("torch"),
+        "transformers": machine.get("transformers"),
+        "Python": machine.get("python"),
+        "last written": last_written(name) or None,
+    }
+    told = ", ".join(f"{key} {value}" for key, value in facts.items() if value is not None)
+    source = f"[`{name}.json`]({REPOSITORY}/blob/main/benchmarks/results/{name}.json)"
+    program = ROOT / "benchmarks" / f"{name}.py"
+    made = f", written by [`{program.name}`]({REPOSITORY}/blob/main/benchmarks/{name}.py)" if program.exists() else ""
+    return f"Measured on: {told}. The rows are those of {source}{made}."
+
+
+def section_of(row: Row) -> str:
+    """The survey's section of a row's variant, as a heading."""
+    name = str(row.get("variant", "")).removeprefix("xf_")
+    return catalog.section_title(catalog.variants()[name].info.section) if name in catalog.variants() else "Others"
+
+
+def _groups(name: str, rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
+    if name != "mechanisms" and name not in GROUPS:
+        yield "", rows
+        return
+
+    def key(row: Row) -> str:
+        return section_of(row) if name == "mechanisms" else str(row.get(GROUPS[name], ""))
+
+    headings = sorted({key(row) for row in rows}) if name == "mechanisms" else list(dict.fromkeys(map(key, rows)))
+    for heading in headings:
+        yield heading, [row for row in rows if key(row) == heading]
+
+
+def _table(rows: list[Row], here: str) -> list[str]:
+    """Rows as a table; columns with long text become a list below it."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    long = [key for key in columns if any(len(str(row.get(key) or "")) > LONG for row in rows)]
+    shown = [
+        ({"#": number} if long else {}) | {key: _linked(key, row.get(key), here) for key in columns if key not in long}
+        for number, row in enumerate(rows, 1)
+    ]
+    parts = [table(shown)]
+    for key in long:
+        lines = [f"    {number}. `{_short(row[key])}`" for number, row in enumerate(rows, 1) if row.get(key)]
+        parts.append(f'??? note "{key} of each row"\n\n' + "\n".join(lines))
+    return parts
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return re.sub(r"\s+", " ", text).replace("`", "'")
+
+
+def _linked(key: str, value: Any, here: str) -> Any:
+    if key in ("variant", "model", "becomes") and isinstance(value, str):
+        name = value.removeprefix("xf_")
+        if value in ("xformer", f"xf_{name}") and name in catalog.variants():
+            return link(value, here, catalog.variant_page(name))
+    return value
+
+
+# ------------------------------------------------------------------------------------------------ rows about one thing
+
+
+def measured(name: str, here: str) -> list[str]:
+    """The section of a variant's page with its rows of all result files."""
+    kind = name if name == "xformer" else f"xf_{name}"
+    if kind == "xformer":
+        return []
+    return _rows_of(lambda row: row.get("variant", row.get("model")) == kind, here, ("variant", "model"))
+
+
+def measured_objective(name: str, here: str) -> list[str]:
+    """The section of an objective's page with its rows."""
+    return _rows_of(lambda row: row.get("objective") == name, here, ("objective",))
+
+
+def _rows_of(chosen: Callable[[Row], bool], here: str, drop: tuple[str, ...]) -> list[str]:
+    parts = []
+    for name in files():
+        for rows in tables_of(name).values():
+            found = [{key: value for key, value in row.items() if key not in drop} for row in rows if chosen(row)]
+            if found:
+                parts += [f"### {said(name)[0]}", *_table(found, here), _more(name, here)]
+    return ["## Measured", *parts] if parts else []
+
+
+def _more(name: str, here: str) -> str:
+    return f"{link('What was measured, and the other rows', here, page_of(name))}."

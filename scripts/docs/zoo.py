@@ -1,0 +1,198 @@
+"""The zoo's pages: one per variant, one per slot with its components."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from hf_xformers.cli.descriptions import own_components, own_defaults, replaced
+from hf_xformers.core.components import SLOTS
+from hf_xformers.families import SURVEY
+from hf_xformers.hub.model_card import PIPELINES, caption, example, shapes
+
+from . import catalog, pictures, results
+from .fields import config_fields, spec_fields
+from .markup import Pages, code, link, page, prose, source_link, table
+
+ABOUT_SLOTS = {
+    "embedding": "What tokens, pixels or values become before the first layer.",
+    "position": "How a model knows where a token stands: added to the input, as a rotation or bias of scores, or as a"
+    " layer of its own.",
+    "attention": "How tokens read one another. The same components serve as `cross_attention`, where a decoder reads"
+    " an encoder.",
+    "normalization": "What keeps activations at one scale.",
+    "residual": "Where the norm stands, and how a sublayer's output joins what came in.",
+    "feedforward": "What every token does by itself between two attentions.",
+    "block": "How sublayers are arranged in a layer.",
+    "stack": "Which layers run, in which order and how often, and what travels beside the tokens.",
+    "head": "From hidden states to predictions.",
+}
+CAPABILITIES = {
+    "attention": {
+        "causal": "in a decoder",
+        "bidirectional": "in an encoder",
+        "cross": "as cross-attention",
+        "score_bias": "takes a bias on scores",
+        "rotation": "takes rotated queries and keys",
+        "packed": "keeps packed documents apart",
+        "context_parallel": "texts shared between devices",
+    },
+    "position": {"extrapolates": "works beyond the trained length", "needs_causal": "in decoders only"},
+    "stack": {"packed": "keeps packed documents apart", "unpads": "removes padding"},
+    "block": {"packed": "keeps packed documents apart", "unpads": "removes padding"},
+}
+
+
+def pages() -> Pages:
+    """Every page of the zoo but the taxonomy."""
+    made = {catalog.variant_page(name): variant(name) for name in catalog.variants()}
+    made |= {catalog.component_page(slot): slot_page(slot) for slot in catalog.SLOT_NAMES}
+    made["zoo/components/index.md"] = slots_page()
+    return made
+
+
+def variant(name: str) -> str:
+    """The page of a variant."""
+    cls = catalog.variants()[name]
+    info, here = cls.info, catalog.variant_page(name)
+    first = (cls.__doc__ or "").strip().splitlines()[0]
+    main = next((head for head in PIPELINES if head in cls.heads), "Model")
+    prefix = cls.__name__.removesuffix("Config")
+    section = SURVEY[info.section]
+    where = f"section {info.section} of the survey, {section.title.lower()}" if info.section else section.title.lower()
+    facts = [
+        ("Changes", info.summary),
+        ("Kind", link(where, here, "zoo/index.md")),
+        ("Shapes", ", ".join(shapes(cls))),
+        ("Cost", prose(f"{info.cost} (T tokens, width D)")),
+        ("Paper", f"[{info.paper}]({info.url})"),
+        ("Source", source_link(catalog.file_of(cls))),
+    ]
+    own = own_defaults(cls)
+    return page(
+        catalog.variant_title(name),
+        prose(first) if name != "xformer" else "The plain Transformer with any component in any slot.",
+        "\n".join(f"- **{key}:** {text}" for key, text in facts if text),
+        f"```console\nhf-xformers pretrain --variant {name} --data stdlib --output_dir runs/{name}\n```"
+        if cls.modality == "text" and name != "xformer"
+        else "",
+        "## Equation",
+        f"$$\n{info.equation}\n$$",
+        info.notes,
+        pictures.of_variant(name, caption(cls)),
+        "## Components",
+        "What differs from the plain Transformer is in bold, with its fields below.",
+        _components(cls, here),
+        *_own_fields(cls, here),
+        *(
+            (
+                "## Configuration fields of its own defaults",
+                config_fields(cls, list(own)),
+                "The others are those of " + link("every configuration", here, "api/configs.md") + ".",
+            )
+            if own
+            else ()
+        ),
+        *results.measured(name, here),
+        "## Use",
+        f"```python\n{example(cls, main)}\n```",
+        "Classes: " + ", ".join(code(prefix + head) for head in cls.heads) + ".",
+        "## Paper",
+        f"[{info.paper}]({info.url})",
+        f"```bibtex\n{info.bibtex.strip()}\n```",
+        description=first,
+    )
+
+
+def _components(cls: Any, here: str) -> str:
+    config = cls()
+    changed, found = replaced(config), own_components(config)
+    rows = []
+    for slot, spec in found:
+        room = "attention" if slot == "cross_attention" else slot
+        name = link(spec.type, here, catalog.component_page(room, spec.type))
+        several = sum(other == slot for other, _ in found) > 1
+        rows.append(
+            {
+                "slot": code(slot),
+                "component": f"**{name}**" if (slot, spec) in changed else name,
+                "what it does": prose(spec.summary) + (" (some layers)" if several else ""),
+            }
+        )
+    return table(rows)
+
+
+def _own_fields(cls: Any, here: str) -> list[str]:
+    """The fields of the components that a variant changes, each component once."""
+    parts, shown = [], []
+    for slot, spec in replaced(cls()):
+        fields = spec_fields(type(spec), spec)
+        if spec in shown or not fields:
+            continue
+        shown.append(spec)
+        parts += [f"### {slot}: {spec.type}", fields]
+    return parts
+
+
+def slots_page() -> str:
+    here = "zoo/components/index.md"
+    rows = [
+        {
+            "slot": link(slot, here, catalog.component_page(slot)),
+            "what it is": ABOUT_SLOTS[slot],
+            "components": len(catalog.components(slot)),
+        }
+        for slot in catalog.SLOT_NAMES
+    ]
+    return page(
+        "Components",
+        "A model is the plain Transformer with a component in each of these slots. A component is a name, or a name"
+        " with fields:",
+        '```python\nfrom hf_xformers import XFormerConfig\n\nconfig = XFormerConfig(attention="longformer",'
+        ' position={"type": "rotary", "theta": 50_000.0}, residual="pre_ln")\n```',
+        "Combinations that cannot work are refused when the config is built, in a sentence that says what would.",
+        table(rows),
+    )
+
+
+def slot_page(slot: str) -> str:
+    """The page of a slot with all of its components."""
+    here = catalog.component_page(slot)
+    parts = [ABOUT_SLOTS[slot], f"```console\nhf-xformers list --components {slot}\n```", _overview(slot)]
+    for name, spec in catalog.components(slot).items():
+        parts += component(slot, name, spec, here)
+    return page(f"{slot.capitalize()} components", *parts)
+
+
+def _overview(slot: str) -> str:
+    return table(
+        {"component": f"[{name}](#{name})", "what it does": prose(spec.summary)}
+        for name, spec in catalog.components(slot).items()
+    )
+
+
+def component(slot: str, name: str, spec: Any, here: str) -> list[str]:
+    """The part of a slot's page about one component."""
+    also = [alias for alias, known in SLOTS[slot]._aliases.items() if known == name]
+    built = catalog.built_class(spec)
+    text = inspect.cleandoc(built.__doc__ or "") if built is not None else ""
+    used = [variant for variant in catalog.users().get((slot, name), ()) if variant != "xformer"]
+    able = [text for key, text in CAPABILITIES.get(slot, {}).items() if getattr(spec, key, False) is True]
+    shown = [link(catalog.variant_title(variant), here, catalog.variant_page(variant)) for variant in used[:12]]
+    facts = {
+        "Also called": ", ".join(map(code, also)),
+        "Works": ", ".join(able),
+        "In variants": ", ".join(shown) + (f" and {len(used) - 12} more" if len(used) > 12 else ""),
+        "Source": source_link(catalog.file_of(spec)),
+    }
+    return [
+        f"## {name} {{ #{name} }}",
+        prose(spec.summary[:1].upper() + spec.summary[1:] + "."),
+        "\n".join(f"- **{key}:** {value}" for key, value in facts.items() if value),
+        spec_fields(spec),
+        f'??? note "Equation and source"\n\n    ```text\n{_indented(text)}\n    ```' if text else "",
+    ]
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}".rstrip() for line in text.splitlines())

@@ -1,0 +1,75 @@
+"""The results' pages: no figure in a table that the JSON has not, charts of the same numbers, drawn alike."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as tree
+
+import pytest
+
+from scripts.docs import results
+from scripts.docs.charts import charts_of
+from scripts.docs.markup import cell
+
+FIGURE = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?![\w])")
+
+
+def charts(name):
+    return charts_of(name, results.tables_of(name), results.section_of)
+
+
+def shown(value):
+    """Everything that a cell of the JSON may look like on a page."""
+    return [cell(value), str(value)]
+
+
+@pytest.mark.parametrize("name", results.files())
+def test_every_figure_stands_in_the_json(name):
+    rows = [row for table in results.tables_of(name).values() for row in table]
+    known = {
+        figure for row in rows for value in row.values() for text in shown(value) for figure in FIGURE.findall(text)
+    }
+    numbers = {str(number) for number in range(1, len(rows) + 1)}  # of rows that have a list below their table
+    text = results.result(name)
+    columns = {figure for row in rows for key in row for figure in FIGURE.findall(key)}
+    for line in text.splitlines():
+        if line.startswith("| ") and "---" not in line:
+            line = re.sub(r"\]\([^)]*\)", "]", line)
+            assert set(FIGURE.findall(line)) <= known | numbers | columns, line
+    assert text.count("\n| ") >= len(rows)
+
+
+@pytest.mark.parametrize("name", results.files())
+def test_charts_are_of_the_json(name):
+    rows = [row for table in results.tables_of(name).values() for row in table]
+    values = {value for row in rows for value in row.values() if isinstance(value, (int, float))}
+    for chart in charts(name):
+        assert chart.points and all(y in values for points in chart.points.values() for _, y in points)
+        assert chart.x and chart.title
+
+
+def test_names_of_charts_are_unique():
+    names = [chart.name for name in results.files() for chart in charts(name)]
+    assert len(names) == len(set(names)) > 10
+
+
+def test_charts_are_drawn_alike_and_load_nothing():
+    pytest.importorskip("matplotlib", reason="charts are drawn by matplotlib (the extra `docs`)")
+    from scripts.docs.drawing import DARK, drawn
+
+    lines, dots = charts("decoding")[:1], charts("images")[:1]
+    first, again = drawn(lines + dots), drawn(lines + dots)
+    assert first == again and len(first) == 4
+    for path, text in first.items():
+        tree.fromstring(text)
+        assert not re.search(r'(?:href|src)="(?!#)', text) and "DOCTYPE" not in text
+        assert all((colour in text) == path.endswith(".light.svg") for colour in DARK)
+
+
+def test_a_result_file_without_a_plan_has_a_page(monkeypatch):
+    rows = [{"model": "xf_luna", "figure": 0.5}, {"model": "other", "figure": 12345.678}]
+    monkeypatch.setattr(results, "files", lambda: {"new_one": {"machine": {"torch": "9"}, "rows": rows}})
+    text = results.result("new_one")
+    assert (
+        "# New one" in text and "[xf_luna](../zoo/luna.md) | 0.50" in text and "12,346" in text and "torch 9" in text
+    )
