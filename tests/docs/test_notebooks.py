@@ -1,0 +1,73 @@
+"""The notebooks run from top to bottom, and what they train stands clear of its floor."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from scripts.docs.notebooks import FOLDER, execute, page
+
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+
+
+def mixes_learn(names, printed):
+    floor = 1 / names["MODULUS"]
+    assert all(right > 4 * floor for _, right in names["results"].values()), printed
+
+
+def swaps_keep(names, printed):
+    floor = names["floor"]()
+    shares = [float(share) / 100 for share in re.findall(r"(?:source|uptrained) (\d+\.\d)%", printed)]
+    assert len(shares) == 3 and min(shares) > 4 * floor, printed
+
+
+def maps_show_the_copy(names, printed):
+    assert names["second_half"](names["model"]) > 4 / names["VOCABULARY"], printed
+    half, weights = names["HALF"], names["map_of"](names["model"])
+    looks_at = weights[half : 2 * half - 1].argmax(-1).tolist()
+    assert sum(place == index + 1 for index, place in enumerate(looks_at)) > 0.8 * len(looks_at), printed
+
+
+LEARNED = {
+    "mix_components": mixes_learn,
+    "swap_checkpoint": swaps_keep,
+    "attention_maps": maps_show_the_copy,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook(path):
+    found = execute(path)
+    LEARNED[path.stem](found.names, found.printed)
+
+
+def test_every_notebook_has_a_bar():
+    assert [path.stem for path in NOTEBOOKS] == sorted(LEARNED)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_nothing_is_stored(path):
+    """No outputs that could grow old, and no number that says how often a cell ran."""
+    book = json.loads(path.read_text(encoding="utf-8"))
+    assert book["nbformat"] == 4
+    for cell in book["cells"]:
+        assert cell["cell_type"] == "markdown" or (cell["outputs"] == [] and cell["execution_count"] is None)
+
+
+def test_page(tmp_path):
+    """Text, code and what it printed, in their order."""
+    path = tmp_path / "small.ipynb"
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "\n", "About it."]},
+        {"cell_type": "code", "source": ["from dataclasses import dataclass\n", "print(1 + 1)"]},
+        {"cell_type": "code", "source": ["@dataclass\n", "class A:\n", "    b: int = 1"]},
+    ]
+    path.write_text(json.dumps({"cells": cells}))
+    text = page(path)
+    assert text.startswith("# Title\n\nThe notebook: [small.ipynb](small.ipynb).")
+    code = "```python\nfrom dataclasses import dataclass\nprint(1 + 1)\n```"
+    assert f"About it.\n\n{code}\n\n```text\n2\n```\n\n" in text
+    assert text.endswith("    b: int = 1\n```\n")
