@@ -13,7 +13,7 @@ DARK = {INK: "#e2e4e9", GRID: "#4a5160"}
 # Told apart by eyes that see few colours, on light and on dark grounds alike (after Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56a4d9", "#8f5fbf", "#7f7f7f", "#a0522d")
 MARKS = "os^Dv<>PX"
-WIDTH = 4.8  # inches; narrow, so that a phone shows its letters in a legible size
+WIDTH = 4.4  # inches; narrow, so that a phone shows its letters in a legible size
 
 
 def drawn(charts: list[Chart]) -> dict[str, str]:
@@ -35,7 +35,7 @@ def _svg(chart: Chart) -> str:
         "svg.fonttype": "none",
         "svg.hashsalt": chart.name,
         "font.family": "sans-serif",
-        "font.size": 10,
+        "font.size": 11,
         "text.color": INK,
         "axes.edgecolor": GRID,
         "axes.labelcolor": INK,
@@ -61,7 +61,7 @@ def _figure(height: float, title: str) -> tuple[Any, Any]:
 
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     axes = figure.add_subplot()
-    axes.set_title(title, fontsize=11, loc="left")
+    axes.set_title(title, fontsize=12, loc="left")
     axes.grid(True)
     axes.set_axisbelow(True)
     return figure, axes
@@ -69,7 +69,7 @@ def _figure(height: float, title: str) -> tuple[Any, Any]:
 
 def _lines(chart: Chart) -> Any:
     labels = list(chart.points)
-    figure, axes = _figure(3.2 + 0.2 * len(labels), chart.title)
+    figure, axes = _figure(3.1 + 0.22 * len(labels), chart.title)
     for index, label in enumerate(labels):
         xs, ys = zip(*chart.points[label])
         axes.plot(xs, ys, color=COLOURS[index % 9], marker=MARKS[index % 9], markersize=4, linewidth=1.6, label=label)
@@ -78,38 +78,39 @@ def _lines(chart: Chart) -> Any:
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.minorticks_off()
     if chart.log:
-        _log(axes, "y", [y for points in chart.points.values() for _, y in points])
+        _log(axes, "y", chart.even, [y for points in chart.points.values() for _, y in points])
     if chart.even:
         axes.axhline(1, color=INK, linewidth=1, linestyle="--", label=chart.even)
     axes.set_xlabel(chart.x)
     axes.set_ylabel(chart.y)
-    figure.legend(loc="outside lower left", fontsize=9, frameon=False)
+    figure.legend(loc="outside lower left", fontsize=10, frameon=False)
     return figure
 
 
 def _dots(chart: Chart) -> Any:
     labels = list(chart.points)[::-1]  # the first one on top
-    figure, axes = _figure(1.5 + 0.24 * len(labels), chart.title)
+    figure, axes = _figure(1.5 + 0.25 * len(labels), chart.title)
     values = list(dict.fromkeys(name for points in chart.points.values() for name, _ in points))
     for index, value in enumerate(values):
         found = [(x, row) for row, label in enumerate(labels) for name, x in chart.points[label] if name == value]
         xs, rows = zip(*found)
         axes.plot(xs, rows, MARKS[index], color=COLOURS[index], markersize=5, label=value, alpha=0.9)
     if chart.log:
-        _log(axes, "x", [x for points in chart.points.values() for _, x in points])
+        _log(axes, "x", chart.even, [x for points in chart.points.values() for _, x in points])
     if chart.even:
         axes.axvline(1, color=INK, linewidth=1, linestyle="--", label=chart.even)
-    axes.set_yticks(range(len(labels)), [label.strip() for label in labels], fontsize=9)
+    axes.set_yticks(range(len(labels)), [label.strip() for label in labels], fontsize=10)
     axes.set_ylim(-0.6, len(labels) - 0.4)
     axes.set_xlabel(chart.x)
     if len(values) > 1 or chart.even:
-        figure.legend(loc="outside lower left", fontsize=9, frameon=False, ncols=2)
+        figure.legend(loc="outside lower left", fontsize=10, frameon=False, ncols=2)
     return figure
 
 
-def _log(axes: Any, which: str, values: list[float]) -> None:
+def _log(axes: Any, which: str, even: str, values: list[float]) -> None:
     """A logarithmic axis whose ticks are plain numbers, close enough that there are several."""
-    low, high = min(min(values), 1.0), max(max(values), 1.0)
+    values = [*values, 1.0] if even else values  # the line at 1 is drawn, too
+    low, high = min(values), max(values)
     steps = (1, 2, 5) if high / low < 300 else (1,)
     ticks = [step * 10**power for power in range(-4, 10) for step in steps]
     ticks = [tick for tick in ticks if low / 1.6 <= tick <= high * 1.6]

@@ -15,6 +15,24 @@ from hf_xformers.core.specs import default_of
 
 from .markup import code, literal, prose, table
 
+# What the docstring takes as known, because transformers' configs have the same names.
+_KNOWN = {
+    "vocab_size": "tokens in the vocabulary",
+    "hidden_size": "width D of the states of a token",
+    "num_hidden_layers": "layers (of an encoder-decoder: of the encoder)",
+    "num_attention_heads": "heads of attention",
+    "intermediate_size": "inner width of the feed-forward",
+    "max_position_embeddings": "tokens of the longest text that learned positions are made for",
+    "hidden_dropout_prob": "dropout of embeddings and of sublayers' outputs",
+    "attention_probs_dropout_prob": "dropout of attention weights",
+    "activation_dropout_prob": "dropout inside the feed-forward",
+    "pad_token_id": "id of the padding token; `None`: there is none",
+    "bos_token_id": "id of the token that begins a text",
+    "eos_token_id": "id of the token that ends a text, or several",
+    "phrase_contrast_weight": "of the loss of the contrast",
+    "gather_negatives": "whether texts of other processes are wrong answers, too",
+}
+
 
 def spec_fields(cls: type, values: Any = None, only: set[str] | None = None) -> str:
     """The fields of a spec class as a table; empty where it has none. values: a spec whose values are shown in place
@@ -85,7 +103,8 @@ def general_meanings() -> dict[str, str]:
             found[head] = body
             continue
         for name, meaning in _items(body, names):
-            found.setdefault(name, meaning or (f"{head.lower()}: {about}" if about else head.lower()))
+            meaning = meaning or _KNOWN.get(name) or (f"{head.lower()}: {about}" if about else head.lower())
+            found.setdefault(name, meaning)
     for slot in SLOTS:
         found[slot] = "component of the slot: a name, a dict or a spec"
     return found

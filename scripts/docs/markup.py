@@ -51,9 +51,7 @@ def code(text: Any) -> str:
 
 
 def literal(value: Any) -> str:
-    """A default value as inline code, the way JSON and the command line spell it."""
-    if value is None or isinstance(value, bool):
-        return code(str(value).lower())
+    """A default value as inline code, the way Python spells it but for the quotes of words."""
     if hasattr(value, "to_dict"):
         return code(value.type)
     return code(value if value != "" else '""')

@@ -35,7 +35,9 @@ def _absolute(plugins: list[Any]) -> list[Any]:
     """The package is read where it stands, wherever the site is built."""
     for plugin in plugins:
         if isinstance(plugin, dict) and "mkdocstrings" in plugin:
-            plugin["mkdocstrings"]["handlers"]["python"]["paths"] = [str(ROOT)]
+            python = plugin["mkdocstrings"]["handlers"]["python"]
+            python["paths"] = [str(ROOT)]
+            python["options"]["extensions"] = [str(ROOT / entry) for entry in python["options"]["extensions"]]
     return plugins
 
 

@@ -123,7 +123,8 @@ def result(name: str) -> str:
     if charts:
         parts.append('<div class="plots" markdown="1">')
         for chart in charts:
-            parts += [f"![{chart.alt}](plots/{chart.name}.{mode}.svg#only-{mode})" for mode in ("light", "dark")]
+            both = (f"![{chart.alt}](plots/{chart.name}.{mode}.svg#only-{mode})" for mode in ("light", "dark"))
+            parts.append(" ".join(both))
         parts.append("</div>")
     columns: set[str] = set()
     for key, rows in tables_of(name).items():

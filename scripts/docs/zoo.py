@@ -32,14 +32,14 @@ CAPABILITIES = {
         "causal": "in a decoder",
         "bidirectional": "in an encoder",
         "cross": "as cross-attention",
-        "score_bias": "takes a bias on scores",
-        "rotation": "takes rotated queries and keys",
-        "packed": "keeps packed documents apart",
-        "context_parallel": "texts shared between devices",
+        "score_bias": "with a bias on scores",
+        "rotation": "with rotated queries and keys",
+        "packed": "with packed documents",
+        "context_parallel": "with texts shared between devices",
     },
-    "position": {"extrapolates": "works beyond the trained length", "needs_causal": "in decoders only"},
-    "stack": {"packed": "keeps packed documents apart", "unpads": "removes padding"},
-    "block": {"packed": "keeps packed documents apart", "unpads": "removes padding"},
+    "position": {"extrapolates": "beyond the trained length", "needs_causal": "in decoders only"},
+    "stack": {"packed": "with packed documents", "unpads": "with padding removed"},
+    "block": {"packed": "with packed documents", "unpads": "with padding removed"},
 }
 
 
@@ -86,7 +86,7 @@ def variant(name: str) -> str:
         *_own_fields(cls, here),
         *(
             (
-                "## Configuration fields of its own defaults",
+                "## Fields with defaults of its own",
                 config_fields(cls, list(own)),
                 "The others are those of " + link("every configuration", here, "api/configs.md") + ".",
             )

@@ -104,7 +104,7 @@ def test_every_field_of_a_config_is_explained(pages):
     assert len(names) > 50 and names <= set(explained)
     assert explained["head_dim"].startswith("`None`: `hidden_size / num_attention_heads`")
     assert explained["generator_depth"].startswith("the generator's width and number of layers")
-    assert explained["vocab_size"].startswith("geometry")
+    assert explained["vocab_size"] == "tokens in the vocabulary"
     assert explained["unpad_inputs"].startswith("whether layers")
 
 
