@@ -155,7 +155,7 @@ class XFormerForCTC(XFormerPreTrainedModel):
     ) -> list[list[int]]:
         """The labels of each row, for `tokenizer.decode(labels, group_tokens=False)`: of the best path, or with
         several beams of the text with the most probability over all paths
-        ([`prefix_beam_search`](../ops/ctc_decoding.py)).
+        (`hf_xformers.ops.ctc_decoding.prefix_beam_search`).
 
         Raises:
             ValueError: less than one beam.
