@@ -22,6 +22,7 @@ from .core.context import LayerContext, document_numbers, segments_from_position
 from .core.extent import can_inspect, extent_of, read_masks, token_positions
 from .core.inputs import check_axes
 from .core.outputs import TowerOutput
+from .core.paging import PagedTexts, literal_name
 from .core.precision import Float32Module
 from .core.sequence_parallel import check_sequence_parallel, parts_of_call
 from .core.sequence_sharding import check_sharded_call, sharding_in_force
@@ -259,6 +260,8 @@ class XFormerTower(XFormerPreTrainedModel):
         Raises:
             ValueError: masks, lengths or positions that do not fit.
         """
+        if isinstance(cache, PagedTexts):
+            return self._paged_context(inputs_embeds, attention_mask, position_ids, cache)
         extent = extent_of(inputs_embeds, cache)
         current, division, parts = extent.query_index(), division_in_force(), None
         if division is None:
@@ -308,6 +311,28 @@ class XFormerTower(XFormerPreTrainedModel):
         )
 
     def _documents(self, positions: Tensor, fresh: bool, parts: TextParts | None) -> Tensor | None:
+    def _paged_context(
+        self, inputs_embeds: Tensor, mask: Tensor | None, position_ids: Tensor | None, pages: PagedTexts
+    ) -> LayerContext:
+        """The state bundle of a step of continuous batching: a row of tokens of several texts. position_ids [1, N]:
+        the place of each in its own text; mask [1, 1, N, S]: which of the keys that `pages` give it sees."""
+        if mask is None or position_ids is None:
+            raise ValueError("A step of continuous batching needs a mask of pairs and the places of tokens; use sdpa.")
+        positions = position_ids.long()
+        return LayerContext(
+            padding_mask=None,
+            positions=positions,
+            query_index=positions[0],
+            key_index=pages.key_places(mask.shape[-1]),
+            causal=True,
+            fresh=False,
+            static=True,  # keys beyond a token's own text stand among those that it is given
+            explicit_mask=mask,
+            implementation=literal_name(self.config._attn_implementation),
+            inputs_embeds=inputs_embeds,
+        )
+
+    def _documents(self, positions: Tensor, fresh: bool) -> Tensor | None:
         """[B, T] document numbers of rows whose positions [B, T] restart; None where none does."""
         if parts is not None:
             return None if parts.documents is None else parts.own(parts.documents)

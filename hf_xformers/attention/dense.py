@@ -195,6 +195,7 @@ class DenseSpec(AttentionSpec):
     apart_key_states = True
     reads_carried_keys = True
     rotates_values = True
+    reads_pages = True
     exports_usual_path = True
     normalizes_heads = True
     caps_scores = True

@@ -48,11 +48,15 @@ class BlockSpec(Spec):
     in_sequence: every sublayer reads what the one before it has added to. additive: where the config's residual adds
     to the stream, nothing else is done to it. takes_spans: states of spans of the text go through its layers beside
     those of tokens."""
+    in_sequence: every sublayer reads what the one before it has added to. reshapes: its attention has other channels
+    or heads than the config says. takes_spans: states of spans of the text go through its layers beside those of
+    tokens."""
 
     unpads: ClassVar[bool] = True
     passes_streams: ClassVar[bool] = True
     in_sequence: ClassVar[bool] = True
     additive: ClassVar[bool] = True
+    reshapes: ClassVar[bool] = False
     takes_spans: ClassVar[bool] = False
     why_not_unpad: ClassVar[str] = ""
 

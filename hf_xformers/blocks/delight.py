@@ -177,6 +177,7 @@ class DelightBlockSpec(BlockSpec):
     """
 
     packed = True
+    reshapes = True
     passes_streams: ClassVar[bool] = False
 
     summary = "deep and light transformations before attention of half the width"

@@ -106,7 +106,12 @@ class KeepsMore:
 def self_attention_layers(config) -> list:
     """Cache layers of one tower, by execution step: each of the kind that the stack, the block or else the attention
     says (`StackSpec.cache_layer_at`, `BlockSpec.cache_layer`, `AttentionSpec.cache_layer_at`)."""
-    return [_cache_layer(config.layer(index), step, index)[0] for step, index in enumerate(layer_at(config))]
+    return [layer for layer, _ in cache_layers(config)]
+
+
+def cache_layers(config) -> list[tuple[CacheLayerMixin, Spec]]:
+    """The same, each beside the component whose state it keeps."""
+    return [_cache_layer(config.layer(index), step, index) for step, index in enumerate(layer_at(config))]
 
 
 def _cache_layer(layer_config, step: int, index: int) -> tuple[CacheLayerMixin, Spec]:
@@ -123,8 +128,7 @@ def _cache_layer(layer_config, step: int, index: int) -> tuple[CacheLayerMixin, 
 
 def stateful_part(config) -> str:
     """The component whose state is not plain keys and values (its slot and name), or nothing. config: one tower's."""
-    for step, index in enumerate(layer_at(config)):
-        layer, holder = _cache_layer(config.layer(index), step, index)
+    for layer, holder in cache_layers(config):
         if not layer.is_croppable or isinstance(layer, KeepsMore):
             return f"{holder.slot} {holder.type!r}"
     return ""

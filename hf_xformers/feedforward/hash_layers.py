@@ -141,7 +141,7 @@ class HashExperts(FeedForward):
         ids = context.inputs.get("input_ids")
         if self.spec.reads_previous and ids is not None and _PREVIOUS not in context.shared:
             cache = self_attention_cache(past_key_values)
-            context.shared[_PREVIOUS] = previous_ids(ids, context, cache, self.nothing)
+            context.shared[_PREVIOUS] = previous_ids(ids.long(), context, cache, self.nothing)
 
     def choose(self, context: LayerContext | None) -> Tensor:
         """Experts [B or 1, T], or [B or 1, T, N]."""
@@ -152,6 +152,7 @@ class HashExperts(FeedForward):
             raise ValueError(
                 "feedforward 'hash_layers' chooses experts by token id; give `input_ids`, not embeddings."
             )
+        ids = ids.long()  # 32 bits do not hold the hash
         if self.spec.hash in _TABLES:
             return self.table[ids] if self.spec.multi_hash == 1 else self.table.t()[ids]
         if not self.spec.reads_previous:
@@ -294,7 +295,7 @@ class HashLayersSpec(ExpertsSpec):
     seed: int = 42
 
     @property
-    def reads_previous(self) -> bool:
+    def reads_previous(self) -> bool:  # type: ignore[override]  # a field decides
         """Whether the token before another has a say in its expert."""
         return self.hash in ("bigram", "previous")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
-from transformers.generation import GenerationMixin
+from transformers.generation import ContinuousBatchingConfig, GenerationMixin
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple, logging
 
@@ -19,6 +19,7 @@ from ..core.choices import token_rows
 from ..core.inputs import check_axes, check_token_labels
 from ..core.losses import labels_after_real_tokens, next_token_cross_entropy, token_cross_entropy
 from ..core.sequence_parallel import next_tokens
+from ..core.paging import PagedTexts, check_paged
 from ..core.sequence_sharding import sharding_in_force
 from ..core.text_parts import division_in_force
 from ..modeling_base import XFormerPreTrainedModel
@@ -112,6 +113,26 @@ class _Generative(LanguageModel, GenerationMixin):
                 )
             return
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+
+    def init_continuous_batching(
+        self,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
+    ) -> Any:
+        """As transformers', on which `generate_batch` and its context manager stand.
+
+        Raises:
+            ValueError: a model whose state cannot lie in pages, or texts longer than its positions.
+        """
+        hints = workload_hints
+        check_paged(self.config, 0 if hints is None else hints.max_prompt_length + hints.max_generated_length)
+        wanted = continuous_batching_config
+        if wanted is None:
+            wanted = getattr(generation_config, "continuous_batching_config", None) or ContinuousBatchingConfig()
+        wanted = copy.copy(wanted)
+        wanted.auto_switch_to_flash = False  # its kernels read no mask
+        return super().init_continuous_batching(generation_config, wanted, workload_hints)
 
     def _exit_watch(self, labelled: bool, inputs: dict[str, Any]) -> Any:
         """What looks at the layers of a call where tokens may leave early, put among its inputs; None elsewhere."""
@@ -207,6 +228,8 @@ class XFormerForCausalLM(_Generative):
         """labels: [B, T] like `input_ids` (the shift is inside), -100 where there is no target; a text's first token
         is none where padding stands before it. logits: [B, T, V], or of the last `logits_to_keep` positions."""
         count, shift_labels = kwargs.pop("num_items_in_batch", None), kwargs.pop("shift_labels", None)
+        pages = PagedTexts.taken_from(kwargs)
+        past_key_values = past_key_values if pages is None else pages
         watch = self._exit_watch(labels is not None or shift_labels is not None, kwargs)
         base = self.model(
             input_ids=input_ids,
