@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..core.pooling import pool
 from ..core.saved_files import read_object, write_json
+from ..inference.batch_plan import BatchCosts, measure_batch_costs, plan_batches
 from . import loading
 from .options import TaskData, TaskOptions
 from .tasks.classification import TextClassification
@@ -65,6 +66,15 @@ class FeatureOptions:
     format: str = field(default="parquet", metadata={"help": "parquet or safetensors."})
     rows_per_file: int = field(default=2048, metadata={"help": "Texts of a file; a resumed run goes on by files."})
     batch_size: int = field(default=16, metadata={"help": "Texts of a batch; those of like lengths are together."})
+    plan_batches: bool = field(
+        default=False,
+        metadata={
+            "help": (
+                "Measure first how long batches of several sizes take, and put texts together such that all are done"
+                " soonest, with at most --batch_size in a batch; features are the same."
+            )
+        },
+    )
     max_length: int | None = field(
         default=None, metadata={"help": "Tokens of a text. Default: 256, at most what positions cover."}
     )
@@ -188,6 +198,7 @@ class Reader:
         on_cpu = options.use_cpu or not torch.cuda.is_available()
         self.model = model.eval().requires_grad_(False).to("cpu" if on_cpu else "cuda")
         self.count = len(self.states(self.batch([[""]]))[0])
+        self._costs: BatchCosts | None = None
         self.choice = LayerChoice(options.layers, self.count, options.mix_scores, options.normalize)
 
     def batch(self, texts: Sequence[Sequence[str]]) -> dict[str, Tensor]:
@@ -195,6 +206,24 @@ class Reader:
         columns = [list(column) for column in zip(*texts)]
         made = self.tokenizer(*columns, truncation=True, max_length=self.max_length, padding=True, return_tensors="pt")
         return {name: value.to(self.model.device) for name, value in made.items()}
+
+    def tokenized(self, texts: Sequence[Sequence[str]]) -> list[list[int]]:
+        """Ids of each row, without padding."""
+        columns = [list(column) for column in zip(*texts)]
+        return self.tokenizer(*columns, truncation=True, max_length=self.max_length)["input_ids"]
+
+    def costs(self, longest: int, batch: int) -> BatchCosts:
+        """Seconds of batches of up to `batch` texts of up to `longest` tokens, measured once and kept until there are
+        longer ones."""
+        if self._costs is None or self._costs.lengths[-1] < longest:
+            token = self.tokenizer.pad_token_id or 0
+
+            def run(length: int, count: int) -> None:
+                ids = torch.full((count, length), token, device=self.model.device)
+                self.states({"input_ids": ids, "attention_mask": torch.ones_like(ids)})[0][-1].sum().item()
+
+            self._costs = measure_batch_costs(run, _doubled(longest, 8), _doubled(batch, 1))
+        return self._costs
 
     def states(self, batch: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor]:
         """([B, T, D] of the embedding and every layer, [B, T] real tokens). The last is what heads read.
@@ -212,6 +241,14 @@ class Reader:
                 " take a model of another type"
             )
         return [*(state.float() for state in found[:-1]), out.last_hidden_state.float()], mask.bool()
+
+
+def _doubled(last: int, first: int) -> list[int]:
+    """first, twice that, and so on, up to `last`."""
+    found = [min(first, last)]
+    while found[-1] < last:
+        found.append(min(2 * found[-1], last))
+    return found
 
 
 def _length(given: int | None, config: Any) -> int:
@@ -305,7 +342,7 @@ def _remove(folder: Path) -> None:
 
 
 def _request(options: FeatureOptions, texts: Mapping[str, list[list[str]]]) -> dict[str, Any]:
-    ignored = ("output", "batch_size", "probe", "probe_l2", "overwrite", "use_cpu", "progress")
+    ignored = ("output", "batch_size", "plan_batches", "probe", "probe_l2", "overwrite", "use_cpu", "progress")
     request = {name: value for name, value in asdict(options).items() if name not in ignored}
     digest = hashlib.sha256()
     for name, rows in texts.items():
@@ -331,10 +368,8 @@ def read_rows(
     reader: Reader, rows: Sequence[list[str]], options: FeatureOptions, advance: Callable[[int], None]
 ) -> dict[str, list[Tensor]]:
     """By column the features of every row, in order: [D], or [tokens, D] without pooling."""
-    order = sorted(range(len(rows)), key=lambda index: -sum(map(len, rows[index])))
     found: dict[str, list[Any]] = {name: [None] * len(rows) for name in reader.choice.columns}
-    for start in range(0, len(order), options.batch_size):
-        chosen = order[start : start + options.batch_size]
+    for chosen in _batches(reader, rows, options):
         states, mask = reader.states(reader.batch([rows[index] for index in chosen]))
         with torch.no_grad():
             columns = reader.choice.read([state.cpu() for state in states])
@@ -345,6 +380,16 @@ def read_rows(
                 found[name][index] = pooled[place][mask[place]] if options.pool == "none" else pooled[place]
         advance(len(chosen))
     return found
+
+
+def _batches(reader: Reader, rows: Sequence[list[str]], options: FeatureOptions) -> list[list[int]]:
+    """Which rows are read together: those of like lengths, or those that a plan joins; longest first, so that what
+    does not fit into memory fails at once."""
+    if options.plan_batches:
+        lengths = [max(len(ids), 1) for ids in reader.tokenized(rows)]
+        return plan_batches(lengths, reader.costs(max(lengths), options.batch_size), options.batch_size)[::-1]
+    order = sorted(range(len(rows)), key=lambda index: -sum(map(len, rows[index])))
+    return [order[start : start + options.batch_size] for start in range(0, len(order), options.batch_size)]
 
 
 # ------------------------------------------------------------------------------------------------ files

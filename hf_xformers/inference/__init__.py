@@ -1,0 +1,27 @@
+"""Trained models in use: the three projections of attention as one, and padded batches of texts of like lengths.
+
+What transformers brings works by itself: `torch.compile`, caches of several kinds, assistants, and continuous batching
+(`model.generate_batch`). Names are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_NAMES = {
+    "BatchCosts": "batch_plan",
+    "measure_batch_costs": "batch_plan",
+    "plan_batches": "batch_plan",
+    "run_in_batches": "batch_plan",
+    "fuse_projections": "fused_projections",
+    "split_projections": "fused_projections",
+}
+
+__all__ = list(_NAMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
