@@ -11,13 +11,12 @@ from transformers.cache_utils import Cache
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.extent import can_inspect
-from ..core.inputs import check_axes
+from ..core.hand_overs import HandOver
+from ..core.tasks import STREAM, TASKS, check_one_text, task_numbers
 from ..ops.common.products import wide_products, widened
 from ..position.base import key_positions
 from .shared.base import AttentionSpec
 from .shared.block_scores import BlockScoresAttention
-
-STREAM = "ca_mtl_task"
 
 
 class ConditionalBlockAttention(BlockScoresAttention):
@@ -27,9 +26,9 @@ class ConditionalBlockAttention(BlockScoresAttention):
     Pilault, Elhattami, Pal 2021 (arXiv 2009.09139), section 2.2, released code. The positions of a text are m blocks
     of w = ceil(L / m), L the longest text; W [L, w] is learned in each layer, and the task's vector z of the batch's
     rows modulates its columns (FiLM). All heads have the same M. z = E_t Wz + bz of task t (input `tasks` [B]) is made
-    by the first layer and is the stream `ca_mtl_task`. W and the map from z start at zero, so that a new model is one
-    without M (the released code starts the map at random). Scores are not hidden where M is 0: the name
-    "block-diagonal" means the bias.
+    by the first layer, or by the stack 'ca_mtl', and is the stream `ca_mtl_task`. W and the map from z start at zero,
+    so that a new model is one without M (the released code starts the map at random). Scores are not hidden where M is
+    0: the name "block-diagonal" means the bias.
 
     Time that of vanilla attention; memory O(T), as scores are made for blocks of queries. State: keys and values.
     """
@@ -43,7 +42,7 @@ class ConditionalBlockAttention(BlockScoresAttention):
         self.block = spec.block(config)
         self.near = nn.Parameter(torch.empty(config.max_position_embeddings, self.block))
         self.film = nn.Linear(config.hidden_size, 2 * self.block)
-        first = self.layer_idx == 0
+        first = self.layer_idx == 0 and not _is_given(config)
         self.task_table = nn.Embedding(spec.num_tasks, config.hidden_size) if first else None
         self.task_proj = nn.Linear(config.hidden_size, config.hidden_size) if first else None
 
@@ -91,16 +90,7 @@ class ConditionalBlockAttention(BlockScoresAttention):
             raise ValueError(
                 f"ca_mtl layer {self.layer_idx} was handed no task, which layer 0 makes; make layer 0 ca_mtl, too."
             )
-        tasks = context.inputs.get("tasks")
-        check_axes("tasks", tasks, ("batch",))
-        if tasks is None:
-            if self.spec.num_tasks > 1:
-                raise ValueError(
-                    f"This model is for {self.spec.num_tasks} tasks: give `tasks` [batch], the number of each text's"
-                    " task."
-                )
-            tasks = torch.zeros(1, dtype=torch.long, device=context.positions.device)
-        return self.task_proj(self.task_table(tasks))
+        return self.task_proj(self.task_table(task_numbers(context, self.spec.num_tasks)))
 
     def scores(
         self, query: Tensor, key: Tensor, context: LayerContext, rows: slice, keys: slice, heads: slice
@@ -121,14 +111,19 @@ class ConditionalBlockAttention(BlockScoresAttention):
         return torch.where(same, bias, 0.0)[:, None]
 
 
+def _is_given(config) -> bool:
+    """Whether the stack makes the vector of the task."""
+    return HandOver.TASK in config.stack.gives
+
+
 @register("attention", "ca_mtl")
 class ConditionalBlockSpec(AttentionSpec):
-    """num_tasks: tasks with a vector each; of several, the model's input `tasks` [batch] says which. num_blocks: m,
-    blocks that the longest text is cut into (`None`: as many whole longest texts as go into `hidden_size`, at least
-    one, as in the released code)."""
+    """num_tasks: tasks with a vector each; of several, the model's input `tasks` [batch] says which (the stack
+    'ca_mtl' has them in its place). num_blocks: m, blocks that the longest text is cut into (`None`: as many whole
+    longest texts as go into `hidden_size`, at least one, as in the released code)."""
 
     summary = "a bias on tokens of the same block, which depends on the task"
-    inputs: ClassVar[tuple[str, ...]] = ("tasks",)
+    inputs: ClassVar[tuple[str, ...]] = (TASKS,)
     score_bias = True
     explicit_mask = True
     packed = True
@@ -150,11 +145,11 @@ class ConditionalBlockSpec(AttentionSpec):
     def places(self, config) -> int:
         return config.max_position_embeddings
 
-    def shared_sizes(self, config) -> tuple:
-        return (self.num_tasks,)
+    def shared_sizes(self, config) -> tuple | None:
+        return None if _is_given(config) else (self.num_tasks,)
 
     def hands_on(self, config) -> bool:
-        return True
+        return not _is_given(config)
 
     def check_fields(self) -> None:
         for name in ("num_tasks", "num_blocks"):
@@ -166,11 +161,12 @@ class ConditionalBlockSpec(AttentionSpec):
         longest = config.max_position_embeddings
         if self.num_blocks is not None and self.num_blocks > longest:
             raise ValueError(f"ca_mtl cuts {longest} positions into at most as many blocks, got {self.num_blocks}.")
-        if config.is_encoder_decoder and config.is_decoder and self.num_tasks > 1:
+        if _is_given(config) and self.num_tasks not in (1, config.stack.num_tasks):
             raise ValueError(
-                "The input `tasks` describes the encoder's text, so that ca_mtl in the decoder of an encoder-decoder"
-                f" knows no task, and cannot have {self.num_tasks}; give the decoder 'dense', or `num_tasks=1`."
+                f"attention 'ca_mtl' is for {self.num_tasks} tasks, and the stack, which tells it the task, for"
+                f" {config.stack.num_tasks}; leave `num_tasks` of the attention out."
             )
+        check_one_text(config, "attention 'ca_mtl'", self.num_tasks)
 
     def build(self, config, **where) -> ConditionalBlockAttention:
         return ConditionalBlockAttention(config, self, **where)

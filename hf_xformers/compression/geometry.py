@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ..configuration_xformer import XFormerConfig
 from ..conversion.transfer import carry_generation, quiet
+from ..core.tasks import any_task
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_tower import XFormerTower
 
@@ -123,6 +124,7 @@ def probe(model: PreTrainedModel) -> dict[str, Tensor]:
     if config.is_encoder_decoder:
         rows = config.vocab_size if config.decoder_vocab_size is None else config.decoder_vocab_size
         found["decoder_input_ids"] = torch.randint(rows, (_PROBE_ROWS, length), generator=generator)
+    found |= any_task(config, _PROBE_ROWS)
     return {name: value.to(model.device) for name, value in found.items()}
 
 

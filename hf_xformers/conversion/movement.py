@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..core.tasks import any_task
+
 _TOKENS = 512  # of the sample: enough to leave a window, quick on a CPU
 _PREDICTIONS = 32  # compared at a time: distributions over a large vocabulary take memory
 _MASK_EVERY = 7
@@ -71,7 +73,10 @@ def movement(
     for row, wanted in zip(ids, asked):  # a row at a time: two tables of logits are memory enough
         first, second = _outputs(before, row, wanted), _outputs(after, row, wanted)
         if first is None or second is None:
-            old, new = (model(input_ids=row[None]).last_hidden_state.float() for model in (before, after))
+            old, new = (
+                model(input_ids=row[None], **any_task(model.config, 1)).last_hidden_state.float()
+                for model in (before, after)
+            )
             sums["moved"] += float((new - old).square().sum())
             sums["size"] += float(old.square().sum())
             continue
@@ -94,7 +99,7 @@ def _outputs(model: PreTrainedModel, row: Tensor, wanted: Tensor) -> Tensor | No
     predicts nothing."""
     if type(model).__name__.endswith("ForMultipleChoice"):
         return model(input_ids=torch.stack([row, row.flip(0)])[None]).logits
-    output = model(input_ids=row[None])
+    output = model(input_ids=row[None], **any_task(model.config, 1))
     found = next((output[name] for name in _OUTPUTS if output.get(name) is not None), None)
     if found is None:
         return None

@@ -13,7 +13,8 @@ class HandOver(Enum):
 
     SENTENCES: a text as sentences of words. PARAGRAPHS: a text's paragraphs as rows, with which rows are of one text.
     PIXELS: the pixels inside every patch of an image. SLOTS: those of a memory beside the text. FEEDBACK: memories of
-    what all layers gave at earlier steps. SUMMARIES: global tokens that stand for parts of the text.
+    what all layers gave at earlier steps. SUMMARIES: global tokens that stand for parts of the text. TASK: a vector of
+    each text's task.
     """
 
     SENTENCES = "sentences"
@@ -22,6 +23,7 @@ class HandOver(Enum):
     SLOTS = "slots"
     FEEDBACK = "feedback"
     SUMMARIES = "summaries"
+    TASK = "task"
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,13 @@ HAND_OVERS = {
         "position",
         "position {reader!r} has labels for tokens and the global tokens that stand for them, which stack {giver!r}"
         " does not give; use stack='etc', or position 'shaw_relative'.",
+        None,
+    ),
+    HandOver.TASK: Between(
+        "stack",
+        "residual",
+        "residual {reader!r} reads a vector of the task, which stack {giver!r} does not make; set `stack='ca_mtl'`, or"
+        " `residual='post_ln'`.",
         None,
     ),
 }

@@ -15,7 +15,8 @@ class XFCAMTLConfig(XFormerConfig):
 
     BERT's layers with conditional block-diagonal attention. Set `attention={"type": "ca_mtl", "num_tasks": n}` and
     give the input `tasks` [batch], the number of each text's task. The paper's conditional norms, alignment and
-    adapters are not part of it. An encoder-decoder's decoder has dense attention.
+    bottleneck come with `stack={"type": "ca_mtl", "num_tasks": n}` and `residual="conditional_post_ln"`, which tell
+    the attention the task, too. An encoder-decoder's decoder has dense attention.
     """
 
     model_type = "xf_ca_mtl"

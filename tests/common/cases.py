@@ -55,6 +55,16 @@ MIXES: dict[str, Mix] = {
         }
     ),
     "multi_query": Mix({"num_key_value_heads": 1, "cross_attention": {"type": "dense", "scale": 0.5}}),
+    "task_conditioned": Mix(  # CA-MTL as a whole
+        {
+            "attention": "ca_mtl",
+            "stack": "ca_mtl",
+            "residual": "conditional_post_ln",
+            "decoder": {"attention": "dense"},
+        }
+    ),
+    "shared_attention": Mix({"distinct_layers": 1, "share": "attention"}),
+    "shared_feedforward": Mix({"distinct_layers": 1, "share": "feedforward"}, BOTH),
     "free_head_width": Mix({"head_dim": 12, "position": {"type": "rotary", "layout": "interleaved"}}, BOTH),
     "partial_rotary": Mix({"position": {"type": "rotary", "fraction": 0.5}, "feedforward": "geglu"}, ("decoder",)),
     "sinusoids": Mix({"position": {"type": "sinusoidal_absolute", "layout": "half"}, "feedforward": "relu"}),

@@ -1,0 +1,78 @@
+"""Conditional layer normalisation of CA-MTL: the gain of a norm after the sum depends on the task."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..core.components import register
+from ..core.context import LayerContext
+from ..core.hand_overs import HandOver
+from ..core.tasks import STREAM
+from .residual import PostLNSpec, PostNorm, Residual
+
+
+class TaskGain(nn.Module):
+    """y = ((1 + gamma(z)) w + beta(z)) (x - mean) / sqrt(var + eps) + b, with w and b those of a layer norm.
+
+    Pilault, Elhattami, Pal 2021 (arXiv 2009.09139), section 2.2.3, released code: the bias is not modulated. gamma
+    and beta are one map from the task's vector z, which starts at zero, so that a pretrained norm is what it was.
+    """
+
+    def __init__(self, width: int, task_width: int):
+        super().__init__()
+        self.film = nn.Linear(task_width, 2 * width)
+
+    def initialize(self, config, init) -> None:
+        init.zeros_(self.film.weight)
+        init.zeros_(self.film.bias)
+
+    def forward(self, vectors: Tensor, norm: nn.LayerNorm, task: Tensor) -> Tensor:
+        """vectors [B, T, D], task [B or 1, D] -> [B, T, D]."""
+        factor, shift = self.film(task)[:, None].chunk(2, dim=-1)
+        change = factor * norm.weight + shift
+        return norm(vectors) + change * F.layer_norm(vectors, vectors.shape[-1:], eps=norm.eps)
+
+
+class ConditionalPostNorm(PostNorm):
+    """y = CLN(x + f(x); z), CLN a layer norm with [`TaskGain`]."""
+
+    def __init__(self, config, scale: float = 1.0):
+        super().__init__(config, scale)
+        self.gain = TaskGain(config.hidden_size, config.hidden_size)
+
+    def inputs(self, context: LayerContext) -> dict[str, Any]:
+        return {"task": context.streams[STREAM]}
+
+    def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None, **inputs: Any) -> Tensor:
+        return self.gain(hidden_states + self.branch(output, gate), self.norm, inputs["task"])
+
+
+@register("residual", "conditional_post_ln", aliases=("conditional_layer_norm",))
+class ConditionalPostLNSpec(PostLNSpec):
+    """layers: whose norms know the task: the `upper` half (the paper), or `all`. final_norm: also normalise after the
+    last layer, as it always is."""
+
+    context_parallel = False
+    summary = "normalise after the residual sum, with a gain that depends on the task"
+    reads = frozenset({HandOver.TASK})
+
+    layers: Literal["upper", "all"] = "upper"
+
+    def check(self, config) -> None:
+        norm = config.normalization
+        if norm.type != "layer_norm" or not norm.gain:
+            raise ValueError(
+                "residual 'conditional_post_ln' changes the gain of a layer norm, which normalization"
+                f" {norm.type!r} as it is set has not; set `normalization='layer_norm'`, or `residual='post_ln'`."
+            )
+
+    def build(self, config, **where) -> Residual:
+        first = config.num_hidden_layers // 2 if self.layers == "upper" else 0
+        knows = where.get("layer_idx", -1) >= first
+        return (ConditionalPostNorm if knows else PostNorm)(config, scale=where.get("scale", 1.0))
+
+
+__all__ = ["ConditionalPostLNSpec", "ConditionalPostNorm", "TaskGain"]

@@ -1,0 +1,139 @@
+"""The stack of CA-MTL: states are aligned for their task, and leave through a bottleneck that knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..core.components import register
+from ..core.context import LayerContext
+from ..core.hand_overs import HandOver
+from ..core.tasks import STREAM, TASKS, check_one_text, task_numbers
+from ..normalization.conditional_post_ln import TaskGain
+from ..ops.common.products import widened
+from .base import StackOutput
+from .plain import PlainStack, PlainStackSpec
+
+
+class Alignment(nn.Module):
+    """x' = x R(z), R(z)_ij = (1 + gamma_j(z)) R_ij + beta_j(z): one matrix for all tasks, whose columns the task
+    modulates (section 2.2.2). R starts at the identity and the map from z at zero, so that nothing changes at first.
+
+    R(z) is never made: x R(z) = (1 + gamma) * (x R) + beta * sum_i x_i.
+    """
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.matrix = nn.Linear(width, width, bias=False)
+        self.film = nn.Linear(width, 2 * width)
+
+    def initialize(self, config, init) -> None:
+        init.eye_(self.matrix.weight)
+        init.zeros_(self.film.weight)
+        init.zeros_(self.film.bias)
+
+    def forward(self, vectors: Tensor, task: Tensor) -> Tensor:
+        """vectors [B, T, D], task [B or 1, D] -> [B, T, D]."""
+        factor, shift = self.film(task)[:, None].chunk(2, dim=-1)
+        (wide,) = widened(vectors)
+        total = wide.sum(-1, keepdim=True).to(vectors.dtype)
+        return self.matrix(vectors) * (1 + factor) + total * shift
+
+
+class ConditionalBottleneck(nn.Module):
+    """y = CLN(x + Up(Down(FiLM(x; z))); z), FiLM(x; z) = (1 + gamma(z)) x + beta(z), without a nonlinearity (section
+    2.2.4, released code)."""
+
+    def __init__(self, width: int, inner: int, eps: float):
+        super().__init__()
+        self.film = nn.Linear(width, 2 * width)
+        self.down, self.up = nn.Linear(width, inner), nn.Linear(inner, width)
+        self.norm, self.gain = nn.LayerNorm(width, eps=eps), TaskGain(width, width)
+
+    def initialize(self, config, init) -> None:
+        init.zeros_(self.film.weight)
+        init.zeros_(self.film.bias)
+
+    def forward(self, vectors: Tensor, task: Tensor) -> Tensor:
+        """vectors [B, T, D], task [B or 1, D] -> [B, T, D]."""
+        factor, shift = self.film(task)[:, None].chunk(2, dim=-1)
+        inner = self.down(vectors * (1 + factor) + shift)
+        return self.gain(vectors + self.up(inner), self.norm, task)
+
+
+class TaskConditionedStack(PlainStack):
+    """h_0 = x R(z), the layers one after the other, and [`ConditionalBottleneck`] on the last one's states.
+
+    Pilault, Elhattami, Pal 2021 (arXiv 2009.09139), section 2.2. z = E_t W + b is the vector of task t (input `tasks`
+    [B]). It is the stream `ca_mtl_task`, which attention 'ca_mtl' and residual 'conditional_post_ln' read in the
+    layers.
+    """
+
+    def __init__(self, config, spec: TaskConditionedSpec):
+        super().__init__()
+        width = config.hidden_size
+        self.num_tasks = spec.num_tasks
+        self.task_table, self.task_proj = nn.Embedding(spec.num_tasks, width), nn.Linear(width, width)
+        self.alignment = Alignment(width) if spec.alignment else None
+        inner = None if spec.reduction is None else max(1, int(width // spec.reduction))
+        self.bottleneck = None if inner is None else ConditionalBottleneck(width, inner, config.layer_norm_eps)
+
+    def forward(
+        self, layers: Sequence[Any], hidden_states: Tensor, context: LayerContext, **given: Any
+    ) -> StackOutput:
+        task = self.task_proj(self.task_table(task_numbers(context, self.num_tasks)))
+        if self.alignment is not None:
+            hidden_states = self.alignment(hidden_states, task)
+        context = context.with_streams({**context.streams, STREAM: task})
+        result = super().forward(layers, hidden_states, context, **given)
+        if self.bottleneck is not None:
+            result.hidden_states = self.bottleneck(result.hidden_states, task)
+        return result
+
+
+@register("stack", "ca_mtl", aliases=("task_conditioned",))
+class TaskConditionedSpec(PlainStackSpec):
+    """num_tasks: tasks with a vector each; of several, the model's input `tasks` [batch] says which. alignment:
+    whether states pass a matrix that depends on the task before the first layer. reduction: how many times narrower
+    than the states the bottleneck after the last layer is (`None`: there is none)."""
+
+    summary = "layers one after the other, with matrices around them that know the task"
+    inputs = (TASKS,)
+    gives = frozenset({HandOver.TASK})
+    context_parallel = False
+    unpads = False
+    why_not_unpad = "each row has a task of its own"
+
+    num_tasks: int = 1
+    alignment: bool = True
+    reduction: float | int | None = 3
+
+    def check_fields(self) -> None:
+        if self.num_tasks < 1:
+            raise ValueError(f"stack ca_mtl needs `num_tasks` >= 1, got {self.num_tasks}.")
+        if self.reduction is not None and self.reduction < 1:
+            raise ValueError(
+                f"stack ca_mtl needs a `reduction` of at least 1, or None for no bottleneck, got {self.reduction}."
+            )
+
+    def check(self, config) -> None:
+        check_one_text(config, "stack 'ca_mtl'", self.num_tasks)
+        if not config.block.passes_streams:
+            raise ValueError(
+                f"stack 'ca_mtl' hands the task through all layers, which block {config.block.type!r} does not pass"
+                " on; set `block='vanilla'`, or `stack='plain'`."
+            )
+        reads = self.alignment or self.reduction is not None or TASKS in config.attention.inputs
+        if not reads and HandOver.TASK not in config.residual.reads:
+            raise ValueError(
+                "stack 'ca_mtl' without `alignment` and bottleneck makes a vector of the task that nothing reads; set"
+                " `residual='conditional_post_ln'` or `attention='ca_mtl'`, or `stack='plain'`."
+            )
+
+    def build(self, config, **where) -> TaskConditionedStack:
+        return TaskConditionedStack(config, self)
+
+
+__all__ = ["Alignment", "ConditionalBottleneck", "TaskConditionedSpec", "TaskConditionedStack"]
