@@ -310,7 +310,6 @@ class XFormerTower(XFormerPreTrainedModel):
             position_ids=chosen,
         )
 
-    def _documents(self, positions: Tensor, fresh: bool, parts: TextParts | None) -> Tensor | None:
     def _paged_context(
         self, inputs_embeds: Tensor, mask: Tensor | None, position_ids: Tensor | None, pages: PagedTexts
     ) -> LayerContext:
@@ -332,7 +331,7 @@ class XFormerTower(XFormerPreTrainedModel):
             inputs_embeds=inputs_embeds,
         )
 
-    def _documents(self, positions: Tensor, fresh: bool) -> Tensor | None:
+    def _documents(self, positions: Tensor, fresh: bool, parts: TextParts | None) -> Tensor | None:
         """[B, T] document numbers of rows whose positions [B, T] restart; None where none does."""
         if parts is not None:
             return None if parts.documents is None else parts.own(parts.documents)

@@ -46,11 +46,8 @@ class BlockSpec(Spec):
     """Base of block specs. unpads: nothing of it but its attentions looks at other tokens, or at where padding is; if
     not, why_not_unpad says what does. passes_streams: it carries what the attentions of several layers share.
     in_sequence: every sublayer reads what the one before it has added to. additive: where the config's residual adds
-    to the stream, nothing else is done to it. takes_spans: states of spans of the text go through its layers beside
-    those of tokens."""
-    in_sequence: every sublayer reads what the one before it has added to. reshapes: its attention has other channels
-    or heads than the config says. takes_spans: states of spans of the text go through its layers beside those of
-    tokens."""
+    to the stream, nothing else is done to it. reshapes: its attention has other channels or heads than the config
+    says. takes_spans: states of spans of the text go through its layers beside those of tokens."""
 
     unpads: ClassVar[bool] = True
     passes_streams: ClassVar[bool] = True
