@@ -26,9 +26,8 @@ from .core.paging import PagedTexts, literal_name
 from .core.precision import Float32Module
 from .core.sequence_parallel import check_sequence_parallel, parts_of_call
 from .core.sequence_sharding import check_sharded_call, sharding_in_force
-from .core.sharing import layer_at
-from .core.text_parts import TextParts, division_in_force
 from .core.sharing import built_layers, is_shared, map_of, share_parts, shares_parts
+from .core.text_parts import TextParts, division_in_force
 from .core.unpadding import Unpadding
 from .modeling_base import XFormerPreTrainedModel
 from .normalization.base import norm_inputs

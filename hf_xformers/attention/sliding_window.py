@@ -96,8 +96,8 @@ class SlidingWindowAttention(BlockSparseAttention):
             slots = order.gather(1, places.clamp(max=total - 1))
             real = padding.gather(1, slots) & (places < total)
         if context.parts is not None:
-            first = context.parts.chosen(torch.cat((key, value), dim=1), slots)
-            return Sinks(*first.chunk(2, dim=1), slots, real)
+            keys, values = context.parts.chosen(torch.cat((key, value), dim=1), slots).chunk(2, dim=1)
+            return Sinks(keys, values, slots, real)
         index = (slots - dropped).clamp(min=0)[:, None, :, None]
         taken = tuple(x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (key, value))
         if layer is not None:

@@ -18,8 +18,8 @@ from ..core.cache import make_cache, stateful_part
 from ..core.choices import token_rows
 from ..core.inputs import check_axes, check_token_labels
 from ..core.losses import labels_after_real_tokens, next_token_cross_entropy, token_cross_entropy
-from ..core.sequence_parallel import next_tokens
 from ..core.paging import PagedTexts, check_paged
+from ..core.sequence_parallel import next_tokens
 from ..core.sequence_sharding import sharding_in_force
 from ..core.text_parts import division_in_force
 from ..modeling_base import XFormerPreTrainedModel

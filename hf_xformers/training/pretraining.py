@@ -343,6 +343,7 @@ def train(
         args.eval_on_start = False  # the start was evaluated when it was the start
     collator = prepared.objective.collator(prepared.tokenizer, seed=args.seed)
     streams = prepared.plan["train_streams"] is not None
+    chosen: dict[str, Any] = {"recipe": recipe} if recipe.chosen() else {}
     trainer = (make_trainer or XFormerTrainer)(
         model=model,
         args=args,
@@ -353,7 +354,7 @@ def train(
         processing_class=prepared.tokenizer,
         callbacks=[EpochCallback(collator), ExactSaves(), *callbacks],
         segment_streams=streams,
-        **({"recipe": recipe} if recipe.chosen() else {}),
+        **chosen,
     )
     speak_plainly(trainer)
     summary = {**prepared.plan, "parameters": model.num_parameters(), "processes": args.world_size}
