@@ -81,6 +81,8 @@ class AdaptiveSpanAttention(Attention):
 
     undecayed = ("span",)
 
+    joins_projections = True
+
     def __init__(self, config, spec: AdaptiveSpanSpec, **where):
         super().__init__(config, spec, **where)
         self.max_span, self.gap = spec.longest(config), 0 if spec.include_self else 1

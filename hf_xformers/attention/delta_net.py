@@ -56,6 +56,8 @@ class DeltaNetAttention(RandomRows, Attention):
 
     spec: DeltaNetSpec
 
+    joins_projections = True
+
     def __init__(self, config, spec: DeltaNetSpec, **where):
         super().__init__(config, spec, **where)
         self.beta_proj = nn.Linear(config.hidden_size, self.num_heads, bias=False)
@@ -78,8 +80,7 @@ class DeltaNetAttention(RandomRows, Attention):
         step: int | None = None,
     ) -> SublayerOutput:
         layer = state_layer(past_key_values, self.layer_idx if step is None else step)
-        query, key = self.queries(hidden_states), self.keys(hidden_states)
-        value = self.heads(self.v_proj(hidden_states))
+        query, key, value = self.projected_heads(hidden_states)
         rotation = self.rotation(context)
         if rotation is not None:
             query, key = rotation(query), rotation(key)

@@ -31,6 +31,8 @@ class DynamicMaskAttention(Attention):
     spec: DynamicMaskSpec
     undecayed = ("distances", "head_offset")
 
+    joins_projections = True
+
     def __init__(self, config, spec: DynamicMaskSpec, **where):
         super().__init__(config, spec, **where)
         self.query_gate = nn.Linear(config.hidden_size, 1, bias=False)

@@ -30,6 +30,8 @@ class EtcAttention(LongformerAttention):
     quadratic cost.
     """
 
+    joins_projections = True
+
     def __init__(self, config, spec: EtcSpec, *, layer_idx: int, cross: bool = False):
         super().__init__(config, spec, layer_idx=layer_idx, cross=cross)  # type: ignore[arg-type]
         self.global_o_proj: nn.Linear | None = None

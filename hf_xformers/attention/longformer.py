@@ -37,6 +37,8 @@ class LongformerAttention(BlockSparseAttention):
 
     spec: LongformerSpec
 
+    joins_projections = True
+
     def __init__(self, config, spec: LongformerSpec, *, layer_idx: int, cross: bool = False):
         super().__init__(config, spec, layer_idx=layer_idx, cross=cross)
         self.separate = not self.is_causal and spec.separate_global_projections

@@ -79,6 +79,8 @@ class PoolingformerAttention(BlockSparseAttention):
 
     spec: PoolingformerSpec
 
+    joins_projections = True
+
     def __init__(self, config, spec: PoolingformerSpec, *, layer_idx: int, cross: bool = False):
         super().__init__(config, spec, layer_idx=layer_idx, cross=cross)
         stride = spec.pool_stride

@@ -86,6 +86,8 @@ class PredictiveAttention(ScoreChain):
     spec: PredictiveSpec
     chain_name = "predictive"
 
+    joins_projections = True
+
     def __init__(self, config, spec: PredictiveSpec, **where):
         super().__init__(config, spec, **where)
         self.in_order = self.is_causal or (self.cross and config.is_decoder)

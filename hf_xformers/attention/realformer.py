@@ -39,6 +39,8 @@ class RealFormerAttention(ScoreChain):
     spec: RealFormerSpec
     chain_name = "realformer"
 
+    joins_projections = True
+
     def __init__(self, config, spec: RealFormerSpec, **where):
         super().__init__(config, spec, **where)
         self.joined_width = self.head_dim * (config.num_hidden_layers + 1)

@@ -127,6 +127,8 @@ class SacAttention(Attention):
 
     spec: SacSpec
 
+    joins_projections = True
+
     def __init__(self, config, spec: SacSpec, **where):
         super().__init__(config, spec, **where)
         graphs = self.num_heads if spec.share_structure == "none" else 1

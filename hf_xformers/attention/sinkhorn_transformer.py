@@ -52,6 +52,8 @@ class SinkhornAttention(Attention):
 
     spec: SinkhornSpec
 
+    joins_projections = True
+
     def __init__(self, config, spec: SinkhornSpec, **where):
         super().__init__(config, spec, **where)
         self.blocks = -(-config.max_position_embeddings // spec.block_size)

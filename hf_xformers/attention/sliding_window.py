@@ -62,6 +62,8 @@ class SlidingWindowAttention(BlockSparseAttention):
 
     spec: SlidingWindowSpec
 
+    joins_projections = True
+
     def forward(
         self,
         hidden_states: Tensor,

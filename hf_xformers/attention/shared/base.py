@@ -48,16 +48,19 @@ class Attention(Undecayed, Sublayer):
     others. Cross-attention has none of them.
 
     unpads: [`Attention.forward`] and [`Attention.project_self`] can be given real tokens alone. A class that brings
-    its own does not, unless it says so.
+    its own does not, unless it says so. joins_projections: the same of queries, keys and values of one text made by
+    [`Attention.projected`], which may be one product.
     """
 
     unpads: ClassVar[bool] = True
+    joins_projections: ClassVar[bool] = True
     undecayed: ClassVar[tuple[str, ...]] = ("sinks",)
 
     def __init_subclass__(cls, **kwargs) -> None:
         super().__init_subclass__(**kwargs)
-        if "unpads" not in vars(cls) and not {"forward", "project_self"}.isdisjoint(vars(cls)):
-            cls.unpads = False
+        if not {"forward", "project_self"}.isdisjoint(vars(cls)):
+            cls.unpads = vars(cls).get("unpads", False)
+            cls.joins_projections = vars(cls).get("joins_projections", False)
 
     def __init__(self, config, spec: AttentionSpec, *, layer_idx: int, cross: bool = False):
         super().__init__()
@@ -72,6 +75,7 @@ class Attention(Undecayed, Sublayer):
         self.k_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
         self.v_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, width, bias=spec.has_output_bias)
+        self.qkv_proj: nn.Module | None = None  # the three above as one, where `inference` has joined them
         self.aggregation: nn.Module | None = None
         if spec.aggregation is not None:
             joining = cast(HeadAggregation, spec.aggregation)
@@ -136,6 +140,12 @@ class Attention(Undecayed, Sublayer):
             std = config.initializer_factor * (config.hidden_size * self.head_dim) ** -0.5
             init.normal_(self.q_proj.weight, mean=0.0, std=std)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        joined: Any = getattr(self, "qkv_proj", None)  # what has no projections of heads does not have it
+        if hasattr(joined, "join"):  # files have its parts
+            joined.join(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     # ------------------------------------------------------------------------------------------- shared machinery
 
     def heads(self, projected: Tensor) -> Tensor:
@@ -162,6 +172,19 @@ class Attention(Undecayed, Sublayer):
         """[B, S, D] -> keys [B, K, S, d], before positions."""
         return self.heads(self._normalized(self.k_norm, self.k_proj(hidden_states)))
 
+    def projected(self, hidden_states: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of `hidden_states` [..., D], keys and values of `source` [..., D], side by side for all heads."""
+        if self.qkv_proj is not None and source is hidden_states:
+            heads = (self.num_heads, self.num_key_value_heads, self.num_key_value_heads)
+            return self.qkv_proj(hidden_states).split([count * self.head_dim for count in heads], dim=-1)
+        return self.q_proj(hidden_states), self.k_proj(source), self.v_proj(source)
+
+    def projected_heads(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, T, D] -> queries [B, H, T, d], keys and values [B, K, T, d], before positions."""
+        query, key, value = self.projected(hidden_states, hidden_states)
+        query, key = self.normalized(query, key)
+        return self.heads(query), self.heads(key), self.heads(value)
+
     def rotation(self, context: LayerContext) -> Rotation | None:
         """What the position turns queries and keys of this layer by, if it does."""
         return context.shared.get(self._rotation_name)
@@ -179,8 +202,8 @@ class Attention(Undecayed, Sublayer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, and the keys and values of all tokens seen so far."""
         source = context.streams.get(KEY_STATES, hidden_states)
-        query, key = self.normalized(self.q_proj(hidden_states), self.k_proj(source))
-        query, key, value = (self.heads(context.padded(x)) for x in (query, key, self.v_proj(source)))
+        query, key, value = self.projected(hidden_states, source)
+        query, key, value = (self.heads(context.padded(x)) for x in (*self.normalized(query, key), value))
         rotation = self.rotation(context)
         late = rotation is not None and rotation.by_length
         query, key, value = self.place(query, key, value, context, turn_keys=not late)

@@ -59,6 +59,8 @@ class LinearAttention(Attention):
     rotates_inputs: ClassVar[bool] = False  # positions turn queries and keys before phi, not the features
     state_type: ClassVar[type[LinearState] | type[WindowState]] = LinearState
 
+    joins_projections = True
+
     def __init__(self, config, spec: LinearSpec, **where):
         super().__init__(config, spec, **where)
         self.chunk_size = spec.chunk_size
@@ -111,12 +113,13 @@ class LinearAttention(Attention):
         )
         if whole is not None:
             return SublayerOutput(whole, None)
-        query = self.queries(hidden_states)
         if self.cross:
+            query = self.queries(hidden_states)
             output, weights = self._read_memory(query, memory, context, past_key_values, step)
             key, value = self._keys_and_values(given_memory(memory)) if losses else (query, query)
         else:
-            key, value = self._keys_and_values(hidden_states)
+            query, key, value = self.projected_heads(hidden_states)
+            key, value = self.repeated(key), self.repeated(value)
             decay = self.decay(hidden_states, context)
             output, weights = self._read_tokens(query, key, value, decay, context, past_key_values, step)
         output = self.finished(output).transpose(1, 2)
