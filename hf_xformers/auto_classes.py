@@ -20,7 +20,7 @@ def register_model(auto: str, config_class: Any, model_class: Any) -> None:
     there: of several the first, as transformers could not choose for a config that has no `architectures` yet."""
     classes = _CLASSES.setdefault((auto, config_class), {})
     classes[model_class.__name__] = model_class
-    if next(iter(classes)) == model_class.__name__:
+    if next(iter(classes)) == model_class.__name__ and hasattr(transformers, auto):  # some are of late releases
         getattr(transformers, auto).register(config_class, model_class, exist_ok=True)
 
 

@@ -65,6 +65,8 @@ HEADS: dict[str, str] = {
         "ForCTC",
     )
 }
+# Heads that `transformers serve` runs, and the Auto class by which it finds a model that is none of transformers' own.
+SERVED = {"ForCausalLM": "AutoModelForDecision"}
 
 ENCODER_HEADS = (
     "Model",
@@ -165,6 +167,12 @@ def _documented(config_class: Any) -> str:
     return "\n\n".join([*parts, f"What the fields mean:\n\nGeometry{meaning}"])
 
 
+def _register(head: str, config_class: Any, made: Any) -> None:
+    register_model(HEADS[head], config_class, made)
+    if head in SERVED:
+        register_model(SERVED[head], config_class, made)
+
+
 def make_family(config_class: Any, prefix: str, heads: tuple[str, ...], info: VariantInfo) -> dict[str, Any]:
     """Makes `prefix + head` for each of `heads`, registers config and classes with the Auto classes.
 
@@ -185,15 +193,15 @@ def make_family(config_class: Any, prefix: str, heads: tuple[str, ...], info: Va
         if head not in classes:  # this is the code of a checkpoint, which has no use for the head
             family[head] = None
             continue
-        base, auto = classes[head], HEADS[head]
+        base = classes[head]
         name = prefix + head
         if base.config_class is config_class and base.__name__ == name:  # the free mix is the base classes themselves
-            register_model(auto, config_class, base)
+            _register(head, config_class, base)
             family[head] = base
             continue
         doc = f"{(base.__doc__ or '').splitlines()[0]} {info.summary[0].upper()}{info.summary[1:]} ({info.paper})."
         made = type(name, (base,), {"config_class": config_class, "__module__": module, "__doc__": doc})
-        register_model(auto, config_class, made)
+        _register(head, config_class, made)
         family[head] = made
     config_class.info = info
     config_class.__doc__ = _documented(config_class)

@@ -15,6 +15,8 @@ _COMMON = frozenset(TransformersKwargs.__annotations__) | {
     "cache_position",
     "shift_labels",  # labels that sequence parallelism has shifted
     "logits_to_keep",
+    "tokenizer",  # for `stop_strings`
+    "assistant_tokenizer",
 }
 
 

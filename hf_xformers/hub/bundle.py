@@ -12,7 +12,7 @@ from typing import Any
 from ..auto_classes import registered
 from ..core.components import record_lookups
 from ..core.saved_files import saving_into
-from ..families import HEADS
+from ..families import HEADS, SERVED
 from .checkpoint_files import CONFIG, checkpoint_files
 from .flattening import PACKAGE, Flattener, flat_name, unseen
 
@@ -158,7 +158,9 @@ def model_classes(config_class: Any, heads: tuple[str, ...]) -> dict[str, Any]:
     """Auto class -> model class of heads of a family, the first where several share one."""
     found: dict[str, Any] = {}
     for head in heads:
-        found.setdefault(HEADS[head], _class_of(config_class, head))
+        for auto in (HEADS[head], SERVED.get(head)):
+            if auto is not None:
+                found.setdefault(auto, _class_of(config_class, head))
     return found
 
 
