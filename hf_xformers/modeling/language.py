@@ -127,9 +127,8 @@ class _Generative(LanguageModel, GenerationMixin):
         """
         hints = workload_hints
         check_paged(self.config, 0 if hints is None else hints.max_prompt_length + hints.max_generated_length)
-        wanted = continuous_batching_config
-        if wanted is None:
-            wanted = getattr(generation_config, "continuous_batching_config", None) or ContinuousBatchingConfig()
+        given = {} if generation_config is None else vars(generation_config)  # where it stood in earlier releases
+        wanted = continuous_batching_config or given.get("continuous_batching_config") or ContinuousBatchingConfig()
         wanted = copy.copy(wanted)
         wanted.auto_switch_to_flash = False  # its kernels read no mask
         return super().init_continuous_batching(generation_config, wanted, workload_hints)
