@@ -105,7 +105,9 @@ class _Generative(LanguageModel, GenerationMixin):
         stateful = stateful_part(tower)
         ours = generation_config.cache_implementation in (None, "dynamic") or self._is_stateful or bool(stateful)
         if not given and generation_config.use_cache is not False and ours:
-            model_kwargs["past_key_values"] = make_cache(self.config)
+            cache = model_kwargs["past_key_values"] = make_cache(self.config)
+            if generation_config.is_assistant:  # windows keep what they may have to go back to
+                cache.activate_past_recording()
             if generation_config.cache_implementation not in (None, "dynamic"):
                 logger.warning_once(
                     f"`cache_implementation={generation_config.cache_implementation!r}` holds keys and values, but "
