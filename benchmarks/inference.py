@@ -1,0 +1,264 @@
+"""Encoders on texts of real lengths and decoders after long contexts, beside transformers' own models of equal size.
+
+    OMP_NUM_THREADS=1 python benchmarks/inference.py --data DIR
+    OMP_NUM_THREADS=1 python benchmarks/inference.py --data DIR --texts 64 --contexts 512 --layers 2 --width 128
+
+DIR holds the sentences of SST-2 (`sst2/dev.tsv`) and the paragraphs of WikiText-2 (`wikitext2/test.txt`). Weights are
+random. Every model has the settings that serve it best: SDPA and batches of like lengths for transformers' encoders;
+padding removal or planned batches for this package's. All run in turn, and figures are processor time on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from decoding import bytes_held, copying, generation
+from measure import interleaved_seconds, ratios, write_results
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.cache_utils import Cache
+
+import hf_xformers  # noqa: F401  (registers the variants)
+from hf_xformers.data import train_tokenizer
+from hf_xformers.inference import measure_batch_costs, plan_batches
+
+VOCABULARY, LONGEST = 8000, 512
+Texts = list[list[int]]
+Plan = Sequence[Sequence[int]]
+
+
+def sentences(data: Path, count: int) -> list[str]:
+    lines = (data / "sst2" / "dev.tsv").read_text(encoding="utf-8").splitlines()
+    return [line.split("\t")[0] for line in lines if line][:count]
+
+
+def paragraphs(data: Path, count: int) -> list[str]:
+    lines = (data / "wikitext2" / "test.txt").read_text(encoding="utf-8").splitlines()
+    return [line.strip() for line in lines if line.strip() and not line.strip().startswith("=")][:count]
+
+
+# ------------------------------------------------------------------------------------------------ encoders
+
+
+def size_of(given: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": given.width,
+        "num_hidden_layers": given.layers,
+        "num_attention_heads": given.width // 64,
+        "intermediate_size": 4 * given.width,
+    }
+
+
+def of_transformers(name: str, size: dict[str, Any], **fields: Any) -> nn.Module:
+    """The base model `<name>Model` of transformers, with SDPA where it has it."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**size, pad_token_id=0, **fields)
+    return AutoModel.from_config(config).eval()
+
+
+def of_ours(variant: str, size: dict[str, Any], **fields: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(f"xf_{variant}", **size, pad_token_id=0, **fields)
+    return AutoModel.from_config(config).eval()
+
+
+def encoders(size: dict[str, Any]) -> dict[str, tuple[nn.Module, str]]:
+    """Name -> (model, how its batches are made)."""
+    places: dict[str, Any] = {"max_position_embeddings": LONGEST}
+    unpadded = {**places, "unpad_inputs": True}
+    window = {"attention_window": [128] * size["num_hidden_layers"], "max_position_embeddings": LONGEST + 2}
+    return {
+        "transformers Bert": (of_transformers("Bert", size, **places), "sorted"),
+        "transformers ModernBert": (of_transformers("ModernBert", size, **places), "sorted"),
+        "transformers Longformer": (of_transformers("Longformer", size, **window), "sorted"),
+        "xf_bert": (of_ours("bert", size, **places), "sorted"),
+        "xf_bert, planned": (of_ours("bert", size, **places), "planned"),
+        "xf_bert, unpadded": (of_ours("bert", size, **unpadded), "sorted"),
+        "xf_bert, unpadded, any order": (of_ours("bert", size, **unpadded), "as they come"),
+        "xf_longformer": (
+            of_ours("longformer", size, **places, attention={"type": "longformer", "window": 64}),
+            "sorted",
+        ),
+        "xf_performer": (of_ours("performer", size, **places), "sorted"),
+    }
+
+
+def padded(texts: Texts, places: Sequence[int]) -> tuple[Tensor, Tensor]:
+    longest = max(len(texts[place]) for place in places)
+    ids, mask = (torch.zeros(len(places), longest, dtype=torch.long) for _ in range(2))
+    for row, place in enumerate(places):
+        ids[row, : len(texts[place])], mask[row, : len(texts[place])] = torch.tensor(texts[place]), 1
+    return ids, mask
+
+
+def call(model: nn.Module, texts: Texts, plan: Plan) -> Callable[[], None]:
+    batches = [padded(texts, places) for places in plan]
+
+    @torch.inference_mode()
+    def run() -> None:
+        for ids, mask in batches:
+            model(input_ids=ids, attention_mask=mask)
+
+    return run
+
+
+def make_plan(kind: str, model: nn.Module, texts: Texts, batch: int) -> Plan:
+    lengths = [len(text) for text in texts]
+    order = list(range(len(texts)))
+    if kind == "planned":
+
+        @torch.inference_mode()
+        def run(length: int, count: int) -> None:
+            model(input_ids=torch.ones(count, length, dtype=torch.long))
+
+        grid = [size for size in (8, 32, 128, LONGEST) if size <= 2 * max(lengths)]
+        costs = measure_batch_costs(run, grid, [1, max(batch // 4, 1), batch], repeats=1)
+        return plan_batches(lengths, costs, batch)
+    if kind == "sorted":
+        order.sort(key=lambda place: lengths[place])
+    return [order[start : start + batch] for start in range(0, len(order), batch)]
+
+
+def measure_encoders(given: argparse.Namespace) -> list[dict[str, Any]]:
+    data, rows = Path(given.data), []
+    sets = {"SST-2": sentences(data, given.texts), "WikiText-2": paragraphs(data, max(given.texts // 4, 8))}
+    words = train_tokenizer([text for texts in sets.values() for text in texts], vocab_size=VOCABULARY)
+    for name, texts in sets.items():
+        ids = [row or [1] for row in words(texts, truncation=True, max_length=LONGEST)["input_ids"]]
+        real, models = sum(map(len, ids)), encoders(size_of(given))
+        calls = {
+            label: call(model, ids, make_plan(kind, model, ids, given.batch))
+            for label, (model, kind) in models.items()
+        }
+        seconds = interleaved_seconds(calls, given.rounds)
+        slower = ratios(seconds, "transformers Bert")
+        for label, (model, kind) in models.items():
+            row = {"what": name, "model": label, "batches": kind, "parameters M": parameters(model) / 1e6}
+            row["tokens/s"] = real / statistics.median(seconds[label])
+            row["against transformers"] = 1 / slower[label]
+            rows.append(row)
+            print(row, flush=True)
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------ decoders
+
+
+def decoders(size: dict[str, Any], longest: int) -> dict[str, nn.Module]:
+    """Of about equal size. Positions reach as far as the longest context asks for."""
+    count, width, layers = (size[name] for name in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+    gated = {**size, "intermediate_size": 8 * width // 3}
+    places = {"max_position_embeddings": longest}
+    gpt2 = transformers.GPT2Config(
+        **{"vocab_size": VOCABULARY, "n_positions": longest, "n_embd": width, "n_layer": layers, "n_head": count},
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    llama = transformers.LlamaConfig(**gated, **places, tie_word_embeddings=True)
+    modern = {
+        **{"position": "rotary", "normalization": "rms_norm", "residual": "pre_ln", "is_decoder": True},
+        **{"feedforward": {"type": "swiglu", "bias": False}, "attention": {"type": "dense", "bias": False}},
+    }
+    free = {"position": "sinusoidal_absolute", "is_decoder": True}
+    window = {"type": "sliding_window", "window_size": 256, "bias": False}
+    configs = {
+        "transformers GPT2": gpt2,
+        "transformers Llama": llama,
+        "xf_gpt2": AutoConfig.for_model("xf_gpt2", **size, **places),
+        "dense, as Llama": AutoConfig.for_model("xformer", **gated, **modern),
+        "sliding window, as Mistral": AutoConfig.for_model("xformer", **gated, **{**modern, "attention": window}),
+        "xf_performer": AutoConfig.for_model("xf_performer", **size, **free),
+        "xf_delta_net": AutoConfig.for_model("xf_delta_net", **size, is_decoder=True),
+    }
+    found = {}
+    for name, config in configs.items():
+        torch.manual_seed(0)
+        found[name] = AutoModelForCausalLM.from_config(config).eval()
+    return found
+
+
+@torch.no_grad()
+def read(model: Any, context: int, piece: int) -> Cache:
+    """The cache after `context` tokens."""
+    ids, cache = torch.randint(5, VOCABULARY, (1, context), generator=torch.Generator().manual_seed(0)), None
+    for start in range(0, context, piece):
+        output = model.base_model(input_ids=ids[:, start : start + piece], past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+    return cache
+
+
+def measure_decoders(given: argparse.Namespace) -> list[dict[str, Any]]:
+    contexts, rows = [int(context) for context in given.contexts.split(",")], []
+    models = decoders(size_of(given), max(contexts) + given.tokens)
+    for context in contexts:
+        caches, calls, reading = {}, {}, {}
+        for name, model in models.items():
+            begin = time.process_time()
+            caches[name] = read(model, context, given.piece)
+            reading[name] = time.process_time() - begin
+            calls[name] = generation(model, caches[name], given.tokens)
+        seconds = interleaved_seconds(calls, given.rounds)
+        taken = {name: max(statistics.median(seconds[name]) - copying(caches[name]), 1e-9) for name in models}
+        for name, model in models.items():
+            row = {"what": f"after {context}", "model": name, "parameters M": parameters(model) / 1e6}
+            row["tokens/s"] = given.tokens / taken[name]
+            row["against transformers"] = taken["transformers Llama"] / taken[name]
+            row["cache MiB"], row["reading s"] = bytes_held(caches[name]) / 2**20, reading[name]
+            rows.append(row)
+            print(row, flush=True)
+    return rows
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", required=True, help="folder with sst2/dev.tsv and wikitext2/test.txt")
+    parser.add_argument("--texts", type=int, default=512, help="sentences; and a quarter as many paragraphs")
+    parser.add_argument("--batch", type=int, default=16, help="texts of a batch at most")
+    parser.add_argument("--contexts", default="512,2048,8192,16384")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens that are generated after a context")
+    parser.add_argument("--piece", type=int, default=2048, help="tokens of a context that are read at once")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--part", choices=("both", "encoders", "decoders"), default="both")
+    parser.add_argument("--name", default="inference", help="results/NAME.json and results/NAME.md")
+    given = parser.parse_args()
+    if given.width % 64:
+        parser.error(f"--width {given.width} is no multiple of 64, the width of a head")
+    rows = measure_encoders(given) if given.part != "decoders" else []
+    rows += measure_decoders(given) if given.part != "encoders" else []
+    columns = [
+        "what",
+        "model",
+        "batches",
+        "parameters M",
+        "tokens/s",
+        "against transformers",
+        "cache MiB",
+        "reading s",
+    ]
+    note = (
+        f"{given.layers} layers, hidden {given.width}, random weights. Encoders: real tokens per second on"
+        f" {given.texts} sentences of SST-2 and {max(given.texts // 4, 8)} paragraphs of WikiText-2, at most"
+        f" {given.batch} in a batch; `against transformers`: beside transformers' Bert with SDPA and sorted lengths,"
+        f" above 1 is faster. Decoders: {given.tokens} tokens after a context that was read in pieces of"
+        f" {given.piece}, batch 1, beside transformers' Llama; `cache MiB`: what the cache holds after the context;"
+        " `reading s`: seconds for the context."
+    )
+    print(write_results(given.name, rows, columns, "Inference beside transformers", note))
+
+
+if __name__ == "__main__":
+    main()
