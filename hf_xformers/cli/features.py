@@ -55,6 +55,9 @@ def run(argv: Sequence[str]) -> int:
                 floor = share_text(figures[split]["floor"])
                 facts[f"accuracy of {layer} ({split})"] = f"{share_text(value)} (floor {floor})"
         facts["floor"] = figures["floor_rule"]
+        if "mix" in figures:
+            facts["weights of the mix"] = ", ".join(f"{value:.3f}" for value in figures["mix"]["weights"])
+            facts["its scores"] = "--mix_scores " + " ".join(f"{value:g}" for value in figures["mix"]["scores"])
         _write(options.output, figures)
     print_facts("features", {**facts, "saved in": options.output})
     return 0

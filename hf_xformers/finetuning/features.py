@@ -90,6 +90,15 @@ class FeatureOptions:
             )
         },
     )
+    learn_mix: bool = field(
+        default=False,
+        metadata={
+            "help": (
+                "With --layers mix and --probe: write every layer, and learn the scores of the mix with the probe,"
+                " which probe.json then has for --mix_scores."
+            )
+        },
+    )
     probe_l2: float = field(default=1e-3, metadata={"help": "Weight of the squared weights in the probe's loss."})
     overwrite: bool = field(default=False, metadata={"help": "Replace the features that --output holds."})
     use_cpu: bool = field(default=False, metadata={"help": "Leave an accelerator alone."})
@@ -110,6 +119,11 @@ class FeatureOptions:
             raise ValueError(f"--probe_l2 {self.probe_l2:g} must be at least 0")
         if self.probe is not None and self.pool == "none":
             raise ValueError("--probe classifies texts, which need one vector each; take --pool mean, first or last")
+        if self.learn_mix and (self.layers != ["mix"] or self.probe is None):
+            raise ValueError(
+                "--learn_mix learns the scores of --layers mix with the classifier of --probe; give both, and no other"
+                " layers"
+            )
         if self.mix_scores and "mix" not in self.layers:
             raise ValueError("--mix_scores are of --layers mix; add it, or leave the scores out")
 
@@ -141,15 +155,20 @@ class ScalarMix(nn.Module):
 
 
 class LayerChoice:
-    """Which of a model's states make each column. count: of states, the embedding among them.
+    """Which of a model's states make each column. count: of states, the embedding among them. apart: the states that
+    a mix is to be learned of are columns, in place of the mix.
 
     Raises ValueError for an unknown layer, and for one that the model does not have.
     """
 
-    def __init__(self, layers: Sequence[str], count: int, scores: Sequence[float], normalize: bool) -> None:
-        self.count, self.layers = count, list(layers)
+    def __init__(
+        self, layers: Sequence[str], count: int, scores: Sequence[float], normalize: bool, *, apart: bool = False
+    ) -> None:
+        self.count, self.layers, self.normalize = count, list(layers), normalize and apart
         self.mix = ScalarMix(count, scores, normalize) if "mix" in layers else None
         self.columns: dict[str, list[int]] = {}
+        if apart:
+            layers = [str(place) for place in range(count)]
         for layer in layers:
             if layer == "last4" and count < 5:
                 raise ValueError(f"--layers last4 needs four layers, and the model has {count - 1}; take last")
@@ -170,8 +189,12 @@ class LayerChoice:
             if name == "mix" and self.mix is not None:
                 found[name] = self.mix(states)
             else:
-                found[name] = torch.cat([states[place] for place in places], dim=-1)
+                found[name] = torch.cat([self._given(states[place]) for place in places], dim=-1)
         return found
+
+    def _given(self, state: Tensor) -> Tensor:
+        """A state as a mix would read it."""
+        return nn.functional.layer_norm(state, state.shape[-1:]) if self.normalize else state
 
 
 # ------------------------------------------------------------------------------------------------ the model
@@ -200,6 +223,9 @@ class Reader:
         self.count = len(self.states(self.batch([[""]]))[0])
         self._costs: BatchCosts | None = None
         self.choice = LayerChoice(options.layers, self.count, options.mix_scores, options.normalize)
+        self.choice = LayerChoice(
+            options.layers, self.count, options.mix_scores, options.normalize, apart=options.learn_mix
+        )
 
     def batch(self, texts: Sequence[Sequence[str]]) -> dict[str, Tensor]:
         """texts: of each row its text, or its two."""
@@ -344,6 +370,10 @@ def _remove(folder: Path) -> None:
 def _request(options: FeatureOptions, texts: Mapping[str, list[list[str]]]) -> dict[str, Any]:
     ignored = ("output", "batch_size", "plan_batches", "probe", "probe_l2", "overwrite", "use_cpu", "progress")
     request = {name: value for name, value in asdict(options).items() if name not in ignored}
+    if options.learn_mix:
+        del request["mix_scores"]  # where learning begins, and nothing of the files
+    else:
+        del request["learn_mix"]  # as files were written before there was this
     digest = hashlib.sha256()
     for name, rows in texts.items():
         digest.update(f"{name} {len(rows)}\n".encode())

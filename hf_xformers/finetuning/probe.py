@@ -37,6 +37,43 @@ def linear_probe(features: Tensor, labels: Tensor, classes: int, l2: float = 1e-
     return layer.requires_grad_(False)
 
 
+def learned_mix(
+    states: Tensor, labels: Tensor, classes: int, l2: float = 1e-3, start: Sequence[float] = ()
+) -> tuple[Tensor, nn.Linear]:
+    """(scores s [L], the probe) of a mix sum_l softmax(s)_l h^l of states [N, L, D], learned together: the probe's
+    loss on the mix with mean 0 and variance 1, and l2 / 2 times the squared scores, which pull to the mean of all
+    (Peters et al. 2018, arXiv 1802.05365, section 3.2). gamma of that paper's equation 1 is the scale of the mix,
+    which the variance takes away."""
+    wide = states.double()
+    scores = torch.zeros(states.shape[1], dtype=torch.float64)
+    if len(start):
+        scores.copy_(torch.tensor(list(start), dtype=torch.float64))
+    scores.requires_grad_()
+    layer = nn.Linear(states.shape[2], classes).double()
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    optimizer = torch.optim.LBFGS(
+        [scores, *layer.parameters()], max_iter=MAX_STEPS, tolerance_grad=1e-7, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        mixed = mixed_states(wide, scores)
+        mixed = (mixed - mixed.mean(0)) / mixed.std(0).clamp(min=1e-6)
+        squares = layer.weight.square().sum() + scores.square().sum()
+        loss = nn.functional.cross_entropy(layer(mixed), labels) + 0.5 * l2 * squares
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return scores.detach(), layer.requires_grad_(False)
+
+
+def mixed_states(states: Tensor, scores: Tensor) -> Tensor:
+    """[N, L, D] -> [N, D]: the sum of softmax(s)_l h^l."""
+    return torch.einsum("l,nld->nd", scores.softmax(0).to(states.dtype), states)
+
+
 def probe(made: Extraction) -> dict[str, Any]:
     """By split the accuracy of each column's probe, and `floor`, that of the training rows' most frequent label.
 
@@ -49,9 +86,11 @@ def probe(made: Extraction) -> dict[str, Any]:
         raise ValueError(f"--probe {column}: the training rows have the one label {known[0]!r}; two are needed")
     ids = {name: index for index, name in enumerate(known)}
     most = Counter(names["train"]).most_common(1)[0][0]
-    tables = {split: _table(folder, split) for split in made.splits}
+    tables = {split: dict(_table(folder, split)) for split in made.splits}
     figures: dict[str, Any] = {"label": column, "classes": len(known), "floor_rule": f"always {most!r}"}
     targets = torch.tensor([ids[name] for name in names["train"]])
+    if made.options.learn_mix:
+        figures["mix"] = _learn_mix(made, tables, targets, len(known))
     fitted = {}
     for layer, values in tables["train"].items():
         mean, scale = values.mean(0), values.std(0).clamp(min=1e-6)
@@ -65,6 +104,22 @@ def probe(made: Extraction) -> dict[str, Any]:
             right[layer] = sum(known[guess] == name for guess, name in zip(chosen, truth)) / len(truth)
         figures[split] = {"accuracy": right, "floor": sum(name == most for name in truth) / len(truth)}
     return figures
+
+
+def _learn_mix(
+    made: Extraction, tables: dict[str, dict[str, Tensor]], targets: Tensor, classes: int
+) -> dict[str, Any]:
+    """The scores of the mix and their softmax; the mix becomes a column of every split."""
+    columns = list(made.reader.choice.columns)
+    stacked = {split: torch.stack([table[name] for name in columns], dim=1) for split, table in tables.items()}
+    start = made.options.mix_scores
+    scores, _ = learned_mix(stacked["train"], targets, classes, made.options.probe_l2, start)
+    for split, table in tables.items():
+        table["mix"] = mixed_states(stacked[split], scores)
+    return {
+        "scores": [round(value, 6) for value in scores.tolist()],
+        "weights": [round(value, 6) for value in scores.softmax(0).tolist()],
+    }
 
 
 def _labels(rows: Any, column: str, split: str) -> list[str]:
@@ -84,4 +139,4 @@ def _table(folder: Path, split: str) -> Mapping[str, Tensor]:
     return {name: torch.stack(values) for name, values in found.items()}
 
 
-__all__: Sequence[str] = ["linear_probe", "probe"]
+__all__: Sequence[str] = ["learned_mix", "linear_probe", "mixed_states", "probe"]

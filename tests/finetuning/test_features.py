@@ -11,7 +11,7 @@ import hf_xformers.cli
 from hf_xformers.data import load_tokenizer, train_tokenizer
 from hf_xformers.finetuning import features as module
 from hf_xformers.finetuning.features import LayerChoice, ScalarMix, read_features
-from hf_xformers.finetuning.probe import linear_probe
+from hf_xformers.finetuning.probe import learned_mix, linear_probe, mixed_states
 from hf_xformers.variants import config_class, family
 from tests.finetuning.task_data import classification, sentences
 from tests.training.runs import SHAPE, flags
@@ -169,6 +169,52 @@ def test_the_probe_in_one_call(places, tmp_path, capsys):
     assert "accuracy of embedding (validation)" in shown and "floor" in shown
 
 
+def test_a_learned_mix_finds_the_layer_that_knows():
+    """Labels that one layer alone tells apart: its weight is the largest, the gradient by the scores is zero, and the
+    loss is below those of the mean and of learning with the scores held."""
+    draw = torch.Generator().manual_seed(0)
+    y = torch.randint(0, 2, (80,), generator=draw)
+    states = torch.randn(80, 4, 6, generator=draw)
+    states[:, 2, 0] += 3.0 * (2 * y - 1)
+    scores, layer = learned_mix(states, y, 2, 0.01)
+
+    def loss(scores, layer):
+        mixed = sum(weight * states[:, place].double() for place, weight in enumerate(scores.softmax(0)))
+        mixed = (mixed - mixed.mean(0)) / mixed.std(0)
+        chances = (mixed @ layer.weight.T + layer.bias).log_softmax(-1)
+        right = -chances[torch.arange(80), y].mean()
+        return right + 0.005 * (layer.weight.square().sum() + scores.square().sum())
+
+    assert scores.argmax() == 2 and scores.softmax(0)[2] > 0.5
+    free = scores.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(loss(free, layer), free)
+    assert slope.abs().max() < 1e-4
+    even = torch.zeros(4, dtype=torch.float64)
+    mean = states.double().mean(1)
+    held = linear_probe((mean - mean.mean(0)) / mean.std(0), y, 2, 0.01)
+    assert loss(scores, layer) < loss(even, held) - 0.05
+    only = torch.tensor([-1e4, -1e4, 0, -1e4], dtype=torch.float64)
+    torch.testing.assert_close(mixed_states(states.double(), only), states[:, 2].double())
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_scores_that_were_learned_make_the_mix(normalize, places, tmp_path, capsys):
+    """Every layer is written; with the scores of probe.json the mix gives the accuracy that is told beside them."""
+    places = {**places, "data": classification(tmp_path, count=120)}
+    options = {"layers": ["mix"], "probe": "label", **({"normalize": True} if normalize else {})}
+    assert features(places, tmp_path / "all", learn_mix=True, **options) == 0
+    shown = capsys.readouterr().out
+    figures = json.loads((tmp_path / "all" / "probe.json").read_text())
+    assert sum(figures["mix"]["weights"]) == pytest.approx(1, abs=1e-5)
+    assert set(next(iter(read_features(tmp_path / "all")))) == {"row", *(f"layer_{place}" for place in range(5))}
+    scores = [f"{value:g}" for value in figures["mix"]["scores"]]
+    assert f"--mix_scores {' '.join(scores)}" in " ".join(shown.split())
+    assert features(places, tmp_path / "mix", "--mix_scores", *scores, **options) == 0
+    again = json.loads((tmp_path / "mix" / "probe.json").read_text())
+    for split in ("train", "validation"):
+        assert again[split]["accuracy"]["mix"] == pytest.approx(figures[split]["accuracy"]["mix"], abs=0.05)
+
+
 REFUSED = [
     ({"layers": ["first"]}, [], "--layers 'first' is unknown; take embedding, last"),
     ({"layers": ["5"]}, [], "--layers 5 is not there: the model has the layers 1 to 4"),
@@ -180,6 +226,8 @@ REFUSED = [
     ({"probe": "lable"}, [], "there is no column 'lable'"),
     ({}, ["--mix_scores", "1", "2"], "--mix_scores has 2 numbers, and the model has 5 states"),
     ({"layers": ["last"]}, ["--mix_scores", "1", "2"], "--mix_scores are of --layers mix"),
+    ({"layers": ["mix"], "learn_mix": True}, [], "--learn_mix learns the scores of --layers mix with the classifier"),
+    ({"layers": ["mix", "last"], "learn_mix": True, "probe": "label"}, [], "give both, and no other layers"),
     ({"max_length": 100}, [], "--max_length 100 is more than the 32 tokens"),
     ({"model": "data"}, [], "is neither a folder nor a repository id"),
 ]
