@@ -7,6 +7,7 @@ save_adapter(model, "runs/reviews", "reviews")
 activate(model, None)                         # the base as it was
 load_adapter(model, "runs/other")             # another task on the same base
 add_fusion(model, "all", ["reviews", "runs/more"])  # what they know together (Pfeiffer adapters)
+merge_adapter(model)  # of LoRA alone: a plain model that computes the same
 """
 
 from .bottleneck import (
@@ -24,6 +25,7 @@ from .bottleneck import (
 )
 from .fusion import Fusion, FusionConfig
 from .k_adapter import KAdapter, KAdapterConfig
+from .merging import merge_adapter
 
 __all__ = [
     "KINDS",
@@ -39,6 +41,7 @@ __all__ = [
     "add_adapter",
     "add_fusion",
     "load_adapter",
+    "merge_adapter",
     "remove_adapter",
     "save_adapter",
 ]

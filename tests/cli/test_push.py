@@ -13,7 +13,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 
-from hf_xformers.adapters import add_adapter, save_adapter
+from hf_xformers.adapters import add_adapter, add_fusion, load_adapter, save_adapter
 from hf_xformers.cli import main
 from hf_xformers.hub import bundle
 from hf_xformers.hub.adapter_card import public_base
@@ -41,6 +41,7 @@ SUMMARY = {
 }
 
 LABELS = ["bad", 'so "so"', "gut"]
+ADAPTERS = ("lora", "houlsby", "fusion", "k_adapter")
 
 COMMANDS = """
 import contextlib, io, json, os, sys
@@ -145,11 +146,18 @@ def adapters_on_the_run(root, ids):
     from hf_xformers.finetuning.peft_methods import add_adapter as add_peft
 
     known = {"ids": ids}
-    for kind in ("lora", "houlsby"):
+    for kind in ADAPTERS:
         torch.manual_seed(2)
         names = dict(enumerate(LABELS))
         model = AutoModelForSequenceClassification.from_pretrained(root / "run", id2label=names).eval()
-        adapted = add_peft(model, kind, "SequenceClassification", ["classifier.weight", "model.pooler.dense.weight"])
+        if kind == "fusion":
+            for name in ("one", "two"):
+                add_adapter(model, name, "pfeiffer")
+            adapted = add_fusion(model, "default", ["one", "two"])
+        else:
+            adapted = add_peft(
+                model, kind, "SequenceClassification", ["classifier.weight", "model.pooler.dense.weight"]
+            )
         with torch.no_grad():
             for parameter in adapted.parameters():
                 if parameter.requires_grad:
@@ -202,7 +210,7 @@ def pushed(folders, tmp_path_factory):
                     writer,
                     ["push", str(folders / f"classes-{kind}"), "--repo", f"user/{kind}", "--base_model", "user/tiny"],
                 )
-                for kind in ("lora", "houlsby")
+                for kind in ADAPTERS
             },
             "bottleneck": (writer, ["push", str(folders / "bottleneck"), "--repo", "user/bottleneck"]),
         }
@@ -312,7 +320,8 @@ def test_no_place_of_this_machine_is_pushed(pushed, folders):
         code, printed = pushed.results[step]
         assert code == 2 and str(folders / "run") in printed and "--base-model USER/NAME" in printed, printed
     assert "user/refused" not in pushed.hub.repos
-    for kind, file in (("lora", "adapter_config.json"), ("houlsby", "bottleneck_config.json")):
+    for kind in ADAPTERS:
+        file = "adapter_config.json" if kind == "lora" else "bottleneck_config.json"
         assert pushed.results[f"classes-{kind}"][0] == 0, pushed.results[f"classes-{kind}"][1]
         files = pushed.hub.files(f"user/{kind}")
         assert all(str(folders).encode() not in content for content in files.values())
@@ -320,6 +329,25 @@ def test_no_place_of_this_machine_is_pushed(pushed, folders):
         assert about["base_model_name_or_path" if kind == "lora" else "base_model"] == "user/tiny"
         local = json.loads((folders / f"classes-{kind}" / file).read_text())
         assert set(local) == set(about) and str(folders / "run") in local.values()  # the folder stays as it was
+
+
+def test_what_was_pushed_gives_what_was_saved(pushed, folders, tmp_path):
+    """A fusion with its adapters, and a network beside the layers, from the files that the Hub has."""
+    from transformers import AutoModelForSequenceClassification
+
+    known = torch.load(folders / "adapters.pt")
+    for kind in ("fusion", "k_adapter"):
+        place = tmp_path / kind
+        place.mkdir()
+        for name, content in pushed.hub.files(f"user/{kind}").items():
+            (place / name).write_bytes(content)
+        data = front((place / "README.md").read_text())
+        assert data["base_model"] == "user/tiny" and "bottleneck-adapter" in data["tags"]
+        names = dict(enumerate(LABELS))
+        model = AutoModelForSequenceClassification.from_pretrained(folders / "run", id2label=names)
+        load_adapter(model, place)
+        with torch.no_grad():
+            torch.testing.assert_close(model.eval()(known["ids"]).logits, known[kind], atol=1e-6, rtol=1e-5)
 
 
 SNIPPET = """
