@@ -408,13 +408,15 @@ def parse_command(
     argv: Sequence[str],
     groups: Iterable[str],
     make_parser: Callable[[Mapping[str, Any]], Parser],
+    options: Mapping[str, Any] | None = None,
 ) -> Parsed:
     """Reads file and command line.
 
     groups: names of dotted options. make_parser: makes the parser from a first look at the plain options (text by
-    name), on which its defaults and further options may depend.
+    name), on which its defaults and further options may depend. options: those of a file that was read already.
     """
-    options, rest = take_file(argv)
+    read, rest = take_file(argv) if options is None else ({}, list(argv))
+    options = read if options is None else options
     groups = list(groups)
     plain, dotted = split_dotted(_bare_resume(rest), groups)
     file_plain, file_dotted = split_dotted(file_tokens(options, groups), groups)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ..core.components import SLOTS
-from .arguments import Parser, add_model_options, parse_changes, parse_command, parse_fields
+from .arguments import Parser, add_model_options, parse_changes, parse_command, parse_fields, take_file
 from .console import print_facts, say
 from .pretrain import OUTPUT_HELP, quiet_libraries
-from .several_tasks import run_several, split_tasks
+from .several_tasks import run_several, split_file, split_tasks
 from .values import annotation, parse
 
 _DESCRIPTION = """Fine-tune a saved model, or a variant from random weights, on a task, and save it with its tokenizer,
@@ -21,7 +21,8 @@ Several tasks at once, each with its data, share one encoder; every other option
 
   hf-xformers finetune --model M --output_dir both --task a=classification --data a=a.csv --task b=ner --data b=b.csv
 
-FILE.yaml has the options by name. Works unchanged under a launcher:
+FILE.yaml has the options by name, of several tasks as in `task: {a: classification, b: ner}`. Works unchanged under a
+launcher:
 
   accelerate launch -m hf_xformers.cli finetune ..."""
 GROUPS = (*SLOTS, "decoder", "peft")
@@ -32,9 +33,13 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     from ..finetuning import FineTuning
     from ..training.folder_lock import folder_lock
 
-    commands = split_tasks(argv)
+    by_file = split_file(take_file(argv)[0])
+    commands = split_tasks(argv) if by_file is None else split_tasks(argv[1:], known=by_file)
     if commands is not None:
-        lines = {name: parse_command(line, GROUPS, make_parser) for name, line in commands.items()}
+        own = by_file or {}
+        lines = {
+            name: parse_command(line, GROUPS, make_parser, options=own.get(name)) for name, line in commands.items()
+        }
         one = next(iter(lines.values()))
         return run_several(lines, model_options(one, one.dataclasses[0], one.dataclasses[3]), callbacks)
     parsed = parse_command(argv, GROUPS, make_parser)

@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .arguments import Parsed
 from .console import print_facts, say
 
 
-def split_tasks(argv: Sequence[str]) -> dict[str, list[str]] | None:
+def split_file(options: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
+    """The options of a file for each named task; None where its `task` names none. A task's own value of an option is
+    an entry under its name:
+
+    task: {a: classification, b: tagging}
+    data: {a: a.csv, b: [b1.csv, b2.csv]}
+    """
+    kinds = options.get("task")
+    if not isinstance(kinds, Mapping):
+        return None
+    for name in kinds:
+        _check_name(str(name), f"task: {name}")
+    found: dict[str, dict[str, Any]] = {str(name): {} for name in kinds}
+    for option, value in options.items():
+        own = isinstance(value, Mapping) and bool(value) and set(value) <= set(kinds)
+        for name in kinds:
+            if not own:
+                found[str(name)][option] = value
+            elif name in value:
+                found[str(name)][option] = value[name]
+    return found
+
+
+def _check_name(name: str, given: str) -> None:
+    if not name.isidentifier():
+        raise ValueError(f"{given}: {name!r} is to be the name of a folder; use letters and digits")
+
+
+def split_tasks(argv: Sequence[str], known: Iterable[str] = ()) -> dict[str, list[str]] | None:
     """The command line of each named task, where `--option NAME=VALUE` has become `--option VALUE` for that task and
-    is missing for the others; None where `--task` names no tasks.
+    is missing for the others; None where `--task` names no tasks. known: tasks that a file has named.
 
     A value without a name is for all tasks that have none of their own. Raises ValueError for names that clash.
     """
@@ -23,19 +51,24 @@ def split_tasks(argv: Sequence[str]) -> dict[str, list[str]] | None:
             name, equals, kind = value.partition("=")
             if not equals:
                 plain.append(value)
-            elif not name.isidentifier():
-                raise ValueError(f"--task {value}: {name!r} is to be the name of a folder; use letters and digits")
             elif name in kinds:
                 raise ValueError(f"--task {value}: there is a task {name!r} already; give this one another name")
             else:
+                _check_name(name, f"--task {value}")
                 kinds[name] = kind
-    if not kinds:
+    names = list(known) or list(kinds)
+    strange = [name for name in kinds if name not in names]
+    if strange:
+        raise ValueError(
+            f"--task {strange[0]}={kinds[strange[0]]}: the file has the tasks {', '.join(names)}; name this one there"
+        )
+    if not names:
         return None
     if plain:
         raise ValueError(
-            f"--task {plain[0]} has no name beside the named tasks {', '.join(kinds)}; write --task NAME={plain[0]}"
+            f"--task {plain[0]} has no name beside the named tasks {', '.join(names)}; write --task NAME={plain[0]}"
         )
-    return {name: _own(groups, name, kinds) for name in kinds}
+    return {name: _own(groups, name, names) for name in names}
 
 
 def _is(flag: str | None, name: str) -> bool:
@@ -54,7 +87,7 @@ def _groups(argv: Sequence[str]) -> list[tuple[str | None, list[str]]]:
     return groups
 
 
-def _own(groups: Sequence[tuple[str | None, list[str]]], name: str, kinds: Mapping[str, str]) -> list[str]:
+def _own(groups: Sequence[tuple[str | None, list[str]]], name: str, kinds: Iterable[str]) -> list[str]:
     named: dict[str, list[str]] = {}  # by option, the values that are this task's
     for flag, values in groups:
         for value in values:
@@ -125,4 +158,4 @@ def report(summary: Mapping[str, Any], folder: str) -> None:
     print_facts("fine-tuned", facts)
 
 
-__all__ = ["report", "run_several", "split_tasks"]
+__all__ = ["report", "run_several", "split_file", "split_tasks"]

@@ -13,9 +13,10 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from ..conversion.provenance import carry_provenance
@@ -27,6 +28,8 @@ from . import loading
 from .layerwise import LayerGroups
 from .multi_task import (
     HEADS,
+    TASK,
+    TASKS,
     JoinedRows,
     MultiTaskModel,
     MultiTaskOptions,
@@ -37,15 +40,20 @@ from .multi_task import (
     number_of_tasks,
 )
 from .options import ModelOptions, RunOptions, TaskData, TaskOptions
+from .peft_methods import BOTTLENECKS
 from .run import METHODS, PREDICTIONS, FineTuning, Prepared, write_lines
 from .self_ensemble import SelfEnsemble
 from .tasks import Encoded, Task
+from .tasks.classification import Regression
+from .tasks.multilabel import MultiLabelClassification
 from .trainer import TaskTrainer
+from .uncertainty import CANDIDATES, UNCERTAINTY, CandidateSampler, most_uncertain, rows_of, uncertainty
 
 if TYPE_CHECKING:
     from transformers import Seq2SeqTrainingArguments, TrainerCallback
 
 MEAN = "mean"  # of the tasks' main metrics
+ANSWERS = ("labels", "start_positions", "end_positions")
 
 
 class MultiTaskTrainer(TaskTrainer):
@@ -71,12 +79,12 @@ class MultiTaskTrainer(TaskTrainer):
         rows: Any = self.train_dataset
         if len(rows.parts) == 1:
             return super().get_train_dataloader()
-        sampler = TaskBatchSampler(
-            [len(part) for part in rows.parts],
-            self._train_batch_size,
-            self.options.exponent,
-            seed=self.args.data_seed or self.args.seed,
-        )
+        sizes, size = [len(part) for part in rows.parts], self._train_batch_size
+        seed = self.args.data_seed or self.args.seed
+        processes = self.accelerator.num_processes
+        sampler: Any = TaskBatchSampler(sizes, size, self.options.exponent, seed=seed, processes=processes)
+        if self.options.sampling == UNCERTAINTY:
+            sampler = CandidateSampler(sizes, size, seed=seed)
         loader: Any = torch.utils.data.DataLoader(
             rows,
             batch_sampler=sampler,
@@ -85,8 +93,47 @@ class MultiTaskTrainer(TaskTrainer):
             pin_memory=self.args.dataloader_pin_memory,
             persistent_workers=self.args.dataloader_persistent_workers,
         )
+        even = self.accelerator.even_batches
         self.accelerator.even_batches = False
-        return self.accelerator.prepare(loader)
+        try:
+            return self.accelerator.prepare(loader)
+        finally:
+            self.accelerator.even_batches = even  # evaluation wants as many batches in every process
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """The loss of a batch of one task, or of the least certain rows of candidates: each task's loss by its share
+        of them."""
+        if CANDIDATES not in inputs:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        candidates = inputs[CANDIDATES]
+        chosen = most_uncertain(self._uncertainties(model, candidates), self._train_batch_size)
+        count = sum(map(len, chosen.values()))
+        losses = []
+        for name, rows in chosen.items():
+            loss = super().compute_loss(model, {**rows_of(candidates[name], rows), TASK: name})
+            losses.append(len(rows) / count * loss)
+        return torch.stack(losses).sum()
+
+    @torch.no_grad()
+    def _uncertainties(self, model: nn.Module, candidates: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Of every candidate, without dropout."""
+        found = {}
+        model.eval()
+        for name, batch in candidates.items():
+            task = self.tasks[name]
+            given = {key: value for key, value in batch.items() if key not in ANSWERS}
+            with self.compute_loss_context_manager():
+                outputs = model(task=name, **given)
+            several = isinstance(task, MultiLabelClassification)
+            found[name] = uncertainty(task.head, outputs, batch, several=several)
+        model.train()
+        return found
 
     def predict_task(self, name: str, split: Encoded, prefix: str) -> tuple[list[dict[str, Any]], dict[str, float]]:
         """(predicted rows, metrics named `<prefix>_...`) of a split of one task."""
@@ -148,6 +195,7 @@ class MultiTaskTuning:
                     f"--task {name}={part.task.id} does not read a text once to classify it, its words, spans or"
                     " choices, which several tasks at once are for; train it by itself"
                 )
+        self._check_sampling()
         self._share_positions()
         self._check_task_numbers()
         self._choose_metric()
@@ -161,7 +209,6 @@ class MultiTaskTuning:
             if task.class_balance:
                 raise ValueError("--class_balance makes the loss of one task; leave it out for several at once")
         alone = {
-            "peft": run.peft,
             "max_tokens": run.max_tokens,
             "label_smoothing_factor": args.label_smoothing_factor,
             "group_by_length": args.train_sampling_strategy == "group_by_length",
@@ -169,11 +216,37 @@ class MultiTaskTuning:
         for option, value in alone.items():
             if value:
                 raise ValueError(f"--{option} is for one task at a time; leave it out, or train the tasks apart")
-        if args.world_size > 1:
+        if run.peft in ("prefix", "prompt"):
             raise ValueError(
-                f"several tasks are trained in one process, got {args.world_size}: each batch has another head; start"
-                " the command without a launcher"
+                f"--peft {run.peft} is put before the text of one task; take lora, ia3 or a bottleneck, which all"
+                " tasks share, or train the tasks apart"
             )
+        if args.world_size > 1 and self.several.sampling == UNCERTAINTY:
+            raise ValueError(
+                f"--sampling uncertainty compares rows in one process, got {args.world_size}; start the command"
+                " without a launcher, or take another --sampling"
+            )
+        if args.world_size > 1 and args.ddp_find_unused_parameters is None:
+            args.ddp_find_unused_parameters = True  # a step trains one of the heads
+
+    def _check_sampling(self) -> None:
+        """Uncertainty is that of what a head says of a choice."""
+        for name, part in self.parts.items() if self.several.sampling == UNCERTAINTY else ():
+            if isinstance(part.task, Regression):
+                raise ValueError(
+                    f"--sampling uncertainty reads probabilities, and --task {name}={part.task.id} has none; take"
+                    " another --sampling, as sqrt is"
+                )
+            if getattr(part._config({}), "tag_decoder", "softmax") != "softmax":
+                raise ValueError(
+                    "--sampling uncertainty reads the probabilities of single tags, which tag_decoder 'crf' does not"
+                    " have; take --tag_decoder softmax, or another --sampling"
+                )
+            if self.run_options.self_ensemble is not None:
+                raise ValueError(
+                    "--sampling uncertainty trains on rows of several tasks in a step, and --self_ensemble compares"
+                    " one answer; drop one"
+                )
 
     def _share_positions(self) -> None:
         """New models cover the longest row of any task."""
@@ -184,18 +257,18 @@ class MultiTaskTuning:
                 part.fields[key] = longest
 
     def _check_task_numbers(self) -> None:
-        """An attention that is told the task needs a vector for each."""
+        """A model that is told the task needs a vector for each."""
         for name, part in self.parts.items():
             known = number_of_tasks(part._config({}))
             if known is not None and part.task.head == "MultipleChoice":
                 raise ValueError(
-                    f"--task {name}={part.task.id} reads several texts for a row, and an attention that is told the"
-                    " task of each row does not; take another --attention, or train it by itself"
+                    f"--task {name}={part.task.id} reads several texts for a row, and a model that is told the task of"
+                    " each row does not; take another --attention and --stack, or train it by itself"
                 )
             if known is not None and known < len(self.parts):
                 raise ValueError(
-                    f"the model's attention knows {known} tasks, and {len(self.parts)} are named; give"
-                    f" --attention.num_tasks {len(self.parts)}"
+                    f"the model knows {known} tasks, and {len(self.parts)} are named; give"
+                    f" --{_slot_of_tasks(part)}.num_tasks {len(self.parts)}"
                 )
 
     def _choose_metric(self) -> None:
@@ -273,7 +346,8 @@ class MultiTaskTuning:
         if not validations:
             args.eval_strategy, args.load_best_model_at_end = IntervalStrategy.NO, False
             args.save_strategy = SaveStrategy.EPOCH if args.save_strategy == SaveStrategy.BEST else args.save_strategy
-        model = MultiTaskModel({name: part._model(prepared[name]) for name, part in self.parts.items()})
+        models = {name: part._model(prepared[name]) for name, part in self.parts.items()}
+        model = MultiTaskModel(models, bottleneck=run.peft in BOTTLENECKS)
         groups = LayerGroups(model) if run.goes_by_layers else None
         ensemble: Any = SelfEnsemble(model, run) if run.self_ensemble is not None else None  # type: ignore[arg-type]
         self.parts[first]._begin(prepared[first])
@@ -322,6 +396,8 @@ class MultiTaskTuning:
                 self._save(model, name, one, summary)
             trainer.save_state()
             write_json(self.folder / SUMMARY_FILE, summary)
+        if args.world_size > 1:
+            trainer.accelerator.end_training()
         return summary
 
     def _plan(self, prepared: Mapping[str, Prepared], model: MultiTaskModel) -> dict[str, Any]:
@@ -333,6 +409,7 @@ class MultiTaskTuning:
             "status": "running",
             "variant": some["variant"],
             "init_from": self.model.model,
+            "peft": self.run_options.peft,
             "seed": self.args.seed,
             **sampling,
             **{name: some[name] for name in METHODS if name in some},
@@ -370,9 +447,16 @@ class MultiTaskTuning:
         shared = {key: summary[key] for key in ("status", "steps", "epochs", "seconds")}
         head = model.heads[name]
         size = model.encoder.num_parameters() + sum(p.numel() for p in head.parameters())
-        about = {**summary["tasks"][name], **shared, "parameters": size, "trained_parameters": size}
+        trained = sum(p.numel() for part in (model.encoder, head) for p in part.parameters() if p.requires_grad)
+        trained = trained if self.run_options.peft is not None else size
+        about = {**summary["tasks"][name], **shared, "parameters": size, "trained_parameters": trained}
         about["trained_with"] = [other for other in self.parts if other != name]
         write_json(folder / SUMMARY_FILE, about)
+
+
+def _slot_of_tasks(part: FineTuning) -> str:
+    """The component that has a vector for each task."""
+    return "stack" if TASKS in cast(Any, part._config({})).stack.inputs else "attention"
 
 
 def run_tasks(

@@ -3,6 +3,7 @@ the order in which they are read."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .uncertainty import CANDIDATES, UNCERTAINTY
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SAMPLINGS = ("proportional", "sqrt", "uniform", "temperature")
+SAMPLINGS = ("proportional", "sqrt", "uniform", "temperature", UNCERTAINTY)
 TASK = "task"  # of a row and of a batch: whose it is
 TASKS = "tasks"  # the input of models that are told the task, its number
 HEADS = ("SequenceClassification", "TokenClassification", "QuestionAnswering", "MultipleChoice")
@@ -34,7 +37,8 @@ class MultiTaskOptions:
         metadata={
             "help": (
                 "How often a batch is of a task with n rows: proportional to n, to its square root (sqrt), equally"
-                " often (uniform), or to n^(1/T) (temperature)."
+                " often (uniform), or to n^(1/T) (temperature). uncertainty: each step reads a batch of every task,"
+                " and trains on a batch of those rows of which the model knows the answers least."
             )
         },
     )
@@ -91,19 +95,24 @@ class JoinedRows:
 
 
 class TaskCollator:
-    """Batches of one task, by that task's own collator."""
+    """Batches of one task, by that task's own collator; of rows of several tasks a batch of each, as candidates."""
 
     def __init__(self, collators: Mapping[str, Any]) -> None:
         self.collators = dict(collators)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        (name,) = {row[TASK] for row in rows}
-        plain = [{key: value for key, value in row.items() if key != TASK} for row in rows]
-        return {**self.collators[name](plain), TASK: name}
+        parts: dict[str, list[dict[str, Any]]] = {}
+        for row in rows:
+            parts.setdefault(row[TASK], []).append({key: value for key, value in row.items() if key != TASK})
+        made = {name: self.collators[name](part) for name, part in parts.items()}
+        if len(made) > 1:
+            return {CANDIDATES: made}
+        ((name, batch),) = made.items()
+        return {**batch, TASK: name}
 
 
 class WithTaskNumber:
-    """A collator for models whose attention is told the task (input `tasks` [B], CA-MTL): batches of one task, by
+    """A collator for models that are told the task (input `tasks` [B], CA-MTL): batches of one task, by
     `plain`, with its number."""
 
     def __init__(self, plain: Any, number: int) -> None:
@@ -114,12 +123,11 @@ class WithTaskNumber:
 
 
 def number_of_tasks(config: Any) -> int | None:
-    """How many tasks the attention of a configuration tells apart; None where it is not told the task."""
+    """How many tasks a model of a configuration tells apart; None where it is not told the task."""
     from ..configuration_xformer import XFormerConfig
+    from ..core.tasks import number_of_tasks as told
 
-    if not isinstance(config, XFormerConfig) or TASKS not in config.attention.inputs:
-        return None
-    return int(config.attention.num_tasks)
+    return told(config) if isinstance(config, XFormerConfig) else None
 
 
 def batch_counts(sizes: Sequence[int], batch_size: int, exponent: float) -> list[int]:
@@ -140,13 +148,17 @@ def batch_counts(sizes: Sequence[int], batch_size: int, exponent: float) -> list
 class TaskBatchSampler:
     """Batches of one task each, those of all tasks shuffled (algorithm 1 of MT-DNN); other ones in every epoch.
 
-    A task that comes more often than it has rows for begins again, in another order. Call `set_epoch` before each
-    epoch; Trainer does.
+    A task that comes more often than it has rows for begins again, in another order. batch_size: rows of a process, of
+    which there are `processes`: theirs follow each other, the parts of one batch (the first of its rows make up for
+    what the last part lacks). Call `set_epoch` before each epoch; Trainer does.
     """
 
-    def __init__(self, sizes: Sequence[int], batch_size: int, exponent: float = 1.0, seed: int = 0) -> None:
-        self.sizes, self.batch_size, self.seed, self.epoch = list(sizes), batch_size, seed, 0
-        self.counts = batch_counts(self.sizes, batch_size, exponent)
+    def __init__(
+        self, sizes: Sequence[int], batch_size: int, exponent: float = 1.0, seed: int = 0, processes: int = 1
+    ) -> None:
+        self.sizes, self.seed, self.epoch, self.processes = list(sizes), seed, 0, processes
+        self.step_rows = batch_size * processes  # Accelerate would drop shorter batches than a `batch_size` of it
+        self.counts = batch_counts(self.sizes, self.step_rows, exponent)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -157,7 +169,7 @@ class TaskBatchSampler:
         return self
 
     def __len__(self) -> int:
-        return sum(self.counts)
+        return sum(self.counts) * self.processes
 
     def __iter__(self) -> Iterator[list[int]]:
         draw = torch.Generator().manual_seed(self.seed + 1000003 * self.epoch)
@@ -167,10 +179,18 @@ class TaskBatchSampler:
             own: list[list[int]] = []
             while len(own) < count:
                 order = [start + index for index in torch.randperm(size, generator=draw).tolist()]
-                own += [order[place : place + self.batch_size] for place in range(0, size, self.batch_size)]
+                own += [order[place : place + self.step_rows] for place in range(0, size, self.step_rows)]
             batches += own[:count]
             start += size
-        return iter([batches[index] for index in torch.randperm(len(batches), generator=draw).tolist()])
+        for index in torch.randperm(len(batches), generator=draw).tolist():
+            yield from self._parts(batches[index])
+
+    def _parts(self, batch: list[int]) -> Iterator[list[int]]:
+        """A batch of one step, divided over the processes."""
+        size = -(-len(batch) // self.processes)
+        whole = [batch[index % len(batch)] for index in range(size * self.processes)]
+        for process in range(self.processes):
+            yield whole[process * size : (process + 1) * size]
 
 
 # ------------------------------------------------------------------------------------------------ the model
@@ -179,21 +199,22 @@ class TaskBatchSampler:
 class MultiTaskModel(nn.Module):
     """Models for several tasks whose base is one and the same module.
 
-    models: by task, each with its own base of one configuration. The base of the first that has a pooler (or of the
-    first at all) becomes that of all; the others are dropped.
+    models: by task, each with its own base of one configuration, or a `peft.PeftModel` around such a model. The base
+    of the first that has a pooler (or of the first at all) becomes that of all, with the adapter in it; the others are
+    dropped. bottleneck: whether the models have adapters of this package.
     """
 
-    def __init__(self, models: Mapping[str, PreTrainedModel]) -> None:
+    def __init__(self, models: Mapping[str, PreTrainedModel], *, bottleneck: bool = False) -> None:
         super().__init__()
-        self.names_of = {name: list(model.state_dict()) for name, model in models.items()}
-        every = list(models.values())
-        chosen: Any = next((one for one in every if getattr(one.base_model, "pooler", None) is not None), every[0])
-        self.prefix = str(chosen.base_model_prefix)
+        plain = {name: plain_model(model) for name, model in models.items()}
+        self.with_pooler = {name: getattr(one.base_model, "pooler", None) is not None for name, one in plain.items()}
+        chosen: Any = plain[next((name for name in plain if self.with_pooler[name]), next(iter(plain)))]
+        self.prefix, self.bottleneck = str(chosen.base_model_prefix), bottleneck
         self.encoder = getattr(chosen, self.prefix)
         self.heads = nn.ModuleDict(models)
-        for head in self.heads.values():
-            head._modules.pop(self.prefix)
-            object.__setattr__(head, self.prefix, self.encoder)  # read as before, and not one of its parts
+        for one in plain.values():
+            one._modules.pop(self.prefix)
+            object.__setattr__(one, self.prefix, self.encoder)  # read as before, and not one of its parts
         self.config: Any = chosen.config
 
     def forward(self, task: str, **inputs: Any) -> Any:
@@ -209,12 +230,36 @@ class MultiTaskModel(nn.Module):
     def gradient_checkpointing_enable(self, **options: Any) -> None:
         self.encoder.gradient_checkpointing_enable(**options)
 
-    def save_task(self, name: str, folder: str | Path) -> None:
-        """Writes one task's model as a whole, as a model of its class by itself."""
+    @contextlib.contextmanager
+    def whole(self, name: str) -> Iterator[Any]:
+        """One task's model as it was given, with the encoder among its parts."""
         head: Any = self.heads[name]
-        weights = {**{f"{self.prefix}.{key}": value for key, value in self.encoder.state_dict().items()}}
-        weights |= head.state_dict()
-        head.save_pretrained(folder, state_dict={key: weights[key] for key in self.names_of[name]})
+        plain, parts = plain_model(head), self.encoder._modules
+        pooler = parts.get("pooler")
+        plain._modules[self.prefix] = self.encoder
+        if not self.with_pooler[name] and pooler is not None:
+            parts["pooler"] = None
+        try:
+            yield head
+        finally:
+            del plain._modules[self.prefix]
+            if pooler is not None:
+                parts["pooler"] = pooler
+
+    def save_task(self, name: str, folder: str | Path) -> None:
+        """Writes one task's model as a whole, as a model of its class by itself; of adapters that and the head."""
+        with self.whole(name) as head:
+            if self.bottleneck:
+                from ..adapters import save_adapter
+
+                save_adapter(head, folder)
+            else:
+                head.save_pretrained(folder)
+
+
+def plain_model(model: Any) -> Any:
+    """The model itself, without the one of `peft` around it."""
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
 def load_tasks(folder: str | Path) -> MultiTaskModel:
@@ -225,9 +270,15 @@ def load_tasks(folder: str | Path) -> MultiTaskModel:
     from ..training.run_folder import read_summary
     from . import loading
 
-    names = read_summary(folder).get("tasks")
+    summary = read_summary(folder)
+    names = summary.get("tasks")
     if not names:
         raise ValueError(f"{str(folder)!r} holds no model of several tasks; give the folder of such a run")
+    if summary.get("peft") is not None:
+        raise ValueError(
+            f"{str(folder)!r} holds adapters ({summary['peft']}), one for each of the tasks {', '.join(names)}; load"
+            " each onto its base by itself"
+        )
     models = {}
     for name, about in names.items():
         place = str(Path(folder) / name)

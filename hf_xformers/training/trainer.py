@@ -171,8 +171,12 @@ class XFormerTrainer(Trainer):
             pin_memory=self.args.dataloader_pin_memory,
             persistent_workers=self.args.dataloader_persistent_workers,
         )
+        even = self.accelerator.even_batches
         self.accelerator.even_batches = False  # their number is a multiple of the processes' already
-        return self.accelerator.prepare(loader)
+        try:
+            return self.accelerator.prepare(loader)
+        finally:
+            self.accelerator.even_batches = even  # evaluation wants as many batches in every process
 
     def compute_loss(
         self,

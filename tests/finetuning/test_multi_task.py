@@ -7,14 +7,16 @@ from collections import Counter
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 import hf_xformers.cli
-from hf_xformers.cli.several_tasks import split_tasks
+from hf_xformers.cli.several_tasks import split_file, split_tasks
 from hf_xformers.data import train_tokenizer
 from hf_xformers.finetuning.multi_task import MultiTaskModel, TaskBatchSampler, batch_counts, load_tasks
 from hf_xformers.variants import config_class, family
 from tests.finetuning.task_data import classification, finetune, regression, sentences, tagging
+from tests.training.processes import result, run_jobs
 from tests.training.runs import SHAPE, flags
 
 LEARN = {"learning_rate": 0.01, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
@@ -206,13 +208,83 @@ def test_a_resumed_run_ends_the_same(places, tmp_path):
         assert all(torch.equal(other[key], value) for key, value in one.items())
 
 
+def test_uncertain_rows_are_trained_on(places, tmp_path):
+    """Both tasks are learned, a stopped run ends the same, and a step's loss is that of the rows that it chose."""
+    options = {**SAVES, "num_train_epochs": 3, "save_steps": 30, "sampling": "uncertainty", **LEARN}
+    whole = several(places, tmp_path / "whole", BOTH, **options)
+    assert whole["steps"] == 3 * (8 + 6) and whole["sampling"] == "uncertainty"
+    assert whole["tasks"]["a"]["eval_accuracy"] > 0.8 and whole["tasks"]["b"]["eval_f1"] > 0.4
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoint-42")
+    for name in BOTH:
+        shutil.rmtree(tmp_path / "cut" / name)
+    several(places, tmp_path / "cut", BOTH, "--resume_from_checkpoint", **options)
+    for name in BOTH:
+        one, other = (load_file(tmp_path / place / name / "model.safetensors") for place in ("whole", "cut"))
+        assert all(torch.equal(other[key], value) for key, value in one.items())
+
+
+def test_batches_over_processes():
+    """The parts of a step's batch follow each other; the first rows fill up the last part."""
+    whole, parts = TaskBatchSampler([13, 8], 4, seed=3), TaskBatchSampler([13, 8], 2, seed=3, processes=2)
+    assert len(parts) == 2 * len(whole)
+    steps = list(parts)
+    for step, batch in enumerate(whole):
+        first, second = steps[2 * step : 2 * step + 2]
+        assert [*first, *second][: len(batch)] == batch and len(first) == len(second)
+        assert set(first) | set(second) == set(batch)
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_does(places, tmp_path):
+    never = {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": "false"}
+    tasks = {
+        "a": "classification",
+        "b": "classification",
+    }  # a mean over tags is not that of its halves
+    line = argv({**places, "b": places["a"]}, tmp_path / "unused", tasks, max_steps=6, optim="sgd", **LEARN, **never)
+    for option in ("--output_dir", "--per_device_train_batch_size"):
+        place = line.index(option)
+        del line[place : place + 2]
+    (tmp_path / "line.json").write_text(json.dumps(line))
+    run_jobs("tests.finetuning.multi_task_jobs", ["several_tasks"], tmp_path)
+    one, two = (result(tmp_path, "several_tasks", world) for world in (1, 2))
+    for name in tasks:
+        for key, value in one["state"][name].items():
+            torch.testing.assert_close(two["state"][name][key], value, rtol=1e-3, atol=1e-5)
+        for metric in ("accuracy", "f1", "loss"):
+            found = [run["summary"]["tasks"][name][f"eval_{metric}"] for run in (one, two)]
+            assert found[1] == pytest.approx(found[0], abs=1e-3)
+
+
+@pytest.mark.parametrize("method", ["lora", "pfeiffer"])
+def test_tasks_share_an_adapter(method, places, tmp_path, capsys):
+    """The base stays as it is; every task's folder has the same adapter, its own head, and predicts by itself."""
+    summary = several(places, tmp_path / "run", BOTH, peft=method, max_steps=6, **LEARN)
+    assert summary["peft"] == method and summary["trained_parameters"] < summary["parameters"] / 2
+    files = {"lora": "adapter_model.safetensors", "pfeiffer": "bottleneck.safetensors"}
+    first, second = (load_file(tmp_path / "run" / name / files[method]) for name in BOTH)
+    shared = [key for key in first.keys() & second.keys() if "classifier" not in key]
+    assert shared and all(torch.equal(first[key], second[key]) for key in shared)
+    assert any("pooler" in key for key in first) and not any("pooler" in key for key in second)
+    assert all("trunk.embedding" not in key for key in first)
+    capsys.readouterr()
+    for name in BOTH:
+        line = ["evaluate", "--model", str(tmp_path / "run"), "--task", name, "--json", "--no_progress", "--use_cpu"]
+        assert hf_xformers.cli.main(line) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["loss"] == pytest.approx(summary["tasks"][name]["eval_loss"], rel=1e-4)
+    with pytest.raises(ValueError, match="holds adapters"):
+        load_tasks(tmp_path / "run")
+
+
 def test_a_model_that_is_told_the_task(places, tmp_path, capsys):
     """CA-MTL's attention gets the number of the task, in training and from the commands for one task's model."""
     options = {"variant": "ca_mtl", "num_train_epochs": 2, "learning_rate": 0.01}
     line = argv(places, tmp_path / "run", BOTH, **options)
     assert hf_xformers.cli.main(line) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "attention knows 1 tasks, and 2 are named; give --attention.num_tasks 2" in said
+    assert "the model knows 1 tasks, and 2 are named; give --attention.num_tasks 2" in said
     summary = several(places, tmp_path / "run", BOTH, "--attention.num_tasks", "2", **options)
     capsys.readouterr()
     for number, name in enumerate(BOTH):
@@ -226,6 +298,19 @@ def test_a_model_that_is_told_the_task(places, tmp_path, capsys):
     assert not torch.equal(first, second)
 
 
+def test_a_pretrained_model_that_is_given_ca_mtl(places, tmp_path, capsys):
+    """Its layers are converted, and a run of several tasks trains the parts that know the task."""
+    parts = ["--stack", "ca_mtl", "--residual", "conditional_post_ln"]
+    line = ["convert", "--from", str(places["bert"]), "--to", str(tmp_path / "told"), *parts, "--stack.num_tasks", "2"]
+    assert hf_xformers.cli.main(line) == 0
+    summary = several(places, tmp_path / "run", BOTH, model=tmp_path / "told", max_steps=3)
+    assert [summary["tasks"][name]["task_number"] for name in BOTH] == [0, 1]
+    before, after = (load_file(tmp_path / place / "model.safetensors") for place in ("told", "run/a"))
+    gain = "layers.1.attention_residual.gain.film.weight"
+    for part in ("stack.task_table.weight", "stack.alignment.film.weight", gain):
+        assert not torch.equal(before[f"model.trunk.{part}"], after[f"model.trunk.{part}"])
+
+
 # ------------------------------------------------------------------------------------------------ the command line
 
 
@@ -237,6 +322,40 @@ def test_a_command_line_for_each_task():
     assert split_tasks(["--task", "x", "--data", "a=1"]) is None
 
 
+def test_a_file_of_several_tasks(places, tmp_path, capsys):
+    """A run of the file is that of the command line; what stands there wins over the file."""
+    (tmp_path / "tasks.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "task": {"a": "classification", "b": "tagging"},
+                "data": {name: [str(file) for file in places[name]] for name in BOTH},
+                "model": str(places["bert"]),
+                "per_device_train_batch_size": 8,
+                "max_steps": 9,
+                "sampling": "sqrt",
+                "use_cpu": True,
+                "disable_tqdm": True,
+                "metric_backend": "own",
+            }
+        )
+    )
+    line = ["finetune", str(tmp_path / "tasks.yaml"), "--output_dir", str(tmp_path / "file"), "--max_steps", "3"]
+    assert hf_xformers.cli.main(line) == 0
+    several(places, tmp_path / "line", BOTH, max_steps=3, sampling="sqrt")
+    for name in BOTH:
+        one, other = (load_file(tmp_path / place / name / "model.safetensors") for place in ("file", "line"))
+        assert all(torch.equal(other[key], value) for key, value in one.items())
+    found = split_file({"task": {"a": "x", "b": "y"}, "data": {"a": "1"}, "attention": {"type": "z"}, "seed": 1})
+    assert found == {
+        "a": {"task": "x", "data": "1", "attention": {"type": "z"}, "seed": 1},
+        "b": {"task": "y", "attention": {"type": "z"}, "seed": 1},
+    }
+    assert split_file({"task": "x"}) is None
+    (tmp_path / "bad.yaml").write_text("task: {a/b: tagging}")
+    assert hf_xformers.cli.main(["finetune", str(tmp_path / "bad.yaml"), "--output_dir", str(tmp_path / "x")]) == 2
+    assert "'a/b' is to be the name of a folder" in " ".join(capsys.readouterr().err.split())
+
+
 REFUSED = [
     ({"a": "classification"}, ["--task", "tagging"], {}, "--task tagging has no name beside the named tasks a"),
     ({"a": "classification"}, ["--task", "a=tagging"], {}, "there is a task 'a' already"),
@@ -245,7 +364,11 @@ REFUSED = [
     ({"a": "clasification"}, [], {}, "unknown task 'clasification'"),
     (BOTH, [], {"sampling": "often"}, "--sampling 'often' is unknown; take one of proportional"),
     (BOTH, [], {"sampling_temperature": 0}, "--sampling_temperature 0 must be above 0"),
-    (BOTH, [], {"peft": "lora"}, "--peft is for one task at a time"),
+    ({**BOTH, "c": "regression"}, [], {"sampling": "uncertainty"}, "reads probabilities, and --task c=regression"),
+    (BOTH, [], {"sampling": "uncertainty", "variant": "bert", "tag_decoder": "crf"}, "probabilities of single tags"),
+    (BOTH, [], {"sampling": "uncertainty", "self_ensemble": "sda"}, "compares one answer; drop one"),
+    (BOTH, [], {"peft": "prompt"}, "--peft prompt"),
+    (BOTH, [], {"label_smoothing_factor": 0.1}, "--label_smoothing_factor is for one task at a time"),
     (BOTH, [], {"class_balance": 0.5}, "--class_balance makes the loss of one task"),
     (BOTH, [], {"metric_for_best_model": "a_bleu"}, "'a_bleu' is not measured; choose one of mean, loss, a_accuracy"),
     (BOTH, ["--label_column", "b=nothing"], {}, "there is no column 'nothing'"),
