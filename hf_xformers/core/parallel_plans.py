@@ -37,8 +37,8 @@ def tensor_parallel_plan(config: Any) -> dict[str, str] | None:
     """Names of a base model's modules -> how they are split over processes; None where nothing is.
 
     Attention is split by heads where heads know nothing of each other (`AttentionSpec.splits_heads`, and no position
-    that acts inside the attention of single heads), dense feed-forward networks by inner channels. All else is whole
-    in every process.
+    that acts inside the attention of single heads), dense feed-forward networks by inner channels, the token table by
+    rows, where the head that may be tied to it can be. All else is whole in every process.
     """
     if _undivided(config) is not None:
         return None
@@ -56,6 +56,9 @@ def tensor_parallel_plan(config: Any) -> dict[str, str] | None:
                 else:
                     rules = _HEADS if all(_splits_heads(layer, entry.kind) for layer in layers) else {}
                 plan.update({f"{tower}.layers.*.{entry.name}.{name}": rule for name, rule in rules.items()})
+    if plan and config.embedding.splits_table and config.head.splits_vocabulary:
+        towers = ("trunk", "decoder") if config.is_encoder_decoder else ("trunk",)
+        plan.update({f"{tower}.embedding.tokens": "embedding_rowwise" for tower in towers})
     return plan or None
 
 

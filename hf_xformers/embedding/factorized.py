@@ -57,6 +57,7 @@ class FactorizedEmbeddingSpec(EmbeddingSpec):
     ELECTRA), not after the projection (RoFormer has none). normalize: whether there is the norm; bias: whether there
     is b (OPT has neither)."""
 
+    splits_table = True
     summary = "a narrow token table and a projection onto the model's width (ALBERT, RoFormer)"
 
     width: int = 128

@@ -100,6 +100,7 @@ class TokenEmbeddingSpec(EmbeddingSpec):
     this order. absent_ids: where such an input is not given, the `first` row counts, as for token types, or
     `none`."""
 
+    splits_table = True
     context_parallel = True
     summary = "token (+ type) vectors plus an input position"
 

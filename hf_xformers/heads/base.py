@@ -14,6 +14,8 @@ class HeadSpec(Spec):
     normalizes: it has a norm, which is given no padding mask. leads_back: it goes from `hidden_size` to the width of
     the token table, where that is another. resizes: what it predicts can grow with the vocabulary. any_width: it
     reads last states of another width than `hidden_size`. forecasts: it predicts numbers of a time series, no tokens.
+    splits_vocabulary: whether tensor parallelism may give each process some of the rows of its projection, `decoder`,
+    which is read by calling it alone.
     """
 
     normalizes: ClassVar[bool] = False
@@ -21,6 +23,7 @@ class HeadSpec(Spec):
     resizes: ClassVar[bool] = True
     any_width: ClassVar[bool] = False
     forecasts: ClassVar[bool] = False
+    splits_vocabulary: ClassVar[bool] = False
 
     def clusters(self, config) -> tuple[Cluster, ...] | None:
         """The clusters that the vocabulary is predicted in; None: it is predicted at once."""

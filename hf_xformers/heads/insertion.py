@@ -96,6 +96,7 @@ def place_log_likelihood(
 class InsertionHeadSpec(HeadSpec):
     """The next word, and the slots that it may be inserted at (InDIGO)."""
 
+    splits_vocabulary = True
     summary = "a next word and the place where it is inserted"
 
     def check(self, config) -> None:

@@ -65,6 +65,7 @@ class LinearHeadSpec(HeadSpec):
     (Gemma 2). from_zero: a projection that is not tied starts at zero (Child et al. 2019, arXiv 1904.10509, section
     6)."""
 
+    splits_vocabulary = True
     context_parallel = True
     summary = "one projection onto the vocabulary"
     any_width = True
@@ -112,6 +113,7 @@ class LinearHeadSpec(HeadSpec):
 class TransformHeadSpec(HeadSpec):
     """activation: name in transformers' activation table. bias: one per vocabulary entry."""
 
+    splits_vocabulary = True
     context_parallel = True
     summary = "dense, activation and norm before the projection (BERT)"
     normalizes = True
@@ -136,6 +138,7 @@ class FactorizedHeadSpec(HeadSpec):
     """The way back from the embedding `factorized`: W P h with P [e, D], e the width of the token table (OPT). bias:
     one per vocabulary entry."""
 
+    splits_vocabulary = True
     context_parallel = True
     summary = "a linear map to the width of the token table before the projection"
     leads_back = True

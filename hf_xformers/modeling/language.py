@@ -51,6 +51,16 @@ class LanguageModel(XFormerPreTrainedModel):
         self.exits: Any = tower.stack.build_language_exits(tower)
         self.post_init()
 
+    def init_parallel_plans(self) -> None:
+        super().init_parallel_plans()
+        plan = self._tp_plan or {}
+        if not any(name.endswith("embedding.tokens") for name in plan):
+            return
+        for name, table in (self._tied_weights_keys or {}).items():  # what is tied to the table is split as it is
+            module, _, kind = name.rpartition(".")
+            if kind == "weight" and table.endswith("embedding.tokens.weight"):
+                plan[module] = "colwise_gather_output"
+
     def own_inputs(self) -> dict[str, Tensor]:
         """Inputs of the model under this head that the head itself has, by name."""
         return {}

@@ -188,6 +188,9 @@ SPLIT: dict[str, tuple[str, str, dict[str, Any]]] = {
     "random features": ("xf_performer", "encoder", {}),
     "experts": ("xf_switch_transformer", "encoder", {**SWITCH, "position": "learned_absolute"}),
     "reversible": ("xf_reformer", "encoder", {}),
+    "a narrow table": ("xf_albert", "encoder", {}),
+    "characters beside the table": ("xf_tener", "encoder", {}),
+    "a table that pointers read": ("xf_indigo", "decoder", {}),
 }
 
 

@@ -135,7 +135,7 @@ def test_tensor_parallel(name, results):
             torch.testing.assert_close(job[key], alone[key], rtol=TOLERANCE, atol=TOLERANCE)
     close(first["state"], alone["state"])
     parts = {key.rsplit(".", 2)[-2] for key in first["split"]}
-    assert {"q_proj", "up_proj"} & parts
+    assert {"q_proj", "up_proj"} & parts and "tokens" in parts  # the table, and what is tied to it
 
 
 def tensor_parallel_rules(model):
@@ -150,7 +150,13 @@ def test_plans_name_what_is_there(case):
     }
     rules = tensor_parallel_rules(model) | set(model.config.base_model_fsdp_plan)
     assert {f"model.{rule}" for rule in rules} <= names
-    assert {f"model.{rule}" for rule in rules} == set(model.tp_plan) | set(model.fsdp_plan)
+    split = {f"model.{rule}" for rule in rules} | set(model.fsdp_plan)
+    tied = {
+        name.removesuffix(".weight")
+        for name, table in (model._tied_weights_keys or {}).items()
+        if "model.trunk.embedding.tokens" in model.tp_plan and table.endswith("embedding.tokens.weight")
+    }
+    assert split | tied == set(model.tp_plan) | set(model.fsdp_plan)
     # Accelerate looks the layers up by name.
     assert model._no_split_modules <= {type(module).__name__ for module in model.modules()}
     assert bool(model._no_split_modules) == layers_apart(model.config)
@@ -203,6 +209,7 @@ def test_layers_that_differ():
     cls = config_class("xformer")
     common = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
     mixed = cls(**common, per_layer_config={1: {"attention": "talking_heads"}}, position="none")
-    assert set(mixed.base_model_tp_plan) == {f"trunk.layers.*.feedforward.{x}_proj" for x in ("up", "down")}
+    rules = {f"trunk.layers.*.feedforward.{x}_proj" for x in ("up", "down")}
+    assert set(mixed.base_model_tp_plan) == {*rules, "trunk.embedding.tokens"}
     gated = cls(**common, per_layer_config={1: {"feedforward": "swiglu"}}, position="none")
     assert gated.base_model_tp_plan["trunk.layers.*.feedforward.gate_proj"] == "colwise"
