@@ -62,6 +62,7 @@ HEADS: dict[str, str] = {
         "ForBidirectionalLM",
         "ForClozeWriting",
         "ForImageClassification",
+        "ForMaskedImageModeling",
         "ForCTC",
     )
 }

@@ -210,6 +210,11 @@ class XFormerImageClassifierOutput(base.ImageClassifierOutput):
 
 
 @dataclass
+class XFormerMaskedImageOutput(base.MaskedImageModelingOutput):
+    aux_losses: dict[str, torch.Tensor] | None = None
+
+
+@dataclass
 class XFormerCTCOutput(base.CausalLMOutput):
     """logits [B, T, V] of states, frame_mask [B, T] boolean: which of them are of real frames (None: all)."""
 

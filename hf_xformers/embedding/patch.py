@@ -65,16 +65,21 @@ class PatchEmbedding(Undecayed, nn.Module):
         patches = resized.to(table.dtype).permute(0, 2, 3, 1).flatten(0, 2)
         return torch.cat([own[: self.leading], patches])
 
-    def patches(self, pixel_values: Tensor, interpolate: bool = False) -> Tensor:
+    def patches(
+        self, pixel_values: Tensor, interpolate: bool = False, hidden: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
         """pixel_values [B, C, H, W] -> [B, leading + N, D], positions included: what `inputs_embeds` holds.
 
         interpolate: allow images of another size than the config's `image_size`, by resizing the positions.
+        hidden: which patches are hidden [B, N] boolean, and the vector that stands in their place [D].
 
         Raises:
             ValueError: other channels, a size that patches do not fill, or another size without `interpolate`.
         """
         self.check_size(pixel_values, interpolate)
         vectors = self.vectors(pixel_values.to(self.tokens.weight.dtype))
+        if hidden is not None:
+            vectors = torch.where(hidden[0][..., None], hidden[1].to(vectors.dtype), vectors)
         grid = (pixel_values.shape[2] // self.patch[0], pixel_values.shape[3] // self.patch[1])
         return self.with_positions(vectors, grid)
 
@@ -111,9 +116,11 @@ class PatchEmbedding(Undecayed, nn.Module):
             vectors = vectors + self.grid_positions(*grid)
         return vectors
 
-    def read(self, pixel_values: Tensor, interpolate: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    def read(
+        self, pixel_values: Tensor, interpolate: bool = False, hidden: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """As [`PatchEmbedding.patches`], with further inputs of the layers that are made of the image."""
-        return self.patches(pixel_values, interpolate), {}
+        return self.patches(pixel_values, interpolate, hidden), {}
 
     def forward(
         self, inputs_embeds: Tensor, token_type_ids: Tensor | None, positions: Tensor, position: InputPosition

@@ -52,7 +52,13 @@ class PixelPatchEmbedding(PatchEmbedding):
         """[B, N, m, c] -> [B, N, D]."""
         return self.patch_norm(self.join(self.pixel_norm(states.flatten(2))))
 
-    def read(self, pixel_values: Tensor, interpolate: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    def read(
+        self, pixel_values: Tensor, interpolate: bool = False, hidden: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        if hidden is not None:
+            raise ValueError(
+                "A model that reads the pixels inside patches cannot hide patches; use the embedding 'patch'."
+            )
         self.check_size(pixel_values, interpolate)
         states = self.pixels(pixel_values.to(self.tokens.weight.dtype))
         grid = (pixel_values.shape[2] // self.patch[0], pixel_values.shape[3] // self.patch[1])

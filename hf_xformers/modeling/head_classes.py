@@ -19,6 +19,7 @@ from .entity_replacement import XFormerForEntityReplacement
 from .forecasting import XFormerForTimeSeriesPrediction
 from .image import XFormerForImageClassification, XFormerImageModel
 from .language import XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM
+from .masked_image import XFormerForMaskedImageModeling
 from .masked_sentences import XFormerForMaskedSentences
 from .phrase_contrast import XFormerForPhraseContrast
 from .reordering import XFormerForSegmentReordering
@@ -53,6 +54,7 @@ CLASSES: dict[str, Any] = {
     "ForBidirectionalLM": XFormerForBidirectionalLM,
     "ForClozeWriting": XFormerForClozeWriting,
     "ForImageClassification": XFormerForImageClassification,
+    "ForMaskedImageModeling": XFormerForMaskedImageModeling,
     "ForCTC": XFormerForCTC,
 }
 # By what a family reads, in place of the above.

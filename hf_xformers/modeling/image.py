@@ -23,12 +23,17 @@ class XFormerImageModel(XFormerModel):
 
     @can_return_tuple
     def forward(
-        self, pixel_values: Tensor | None = None, interpolate_pos_encoding: bool = False, **kwargs: Any
+        self,
+        pixel_values: Tensor | None = None,
+        interpolate_pos_encoding: bool = False,
+        hidden_patches: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
     ) -> outputs.XFormerModelOutput:
         """
         Args:
             pixel_values: [B, C, H, W], as an image processor gives them.
             interpolate_pos_encoding: allow another H and W than the config's `image_size`; positions are resized.
+            hidden_patches: which patches are hidden [B, N] boolean, and the vector that stands in their place [D].
         """
         if pixel_values is None:
             raise ValueError("Give `pixel_values` [batch, channels, height, width].")
@@ -40,7 +45,7 @@ class XFormerImageModel(XFormerModel):
                 f"The image has {size[0]} x {size[1]} pixels, but attention {self.config.attention.type!r} reads"
                 f" images as the grid of {self.config.image_shape[0]} x {self.config.image_shape[1]}; resize it."
             )
-        embeds, further = self.trunk.embedding.read(pixel_values, interpolate_pos_encoding)
+        embeds, further = self.trunk.embedding.read(pixel_values, interpolate_pos_encoding, hidden_patches)
         return super().forward(inputs_embeds=embeds, **further, **kwargs)
 
 

@@ -46,6 +46,7 @@ INFO = VariantInfo(
 }""",
 )
 
-_family = make_family(XFVisionTransformerConfig, "XFVisionTransformer", IMAGE_HEADS, INFO)
+_family = make_family(XFVisionTransformerConfig, "XFVisionTransformer", (*IMAGE_HEADS, "ForMaskedImageModeling"), INFO)
 XFVisionTransformerModel = _family["Model"]
 XFVisionTransformerForImageClassification = _family["ForImageClassification"]
+XFVisionTransformerForMaskedImageModeling = _family["ForMaskedImageModeling"]

@@ -23,6 +23,7 @@ INFO = VariantInfo(
 _OTHERS = (
     "ForImageClassification",
     "ForCTC",
+    "ForMaskedImageModeling",
     "ForSegmentReordering",
     "ForSpanBoundary",
     "ForContrastivePrediction",
