@@ -56,3 +56,76 @@ def _output(output: dict[str, Any], stem: str, pictures: dict[str, bytes]) -> li
             return [f"![output]({Path(name).name})"]
     text = "".join(output.get("text", data.get("text/plain", ""))).rstrip()
     return [f"```text\n{text}\n```"] if text else []
+"""Pages of the notebooks: their text, their code, and what the code prints, as it runs when the pages are built."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+import tempfile
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "notebooks"
+
+
+@dataclass
+class Executed:
+    """A notebook that has run. cells: (kind, source, what it printed). names: what its code has defined."""
+
+    cells: list[tuple[str, str, str]]
+    names: dict[str, Any]
+
+    @property
+    def printed(self) -> str:
+        return "".join(printed for _, _, printed in self.cells)
+
+
+def execute(path: Path) -> Executed:
+    """Runs the code cells of a notebook in order, in a folder that is removed afterwards."""
+    module = types.ModuleType(f"notebook_{path.stem}")
+    found = Executed([], vars(module))
+    with _elsewhere(module):
+        for number, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
+            source, printed = "".join(cell["source"]), io.StringIO()
+            if cell["cell_type"] == "code":
+                with contextlib.redirect_stdout(printed):
+                    exec(compile(source, f"{path.name}, cell {number}", "exec"), found.names)
+            found.cells.append((cell["cell_type"], source, printed.getvalue()))
+    return found
+
+
+@contextlib.contextmanager
+def _elsewhere(module: types.ModuleType) -> Iterator[None]:
+    before = os.getcwd()
+    sys.modules[module.__name__] = module
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(before)
+            del sys.modules[module.__name__]
+
+
+def pages() -> dict[str, str]:
+    """Path below the folder of pages -> text, of every notebook."""
+    return {f"notebooks/{path.stem}.md": page(path) for path in sorted(FOLDER.glob("*.ipynb"))}
+
+
+def page(path: Path) -> str:
+    parts = []
+    for kind, source, printed in execute(path).cells:
+        parts.append(source if kind == "markdown" else f"```python\n{source}\n```")
+        if printed.strip():
+            parts.append(f"```text\n{printed.rstrip()}\n```")
+    title, *rest = parts
+    heading, _, introduction = title.partition("\n")
+    about = f"The notebook: [{path.name}]({path.name}). What its cells print they printed when this page was built."
+    return "\n\n".join([heading, about, introduction.strip(), *rest]) + "\n"

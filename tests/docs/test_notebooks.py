@@ -1,5 +1,6 @@
 """The notebooks run from top to bottom, what they train stands clear of its floor, and the outputs that are stored in
 them are those of their cells."""
+"""The notebooks run from top to bottom, and what they train stands clear of its floor."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import re
 import pytest
 
 from scripts.docs.run_notebooks import FOLDER, execute, store
+from scripts.docs.notebooks import FOLDER, execute, page
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
@@ -36,6 +38,13 @@ LEARNED = {
     "swap_checkpoint": swaps_keep,
     "attention_maps": maps_show_the_copy,
 }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook(path):
+    found = execute(path)
+    LEARNED[path.stem](found.names, found.printed)
 
 
 def test_every_notebook_has_a_bar():
@@ -77,3 +86,26 @@ def test_store(tmp_path):
     store(path)
     assert stored(path) == ["", "2\n", ""]
     assert json.loads(path.read_text())["cells"][2]["outputs"] == []
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_nothing_is_stored(path):
+    """No outputs that could grow old, and no number that says how often a cell ran."""
+    book = json.loads(path.read_text(encoding="utf-8"))
+    assert book["nbformat"] == 4
+    for cell in book["cells"]:
+        assert cell["cell_type"] == "markdown" or (cell["outputs"] == [] and cell["execution_count"] is None)
+
+
+def test_page(tmp_path):
+    """Text, code and what it printed, in their order."""
+    path = tmp_path / "small.ipynb"
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "\n", "About it."]},
+        {"cell_type": "code", "source": ["from dataclasses import dataclass\n", "print(1 + 1)"]},
+        {"cell_type": "code", "source": ["@dataclass\n", "class A:\n", "    b: int = 1"]},
+    ]
+    path.write_text(json.dumps({"cells": cells}))
+    text = page(path)
+    assert text.startswith("# Title\n\nThe notebook: [small.ipynb](small.ipynb).")
+    code = "```python\nfrom dataclasses import dataclass\nprint(1 + 1)\n```"
+    assert f"About it.\n\n{code}\n\n```text\n2\n```\n\n" in text
+    assert text.endswith("    b: int = 1\n```\n")
