@@ -40,13 +40,6 @@ LEARNED = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook(path):
-    found = execute(path)
-    LEARNED[path.stem](found.names, found.printed)
-
-
 def test_every_notebook_has_a_bar():
     assert [path.stem for path in NOTEBOOKS] == sorted(LEARNED)
 
@@ -87,25 +80,30 @@ def test_store(tmp_path):
     assert stored(path) == ["", "2\n", ""]
     assert json.loads(path.read_text())["cells"][2]["outputs"] == []
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_nothing_is_stored(path):
-    """No outputs that could grow old, and no number that says how often a cell ran."""
+def test_notebook(path):
+    """Figures and shades may differ from those that are stored, with the versions and the processor; lines may not."""
+    found = execute(path)
+    LEARNED[path.stem](found.names, "".join(found.printed))
+    assert [len(text.splitlines()) for text in stored(path)] == [len(text.splitlines()) for text in found.printed]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_is_stored_is_small(path):
+    """Text alone, and no number that says how often a cell ran."""
     book = json.loads(path.read_text(encoding="utf-8"))
-    assert book["nbformat"] == 4
+    assert book["nbformat"] == 4 and path.stat().st_size < 20_000
     for cell in book["cells"]:
-        assert cell["cell_type"] == "markdown" or (cell["outputs"] == [] and cell["execution_count"] is None)
+        assert cell["cell_type"] == "markdown" or cell["execution_count"] is None
 
 
-def test_page(tmp_path):
-    """Text, code and what it printed, in their order."""
+def test_store(tmp_path):
     path = tmp_path / "small.ipynb"
     cells = [
-        {"cell_type": "markdown", "source": ["# Title\n", "\n", "About it."]},
+        {"cell_type": "markdown", "source": ["# Title\n"]},
         {"cell_type": "code", "source": ["from dataclasses import dataclass\n", "print(1 + 1)"]},
-        {"cell_type": "code", "source": ["@dataclass\n", "class A:\n", "    b: int = 1"]},
+        {"cell_type": "code", "source": ["@dataclass\n", "class A:\n", "    b: int = 1"], "outputs": ["old"]},
     ]
     path.write_text(json.dumps({"cells": cells}))
-    text = page(path)
-    assert text.startswith("# Title\n\nThe notebook: [small.ipynb](small.ipynb).")
-    code = "```python\nfrom dataclasses import dataclass\nprint(1 + 1)\n```"
-    assert f"About it.\n\n{code}\n\n```text\n2\n```\n\n" in text
-    assert text.endswith("    b: int = 1\n```\n")
+    store(path)
+    assert stored(path) == ["", "2\n", ""]
+    assert json.loads(path.read_text())["cells"][2]["outputs"] == []
