@@ -161,6 +161,8 @@ def read(line: str) -> None:
     elif words[:3] == ["pip", "install", "-e"]:
         extras = re.findall(r"\w+", words[3].removeprefix("."))
         assert set(extras) <= set(_EXTRAS.findall((ROOT / "pyproject.toml").read_text())), line
+    elif words[:2] == ["transformers", "serve"]:  # clients/test_serve.py asks a server
+        assert "--trust-remote-code" in words
     else:
         assert words == ["source", ".venv/bin/activate"], f"what tries {line!r}?"
 
