@@ -331,7 +331,6 @@ class XFormerTower(XFormerPreTrainedModel):
         )
 
     def _documents(self, positions: Tensor, fresh: bool, parts: TextParts | None) -> Tensor | None:
-    def _documents(self, positions: Tensor, fresh: bool) -> Tensor | None:
         """[B, T] document numbers of rows whose positions [B, T] restart; None where none does."""
         if parts is not None:
             return None if parts.documents is None else parts.own(parts.documents)

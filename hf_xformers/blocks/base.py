@@ -48,9 +48,6 @@ class BlockSpec(Spec):
     in_sequence: every sublayer reads what the one before it has added to. additive: where the config's residual adds
     to the stream, nothing else is done to it. reshapes: its attention has other channels or heads than the config
     says. takes_spans: states of spans of the text go through its layers beside those of tokens."""
-    in_sequence: every sublayer reads what the one before it has added to. reshapes: its attention has other channels
-    or heads than the config says. takes_spans: states of spans of the text go through its layers beside those of
-    tokens."""
 
     unpads: ClassVar[bool] = True
     passes_streams: ClassVar[bool] = True

@@ -222,7 +222,6 @@ class Reader:
         self.model = model.eval().requires_grad_(False).to("cpu" if on_cpu else "cuda")
         self.count = len(self.states(self.batch([[""]]))[0])
         self._costs: BatchCosts | None = None
-        self.choice = LayerChoice(options.layers, self.count, options.mix_scores, options.normalize)
         self.choice = LayerChoice(
             options.layers, self.count, options.mix_scores, options.normalize, apart=options.learn_mix
         )
