@@ -117,7 +117,7 @@ PLANS: dict[str, list[Plan]] = {
             "dots",
             ("component",),
             {"time ratio": "time", "memory ratio": "memory"},
-            axis="ratio to the plain choice, at most tokens",
+            axis="ratio to the plain choice, longest texts",
             group=("slot",),
             last="T",
             log=True,
@@ -136,7 +136,7 @@ PLANS: dict[str, list[Plan]] = {
     "finetuning": [
         Plan(
             "dots",
-            ("variant", "start"),
+            ("variant", "epochs", "rate"),
             {"test": "test", "validation": "validation", "baseline": "without a model"},
             axis="percent",
             group=("task", "metric"),
@@ -210,7 +210,7 @@ def _label(row: Row, plan: Plan, rows: Sequence[Row]) -> str:
     same = [other for other in rows if other.get(plan.label[0]) == row.get(plan.label[0])]
     telling = [key for key in plan.label[1:] if len({str(other.get(key)) for other in same}) > 1]
     words = [str(row.get(key)).removeprefix("xf_") for key in (plan.label[0], *telling)]
-    return ", ".join(word if len(word) <= 34 else word[:32] + "…" for word in words)
+    return ", ".join(word if len(word) <= 26 else word[:24] + "…" for word in words)
 
 
 def _lines(name: str, title: str, plan: Plan, column: str, axis: str, rows: Sequence[Row], first: int) -> list[Chart]:

@@ -61,7 +61,7 @@ def _figure(height: float, title: str) -> tuple[Any, Any]:
 
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     axes = figure.add_subplot()
-    axes.set_title(title, fontsize=12, loc="left")
+    figure.suptitle(title, fontsize=12, x=0.02, ha="left")
     axes.grid(True)
     axes.set_axisbelow(True)
     return figure, axes
@@ -89,7 +89,7 @@ def _lines(chart: Chart) -> Any:
 
 def _dots(chart: Chart) -> Any:
     labels = list(chart.points)[::-1]  # the first one on top
-    figure, axes = _figure(1.5 + 0.25 * len(labels), chart.title)
+    figure, axes = _figure(1.8 + 0.25 * len(labels), chart.title)
     values = list(dict.fromkeys(name for points in chart.points.values() for name, _ in points))
     for index, value in enumerate(values):
         found = [(x, row) for row, label in enumerate(labels) for name, x in chart.points[label] if name == value]
@@ -101,7 +101,7 @@ def _dots(chart: Chart) -> Any:
         axes.axvline(1, color=INK, linewidth=1, linestyle="--", label=chart.even)
     axes.set_yticks(range(len(labels)), [label.strip() for label in labels], fontsize=10)
     axes.set_ylim(-0.6, len(labels) - 0.4)
-    axes.set_xlabel(chart.x)
+    axes.set_xlabel(chart.x, loc="right")  # to the left of the plot there is room for it
     if len(values) > 1 or chart.even:
         figure.legend(loc="outside lower left", fontsize=10, frameon=False, ncols=2)
     return figure

@@ -45,7 +45,7 @@ def _present(entries: list[Entry], known: set[str]) -> list[Entry]:
     kept: list[Entry] = []
     for entry in entries:
         if isinstance(entry, str):
-            kept += _filled(entry) if entry.endswith("*") else [entry] if entry in known else []
+            kept += _present(_filled(entry), known) if entry.endswith("*") else [entry] if entry in known else []
             continue
         ((title, below),) = entry.items()
         if isinstance(below, list):

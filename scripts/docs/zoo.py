@@ -55,7 +55,7 @@ def variant(name: str) -> str:
     """The page of a variant."""
     cls = catalog.variants()[name]
     info, here = cls.info, catalog.variant_page(name)
-    first = (cls.__doc__ or "").strip().splitlines()[0]
+    first = " ".join((cls.__doc__ or "").strip().split("\n\n")[0].split())
     main = next((head for head in PIPELINES if head in cls.heads), "Model")
     prefix = cls.__name__.removesuffix("Config")
     section = SURVEY[info.section]
