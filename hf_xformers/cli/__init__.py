@@ -30,7 +30,7 @@ COMMANDS = {
     "search": ("search", "find the operations of a DARTSformer's layers by gradient descent"),
     "benchmark": ("benchmark", "compare variants: time, memory, and what they learn, beside dense attention"),
     "card": ("card", "the model card of a variant or of a checkpoint, with measured figures"),
-    "export": ("export", "an encoder as an ONNX graph, compared with the model under onnxruntime"),
+    "export": ("export", "a model as an ONNX graph, compared with it under onnxruntime"),
     "bundle": ("bundle", "a checkpoint with the code that it needs, for users without this package"),
     "push": ("push", "upload a checkpoint or an adapter to the Hub, with a card"),
 }
@@ -38,7 +38,7 @@ DEBUG_VARIABLE = "HF_XFORMERS_DEBUG"
 
 _USAGE = """usage: hf-xformers [--version] [--debug] COMMAND ...
 
-Some sixty variants of the Transformer as Hugging Face models, with components
+Some hundred and twenty variants of the Transformer as Hugging Face models, with components
 that can be mixed.
 
 {commands}

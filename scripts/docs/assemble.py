@@ -15,6 +15,7 @@ from pathlib import Path
 from . import api, drawing, notebooks, objectives, pictures, results, taxonomy, zoo
 from .charts import charts_of
 from .equations import with_equations
+from .figures import fill
 from .markup import ROOT, Pages
 from .navigation import configuration
 
@@ -40,7 +41,7 @@ def everything() -> dict[str, bytes]:
     """Path -> content of all files that the site is built from."""
     text: dict[str, str] = dict(generated())
     for path in sorted(WRITTEN.rglob("*.md")):
-        text[str(path.relative_to(WRITTEN))] = path.read_text(encoding="utf-8")
+        text[str(path.relative_to(WRITTEN))] = fill(path.read_text(encoding="utf-8"))
     from_notebooks, shown = notebooks.pages()
     text |= from_notebooks
     files = {path: with_equations(page).encode() for path, page in text.items()}
