@@ -38,8 +38,8 @@ DEBUG_VARIABLE = "HF_XFORMERS_DEBUG"
 
 _USAGE = """usage: hf-xformers [--version] [--debug] COMMAND ...
 
-Some hundred and twenty variants of the Transformer as Hugging Face models, with components
-that can be mixed.
+Some hundred and twenty variants of the Transformer as Hugging Face models, with
+components that can be mixed.
 
 {commands}
 

@@ -109,12 +109,13 @@ def check_objective(config_class: type[XFormerConfig], objective: str) -> None:
     wanted = language_objective(objective)
     if f"For{wanted.head}" in config_class.heads:  # of components `refuse_other_component` asks the config itself
         return
-    fitting = objectives_for(config_class)
+    fitting, able = objectives_for(config_class), _able(wanted)
+    others = ", ".join(able[:6]) + (f" or one of {len(able) - 6} others" if len(able) > 6 else "")
     raise ValueError(
         f"variant {config_class.model_type!r} cannot be trained with objective {objective!r}, which needs a"
         f" For{wanted.head} class; "
         + (f"take objective {' or '.join(map(repr, fitting))}, or " if fitting else "take ")
-        + f"another variant: {', '.join(_able(wanted))}"
+        + f"another variant: {others}"
     )
 
 
