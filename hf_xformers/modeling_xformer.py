@@ -81,7 +81,8 @@ class XFormerModel(XFormerPreTrainedModel):
         return (*self.trunk.extra_inputs, *decoder, *pooler)
 
     def get_encoder(self, modality: str | None = None) -> nn.Module:
-        return self.trunk
+        # transformers asks for encoders of images and of sound, and goes by the answer that there is another model.
+        return self.trunk if modality in (None, self.config.modality) else self
 
     def get_decoder(self) -> nn.Module:
         return self.trunk if self.decoder is None else self.decoder

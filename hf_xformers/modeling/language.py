@@ -91,7 +91,8 @@ class LanguageModel(XFormerPreTrainedModel):
         return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
 
     def get_encoder(self, modality: str | None = None) -> nn.Module:
-        return self.model.get_encoder(modality)
+        found = self.model.get_encoder(modality)
+        return self if found is self.model else found
 
     def get_decoder(self) -> nn.Module:
         return self.model.get_decoder()
