@@ -2,7 +2,7 @@
 # Sets the environment up and builds the documentation, strictly: a dead link, a missing reference, or something that
 # a page would load from another host fails.
 #
-#   scripts/docs.sh          the site in build/docs/site; open index.html there, no server is needed
+#   scripts/docs.sh          the site in build/docs/site, whose pages open without a server, too; the search needs one
 #   scripts/docs.sh serve    the same, then serves it at http://localhost:8000 (HF_XFORMERS_DOCS_PORT: another port)
 #
 # It needs the network for the set-up alone. The variables of scripts/setup.sh hold here, too.
