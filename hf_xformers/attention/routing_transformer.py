@@ -447,6 +447,7 @@ class RoutingSpec(BucketedSpec):
     """
 
     summary = "local heads, and heads that attend inside k-means clusters"
+    unquantized = dict.fromkeys(("attention.q_proj", "attention.k_proj"), "it chooses the cluster of a token")
     later_tokens = "which tokens a cluster holds"
     tensor_parallel = False  # its sums over processes are those of data parallelism
 

@@ -1,8 +1,8 @@
 """Which modules of a model are quantised, which are left as they are, and why; and how to measure it.
 
-What stays was found with [`output_errors`] on small models of nineteen families, with random weights: a kind is left
-out where quantising it alone moves the outputs far more than any other kind does. By judgement, so is what has few
-numbers, which mostly gate or decide something.
+What stays was found with [`output_errors`] on small models of all families (`benchmarks/quantization.py`), with random
+weights: a kind is left out where quantising it alone moves the outputs many times as far as its weights were moved,
+and it is the one that decides. By judgement, so is what has few numbers, which mostly gate or decide something.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.components import SLOTS
 from ..modeling_base import XFormerPreTrainedModel
 
 # What stands between the last states and what is predicted. Quantised by itself, the map to tokens moved outputs by 2
@@ -22,11 +23,9 @@ from ..modeling_base import XFormerPreTrainedModel
 # thousands of times (BERT).
 _OUTSIDE = "it stands between the last states and what is predicted"
 _TOWERS = ("model.trunk.", "model.decoder.", "trunk.", "decoder.")
-# Ends of names in towers that are left as they are, with the reason; the queries of product keys moved outputs 92
-# (int4) to 300,000 times (int8) as far. (Routers of experts are no linear modules.)
-KEPT: dict[str, str] = {
-    "feedforward.query_proj": "it chooses rows of a memory, and a small change chooses others",
-}
+# What else stays is said by components themselves (`Spec.unquantized`): maps that decide something, which hand on many
+# times their own error (in int8 gates of conditional computation 90 to 100 times, queries and keys of clusters 60 to
+# 80 times, where kinds of other families hand on 12 times at most). Routers of experts are no linear modules.
 # Heads of transformers' own models.
 _HEADS = ("classifier", "score", "qa_outputs", "lm_head", "cls", "embed_out", "pooler.dense", "vocab_projector")
 SMALLEST = 16  # inputs or outputs below which numbers are few, and mostly gate or decide
@@ -64,10 +63,10 @@ def split(model: nn.Module, *, group_size: int | None = None, keep: Sequence[str
             raise ValueError(
                 f"--keep {wanted} names no linear module of the model; its kinds are {', '.join(known)}: correct it"
             )
-    tied = _tied(model)
+    tied, named = _tied(model), named_by_components(model)
     chosen, kept = [], {}
     for name, module in modules.items():
-        reason = next((why for end, why in KEPT.items() if _ends(name, end)), None)
+        reason = next((why for end, why in named.items() if _ends(name, end)), None)
         if outside(model, name):
             reason = _OUTSIDE
         if any(_ends(name, wanted) for wanted in keep):
@@ -88,6 +87,18 @@ def split(model: nn.Module, *, group_size: int | None = None, keep: Sequence[str
             f"nothing of the model can be quantised ({first}); give a smaller --group_size, or --keep less"
         )
     return Split(chosen, kept)
+
+
+def named_by_components(model: nn.Module) -> dict[str, str]:
+    """Ends of names of linear modules that the components of a model say keep their precision, with the reasons."""
+    if not isinstance(model, XFormerPreTrainedModel):
+        return {}
+    found: dict[str, str] = {}
+    for view in model.config.tower_configs():
+        for layer in view.layer_configs():
+            for slot in SLOTS:
+                found |= getattr(layer, slot).unquantized
+    return found
 
 
 def outside(model: nn.Module, name: str) -> bool:
@@ -156,4 +167,13 @@ def _relative(found: Tensor, right: Tensor) -> float:
     return float((found - right).square().sum() / right.square().sum().clamp(min=1e-30))
 
 
-__all__ = ["KEPT", "SMALLEST", "Split", "kind_of", "linear_modules", "outside", "output_errors", "split"]
+__all__ = [
+    "SMALLEST",
+    "Split",
+    "kind_of",
+    "linear_modules",
+    "named_by_components",
+    "outside",
+    "output_errors",
+    "split",
+]

@@ -9,7 +9,9 @@ This file imports none of the rooms: a room is imported the first time one of it
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, dataclass_transform
 
 from .hand_overs import HandOver, check_hand_overs
@@ -45,6 +47,9 @@ class Spec(TypedSpec):
     (`context.segment_ids`).
     context_parallel: whether it is right where each process is given a part of every text (single tokens with their
     positions, and SDPA in causal order without a mask or bias).
+    unquantized: linear maps inside it that keep their precision when a model is quantised, by the ends of their names,
+    each with the reason: a small change of theirs is a large one of the outputs, as `compression/quantizable.py`
+    measures it.
     gives, reads: what it makes for another component, and needs another one to make (`core/hand_overs.py`).
     """
 
@@ -56,6 +61,7 @@ class Spec(TypedSpec):
     not_taken_over: ClassVar[tuple[str, ...]] = ()
     packed: ClassVar[bool] = False
     context_parallel: ClassVar[bool] = False
+    unquantized: ClassVar[Mapping[str, str]] = MappingProxyType({})
     gives: ClassVar[frozenset[HandOver]] = frozenset()
     reads: ClassVar[frozenset[HandOver]] = frozenset()
 

@@ -210,6 +210,7 @@ class ProductKeyMemorySpec(DenseForm):
 
     summary = "a memory of many slots found by products of keys"
     tensor_parallel = False  # its batch norm's sums over processes are those of data parallelism
+    unquantized = {"feedforward.query_proj": "it chooses rows of a memory, and a small change chooses others"}
 
     layers: tuple[int, ...] | None = None
     num_heads: int = 4

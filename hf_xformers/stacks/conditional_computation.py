@@ -79,6 +79,7 @@ class ConditionalComputationSpec(StackSpec):
     feeds_gates = True
     packed = True
     summary = "gates switch sublayers off token by token, within a budget"
+    unquantized = dict.fromkeys(("query_gate.inner", "gate.inner"), "it opens or closes a part for a token")
 
     budget: float | int = 0.5
     budget_weight: float | int = 1.0

@@ -8,6 +8,8 @@ from torch import nn
 
 from hf_xformers.cli import main
 from hf_xformers.compression.quantizable import output_errors, split
+from hf_xformers.training.presets import size_fields
+from hf_xformers.variants import config_class, family
 from tests.finetuning.task_data import classification, finetune
 from tests.training.runs import flags, pretrain, weights, write_text
 
@@ -91,6 +93,30 @@ def test_training_sees_what_is_saved(weights, activations):
     for name in split(model, group_size=choice.grouped).chosen:
         quantize_module(modules[name], recipe(choice))
     torch.testing.assert_close(model(**rows()).logits, seen, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    "variant, ends",
+    [
+        ("product_key_memory", {"feedforward.query_proj"}),
+        ("routing_transformer", {"attention.q_proj", "attention.k_proj"}),
+        ("conditional_computation_transformer", {"query_gate.inner", "gate.inner"}),
+        ("bert", set()),
+    ],
+)
+def test_what_decides_keeps_its_precision(variant, ends):
+    """By the family's components; everything else inside the layers is quantised."""
+    config = config_class(variant)
+    head = "ForMaskedLM" if "ForMaskedLM" in config.heads else "ForSeq2SeqLM"
+    fields = size_fields(config, "tiny", two_towers=head == "ForSeq2SeqLM")
+    with torch.device("meta"):
+        model = family(variant)[head](config(**fields, vocab_size=300, is_encoder_decoder=head == "ForSeq2SeqLM"))
+    parts = split(model)
+    inside = {name for name in parts.kept if ".layers." in name}
+    assert {end for end in ends if any(name.endswith(f".{end}") for name in inside)} == ends
+    chosen = {name for name in parts.chosen for end in ends if name.endswith(f".{end}")}
+    assert not chosen and any(name.endswith("o_proj") for name in parts.chosen)
+    assert bool(inside) == bool(ends)
 
 
 @pytest.mark.parametrize("weights_, activations", KINDS)
