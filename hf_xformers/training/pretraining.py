@@ -344,7 +344,6 @@ def train(
     collator = prepared.objective.collator(prepared.tokenizer, seed=args.seed)
     streams = prepared.plan["train_streams"] is not None
     chosen: dict[str, Any] = {"recipe": recipe} if recipe.chosen() else {}
-    more: dict[str, Any] = {"recipe": recipe} if recipe.chosen() else {}
     trainer = (make_trainer or XFormerTrainer)(
         model=model,
         args=args,
@@ -356,7 +355,6 @@ def train(
         callbacks=[EpochCallback(collator), ExactSaves(), *callbacks],
         segment_streams=streams,
         **chosen,
-        **more,
     )
     speak_plainly(trainer)
     summary = {**prepared.plan, "parameters": model.num_parameters(), "processes": args.world_size}

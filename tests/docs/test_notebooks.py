@@ -1,6 +1,5 @@
 """The notebooks run from top to bottom, what they train stands clear of its floor, and the outputs that are stored in
 them are those of their cells."""
-"""The notebooks run from top to bottom, and what they train stands clear of its floor."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ import re
 import pytest
 
 from scripts.docs.run_notebooks import FOLDER, execute, store
-from scripts.docs.notebooks import FOLDER, execute, page
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
@@ -51,34 +49,6 @@ def stored(path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook(path):
-    """Figures and shades may differ from those that are stored, with the versions and the processor; lines may not."""
-    found = execute(path)
-    LEARNED[path.stem](found.names, "".join(found.printed))
-    assert [len(text.splitlines()) for text in stored(path)] == [len(text.splitlines()) for text in found.printed]
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_what_is_stored_is_small(path):
-    """Text alone, and no number that says how often a cell ran."""
-    book = json.loads(path.read_text(encoding="utf-8"))
-    assert book["nbformat"] == 4 and path.stat().st_size < 20_000
-    for cell in book["cells"]:
-        assert cell["cell_type"] == "markdown" or cell["execution_count"] is None
-
-
-def test_store(tmp_path):
-    path = tmp_path / "small.ipynb"
-    cells = [
-        {"cell_type": "markdown", "source": ["# Title\n"]},
-        {"cell_type": "code", "source": ["from dataclasses import dataclass\n", "print(1 + 1)"]},
-        {"cell_type": "code", "source": ["@dataclass\n", "class A:\n", "    b: int = 1"], "outputs": ["old"]},
-    ]
-    path.write_text(json.dumps({"cells": cells}))
-    store(path)
-    assert stored(path) == ["", "2\n", ""]
-    assert json.loads(path.read_text())["cells"][2]["outputs"] == []
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook(path):
     """Figures and shades may differ from those that are stored, with the versions and the processor; lines may not."""
