@@ -35,13 +35,8 @@ class ArccosAttention(RandomRows, LinearAttention):
         if spec.num_features is not None:
             self.make_rows(spec.num_features)
 
-    def queries(self, hidden_states: Tensor) -> Tensor:
-        query = super().queries(hidden_states)
-        return unit_vectors(query) if self.spec.normalize_qk else query
-
-    def keys(self, hidden_states: Tensor) -> Tensor:
-        key = super().keys(hidden_states)
-        return unit_vectors(key) if self.spec.normalize_qk else key
+    def measured(self, vectors: Tensor) -> Tensor:
+        return unit_vectors(vectors) if self.spec.normalize_qk else vectors
 
     def phi_params(self, context: LayerContext) -> tuple[Tensor, ...]:
         return () if self.num_rows is None else (self.rows(context),)

@@ -67,11 +67,8 @@ class RFAAttention(RandomRows, LinearAttention):
         if self.sigma is not None:
             init.ones_(self.sigma)
 
-    def queries(self, hidden_states: Tensor) -> Tensor:
-        return unit_vectors(super().queries(hidden_states))
-
-    def keys(self, hidden_states: Tensor) -> Tensor:
-        return unit_vectors(super().keys(hidden_states))
+    def measured(self, vectors: Tensor) -> Tensor:
+        return unit_vectors(vectors)
 
     def phi_params(self, context: LayerContext) -> tuple[Tensor, ...]:
         rows = self.rows(context)

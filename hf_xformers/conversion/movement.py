@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..configuration_xformer import XFormerConfig
 from ..core.tasks import any_task
 
 _TOKENS = 512  # of the sample: enough to leave a window, quick on a CPU
@@ -74,8 +75,7 @@ def movement(
         first, second = _outputs(before, row, wanted), _outputs(after, row, wanted)
         if first is None or second is None:
             old, new = (
-                model(input_ids=row[None], **any_task(model.config, 1)).last_hidden_state.float()
-                for model in (before, after)
+                model(input_ids=row[None], **_task(model)).last_hidden_state.float() for model in (before, after)
             )
             sums["moved"] += float((new - old).square().sum())
             sums["size"] += float(old.square().sum())
@@ -99,11 +99,16 @@ def _outputs(model: PreTrainedModel, row: Tensor, wanted: Tensor) -> Tensor | No
     predicts nothing."""
     if type(model).__name__.endswith("ForMultipleChoice"):
         return model(input_ids=torch.stack([row, row.flip(0)])[None]).logits
-    output = model(input_ids=row[None], **any_task(model.config, 1))
+    output = model(input_ids=row[None], **_task(model))
     found = next((output[name] for name in _OUTPUTS if output.get(name) is not None), None)
     if found is None:
         return None
     return found[0][wanted] if found.ndim == 3 else found
+
+
+def _task(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What one of our models that tells tasks apart is given with one row."""
+    return any_task(model.config, 1) if isinstance(model.config, XFormerConfig) else {}
 
 
 def _limits(model: PreTrainedModel) -> Iterator[int]:

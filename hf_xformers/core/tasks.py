@@ -41,7 +41,7 @@ def number_of_tasks(config: Any) -> int | None:
 def any_task(config: Any, rows: int) -> dict[str, Tensor]:
     """What a model of several tasks is given where it is only looked at: the first task for every row; nothing for any
     other model."""
-    told = number_of_tasks(config) if hasattr(config, "stack") else None
+    told = number_of_tasks(config)
     return {TASKS: torch.zeros(rows, dtype=torch.long)} if told is not None and told > 1 else {}
 
 

@@ -281,8 +281,6 @@ class XFormerTrainer(Trainer):
             if count is None or not self._counts_over_devices(count):
                 return count
             return torch.as_tensor(count) / self.sequence.count
-            count: Any = super()._get_num_items_in_batch(batch_samples, device)
-            return count / self.sequence.count if self._counts_over_devices(count) else count
         if self.model_accepts_loss_kwargs or self.compute_loss_func is not None:
             self._leave_out_repeats(batch_samples)
         return super()._get_num_items_in_batch(batch_samples, device)

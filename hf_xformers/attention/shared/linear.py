@@ -119,12 +119,23 @@ class LinearAttention(Attention):
             key, value = self._keys_and_values(given_memory(memory)) if losses else (query, query)
         else:
             query, key, value = self.projected_heads(hidden_states)
+            query, key = self.measured(query), self.measured(key)
             key, value = self.repeated(key), self.repeated(value)
             decay = self.decay(hidden_states, context)
             output, weights = self._read_tokens(query, key, value, decay, context, past_key_values, step)
         output = self.finished(output).transpose(1, 2)
         found = self.losses(Heads(self, query, key, value, output, weights, context)) if losses else None
         return SublayerOutput(self.written(output, context, hidden_states), weights, aux_losses=found)
+
+    def measured(self, vectors: Tensor) -> Tensor:
+        """Queries or keys [B, H, T, d] as the kernel reads them, such as those of length 1."""
+        return vectors
+
+    def queries(self, hidden_states: Tensor) -> Tensor:
+        return self.measured(super().queries(hidden_states))
+
+    def keys(self, hidden_states: Tensor) -> Tensor:
+        return self.measured(super().keys(hidden_states))
 
     def _keys_and_values(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """[B, S, D] -> [B, H, S, d] twice; grouped heads are repeated, as a state belongs to a query's head."""
