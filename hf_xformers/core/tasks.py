@@ -32,10 +32,9 @@ def task_numbers(context: LayerContext, count: int) -> Tensor:
 
 def number_of_tasks(config: Any) -> int | None:
     """How many tasks a model of this config tells apart; None where nothing in it is told the task."""
-    for spec in (config.stack, config.attention):
-        if TASKS in spec.inputs:
-            return int(spec.num_tasks)
-    return None
+    trunk = config.tower("trunk")
+    attentions = [trunk.layer(idx).attention for idx in range(trunk.num_hidden_layers)]
+    return next((int(spec.num_tasks) for spec in (config.stack, *attentions) if TASKS in spec.inputs), None)
 
 
 def any_task(config: Any, rows: int) -> dict[str, Tensor]:

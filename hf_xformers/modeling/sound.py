@@ -12,6 +12,7 @@ from ..core import outputs
 from ..core.extent import can_inspect
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
+from ..ops.common.real_tokens import real_first
 from ..ops.ctc_decoding import best_path, prefix_beam_search
 from .label_layer import LabelLayer
 
@@ -125,8 +126,7 @@ class XFormerForCTC(XFormerPreTrainedModel):
         wide = torch.promote_types(logits.dtype, torch.float32)
         log_probs = nn.functional.log_softmax(logits, dim=-1, dtype=wide).transpose(0, 1)
         # Labels to the front of their rows; what follows is not read, but has to be an id.
-        order = (~known).int().argsort(dim=-1, stable=True)
-        targets = labels.masked_fill(~known, 0 if blank else 1 % vocabulary).gather(1, order)
+        targets = labels.masked_fill(~known, 0 if blank else 1 % vocabulary).gather(1, real_first(known))
         with torch.backends.cudnn.flags(enabled=False):  # which needs other shapes and is not exact in padding
             by_row = nn.functional.ctc_loss(
                 log_probs,

@@ -98,10 +98,11 @@ def refuse_other_component(config: Any, objective: Objective) -> None:
 
 
 def _able(objective: type[Objective]) -> list[str]:
-    """The variants that have what an objective needs."""
+    """The variants that have what an objective needs, the plain ones first."""
     from ..variants import config_class, model_types
 
-    return [name for name in model_types() if _serves(config_class(name), objective)]
+    able = [name for name in model_types() if _serves(config_class(name), objective)]
+    return sorted(able, key=lambda name: name not in ("xf_bert", "xf_gpt2", "xf_t5"))
 
 
 def check_objective(config_class: type[XFormerConfig], objective: str) -> None:
