@@ -20,6 +20,7 @@ def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
+    gc.enable()
 
 
 class Failures:
@@ -36,6 +37,7 @@ class Failures:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
+    gc.disable()  # until all tests are known: nothing that is made on the way there goes away
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Failures(terminal), "failures as they come")
