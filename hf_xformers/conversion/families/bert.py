@@ -76,6 +76,23 @@ DENSE_CLASSIFIERS = {
 }
 
 
+def language_head(head: str, dense: str, norm: str) -> dict[str, tuple[Rule, ...]]:
+    """The rules of a head that predicts tokens: `projection` (the token table again, as a rule, and present where the
+    rest of the head is not) and `mlm`. The projection has its bias under two names, of which the second is the one of
+    older releases, and reads the first alone."""
+    return {
+        "projection": (copied(f"{head}.decoder.weight", "lm_head.decoder.weight"),),
+        "mlm": (
+            copied(f"{head}.{dense}.*", "lm_head.dense.*"),
+            copied(f"{head}.{norm}.*", "lm_head.norm.*"),
+            first((f"{head}.decoder.bias", f"{head}.bias"), "lm_head.decoder.bias"),
+        ),
+    }
+
+
+LANGUAGE_HEAD = language_head("cls.predictions", "transform.dense", "transform.LayerNorm")
+
+
 def refuse_relative_positions(config: PreTrainedConfig) -> None:
     """Old configs may ask for relative positions, which transformers 5 reads no more."""
     kind = getattr(config, "position_embedding_type", None) or "absolute"
@@ -155,14 +172,7 @@ CONVERTER = register(
             "backbone": backbone,
             "idle_positions": _idle_positions,
             "pooler": POOLER,
-            # the token table again, as a rule: present where the rest of the head is not
-            "projection": (copied("cls.predictions.decoder.weight", "lm_head.decoder.weight"),),
-            "mlm": (
-                copied("cls.predictions.transform.dense.*", "lm_head.dense.*"),
-                copied("cls.predictions.transform.LayerNorm.*", "lm_head.norm.*"),
-                # The second name is the one of older releases; the projection reads the first alone.
-                first(("cls.predictions.decoder.bias", "cls.predictions.bias"), "lm_head.decoder.bias"),
-            ),
+            **LANGUAGE_HEAD,
             "pair": (copied("cls.seq_relationship.*", "classifier.*"),),
             **CLASSIFIERS,
         },

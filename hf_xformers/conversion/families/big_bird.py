@@ -16,8 +16,8 @@ from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
 from ..base import Converter, Head, activation, activation_name, feedforward, register
-from ..rules import copied, first, only_theirs
-from .bert import BACKBONE, DENSE_CLASSIFIERS, FIELDS
+from ..rules import copied, only_theirs
+from .bert import BACKBONE, DENSE_CLASSIFIERS, FIELDS, LANGUAGE_HEAD
 
 BASE_POOLER = {"pooler_activation": "tanh"}
 
@@ -85,13 +85,7 @@ CONVERTER = register(
         groups={
             "backbone": BACKBONE,
             "pooler": (copied("@pooler.*", "@pooler.dense.*"),),
-            # the token table again, as a rule: present where the rest of the head is not
-            "projection": (copied("cls.predictions.decoder.weight", "lm_head.decoder.weight"),),
-            "mlm": (
-                copied("cls.predictions.transform.dense.*", "lm_head.dense.*"),
-                copied("cls.predictions.transform.LayerNorm.*", "lm_head.norm.*"),
-                first(("cls.predictions.decoder.bias", "cls.predictions.bias"), "lm_head.decoder.bias"),
-            ),
+            **LANGUAGE_HEAD,
             "pair": (copied("cls.seq_relationship.*", "classifier.*"),),
             **DENSE_CLASSIFIERS,
             "spans": (

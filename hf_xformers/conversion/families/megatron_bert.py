@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..base import Converter, Head, register
-from ..rules import copied, first
-from .bert import CLASSIFIERS, EMBEDDINGS, FIELDS, LAYERS, POOLER, to_ours, to_theirs
+from ..rules import copied
+from .bert import CLASSIFIERS, EMBEDDINGS, FIELDS, LANGUAGE_HEAD, LAYERS, POOLER, to_ours, to_theirs
 
 _NORM = ".LayerNorm."
 BACKBONE = (
@@ -26,13 +26,7 @@ CONVERTER = register(
         groups={
             "backbone": BACKBONE,
             "pooler": POOLER,
-            # the token table again, as a rule: present where the rest of the head is not
-            "projection": (copied("cls.predictions.decoder.weight", "lm_head.decoder.weight"),),
-            "mlm": (
-                copied("cls.predictions.transform.dense.*", "lm_head.dense.*"),
-                copied("cls.predictions.transform.LayerNorm.*", "lm_head.norm.*"),
-                first(("cls.predictions.decoder.bias", "cls.predictions.bias"), "lm_head.decoder.bias"),
-            ),
+            **LANGUAGE_HEAD,
             "pair": (copied("cls.seq_relationship.*", "classifier.*"),),
             **CLASSIFIERS,
         },

@@ -13,8 +13,9 @@ from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
 from ..base import Converter, Head, activation, feedforward, register
-from ..rules import copied, first
+from ..rules import copied
 from .bert import COMPONENTS, DENSE_CLASSIFIERS, FIELDS, POOLER
+from .roberta import LANGUAGE_HEAD
 
 _OFFSET = 2  # rows of the position table before the first token's
 _PADDING = 1  # what is not counted
@@ -79,13 +80,7 @@ CONVERTER = register(
         groups={
             "backbone": BACKBONE,
             "pooler": POOLER,
-            # the token table again, as a rule: present where the rest of the head is not
-            "projection": (copied("lm_head.decoder.weight", "lm_head.decoder.weight"),),
-            "mlm": (
-                copied("lm_head.dense.*", "lm_head.dense.*"),
-                copied("lm_head.layer_norm.*", "lm_head.norm.*"),
-                first(("lm_head.decoder.bias", "lm_head.bias"), "lm_head.decoder.bias"),
-            ),
+            **LANGUAGE_HEAD,
             **DENSE_CLASSIFIERS,
         },
         heads=(

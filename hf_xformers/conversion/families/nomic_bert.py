@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
 from ..base import Converter, Head, activation, activation_name, feedforward, register
-from ..rules import copied, first
-from .bert import CLASSIFIERS, FIELDS, POOLER
+from ..rules import copied
+from .bert import CLASSIFIERS, FIELDS, POOLER, language_head
 
 
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
@@ -72,13 +72,7 @@ CONVERTER = register(
                 copied("@layers.{i}.post_mlp_layernorm.*", "@trunk.layers.{i}.feedforward_residual.norm.*"),
             ),
             "pooler": POOLER,
-            # the token table again, as a rule: present where the rest of the head is not
-            "projection": (copied("cls.predictions.decoder.weight", "lm_head.decoder.weight"),),
-            "mlm": (
-                copied("cls.predictions.transform.dense.*", "lm_head.dense.*"),
-                copied("cls.predictions.transform.layer_norm.*", "lm_head.norm.*"),
-                first(("cls.predictions.decoder.bias", "cls.predictions.bias"), "lm_head.decoder.bias"),
-            ),
+            **language_head("cls.predictions", "transform.dense", "transform.layer_norm"),
             "sequence": CLASSIFIERS["sequence"],
             "token": CLASSIFIERS["token"],
         },

@@ -13,8 +13,8 @@ from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
 from ..base import Converter, Head, activation, activation_name, feedforward, register
-from ..rules import copied, first
-from .bert import BACKBONE, DENSE_CLASSIFIERS, FIELDS
+from ..rules import copied
+from .bert import BACKBONE, DENSE_CLASSIFIERS, FIELDS, LANGUAGE_HEAD
 
 OFFSET = 2  # rows of their position table before the first token's
 
@@ -63,13 +63,7 @@ CONVERTER = register(
                 *BACKBONE,
                 copied("@encoder.layer.{i}.attention.self.conv.weight", "@trunk.layers.{i}.attention.conv.weight"),
             ),
-            # the token table again, as a rule: present where the rest of the head is not
-            "projection": (copied("cls.predictions.decoder.weight", "lm_head.decoder.weight"),),
-            "mlm": (
-                copied("cls.predictions.transform.dense.*", "lm_head.dense.*"),
-                copied("cls.predictions.transform.LayerNorm.*", "lm_head.norm.*"),
-                first(("cls.predictions.decoder.bias", "cls.predictions.bias"), "lm_head.decoder.bias"),
-            ),
+            **LANGUAGE_HEAD,
             **DENSE_CLASSIFIERS,
             "choice_pooler": (copied("pre_classifier.*", "@pooler.dense.*"),),
         },

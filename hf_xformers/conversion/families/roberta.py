@@ -12,8 +12,7 @@ from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
 from ..base import Converter, Head, activation, feedforward, register
-from ..rules import copied, first
-from .bert import BACKBONE, DENSE_CLASSIFIERS, FIELDS, POOLER, refuse_relative_positions
+from .bert import BACKBONE, DENSE_CLASSIFIERS, FIELDS, POOLER, language_head, refuse_relative_positions
 
 
 def _offset(config: PreTrainedConfig) -> int:
@@ -42,6 +41,8 @@ def to_theirs(config: XFormerConfig) -> dict[str, Any]:
     }
 
 
+LANGUAGE_HEAD = language_head("lm_head", "dense", "layer_norm")
+
 CONVERTER = register(
     Converter(
         model_type="roberta",
@@ -52,13 +53,7 @@ CONVERTER = register(
         groups={
             "backbone": BACKBONE,
             "pooler": POOLER,
-            # the token table again, as a rule: present where the rest of the head is not
-            "projection": (copied("lm_head.decoder.weight", "lm_head.decoder.weight"),),
-            "mlm": (
-                copied("lm_head.dense.*", "lm_head.dense.*"),
-                copied("lm_head.layer_norm.*", "lm_head.norm.*"),
-                first(("lm_head.decoder.bias", "lm_head.bias"), "lm_head.decoder.bias"),
-            ),
+            **LANGUAGE_HEAD,
             **DENSE_CLASSIFIERS,
         },
         heads=(

@@ -16,8 +16,8 @@ from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
 from ..base import Converter, Head, activation, activation_name, feedforward, register
-from ..rules import Rule, computed, copied, first
-from .bert import DENSE_CLASSIFIERS, FIELDS, LAYERS
+from ..rules import Rule, computed, copied
+from .bert import DENSE_CLASSIFIERS, FIELDS, LANGUAGE_HEAD, LAYERS
 
 
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
@@ -85,13 +85,7 @@ CONVERTER = register(
         groups={
             "backbone": _backbone,
             "positions": _positions,
-            # the token table again, as a rule: present where the rest of the head is not
-            "projection": (copied("cls.predictions.decoder.weight", "lm_head.decoder.weight"),),
-            "mlm": (
-                copied("cls.predictions.transform.dense.*", "lm_head.dense.*"),
-                copied("cls.predictions.transform.LayerNorm.*", "lm_head.norm.*"),
-                first(("cls.predictions.decoder.bias", "cls.predictions.bias"), "lm_head.decoder.bias"),
-            ),
+            **LANGUAGE_HEAD,
             **DENSE_CLASSIFIERS,
         },
         heads=(

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from .shared import Layout, parts
+from .shared import BareLayout, Layout, parts
 
 
 class ErnieMConfig(PreTrainedConfig):
@@ -48,35 +48,27 @@ def _layer(config: ErnieMConfig) -> nn.Module:
     )
 
 
-class ErnieMPreTrainedModel(Layout):
+class ErnieMModel(BareLayout):
+    """The tensors of the bare model."""
+
     config_class = ErnieMConfig
     base_model_prefix = "ernie_m"
 
-
-class ErnieMModel(ErnieMPreTrainedModel):
-    """The tensors of the bare model."""
-
     def __init__(self, config: ErnieMConfig, add_pooling_layer: bool = True):
-        super().__init__(config)
         width = config.hidden_size
-        self.embeddings = parts(
-            {
-                "word_embeddings": nn.Embedding(config.vocab_size, width),
-                "position_embeddings": nn.Embedding(config.max_position_embeddings, width),
-                "layer_norm": nn.LayerNorm(width),
-            }
-        )
-        layers = nn.ModuleList(_layer(config) for _ in range(config.num_hidden_layers))
-        self.encoder = parts({"layers": layers})
-        self.pooler = parts({"dense": nn.Linear(width, width)}) if add_pooling_layer else None
-        self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embeddings.get_submodule("word_embeddings")
+        tables = {
+            "position_embeddings": nn.Embedding(config.max_position_embeddings, width),
+            "layer_norm": nn.LayerNorm(width),
+        }
+        layers = [_layer(config) for _ in range(config.num_hidden_layers)]
+        super().__init__(config, tables, "layers", layers, add_pooling_layer)
 
 
-class _Headed(ErnieMPreTrainedModel):
+class _Headed(Layout):
     """The tensors of a model with linear outputs: `pooled` says whether it has a pooler, `outputs` which there are."""
+
+    config_class = ErnieMConfig
+    base_model_prefix = "ernie_m"
 
     pooled = True
     outputs: tuple[str, ...] = ("classifier",)

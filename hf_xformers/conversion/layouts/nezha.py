@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from .shared import Layout, dense_and_norm, parts
+from .shared import BareLayout, Layout, dense_and_norm, parts
 
 
 class NezhaConfig(PreTrainedConfig):
@@ -49,35 +49,27 @@ def _layer(config: NezhaConfig) -> nn.Module:
     )
 
 
-class NezhaPreTrainedModel(Layout):
+class NezhaModel(BareLayout):
+    """The tensors of the bare model."""
+
     config_class = NezhaConfig
     base_model_prefix = "nezha"
 
-
-class NezhaModel(NezhaPreTrainedModel):
-    """The tensors of the bare model."""
-
     def __init__(self, config: NezhaConfig, add_pooling_layer: bool = True):
-        super().__init__(config)
         width = config.hidden_size
-        self.embeddings = parts(
-            {
-                "word_embeddings": nn.Embedding(config.vocab_size, width),
-                "token_type_embeddings": nn.Embedding(config.type_vocab_size, width),
-                "LayerNorm": nn.LayerNorm(width),
-            }
-        )
-        layers = nn.ModuleList(_layer(config) for _ in range(config.num_hidden_layers))
-        self.encoder = parts({"layer": layers})
-        self.pooler = parts({"dense": nn.Linear(width, width)}) if add_pooling_layer else None
-        self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embeddings.get_submodule("word_embeddings")
+        tables = {
+            "token_type_embeddings": nn.Embedding(config.type_vocab_size, width),
+            "LayerNorm": nn.LayerNorm(width),
+        }
+        layers = [_layer(config) for _ in range(config.num_hidden_layers)]
+        super().__init__(config, tables, "layer", layers, add_pooling_layer)
 
 
-class _Headed(NezhaPreTrainedModel):
+class _Headed(Layout):
     """The tensors of a model with the outputs that its class says."""
+
+    config_class = NezhaConfig
+    base_model_prefix = "nezha"
 
     pooled = True
     predicts_tokens = predicts_pairs = False

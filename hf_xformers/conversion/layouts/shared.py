@@ -19,6 +19,23 @@ class Layout(PreTrainedModel):
             init.zeros_(parameter)
 
 
+class BareLayout(Layout):
+    """The tensors of a model without a head: tables and their norm, layers under `encoder`, a pooler."""
+
+    def __init__(
+        self, config: Any, embeddings: Mapping[str, nn.Module], encoder: str, layers: list[nn.Module], pooled: bool
+    ):
+        super().__init__(config)
+        width = config.hidden_size
+        self.embeddings = parts({"word_embeddings": nn.Embedding(config.vocab_size, width), **embeddings})
+        self.encoder = parts({encoder: nn.ModuleList(layers)})
+        self.pooler = parts({"dense": nn.Linear(width, width)}) if pooled else None
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embeddings.get_submodule("word_embeddings")
+
+
 def parts(named: Mapping[str, nn.Module]) -> nn.Module:
     """A module with these parts."""
     whole = nn.Module()
@@ -33,4 +50,4 @@ def dense_and_norm(config: Any, inputs: int) -> nn.Module:
     return parts({"dense": nn.Linear(inputs, width), "LayerNorm": nn.LayerNorm(width)})
 
 
-__all__ = ["Layout", "dense_and_norm", "parts"]
+__all__ = ["BareLayout", "Layout", "dense_and_norm", "parts"]

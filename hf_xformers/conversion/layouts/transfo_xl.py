@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers import initialization as init
+from transformers import PreTrainedConfig
 
 from ...core.vocabulary_clusters import ClusterFields
+from .shared import Layout
 
 
 class TransfoXLConfig(PreTrainedConfig):
@@ -106,14 +106,9 @@ class _Layer(nn.Module):
             part.add_module("layer_norm", nn.LayerNorm(config.d_model))
 
 
-class TransfoXLPreTrainedModel(PreTrainedModel):
+class TransfoXLPreTrainedModel(Layout):
     config_class = TransfoXLConfig
     base_model_prefix = "transformer"
-
-    def _init_weights(self, module: nn.Module) -> None:
-        """Zeros, for the while until what a file lacks is refused."""
-        for parameter in module.parameters(recurse=False):
-            init.zeros_(parameter)
 
 
 class TransfoXLModel(TransfoXLPreTrainedModel):
