@@ -109,18 +109,16 @@ class ReplacedTokenObjective(Objective):
     with_replacement  positions are drawn independently, so that some are drawn twice and fewer tokens are masked, as
                       in the released code; False: all are different
 
-    generator_size    the generator's width, as a share of the model's
-    generator_depth   its number of layers, as a share of the model's
+    generator_size    the generator's width, as a share of the model's; this and the following None: the variant's own
+                      (ELECTRA's base model: a third, DeBERTaV3: all of it)
+    generator_depth   its number of layers, as a share of the model's (ELECTRA: all, DeBERTaV3: half)
     generator_sharing  what both share: "tied", one token table and one position table; "gradient_disentangled", the
                       model's token vectors are the generator's, whose gradient it leaves alone, and a difference of
                       its own; "untied", nothing
-    generator_temperature  of the draw
+    generator_temperature  of the draw from what the generator predicts
     generator_avoids_original  whether a token is never drawn in its own place
     detection_weight  of the detection's loss beside the generator's
-    detection_context  whether a token is judged beside the text's first one
-
-    None: as the variant has it, the base model of ELECTRA a generator of a third of its width, DeBERTaV3 one of half
-    its layers.
+    detection_context  whether a token is judged beside the text's first one (DeBERTaV3)
     """
 
     mask_prob: float | int = 0.15
