@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+from dataclasses import field
 from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
@@ -15,7 +16,15 @@ from transformers.activations import ACT2FN
 
 from .core.components import SLOTS, Spec, SpecLike, build_spec, check_components, check_shared, resolve_field_types
 from .core.parallel_plans import fully_sharded_plan, tensor_parallel_plan
+from .core.pretraining_specs import (
+    EARLIER_FIELDS,
+    PretrainingSpec,
+    changed_pretraining,
+    settled_pretraining,
+    take_earlier_fields,
+)
 from .core.sharing import Order, Part, check_layer_drop, check_sharing
+from .core.specs import default_of
 
 Initializer = Literal["normal", "scaled_residual", "xavier", "small", "t5", "fan_in"]
 
@@ -59,6 +68,7 @@ _SHARED = (
     "architectures",
     "dtype",
     "transformers_version",
+    "pretraining",
 )
 
 
@@ -66,6 +76,8 @@ def _plain(value: Any) -> Any:
     """`value` with every spec replaced by its dict, at any depth."""
     if isinstance(value, Spec):
         return value.to_dict()
+    if isinstance(value, PretrainingSpec):
+        return value.plain()
     if isinstance(value, dict):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -145,22 +157,8 @@ class XFormerConfig(PreTrainedConfig):
         classifier_activation (its name in transformers' table), classifier_bias (whether the map has a bias),
         tag_decoder (how tokens are labelled: `softmax`, each by itself, or `crf`, a linear chain that scores sequences
         of tags, whose best ones are well-formed where tags are of the form B-PER, I-PER, O).
-    Pairs of texts: pair_classes (of `ForPreTraining`: 2 for next sentence or sentence order, 3 for both at once).
-    Replaced tokens (of `ForReplacedTokenPreTraining`): generator_size and generator_depth (the generator's width and
-        number of layers as shares of the model's), generator_sharing (`tied`: one token table and one position table
-        for both, ELECTRA; `gradient_disentangled`: the model's token vectors are the generator's, whose gradient it
-        leaves alone, and a difference of its own, DeBERTaV3; `untied`), generator_temperature (of the draw),
-        generator_avoids_original (whether a token is never drawn in its own place), detection_weight (of the
-        detection's loss beside the generator's).
-    Contrast of texts (of `ForTextContrast`): contrast_loss (`info_nce`, `ctl`, `ranking`, `nce` or
-        `negative_sampling`), contrast_temperature (what cosines are divided by), contrast_margin (of `ranking`),
-        contrast_noise_power (of how often a text stands in a batch, for texts that are drawn), gather_negatives
-        (whether other processes' texts are wrong answers, too).
-    Contrast of phrases (of `ForPhraseContrast`): phrase_temperature (what scores are divided by),
-        phrase_contrast_weight, masked_lm_weight (of its two losses), gather_negatives as above.
-    Two directions (of `ForBidirectionalLM`): share_directions_embedding and share_directions_softmax (whether both
-        have the same one), direction_mix (what a token is in its context: `concat`, the last states of both side by
-        side; `scalar`, a learned mix of the states of all layers).
+    pretraining: settings of the heads that only pretraining has, by the name of their spec, e.g. `{"replaced_tokens":
+        {"generator_size": 0.5}}`. What is not given is the variant's own, or the spec's default.
     Shape: is_decoder (causal self-attention), is_encoder_decoder (two towers and cross-attention). The head classes
         set both, so a saved config says what was built.
     unpad_inputs: whether layers are given the real tokens of a batch alone, as one row, wherever they do not look at
@@ -191,12 +189,6 @@ class XFormerConfig(PreTrainedConfig):
     attribute_map: ClassVar[dict[str, str]] = {}
     info: ClassVar[Any] = None
     heads: ClassVar[tuple[str, ...]] = ()
-    reorder_chunks: ClassVar[int | None] = None  # a field of families with `ForSegmentReordering`
-    span_places: ClassVar[int | None] = None  # these are fields of families with `ForSpanBoundary`
-    span_place_width: ClassVar[int | None] = None
-    span_boundary_weight: ClassVar[float | int] = 1.0
-    detection_context: ClassVar[bool] = False  # a field of families whose detection of replaced tokens can do so
-    cpc_weight: ClassVar[float | int | None] = None  # a field of families with `ForContrastivePrediction`
     presets: ClassVar[dict[str, dict[str, Any]]] = {}  # by name of a published model: fields other than the defaults
     sizes: ClassVar[dict[str, dict[str, Any]]] = {}  # by size: fields that differ from the preset of that size
 
@@ -231,24 +223,7 @@ class XFormerConfig(PreTrainedConfig):
     classifier_activation: str = "gelu"
     classifier_bias: bool = True
     tag_decoder: Literal["softmax", "crf"] = "softmax"
-    pair_classes: int = 2
-    generator_size: float | int = 0.25
-    generator_depth: float | int = 1.0
-    generator_sharing: Literal["tied", "gradient_disentangled", "untied"] = "tied"
-    generator_temperature: float | int = 1.0
-    generator_avoids_original: bool = False
-    detection_weight: float | int = 50.0
-    contrast_loss: Literal["info_nce", "ctl", "ranking", "nce", "negative_sampling"] = "info_nce"
-    contrast_temperature: float | int = 0.05
-    contrast_margin: float | int = 1.0
-    contrast_noise_power: float | int = 0.75
-    gather_negatives: bool = True
-    phrase_temperature: float | int = 1.0
-    phrase_contrast_weight: float | int = 1.0
-    masked_lm_weight: float | int = 1.0
-    share_directions_embedding: bool = True
-    share_directions_softmax: bool = True
-    direction_mix: Literal["concat", "scalar"] = "concat"
+    pretraining: dict[str, Any] = field(default_factory=dict)
     pad_token_id: int | None = 0
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -278,7 +253,16 @@ class XFormerConfig(PreTrainedConfig):
         if name not in cls.presets:
             known = ", ".join(cls.presets) or "none"
             raise ValueError(f"{cls.__name__} has no preset {name!r}; there are: {known}.")
-        return cls(**{**copy.deepcopy(cls.presets[name]), **changes})
+        chosen = copy.deepcopy(cls.presets[name])
+        if "pretraining" in chosen and "pretraining" in changes:
+            changes = {**changes, "pretraining": changed_pretraining(chosen["pretraining"], changes["pretraining"])}
+        return cls(**{**chosen, **changes})
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        # transformers sets an option only where the config that was read has it.
+        earlier = {name: kwargs.pop(name) for name in list(kwargs) if name in EARLIER_FIELDS}
+        return super().from_dict({**config_dict, **earlier}, **kwargs)
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -287,6 +271,14 @@ class XFormerConfig(PreTrainedConfig):
     def __setattr__(self, key: str, value: Any) -> None:
         if key in SLOTS:
             value = build_spec(key, value)
+        elif key == "pretraining":
+            value = settled_pretraining(default_of(type(self), key), value)
+        elif key in EARLIER_FIELDS:
+            now = take_earlier_fields({key: value})
+            raise ValueError(
+                f"`{key}` is among the settings of pretraining now, which a head reads when it is made; before that,"
+                f" assign `config.pretraining = {now!r}`."
+            )
         elif key == "per_layer_config" and value is not None:
             value = self._layers_with_specs(value)
             count = self._getattr_without_heterogeneous_validation("num_hidden_layers")
@@ -301,11 +293,13 @@ class XFormerConfig(PreTrainedConfig):
         super().__setattr__(key, value)
 
     def __post_init__(self, **kwargs):
+        earlier = take_earlier_fields(kwargs)
+        if earlier:
+            self.pretraining = changed_pretraining(self.pretraining, earlier)
         self._refuse_typos(kwargs)
         self._check_base_fields()
         super().__post_init__(**kwargs)
         self._check_layer_fields("`per_layer_config`")
-        self._check_generator()
         if self.decoder_start_token_id is None and self.is_encoder_decoder:
             self.decoder_start_token_id = self.pad_token_id
         towers = self.tower_configs()
@@ -330,7 +324,7 @@ class XFormerConfig(PreTrainedConfig):
 
     def _refuse_typos(self, kwargs: dict[str, Any]) -> None:
         """transformers keeps unknown keyword arguments as attributes; one that nearly names a field is a typo."""
-        valid = [field.name for field in dataclasses.fields(self)]
+        valid = [*(field.name for field in dataclasses.fields(self)), *EARLIER_FIELDS]
         for key in kwargs:
             if key in _FOREIGN_KEYS:
                 continue
@@ -426,16 +420,6 @@ class XFormerConfig(PreTrainedConfig):
             value = self._getattr_without_heterogeneous_validation(name)
             if value is not None and not 0 <= value < 1:
                 raise ValueError(f"`{name}` is a probability in [0, 1), got {value}.")
-
-    def _check_generator(self) -> None:
-        for name in ("generator_size", "generator_depth"):
-            value = self._getattr_without_heterogeneous_validation(name)
-            if not 0 < value <= 1:
-                raise ValueError(f"`{name}` is a share of the model in (0, 1], got {value}.")
-        if not self.generator_temperature > 0:
-            raise ValueError(f"`generator_temperature` must be above 0, got {self.generator_temperature}.")
-        if self.detection_weight < 0:
-            raise ValueError(f"`detection_weight` must not be negative, got {self.detection_weight}.")
 
     def check_layers(self) -> None:
         """Checks every distinct layer of this one-tower view; see [`check_components`]."""
@@ -560,6 +544,8 @@ class XFormerConfig(PreTrainedConfig):
 
     def _plain_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
         fields = {key: _plain(value) for key, value in fields.items()}
+        if not fields.get("pretraining", True):  # nothing is decided, nor changed
+            del fields["pretraining"]
         auto_map = fields.pop("auto_map", None)
         if auto_map and self._auto_class is not None:  # this is a checkpoint's own code, and is saved with the config
             fields["auto_map"] = {key: reference.rpartition("--")[2] for key, reference in auto_map.items()}

@@ -110,9 +110,12 @@ def own_defaults(config_class: Any) -> dict[str, Any]:
     general, own = XFormerConfig(), config_class()
     known = {field.name for field in dataclasses.fields(general)}
     names = [name for name in offered_fields(config_class) if name != "per_layer_config"]
-    return {
+    found = {
         name: getattr(own, name) for name in names if name not in known or getattr(own, name) != getattr(general, name)
     }
+    if own.pretraining:
+        found["pretraining"] = {name: spec.plain() for name, spec in own.pretraining.items()}
+    return found
 
 
 def components(slot: str) -> list[dict[str, Any]]:

@@ -149,10 +149,16 @@ def _show_variant(entry: dict[str, Any]) -> None:
     for slot, spec in own_components(config):
         _show_component(component(slot, spec), changed=(slot, spec) in changed, explain=(slot, spec) in changed)
     own = own_defaults(cls)
+    settings = own.pop("pretraining", {})
     if own:
         show()
         show("configuration fields with defaults of its own; set with --FIELD VALUE")
         show(", ".join(f"{name}={_value(value)}" for name, value in own.items()), indent=2)
+    if settings:
+        show()
+        show("settings of its pretraining; objectives set them, see hf-xformers list --objectives")
+        for name, values in settings.items():
+            show(name + ": " + ", ".join(f"{field}={_value(value)}" for field, value in values.items()), indent=2)
     show()
     show("use")
     for line in _usage(cls, heads):

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..auto_classes import registered
 from ..core.components import record_lookups
+from ..core.pretraining_specs import take_earlier_fields
 from ..core.saved_files import saving_into
 from ..families import HEADS, SERVED
 from .checkpoint_files import CONFIG, checkpoint_files
@@ -143,9 +144,15 @@ def kept_heads(config: Any, architecture: str | None = None, *, all_heads: bool 
 
 
 def with_auto_map(config_json: str, config: Any, heads: tuple[str, ...]) -> str:
-    """The text of `config.json` with the entries by which the Auto classes find the code."""
+    """The text of `config.json` with the entries by which the Auto classes find the code.
+
+    Fields of earlier configs are put where they stand now: only the specs that the config holds have their code here.
+    """
+    fields = json.loads(config_json)
+    if take_earlier_fields(fields):
+        fields["pretraining"] = config.to_dict().get("pretraining", {})
     entries = auto_map(_installed(type(config)), heads)
-    return json.dumps({**json.loads(config_json), "auto_map": entries}, indent=2, sort_keys=True) + "\n"
+    return json.dumps({**fields, "auto_map": entries}, indent=2, sort_keys=True) + "\n"
 
 
 def auto_map(config_class: Any, heads: tuple[str, ...]) -> dict[str, str]:

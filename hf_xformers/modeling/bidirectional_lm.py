@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,25 @@ from ..core import outputs
 from ..core.choices import joint, token_rows
 from ..core.inputs import check_axes
 from ..core.losses import direction_targets, token_cross_entropy
+from ..core.pretraining_specs import PretrainingSpec, register_pretraining
 from ..core.sequence_sharding import sharding_in_force
 from ..core.weight_decay import Undecayed
 from ..modeling_xformer import XFormerModel
 from ..ops.common.real_tokens import first_real, last_real
 from .language import LanguageModel
+
+
+@register_pretraining("bidirectional_lm")
+class BidirectionalLMSpec(PretrainingSpec):
+    """share_embedding: whether both directions have one embedding. share_softmax: whether both have one output. mix:
+    what a token is in its context: `concat`, the last states of both side by side; `scalar`, a learned mix of the
+    states of all layers."""
+
+    summary = "each token from those before it, and apart from those behind it (ELMo)"
+
+    share_embedding: bool = True
+    share_softmax: bool = True
+    mix: Literal["concat", "scalar"] = "concat"
 
 
 def mirror_places(real: Tensor) -> Tensor:
@@ -60,7 +74,7 @@ class ScalarMix(Undecayed, nn.Module):
         if len(states) != len(self.weights):
             raise ValueError(
                 f"The mix of layers has weights for {len(self.weights)} states, and {len(states)} came: layers ran"
-                " another number of times; set `direction_mix='concat'`."
+                " another number of times; set `mix='concat'`."
             )
         wide = torch.promote_types(self.weights.dtype, torch.float32)
         shares = (self.scale.to(wide) * self.weights.to(wide).softmax(0)).to(states[0].dtype)
@@ -73,8 +87,8 @@ class XFormerForBidirectionalLM(LanguageModel):
     loss = -sum_t [log p_F(x_t | x_<t) + log p_G(x_t | x_>t)] / number of targets, with F and G over one embedding and
     one softmax (Peters et al. 2018, ELMo, section 3.1). G is a causal model that reads the row's real tokens in
     reversed order; its states are given in the text's order. `features` [B, T, 2 D] are what a token is in its
-    context: [f_t ; g_t] of the last layers, or under `direction_mix="scalar"` a learned mix of all layers. The
-    pair writes nothing.
+    context: [f_t ; g_t] of the last layers, or under `mix="scalar"` of [`BidirectionalLMSpec`] a learned mix of all
+    layers. The pair writes nothing.
 
     Raises:
         ValueError: an embedding or a head with several tables, or a stack that moves tokens or reads more than them.
@@ -86,23 +100,24 @@ class XFormerForBidirectionalLM(LanguageModel):
         super().__init__(self.shaped(config, is_decoder=True, is_encoder_decoder=False))
         self._check_components()
         config = self.config
+        self.settings = settings = BidirectionalLMSpec.of(config)
         self.backward_model = XFormerModel(config, add_pooler=False)
         self.backward_model.under_a_head = True
-        if config.share_directions_embedding:
+        if settings.share_embedding:
             self._of_one_embedding = {
                 f"backward_model.trunk.embedding.{name}": f"model.trunk.embedding.{name}"
                 for name, _ in self.model.trunk.embedding.named_parameters()
             }
         tied = {**(self._tied_weights_keys or {}), **self._of_one_embedding}
         self.backward_head: nn.Module | None = None
-        if not config.share_directions_softmax:
+        if not settings.share_softmax:
             self.backward_head = config.head.build(config.layer(max(config.num_hidden_layers - 1, 0)))
-            if not config.share_directions_embedding:
+            if not settings.share_embedding:
                 for name, there in config.head.tied(config).items():
                     tied[f"backward_head.{name}"] = f"backward_model.trunk.embedding.{there}"
         self._tied_weights_keys = tied
         states = config.stack.num_steps(config) + 1
-        self.mix = ScalarMix(states) if config.direction_mix == "scalar" else None
+        self.mix = ScalarMix(states) if settings.mix == "scalar" else None
         self.post_init()
 
     def _check_components(self) -> None:
@@ -139,7 +154,7 @@ class XFormerForBidirectionalLM(LanguageModel):
         if self.backward_head is not None and new_num_tokens not in (None, size):
             raise ValueError(
                 f"The vocabulary of {size} cannot become one of {new_num_tokens}: each direction has a softmax of its"
-                " own (`share_directions_softmax=False`); keep its size."
+                " own (`share_softmax=False`); keep its size."
             )
         table = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
         self.backward_model.resize_token_embeddings(new_num_tokens, *args, **kwargs)
@@ -252,4 +267,4 @@ class XFormerForBidirectionalLM(LanguageModel):
         return labels
 
 
-__all__ = ["ScalarMix", "XFormerForBidirectionalLM", "mirror_places"]
+__all__ = ["BidirectionalLMSpec", "ScalarMix", "XFormerForBidirectionalLM", "mirror_places"]

@@ -14,7 +14,7 @@ from .classifiers import (
     XFormerForTokenClassification,
 )
 from .cloze_writing import XFormerForClozeWriting
-from .contrastive import XFormerForContrastivePrediction
+from .contrastive_prediction import XFormerForContrastivePrediction
 from .entity_replacement import XFormerForEntityReplacement
 from .forecasting import XFormerForTimeSeriesPrediction
 from .image import XFormerForImageClassification, XFormerImageModel

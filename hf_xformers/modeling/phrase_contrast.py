@@ -16,7 +16,28 @@ from ..core.distributed import sum_over_processes
 from ..core.inputs import check_token_labels
 from ..core.losses import token_cross_entropy
 from ..core.pooling import pool
+from ..core.pretraining_specs import PretrainingSpec, register_pretraining
 from .language import LanguageModel
+
+
+@register_pretraining("phrase_contrast")
+class PhraseContrastSpec(PretrainingSpec):
+    """temperature: what scores are divided by. contrast_weight: of the loss of phrases. masked_lm_weight: of the loss
+    of masked tokens. gather_negatives: whether other processes' phrases are wrong answers, too."""
+
+    summary = "masked tokens, and the phrase masked in a text, among those of others (InfoWord)"
+
+    temperature: float | int = 1.0
+    contrast_weight: float | int = 1.0
+    masked_lm_weight: float | int = 1.0
+    gather_negatives: bool = True
+
+    def check_fields(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(
+                f"`temperature` of phrase_contrast divides scores and must be above 0, got {self.temperature!r}; 1 is"
+                " the paper's."
+            )
 
 
 class XFormerForPhraseContrast(LanguageModel):
@@ -32,12 +53,8 @@ class XFormerForPhraseContrast(LanguageModel):
     accepts_loss_kwargs = True  # `num_items_in_batch`
 
     def __init__(self, config):
-        if not config.phrase_temperature > 0:
-            raise ValueError(
-                f"`phrase_temperature` divides scores and must be above 0, got {config.phrase_temperature!r}; 1 is the"
-                " paper's."
-            )
         super().__init__(self.shaped(config, is_decoder=False, is_encoder_decoder=False))
+        self.settings = PhraseContrastSpec.of(self.config)
 
     @can_return_tuple
     def forward(
@@ -67,7 +84,7 @@ class XFormerForPhraseContrast(LanguageModel):
         )
         logits = self.lm_head(base.last_hidden_state)
         check_token_labels(labels, logits)
-        weight, aux_losses = float(self.config.masked_lm_weight), dict(base.aux_losses or {})
+        weight, aux_losses = float(self.settings.masked_lm_weight), dict(base.aux_losses or {})
         scores, targets = None, None
         if phrase_input_ids is not None:
             alone = self.model(input_ids=phrase_input_ids, attention_mask=phrase_attention_mask)
@@ -77,7 +94,7 @@ class XFormerForPhraseContrast(LanguageModel):
                 phrase_attention_mask,
                 phrase_keys,
             )
-            aux_losses["phrase_contrast"] = self.config.phrase_contrast_weight * contrast
+            aux_losses["phrase_contrast"] = self.settings.contrast_weight * contrast
         loss = None if labels is None else weight * token_cross_entropy(logits, labels, count)
         rows = partial(token_rows, logits, labels, count) if weight == 1 else None
         return outputs.XFormerPhraseContrastOutput(
@@ -97,8 +114,8 @@ class XFormerForPhraseContrast(LanguageModel):
         """(scores [B, M], which of them is each text's own phrase [B], -100 for none, the mean loss) of vectors
         [B, D]."""
         there = texts.new_ones(len(texts), dtype=torch.bool) if mask is None else mask.bool().any(-1)
-        scale = 1 / self.config.phrase_temperature
-        found = match(texts, phrases, there, scale=scale, keys=keys, gather=self.config.gather_negatives)
+        scale = 1 / self.settings.temperature
+        found = match(texts, phrases, there, scale=scale, keys=keys, gather=self.settings.gather_negatives)
         wrong = found.wrong()
         asked = there & wrong.any(-1)
         scores = found.scores.masked_fill(~wrong.scatter(1, found.own[:, None], True), absent(found.scores.dtype))
@@ -107,4 +124,4 @@ class XFormerForPhraseContrast(LanguageModel):
         return scores, torch.where(asked, found.own, -100), total / number.clamp(min=1)
 
 
-__all__ = ["XFormerForPhraseContrast"]
+__all__ = ["PhraseContrastSpec", "XFormerForPhraseContrast"]

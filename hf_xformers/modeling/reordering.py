@@ -11,6 +11,7 @@ from transformers.utils import can_return_tuple
 
 from ..core import outputs
 from ..core.losses import token_cross_entropy
+from ..core.pretraining_specs import PretrainingSpec, register_pretraining
 from .masked_and_class import MaskedTokensAndClass
 
 
@@ -19,26 +20,37 @@ def count_orders(chunks: int) -> int:
     return sum(factorial(parts) for parts in range(1, chunks + 1))
 
 
+@register_pretraining("reordering")
+class ReorderingSpec(PretrainingSpec):
+    """chunks: most parts that a document is cut in, whose order is told."""
+
+    summary = "masked tokens, and the order of a document's parts (ERNIE-Doc)"
+
+    chunks: int = 3
+
+    def check_fields(self) -> None:
+        if self.chunks < 1:
+            raise ValueError(f"`chunks` of reordering must be at least 1, got {self.chunks}; 3 is the paper's.")
+
+
 class XFormerForSegmentReordering(MaskedTokensAndClass):
     """An encoder that predicts masked tokens, and in which order the parts of the document stand (Ding et al. 2021,
     arXiv 2012.15688, section 3.4).
 
-    A document of 1 to m parts (`reorder_chunks` of the config) has one of sum_i i! orders, which a classifier on the
+    A document of 1 to m parts (`chunks` of [`ReorderingSpec`]) has one of sum_i i! orders, which a classifier on the
     pooled vector tells apart. Its loss is the auxiliary loss `reordering`.
 
     Raises:
-        ValueError: a stack without segment memory, or a config without `reorder_chunks`.
+        ValueError: a stack without segment memory.
     """
 
     def num_classes(self, config: Any) -> int:
-        chunks = config.reorder_chunks
-        if config.stack.memory_slots(config) is None or chunks is None or chunks < 1:
+        if config.stack.memory_slots(config) is None:
             raise ValueError(
-                f"{type(self).__name__} reads documents in segments with a memory, and has `reorder_chunks` >= 1 parts"
-                f" to tell apart; this config has stack {config.stack.type!r} and `reorder_chunks` {chunks!r}. Use"
-                " xf_ernie_doc."
+                f"{type(self).__name__} reads documents in segments with a memory, which stack {config.stack.type!r}"
+                " has not. Use xf_ernie_doc."
             )
-        return count_orders(chunks)
+        return count_orders(ReorderingSpec.of(config).chunks)
 
     @can_return_tuple
     def forward(
@@ -83,4 +95,4 @@ class XFormerForSegmentReordering(MaskedTokensAndClass):
         )
 
 
-__all__ = ["XFormerForSegmentReordering", "count_orders"]
+__all__ = ["ReorderingSpec", "XFormerForSegmentReordering", "count_orders"]

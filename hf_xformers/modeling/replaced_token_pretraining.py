@@ -14,7 +14,7 @@ from ..core import outputs
 from ..core.inputs import check_token_labels
 from ..core.losses import token_cross_entropy
 from .language import XFormerForMaskedLM
-from .replaced_tokens import XFormerForReplacedTokenDetection
+from .replaced_tokens import ReplacedTokensSpec, XFormerForReplacedTokenDetection
 
 GENERATOR_LOSS = "generator"
 
@@ -27,12 +27,13 @@ def generator_config(config: Any) -> Any:
 
     Raises ValueError for a config whose parts do not fit a narrower or shallower model.
     """
+    settings = ReplacedTokensSpec.of(config)
     width_per_head = config.hidden_size // config.num_attention_heads
-    heads = max(1, round(config.generator_size * config.hidden_size / width_per_head))
-    if config.generator_size == 1:
+    heads = max(1, round(settings.generator_size * config.hidden_size / width_per_head))
+    if settings.generator_size == 1:
         heads = config.num_attention_heads
     width = heads * width_per_head
-    layers = max(1, round(config.generator_depth * config.num_hidden_layers))
+    layers = max(1, round(settings.generator_depth * config.num_hidden_layers))
     fields = config.to_dict()
     for key in ("model_type", "transformers_version", "architectures", "dtype"):
         fields.pop(key, None)
@@ -49,7 +50,7 @@ def generator_config(config: Any) -> Any:
     if fields.get("per_layer_config"):
         overrides = fields["per_layer_config"]
         fields["per_layer_config"] = {key: value for key, value in overrides.items() if int(key) < layers}
-    if config.generator_sharing != "untied":
+    if settings.generator_sharing != "untied":
         fields.update(_same_table(config, width))
     try:
         made = type(config)(**fields)
@@ -120,22 +121,22 @@ class XFormerForReplacedTokenPreTraining(XFormerForReplacedTokenDetection):
     def __init__(self, config):
         super().__init__(config)
         config = self.config
-        if config.embedding.clusters(config) is not None and config.generator_sharing != "untied":
+        if config.embedding.clusters(config) is not None and self.settings.generator_sharing != "untied":
             raise ValueError(
-                f"`generator_sharing={config.generator_sharing!r}` shares one token table, and embedding"
+                f"`generator_sharing={self.settings.generator_sharing!r}` shares one token table, and embedding"
                 f" {config.embedding.type!r} has several; set `generator_sharing='untied'`."
             )
-        if config.generator_sharing == "tied" and not config.tie_word_embeddings:
+        if self.settings.generator_sharing == "tied" and not config.tie_word_embeddings:
             raise ValueError(
                 "`generator_sharing='tied'` shares the token table with the generator's output as well; set"
                 " `tie_word_embeddings=True`, or `generator_sharing='untied'`."
             )
-        self.loss_weight = float(config.detection_weight)
+        self.loss_weight = float(self.settings.detection_weight)
         self.generator = _own_class(config, "AutoModelForMaskedLM", XFormerForMaskedLM)(generator_config(config))
-        if config.generator_sharing == "tied":
+        if self.settings.generator_sharing == "tied":
             self._tied_weights_keys = self._shared_tables()
         self.post_init()
-        if config.generator_sharing == "gradient_disentangled":
+        if self.settings.generator_sharing == "gradient_disentangled":
             nn.init.zeros_(self.model.trunk.embedding.tokens.weight)  # loading comes later
 
     def _shared_tables(self) -> dict[str, str]:
@@ -167,7 +168,7 @@ class XFormerForReplacedTokenPreTraining(XFormerForReplacedTokenDetection):
         config.architectures = None
         made = _own_class(config, "AutoModelForPreTraining", XFormerForReplacedTokenDetection)(config)
         weights = {name: value for name, value in self.state_dict().items() if not name.startswith("generator.")}
-        if config.generator_sharing == "gradient_disentangled":
+        if self.settings.generator_sharing == "gradient_disentangled":
             name = "model.trunk.embedding.tokens.weight"
             weights[name] = weights[name] + self.generator.model.trunk.embedding.tokens.weight.detach()
         made.to(self.dtype).load_state_dict(weights)
@@ -175,7 +176,7 @@ class XFormerForReplacedTokenPreTraining(XFormerForReplacedTokenDetection):
 
     def _as_read(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> dict[str, Tensor | None]:
         """What the encoder is given for ids."""
-        if input_ids is None or self.config.generator_sharing != "gradient_disentangled":
+        if input_ids is None or self.settings.generator_sharing != "gradient_disentangled":
             return {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
         learned = self.generator.model.trunk.embedding.lookup(input_ids).detach()
         return {"inputs_embeds": learned + self.model.trunk.embedding.lookup(input_ids)}
@@ -247,8 +248,8 @@ class XFormerForReplacedTokenPreTraining(XFormerForReplacedTokenDetection):
         drawn = sample_tokens(
             scores,
             draws,
-            self.config.generator_temperature,
-            before if self.config.generator_avoids_original else None,
+            self.settings.generator_temperature,
+            before if self.settings.generator_avoids_original else None,
         )
         # A place that is no target is written nowhere: its column, one behind the text, is cut off.
         length = original.shape[1]

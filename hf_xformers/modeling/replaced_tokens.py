@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
@@ -12,7 +12,37 @@ from ..core import outputs
 from ..core.inputs import check_token_labels
 from ..core.losses import token_binary_cross_entropy
 from ..core.pooling import pool
+from ..core.pretraining_specs import PretrainingSpec, register_pretraining
 from .classifiers import Classifier
+
+
+@register_pretraining("replaced_tokens")
+class ReplacedTokensSpec(PretrainingSpec):
+    """generator_size: the generator's width, as a share of the model's. generator_depth: its number of layers, the
+    same way. generator_sharing: `tied`, one token table and one position table for both (ELECTRA);
+    `gradient_disentangled`, the model's token vectors are the generator's, whose gradient it leaves alone, and a
+    difference of its own (DeBERTaV3); `untied`. generator_temperature: of the draw. generator_avoids_original: whether
+    a token is never drawn in its own place. detection_weight: of the detection's loss beside the generator's.
+    detection_context: whether a token is judged beside the text's first one (DeBERTaV3)."""
+
+    summary = "which tokens of a text a small generator has put there (ELECTRA, DeBERTaV3)"
+
+    generator_size: float | int = 0.25
+    generator_depth: float | int = 1.0
+    generator_sharing: Literal["tied", "gradient_disentangled", "untied"] = "tied"
+    generator_temperature: float | int = 1.0
+    generator_avoids_original: bool = False
+    detection_weight: float | int = 50.0
+    detection_context: bool = False
+
+    def check_fields(self) -> None:
+        for name, value in (("generator_size", self.generator_size), ("generator_depth", self.generator_depth)):
+            if not 0 < value <= 1:
+                raise ValueError(f"`{name}` is a share of the model in (0, 1], got {value}.")
+        if not self.generator_temperature > 0:
+            raise ValueError(f"`generator_temperature` must be above 0, got {self.generator_temperature}.")
+        if self.detection_weight < 0:
+            raise ValueError(f"`detection_weight` must not be negative, got {self.detection_weight}.")
 
 
 class TextContext(nn.Module):
@@ -37,7 +67,7 @@ class XFormerForReplacedTokenDetection(Classifier):
 
     D(x, t) = sigmoid(w h_t + b), with a hidden layer before it under `classifier_transform="dense"` (Clark et al.
     2020, ELECTRA, arXiv 2003.10555, section 2, and its released code).
-    With `detection_context` of the config a token is judged beside the text ([`TextContext`]).
+    With `detection_context` of [`ReplacedTokensSpec`] a token is judged beside the text ([`TextContext`]).
     """
 
     reads_pooler = False
@@ -47,7 +77,8 @@ class XFormerForReplacedTokenDetection(Classifier):
 
     def __init__(self, config):
         super().__init__(self.shaped(config, is_decoder=False, is_encoder_decoder=False), 1)
-        self.context = TextContext(self.config) if self.config.detection_context else None
+        self.settings = ReplacedTokensSpec.of(self.config)
+        self.context = TextContext(self.config) if self.settings.detection_context else None
         self.post_init()
 
     @can_return_tuple
@@ -88,4 +119,4 @@ class XFormerForReplacedTokenDetection(Classifier):
         )
 
 
-__all__ = ["TextContext", "XFormerForReplacedTokenDetection"]
+__all__ = ["ReplacedTokensSpec", "TextContext", "XFormerForReplacedTokenDetection"]

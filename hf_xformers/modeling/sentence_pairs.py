@@ -9,9 +9,23 @@ from transformers.utils import can_return_tuple
 
 from ..core import outputs
 from ..core.losses import token_cross_entropy
+from ..core.pretraining_specs import PretrainingSpec, register_pretraining
 from .classifier_transform import refuse_transform
 from .classifiers import Classifier
 from .masked_and_class import MaskedTokensAndClass
+
+
+@register_pretraining("sentence_pairs")
+class SentencePairsSpec(PretrainingSpec):
+    """classes: labels of a pair: 2 for next sentence or sentence order, 3 for both at once."""
+
+    summary = "masked tokens, and how the two texts of a pair belong together (BERT, ALBERT, StructBERT)"
+
+    classes: int = 2
+
+    def check_fields(self) -> None:
+        if self.classes < 2:
+            raise ValueError(f"`classes` of sentence_pairs must be at least 2, got {self.classes}.")
 
 
 class XFormerForNextSentencePrediction(Classifier):
@@ -50,11 +64,11 @@ class XFormerForNextSentencePrediction(Classifier):
 
 
 class XFormerForPreTraining(MaskedTokensAndClass):
-    """BERT's two objectives at once: masked tokens, and a label for the pair of texts, which is one of `pair_classes`
-    of the config. Its loss is the auxiliary loss `pair`."""
+    """BERT's two objectives at once: masked tokens, and a label for the pair of texts, which is one of `classes`
+    of [`SentencePairsSpec`]. Its loss is the auxiliary loss `pair`."""
 
     def num_classes(self, config: Any) -> int:
-        return config.pair_classes
+        return SentencePairsSpec.of(config).classes
 
     @can_return_tuple
     def forward(

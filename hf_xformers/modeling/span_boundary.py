@@ -12,7 +12,27 @@ from transformers.utils import can_return_tuple
 from ..core import outputs
 from ..core.inputs import check_token_labels
 from ..core.losses import token_cross_entropy
+from ..core.pretraining_specs import PretrainingSpec, register_pretraining
 from .language import LanguageModel
+
+
+@register_pretraining("span_boundary")
+class SpanBoundarySpec(PretrainingSpec):
+    """places: tokens of a span that its neighbours tell. place_width: width of the vectors of these places. weight: of
+    that loss beside the masked tokens'."""
+
+    summary = "masked tokens, and those of a span from its two neighbours (SpanBERT)"
+
+    places: int = 20
+    place_width: int = 200
+    weight: float | int = 1.0
+
+    def check_fields(self) -> None:
+        for name, value in (("places", self.places), ("place_width", self.place_width)):
+            if value < 1:
+                raise ValueError(f"`{name}` of span_boundary must be at least 1, got {value}.")
+        if self.weight < 0:
+            raise ValueError(f"`weight` of span_boundary must not be negative, got {self.weight}.")
 
 
 class SpanBoundaryHead(nn.Module):
@@ -42,29 +62,22 @@ class XFormerForSpanBoundary(LanguageModel):
     """An encoder that predicts masked tokens twice: each from its own state, and those of a span from the states of
     the tokens around it.
 
-    The second loss, times `span_boundary_weight` of the config, is the auxiliary loss `span_boundary`.
-
-    Raises:
-        ValueError: a config without `span_places` or `span_place_width`.
+    The second loss, times `weight` of [`SpanBoundarySpec`], is the auxiliary loss `span_boundary`.
     """
 
     accepts_loss_kwargs = True  # `num_items_in_batch`
 
     def __init__(self, config):
         config = self.shaped(config, is_decoder=False, is_encoder_decoder=False)
-        if not config.span_places or not config.span_place_width:
-            raise ValueError(
-                f"{type(self).__name__} needs `span_places` and `span_place_width` of at least 1, not"
-                f" {config.span_places!r} and {config.span_place_width!r}. Use xf_span_bert."
-            )
         super().__init__(config)
+        self.settings = SpanBoundarySpec.of(config)
         width = config.stack.output_width(config)
         self.boundary_head = SpanBoundaryHead(
             width,
             config.embedding.table_width(config),
             config.vocab_size,
-            config.span_places,
-            config.span_place_width,
+            self.settings.places,
+            self.settings.place_width,
             config.layer_norm_eps,
         )
         if "decoder.weight" in config.head.tied(config):
@@ -120,7 +133,7 @@ class XFormerForSpanBoundary(LanguageModel):
                 check_token_labels(span_labels, span_logits, "span_labels")
                 known = (span_labels != -100).sum() + 1  # a batch without spans has the loss 0
                 told = token_cross_entropy(span_logits, span_labels, known)
-                aux_losses["span_boundary"] = self.config.span_boundary_weight * told
+                aux_losses["span_boundary"] = self.settings.weight * told
         loss = None if labels is None else token_cross_entropy(logits, labels, count)
         return outputs.XFormerSpanBoundaryOutput(
             loss=self.with_aux_losses(loss, base, aux_losses=aux_losses),
@@ -145,4 +158,4 @@ class XFormerForSpanBoundary(LanguageModel):
         return self.boundary_head(left, right, places.to(states.device).clamp(min=0, max=most))
 
 
-__all__ = ["SpanBoundaryHead", "XFormerForSpanBoundary"]
+__all__ = ["SpanBoundaryHead", "SpanBoundarySpec", "XFormerForSpanBoundary"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,31 @@ from ..core.contrastive import (
     softmax_loss,
 )
 from ..core.pooling import pool
+from ..core.pretraining_specs import PretrainingSpec, register_pretraining
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
+
+
+@register_pretraining("text_contrast")
+class TextContrastSpec(PretrainingSpec):
+    """loss: `info_nce`, `ctl`, `ranking`, `nce` or `negative_sampling`. temperature: what cosines are divided by.
+    margin: of `ranking`. noise_power: of how often a text stands in a batch, for texts that are drawn.
+    gather_negatives: whether other processes' texts are wrong answers, too."""
+
+    summary = "the other view of a text, among those of other texts"
+
+    loss: Literal["info_nce", "ctl", "ranking", "nce", "negative_sampling"] = "info_nce"
+    temperature: float | int = 0.05
+    margin: float | int = 1.0
+    noise_power: float | int = 0.75
+    gather_negatives: bool = True
+
+    def check_fields(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(
+                f"`temperature` of text_contrast divides scores and must be above 0, got {self.temperature!r}; 0.05 is"
+                " usual."
+            )
 
 
 class XFormerForTextContrast(XFormerPreTrainedModel):
@@ -39,12 +62,8 @@ class XFormerForTextContrast(XFormerPreTrainedModel):
 
     def __init__(self, config):
         config = self.shaped(config, is_decoder=False, is_encoder_decoder=False)
-        if not config.contrast_temperature > 0:
-            raise ValueError(
-                f"`contrast_temperature` divides scores and must be above 0, got {config.contrast_temperature!r}; 0.05"
-                " is usual."
-            )
         super().__init__(config)
+        self.settings = TextContrastSpec.of(config)
         self.model = XFormerModel(config, add_pooler=self.reads_pooler)
         self.model.under_a_head = True
         self.projection = nn.Linear(self.model.vector_width, config.hidden_size)
@@ -87,9 +106,9 @@ class XFormerForTextContrast(XFormerPreTrainedModel):
                 vectors,
                 self.vectors(again, mask),
                 there,
-                scale=1 / self.config.contrast_temperature,
+                scale=1 / self.settings.temperature,
                 keys=text_keys,
-                gather=self.config.gather_negatives,
+                gather=self.settings.gather_negatives,
             )
             wrong = found.wrong()
             asked = (labels != -100) & there & wrong.any(-1)
@@ -118,9 +137,9 @@ class XFormerForTextContrast(XFormerPreTrainedModel):
 
     def losses(self, found: Matches, wrong: Tensor, draws: Tensor | None) -> Tensor:
         """[N], of texts whose wrong answers are `wrong` [N, M], of which `draws` [N, k] choose some."""
-        name, scores = self.config.contrast_loss, found.scores
+        name, scores = self.settings.loss, found.scores
         positive = scores.gather(1, found.own[:, None]).squeeze(1)
-        law = found.law(self.config.contrast_noise_power)
+        law = found.law(self.settings.noise_power)
         # The logarithm of 0 is never read: such candidates are none.
         log_q = law.clamp(min=torch.finfo(law.dtype).tiny).log()
         negative = scores.masked_fill(~wrong, absent(scores.dtype))
@@ -131,7 +150,7 @@ class XFormerForTextContrast(XFormerPreTrainedModel):
             chosen = draw_answers(law * wrong, draws.to(scores.device))
             negative, log_q_negative = negative.gather(1, chosen), log_q[chosen]
         if name == "ranking":
-            return ranking_loss(positive, negative, self.config.contrast_margin)
+            return ranking_loss(positive, negative, self.settings.margin)
         if name == "nce":
             return nce_loss(positive, negative, log_q[found.own], log_q_negative)
         if name == "negative_sampling":
@@ -139,4 +158,4 @@ class XFormerForTextContrast(XFormerPreTrainedModel):
         return softmax_loss(positive, negative)
 
 
-__all__ = ["XFormerForTextContrast"]
+__all__ = ["TextContrastSpec", "XFormerForTextContrast"]

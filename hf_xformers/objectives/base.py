@@ -98,7 +98,8 @@ class Objective(TypedSpec):
         return self
 
     def config_fields(self) -> dict[str, Any]:
-        """Fields of a model's config that this objective decides."""
+        """Fields of a model's config that this objective decides; of the settings under `pretraining` those that it
+        names."""
         return {}
 
     def component_fields(self) -> dict[str, dict[str, Any]]:

@@ -47,11 +47,8 @@ class BidirectionalLMObjective(Objective):
     tokenizer_style = "gpt"
 
     def config_fields(self) -> dict[str, Any]:
-        return {
-            "share_directions_embedding": self.share_embeddings,
-            "share_directions_softmax": self.share_softmax,
-            "direction_mix": self.mix,
-        }
+        settings = {"share_embedding": self.share_embeddings, "share_softmax": self.share_softmax, "mix": self.mix}
+        return {"pretraining": {"bidirectional_lm": settings}}
 
     def collator(
         self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False

@@ -134,13 +134,14 @@ class ContrastiveObjective(Objective):
         return 1 if self.loss == "ctl" else self.num_negatives
 
     def config_fields(self) -> dict[str, Any]:
-        return {
-            "contrast_loss": self.loss,
-            "contrast_temperature": self.temperature,
-            "contrast_margin": self.margin,
-            "contrast_noise_power": self.noise_power,
+        settings = {
+            "loss": self.loss,
+            "temperature": self.temperature,
+            "margin": self.margin,
+            "noise_power": self.noise_power,
             "gather_negatives": self.gather_negatives,
         }
+        return {"pretraining": {"text_contrast": settings}}
 
     def bound_to(self: AnyObjective, config: Any) -> AnyObjective:
         rates = ("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout_prob")

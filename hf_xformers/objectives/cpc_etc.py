@@ -119,7 +119,7 @@ class CpcEtcObjective(MaskedLMObjective):
         return True if self.whole_word is None else self.whole_word
 
     def config_fields(self) -> dict[str, Any]:
-        return {"cpc_weight": self.cpc_weight}
+        return {"pretraining": {"contrastive_prediction": {"weight": self.cpc_weight}}}
 
     def collator(
         self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False

@@ -160,12 +160,13 @@ class InfoWordObjective(Objective):
         self._require(self.temperature > 0, f"temperature must be above 0, not {self.temperature}")
 
     def config_fields(self) -> dict[str, Any]:
-        return {
-            "phrase_temperature": self.temperature,
-            "phrase_contrast_weight": self.dim_weight,
+        settings = {
+            "temperature": self.temperature,
+            "contrast_weight": self.dim_weight,
             "masked_lm_weight": self.mlm_weight,
             "gather_negatives": self.gather_negatives,
         }
+        return {"pretraining": {"phrase_contrast": settings}}
 
     def collator(
         self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False

@@ -7,11 +7,12 @@ generator's distribution, the model does in its forward pass, with the numbers t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from ..core.pretraining_specs import changed_pretraining
 from .base import IGNORE_INDEX, TOKEN_COLUMNS, Collator, Objective, Row, is_special, pad_rows, register, special_table
 
 _ROUNDING = 0.005  # by which the released code widens the room for masked tokens
@@ -108,14 +109,28 @@ class ReplacedTokenObjective(Objective):
     with_replacement  positions are drawn independently, so that some are drawn twice and fewer tokens are masked, as
                       in the released code; False: all are different
 
-    The generator's size, what it shares with the model and the weight of the detection are fields of the
-    configuration: `generator_size`, `generator_depth`, `generator_sharing`, `generator_temperature`,
-    `generator_avoids_original`, `detection_weight`.
+    generator_size    the generator's width, as a share of the model's; this and the following None: the variant's own
+                      (ELECTRA's base model: a third, DeBERTaV3: all of it)
+    generator_depth   its number of layers, as a share of the model's (ELECTRA: all, DeBERTaV3: half)
+    generator_sharing  what both share: "tied", one token table and one position table; "gradient_disentangled", the
+                      model's token vectors are the generator's, whose gradient it leaves alone, and a difference of
+                      its own; "untied", nothing
+    generator_temperature  of the draw from what the generator predicts
+    generator_avoids_original  whether a token is never drawn in its own place
+    detection_weight  of the detection's loss beside the generator's
+    detection_context  whether a token is judged beside the text's first one (DeBERTaV3)
     """
 
     mask_prob: float | int = 0.15
     mask_token_prob: float | int = 0.85
     with_replacement: bool = True
+    generator_size: float | int | None = None
+    generator_depth: float | int | None = None
+    generator_sharing: Literal["tied", "gradient_disentangled", "untied"] | None = None
+    generator_temperature: float | int | None = None
+    generator_avoids_original: bool | None = None
+    detection_weight: float | int | None = None
+    detection_context: bool | None = None
 
     summary: ClassVar[str] = "which tokens of a text a small generator has put there (ELECTRA)"
     head: ClassVar[str] = "ReplacedTokenPreTraining"
@@ -128,6 +143,20 @@ class ReplacedTokenObjective(Objective):
         self._require(
             0 <= self.mask_token_prob <= 1, f"mask_token_prob must lie in [0, 1], not {self.mask_token_prob}"
         )
+        changed_pretraining({}, self.config_fields().get("pretraining", {}))  # refuses values out of range
+
+    def config_fields(self) -> dict[str, Any]:
+        settings = {
+            "generator_size": self.generator_size,
+            "generator_depth": self.generator_depth,
+            "generator_sharing": self.generator_sharing,
+            "generator_temperature": self.generator_temperature,
+            "generator_avoids_original": self.generator_avoids_original,
+            "detection_weight": self.detection_weight,
+            "detection_context": self.detection_context,
+        }
+        given = {name: value for name, value in settings.items() if value is not None}
+        return {"pretraining": {"replaced_tokens": given}} if given else {}
 
     def collator(
         self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False

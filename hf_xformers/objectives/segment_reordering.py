@@ -105,7 +105,7 @@ class SegmentReorderingObjective(MaskedLMObjective):
         self._require(1 <= self.chunks <= 6, f"chunks must lie between 1 and 6 (873 orders), not {self.chunks}")
 
     def config_fields(self) -> dict[str, Any]:
-        return {"reorder_chunks": self.chunks}
+        return {"pretraining": {"reordering": {"chunks": self.chunks}}}
 
     def collator(
         self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False

@@ -348,7 +348,7 @@ class SentencePairObjective(Objective):
         self._require(self.dupe_factor >= 1, f"dupe_factor must be at least 1, not {self.dupe_factor}")
 
     def config_fields(self) -> dict[str, Any]:
-        return {} if self.mlm is None else {"pair_classes": self.classes}
+        return {} if self.mlm is None else {"pretraining": {"sentence_pairs": {"classes": self.classes}}}
 
     @property
     def masks_units(self) -> bool:

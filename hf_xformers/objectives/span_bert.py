@@ -205,11 +205,12 @@ class SpanBertObjective(Objective):
         return self.whole_word
 
     def config_fields(self) -> dict[str, Any]:
-        return {
-            "span_places": self.max_pair_targets,
-            "span_place_width": self.sbo_position_dim,
-            "span_boundary_weight": self.sbo_weight,
+        settings = {
+            "places": self.max_pair_targets,
+            "place_width": self.sbo_position_dim,
+            "weight": self.sbo_weight,
         }
+        return {"pretraining": {"span_boundary": settings}}
 
     def collator(
         self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False

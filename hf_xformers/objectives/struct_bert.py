@@ -139,7 +139,7 @@ class StructBertObjective(SentencePairObjective):
         self._require(self.shuffle_span >= 2, f"shuffle_span must be at least 2, not {self.shuffle_span}")
 
     def config_fields(self) -> dict[str, Any]:
-        return {"pair_classes": self.sentence_classes}
+        return {"pretraining": {"sentence_pairs": {"classes": self.sentence_classes}}}
 
     def sample_second(self, sentences: int, generator: torch.Generator) -> int | None:
         if self.sentence_classes == 2:

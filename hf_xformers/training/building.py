@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.changes import changed_component, components_of, merge_changes
 from ..core.components import SLOTS, Spec, build_spec, did_you_mean
+from ..core.pretraining_specs import EARLIER_FIELDS
 from ..objectives import OBJECTIVES, Objective
 from .presets import size_fields, size_named
 
@@ -161,7 +162,7 @@ def build_config(
     shape = SHAPES[objective.shape]
     given = dict(fields or {})
     valid = {field.name for field in dataclasses.fields(config_class)}
-    unknown = [name for name in given if name not in valid]
+    unknown = [name for name in given if name not in valid and name not in EARLIER_FIELDS]
     if unknown:
         raise ValueError(f"{config_class.__name__} has no field {unknown[0]!r}; see `hf-xformers pretrain --help`")
     values: dict[str, Any] = {"vocab_size": size_named(size).vocab_size, **shape}
@@ -182,9 +183,15 @@ def build_config(
             )
         own = {name: value for name, value in decided.items() if not _chosen(components, slot, name)}
         values[slot] = changed_component(slot, own, before)
-    values.update(objective.config_fields())
+    values.update(decided_fields(objective, {**components_of(config_class), **values}))
     values.update(shape)
     return config_class(**values)
+
+
+def decided_fields(objective: Objective, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that an objective decides for a model with these config fields, each as its whole value: what it says
+    of `pretraining` goes on top of what stands there."""
+    return merge_changes(fields, objective.config_fields())
 
 
 def _chosen(components: Mapping[str, Any] | None, slot: str, field: str) -> bool:

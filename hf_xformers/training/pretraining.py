@@ -23,6 +23,7 @@ from .building import (
     build_model,
     check_objective,
     choose_block_size,
+    decided_fields,
     default_objective,
     grown_positions,
     longest_input,
@@ -211,7 +212,7 @@ class Preparation:
         for key in ("model_type", "transformers_version", "architectures", "dtype"):
             saved.pop(key, None)
         changes = merge_changes(saved, {**self.components, **self.fields})
-        shape = {**self.objective.config_fields(), **SHAPES[self.objective.shape]}
+        shape = {**decided_fields(self.objective, {**saved, **changes}), **SHAPES[self.objective.shape]}
         return self.config_class(**{**saved, **changes, **shape})
 
     def run(self) -> Prepared:

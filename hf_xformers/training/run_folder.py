@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.saved_files import STAGING, STATE_FILE, SUMMARY_FILE, read_object, saving_into
+from ..core.specs import default_of
+from ..objectives import OBJECTIVES
 from .checkpoints import checkpoints
 
 if TYPE_CHECKING:
@@ -58,6 +60,8 @@ def start_anew(folder: Path, *, overwrite: bool) -> None:
 def check_same_run(plan: dict[str, Any], checkpoint: Path) -> None:
     """Refuses to continue `checkpoint` with other rows than it was trained on."""
     before = read_summary(checkpoint.parent)
+    if "objective" in before:
+        before["objective"] = _with_settings_since(before["objective"])
     for key, option in _SAME.items():
         if key in before and before[key] != plan.get(key):
             raise ValueError(
@@ -65,6 +69,15 @@ def check_same_run(plan: dict[str, Any], checkpoint: Path) -> None:
                 f" resume with the same {option} (and the same data and tokenizer), or start a new run in another"
                 " --output_dir"
             )
+
+
+def _with_settings_since(objective: dict[str, Any]) -> dict[str, Any]:
+    """A recorded objective with the settings that it has come to have since, at their defaults."""
+    found = OBJECTIVES.get(str(objective.get("type")))
+    if found is None:
+        return objective
+    since = {entry.name: default_of(found, entry.name) for entry in dataclasses.fields(found)}
+    return {**since, **objective}
 
 
 def saved_config(folder: str | Path) -> dict[str, Any]:

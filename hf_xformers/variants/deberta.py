@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -20,9 +20,9 @@ _SECOND = {"type": "deberta", "buckets": 256, "share_projections": True, "normal
 class XFDebertaConfig(XFormerConfig):
     """DeBERTa (He et al. 2021): content and relative position attend to each other, absolute positions come last.
 
-    `presets` has its three versions. `generator_size`, `generator_depth` and `generator_sharing` are those of the
-    third, which is pretrained by detection of replaced tokens; `detection_context`: whether a token is judged beside
-    the text's first one there. `ForReplacedTokenDetection` and `ForReplacedTokenPreTraining` read them.
+    `presets` has its three versions. `pretraining` has the settings `replaced_tokens` of the third, which is
+    pretrained by detection of replaced tokens; `ForReplacedTokenDetection` and `ForReplacedTokenPreTraining` read
+    them.
     """
 
     model_type = "xf_deberta"
@@ -45,10 +45,16 @@ class XFDebertaConfig(XFormerConfig):
 
     vocab_size: int = 50265
     layer_norm_eps: float = 1e-7
-    detection_context: bool = True  # type: ignore[misc]  # a class variable where no head can do so
-    generator_size: float | int = 1.0
-    generator_depth: float | int = 0.5
-    generator_sharing: Literal["tied", "gradient_disentangled", "untied"] = "gradient_disentangled"
+    pretraining: dict[str, Any] = field(
+        default_factory=lambda: {
+            "replaced_tokens": {
+                "generator_size": 1.0,
+                "generator_depth": 0.5,
+                "generator_sharing": "gradient_disentangled",
+                "detection_context": True,
+            }
+        }
+    )
     embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
     position: SpecLike = "deberta"
     stack: SpecLike = "enhanced_mask_decoder"

@@ -14,7 +14,7 @@ class XFElectraConfig(XFormerConfig):
     """ELECTRA (Clark et al. 2020): a BERT that finds the tokens which a small generator put into its text.
 
     The defaults are the base model; `presets` has the published sizes. The generator of the base model has a third of
-    its width (`generator_size`), those of small and large a quarter.
+    its width (`pretraining`: `replaced_tokens`, `generator_size`), those of small and large a quarter.
     """
 
     model_type = "xf_electra"
@@ -23,7 +23,7 @@ class XFElectraConfig(XFormerConfig):
             "hidden_size": 256,
             "num_attention_heads": 4,
             "intermediate_size": 1024,
-            "generator_size": 0.25,
+            "pretraining": {"replaced_tokens": {"generator_size": 0.25}},
             "embedding": {"type": "factorized", "width": 128, "narrow_positions": True},
         },
         "base": {},
@@ -32,7 +32,7 @@ class XFElectraConfig(XFormerConfig):
             "num_hidden_layers": 24,
             "num_attention_heads": 16,
             "intermediate_size": 4096,
-            "generator_size": 0.25,
+            "pretraining": {"replaced_tokens": {"generator_size": 0.25}},
         },
     }
 
@@ -40,7 +40,7 @@ class XFElectraConfig(XFormerConfig):
     type_vocab_size: int = 2
     layer_norm_eps: float = 1e-12
     classifier_transform: Literal["none", "dense", "dense_norm"] = "dense"
-    generator_size: float | int = 1 / 3
+    pretraining: dict[str, Any] = field(default_factory=lambda: {"replaced_tokens": {"generator_size": 1 / 3}})
     embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
     head: SpecLike = "transform"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import Any
 
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SpecLike
@@ -15,12 +16,12 @@ class XFErnieDocConfig(XFormerConfig):
     `max_position_embeddings` is the length of a segment (tokens). An encoder cuts a longer document itself and reads
     it twice; a causal decoder, and an encoder that is given one segment per call, take a model output's
     `segment_memory` as the next segment's input of the same name. `token_type_ids` are read by the attention.
-    `reorder_chunks`: most parts that a document is cut in, whose order `ForSegmentReordering` tells.
+    `pretraining` has the settings `reordering` of `ForSegmentReordering`.
     """
 
     model_type = "xf_ernie_doc"
 
-    reorder_chunks: int = 3  # type: ignore[misc]  # a class variable where there is no such head
+    pretraining: dict[str, Any] = field(default_factory=lambda: {"reordering": {}})
     position: SpecLike = "none"  # in the attention's scores
     embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
     attention: SpecLike = field(

@@ -13,12 +13,12 @@ from ..families import ENCODER_HEADS, VariantInfo, make_family
 class XFETCConfig(XFormerConfig):
     """ETC (Ainslie et al. 2020): a long text beside global tokens that stand for its parts.
 
-    `cpc_weight`: factor on the contrastive loss of `ForContrastivePrediction`.
+    `pretraining` has the settings `contrastive_prediction` of `ForContrastivePrediction`.
     """
 
     model_type = "xf_etc"
 
-    cpc_weight: float | int = 1.0  # type: ignore[misc]  # a class variable where there is no such head
+    pretraining: dict[str, Any] = field(default_factory=lambda: {"contrastive_prediction": {}})
     vocab_size: int = 30522
     type_vocab_size: int = 16
     max_position_embeddings: int = 4096

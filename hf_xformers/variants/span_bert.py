@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import Any
 
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SpecLike
@@ -12,15 +13,12 @@ from ..families import ENCODER_HEADS, VariantInfo, make_family
 class XFSpanBertConfig(XFormerConfig):
     """SpanBERT (Joshi et al. 2020): BERT's encoder, trained on spans that their two neighbours have to tell.
 
-    `span_places`: tokens of a span that its neighbours tell; `span_place_width`: width of the vectors of these places;
-    `span_boundary_weight`: of that loss beside the masked tokens'. `ForSpanBoundary` reads them.
+    `pretraining` has the settings `span_boundary` of `ForSpanBoundary`.
     """
 
     model_type = "xf_span_bert"
 
-    span_places: int = 20  # type: ignore[misc]  # class variables where there is no such head
-    span_place_width: int = 200  # type: ignore[misc]
-    span_boundary_weight: float | int = 1.0  # type: ignore[misc]
+    pretraining: dict[str, Any] = field(default_factory=lambda: {"span_boundary": {}})
     vocab_size: int = 28996
     type_vocab_size: int = 2
     layer_norm_eps: float = 1e-12

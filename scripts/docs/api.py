@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from hf_xformers.configuration_image import XFormerImageConfig
 from hf_xformers.configuration_xformer import XFormerConfig
+from hf_xformers.core.pretraining_specs import PRETRAINING
 from hf_xformers.modeling.head_classes import CLASSES
 
 from . import catalog
@@ -126,6 +127,14 @@ def configs() -> str:
         slots,
         "## Fields",
         config_fields(XFormerConfig),
+        "## Settings of pretraining",
+        "What `pretraining` holds, by name. A config stores those that its variant has decided, and those that differ"
+        " from these defaults; the objectives of `hf-xformers pretrain` set them.",
+        *(
+            part
+            for name in PRETRAINING
+            for part in (f"### {code(name)}", f"{PRETRAINING.get(name).summary}:", spec_fields(PRETRAINING.get(name)))
+        ),
         "## Fields of models that read images",
         config_fields(XFormerImageConfig, _added(XFormerImageConfig)),
         "## Fields that variants add",

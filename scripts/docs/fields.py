@@ -29,8 +29,6 @@ _KNOWN = {
     "pad_token_id": "id of the padding token; `None`: there is none",
     "bos_token_id": "id of the token that begins a text",
     "eos_token_id": "id of the token that ends a text, or several",
-    "phrase_contrast_weight": "of the loss of the contrast",
-    "gather_negatives": "whether texts of other processes are wrong answers, too",
 }
 
 

@@ -44,9 +44,7 @@ OTHER_NAMES = {
     "summary_type": "last",
     "summary_activation": "tanh",
     "tag_decoder": "crf",
-    "generator_sharing": "untied",
-    "contrast_loss": "ctl",
-    "direction_mix": "scalar",
+    "pretraining": {"text_contrast": {"loss": "ctl"}},
     "distinct_layers": 1,
     "sharing": "cycle",
 }
@@ -143,17 +141,7 @@ CHECKED_LATER = {
     "tag_decoder",
 }
 # Of heads that have no counterpart, or whose tensors have another shape.
-OF_HEADS = {
-    "pair_classes",
-    "detection_weight",
-    "detection_context",
-    *(f"contrast_{name}" for name in ("loss", "temperature", "margin", "noise_power")),
-    *("gather_negatives", "phrase_temperature", "phrase_contrast_weight", "masked_lm_weight"),
-    *(f"generator_{name}" for name in ("size", "depth", "sharing", "temperature", "avoids_original")),
-    "share_directions_embedding",
-    "share_directions_softmax",
-    "direction_mix",
-}
+OF_HEADS = {"pretraining"}
 SECOND_TOWER = {"cross_attention", "decoder", "num_decoder_layers", "decoder_vocab_size", "decoder_start_token_id"}
 HARMLESS = {
     "bert": START | CHECKED_LATER | OF_HEADS | SECOND_TOWER,
@@ -215,8 +203,6 @@ def test_no_field_of_ours_is_lost(model_type):
             value = [0] * start.num_hidden_layers
         elif name == "share":  # nothing by itself; what is shared is refused above
             continue
-        elif name in ("generator_size", "generator_depth"):
-            value = 0.5
         elif name in ("num_key_value_heads", "head_dim"):
             value = 2
         elif name == "is_decoder" and start.is_encoder_decoder:

@@ -112,11 +112,13 @@ def test_public_classes_are_listed_before_they_are_loaded():
 def test_configs_explain_their_fields(model_type):
     """Every field that is ours by name, and what a preset chooses with its value."""
     config = config_class(model_type)
-    general = {field.name: field.default for field in dataclasses.fields(XFormerConfig)}
-    fields = {
-        field.name: field.default if field.default is not dataclasses.MISSING else field.default_factory()
-        for field in dataclasses.fields(config)
-    }
+    general, fields = (
+        {
+            field.name: field.default if field.default is not dataclasses.MISSING else field.default_factory()
+            for field in dataclasses.fields(kind)
+        }
+        for kind in (XFormerConfig, config)
+    )
     ours = [kind for kind in config.__mro__ if kind.__module__.startswith("hf_xformers")]
     names = {name for kind in ours for name in inspect.get_annotations(kind) if name in fields}
     assert not [name for name in names if not re.search(rf"\b{name}\b", config.__doc__)]

@@ -135,7 +135,8 @@ def both_ways(model, ids):
 @pytest.mark.parametrize("stack", ["plain", "universal"])
 def test_scalar_mix(stack):
     """gamma sum_j softmax(s)_j [f^j ; g^j], of the embedding and all layers; it starts as their mean."""
-    model, ids = build(XFormerForBidirectionalLM, XFormerConfig, direction_mix="scalar", stack=stack), tokens(2, 5)
+    mixed = {"bidirectional_lm": {"mix": "scalar"}}
+    model, ids = build(XFormerForBidirectionalLM, XFormerConfig, pretraining=mixed, stack=stack), tokens(2, 5)
     plain = model(input_ids=ids)
     assert plain.hidden_states is None
     states = both_ways(model, ids)
@@ -168,7 +169,7 @@ def test_what_the_directions_share(tmp_path):
     assert again(input_ids=torch.full((1, 6), 105)).logits.shape == (1, 6, 2, 110)
     # The direction from the beginning is a model of its own.
     assert torch.equal(XFGPTForCausalLM.from_pretrained(tmp_path)(ids).logits, model(input_ids=ids).logits[:, :, 0])
-    apart = build(share_directions_embedding=False, share_directions_softmax=False)
+    apart = build(pretraining={"bidirectional_lm": {"share_embedding": False, "share_softmax": False}})
     tables = {id(apart.model.trunk.embedding.tokens.weight), id(apart.backward_model.trunk.embedding.tokens.weight)}
     assert len(tables) == 2 and id(apart.backward_head.decoder.weight) in tables
     assert apart.backward_head.decoder.weight is not apart.lm_head.decoder.weight
@@ -207,4 +208,5 @@ def test_refusals():
         check_objective(config_class("xf_bert"), "bidirectional_lm")
     chosen = build_objective({"type": "bidirectional_lm", "share_softmax": False, "mix": "scalar"})
     config = build_config(config_class("xf_gpt"), "tiny", chosen)
-    assert config.is_decoder and not config.share_directions_softmax and config.direction_mix == "scalar"
+    settings = config.pretraining["bidirectional_lm"]
+    assert config.is_decoder and not settings.share_softmax and settings.mix == "scalar"

@@ -65,7 +65,7 @@ def test_batches(bert_tokenizer, side):
 @pytest.mark.parametrize("loss", ["info_nce", "ctl", "ranking", "nce", "negative_sampling"])
 def test_loss_equals_its_equation(loss):
     """Four texts, the last one equal to the first and the third no anchor; by loops over all pairs."""
-    net = model(contrast_loss=loss, contrast_temperature=0.5, contrast_noise_power=0.5)
+    net = model(pretraining={"text_contrast": {"loss": loss, "temperature": 0.5, "noise_power": 0.5}})
     first, second = tokens(4, 7), tokens(4, 5, seed=1)
     keys, labels = torch.tensor([11, 12, 13, 11]), torch.tensor([0, 0, -100, 0])
     draws = torch.tensor([[0.1, 0.7], [0.2, 0.9], [0.5, 0.5], [0.99, 0.3]])
@@ -150,8 +150,8 @@ def test_refusals(tmp_path, capsys):
         build_objective({"type": "contrastive", "loss": "ctl", "num_negatives": 3})
     with pytest.raises(ValueError, match="crop_ratio"):
         build_objective({"type": "contrastive", "crop_ratio": 0})
-    with pytest.raises(ValueError, match="contrast_temperature"):
-        model(contrast_temperature=0)
+    with pytest.raises(ValueError, match="`temperature` of text_contrast"):
+        model(pretraining={"text_contrast": {"temperature": 0}})
 
 
 def test_a_run_goes_on_exactly(tmp_path, capsys):

@@ -10,7 +10,7 @@ import torch
 from hf_xformers import XFormerConfig
 from hf_xformers.data.sentences import document_rows
 from hf_xformers.data.tokenizer import train_tokenizer
-from hf_xformers.modeling.contrastive import XFormerForContrastivePrediction, contrastive_loss
+from hf_xformers.modeling.contrastive_prediction import XFormerForContrastivePrediction, contrastive_loss
 from hf_xformers.objectives import build_objective
 from hf_xformers.objectives.cpc_etc import apply_noise, sample_noise
 from hf_xformers.variants.etc import XFETCConfig, XFETCForContrastivePrediction
@@ -150,7 +150,7 @@ def test_loss_equals_its_equation():
 
 
 def test_the_head_adds_both_losses(tokenizer, rows):
-    net = model(cpc_weight=0.5)
+    net = model(pretraining={"contrastive_prediction": {"weight": 0.5}})
     batch = build_objective("cpc_etc").collator(tokenizer)(rows)
     output = net.train()(**batch)
     plain = {name: value for name, value in batch.items() if not name.startswith(("masked_", "sentence_input"))}

@@ -95,5 +95,5 @@ def test_judgement_by_hand():
             close(output[row, place], model.classifier.weight[0] @ hidden + model.classifier.bias[0])
     padded, mask = pad(list(ids), 9, "left")
     close(model(padded, mask).logits[mask.bool()].view_as(output), output)
-    plain = XFDebertaForReplacedTokenDetection(config(detection_context=False))
+    plain = XFDebertaForReplacedTokenDetection(config(pretraining={"replaced_tokens": {"detection_context": False}}))
     assert plain.context is None

@@ -113,7 +113,8 @@ def test_batches(bert_tokenizer, side):
 @torch.no_grad()
 def test_head_by_loops():
     """Four texts, of which the last one's phrase is the first one's and the third has none."""
-    net = model(phrase_temperature=2.0, phrase_contrast_weight=0.5, masked_lm_weight=0.25)
+    weights = {"temperature": 2.0, "contrast_weight": 0.5, "masked_lm_weight": 0.25}
+    net = model(pretraining={"phrase_contrast": weights})
     ids, phrases = tokens(4, 7), tokens(4, 4, seed=1)
     phrases[3] = phrases[0]
     mask, keys = torch.ones_like(phrases), torch.tensor([7, 8, 9, 7])
@@ -161,7 +162,7 @@ def test_refusals(bert_tokenizer, tmp_path, capsys):
     for field, value in (("span_min", 11), ("temperature", 0), ("mask_prob", 1), ("dim_weight", -1)):
         with pytest.raises(ValueError, match=field):
             build_objective({"type": "info_word", field: value})
-    with pytest.raises(ValueError, match="phrase_temperature"):
-        model(phrase_temperature=0)
+    with pytest.raises(ValueError, match="`temperature` of phrase_contrast"):
+        model(pretraining={"phrase_contrast": {"temperature": 0}})
     with pytest.raises(ValueError, match="needs a ForPhraseContrast class"):
         check_objective(config_class("xf_roberta"), "info_word")

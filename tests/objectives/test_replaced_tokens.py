@@ -96,7 +96,7 @@ def test_draws_follow_the_distribution():
 
 def test_loss_by_hand():
     """Both losses written out; the detection's mean is over every real token, not over the masked ones alone."""
-    model = make_strong(build(generator_size=0.5).eval())
+    model = make_strong(build(pretraining={"replaced_tokens": {"generator_size": 0.5}}).eval())
     ids = tokens(2, 8, high=40)
     mask = torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
     places, draws = torch.tensor([[1, 4, 6], [2, -1, -1]]), torch.tensor([[0.1, 0.6, 0.9], [0.4, 0.2, 0.2]])
@@ -152,7 +152,8 @@ def test_a_detector_that_knows_nothing_has_ln_2():
 @pytest.mark.parametrize("sharing", ["tied", "gradient_disentangled", "untied"])
 def test_who_learns_from_the_detection(sharing):
     """No gradient of the detection reaches the generator but through a table that both read."""
-    model = build(generator_sharing=sharing, generator_size=0.5).train()
+    settings = {"generator_sharing": sharing, "generator_size": 0.5}
+    model = build(pretraining={"replaced_tokens": settings}).train()
     ids = tokens(2, 8, high=40)
     output = model(ids.index_fill(1, torch.tensor([3]), 4), labels=ids)
     (output.loss - output.aux_losses["generator"]).backward()
@@ -173,7 +174,7 @@ def test_who_learns_from_the_detection(sharing):
 def test_both_come_out_as_ordinary_models(sharing, tmp_path):
     from transformers import AutoModel, AutoModelForMaskedLM
 
-    model = make_strong(build(generator_sharing=sharing).eval()).float()
+    model = make_strong(build(pretraining={"replaced_tokens": {"generator_sharing": sharing}}).eval()).float()
     ids = tokens(2, 7, high=40)
     model.save_pretrained(tmp_path / "both")
     again = type(model).from_pretrained(tmp_path / "both").eval()
@@ -220,7 +221,9 @@ def test_resizing_keeps_the_tables_one():
 )
 def test_refused_configs(fields, message):
     with pytest.raises(ValueError, match=message):
-        XFormerConfig(**SIZES, **fields)
+        XFormerConfig(**SIZES, pretraining={"replaced_tokens": fields})
+    with pytest.raises(ValueError, match=message):
+        build_objective({"type": "rtd", **fields})
 
 
 def test_refused_models(gpt_tokenizer):

@@ -1,5 +1,6 @@
 """SpanBERT: the law of lengths, exact budgets, golden pairs, the boundary head by hand, parameters, refusals."""
 
+import dataclasses
 import math
 
 import pytest
@@ -14,6 +15,7 @@ from tests.helpers import close, make_strong
 
 VOCABULARY = torch.arange(5, 40)
 SIZES = dict(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
+NARROW = {"span_boundary": {"place_width": 6}}
 
 
 def generator(seed=0):
@@ -86,7 +88,7 @@ def test_batches(bert_tokenizer, side):
 @torch.no_grad()
 def test_boundary_head_by_hand():
     torch.manual_seed(0)
-    model = make_strong(XFSpanBertForSpanBoundary(XFSpanBertConfig(**SIZES, span_place_width=6)).double().eval())
+    model = make_strong(XFSpanBertForSpanBoundary(XFSpanBertConfig(**SIZES, pretraining=NARROW)).double().eval())
     ids = torch.randint(5, 50, (2, 9), generator=generator())
     around = torch.tensor([[[1, 4], [1, 4]], [[2, 6], [0, 0]]])
     places, targets = torch.tensor([[0, 1], [2, 0]]), torch.tensor([[7, 8], [9, -100]])
@@ -117,7 +119,7 @@ def test_boundary_head_by_hand():
     close(output.aux_losses["span_boundary"], torch.tensor(total / 4, dtype=torch.float64))
     masked = model(ids, labels=labels)
     close(output.loss, masked.loss + total / 4)
-    model.config.span_boundary_weight = 0
+    model.settings = dataclasses.replace(model.settings, weight=0)
     close(model(ids, labels=labels, **given).loss, masked.loss)
     model.resize_token_embeddings(60)
     assert model(ids, **given).span_logits.shape == (2, 2, 60)
@@ -152,5 +154,5 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match=message):
             SpanBertObjective(**settings)
-    with pytest.raises(ValueError, match="needs `span_places`"):
-        XFSpanBertForSpanBoundary(XFSpanBertConfig(**SIZES, span_places=0))
+    with pytest.raises(ValueError, match="`places` of span_boundary must be at least 1, got 0"):
+        XFSpanBertConfig(**SIZES, pretraining={"span_boundary": {"places": 0}})

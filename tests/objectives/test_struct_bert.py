@@ -133,7 +133,7 @@ def test_batches(bert_tokenizer):
 
 def test_settings():
     spec = build_objective("struct_bert")
-    assert spec.head == "PreTraining" and spec.config_fields() == {"pair_classes": 3}
+    assert spec.head == "PreTraining" and spec.config_fields() == {"pretraining": {"sentence_pairs": {"classes": 3}}}
     assert build_objective(spec.to_dict()) == spec
     with pytest.raises(ValueError, match="mlm must be"):
         build_objective({"type": "struct_bert", "mlm": None})

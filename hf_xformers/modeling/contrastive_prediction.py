@@ -16,7 +16,21 @@ from ..core.distributed import sum_over_processes
 from ..core.hand_overs import HandOver
 from ..core.inputs import check_token_labels
 from ..core.losses import token_cross_entropy
+from ..core.pretraining_specs import PretrainingSpec, register_pretraining
 from .language import LanguageModel
+
+
+@register_pretraining("contrastive_prediction")
+class ContrastivePredictionSpec(PretrainingSpec):
+    """weight: of the contrastive loss beside that of masked tokens."""
+
+    summary = "masked tokens, and vectors of masked sentences told apart (CPC; ETC)"
+
+    weight: float | int = 1.0
+
+    def check_fields(self) -> None:
+        if self.weight < 0:
+            raise ValueError(f"`weight` of contrastive_prediction must not be negative, got {self.weight}.")
 
 
 def contrastive_loss(anchors: Tensor, candidates: Tensor, there: Tensor) -> Tensor:
@@ -38,20 +52,21 @@ class XFormerForContrastivePrediction(LanguageModel):
 
     a_i is the last state of sentence i's global token where all tokens of the sentence are masked, b_i that of the
     global token of the sentence by itself: a text of its own, so that nothing of others reaches it. The auxiliary loss
-    `cpc` is `cpc_weight` (of the config) times [`contrastive_loss`] of them.
+    `cpc` is `weight` (of [`ContrastivePredictionSpec`]) times [`contrastive_loss`] of them.
 
     Raises:
-        ValueError: a stack without global tokens for sentences, or a config without `cpc_weight`.
+        ValueError: a stack without global tokens for sentences.
     """
 
     def __init__(self, config):
         config = self.shaped(config, is_decoder=False, is_encoder_decoder=False)
-        if HandOver.SUMMARIES not in config.stack.gives or config.cpc_weight is None:
+        if HandOver.SUMMARIES not in config.stack.gives:
             raise ValueError(
-                f"{type(self).__name__} compares global tokens that stand for sentences, with a `cpc_weight`; this"
-                f" config has stack {config.stack.type!r} and `cpc_weight` {config.cpc_weight!r}. Use xf_etc."
+                f"{type(self).__name__} compares global tokens that stand for sentences, which stack"
+                f" {config.stack.type!r} does not give. Use xf_etc."
             )
         super().__init__(config)
+        self.settings = ContrastivePredictionSpec.of(config)
 
     @can_return_tuple
     def forward(
@@ -86,7 +101,7 @@ class XFormerForContrastivePrediction(LanguageModel):
             loss = token_cross_entropy(logits, labels, count)
         if masked_sentences is not None and sentence_input_ids is not None:
             compared = self.vectors(base.summaries, masked_sentences, sentence_input_ids, sentence_attention_mask)
-            aux_losses["cpc"] = self.config.cpc_weight * contrastive_loss(*compared)
+            aux_losses["cpc"] = self.settings.weight * contrastive_loss(*compared)
             loss = aux_losses["cpc"].new_zeros(()) if loss is None else loss
         return outputs.XFormerMaskedLMOutput(
             loss=self.with_aux_losses(loss, base, partial(token_rows, logits, labels, count), aux_losses),
@@ -116,4 +131,4 @@ class XFormerForContrastivePrediction(LanguageModel):
         return summaries.gather(1, index).flatten(0, 1), alone.summaries[:, 0], there
 
 
-__all__ = ["XFormerForContrastivePrediction", "contrastive_loss"]
+__all__ = ["ContrastivePredictionSpec", "XFormerForContrastivePrediction", "contrastive_loss"]
