@@ -15,10 +15,12 @@ from hf_xformers import XFElectraConfig, XFormerConfig, XFSpanBertConfig
 from hf_xformers.cli.arguments import Parser, add_model_options, earlier_options, parse_fields
 from hf_xformers.core.changes import merge_changes
 from hf_xformers.core.pretraining_specs import EARLIER_FIELDS, PRETRAINING, PretrainingSpec, changed_pretraining
+from hf_xformers.hub.bundle import with_auto_map
 from hf_xformers.modeling.replaced_tokens import ReplacedTokensSpec
 from hf_xformers.modeling.span_boundary import SpanBoundarySpec
 from hf_xformers.objectives import build_objective
 from hf_xformers.training.building import build_config, decided_fields
+from hf_xformers.training.run_folder import check_same_run
 from hf_xformers.variants import config_class, family
 from tests.helpers import make_strong
 
@@ -275,3 +277,29 @@ def test_earlier_options_of_the_command_line():
     assert "generator_size" not in parser.format_help(full=True)
     with pytest.raises(ValueError, match="argument --generator_size: 'wide' is no valid value"):
         parse_fields(config_class("xf_electra"), argparse.Namespace(**{"field:generator_size": "wide"}))
+
+
+def test_a_run_of_earlier_days_goes_on(tmp_path):
+    """Its record knows less of the objective, which has got settings since."""
+    recorded = {
+        "type": "replaced_token_detection",
+        "mask_prob": 0.15,
+        "mask_token_prob": 0.85,
+        "with_replacement": True,
+    }
+    (tmp_path / "training_summary.json").write_text(json.dumps({"objective": recorded, "block_size": 32}))
+    plan = {"objective": build_objective("rtd").to_dict(), "block_size": 32}
+    check_same_run(plan, tmp_path / "checkpoint-2")
+    for changed in ({"mask_prob": 0.2}, {"generator_size": 0.5}):
+        other = build_objective({"type": "rtd", **changed}).to_dict()
+        with pytest.raises(ValueError, match="resume with the same --objective"):
+            check_same_run({**plan, "objective": other}, tmp_path / "checkpoint-2")
+
+
+def test_a_bundle_has_no_earlier_fields():
+    """It carries the code of what its config has set alone, so that others could not be read."""
+    config = XFSpanBertConfig(**SIZES, **EARLIER)
+    stored = {**config.to_dict(), **EARLIER}
+    del stored["pretraining"]
+    made = json.loads(with_auto_map(json.dumps(stored), config, ("Model", "ForSpanBoundary")))
+    assert made["pretraining"] == NOW and not set(made) & set(EARLIER)
