@@ -38,6 +38,7 @@ class XFormerPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     under_a_head = False
     reads_every_token: ClassVar[bool] = False  # whether a head predicts something for each token of its last tower
+    made_of: ClassVar[tuple[str, ...]] = ()  # other heads of its family, whose classes it makes
     _can_record_outputs = {
         "hidden_states": OutputRecorder(XFormerLayer, index=0),
         "attentions": OutputRecorder(Attention, index=1, layer_name="attention"),

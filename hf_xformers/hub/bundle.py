@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,21 @@ _AUTO_CLASSES = '''"""Stands for the registration with the Auto classes, which r
 
 from typing import Any
 
+_CLASSES: dict[tuple[str, Any], dict[str, Any]] = {}
+
 
 def register_config(config_class: Any) -> None:
     """Nothing to do: see above."""
 
 
 def register_model(auto: str, config_class: Any, model_class: Any) -> None:
-    """Nothing to do: see above."""
+    """Notes the class for those of the checkpoint that are made of it."""
+    _CLASSES.setdefault((auto, config_class), {})[model_class.__name__] = model_class
+
+
+def registered(auto: str, config_class: Any) -> tuple[Any, ...]:
+    """The classes that were entered under an Auto class for a config class."""
+    return tuple(_CLASSES.get((auto, config_class), {}).values())
 '''
 
 _HEAD_CLASSES = '''"""The classes that the heads of this checkpoint derive from, by head name."""
@@ -135,12 +143,17 @@ def load_config(folder: Path) -> Any:
 
 
 def kept_heads(config: Any, architecture: str | None = None, *, all_heads: bool = False) -> tuple[str, ...]:
-    """The heads that a checkpoint's code needs: that of `architecture` (by default the class that the config names),
-    and none; all of the family's where nothing says which it is."""
+    """The heads that a checkpoint's code needs: that of `architecture` (by default the class that the config names)
+    with those that it is made of, those that its variant writes out, and none; all of the family's where nothing says
+    which it is."""
     config_class = _installed(type(config))
     classes = (architecture,) if architecture is not None else tuple(config.architectures or ())
-    named = {head for head in config_class.heads if _class_of(config_class, head).__name__ in classes}
-    return tuple(head for head in config_class.heads if all_heads or not named or head in named | {"Model"})
+    made = {head: _class_of(config_class, head) for head in config_class.heads}
+    named = {head for head, cls in made.items() if cls.__name__ in classes}
+    parts = {part for head in named for part in made[head].made_of}
+    written = {head for head, cls in made.items() if any(base.__module__ == cls.__module__ for base in cls.__bases__)}
+    kept = named | parts | written | {"Model"}
+    return tuple(head for head in config_class.heads if all_heads or not named or head in kept)
 
 
 def with_auto_map(config_json: str, config: Any, heads: tuple[str, ...]) -> str:
@@ -151,17 +164,21 @@ def with_auto_map(config_json: str, config: Any, heads: tuple[str, ...]) -> str:
     fields = json.loads(config_json)
     if take_earlier_fields(fields):
         fields["pretraining"] = config.to_dict().get("pretraining", {})
-    entries = auto_map(_installed(type(config)), heads)
+    config_class = _installed(type(config))
+    classes = fields.get("architectures") or ()  # before others that the same Auto class would find
+    entries = auto_map(
+        config_class, sorted(heads, key=lambda head: _class_of(config_class, head).__name__ not in classes)
+    )
     return json.dumps({**fields, "auto_map": entries}, indent=2, sort_keys=True) + "\n"
 
 
-def auto_map(config_class: Any, heads: tuple[str, ...]) -> dict[str, str]:
+def auto_map(config_class: Any, heads: Sequence[str]) -> dict[str, str]:
     """Auto class -> `file.Class`, for the config and these heads of its family."""
     classes = {"AutoConfig": config_class, **model_classes(config_class, heads)}
     return {auto: f"{flat_name(cls.__module__)}.{cls.__name__}" for auto, cls in classes.items()}
 
 
-def model_classes(config_class: Any, heads: tuple[str, ...]) -> dict[str, Any]:
+def model_classes(config_class: Any, heads: Iterable[str]) -> dict[str, Any]:
     """Auto class -> model class of heads of a family, the first where several share one."""
     found: dict[str, Any] = {}
     for head in heads:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -117,6 +117,8 @@ class XFormerForReplacedTokenPreTraining(XFormerForReplacedTokenDetection):
     DeBERTaV3, arXiv 2111.09543, section 3.2); or they share nothing (`"untied"`). Without labels it is the encoder
     alone. [`extract`] gives either as a model of its own.
     """
+
+    made_of: ClassVar[tuple[str, ...]] = ("ForMaskedLM", "ForReplacedTokenDetection")
 
     def __init__(self, config):
         super().__init__(config)

@@ -14,13 +14,13 @@ import torch
 from hf_xformers import XFormerConfig
 from hf_xformers.families import HEADS, SERVED
 from hf_xformers.hub import bundle
-from hf_xformers.hub.bundle import auto_map, code_files
+from hf_xformers.hub.bundle import auto_map, code_files, kept_heads
 from hf_xformers.hub.flattening import Flattener, unseen
 from hf_xformers.variants import config_class, family, model_types
 from tests.helpers import make_strong, tiny_fields
 from tests.hub.isolated import ROOT, run, run_without_package
 
-# One family for every engine: (variant, head, shape).
+# One family for every engine, and heads that are made of others of their family: (variant, head, shape).
 ENGINES = (
     ("bert", "ForMaskedLM", "encoder"),
     ("longformer", "ForMaskedLM", "encoder"),
@@ -33,6 +33,8 @@ ENGINES = (
     ("switch_transformer", "ForSeq2SeqLM", "seq2seq"),
     ("gpt2", "ForCausalLM", "decoder"),
     ("deberta", "ForMaskedLM", "encoder"),
+    ("electra", "ForReplacedTokenPreTraining", "encoder"),
+    ("indigo", "ForSequenceClassification", "decoder"),
     ("vision_transformer", "ForImageClassification", "encoder"),
     ("xformer", "ForMaskedLM", "encoder"),
 )
@@ -90,8 +92,8 @@ def test_engines_without_the_package(tmp_path):
         bundle(model, source / name)
         known = {
             "inputs": inputs_of(cls, shape),
-            "auto": f"AutoModelF{head[1:]}",
-            "auto_map": auto_map(cls, ("Model", head)),
+            "auto": HEADS[head],
+            "auto_map": auto_map(cls, (head, *kept_heads(cls(), type(model).__name__))),
         }
         with torch.no_grad():
             known["logits"] = model(**known["inputs"]).logits
