@@ -34,6 +34,7 @@ class SequenceForm(Enum):
     NEIGHBOURS = "keys and values near a part's borders: those of a window"
     CHOSEN = "keys and values near the borders, and of chosen tokens, whose own rows are merged by their denominators"
     SHORT = "keys and values of a short sequence, added up: its rows"
+    MEMORY = "states before a part, which it remembers without a gradient: as many as its memory has"
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,20 @@ def why_not_sequence_parallel(config: Any) -> str:
             return f"`losses` of attention {layer.attention.type!r} compare heads over whole texts"
         if layer.position.turns_by_length(layer.attention.angles):
             return f"position {layer.position.type!r} as it is set turns tokens by the length of their text"
+        if form is SequenceForm.MEMORY and not layer.stack.remembers_parts(config):
+            return (
+                f"stack {layer.stack.type!r} as it is set has no memory of a layer's own inputs in earlier segments,"
+                f" which attention {layer.attention.type!r} needs there (stack 'segment_recurrent' has one)"
+            )
         acts = layer.position.acts
-        near = form is SequenceForm.NEIGHBOURS and layer.position.bias_of_distance and acts == {"score_bias"}
+        served = {"attention", "cross_attention"}
+        if form is SequenceForm.NEIGHBOURS and layer.position.bias_of_distance and acts == {"score_bias"}:
+            served.add("position")
+        if form is SequenceForm.MEMORY:
+            served.add("stack")
         for slot in SLOTS:
             spec = getattr(layer, slot)
-            if slot in ("attention", "cross_attention") or (slot == "position" and near):
+            if slot in served:
                 continue
             if not spec.context_parallel:
                 return f"{slot} {spec.type!r} reads more of a text than the part that a process holds"

@@ -1,4 +1,4 @@
-"""Texts divided over two and three processes (gloo): outputs, losses and gradients are those of whole texts."""
+"""Texts divided over two to four processes (gloo): outputs, losses and gradients are those of whole texts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from hf_xformers import XFormerConfig, XFormerForCausalLM, part_of_batch, sequence_parallel
 from hf_xformers.core.sequence_parallel import SequenceForm, Unserved, check_sequence_parallel
 from tests.training.processes import result, run_jobs
-from tests.training.sequence_jobs import CASES, MEASURED, OF_THREE, RUNS, SIZES
+from tests.training.sequence_jobs import CASES, MEASURED, OF_FOUR, OF_THREE, RUNS, SIZES
 
 TOLERANCE = 1e-10  # everything is in float64
 
@@ -16,12 +16,15 @@ TOLERANCE = 1e-10  # everything is in float64
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("sequence")
-    run_jobs("tests.training.sequence_jobs", ["forms", "traffic", "trainer"], place, worlds=(1, 2, 3))
+    run_jobs("tests.training.sequence_jobs", ["forms", "traffic", "refusals", "trainer"], place, worlds=(1, 2, 3, 4))
     return place
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "name"), [*((2, name) for name in CASES), *((3, name) for name in OF_THREE)])
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [*((2, name) for name in CASES), *((3, name) for name in OF_THREE), *((4, name) for name in OF_FOUR)],
+)
 def test_parts_give_what_whole_texts_give(world, name, folder):
     for rank in range(world):
         found = result(folder, "forms", world, rank)[name]
@@ -35,6 +38,15 @@ def test_what_a_layer_sends_does_not_grow_with_the_text(name, folder):
     for rank in range(2):
         short, long = result(folder, "traffic", 2, rank)[name]
         assert short == long > 0
+
+
+@pytest.mark.slow
+def test_texts_that_a_memory_cannot_be_read_for(folder):
+    for rank in range(2):
+        found = result(folder, "refusals", 2, rank)
+        assert "leave `segment_memory` out" in found["memory"]
+        assert "give each document a row of its own" in found["documents"]
+        assert "pad rows at one end alone" in found["gap"]
 
 
 @pytest.mark.slow
@@ -93,6 +105,25 @@ REFUSED = {
         {"attention": "performer", "per_layer_config": {1: {"attention": "dense"}}}, "attention 'dense' reads every",
     ),
     "another stack": ({"attention": "performer", "stack": "universal"}, "stack 'universal' reads more"),
+    "no memory": ({"attention": "transformer_xl", "position": "none"}, "stack 'plain' as it is set has no memory"),
+    "a memory of outputs": (
+        {
+            "attention": "transformer_xl", "position": "none", "is_decoder": True,
+            "stack": {"type": "segment_recurrent", "recurrence": "same_layer"},
+        },
+        "stack 'segment_recurrent' as it is set has no memory of a layer's own inputs",
+    ),
+    "a compressed memory": (
+        {"attention": "transformer_xl", "position": "none", "is_decoder": True, "stack": "compressive"},
+        "stack 'compressive' as it is set",
+    ),
+    "types of tokens": (
+        {
+            "attention": {"type": "transformer_xl", "segments": True}, "position": "none",
+            "stack": "segment_recurrent", "is_decoder": True,
+        },
+        "'transformer_xl' with `segments` or `key_types` compares token types",
+    ),
     "two towers": ({"attention": "performer", "is_encoder_decoder": True, "decoder": {}}, "cross-attention"),
 }  # fmt: skip
 
@@ -114,6 +145,7 @@ def test_specs_say_how():
         ({"attention": "band_attention"}, SequenceForm.NEIGHBOURS),
         ({"attention": "longformer"}, SequenceForm.CHOSEN),
         ({"attention": "linformer"}, SequenceForm.SHORT),
+        ({"attention": "transformer_xl", "stack": "segment_recurrent", "position": "none"}, SequenceForm.MEMORY),
     ):
         config = config_of(**fields)
         assert config.attention.sequence_form(config) is form
