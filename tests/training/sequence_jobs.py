@@ -1,4 +1,4 @@
-"""What the processes of test_sequence_parallel.py do: every case is compared with the same model on whole texts."""
+"""What the processes of test_sequence_parallel.py do: every case is compared with the same model in one process."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hf_xformers import (
     XFormerForMaskedLM,
     XFormerForTokenClassification,
     part_of_batch,
+    sequence_groups,
     sequence_parallel,
 )
 from tests.helpers import NO_DROPOUT, make_strong, tokens
@@ -203,7 +204,10 @@ def compared(case: PartCase, rank: int, world: int) -> dict[str, float]:
     model, batch = model_of(case.fields, case.model).train(), batch_of(case)
     if case.segments:
         if case.rows == "left":  # where the parts' rows begin
-            batch = {name: torch.stack([value[0], value[1].roll(-(case.length - max(case.length - 5, 1)))]) for name, value in batch.items()}
+            batch = {
+                name: torch.stack([value[0], value[1].roll(-(case.length - max(case.length - 5, 1)))])
+                for name, value in batch.items()
+            }
         whole_logits, whole_loss = read_in_segments(model, batch, -(-case.length // world))
     else:
         whole = model(**batch)
@@ -315,6 +319,52 @@ def traffic(rank: int, world: int, folder: str) -> dict[str, Any]:
     }
 
 
+# ------------------------------------------------------------------------------------------------ data x sequence
+
+OF_MESH = ["linear decoder", "delta rule", "band", "transformer-xl"]
+
+
+def mesh(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Two rows of two processes, each with other texts: gradients against those of one process that reads all texts;
+    and what is said of rows that the processes do not make."""
+    if world != 4:
+        return {}
+    groups, found = sequence_groups(2), {}
+    for name in OF_MESH:
+        case = CASES[name]
+        model, half = model_of(case.fields, case.model).train(), batch_of(case)
+        more = {**half, "input_ids": (half["input_ids"] + 7) % 40, "labels": half["labels"].roll(1, 1)}
+        batch = {name: torch.cat([half[name], more[name].flip(0)[:1]]) for name in half}  # rows of other sizes
+        if case.segments:
+            _, loss = read_in_segments(model, batch, -(-case.length // 2))
+        else:
+            loss = model(**batch).loss
+        loss.backward()
+        expected = gradients_of(model)
+        targets = batch["labels"]
+        if case.model is XFormerForCausalLM:
+            targets = targets.masked_fill(batch["attention_mask"].cumsum(1) <= 1, -100)
+        own = {name: value[2 * groups.replica : 2 * groups.replica + 2] for name, value in batch.items()}
+        with sequence_parallel(groups.sequence):
+            count = (targets != -100).sum() / groups.replicas
+            part = model(**part_of_batch(own, groups.sequence), num_items_in_batch=count)
+        part.loss.backward()
+        gradients, losses = gradients_of(model), part.loss.detach() / world
+        dist.all_reduce(losses)
+        for gradient in gradients.values():
+            dist.all_reduce(gradient)
+            gradient /= world
+        found[name] = {
+            "loss": difference(losses, loss.detach()),
+            **{f"gradient of {key}": difference(gradients[key], expected[key]) for key in expected},
+        }
+    try:
+        sequence_groups(3)
+    except ValueError as error:
+        found["refusal"] = str(error)
+    return found
+
+
 # ------------------------------------------------------------------------------------------------ refusals
 
 
@@ -350,8 +400,9 @@ RUNS: dict[str, tuple[dict[str, Any], type, dict[str, Any]]] = {
 
 
 def trainer(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """`XFormerTrainer(sequence_parallel=True)`: in one process, where it changes nothing, and in two."""
-    if world > 2:
+    """`XFormerTrainer(sequence_parallel=True)`: in one process, where it changes nothing, and in two; in four each two
+    of them read other rows (`sequence_parallel=2`)."""
+    if world == 3:
         return {}
     from transformers import TrainingArguments
 
@@ -359,6 +410,9 @@ def trainer(rank: int, world: int, folder: str) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for number, (name, (fields, kind, options)) in enumerate(RUNS.items()):
+        rows_of_process = 1 if world == 4 else 2
+        if options.get("average_tokens_across_devices") is False and world == 4:
+            continue  # there rows of processes have losses of their own
         ids = tokens(7, 11, high=40)
         lengths = torch.tensor([11, 4, 9, 2, 11, 7, 5])[:, None]
         mask = (torch.arange(11)[None] < lengths).long()
@@ -366,8 +420,8 @@ def trainer(rank: int, world: int, folder: str) -> dict[str, Any]:
         rows = [{"input_ids": ids[row], "attention_mask": mask[row], "labels": labels[row]} for row in range(7)]
         arguments = TrainingArguments(
             output_dir=str(Path(folder) / f"{number}-{world}"),
-            per_device_train_batch_size=2,
-            per_device_eval_batch_size=2,
+            per_device_train_batch_size=rows_of_process,
+            per_device_eval_batch_size=rows_of_process,
             num_train_epochs=2,
             learning_rate=1e-2,
             logging_steps=1,
@@ -380,7 +434,11 @@ def trainer(rank: int, world: int, folder: str) -> dict[str, Any]:
             **options,
         )
         run = XFormerTrainer(
-            model=model_of(fields, kind), args=arguments, train_dataset=rows, eval_dataset=rows, sequence_parallel=True
+            model=model_of(fields, kind),
+            args=arguments,
+            train_dataset=rows,
+            eval_dataset=rows,
+            sequence_parallel=2 if world == 4 else True,
         )
         run.train()
         metrics = run.evaluate()

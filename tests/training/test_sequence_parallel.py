@@ -8,15 +8,18 @@ import torch
 from hf_xformers import XFormerConfig, XFormerForCausalLM, part_of_batch, sequence_parallel
 from hf_xformers.core.sequence_parallel import SequenceForm, Unserved, check_sequence_parallel
 from tests.training.processes import result, run_jobs
-from tests.training.sequence_jobs import CASES, MEASURED, OF_FOUR, OF_THREE, RUNS, SIZES
+from tests.training.sequence_jobs import CASES, MEASURED, OF_FOUR, OF_MESH, OF_THREE, RUNS, SIZES
 
 TOLERANCE = 1e-10  # everything is in float64
+AVERAGE = "average_tokens_across_devices"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("sequence")
-    run_jobs("tests.training.sequence_jobs", ["forms", "traffic", "refusals", "trainer"], place, worlds=(1, 2, 3, 4))
+    run_jobs(
+        "tests.training.sequence_jobs", ["forms", "traffic", "mesh", "refusals", "trainer"], place, worlds=(1, 2, 3, 4)
+    )
     return place
 
 
@@ -41,6 +44,23 @@ def test_what_a_layer_sends_does_not_grow_with_the_text(name, folder):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", OF_MESH)
+def test_data_times_sequence(name, folder):
+    """A row of processes reads two texts, the other one: gradients are those of one process with all three."""
+    for rank in range(4):
+        found = result(folder, "mesh", 4, rank)[name]
+        worst = max(found, key=found.__getitem__)
+        assert found[worst] < TOLERANCE, (rank, worst, found[worst])
+
+
+@pytest.mark.slow
+def test_processes_that_make_no_rows(folder):
+    for rank in range(4):
+        words = result(folder, "mesh", 4, rank)["refusal"]
+        assert "4 processes are not rows of 3" in words and "take a number that divides 4" in words
+
+
+@pytest.mark.slow
 def test_texts_that_a_memory_cannot_be_read_for(folder):
     for rank in range(2):
         found = result(folder, "refusals", 2, rank)
@@ -60,6 +80,21 @@ def test_trainer(name, folder):
     for key, tensor in alone["state"].items():
         torch.testing.assert_close(first["state"][key], tensor, rtol=1e-9, atol=1e-9)
         assert torch.equal(first["state"][key], second["state"][key])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, (*_, options) in RUNS.items() if AVERAGE not in options])
+def test_trainer_on_data_times_sequence(name, folder):
+    """Two rows of two processes, a text each: the same steps, the last one with a repeated row, which counts for
+    nothing."""
+    alone = result(folder, "trainer", 1)[name]
+    for rank in range(4):
+        found = result(folder, "trainer", 4, rank)[name]
+        if rank == 0:  # it alone has the figures of all
+            assert found["losses"] == pytest.approx(alone["losses"], rel=1e-6)
+            assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-6)
+        for key, tensor in alone["state"].items():
+            torch.testing.assert_close(found["state"][key], tensor, rtol=1e-9, atol=1e-9)
 
 
 # ------------------------------------------------------------------------------------------------ one process
@@ -119,8 +154,8 @@ REFUSED = {
     ),
     "types of tokens": (
         {
-            "attention": {"type": "transformer_xl", "segments": True}, "position": "none",
-            "stack": "segment_recurrent", "is_decoder": True,
+            "attention": {"type": "transformer_xl", "key_types": 2}, "position": "none",
+            "stack": "segment_recurrent",
         },
         "'transformer_xl' with `segments` or `key_types` compares token types",
     ),
