@@ -21,6 +21,7 @@ _registration.install()
 _NAMES = {
     "sequence_parallel": "core.sequence_parallel",
     "part_of_batch": "core.sequence_parallel",
+    "sequence_groups": "core.sequence_parallel",
     "XFormerConfig": "variants.xformer",  # which registers its classes with the Auto classes
     "Spec": "core.components",
     "register": "core.components",

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.segment_memory import SegmentCacheLayer, take_slots
+from ..core.sequence_parallel import SequenceForm, Unserved
 from ..ops.common.products import wide_products
 from ..ops.common.relative_sinusoids import relative_sinusoids
 from ..ops.common.shifted_rows import shift_rows
@@ -461,6 +462,11 @@ class TransformerXLSpec(AttentionSpec):
     def types_of(self, config) -> int:
         """Types of keys that are told apart."""
         return 0 if config.is_decoder else self.key_types
+
+    def sequence_form(self, config) -> SequenceForm | Unserved:
+        if self.segments or self.types_of(config):
+            return Unserved("with `segments` or `key_types` compares token types, which a memory of states has not")
+        return SequenceForm.MEMORY
 
     def check_fields(self) -> None:
         if self.key_types < 0 or self.key_types == 1:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ class SequenceForm(Enum):
     NEIGHBOURS = "keys and values near a part's borders: those of a window"
     CHOSEN = "keys and values near the borders, and of chosen tokens, whose own rows are merged by their denominators"
     SHORT = "keys and values of a short sequence, added up: its rows"
+    MEMORY = "states before a part, which it remembers without a gradient: as many as its memory has"
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,51 @@ def sequence_parallel(group: Any = None) -> Iterator[None]:
         divide(before)
 
 
+class SequenceGroups(NamedTuple):
+    """All processes in rows of as many as divide a text: those of a row read the same texts, other rows other texts.
+
+    sequence: the group of this process's row, for [`sequence_parallel`] and [`part_of_batch`]. data: that of the
+    processes with the same part of other texts. replica: the number of this process's row, of `replicas`.
+    """
+
+    sequence: Any
+    data: Any
+    replica: int
+    replicas: int
+
+    @property
+    def count(self) -> int:
+        """Processes that divide a text."""
+        return dist.get_world_size(self.sequence)
+
+
+def sequence_groups(processes: int) -> SequenceGroups:
+    """The processes of this run as a mesh of data x sequence; every process has to call it.
+
+    Consecutive processes divide a text, `processes` of them. The gradients of all processes' mean, which
+    DistributedDataParallel makes, are then those of the mean of the rows' losses.
+
+    Raises:
+        ValueError: there are no processes, or they do not make rows of so many.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            "There are no processes to divide texts over; start them, e.g. with torchrun, and call"
+            " `torch.distributed.init_process_group`."
+        )
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if processes < 1 or world % processes:
+        raise ValueError(
+            f"{world} processes are not rows of {processes} that divide a text; take a number that divides {world}, or"
+            f" start a multiple of {max(processes, 1)} processes."
+        )
+    rows = [list(range(first, first + processes)) for first in range(0, world, processes)]
+    columns = [list(range(first, world, processes)) for first in range(processes)]
+    groups = [[dist.new_group(ranks) for ranks in each] for each in (rows, columns)]  # all processes make all groups
+    replica, place = divmod(rank, processes)
+    return SequenceGroups(groups[0][replica], groups[1][place], replica, len(rows))
+
+
 # ------------------------------------------------------------------------------------------------ which models
 
 
@@ -87,11 +133,20 @@ def why_not_sequence_parallel(config: Any) -> str:
             return f"`losses` of attention {layer.attention.type!r} compare heads over whole texts"
         if layer.position.turns_by_length(layer.attention.angles):
             return f"position {layer.position.type!r} as it is set turns tokens by the length of their text"
+        if form is SequenceForm.MEMORY and not layer.stack.remembers_parts(config):
+            return (
+                f"stack {layer.stack.type!r} as it is set has no memory of a layer's own inputs in earlier segments,"
+                f" which attention {layer.attention.type!r} needs there (stack 'segment_recurrent' has one)"
+            )
         acts = layer.position.acts
-        near = form is SequenceForm.NEIGHBOURS and layer.position.bias_of_distance and acts == {"score_bias"}
+        served = {"attention", "cross_attention"}
+        if form is SequenceForm.NEIGHBOURS and layer.position.bias_of_distance and acts == {"score_bias"}:
+            served.add("position")
+        if form is SequenceForm.MEMORY:
+            served.add("stack")
         for slot in SLOTS:
             spec = getattr(layer, slot)
-            if slot in ("attention", "cross_attention") or (slot == "position" and near):
+            if slot in served:
                 continue
             if not spec.context_parallel:
                 return f"{slot} {spec.type!r} reads more of a text than the part that a process holds"
@@ -242,12 +297,14 @@ def _filled(name: str, value: Tensor, lacking: int) -> Tensor:
 __all__ = [
     "Division",
     "SequenceForm",
+    "SequenceGroups",
     "Unserved",
     "check_sequence_parallel",
     "division_in_force",
     "next_tokens",
     "part_of_batch",
     "parts_of_call",
+    "sequence_groups",
     "sequence_parallel",
     "why_not_sequence_parallel",
 ]

@@ -192,6 +192,15 @@ class TextParts:
         need of it."""
         return _Neighbours.apply(tokens, tuple(spans), self.group)
 
+    @torch.compiler.disable
+    def before(self, states: Tensor, most: int) -> Tensor:
+        """states [B, t, D] of this part -> [B, n, D], those of the last `most` tokens before it (all, where there are
+        fewer), however many parts hold them, without a gradient."""
+        spans = [(max(rank * self.length - most, 0), (rank + 1) * self.length) for rank in range(self.count)]
+        with torch.no_grad():
+            found = _Neighbours.apply(states.detach()[:, None], tuple(spans), self.group)
+        return found[:, 0, : self.start - spans[self.rank][0]]
+
     def chosen(self, tokens: Tensor, places: Tensor) -> Tensor:
         """tokens [B, K, t, d] of this part, places [B, n] in whole rows -> [B, K, n, d], in all processes."""
         inside = (places >= self.start) & (places < self.start + self.length)

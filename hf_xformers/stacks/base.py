@@ -124,6 +124,11 @@ class StackSpec(Spec):
         there is no such memory, and a cache grows with the text."""
         return None
 
+    def remembers_parts(self, config) -> bool:
+        """Whether the parts of a text that processes hold can be the segments of its memory: each layer remembers its
+        own input in earlier ones, which all processes have at the same time."""
+        return False
+
     def cache_slots(self, config) -> int | None:
         """Keys and values that a generation cache has room for; None: it grows with the text."""
         return self.memory_slots(config)

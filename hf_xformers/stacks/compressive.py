@@ -221,6 +221,9 @@ class CompressiveSpec(SegmentRecurrentSpec):
         """The state of generation, whatever the attention."""
         return MemoryCacheLayer()
 
+    def remembers_parts(self, config) -> bool:
+        return False  # what is compressed depends on the segments before, one after the other
+
     def empty(self) -> CompressiveMemory:
         return CompressiveMemory()
 

@@ -15,6 +15,7 @@ from ..core.cache import RecurrentStateLayer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses, self_attention_cache
 from ..core.segment_memory import MemoryCacheLayer, SegmentMemory, join_masks
+from ..core.text_parts import TextParts
 from ..position.base import Position
 from .base import Stack, StackOutput, StackSpec
 from .text_segments import TextSegments
@@ -39,6 +40,10 @@ class SegmentRecurrentStack(Stack):
     With a generation cache the first call stores the memory there, in front of the text; later calls read it from
     there and return none. With same-layer recurrence the text is then one segment after that memory, of which the last
     M + `max_position_embeddings` states stay.
+
+    Under sequence parallelism the part of a text that a process holds is a segment. As memories have no gradient and
+    are inputs of the same layer, all segments are read at the same time: before each layer a process is sent the last
+    M inputs of it that stand before its part, from as many processes as hold them.
     """
 
     def __init__(self, config, spec: SegmentRecurrentSpec):
@@ -111,8 +116,11 @@ class SegmentRecurrentStack(Stack):
         elif begins:
             carried = self.carried(context, hidden_states, len(layers))
         states, held = carried.read()
-        if states:
-            slots = states[0].shape[1]
+        parts, slots = context.parts, states[0].shape[1] if states else 0
+        if parts is not None:
+            slots, real = self.slots_of_part(context, parts)
+            context.shared.update({MEMORY_LENGTH: slots, MEMORY_REAL: real, MEMORY_ORDER: None})
+        elif states:
             real, order = join_masks(held, slots, tokens, hidden_states), carried.key_order(tokens, length)
             real = real if real is None or order is None else real.gather(1, order)
             context.shared.update({MEMORY_LENGTH: slots, MEMORY_REAL: real, MEMORY_ORDER: order})
@@ -125,8 +133,11 @@ class SegmentRecurrentStack(Stack):
             hidden_states = position.embed_layer(hidden_states, context.positions, step)
             if not self.remembers_outputs:
                 kept_states.append(hidden_states)
-            if states:  # it enters as the layer's input does: normalised, where that is
-                streams[SEGMENT_MEMORY] = layer.frame(layer.plan[0]).enter(states[step].to(hidden_states.dtype))
+            earlier = states[step] if states else None
+            if parts is not None:  # all processes are at the same layer, and so are the segments that they hold
+                earlier = parts.before(hidden_states, self.memory_length)
+            if earlier is not None and slots:  # it enters as the layer's input does: normalised, where that is
+                streams[SEGMENT_MEMORY] = layer.frame(layer.plan[0]).enter(earlier.to(hidden_states.dtype))
             output = layer(
                 hidden_states,
                 memory,
@@ -141,7 +152,7 @@ class SegmentRecurrentStack(Stack):
                 kept_states.append(hidden_states)
             add_losses(aux_losses, losses)
         kept = None
-        if begins and not torch.jit.is_tracing():
+        if begins and parts is None and not torch.jit.is_tracing():
             kept, losses = self.remember(layers, carried, kept_states, context)
             add_losses(aux_losses, losses)
         if slot is not None and cache is not None:
@@ -149,6 +160,35 @@ class SegmentRecurrentStack(Stack):
             for each in cast(list[RecurrentStateLayer], cache.layers):
                 each.advance(length)
         return StackOutput(hidden_states, context, aux_losses, segment_memory=kept)
+
+    def slots_of_part(self, context: LayerContext, parts: TextParts) -> tuple[int, Tensor | None]:
+        """How many states before its part of a text this process remembers, and which of these and of its own are real
+        [B, slots + t] (None: all).
+
+        Raises:
+            ValueError: the text continues another, or its rows are not one text each, without gaps.
+        """
+        if context.inputs.get(SEGMENT_MEMORY) is not None:
+            raise ValueError(
+                "Under sequence parallelism the parts of a text are its segments, and the first begins it; leave"
+                " `segment_memory` out."
+            )
+        if parts.documents is not None:
+            raise ValueError(
+                "Under sequence parallelism a part remembers the one text of its row, but `position_ids` restart inside"
+                " a row (packed documents); give each document a row of its own, with an `attention_mask`."
+            )
+        slots = min(parts.start, self.memory_length)
+        if parts.mask is None:
+            return slots, None
+        begins = parts.mask.clone()
+        begins[:, 1:] &= ~parts.mask[:, :-1]
+        if bool((begins.sum(1) > 1).any()):
+            raise ValueError(
+                "Under sequence parallelism a memory is what stands right before a part, and `attention_mask` has"
+                " padding between the tokens of a row; pad rows at one end alone."
+            )
+        return slots, parts.mask[:, parts.start - slots : parts.start + parts.length]
 
     def begin(self, context: LayerContext) -> None:
         """Called before the layers run."""
@@ -231,6 +271,9 @@ class SegmentRecurrentSpec(StackSpec):
     def memory_slots(self, config) -> int:
         """States that a layer reads beside the segment: what a generation cache has room for."""
         return self.length(config)
+
+    def remembers_parts(self, config) -> bool:
+        return self.recurrence == "shift_down" and self.cut_length(config) is None
 
     def cache_slots(self, config) -> int:
         # Keys of a text are made of a layer's inputs, and are a memory only where that holds inputs, too.

@@ -1,4 +1,4 @@
-"""Training on texts that are divided over all processes of a run."""
+"""Training on texts that are divided over the processes of a run: over all, or over rows of some."""
 
 from __future__ import annotations
 
@@ -10,21 +10,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.sequence_parallel import check_sequence_parallel, next_tokens, part_of_batch, sequence_parallel
+from ..core.sequence_parallel import (
+    check_sequence_parallel,
+    next_tokens,
+    part_of_batch,
+    sequence_groups,
+    sequence_parallel,
+)
 from ..core.text_parts import Division
 
 
 class SequenceParts:
-    """What a Trainer does where every process reads a part of each text of one and the same batch.
+    """What a Trainer does where every process of a row ([`SequenceGroups`]) reads a part of each text of one and the
+    same batch, and rows read other batches.
 
-    The group is one of its own, so that exchanges inside a model and those of DistributedDataParallel, which run at
-    the same time, cannot be taken for one another.
+    processes: of a row. The groups are of its own, so that exchanges inside a model and those of
+    DistributedDataParallel, which run at the same time, cannot be taken for one another.
 
     Raises:
         ValueError: the model, or another option of the Trainer, does not go with it.
     """
 
-    def __init__(self, trainer: Any, config: Any):
+    def __init__(self, trainer: Any, config: Any, processes: int):
         check_sequence_parallel(config)
         what = {
             "segment_streams": trainer.segments is not None,
@@ -35,17 +42,18 @@ class SequenceParts:
         for name, given in what.items():
             if given:
                 raise ValueError(
-                    f"`sequence_parallel=True` gives every process a part of each text, and `{name}` reads whole"
+                    f"`sequence_parallel` gives every process a part of each text, and `{name}` reads whole"
                     " batches in each; leave one of them out."
                 )
         for dataset in (trainer.train_dataset, trainer.eval_dataset):
             if isinstance(dataset, torch.utils.data.IterableDataset):
                 raise ValueError(
-                    "`sequence_parallel=True` gives all processes the same rows, and a streamed dataset deals them"
+                    "`sequence_parallel` gives several processes the same rows, and a streamed dataset deals them"
                     " out; give a dataset of known length."
                 )
-        self.group = dist.new_group(list(range(dist.get_world_size())))
-        self.count, self.first = dist.get_world_size(), dist.get_rank() == 0
+        self.groups = sequence_groups(processes)
+        self.group, self.count = self.groups.sequence, self.groups.count
+        self.replica, self.replicas = self.groups.replica, self.groups.replicas
 
     @contextlib.contextmanager
     def dividing(self) -> Iterator[None]:
@@ -63,13 +71,36 @@ class SequenceParts:
         return next_tokens(part["labels"], part.get("attention_mask"), Division(self.group))
 
     def total(self, numbers: Tensor) -> Tensor:
+        """The sum of the numbers of a row's processes."""
+        return self._summed(numbers, self.group)
+
+    def total_of_all(self, numbers: Tensor) -> Tensor:
         """The sum of all processes' numbers."""
+        return self._summed(self.total(numbers), self.groups.data)
+
+    @staticmethod
+    def _summed(numbers: Tensor, group: Any) -> Tensor:
         numbers = numbers.clone()
-        dist.all_reduce(numbers, group=self.group)
+        dist.all_reduce(numbers, group=group)
         return numbers
 
+    def texts(self, numbers: Tensor) -> Tensor:
+        """Numbers [texts, n] of parts -> the sums over parts, of the texts of all rows in their order, in the first
+        process; zeros in the others."""
+        numbers = self.total(numbers)
+        every = [torch.empty_like(numbers) for _ in range(self.replicas)]
+        dist.all_gather(every, numbers, group=self.groups.data)
+        found = torch.cat(every)
+        return found if dist.get_rank() == 0 else torch.zeros_like(found)
+
+    def real_rows(self, rows: int, left_over: int) -> int:
+        """How many rows of this process's last batch of `rows` are not repeats that fill it up. left_over: rows of the
+        dataset in the last batches of all."""
+        return min(max(left_over - rows * self.replica, 0), rows)
+
     def agreed(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The first process's batch, in all: collators may draw random numbers."""
+        """The batch of a row's first process, in all of it: collators may draw random numbers."""
+        first = dist.get_global_rank(self.group, 0)
         heading: list[Any] = [
             {
                 name: (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
@@ -77,21 +108,22 @@ class SequenceParts:
             }
         ]
         tensors = {name: value.device for name, value in batch.items() if isinstance(value, Tensor)}
-        dist.broadcast_object_list(heading, src=0, group=self.group)
+        dist.broadcast_object_list(heading, src=first, group=self.group)
         found = dict(heading[0])
         for name, device in tensors.items():
             shape, dtype = found[name]
             own = batch[name]
             alike = own.shape == shape and own.dtype == dtype
             found[name] = own.contiguous() if alike else torch.empty(shape, dtype=dtype, device=device)
-            dist.broadcast(found[name], src=0, group=self.group)
+            dist.broadcast(found[name], src=first, group=self.group)
         return found
 
-    @staticmethod
-    def give_whole(loader: Any) -> Any:
-        """A loader that Accelerate has made, giving every batch to all processes."""
+    def give_whole(self, loader: Any) -> Any:
+        """A loader that Accelerate has made, giving every batch to all processes of a row. One row alone gets a last
+        batch that may be smaller; several get as many batches of one size."""
         shard = loader.batch_sampler
-        shard.num_processes, shard.process_index, shard.even_batches = 1, 0, False
+        shard.num_processes, shard.process_index = self.replicas, self.replica
+        shard.even_batches = self.replicas > 1
         return loader
 
 

@@ -73,7 +73,8 @@ class XFormerTrainer(Trainer):
       optimizer's step, which are consecutive segments, by memory replay: as much memory as one micro-batch needs,
       and each is read twice.
     - `sequence_parallel=True` divides every text over all processes: a batch has `per_device_train_batch_size` rows,
-      of which each process reads a part. What is learned is what one process learns.
+      of which each process reads a part. `sequence_parallel=n` divides it over n of them, which have to be a divisor
+      of their number; each n processes read other texts. What is learned is what one process learns on all texts.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class XFormerTrainer(Trainer):
         eval_collator: Callable | None = None,
         segment_streams: bool = False,
         recipe: Recipe | None = None,
-        sequence_parallel: bool = False,
+        sequence_parallel: bool | int = False,
         **kwargs: Any,
     ) -> None:
         self.recipe = recipe or Recipe()
@@ -107,8 +108,15 @@ class XFormerTrainer(Trainer):
         self.replay = Replay() if replays else None
         self.eval_collator = eval_collator if eval_collator is not None else self.data_collator
         self.sequence: SequenceParts | None = None
-        if sequence_parallel and self.args.world_size > 1:
-            self.sequence = SequenceParts(self, config)
+        processes = self.args.world_size if sequence_parallel is True else int(sequence_parallel)
+        if processes and (processes < 1 or self.args.world_size % processes):
+            raise ValueError(
+                f"`sequence_parallel={sequence_parallel}` divides texts over so many processes, and"
+                f" {self.args.world_size} are not a multiple of it; take a number that divides them, or start"
+                " a multiple of it."
+            )
+        if processes > 1:
+            self.sequence = SequenceParts(self, config, processes)
         if self.label_smoother is not None and self.compute_loss_func is None:
             self.compute_loss_func = self._smoothed_loss
 
@@ -277,6 +285,7 @@ class XFormerTrainer(Trainer):
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | int | None:
         if self.sequence is not None:
             batch_samples[:] = [self.sequence.agreed(batch) for batch in batch_samples]
+            self._leave_out_repeats(batch_samples)
             count = super()._get_num_items_in_batch(batch_samples, device)
             if count is None or not self._counts_over_devices(count):
                 return count
@@ -292,13 +301,16 @@ class XFormerTrainer(Trainer):
         if not isinstance(labels, Tensor) or labels.ndim < 2 or not isinstance(self.train_dataset, Sized):
             return
         whole = self.args.dataloader_drop_last or not self.accelerator.gradient_state.end_of_dataloader
-        if self.args.world_size == 1 or self.segments is not None or whole:
+        readers, reader = self.args.world_size, self.args.process_index
+        if self.sequence is not None:
+            readers, reader = self.sequence.replicas, self.sequence.replica
+        if readers == 1 or self.segments is not None or whole:
             return
         rows = self._train_batch_size
-        left_over = len(self.train_dataset) % (rows * self.args.world_size)
+        left_over = len(self.train_dataset) % (rows * readers)
         if not left_over or len(labels) != rows:
             return
-        real = min(max(left_over - rows * self.args.process_index, 0), rows)
+        real = min(max(left_over - rows * reader, 0), rows)
         if real < rows:
             labels = labels.clone()
             labels[real:] = -100
@@ -389,18 +401,22 @@ class XFormerTrainer(Trainer):
         self, sequence: SequenceParts, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[Tensor, Any, Any]:
         """[`prediction_step`] where every process reads a part of each text: the first one has the sums of all."""
-        part = sequence.part(sequence.agreed(inputs))
+        inputs, loader = sequence.agreed(inputs), self.accelerator.gradient_state
+        if loader.end_of_dataloader and loader.remainder > 0:
+            labels = inputs["labels"].clone()
+            labels[sequence.real_rows(len(labels), loader.remainder) :] = IGNORE_INDEX
+            inputs = {**inputs, "labels": labels}
+        part = sequence.part(inputs)
         labels = sequence.targets(part, self._predicts_next_token)
         with torch.no_grad(), self.compute_loss_context_manager(), sequence.dividing():
             outputs = model(**part)
         logits, labels = scored(outputs, labels)
-        rows = sequence.total(token_statistics(logits, labels, next_token=False))
-        counts = sequence.total(label_counts(labels, logits.shape[-1], next_token=False))
+        rows = sequence.texts(token_statistics(logits, labels, next_token=False))
+        counts = sequence.total_of_all(label_counts(labels, logits.shape[-1], next_token=False))
         before = self._eval_targets.get("")
         self._eval_targets[""] = counts if before is None else before + counts
         loss = rows[:, 0].sum() / rows[:, 1].sum().clamp(min=1)
         self._eval_names = ()
-        rows = rows if sequence.first else torch.zeros_like(rows)
         return loss, rows, torch.zeros_like(rows[:, 0])
 
     def _count_targets(self, kind: str, labels: Tensor, vocab_size: int, *, next_token: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What the processes of test_sequence_parallel.py do: every case is compared with the same model on whole texts."""
+"""What the processes of test_sequence_parallel.py do: every case is compared with the same model in one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import cross_entropy, pad
 
 from hf_xformers import (
     XFormerConfig,
@@ -17,6 +17,7 @@ from hf_xformers import (
     XFormerForMaskedLM,
     XFormerForTokenClassification,
     part_of_batch,
+    sequence_groups,
     sequence_parallel,
 )
 from tests.helpers import NO_DROPOUT, make_strong, tokens
@@ -38,17 +39,25 @@ BLOCKS = {"attention": {"type": "block_local_attention", "block_size": 4, "block
 SINKS = {"attention": {"type": "sliding_window", "window_size": 2, "sinks": 2}}
 LONGFORMER = {"attention": {"type": "longformer", "attention_window": 4}}
 LINFORMER = {"attention": {"type": "linformer", "projected_length": 4}}
+XL = {
+    "attention": "transformer_xl",
+    "position": "none",
+    "stack": {"type": "segment_recurrent", "memory_length": 3},
+    "residual": "pre_ln",
+}
+LONG_MEMORY = {**XL, "stack": {"type": "segment_recurrent", "memory_length": 9}}
 
 
 class PartCase(NamedTuple):
     """A model and a batch. rows: `full` of text, padded on the `right` or the `left`, `packed` with documents, or cut
-    by hand with padding on the left (`left as it is`)."""
+    by hand with padding on the left (`left as it is`). segments: one process reads the parts one after the other."""
 
     fields: dict[str, Any]
     model: type = XFormerForCausalLM
     length: int = 12
     rows: str = "right"
     checkpointing: bool = False
+    segments: bool = False
 
 
 ENCODER = XFormerForMaskedLM
@@ -102,6 +111,21 @@ CASES: dict[str, PartCase] = {
     ),
     "linformer, projections by head": PartCase(
         {"attention": {**LINFORMER["attention"], "sharing": "none"}}, ENCODER, 11, "left"
+    ),
+    "transformer-xl": PartCase(XL, segments=True),
+    "transformer-xl, uneven": PartCase(XL, length=13, rows="full", segments=True),
+    "transformer-xl, memory longer than a part": PartCase(LONG_MEMORY, length=14, segments=True),
+    "transformer-xl, left as it is": PartCase(LONG_MEMORY, rows="left as it is", segments=True),
+    "transformer-xl, learned distances, checkpointing": PartCase(
+        {**XL, "attention": {"type": "transformer_xl", "distances": "learned", "clamp": 5, "share_biases": False}},
+        length=11,
+        rows="left",
+        checkpointing=True,
+        segments=True,
+    ),
+    "transformer-xl, encoder": PartCase(LONG_MEMORY, ENCODER, 13, segments=True),
+    "transformer-xl, no memory": PartCase(
+        {**XL, "stack": {"type": "segment_recurrent", "memory_length": 0}}, segments=True
     ),
 }
 
@@ -159,14 +183,40 @@ def model_of(fields: dict[str, Any], model: type) -> nn.Module:
     return make_strong(model(XFormerConfig(**{**SIZES, **fields, "is_decoder": model is XFormerForCausalLM})).double())
 
 
+def read_in_segments(model: nn.Module, batch: dict[str, Tensor], size: int) -> tuple[Tensor, Tensor]:
+    """Logits [B, T, V] and loss of one process that reads segments of `size` tokens, each with the memory that the one
+    before has left."""
+    memory, logits, length = None, [], batch["input_ids"].shape[1]
+    for first in range(0, length, size):
+        segment = {name: value[:, first : first + size] for name, value in batch.items() if name != "labels"}
+        output = model(**segment, segment_memory=memory)
+        memory = output.segment_memory
+        logits.append(output.logits)
+    whole, labels = torch.cat(logits, dim=1), batch["labels"]
+    if isinstance(model, XFormerForCausalLM):
+        real = batch.get("attention_mask", torch.ones_like(labels))
+        labels = labels.masked_fill(real.cumsum(1) <= 1, -100)  # nothing predicts a text's first token
+        return whole, cross_entropy(whole[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    return whole, cross_entropy(whole.flatten(0, 1), labels.flatten())
+
+
 def compared(case: PartCase, rank: int, world: int) -> dict[str, float]:
     model, batch = model_of(case.fields, case.model).train(), batch_of(case)
-    whole = model(**batch)
-    whole.loss.backward()
+    if case.segments:
+        if case.rows == "left":  # where the parts' rows begin
+            batch = {
+                name: torch.stack([value[0], value[1].roll(-(case.length - max(case.length - 5, 1)))])
+                for name, value in batch.items()
+            }
+        whole_logits, whole_loss = read_in_segments(model, batch, -(-case.length // world))
+    else:
+        whole = model(**batch)
+        whole_logits, whole_loss = whole.logits, whole.loss
+    whole_loss.backward()
     expected = gradients_of(model)
     if case.checkpointing:
         model.activation_checkpointing_enable()
-    texts = {**batch, "logits": whole.logits.detach()}
+    texts = {**batch, "logits": whole_logits.detach()}
     own = part_by_hand(texts, rank, world) if case.rows == "left as it is" else part_of_batch(texts)
     logits = own.pop("logits")
     with sequence_parallel():
@@ -180,7 +230,7 @@ def compared(case: PartCase, rank: int, world: int) -> dict[str, float]:
     real = (real != 0) & (torch.arange(real.shape[1]) + rank * real.shape[1] < case.length)
     return {
         "logits": difference(part.logits[real].detach(), logits[real]),
-        "loss": difference(part.loss.detach(), whole.loss.detach()),
+        "loss": difference(part.loss.detach(), whole_loss.detach()),
         **{f"gradient of {name}": difference(gradients[name], expected[name]) for name in expected},
     }
 
@@ -199,10 +249,21 @@ OF_THREE = [
 ]
 
 
+OF_FOUR = [
+    "transformer-xl",
+    "transformer-xl, uneven",
+    "transformer-xl, memory longer than a part",
+    "transformer-xl, left as it is",
+    "transformer-xl, encoder",
+    "linear decoder, checkpointing",
+    "delta rule, uneven",
+]
+
+
 def forms(rank: int, world: int, folder: str) -> dict[str, Any]:
     """Outputs, losses and gradients as differences from those of whole texts: of every case in two processes, of some
-    in three."""
-    names: list[str] = {1: [], 2: list(CASES), 3: OF_THREE}[world]
+    in three and four."""
+    names: list[str] = {1: [], 2: list(CASES), 3: OF_THREE, 4: OF_FOUR}[world]
     return {name: compared(CASES[name], rank, world) for name in names}
 
 
@@ -258,6 +319,75 @@ def traffic(rank: int, world: int, folder: str) -> dict[str, Any]:
     }
 
 
+# ------------------------------------------------------------------------------------------------ data x sequence
+
+OF_MESH = ["linear decoder", "delta rule", "band", "transformer-xl"]
+
+
+def mesh(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Two rows of two processes, each with other texts: gradients against those of one process that reads all texts;
+    and what is said of rows that the processes do not make."""
+    if world != 4:
+        return {}
+    groups, found = sequence_groups(2), {}
+    for name in OF_MESH:
+        case = CASES[name]
+        model, half = model_of(case.fields, case.model).train(), batch_of(case)
+        more = {**half, "input_ids": (half["input_ids"] + 7) % 40, "labels": half["labels"].roll(1, 1)}
+        batch = {name: torch.cat([half[name], more[name].flip(0)[:1]]) for name in half}  # rows of other sizes
+        if case.segments:
+            _, loss = read_in_segments(model, batch, -(-case.length // 2))
+        else:
+            loss = model(**batch).loss
+        loss.backward()
+        expected = gradients_of(model)
+        targets = batch["labels"]
+        if case.model is XFormerForCausalLM:
+            targets = targets.masked_fill(batch["attention_mask"].cumsum(1) <= 1, -100)
+        own = {name: value[2 * groups.replica : 2 * groups.replica + 2] for name, value in batch.items()}
+        with sequence_parallel(groups.sequence):
+            count = (targets != -100).sum() / groups.replicas
+            part = model(**part_of_batch(own, groups.sequence), num_items_in_batch=count)
+        part.loss.backward()
+        gradients, losses = gradients_of(model), part.loss.detach() / world
+        dist.all_reduce(losses)
+        for gradient in gradients.values():
+            dist.all_reduce(gradient)
+            gradient /= world
+        found[name] = {
+            "loss": difference(losses, loss.detach()),
+            **{f"gradient of {key}": difference(gradients[key], expected[key]) for key in expected},
+        }
+    try:
+        sequence_groups(3)
+    except ValueError as error:
+        found["refusal"] = str(error)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+
+def refusals(rank: int, world: int, folder: str) -> dict[str, str]:
+    """What is said of texts that a memory cannot be read for."""
+    if world != 2:
+        return {}
+    model, found = model_of(XL, XFormerForCausalLM), {}
+    ids, place = tokens(2, 6, high=40), torch.arange(6) + 6 * rank
+    given: dict[str, dict[str, Any]] = {
+        "memory": {"segment_memory": model(ids, use_cache=False).segment_memory},
+        "documents": {"position_ids": (place % 4).expand(2, -1)},
+        "gap": {"attention_mask": (place % 4 != 1).long().expand(2, -1)},
+    }
+    for name, inputs in given.items():
+        try:
+            with sequence_parallel():
+                model(ids, **inputs)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
 # ------------------------------------------------------------------------------------------------ Trainer
 
 RUNS: dict[str, tuple[dict[str, Any], type, dict[str, Any]]] = {
@@ -270,8 +400,9 @@ RUNS: dict[str, tuple[dict[str, Any], type, dict[str, Any]]] = {
 
 
 def trainer(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """`XFormerTrainer(sequence_parallel=True)`: in one process, where it changes nothing, and in two."""
-    if world > 2:
+    """`XFormerTrainer(sequence_parallel=True)`: in one process, where it changes nothing, and in two; in four each two
+    of them read other rows (`sequence_parallel=2`)."""
+    if world == 3:
         return {}
     from transformers import TrainingArguments
 
@@ -279,6 +410,9 @@ def trainer(rank: int, world: int, folder: str) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for number, (name, (fields, kind, options)) in enumerate(RUNS.items()):
+        rows_of_process = 1 if world == 4 else 2
+        if options.get("average_tokens_across_devices") is False and world == 4:
+            continue  # there rows of processes have losses of their own
         ids = tokens(7, 11, high=40)
         lengths = torch.tensor([11, 4, 9, 2, 11, 7, 5])[:, None]
         mask = (torch.arange(11)[None] < lengths).long()
@@ -286,8 +420,8 @@ def trainer(rank: int, world: int, folder: str) -> dict[str, Any]:
         rows = [{"input_ids": ids[row], "attention_mask": mask[row], "labels": labels[row]} for row in range(7)]
         arguments = TrainingArguments(
             output_dir=str(Path(folder) / f"{number}-{world}"),
-            per_device_train_batch_size=2,
-            per_device_eval_batch_size=2,
+            per_device_train_batch_size=rows_of_process,
+            per_device_eval_batch_size=rows_of_process,
             num_train_epochs=2,
             learning_rate=1e-2,
             logging_steps=1,
@@ -300,7 +434,11 @@ def trainer(rank: int, world: int, folder: str) -> dict[str, Any]:
             **options,
         )
         run = XFormerTrainer(
-            model=model_of(fields, kind), args=arguments, train_dataset=rows, eval_dataset=rows, sequence_parallel=True
+            model=model_of(fields, kind),
+            args=arguments,
+            train_dataset=rows,
+            eval_dataset=rows,
+            sequence_parallel=2 if world == 4 else True,
         )
         run.train()
         metrics = run.evaluate()

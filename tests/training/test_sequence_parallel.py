@@ -1,4 +1,4 @@
-"""Texts divided over two and three processes (gloo): outputs, losses and gradients are those of whole texts."""
+"""Texts divided over two to four processes (gloo): outputs, losses and gradients are those of whole texts."""
 
 from __future__ import annotations
 
@@ -8,20 +8,26 @@ import torch
 from hf_xformers import XFormerConfig, XFormerForCausalLM, part_of_batch, sequence_parallel
 from hf_xformers.core.sequence_parallel import SequenceForm, Unserved, check_sequence_parallel
 from tests.training.processes import result, run_jobs
-from tests.training.sequence_jobs import CASES, MEASURED, OF_THREE, RUNS, SIZES
+from tests.training.sequence_jobs import CASES, MEASURED, OF_FOUR, OF_MESH, OF_THREE, RUNS, SIZES
 
 TOLERANCE = 1e-10  # everything is in float64
+AVERAGE = "average_tokens_across_devices"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("sequence")
-    run_jobs("tests.training.sequence_jobs", ["forms", "traffic", "trainer"], place, worlds=(1, 2, 3))
+    run_jobs(
+        "tests.training.sequence_jobs", ["forms", "traffic", "mesh", "refusals", "trainer"], place, worlds=(1, 2, 3, 4)
+    )
     return place
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "name"), [*((2, name) for name in CASES), *((3, name) for name in OF_THREE)])
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [*((2, name) for name in CASES), *((3, name) for name in OF_THREE), *((4, name) for name in OF_FOUR)],
+)
 def test_parts_give_what_whole_texts_give(world, name, folder):
     for rank in range(world):
         found = result(folder, "forms", world, rank)[name]
@@ -38,6 +44,32 @@ def test_what_a_layer_sends_does_not_grow_with_the_text(name, folder):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", OF_MESH)
+def test_data_times_sequence(name, folder):
+    """A row of processes reads two texts, the other one: gradients are those of one process with all three."""
+    for rank in range(4):
+        found = result(folder, "mesh", 4, rank)[name]
+        worst = max(found, key=found.__getitem__)
+        assert found[worst] < TOLERANCE, (rank, worst, found[worst])
+
+
+@pytest.mark.slow
+def test_processes_that_make_no_rows(folder):
+    for rank in range(4):
+        words = result(folder, "mesh", 4, rank)["refusal"]
+        assert "4 processes are not rows of 3" in words and "take a number that divides 4" in words
+
+
+@pytest.mark.slow
+def test_texts_that_a_memory_cannot_be_read_for(folder):
+    for rank in range(2):
+        found = result(folder, "refusals", 2, rank)
+        assert "leave `segment_memory` out" in found["memory"]
+        assert "give each document a row of its own" in found["documents"]
+        assert "pad rows at one end alone" in found["gap"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(RUNS))
 def test_trainer(name, folder):
     """7 rows in batches of 2: the last one is smaller, and nothing fills it up."""
@@ -48,6 +80,21 @@ def test_trainer(name, folder):
     for key, tensor in alone["state"].items():
         torch.testing.assert_close(first["state"][key], tensor, rtol=1e-9, atol=1e-9)
         assert torch.equal(first["state"][key], second["state"][key])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, (*_, options) in RUNS.items() if AVERAGE not in options])
+def test_trainer_on_data_times_sequence(name, folder):
+    """Two rows of two processes, a text each: the same steps, the last one with a repeated row, which counts for
+    nothing."""
+    alone = result(folder, "trainer", 1)[name]
+    for rank in range(4):
+        found = result(folder, "trainer", 4, rank)[name]
+        if rank == 0:  # it alone has the figures of all
+            assert found["losses"] == pytest.approx(alone["losses"], rel=1e-6)
+            assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-6)
+        for key, tensor in alone["state"].items():
+            torch.testing.assert_close(found["state"][key], tensor, rtol=1e-9, atol=1e-9)
 
 
 # ------------------------------------------------------------------------------------------------ one process
@@ -93,6 +140,25 @@ REFUSED = {
         {"attention": "performer", "per_layer_config": {1: {"attention": "dense"}}}, "attention 'dense' reads every",
     ),
     "another stack": ({"attention": "performer", "stack": "universal"}, "stack 'universal' reads more"),
+    "no memory": ({"attention": "transformer_xl", "position": "none"}, "stack 'plain' as it is set has no memory"),
+    "a memory of outputs": (
+        {
+            "attention": "transformer_xl", "position": "none", "is_decoder": True,
+            "stack": {"type": "segment_recurrent", "recurrence": "same_layer"},
+        },
+        "stack 'segment_recurrent' as it is set has no memory of a layer's own inputs",
+    ),
+    "a compressed memory": (
+        {"attention": "transformer_xl", "position": "none", "is_decoder": True, "stack": "compressive"},
+        "stack 'compressive' as it is set",
+    ),
+    "types of tokens": (
+        {
+            "attention": {"type": "transformer_xl", "key_types": 2}, "position": "none",
+            "stack": "segment_recurrent",
+        },
+        "'transformer_xl' with `segments` or `key_types` compares token types",
+    ),
     "two towers": ({"attention": "performer", "is_encoder_decoder": True, "decoder": {}}, "cross-attention"),
 }  # fmt: skip
 
@@ -114,6 +180,7 @@ def test_specs_say_how():
         ({"attention": "band_attention"}, SequenceForm.NEIGHBOURS),
         ({"attention": "longformer"}, SequenceForm.CHOSEN),
         ({"attention": "linformer"}, SequenceForm.SHORT),
+        ({"attention": "transformer_xl", "stack": "segment_recurrent", "position": "none"}, SequenceForm.MEMORY),
     ):
         config = config_of(**fields)
         assert config.attention.sequence_form(config) is form
