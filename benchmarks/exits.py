@@ -35,9 +35,9 @@ VARIANTS = ("deebert", "pabee", "voting_early_exit", "token_early_exit")
 THRESHOLDS = (0.0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 0.97)
 NOTE = (
     "Test split of SST-2, {sentences} sentences, of which nothing was chosen; `accuracy` in percent, beside the"
-    " majority class. `mean layers`: passed by a row (token_early_exit: by a word); `time`: of the whole split, without"
-    " early exits 1.00. The first setting of a variant is all layers. Models are small and start from random weights:"
-    " the table compares settings of one model, not variants."
+    " majority class. `mean layers`: passed by a row (token_early_exit: by a word); `time`: of the whole split,"
+    " without early exits 1.00. The first setting of a variant is all layers. Models are small and start from random"
+    " weights: the table compares settings of one model, not variants."
 )
 
 
