@@ -170,8 +170,6 @@ def benchmark(name: str, args: argparse.Namespace, work: Path) -> None:
     for method, steps in COMPRESSIONS.items():
         if wanted and method not in wanted:
             continue
-        if name == "wnut17" and any(TRAIN in words[1:] for words in steps):
-            continue  # gates and movement are learned under the loss inside the model, which has no class balance
         before, after = compare(source, task.compressed(method, steps, source), measuring)
         write(task, floor, "fine-tuned", before, before)
         write(task, floor, method, before, after)

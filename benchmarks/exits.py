@@ -2,15 +2,15 @@
 
 python benchmarks/exits.py --data DIR [--variants deebert,pabee,voting_early_exit,token_early_exit] [--size tiny]
     [--hidden_size 64] [--layers 6] [--vocab_size 2048] [--learning_rate 1e-3] [--epochs 3] [--max_train_rows N]
-    [--results exits]
+    [--results exits] [-- OPTION ...]
 
 DIR holds `sst2/{train,dev}.tsv` (sentence, label, no header). Nothing is chosen on `dev`, which is the test split
-here; the last tenth of the training rows is the validation split, as which `hf-xformers finetune` needs one. Each
-variant starts from random weights and is trained by that command; DeeBERT's classifiers learn in a second stage. The
-tokens of a text have no sentiment of their own: for token_early_exit each word is tagged with that of its sentence,
-and a sentence is classified by the majority of its words' tags. Time is that of the test split in batches, the best of
-three passes, without early exits 1.00. The floor is the majority class. Rows replace those of the same variant in
-`results/exits.json`.
+here; the first tenth of the training rows is the validation split, as which `hf-xformers finetune` needs one. Each
+variant starts from random weights and is trained by that command, whose further options follow `--`; DeeBERT's
+classifiers learn in a second stage. The tokens of a text have no sentiment of their own: for token_early_exit each
+word is tagged with that of its sentence, and a sentence is classified by the majority of its words' tags. Time is that
+of the test split in batches, the best of three passes, without early exits 1.00. The floor is the majority class. Rows
+replace those of the same variant in `results/exits.json`.
 """
 
 from __future__ import annotations
@@ -34,16 +34,24 @@ COLUMNS = ["variant", "start", "epochs", "rows", "setting", "accuracy", "mean la
 VARIANTS = ("deebert", "pabee", "voting_early_exit", "token_early_exit")
 THRESHOLDS = (0.0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 0.97)
 NOTE = (
-    "Test split of SST-2 (872 sentences), of which nothing was chosen; `accuracy` in percent, beside the majority"
-    " class. `mean layers`: passed by a row (token_early_exit: by a word); `time`: of the whole split, without early"
-    " exits 1.00. The first setting of a variant is all layers. Models are small and start from random weights: the"
-    " table compares settings of one model, not variants."
+    "Test split of SST-2, {sentences} sentences, of which nothing was chosen; `accuracy` in percent, beside the"
+    " majority class. `mean layers`: passed by a row (token_early_exit: by a word); `time`: of the whole split,"
+    " without early exits 1.00. The first setting of a variant is all layers. Models are small and start from random"
+    " weights: the table compares settings of one model, not variants."
 )
 
 
 def rows_of(path: Path) -> list[tuple[str, str]]:
     pairs = (line.split("\t") for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
     return [(text, label) for text, label in pairs]
+
+
+def described(args: argparse.Namespace) -> str:
+    """What a variant starts from, for the table."""
+    words = " ".join(args.extra).replace("=", " ").split("--")
+    own = [word.strip().replace("_", " ") for word in words if word.strip()]
+    shape = [f"hidden size {args.hidden_size}", f"vocab size {args.vocab_size}"]
+    return ", ".join([args.size, *shape, *own, "random"])
 
 
 def run(*argv: Any) -> None:
@@ -72,7 +80,7 @@ def train(variant: str, args: argparse.Namespace, folder: Path) -> Path:
     common += ["--learning_rate", args.learning_rate, "--num_train_epochs", args.epochs]
     shape = {"hidden_size": args.hidden_size, "num_hidden_layers": args.layers, "vocab_size": args.vocab_size}
     start = ["--variant", variant, "--size", args.size, *(f"--{name}={value}" for name, value in shape.items())]
-    run("finetune", *start, *common, "--output_dir", folder / "run")
+    run("finetune", *start, *args.extra, *common, "--output_dir", folder / "run")
     if variant != "deebert":
         return folder / "run"
     model = AutoModelForSequenceClassification.from_pretrained(folder / "run")
@@ -138,6 +146,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=float, default=3)
     parser.add_argument("--max_train_rows", type=int)
     parser.add_argument("--results", default="exits", help="name of the files in results/")
+    parser.add_argument("extra", nargs="*", help="after --: further options of hf-xformers finetune")
     args = parser.parse_args(argv)
     test = rows_of(args.data / "sst2" / "dev.tsv")
     majority = Counter(label for _, label in rows_of(args.data / "sst2" / "train.tsv")).most_common(1)[0][0]
@@ -162,7 +171,7 @@ def main(argv: list[str] | None = None) -> None:
                 rows.append(
                     {
                         "variant": f"xf_{variant}",
-                        "start": f"{args.size}, hidden size {args.hidden_size}, vocab size {args.vocab_size}, random",
+                        "start": described(args),
                         "epochs": args.epochs,
                         "rows": args.max_train_rows or "all",
                         "setting": f"{field} {value:g}",
@@ -180,7 +189,7 @@ def main(argv: list[str] | None = None) -> None:
         old = json.loads(path.read_text())["rows"] if path.exists() else []
         kept = [row for row in old if row["variant"] != f"xf_{variant}"]
         title = "Early exits: accuracy against depth and time"
-        write_results(args.results, kept + rows, COLUMNS, title, NOTE)
+        write_results(args.results, kept + rows, COLUMNS, title, NOTE.format(sentences=len(test)))
 
 
 if __name__ == "__main__":

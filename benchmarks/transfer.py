@@ -1,7 +1,7 @@
 """What does transfer bring? Ways to fine-tune one pretrained encoder on SST-2 and WNUT-17, at equal steps.
 
 python benchmarks/transfer.py --data DIR --model FOLDER [--tasks sst2,wnut17] [--methods plain,layers,...] [--seeds 3]
-    [--steps 1200] [--learning_rate 3e-4] [-- OPTION ...]
+    [--steps 1200] [--learning_rate 3e-4] [--class_balance 0.5] [-- OPTION ...]
 
 DIR holds `sst2/{train,dev}.tsv` (sentence, label, no header) and `wnut17/{train,dev}.conll`, and perhaps `test`
 files; FOLDER is a saved encoder, such as `hf-xformers pretrain` leaves. Every method runs through the command
@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import finetuning
 from measure import write_results
 
 from hf_xformers import cli
@@ -70,9 +71,10 @@ def measure(task: str, method: str, seed: int, folder: Path, args: argparse.Name
     rate = args.learning_rate * (10 if "--peft" in METHODS[method] else 1)
     shared += ["--learning_rate", rate, *args.extra]
     own = ["--task", KINDS[task], *data_of(args.data, task)]
+    own += ["--class_balance", args.class_balance] if task == "wnut17" and args.class_balance else []
     output = folder / f"{task}-{method.replace(' ', '-')}-{seed}"
     other = OTHER[task]
-    if method == "several tasks":
+    if method == "several tasks":  # which have no class weights
         named = []
         for name in (task, other):
             named += ["--task", f"{name}={KINDS[name]}", *data_of(args.data, name, f"{name}=")]
@@ -100,7 +102,7 @@ def trained_adapter(task: str, folder: Path, args: argparse.Namespace) -> Path:
 def row_of(task: str, method: str, summaries: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
     metric = METRICS[task]
     scores = [100 * summary[f"test_{metric}"] for summary in summaries]
-    floor = summaries[0].get("floor_test", {}).get(metric)
+    floor = finetuning.TASKS[task](args.data)["baseline"][1]
     return {
         "task": task,
         "model": Path(args.model).name,
@@ -112,7 +114,7 @@ def row_of(task: str, method: str, summaries: list[dict[str, Any]], args: argpar
         "metric": metric,
         "test": statistics.mean(scores),
         "spread": statistics.stdev(scores) if len(scores) > 1 else 0.0,
-        "floor": "" if floor is None else 100 * floor,
+        "floor": 100 * floor,
     }
 
 
@@ -129,7 +131,8 @@ def write(row: dict[str, Any]) -> None:
         "In percent, means over seeds with their standard deviation (`spread`), on the test rows; the checkpoint is"
         " taken by the validation rows. Methods of one task have equal steps; of `several tasks` these are those of"
         " both together, and `intermediate` and `fusion` have as many before, on the other task or for the adapters."
-        " `floor` is what always saying the most frequent label reaches."
+        " `several tasks` has no class weights, which the others have on WNUT-17. `floor`: the majority class; the tag"
+        " that the training rows give a word most often."
     )
     write_results("transfer", rows, COLUMNS, "Transfer: ways to fine-tune one encoder", note)
 
@@ -147,6 +150,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--learning_rate", type=float, default=3e-4)
+    parser.add_argument(
+        "--class_balance", type=float, default=0.5, help="of WNUT-17, where nearly all words are outside"
+    )
     parser.add_argument("extra", nargs="*", help="after --: further options of hf-xformers finetune")
     return parser.parse_args(argv)
 

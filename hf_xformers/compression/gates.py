@@ -94,7 +94,10 @@ class GatedHeads:
 
     def _add_penalty(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         loss = getattr(output, "loss", None)
-        if not self.model.training or loss is None:
+        if not self.model.training:
+            return output
+        if loss is None:  # made of the logits elsewhere, as with class weights: the trainer adds auxiliary losses
+            output["aux_losses"] = {**(output.get("aux_losses") or {}), _NAME: self.weight * self.penalty()}
             return output
         calls = self.steps_apart if kwargs.get("num_items_in_batch") is not None else 1
         output.loss = loss + self.weight / calls * self.penalty().to(loss.dtype)

@@ -147,11 +147,6 @@ def _train_task(
     record = read_summary(choice.model)
     known = {entry.name for entry in dataclasses.fields(TaskOptions)}
     options = {name: value for name, value in record.get("task_options", {}).items() if name in known}
-    if options.get("class_balance"):
-        raise ValueError(
-            f"{choice.model!r} was trained with --class_balance, which makes the loss outside the model, where gates"
-            " have no part in it; choose heads by --by gradient"
-        )
 
     class WithInsertion(FineTuning):
         def _model(self, prepared: Any) -> Any:

@@ -48,6 +48,10 @@ def test_the_loss_has_the_share_of_open_gates_in_training_alone():
     loss.backward()
     assert all(gates[0].location.grad is not None for gates in gated.gates())
 
+    del inputs["labels"]  # the loss is made of the logits elsewhere
+    assert float(model(**inputs).aux_losses["head_gates"]) == pytest.approx(0.5, rel=1e-5)
+    assert model.eval()(**inputs).aux_losses is None
+
 
 def test_closed_gates_leave_a_smaller_model_that_computes_the_same():
     model, inputs = tiny(), batch()

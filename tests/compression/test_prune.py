@@ -2,6 +2,7 @@
 nothing."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -174,6 +175,18 @@ def test_training_goes_on_where_it_was_killed(method, kind, request, tmp_path):
     else:
         zeros = whole["settings"]["zeros"]
         assert zeros == pytest.approx(whole["settings"]["prunable"] // 2, abs=12)
+
+
+def test_gates_close_under_a_loss_of_class_weights(classifier, tmp_path):
+    """Such a loss is made outside the model, and the penalty has to reach it all the same."""
+    shutil.copytree(classifier, tmp_path / "source")
+    path = tmp_path / "source" / "training_summary.json"
+    summary = json.loads(path.read_text())
+    summary["task_options"]["class_balance"] = 0.5
+    path.write_text(json.dumps(summary))
+    options = {"max_steps": 8, "eval_strategy": "no", "save_strategy": "no", "learning_rate": 3e-3}
+    (step,) = prune(tmp_path / "source", tmp_path / "out", method="heads", **options, **TRAINED["heads"])
+    assert step["after"]["parameters"] < step["before"]["parameters"]
 
 
 def test_zeros_stay_while_a_model_trains(classifier, tmp_path):
