@@ -381,7 +381,8 @@ class ImagePreparation(Request):
         if self.choice.init_from is None:
             self.fields |= {"vocab_size": colours + 1, "bos_token_id": colours, "pad_token_id": None}
             made = {**components_of(self.config_class), **with_changes(self.config_class, self.components, {})}
-            plane = build_spec("attention", made["attention"]).fields_of_plane(*size)
+            attention: Any = build_spec("attention", made["attention"])
+            plane = attention.fields_of_plane(*size)
             if plane:
                 given = self.components.get("attention", {})
                 self.components["attention"] = {**({"type": given} if isinstance(given, str) else given), **plane}

@@ -1,6 +1,7 @@
 """Pretraining on images by the command: patches and colours, floors, exact resume, pictures, what is refused."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -31,6 +32,8 @@ SHAPE = {
     "disable_tqdm": "true",
     "validation_fraction": 0.2,
 }
+# A saved model has its own.
+SAVED_SHAPE = dict.fromkeys(["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"])
 KINDS = {
     "patches": {"variant": "vision_transformer", "patch_size": 2, "num_channels": 1},
     "colours": {"variant": "image_gpt"},
@@ -94,7 +97,7 @@ def test_the_error_of_hidden_pixels_and_its_floor(runs, digits):
         for column in range(0, 8, 2):
             mean += scaled["train"][:, 0, row : row + 2, column : column + 2].double().mean(0) / 16
     collator = build_objective("masked_image").collator(processor, seed=42, static=True, patch=(2, 2))
-    images = [torch.from_numpy(np.asarray(image.convert("L")))[None] for image in parts["validation"]["image"]]
+    images = [torch.from_numpy(np.array(image.convert("L")))[None] for image in parts["validation"]["image"]]
     batch = collator([{"pixel_values": image} for image in images])
     torch.testing.assert_close(batch["pixel_values"], scaled["validation"])
     with torch.no_grad():
@@ -136,8 +139,6 @@ def test_resume_is_exact(runs, digits, tmp_path, kind):
     for path in whole.iterdir():
         if path.is_file() and path.name != "model.safetensors":
             (output / path.name).write_bytes(path.read_bytes())
-    import shutil
-
     shutil.copytree(whole / "checkpoint-20", output / "checkpoint-20")
     pretrain(digits, output, "--resume_from_checkpoint", **KINDS[kind], max_steps=40, save_steps=20)
     assert history(output) == history(whole)
@@ -146,8 +147,7 @@ def test_resume_is_exact(runs, digits, tmp_path, kind):
 
 
 def test_a_saved_model_goes_on_with_its_colours(runs, digits, tmp_path):
-    output = pretrain(digits, tmp_path / "run", init_from=runs["colours"], max_steps=1, **{"hidden_size": None,
-        "num_hidden_layers": None, "num_attention_heads": None, "intermediate_size": None})  # fmt: skip
+    output = pretrain(digits, tmp_path / "run", init_from=runs["colours"], max_steps=1, **SAVED_SHAPE)
     first, again = (
         json.loads((folder / "preprocessor_config.json").read_text()) for folder in (runs["colours"], output)
     )
@@ -211,9 +211,7 @@ def test_what_is_refused(digits, runs, tmp_path, capsys, text):
     assert "there are none; give a folder of them with --data" in said(None, **colours)
     assert "is a folder of images, and variant 'xf_bert' reads text" in said(variant="bert")
     assert "--resize is about images" in said(text, variant="bert", resize=8)
-    assert "the model reads 8 x 8; give --resize 8 8" in said(
-        init_from=runs["colours"], resize=4, **dict.fromkeys(["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"])
-    )  # fmt: skip
+    assert "the model reads 8 x 8; give --resize 8 8" in said(init_from=runs["colours"], resize=4, **SAVED_SHAPE)
     assert "have 17 colours, fewer than 40 clusters" in said(**colours, colours=40)
     assert "reads patches" in said(**patches, colours=4)
     assert "is about text" in said(**colours, block_size=8)
@@ -237,6 +235,5 @@ def test_published_sizes_read_one_pixel_less(digits, tmp_path):
     XFImageGPTForCausalLM(config).save_pretrained(tmp_path / "start")
     clusters = torch.linspace(-1, 1, 8)[:, None].expand(8, 3)
     colour_processor(clusters, (8, 8)).save_pretrained(tmp_path / "start")
-    free = dict.fromkeys([*sizes, "intermediate_size"])
-    output = pretrain(digits, tmp_path / "run", **free, init_from=tmp_path / "start", max_steps=1)
-    assert summary(output)["block_size"] == 64
+    output = pretrain(digits, tmp_path / "run", **SAVED_SHAPE, init_from=tmp_path / "start", max_steps=1)
+    assert summary(output)["block_size"] == 64 and (output / PICTURES_FILE).is_file()
