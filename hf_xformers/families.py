@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,11 +175,19 @@ def _register(head: str, config_class: Any, made: Any) -> None:
         register_model(SERVED[head], config_class, made)
 
 
-def make_family(config_class: Any, prefix: str, heads: tuple[str, ...], info: VariantInfo) -> dict[str, Any]:
+def make_family(
+    config_class: Any,
+    prefix: str,
+    heads: tuple[str, ...],
+    info: VariantInfo,
+    *,
+    further: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """Makes `prefix + head` for each of `heads`, registers config and classes with the Auto classes.
 
-    config_class: an `XFormerConfig` subclass with its own `model_type`. Returns the classes by head name; the caller
-    assigns them to explicit names in its module, where pickle and `from_pretrained` find them.
+    config_class: an `XFormerConfig` subclass with its own `model_type`. further: by head the name of a second Auto
+    class that finds it, where its texts are something else, such as images. Returns the classes by head name; the
+    caller assigns them to explicit names in its module, where pickle and `from_pretrained` find them.
 
     Raises:
         ValueError: unknown head name.
@@ -203,6 +212,8 @@ def make_family(config_class: Any, prefix: str, heads: tuple[str, ...], info: Va
         doc = f"{(base.__doc__ or '').splitlines()[0]} {info.summary[0].upper()}{info.summary[1:]} ({info.paper})."
         made = type(name, (base,), {"config_class": config_class, "__module__": module, "__doc__": doc})
         _register(head, config_class, made)
+        if further is not None and head in further:
+            register_model(further[head], config_class, made)
         family[head] = made
     config_class.info = info
     config_class.__doc__ = _documented(config_class)

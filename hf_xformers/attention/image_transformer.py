@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from ..core.components import register
 from ..ops.block_sparse.pattern_images import block_memory, block_plane
@@ -104,6 +104,9 @@ class ImageTransformerSpec(BlockSparseSpec):
     def token_grid(self, config) -> TokenGrid:
         blocks = self.local == "2d" and config.modality != "image"
         return TokenGrid(*self.plane(config), self.block_of(config) if blocks else None)
+
+    def fields_of_plane(self, rows: int, columns: int) -> dict[str, Any]:
+        return {"image_size": (rows, columns), "num_channels": 1}
 
     def pattern(self, config, layer_idx: int) -> Pattern:
         if self.local == "1d":

@@ -9,10 +9,12 @@ from .arguments import Parser, parse_command
 from .console import is_main_process, print_facts, say, share_text
 
 _DESCRIPTION = """Write hidden states of a saved model, of chosen layers, pooled or by token, to Parquet or safetensors
-files; the model is not trained. A run that was stopped goes on where it was. For example:
+files; the model is not trained. It reads texts, or images where the model does. A run that was stopped goes on where
+it was. For example:
 
   hf-xformers features --model runs/bert --data texts.csv --output features --layers embedding last last4
-  hf-xformers features --model runs/bert --data train.csv test.csv --output features --probe label"""
+  hf-xformers features --model runs/bert --data train.csv test.csv --output features --probe label
+  hf-xformers features --model runs/image_gpt --data FOLDER_OF_IMAGES --output features --layers 0 1 2 --probe label"""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -37,13 +39,13 @@ def run(argv: Sequence[str]) -> int:
         with Progress(console=error_console(), disable=not options.progress, transient=True) as bar:
             size = options.rows_per_file
             left = sum(min(size, len(made.texts[split]) - index * size) for split, index in missing)
-            task = bar.add_task("texts", total=left)
+            task = bar.add_task("rows", total=left)
             extract(made, lambda rows: bar.advance(task, rows))
         figures = probe(made) if options.probe is not None else None
     facts: dict[str, Any] = {
         "model": options.model,
         "variant": made.reader.config.model_type,
-        "texts": f"{total:,} ({', '.join(f'{len(rows):,} {name}' for name, rows in made.texts.items())})",
+        "rows": f"{total:,} ({', '.join(f'{len(rows):,} {name}' for name, rows in made.texts.items())})",
         "columns": ", ".join(made.reader.choice.columns),
         "pooled": options.pool,
         "files": sum(map(len, made.files.values())),

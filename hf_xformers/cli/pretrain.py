@@ -1,4 +1,4 @@
-"""`hf-xformers pretrain`: train a variant, or a free mix of components, on text."""
+"""`hf-xformers pretrain`: train a variant, or a free mix of components, on text or images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from ..configuration_xformer import XFormerConfig
     from ..training.pretraining import Prepared
 
-_DESCRIPTION = """Pretrain a variant on text and save it with its tokenizer, ready for from_pretrained.
+_DESCRIPTION = """Pretrain a variant on text and save it with its tokenizer, ready for from_pretrained; or one that
+reads images (vision_transformer, image_gpt, image_transformer) on a folder of them.
 
 FILE.yaml has the options by name, components nested. Works unchanged under a launcher:
 
@@ -33,18 +34,55 @@ GROUPS = (*SLOTS, "objective", "decoder")
 def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     """callbacks: further Trainer callbacks, for programs that call this."""
     from ..training.folder_lock import folder_lock
+    from ..training.image_pretraining import reads_images, refuse_image_options
     from ..training.pretraining import Preparation, train
 
     parsed = parse_command(argv, GROUPS, make_parser)
-    choice, source, recipe, args = parsed.dataclasses
+    choice, source, images, recipe, args = parsed.dataclasses
     recipe.check(args)
-    preparation = Preparation(choice, source, args, **model_options(_config_class(choice), parsed, choice))
+    config_class = _config_class(choice)
+    if reads_images(config_class, source.data, images):
+        return _run_on_images(parsed, config_class, callbacks)
+    refuse_image_options(images)
+    preparation = Preparation(choice, source, args, **model_options(config_class, parsed, choice))
     quiet_libraries(args)
     with folder_lock(preparation.folder, writes=args.should_save):
         prepared = preparation.run()
         _tell(prepared)
         summary = train(prepared, args, callbacks, recipe=recipe)
     report(summary, str(args.output_dir))
+    return 0
+
+
+def _run_on_images(parsed: Any, config_class: type[XFormerConfig], callbacks: Sequence[Any]) -> int:
+    from pathlib import Path
+
+    from ..training.folder_lock import folder_lock
+    from ..training.image_pretraining import ImagePreparation, usual_objective
+    from ..training.pretraining import train
+
+    choice, source, images, recipe, args = parsed.dataclasses
+    if recipe.max_tokens:
+        raise ValueError("--max_tokens sorts texts by length, and images have one; leave it out")
+    usual = choice.objective or usual_objective(config_class)
+    options = model_options(config_class, parsed, choice, objective=usual)
+    preparation = ImagePreparation(choice, source, images, args, **options)
+    quiet_libraries(args)
+    with folder_lock(preparation.folder, writes=args.should_save):
+        prepared = preparation.run()
+        plan = prepared.plan
+        height, width = prepared.size
+        tokens = f"{plan['vocabulary']} colours" if plan["vocabulary"] else "patches"
+        say(
+            f"{prepared.config.model_type}, objective {plan['objective']['type']}: {plan['train_rows']:,} images of"
+            f" {height} x {width} pixels to train on, {plan['validation_rows']:,} held out, as {plan['block_size']:,}"
+            f" tokens ({tokens})"
+        )
+        if prepared.checkpoint is not None:
+            say(f"resuming from {prepared.checkpoint}")
+        summary = train(prepared, args, callbacks, make_trainer=prepared.make_trainer(), recipe=recipe)
+        drawn = prepared.write_pictures(args.seed, Path(str(args.output_dir))) if args.should_save else None
+    report(summary, str(args.output_dir), further={} if drawn is None else {"pictures": str(drawn)})
     return 0
 
 
@@ -73,13 +111,14 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     """The parser for a variant and a size, whose defaults and fields differ."""
     from transformers import TrainingArguments
 
+    from ..training.image_pretraining import ImageData
     from ..training.presets import training_defaults
     from ..training.pretraining import ModelChoice, chosen_size
     from ..training.recipe import Recipe
     from ..training.text import TextData
 
     parser = Parser(
-        [ModelChoice, TextData, Recipe],
+        [ModelChoice, TextData, ImageData, Recipe],
         TrainingArguments,
         prog="hf-xformers pretrain",
         usage="hf-xformers pretrain [FILE.yaml] --output_dir DIR [OPTION VALUE ...]",
@@ -106,8 +145,11 @@ def _config_class(choice: Any) -> type[XFormerConfig]:
     return config_class(name or "xformer")
 
 
-def model_options(config_class: type[XFormerConfig], parsed: Any, choice: Any) -> dict[str, Any]:
-    """What `Preparation` takes beside the dataclasses: components, fields and objective settings, typed."""
+def model_options(
+    config_class: type[XFormerConfig], parsed: Any, choice: Any, objective: str | None = None
+) -> dict[str, Any]:
+    """What `Preparation` takes beside the dataclasses: components, fields and objective settings, typed. objective:
+    the one of the run; by default that chosen, or the variant's usual one."""
     from ..training.building import default_objective
 
     groups = {name: dict(texts) for name, texts in parsed.groups.items()}
@@ -122,7 +164,9 @@ def model_options(config_class: type[XFormerConfig], parsed: Any, choice: Any) -
     return {
         "components": components,
         "fields": fields,
-        "objective_fields": parse_objective(choice.objective or default_objective(config_class), settings),
+        "objective_fields": parse_objective(
+            objective or choice.objective or default_objective(config_class), settings
+        ),
     }
 
 
@@ -136,9 +180,13 @@ def quiet_libraries(args: Any) -> None:
         logging.disable_progress_bar()
 
 
-def report(summary: Mapping[str, Any], folder: str, title: str = "pretrained") -> None:
+def report(
+    summary: Mapping[str, Any], folder: str, title: str = "pretrained", further: Mapping[str, Any] | None = None
+) -> None:
     shares = {name: share_text(value) for name, value in summary.items() if name.endswith("accuracy")}
     target = target_of(summary["objective"])
+    target = "colour" if summary.get("reads") == "images" and target == "token" else target
+    floor = "the mean patch" if target == "patch" else f"{target} frequencies alone"
     facts = {
         "variant": summary["variant"],
         "objective": summary["objective"]["type"],
@@ -147,7 +195,7 @@ def report(summary: Mapping[str, Any], folder: str, title: str = "pretrained") -
         "seconds": summary["seconds"],
         "training loss (last logged)": summary["train_loss"],
         "held-out loss": summary.get("eval_loss"),
-        f"... of {target} frequencies alone": summary.get("eval_floor_loss"),
+        f"... of {floor}": summary.get("eval_floor_loss"),
         "held-out perplexity": summary.get("eval_perplexity"),
         "held-out accuracy": shares.get("eval_accuracy"),
         f"... of always the most frequent {target}": shares.get("eval_floor_accuracy"),
@@ -157,6 +205,7 @@ def report(summary: Mapping[str, Any], folder: str, title: str = "pretrained") -
             for name, value in summary.items()
             if name.startswith("eval_aux_")
         },
+        **(further or {}),
         "saved in": folder,
     }
     print_facts(title, facts)

@@ -87,6 +87,12 @@ def find_files(names: list[str]) -> dict[str, list[Path]] | None:
     return files
 
 
+def holds_text(name: str) -> bool:
+    """Whether a folder has files of text somewhere in it, beside a README or a licence."""
+    inside = Path(name).expanduser().rglob("*")
+    return any(format_of(path) == "text" and path.stem.lower() not in _BESIDE for path in inside)
+
+
 def files_under(folder: Path, wanted: Callable[[Path], bool]) -> list[Path]:
     """The files in a folder and the folders in it that are `wanted`, sorted; nothing hidden, and nothing that a
     training run has written: a folder of a run is left out, with a word about it.

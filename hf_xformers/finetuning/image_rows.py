@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..data.images import content_of, divide_images, has_images, need_pillow
 from ..data.local_files import SPLIT_WORDS
-from ..data.splitting import check_fraction, stable_fraction
+from ..data.splitting import check_fraction
 from .origin import RowNames, with_origins
 from .sources import load_rows
 
@@ -18,18 +18,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
     from .options import TaskData
-
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-
-
-def need_pillow() -> None:
-    """Raises ImportError with the remedy where images cannot be read."""
-    try:
-        import PIL.Image  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            "images are read with Pillow, which is not installed: pip install 'hf_xformers[vision]'"
-        ) from error
 
 
 def load_images(source: TaskData) -> dict[str, Dataset]:
@@ -42,7 +30,7 @@ def load_images(source: TaskData) -> dict[str, Dataset]:
     need_pillow()
     check_fraction(source.validation_fraction)
     named = {"train": source.data, "validation": source.validation_data, "test": source.test_data}
-    folders = {split: [name for name in names if _has_images(name)] for split, names in named.items()}
+    folders = {split: [name for name in names if has_images(name)] for split, names in named.items()}
     if not any(folders.values()):
         # Images are held out by what they show, and limits come after that.
         whole = dataclasses.replace(source, validation_fraction=0.0, max_train_rows=None, max_eval_rows=None)
@@ -60,11 +48,6 @@ def load_images(source: TaskData) -> dict[str, Dataset]:
     if "train" not in splits:
         raise ValueError(f"{source.data[0]!r} has no training images; name a folder of them in --data")
     return splits
-
-
-def _has_images(name: str) -> bool:
-    folder = Path(name).expanduser()
-    return folder.is_dir() and any(path.suffix.lower() in IMAGE_SUFFIXES for path in folder.rglob("*"))
 
 
 def _of_folder(name: str, one_of_several: bool) -> dict[str, Dataset]:
@@ -91,22 +74,9 @@ def _joined(parts: list[Dataset]) -> Dataset:
 def hold_out(splits: Mapping[str, Dataset], column: str, source: TaskData) -> dict[str, Dataset]:
     """`validation_fraction` of the training rows as validation, where there is none: by a hash of the image, so that
     equal ones are on one side. Then at most as many rows as the options say."""
-    import datasets
-
     found = dict(splits)
     if "validation" not in found and source.validation_fraction > 0:
-        rows = found["train"]
-        stored = rows.cast_column(column, datasets.Image(decode=False))
-        keys = [stable_fraction(hashlib.sha256(content_of(image)).hexdigest()) for image in stored[column]]
-        held = [key < source.validation_fraction for key in keys]
-        if len(rows) < 2:
-            raise ValueError("a single training image cannot be divided; give more, or --validation_fraction 0")
-        if not any(held):
-            held[keys.index(min(keys))] = True
-        elif all(held):
-            held[keys.index(max(keys))] = False
-        found["train"] = rows.select([row for row, out in enumerate(held) if not out])
-        found["validation"] = rows.select([row for row, out in enumerate(held) if out])
+        found["train"], found["validation"] = divide_images(found["train"], column, source.validation_fraction)
     limits = {"train": source.max_train_rows, "validation": source.max_eval_rows, "test": source.max_eval_rows}
     for split, limit in limits.items():
         if limit is not None and split in found:
@@ -114,13 +84,6 @@ def hold_out(splits: Mapping[str, Dataset], column: str, source: TaskData) -> di
                 raise ValueError(f"--max_{'train' if split == 'train' else 'eval'}_rows {limit} must be at least 1")
             found[split] = found[split].select(range(min(limit, len(found[split]))))
     return {split: found[split] for split in ("train", "validation", "test") if split in found}
-
-
-def content_of(stored: Mapping[str, Any] | None) -> bytes:
-    """The bytes of an image's file. Raises OSError for one that is not there."""
-    if not stored:
-        return b""
-    return stored["bytes"] if stored["bytes"] is not None else Path(stored["path"]).read_bytes()
 
 
 def check_image(stored: Mapping[str, Any] | None, where: RowNames, row: int) -> None:
@@ -136,4 +99,4 @@ def check_image(stored: Mapping[str, Any] | None, where: RowNames, row: int) -> 
         raise ValueError(f"{where[row]} is no image that can be read ({error}); replace it or remove it") from error
 
 
-__all__ = ["IMAGE_SUFFIXES", "check_image", "content_of", "hold_out", "load_images"]
+__all__ = ["check_image", "hold_out", "load_images"]

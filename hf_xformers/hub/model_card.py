@@ -52,10 +52,10 @@ def variant_card(model_type: str, measured: list[dict[str, Any]] | None = None, 
     config = cls()
     main = next((head for head in PIPELINES if head in cls.heads), "Model")
     data = ModelCardData(
-        language="en" if cls.modality == "text" else None,
+        language="en" if cls.modality == "text" and cls.reads_colours == "no" else None,
         license="apache-2.0",
         library_name="transformers",
-        pipeline_tag=PIPELINES.get(main),
+        pipeline_tag="unconditional-image-generation" if cls.reads_colours == "only" else PIPELINES.get(main),
         tags=["hf_xformers", name],
         model_name=name,
     )
@@ -119,6 +119,18 @@ def example(cls: Any, head: str) -> str:
             "loss.backward()",
             "print(model.eval().transcribe(input_features))",
         ]
+    elif cls.reads_colours == "only":
+        lines[-1] = lines[-1].replace("vocab_size=1000", "vocab_size=17")
+        lines += [
+            "                              num_attention_heads=4, intermediate_size=128,",
+            "                              max_position_embeddings=65, bos_token_id=16)",
+            f"model = {auto}.from_config(config)",
+            "start = torch.full((2, 1), 16)",
+            "input_ids = torch.cat([start, torch.randint(16, (2, 64))], 1)  # two images of 8 x 8 pixels, 16 colours",
+            "loss = model(input_ids=input_ids, labels=input_ids).loss",
+            "loss.backward()",
+            "print(model.generate(input_ids[:, :33], max_new_tokens=32))  # the lower halves",
+        ]
     else:
         lines += [
             "                              num_attention_heads=4, intermediate_size=128, pad_token_id=0,",
@@ -126,9 +138,10 @@ def example(cls: Any, head: str) -> str:
             f"model = {auto}.from_config(config)",
             "input_ids = torch.randint(3, 1000, (2, 16))",
         ]
-    if head in PIPELINES and cls.modality == "text":
+    text = cls.modality == "text" and cls.reads_colours != "only"
+    if head in PIPELINES and text:
         lines += ["loss = model(input_ids=input_ids, labels=input_ids).loss", "loss.backward()"]
-    if head in ("ForCausalLM", "ForSeq2SeqLM"):
+    if head in ("ForCausalLM", "ForSeq2SeqLM") and text:
         lines.append("print(model.generate(input_ids, max_new_tokens=8))")
     lines += ['model.save_pretrained("my-model")', f'model = {auto}.from_pretrained("my-model")']
     return "\n".join(lines)

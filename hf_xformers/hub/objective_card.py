@@ -29,6 +29,8 @@ def example(name: str, seed: int = 0) -> str:
     from ..training.text import make_rows, train_tokenizer_for
 
     objective = build_objective(name)
+    if objective.rows == "images":
+        return _example_of_image(objective, seed)
     if objective.rows == "parallel":
         from ..data.phrases import phrase_pairs
 
@@ -64,6 +66,24 @@ def example(name: str, seed: int = 0) -> str:
     return "\n".join(lines)
 
 
+def _example_of_image(objective: Objective, seed: int) -> str:
+    """An image of 8 x 8 pixels with patches of 2 x 2, as bytes, and what is hidden of it."""
+    from ..data.images import patch_processor
+
+    pixels = (16 * torch.arange(8)[:, None] + 16 * torch.arange(8)).to(torch.uint8)[None]
+    batch = objective.collator(patch_processor((8, 8), 1), seed=seed, static=True, patch=(2, 2))(  # type: ignore[call-arg]
+        [{"pixel_values": pixels}]
+    )
+    hidden = batch["bool_masked_pos"][0].view(4, 4)
+    shown = hidden.repeat_interleave(2, 0).repeat_interleave(2, 1)
+    lines = []
+    for row, out in zip(pixels[0].tolist(), shown.tolist()):
+        before = " ".join(f"{value:3d}" for value in row)
+        after = " ".join("  ?" if one else f"{value:3d}" for value, one in zip(row, out))
+        lines.append(f"row: {before}   read: {after}")
+    return "\n".join([*lines, f"bool_masked_pos: {' '.join(map(str, hidden.flatten().tolist()))}"])
+
+
 def objective_card(name: str) -> str:
     """The card of an objective, in Markdown."""
     from ..training.building import objectives_for
@@ -80,6 +100,8 @@ def objective_card(name: str) -> str:
     usual = {"encoder": "bert", "decoder": "gpt2", "seq2seq": "t5" if cls.tokenizer_style == "t5" else "bart"}[
         cls.shape
     ]
+    data = "--data FOLDER " if cls.rows == "images" else ""
+    no_target = "`?` is a pixel of a hidden patch." if data else "`·` is a place that is no target."
     variant = usual if f"xf_{usual}" in fitting else fitting[0].removeprefix("xf_") if fitting else "NAME"
     return (
         f"# Objective `{name}`\n\n"
@@ -87,9 +109,9 @@ def objective_card(name: str) -> str:
         f"- variants that have what it needs: {len(fitting)} of {len(model_types())}\n\n"
         f"## Settings\n\n{table}\n"
         "## A row and what is made of it\n\n"
-        f"`·` is a place that is no target.\n\n```text\n{example(name)}\n```\n\n"
+        f"{no_target}\n\n```text\n{example(name)}\n```\n\n"
         "## Use\n\n"
-        f"```bash\nhf-xformers pretrain --variant {variant} --objective {name} --output_dir runs/{name}\n```\n"
+        f"```bash\nhf-xformers pretrain --variant {variant} --objective {name} {data}--output_dir runs/{name}\n```\n"
     )
 
 

@@ -45,7 +45,7 @@ class Objective(TypedSpec):
     preferred: whether it is what a model of this shape is trained on where nobody says.
     rows: what its rows are made of, which the data code serves: `blocks`, tokens packed to equal length; `sentences`,
     whole sentences of one document, with `sentence_ids`; `segment_pairs`, two segments of documents that are cut in
-    sentences, with `token_type_ids`; `parallel`, texts in two languages, with `langs`.
+    sentences, with `token_type_ids`; `parallel`, texts in two languages, with `langs`; `images`.
     target: what reports call one of the things it predicts.
     rows_at_once: how many rows a batch needs at least, over all processes.
     add_special_tokens: whether rows are wrapped in `special_tokens(tokenizer)`.
@@ -63,8 +63,8 @@ class Objective(TypedSpec):
     component: ClassVar[tuple[str, str] | None] = None
     shape: ClassVar[Literal["encoder", "decoder", "seq2seq"]] = "encoder"
     preferred: ClassVar[bool] = False
-    rows: ClassVar[Literal["blocks", "sentences", "segment_pairs", "parallel"]] = "blocks"
-    target: ClassVar[Literal["token", "label"]] = "token"
+    rows: ClassVar[Literal["blocks", "sentences", "segment_pairs", "parallel", "images"]] = "blocks"
+    target: ClassVar[Literal["token", "label", "patch"]] = "token"
     rows_at_once: ClassVar[int] = 1
     add_special_tokens: ClassVar[bool] = False
     sample_by: ClassVar[Literal["line", "paragraph", "document"]] = "line"

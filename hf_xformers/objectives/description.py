@@ -13,6 +13,7 @@ ROWS = {
     "sentences": "whole sentences of documents",
     "segment_pairs": "documents of several sentences, paired in segments",
     "parallel": "sentences and their translations",
+    "images": "images of one size",
 }
 
 

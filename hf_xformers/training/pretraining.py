@@ -127,12 +127,16 @@ class Prepared:
     plan: dict[str, Any]
     checkpoint: Path | None
 
+    def collator(self, seed: int) -> Any:
+        """What makes batches of rows."""
+        return self.objective.collator(self.tokenizer, seed=seed)
 
-class Preparation:
-    """Checks a request and prepares its data. What can be refused without reading data is refused first.
+
+class Request:
+    """What to train, before any data is read.
 
     components: slot -> component name or dict; fields: configuration fields; objective_fields: settings of the
-    objective.
+    objective. usual: the name of the objective where none is chosen.
 
     Raises ValueError and TypeError that name the value and the remedy.
     """
@@ -140,12 +144,12 @@ class Preparation:
     def __init__(
         self,
         choice: ModelChoice,
-        source: TextData,
         args: TrainingArguments,
         *,
         components: Mapping[str, Any] | None = None,
         fields: Mapping[str, Any] | None = None,
         objective_fields: Mapping[str, Any] | None = None,
+        usual: Callable[[type[XFormerConfig]], str] = default_objective,
     ) -> None:
         from ..variants import config_class, resolve
 
@@ -159,24 +163,10 @@ class Preparation:
             variant = self._variant_of_start(choice.init_from, variant)
             refuse_damaged_weights(choice.init_from)
         self.config_class = config_class(resolve(variant or "xformer"))
-        objective = choice.objective or default_objective(self.config_class)
+        objective = choice.objective or usual(self.config_class)
         check_objective(self.config_class, objective)
         self.objective = build_objective({"type": objective, **(objective_fields or {})})
-        check_rows_at_once(self.objective, args.train_batch_size * args.world_size)
-        self.source = source.named_for(self.objective)
-        if source.streaming and args.max_steps <= 0:
-            raise ValueError("--streaming reads text of unknown length; say how long to train with --max_steps")
         self.checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, self.folder, args.world_size)
-        self.config = self._config(None)
-        refuse_other_component(self.config, self.objective)
-        if choice.init_from is None and choice.block_size and "max_position_embeddings" not in self.fields:
-            self.fields |= grown_positions(self.config, longest_sequence(self.objective, choice.block_size))
-            self.config = self._config(None)
-        self.objective = self.objective.bound_to(self.config)
-        self.block_size = choose_block_size(self.config, self.objective, self.size, choice.block_size)
-        self.segment_streams = choose_streams(
-            choice.segment_streams, self.config, self.objective.shape, streaming=source.streaming
-        )
 
     def _variant_of_start(self, folder: str, variant: str | None) -> str:
         from ..variants import model_types, resolve
@@ -214,6 +204,40 @@ class Preparation:
         changes = merge_changes(saved, {**self.components, **self.fields})
         shape = {**decided_fields(self.objective, {**saved, **changes}), **SHAPES[self.objective.shape]}
         return self.config_class(**{**saved, **changes, **shape})
+
+
+class Preparation(Request):
+    """Checks a request about text and prepares its data. What can be refused without reading data is refused first.
+
+    The options are those of [`Request`]. Raises ValueError and TypeError that name the value and the remedy.
+    """
+
+    def __init__(
+        self,
+        choice: ModelChoice,
+        source: TextData,
+        args: TrainingArguments,
+        *,
+        components: Mapping[str, Any] | None = None,
+        fields: Mapping[str, Any] | None = None,
+        objective_fields: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(choice, args, components=components, fields=fields, objective_fields=objective_fields)
+        refuse_images(self.config_class, self.objective, source.data)
+        check_rows_at_once(self.objective, args.train_batch_size * args.world_size)
+        self.source = source.named_for(self.objective)
+        if source.streaming and args.max_steps <= 0:
+            raise ValueError("--streaming reads text of unknown length; say how long to train with --max_steps")
+        self.config = self._config(None)
+        refuse_other_component(self.config, self.objective)
+        if choice.init_from is None and choice.block_size and "max_position_embeddings" not in self.fields:
+            self.fields |= grown_positions(self.config, longest_sequence(self.objective, choice.block_size))
+            self.config = self._config(None)
+        self.objective = self.objective.bound_to(self.config)
+        self.block_size = choose_block_size(self.config, self.objective, self.size, choice.block_size)
+        self.segment_streams = choose_streams(
+            choice.segment_streams, self.config, self.objective.shape, streaming=source.streaming
+        )
 
     def run(self) -> Prepared:
         """Reads the data, trains or loads the tokenizer, cuts the rows. Processes take turns, the main one first."""
@@ -288,6 +312,24 @@ class Preparation:
         }
 
 
+def refuse_images(config_class: type[XFormerConfig], objective: Objective, names: Sequence[str]) -> None:
+    """Refuses to read text for models of images, and images for models of text."""
+    from ..data.images import has_images
+    from ..data.local_files import holds_text
+
+    if objective.rows == "images" or config_class.reads_colours == "only":
+        raise ValueError(
+            f"variant {config_class.model_type!r} reads images and not text; `hf-xformers pretrain --data FOLDER`"
+            " trains it on a folder of them, or take a variant that reads text"
+        )
+    pictures = [name for name in names if has_images(name) and not holds_text(name)]
+    if pictures:
+        raise ValueError(
+            f"{pictures[0]!r} is a folder of images, and variant {config_class.model_type!r} reads text; take"
+            " --variant vision_transformer, image_gpt or image_transformer, or give text"
+        )
+
+
 def check_rows_at_once(objective: Objective, rows: int) -> None:
     """Refuses batches of fewer rows than an objective compares with each other."""
     if rows < objective.rows_at_once:
@@ -342,7 +384,7 @@ def train(
         args.eval_strategy, args.eval_on_start = IntervalStrategy.NO, False
     if prepared.checkpoint is not None:
         args.eval_on_start = False  # the start was evaluated when it was the start
-    collator = prepared.objective.collator(prepared.tokenizer, seed=args.seed)
+    collator = prepared.collator(args.seed)
     streams = prepared.plan["train_streams"] is not None
     chosen: dict[str, Any] = {"recipe": recipe} if recipe.chosen() else {}
     trainer = (make_trainer or XFormerTrainer)(

@@ -137,6 +137,11 @@ def evaluate(
 
     trained = training_of(score.model)
     config = load_config(score.model)
+    if trained.get("reads") == "images" or getattr(config, "modality", "text") == "image":
+        raise ValueError(
+            f"{score.model!r} reads images, and text is evaluated here; its held-out figures stand in"
+            " training_summary.json, and `hf-xformers features --probe` measures what it knows of images"
+        )
     objective = choose_objective(config, score.objective, objective_fields or {}, trained).bound_to(config)
     source = source.named_for(objective)
     tokenizer = load_tokenizer(score.tokenizer or score.model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import ClassVar, Literal
 
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SpecLike
@@ -13,6 +14,7 @@ class XFImageTransformerConfig(XFormerConfig):
     """Image Transformer (Parmar et al. 2018): an image as a text of intensities, with local attention."""
 
     model_type = "xf_image_transformer"
+    reads_colours: ClassVar[Literal["no", "also", "only"]] = "also"
 
     vocab_size: int = 258
     hidden_size: int = 512

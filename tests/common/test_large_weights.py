@@ -3,7 +3,7 @@
 import torch
 
 from tests.common.cases import each_case
-from tests.helpers import NO_DROPOUT, tokens
+from tests.helpers import NO_DROPOUT, VOCAB, tokens
 
 SIZES = {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 128, "max_position_embeddings": 64}
 # Where a family cannot cut 128 channels as it does.
@@ -19,7 +19,7 @@ def test_finite_in_half_precision(case):
     torch.manual_seed(0)
     sizes = SIZES | WIDTHS.get(case.name, {})
     model = case.family[case.head](case.config(initializer_range=1.0, **sizes, **NO_DROPOUT)).train().half()
-    ids = tokens(2, 48)
+    ids = tokens(2, 48, high=min(VOCAB, model.config.head.num_outputs(model.config)))
     loss = model(input_ids=ids, labels=ids).loss
     assert loss.isfinite(), loss
     (loss * LOSS_SCALE).backward()

@@ -114,7 +114,8 @@ def test_tuple_output(case):
     more = {"decoder_input_ids": ids} if case.shape == "seq2seq" else {}
     with torch.no_grad():
         output = model(input_ids=ids, labels=ids, return_dict=False, **more)
-    assert isinstance(output, tuple) and output[0].ndim == 0 and output[1].shape == (2, 7, model.config.vocab_size)
+    outputs = model.config.head.num_outputs(model.config)
+    assert isinstance(output, tuple) and output[0].ndim == 0 and output[1].shape == (2, 7, outputs)
 
 
 @each_case

@@ -13,6 +13,7 @@ PUBLISHED = {
     "xf_roberta": ("ForMaskedLM", {"base": 124697433, "large": 355412057}),
     "xf_gpt": ("ForCausalLM", {"base": 116534784}),
     "xf_gpt2": ("ForCausalLM", {"small": 124439808, "medium": 354823168, "large": 774030080, "xl": 1557611200}),
+    "xf_image_gpt": ("ForCausalLM", {"small": 76682240, "medium": 455489536, "large": 1362914304}),
     "xf_gpt3_alternating": (
         "ForCausalLM",
         {

@@ -500,6 +500,10 @@ class AttentionSpec(Spec):
         """The grid that it reads a sequence as; None: it knows none."""
         return None
 
+    def fields_of_plane(self, rows: int, columns: int) -> dict[str, Any]:
+        """The fields that make it read a text as a plane of so many tokens; none where it knows no plane."""
+        return {}
+
     def takes_global_tokens(self) -> bool:
         """Whether tokens chosen by the input `global_attention_mask` see all others and are seen by them."""
         return "global_attention_mask" in self.inputs

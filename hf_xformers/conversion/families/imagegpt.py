@@ -1,4 +1,4 @@
-"""Image GPT: `imagegpt` <-> a free mix that reads colour clusters as tokens (`xformer`).
+"""Image GPT: `imagegpt` <-> `xf_image_gpt`.
 
 The last id starts an image and is never predicted. Classifiers read the mean of all tokens; ours leaves padding out of
 it, which images have none of. Without `position_ids`, transformers counts padding on the left as positions and ours
@@ -58,7 +58,8 @@ def to_theirs(config: XFormerConfig) -> dict[str, Any]:
 CONVERTER = register(
     Converter(
         model_type="imagegpt",
-        variant="xformer",
+        variant="xf_image_gpt",
+        formerly=("xformer",),
         fields=FIELDS,
         to_ours=to_ours,
         to_theirs=to_theirs,
@@ -88,7 +89,6 @@ CONVERTER = register(
         # `n_inner` may repeat the default; its value is checked as `intermediate_size`
         unread=("n_inner", "activation_function"),
         training_only=("embd_pdrop",),
-        native=False,
         components={
             "position": ("learned_absolute",),
             "attention": ("dense",),

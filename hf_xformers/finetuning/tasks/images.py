@@ -88,7 +88,7 @@ class ImageClassification(OneClass):
         """The saved model's image processor, or one that resizes images to its size and numbers to [-1, 1]."""
         import transformers
 
-        from ..image_rows import need_pillow
+        from ...data.images import need_pillow, patch_processor
 
         need_pillow()
         self.read_config(config)
@@ -97,10 +97,7 @@ class ImageClassification(OneClass):
                 return transformers.AutoImageProcessor.from_pretrained(saved)
             except (OSError, ValueError):
                 pass  # it was saved without one
-        made = getattr(transformers, "ViTImageProcessorPil", None) or transformers.ViTImageProcessor
-        height, width = self.shape
-        middle = [0.5] * self.channels
-        return made(size={"height": height, "width": width}, image_mean=middle, image_std=middle)
+        return patch_processor(self.shape, self.channels)
 
     def encode(self, rows: Dataset, tokenizer: Any, split: str) -> Encoded:
         from datasets import Image

@@ -14,7 +14,7 @@ def whole_images(head, given):
 
 ARCHITECTURE = Architecture(
     model_type="imagegpt",
-    ours="xformer",
+    ours="xf_image_gpt",
     tiny=dict(vocab_size=VOCAB + 1, n_embd=32, n_layer=2, n_head=4, n_positions=24, pad_token_id=0),
     heads={
         "ImageGPTModel": "Model",

@@ -1,0 +1,211 @@
+"""Images to train on: folders, saved datasets, Parquet files and the Hub, in splits with the one column `image`."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .local_files import SPLIT_WORDS, listed
+from .saved import load_saved
+from .splitting import check_fraction, stable_fraction
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+
+
+def need_pillow() -> None:
+    """Raises ImportError with the remedy where images cannot be read."""
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "images are read with Pillow, which is not installed: pip install 'hf_xformers[vision]'"
+        ) from error
+
+
+def has_images(name: str) -> bool:
+    """Whether a name is that of a folder with images somewhere in it."""
+    folder = Path(name).expanduser()
+    return folder.is_dir() and any(path.suffix.lower() in IMAGE_SUFFIXES for path in folder.rglob("*"))
+
+
+def content_of(stored: Mapping[str, Any] | None) -> bytes:
+    """The bytes of an image's file. Raises OSError for one that is not there."""
+    if not stored:
+        return b""
+    return stored["bytes"] if stored["bytes"] is not None else Path(stored["path"]).read_bytes()
+
+
+def load_image_dataset(
+    names: Sequence[str],
+    *,
+    split: str | None = None,
+    column: str | None = None,
+    config_name: str | None = None,
+    validation_fraction: float = 0.05,
+) -> dict[str, Dataset]:
+    """The splits `train` and, unless `validation_fraction` is 0, `validation`, each with the one column `image`.
+
+    names: folders with images (in folders by split and class, or not), folders that `save_to_disk` wrote, Parquet
+    files, or one id of a Hub dataset. split: the one to train on. column: of the images; default: the only one of
+    images. Where there is no validation split, images are held out by a hash of their files, equal ones on one side.
+
+    Raises:
+        ValueError: no images there, no such split or column, or a file that is no image.
+    """
+    need_pillow()
+    check_fraction(validation_fraction)
+    found = _splits(names, config_name)
+    splits = {name: _images_alone(rows, column, names) for name, rows in found.items()}
+    if split is not None and split not in splits:
+        raise ValueError(f"{listed(names)} has no split {split!r}; choose one of {sorted(splits)}")
+    if split is not None or "train" not in splits:
+        chosen = split or next(iter(splits))
+        splits = {"train": splits[chosen]}
+    if not len(splits["train"]):
+        raise ValueError(f"the training split of {listed(names)} holds no image; give one that does")
+    if "validation" not in splits and validation_fraction > 0:
+        splits["train"], splits["validation"] = divide_images(splits["train"], "image", validation_fraction)
+    if validation_fraction == 0:
+        splits.pop("validation", None)
+    return {name: splits[name] for name in ("train", "validation") if name in splits}
+
+
+def _splits(names: Sequence[str], config_name: str | None) -> dict[str, Dataset]:
+    import datasets
+
+    if not names:
+        raise ValueError("there are no images to read; give a folder of them with --data")
+    saved = load_saved(names)
+    if saved is not None:
+        return saved
+    parts: dict[str, list[Dataset]] = {}
+    for name in names:
+        path = Path(name).expanduser()
+        if has_images(name):
+            loaded = datasets.load_dataset("imagefolder", data_dir=str(path.resolve()), drop_labels=True)
+            own = SPLIT_WORDS.get(path.name.lower(), "train") if len(names) > 1 else "train"
+        elif path.is_file() and path.suffix.lower() == ".parquet":
+            loaded = {"train": datasets.load_dataset("parquet", data_files=str(path.resolve()), split="train")}
+            own = SPLIT_WORDS.get(path.stem.lower(), "train") if len(names) > 1 else "train"
+        elif path.exists() or len(names) > 1 or name == "stdlib":
+            what = "a folder" if path.is_dir() else "no folder"
+            raise ValueError(
+                f"{name!r} is {what} without images ({', '.join(IMAGE_SUFFIXES[:4])}, ...), and this model reads"
+                " images; give a folder of images, a Parquet file or a saved dataset with a column of images, or take"
+                " a --variant that reads text"
+            )
+        else:
+            loaded, own = _from_hub(name, config_name), "train"
+        for split, rows in loaded.items():
+            found = own if len(loaded) == 1 else SPLIT_WORDS.get(str(split), str(split))
+            parts.setdefault(found, []).append(rows)
+    return {split: rows[0] if len(rows) == 1 else datasets.concatenate_datasets(rows) for split, rows in parts.items()}
+
+
+def _from_hub(name: str, config_name: str | None) -> Any:
+    import datasets
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
+
+    unreachable = (ConnectionError, TimeoutError, HTTPError, HfHubHTTPError, LocalEntryNotFoundError)
+    try:
+        return datasets.load_dataset(name, config_name)
+    except (datasets.exceptions.DatasetNotFoundError, *unreachable, OSError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"there is no folder {name!r}, and no dataset of that name could be loaded from the Hub ({reason}); give a"
+            " folder of images"
+        ) from error
+
+
+def _images_alone(rows: Dataset, column: str | None, names: Sequence[str]) -> Dataset:
+    import datasets
+
+    of_images = [name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)]
+    if column is not None and column not in rows.features:
+        raise ValueError(f"{listed(names)} has no column {column!r}; its columns are {list(rows.features)}")
+    if column is None and len(of_images) != 1:
+        kinds = f"columns of images {of_images}" if of_images else f"no column of images among {list(rows.features)}"
+        raise ValueError(f"{listed(names)} has {kinds}; name the one to read with --image_column")
+    chosen = column or of_images[0]
+    rows = rows.select_columns([chosen]).with_format(None)
+    rows = rows if chosen == "image" else rows.rename_column(chosen, "image")
+    return rows.cast_column("image", datasets.Image())
+
+
+def divide_images(rows: Dataset, column: str, fraction: float) -> tuple[Dataset, Dataset]:
+    """(train, validation) by a hash of each image's file. Raises ValueError for a single image."""
+    import datasets
+
+    stored = rows.cast_column(column, datasets.Image(decode=False))
+    keys = [stable_fraction(hashlib.sha256(content_of(image)).hexdigest()) for image in stored[column]]
+    held = [key < fraction for key in keys]
+    if len(rows) < 2:
+        raise ValueError("a single training image cannot be divided; give more, or --validation_fraction 0")
+    if not any(held):
+        held[keys.index(min(keys))] = True
+    elif all(held):
+        held[keys.index(max(keys))] = False
+    return (
+        rows.select([row for row, out in enumerate(held) if not out]),
+        rows.select([row for row, out in enumerate(held) if out]),
+    )
+
+
+def sizes_of(rows: Dataset) -> list[tuple[int, int]]:
+    """Height and width of every image of the column `image`, without decoding it. Raises ValueError for what is no
+    image."""
+    import datasets
+    import PIL.Image
+
+    found = []
+    for row, stored in enumerate(rows.cast_column("image", datasets.Image(decode=False))["image"]):
+        try:
+            with PIL.Image.open(io.BytesIO(content_of(stored))) as image:
+                found.append((image.height, image.width))
+        except (OSError, ValueError, SyntaxError) as error:
+            raise ValueError(
+                f"image {row} ({(stored or {}).get('path') or 'without a path'}) cannot be read ({error}); replace it"
+                " or remove it"
+            ) from error
+    return found
+
+
+def one_size(sizes: Iterable[tuple[int, int]], names: Sequence[str]) -> tuple[int, int]:
+    """The size that all images have. Raises ValueError where they differ."""
+    known = sorted(set(sizes))
+    if len(known) > 1:
+        shown = ", ".join(f"{height} x {width}" for height, width in known[:4])
+        more = f" and {len(known) - 4} more" if len(known) > 4 else ""
+        raise ValueError(
+            f"the images of {listed(names)} have {len(known)} sizes ({shown}{more} pixels); give one to all with"
+            " --resize HEIGHT WIDTH"
+        )
+    return known[0]
+
+
+def patch_processor(size: tuple[int, int], channels: int) -> Any:
+    """transformers' image processor that resizes to `size` (height, width) and brings pixels to [-1, 1]."""
+    import transformers
+
+    made = getattr(transformers, "ViTImageProcessorPil", None) or transformers.ViTImageProcessor
+    middle = [0.5] * channels
+    return made(size={"height": size[0], "width": size[1]}, image_mean=middle, image_std=middle)
+
+
+__all__ = [
+    "IMAGE_SUFFIXES",
+    "content_of",
+    "divide_images",
+    "has_images",
+    "load_image_dataset",
+    "need_pillow",
+    "one_size",
+    "patch_processor",
+    "sizes_of",
+]

@@ -1,0 +1,88 @@
+"""Features of images, against the model by hand; the probe; what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoImageProcessor, AutoModel
+
+from hf_xformers.cli import main
+from hf_xformers.data.colours import colour_processor
+from hf_xformers.data.images import patch_processor
+from hf_xformers.finetuning.features import read_features
+from hf_xformers.variants import config_class, family
+from tests.finetuning.test_images import picture
+from tests.training.runs import flags
+
+pytest.importorskip("PIL.Image")
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """Two models with their processors, and a folder of lying and standing bars of 10 x 10 pixels."""
+    folder = tmp_path_factory.mktemp("image-features")
+    for number in range(40):
+        kind = ("lying", "standing")[number % 2]
+        place = folder / "bars" / kind
+        place.mkdir(parents=True, exist_ok=True)
+        picture(kind, number).save(place / f"{number:02d}.png")
+    torch.manual_seed(0)
+    colours = config_class("image_gpt")(**SIZES, vocab_size=9, bos_token_id=8, max_position_embeddings=101)
+    family("image_gpt")["ForCausalLM"](colours).save_pretrained(folder / "image_gpt")
+    colour_processor(torch.linspace(-1, 1, 8)[:, None].expand(8, 3), (10, 10)).save_pretrained(folder / "image_gpt")
+    patches = config_class("vision_transformer")(**SIZES, image_size=10, patch_size=5, num_channels=1)
+    family("vision_transformer")["ForMaskedImageModeling"](patches).save_pretrained(folder / "vision_transformer")
+    patch_processor((10, 10), 1).save_pretrained(folder / "vision_transformer")
+    return folder
+
+
+def features(places, model, output, *extra, **options):
+    options = {"model": places / model, "output": output, "data": places / "bars", "use_cpu": True, **options}
+    return main(["features", *flags(**options), "--no_progress", *extra])
+
+
+@pytest.mark.parametrize("name", ["image_gpt", "vision_transformer"])
+def test_columns_against_the_model_and_a_probe(name, places, tmp_path):
+    out = tmp_path / "out"
+    assert features(places, name, out, "--layers", "1", "last", validation_fraction=0.3, probe="label") == 0
+    model = AutoModel.from_pretrained(places / name).eval()
+    processor = AutoImageProcessor.from_pretrained(places / name)
+    expected = []
+    for path in sorted((places / "bars").rglob("*.png")):
+        kind = path.parent.name
+        image = picture(kind, int(path.stem)).convert("L" if name == "vision_transformer" else "RGB")
+        made = processor(images=[image])
+        if name == "image_gpt":
+            given = {"input_ids": torch.tensor([[8, *np.asarray(made["input_ids"][0]).tolist()]])}
+        else:
+            given = {"pixel_values": torch.as_tensor(np.stack(made["pixel_values"]))}
+        with torch.no_grad():
+            states = model(**given, output_hidden_states=True)
+        expected.append((states.hidden_states[1][0].mean(0), states.last_hidden_state[0].mean(0)))
+    found = [row for split in ("train", "validation") for row in read_features(out, split)]
+    assert len(found) == len(expected) == 40
+    for column, place in (("layer_1", 0), ("last", 1)):
+        ours, theirs = torch.stack([row[column] for row in found]), torch.stack([row[place] for row in expected])
+        assert torch.cdist(ours.double(), theirs.double()).min(1).values.max() < 1e-4  # each image once, in some order
+        assert torch.cdist(theirs.double(), ours.double()).min(1).values.max() < 1e-4
+    figures = json.loads((out / "probe.json").read_text())
+    assert figures["classes"] == 2 and figures["train"]["accuracy"]["last"] > figures["train"]["floor"] + 0.2
+
+
+def test_what_is_refused(places, tmp_path, capsys):
+    def said(*extra, model="image_gpt", **options):
+        assert features(places, model, tmp_path / "out", *extra, **options) != 0
+        return " ".join(capsys.readouterr().err.split())
+
+    assert "--text_column is about text" in said(text_column="text")
+    assert "--plan_batches is about texts" in said("--plan_batches")
+    assert "no column of images; name one of" in said(image_column="nowhere")
+    assert "the train split has no column 'kind'" in said(probe="kind")
+    for path in (places / "image_gpt").glob("preprocessor_config.json"):
+        content = path.read_text()
+        path.unlink()
+        assert "has no image processor" in said()
+        path.write_text(content)
