@@ -236,7 +236,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=6918, help="sentences of SST-2 to learn from")
     parser.add_argument("--print", action="store_true", help="print rows and write nothing")
     arguments = parser.parse_args()
-    names = arguments.only.split(",") if arguments.only else list(OBJECTIVES)
+    names = (
+        arguments.only.split(",")
+        if arguments.only
+        else [name for name, kind in OBJECTIVES.items() if kind.rows != "images"]
+    )
     names = [OBJECTIVES[name].type for name in names]
     before = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
     for name in names:

@@ -288,7 +288,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="model types, separated by commas; default: all that read text")
     arguments = parser.parse_args()
     variants = [name for name in arguments.only.split(",") if name] or [
-        name for name in model_types() if name != "xformer" and config_class(name).modality == "text"
+        name
+        for name in model_types()
+        if name != "xformer" and config_class(name).modality == "text" and config_class(name).reads_colours != "only"
     ]
     stored = Path(__file__).parent / "results" / "pretraining.json"
     rows = json.loads(stored.read_text())["rows"] if stored.exists() else []

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from ..configuration_xformer import XFormerConfig
     from ..training.pretraining import Prepared
 
-_DESCRIPTION = """Pretrain a variant on text and save it with its tokenizer, ready for from_pretrained; or one that
-reads images (vision_transformer, image_gpt, image_transformer) on a folder of them.
+_DESCRIPTION = """Pretrain a variant on text or images and save it, ready for from_pretrained.
 
 FILE.yaml has the options by name, components nested. Works unchanged under a launcher:
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .options import TaskData
 
 
-def reads_images(config: Any) -> bool:
+def reads_images(config: Any) -> TypeGuard[XFormerConfig]:
     """Whether features of this model are of images."""
     return isinstance(config, XFormerConfig) and (config.modality == "image" or config.reads_colours == "only")
 

@@ -45,25 +45,12 @@ class ImageData:
 
     _argument_group_name = "images"
 
-    image_column: str | None = field(
-        default=None, metadata={"help": "Column that holds the images. Default: the only one of images."}
-    )
+    image_column: str | None = field(default=None, metadata={"help": "Column of the images. Default: the only one."})
     resize: list[int] | None = field(
         default=None,
-        metadata={
-            "nargs": "+",
-            "help": "Give all images this height and width in pixels. Default: they have one size, and keep it.",
-        },
+        metadata={"nargs": "+", "help": "Height and width to give to all images, in pixels."},
     )
-    colours: int | None = field(
-        default=None,
-        metadata={
-            "help": (
-                "Clusters of colours, for models whose tokens are colours. Default: 512, at most the colours that"
-                " there are."
-            )
-        },
-    )
+    colours: int | None = field(default=None, metadata={"help": "Clusters of colours that are tokens. Default: 512."})
 
     def size(self) -> tuple[int, int] | None:
         """Height and width to give to images. Raises ValueError for what is no size."""

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForMaskedImageModeling
 
 from hf_xformers.cli import main
-from hf_xformers.data.colours import colour_processor
+from hf_xformers.data.colours import colour_processor, picture_of
 from hf_xformers.data.images import divide_images, load_image_dataset, patch_processor
 from hf_xformers.objectives import build_objective
 from hf_xformers.training.image_pictures import PICTURES_FILE
@@ -37,7 +37,8 @@ SAVED_SHAPE = dict.fromkeys(["hidden_size", "num_hidden_layers", "num_attention_
 KINDS = {
     "patches": {"variant": "vision_transformer", "patch_size": 2, "num_channels": 1},
     "colours": {"variant": "image_gpt"},
-    "plane": {"variant": "image_transformer", "attention.local": "2d", "position.std": 0.02, "colours": 8},
+    "plane": {"variant": "image_transformer", "attention.local": "2d", "position.std": 0.02, "colours": 8}
+    | {"attention.block_shape": "4,4", "attention.memory_flange": "4,4"},
 }
 
 
@@ -129,6 +130,23 @@ def test_colours_are_stored_with_the_model(runs, digits):
     share = torch.bincount(ids.flatten()).double() / ids.numel()
     share = share[share > 0]
     assert found["eval_floor_loss"] == pytest.approx(-(share * share.log()).sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["colours", "plane"])
+def test_pictures_go_row_by_row(runs, digits, kind):
+    """Whatever order the model reads pixels in, the left column has held-out images in their clusters' colours, and
+    the others begin with the half that is given."""
+    processor = AutoImageProcessor.from_pretrained(runs[kind])
+    held = load_image_dataset([str(digits)], validation_fraction=0.2)["validation"]["image"]
+    sheet = np.asarray(Image.open(runs[kind] / PICTURES_FILE))
+    for row in range(8):
+        image = held[row * len(held) // 8].convert("RGB")
+        ids = np.asarray(processor(images=[image])["input_ids"][0])
+        truth, middle, right = (sheet[4 + 100 * row : 100 + 100 * row, 4 + x : 100 + x] for x in (0, 100, 200))
+        expected = np.asarray(picture_of(ids, processor.clusters, (8, 8), zoom=12))
+        assert np.array_equal(truth, expected)
+        assert np.array_equal(middle[:48], truth[:48]) and np.array_equal(right[:48], truth[:48])
+        assert np.ptp(middle[48:]) == 0  # hidden
 
 
 @pytest.mark.parametrize("kind", ["patches", "colours"])
