@@ -175,8 +175,8 @@ class SegmentRecurrentStack(Stack):
             )
         if parts.documents is not None:
             raise ValueError(
-                "Under sequence parallelism a part remembers the one text of its row, but `position_ids` restart inside"
-                " a row (packed documents); give each document a row of its own, with an `attention_mask`."
+                "Under sequence parallelism a part remembers the one text of its row, but `position_ids` restart"
+                " inside a row (packed documents); give each document a row of its own, with an `attention_mask`."
             )
         slots = min(parts.start, self.memory_length)
         if parts.mask is None:
