@@ -85,11 +85,6 @@ class SequenceGroups(NamedTuple):
     replica: int
     replicas: int
 
-    @property
-    def count(self) -> int:
-        """Processes that divide a text."""
-        return dist.get_world_size(self.sequence)
-
 
 def sequence_groups(processes: int) -> SequenceGroups:
     """The processes of this run as a mesh of data x sequence; every process has to call it.

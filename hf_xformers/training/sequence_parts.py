@@ -52,7 +52,7 @@ class SequenceParts:
                     " out; give a dataset of known length."
                 )
         self.groups = sequence_groups(processes)
-        self.group, self.count = self.groups.sequence, self.groups.count
+        self.group, self.count = self.groups.sequence, processes
         self.replica, self.replicas = self.groups.replica, self.groups.replicas
 
     @contextlib.contextmanager

@@ -89,6 +89,16 @@ PLANS: dict[str, list[Plan]] = {
             title="Generation",
         )
     ],
+    "sequence_traffic": [
+        Plan(
+            "lines",
+            ("attention",),
+            {"KiB": "sent per layer, KiB"},
+            over=("tokens", "tokens of the text"),
+            log=True,
+            title="Between processes",
+        )
+    ],
     "linearization": [
         Plan(
             "lines",
