@@ -5,6 +5,9 @@ Everything is in float64, so that a difference is a mistake and no rounding; eac
 
 from __future__ import annotations
 
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -110,3 +113,12 @@ def test_experts_draw_their_own_dropout():
         experts.mix(rows, torch.zeros(count, 1, dtype=torch.long), None)
         after.append(torch.rand(4))
     assert torch.equal(*after)
+
+
+def test_the_guide_lists_what_configs_declare():
+    path = Path(__file__).parents[2] / "scripts" / "parallel_table.py"
+    spec = spec_from_file_location("parallel_table", path)
+    script = module_from_spec(spec)
+    spec.loader.exec_module(script)
+    page = script.PAGE.read_text(encoding="utf-8")
+    assert script.written(page) == page, "run `python scripts/parallel_table.py`"
