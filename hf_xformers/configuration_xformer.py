@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from .core.components import SLOTS, Spec, SpecLike, build_spec, check_components, check_shared, resolve_field_types
-from .core.parallel_plans import fully_sharded_plan, tensor_parallel_plan
+from .core.parallel_plans import expert_parallel_plan, fully_sharded_plan, tensor_parallel_plan
 from .core.pretraining_specs import (
     EARLIER_FIELDS,
     PretrainingSpec,
@@ -511,6 +511,11 @@ class XFormerConfig(PreTrainedConfig):
     def base_model_tp_plan(self) -> dict[str, str] | None:  # type: ignore[override]
         """How transformers' tensor parallelism splits a base model of this config; see [`tensor_parallel_plan`]."""
         return tensor_parallel_plan(self)
+
+    @property
+    def base_model_ep_plan(self) -> dict[str, str] | None:  # type: ignore[override]
+        """How transformers' expert parallelism splits a base model of this config; see [`expert_parallel_plan`]."""
+        return expert_parallel_plan(self)
 
     @property
     def base_model_fsdp_plan(self) -> dict[Any, str]:  # type: ignore[override]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from .configuration_xformer import XFormerConfig
 from .core.choices import RowLosses
 from .core.initialization import Initialized, start_linear
 from .core.losses import with_aux_losses
-from .core.parallel_plans import check_tensor_parallel, layers_apart
+from .core.parallel_plans import check_expert_parallel, check_tensor_parallel, layers_apart, tensor_parallel_plan
 from .core.precision import computing_dtype, float32_names
 from .core.sequence_sharding import why_not_context_parallel
 from .core.weight_decay import declared_undecayed
@@ -126,7 +127,21 @@ class XFormerPreTrainedModel(PreTrainedModel):
         return super().dtype if found is None else found
 
     def _resolve_parallel_plans(self, distributed_config: Any) -> Any:
-        check_tensor_parallel(self.config, distributed_config.tp_size)
+        given = distributed_config.tp_plan
+        rules = given if isinstance(given, dict) else tensor_parallel_plan(self.config)
+        experts_alone = distributed_config.ep_size > 1 and not rules
+        check_tensor_parallel(self.config, distributed_config.tp_size, splits=not experts_alone)
+        check_expert_parallel(self.config, distributed_config.ep_size)
+        single = distributed_config.dp_size > 1 and distributed_config.efsdp_size == 1
+        if distributed_config.ep_size > 1 and single and self.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"experts in {self.dtype} whose processes have a batch each would learn from gradients that torch's"
+                " FSDP2 divides twice; load the model in bfloat16 or float32, or give all processes one batch"
+                " (`tp_size` equal to `ep_size`)."
+            )
+        if experts_alone:  # transformers takes an empty plan, and then asks for one where `tp_size` is above 1
+            distributed_config = copy.copy(distributed_config)
+            distributed_config.tp_size = 1
         return super()._resolve_parallel_plans(distributed_config)
 
     def reported(self, aux_losses: dict[str, Tensor] | None, loss: Tensor | None = None) -> dict[str, Tensor] | None:

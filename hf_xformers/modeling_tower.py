@@ -101,7 +101,7 @@ class XFormerTower(XFormerPreTrainedModel):
 
     def init_parallel_plans(self) -> None:
         super().init_parallel_plans()
-        self._tp_plan, self._fsdp_plan = {}, {}  # the model around it names a tower's parts
+        self._tp_plan, self._ep_plan, self._fsdp_plan = {}, {}, {}  # the model around it names a tower's parts
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embedding.tokens

@@ -12,6 +12,11 @@ def num_processes() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def process_number() -> int:
+    """This process's number in the default group; 0 where there is none."""
+    return dist.get_rank() if num_processes() > 1 else 0
+
+
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor):
@@ -53,4 +58,4 @@ def rows_of_processes(rows: Tensor, there: Tensor) -> tuple[Tensor, Tensor, int]
     return found[:, :-1], found[:, -1] > 0, before
 
 
-__all__ = ["num_processes", "rows_of_processes", "sum_over_processes"]
+__all__ = ["num_processes", "process_number", "rows_of_processes", "sum_over_processes"]

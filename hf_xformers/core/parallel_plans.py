@@ -1,4 +1,4 @@
-"""What may be split over processes in an X-former: transformers' `tp_plan` and `fsdp_plan`."""
+"""What may be split over processes in an X-former: transformers' `tp_plan`, `ep_plan` and `fsdp_plan`."""
 
 from __future__ import annotations
 
@@ -62,6 +62,28 @@ def tensor_parallel_plan(config: Any) -> dict[str, str] | None:
     return plan or None
 
 
+def expert_parallel_plan(config: Any) -> dict[str, str] | None:
+    """Names of a base model's modules and parameters -> how their experts are split over processes; None where
+    nothing is.
+
+    Each process holds some of the stacked experts of every feed-forward network that has them, and transformers
+    brings tokens there and back. Routers, and all that is no expert, are whole in every process.
+    """
+    plan: dict[str, str] = {}
+    for tower, view in zip(("trunk", "decoder"), config.tower_configs()):
+        specs = [layer.feedforward for layer in view.layer_configs()]
+        names = dict.fromkeys(name for spec in specs for name in spec.expert_parameters())
+        if not names or not all(spec.splits_experts for spec in specs if spec.expert_parameters()):
+            continue
+        for index in range(view.num_hidden_layers):
+            for entry in view.layer(index).block.plan(view.layer(index), index, tower == "decoder"):
+                if entry.kind == "feedforward":
+                    experts = f"{tower}.layers.*.{entry.name}.experts"
+                    plan[experts] = "ep_dispatch_experts"
+                    plan.update({f"{experts}.{name}": "grouped_gemm" for name in names})
+    return plan or None
+
+
 def layers_apart(config: Any) -> bool:
     """Whether every layer's parameters are read inside that layer's call alone."""
     if any(shares_parts(view) for view in config.tower_configs()):
@@ -87,8 +109,39 @@ def fully_sharded_plan(config: Any) -> dict[Any, str]:
     return plan
 
 
-def check_tensor_parallel(config: Any, size: int) -> None:
+def check_expert_parallel(config: Any, size: int) -> None:
+    """Refuses `size` processes for experts that they cannot share.
+
+    Raises:
+        ValueError: there are no experts, or they cannot be told apart, or their number does not divide.
+    """
+    if size <= 1:
+        return
+    specs = [layer.feedforward for view in config.tower_configs() for layer in view.layer_configs()]
+    instead = "set `ep_size=1` and use FSDP2 (`fsdp_size`) or tensor parallelism (`tp_size`) instead"
+    if not any(spec.expert_count() for spec in specs):
+        raise ValueError(
+            f"feedforward {config.feedforward.type!r} has no experts that `ep_size={size}` could split; {instead}, or"
+            " choose a feedforward with experts, such as 'switch_transformer'."
+        )
+    for spec in specs:
+        count = spec.expert_count()
+        if count and not spec.splits_experts:
+            raise ValueError(
+                f"feedforward {spec.type!r} puts the network of a token together from slices of several experts, which"
+                f" `ep_size={size}` processes cannot hold apart; {instead}, or take one hash (`multi_hash=1`)."
+            )
+        if count % size:
+            fits = ", ".join(str(number) for number in range(1, count + 1) if count % number == 0)
+            raise ValueError(
+                f"{count} experts cannot be split over {size} processes; take an `ep_size` that divides them ({fits})."
+            )
+
+
+def check_tensor_parallel(config: Any, size: int, splits: bool = True) -> None:
     """Refuses `size` processes for a config that they cannot share.
+
+    splits: whether the config's plan is to be used; otherwise the processes have one batch, and whole modules.
 
     Raises:
         ValueError: a component must see its own batch in every process, nothing can be split, or the heads do not
@@ -103,6 +156,8 @@ def check_tensor_parallel(config: Any, size: int) -> None:
             f"{whole.slot} {whole.type!r} keeps statistics of the batches of all processes, which under tensor"
             f" parallelism are one and the same batch; {instead}."
         )
+    if not splits:
+        return
     plan = tensor_parallel_plan(config)
     if plan is None:
         raise ValueError(
@@ -121,4 +176,11 @@ def check_tensor_parallel(config: Any, size: int) -> None:
                     )
 
 
-__all__ = ["check_tensor_parallel", "fully_sharded_plan", "layers_apart", "tensor_parallel_plan"]
+__all__ = [
+    "check_expert_parallel",
+    "check_tensor_parallel",
+    "expert_parallel_plan",
+    "fully_sharded_plan",
+    "layers_apart",
+    "tensor_parallel_plan",
+]

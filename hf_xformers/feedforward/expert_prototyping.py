@@ -46,7 +46,7 @@ class PrototypedExperts(FeedForward):
         chosen = inside + torch.arange(0, spec.num_experts, size, device=inside.device)
         texts = documents(hidden_states, context)
         kept = within_capacity(chosen, texts, real, spec.num_experts, self.capacity_factor())
-        output = self.experts(tokens, chosen.masked_fill(~kept, spec.num_experts), gates)
+        output = self.experts.mix(tokens, chosen.masked_fill(~kept, spec.num_experts), gates)
         losses = {}
         if spec.balance_loss_weight:
             parts = [balance_loss(probabilities[:, z], inside[:, z], real) for z in range(spec.num_prototypes)]

@@ -6,8 +6,10 @@ nothing and gives zeros.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,7 @@ from transformers.integrations import moe as transformers_moe
 
 from ..core.components import aliased
 from ..core.context import LayerContext
+from ..core.distributed import process_number
 from ..ops.common.derivatives import first_derivative_only
 from .dense import DenseFeedForward, DenseForm
 
@@ -116,13 +119,33 @@ def counts_are_at_hand(tokens: Tensor, weight: Tensor) -> bool:
     return plain and tokens.device.type == "cpu" and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
 
 
+def own_draws(device: torch.device) -> AbstractContextManager[None]:
+    """A context with random numbers of this process's own, after which those of all processes are as before: one
+    number further, wherever they are alike."""
+    seed = int(torch.randint(2**31, ()))
+    devices = [] if device.type == "cpu" else [device]
+
+    @contextmanager
+    def drawing() -> Iterator[None]:
+        with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
+            torch.manual_seed(seed + process_number())
+            yield
+
+    return drawing()
+
+
 class Experts(nn.Module):
     """E feed-forward networks of one shape: FFN_e(x) = W_down[e] act(W_up[e] x + b_up[e]) + b_down[e].
 
     up_proj [E, F, D], down_proj [E, D, F]. Tokens are sorted by expert and each projection is a product per slice of
     rows (one grouped product on accelerators), so time is that of the assignments made. Every parameter takes part in
     every backward pass, chosen or not.
+
+    Under expert parallelism (transformers' styles `grouped_gemm` and `ep_dispatch_experts`) a process has E / n of
+    them, and [`forward`] is called with the tokens that were brought to it.
     """
+
+    _is_expert_parallel = False  # transformers sets it where it splits the experts
 
     def __init__(
         self,
@@ -138,6 +161,7 @@ class Experts(nn.Module):
         """slices: how many parts both projections are cut into by their outputs; each part has its experts."""
         super().__init__()
         self.num_experts, self.slices, self.dropout = num_experts, slices, dropout
+        self.all_experts = num_experts  # of all processes; `num_experts` are those of this one
         self.activation = ACT2FN[activation]
         up, down = (slices * num_experts, inner // slices), (slices * num_experts, width // slices)
         self.up_proj = nn.Parameter(torch.empty(*up, width))
@@ -168,12 +192,32 @@ class Experts(nn.Module):
             if bias is not None:
                 init.zeros_(bias)
 
+    def mix(self, tokens: Tensor, chosen: Tensor, gates: Tensor | None) -> Tensor:
+        """[`forward`] with the experts of all processes; chosen numbers them all.
+
+        transformers' exchange of tokens knows no "nowhere" and asks for gates: there such an assignment goes to some
+        expert, each in turn, with gate 0.
+        """
+        if self._is_expert_parallel:
+            nowhere = chosen == self.all_experts
+            turns = torch.arange(chosen.numel(), device=chosen.device).view_as(chosen) % self.all_experts
+            chosen = torch.where(nowhere, turns, chosen)
+            gates = torch.ones_like(chosen, dtype=tokens.dtype) if gates is None else gates.to(tokens.dtype)
+            gates = gates.masked_fill(nowhere, 0.0)
+        return self(tokens, chosen, gates)
+
     def forward(self, tokens: Tensor, chosen: Tensor, gates: Tensor | None) -> Tensor:
         """sum_j gates[n, j] * FFN_{chosen[n, j]}(tokens[n]).
 
         tokens [N, D]; chosen [N, k], 0 <= chosen <= num_experts (the last: nowhere); gates [N, k] or None (all 1) ->
         [N, D].
         """
+        if self._is_expert_parallel and self.dropout and self.training:  # processes hold unequal numbers of rows
+            with own_draws(tokens.device):
+                return self._run(tokens, chosen, gates)
+        return self._run(tokens, chosen, gates)
+
+    def _run(self, tokens: Tensor, chosen: Tensor, gates: Tensor | None) -> Tensor:
         if counts_are_at_hand(tokens, self.up_proj) and not any(True for _ in self.activation.parameters()):
             return self._by_slices(tokens, chosen, gates)
         return self._by_groups(tokens, chosen, gates)
@@ -366,6 +410,8 @@ class ExpertsSpec(DenseForm):
     expert_dropout: dropout inside the experts (`None`: the config's `activation_dropout_prob`).
     """
 
+    splits_experts: ClassVar[bool] = True
+
     num_experts: int = aliased(8, "experts")
     every: int = 1
     activation: str = "relu"
@@ -390,6 +436,13 @@ class ExpertsSpec(DenseForm):
     def capacities(self) -> dict[str, float | None]:
         """The factors that bound what an expert takes, by their fields' names; None: no bound."""
         return {}
+
+    def expert_parameters(self) -> tuple[str, ...]:
+        biases = ("up_bias", "down_bias") if self.bias else ()
+        return "up_proj", "down_proj", *biases
+
+    def expert_count(self) -> int:
+        return self.num_experts
 
     def is_sparse(self, config, layer_idx: int) -> bool:
         """Whether layer `layer_idx` has experts; a stack shorter than `every` has them in its last layer."""

@@ -59,7 +59,7 @@ class GShardExperts(FeedForward):
                 queues = groups(queues, real, spec.group_size)
             priority = best[:, 0] if spec.queue == "probability" else None
             kept = within_capacity(asked, queues, real, spec.num_experts, factor, priority)
-        output = self.experts(tokens, asked.masked_fill(~kept, spec.num_experts), gates)
+        output = self.experts.mix(tokens, asked.masked_fill(~kept, spec.num_experts), gates)
         losses = {}
         if spec.balance_loss_weight:
             losses["router_balance"] = spec.balance_loss_weight * balance_loss(probabilities, chosen[:, 0], real)

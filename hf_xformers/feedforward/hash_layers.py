@@ -169,7 +169,7 @@ class HashExperts(FeedForward):
         chosen = self.choose(context).unflatten(1, (-1, 1)) if self.spec.multi_hash == 1 else self.choose(context)
         chosen = chosen.expand(*hidden_states.shape[:2], -1).flatten(0, 1)
         chosen = chosen.masked_fill(~real_tokens(hidden_states, context)[:, None], self.spec.num_experts)
-        output = self.experts(hidden_states.flatten(0, 1), chosen, None)
+        output = self.experts.mix(hidden_states.flatten(0, 1), chosen, None)
         return SublayerOutput(output.view_as(hidden_states))
 
 
@@ -293,6 +293,11 @@ class HashLayersSpec(ExpertsSpec):
     hash: Literal["random", "balanced", "bigram", "previous", "position", "clustered", "dispersed"] = "random"
     multi_hash: int = 1
     seed: int = 42
+
+    @property
+    def splits_experts(self) -> bool:  # type: ignore[override]  # a field decides
+        """Slices of several hashes' experts are put together before the activation: none is a network by itself."""
+        return self.multi_hash == 1
 
     @property
     def reads_previous(self) -> bool:  # type: ignore[override]  # a field decides

@@ -63,7 +63,7 @@ class SparselyGatedExperts(FeedForward):
         best, chosen = noisy.topk(spec.resolved_topk, dim=-1)
         gates = torch.softmax(best, -1)
         nowhere = ~real[:, None].expand_as(chosen)
-        output = self.experts(tokens, chosen.masked_fill(nowhere, spec.num_experts), gates)
+        output = self.experts.mix(tokens, chosen.masked_fill(nowhere, spec.num_experts), gates)
         losses = {}
         if spec.importance_loss_weight:
             importance = mean_over(torch.zeros_like(clean).scatter(1, chosen, gates), real)

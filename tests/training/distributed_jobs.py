@@ -240,6 +240,7 @@ def fully_sharded(rank: int, world: int, folder: str) -> dict[str, Any]:
     share = ROWS // world
     rows = slice(rank * share, (rank + 1) * share)
     found: dict[str, Any] = {}
+    saved: set[str] = set()  # stacks whose checkpoint was written and read: a family of each
     if world > 1:  # one mesh for all: each is a dozen groups, and every group keeps threads until the process ends
         from transformers.distributed import DistributedConfig
 
@@ -255,6 +256,12 @@ def fully_sharded(rank: int, world: int, folder: str) -> dict[str, Any]:
 
             found[case.name]["split"] = split, len(list(model.parameters()))
             found[case.name]["state"] = gather_full_state_dict(model)  # in the first process alone
+            if case.config().stack.type not in saved:
+                saved.add(case.config().stack.type)
+                model.save_pretrained(Path(folder) / case.name)  # the first process writes all of it
+                torch.distributed.barrier()
+                again = type(model).from_pretrained(Path(folder) / case.name, dtype="float64")
+                found[case.name]["saved"] = state_of(again)
         else:
             found[case.name]["state"] = state_of(model)
     return found

@@ -123,6 +123,16 @@ def test_every_family_under_its_fsdp_plan(name, results):
     torch.testing.assert_close(first["logits"], alone["logits"], rtol=TOLERANCE, atol=TOLERANCE)
     torch.testing.assert_close(first["loss"] + second["loss"], 2 * alone["loss"])
     close(first["state"], alone["state"])
+    if "saved" in first:
+        close(first["saved"], alone["state"])
+        close(second["saved"], alone["state"])
+
+
+@pytest.mark.slow
+def test_a_sharded_checkpoint_of_every_stack(results):
+    stacks = {case.name: case.config().stack.type for case in breadth_cases()}
+    written = [stacks[name] for name, found in results("fully_sharded")[1].items() if "saved" in found]
+    assert sorted(written) == sorted(set(stacks.values()))
 
 
 @pytest.mark.slow
