@@ -11,6 +11,7 @@ import torch
 
 from hf_xformers import export
 from hf_xformers.cli import main
+from hf_xformers.export.whole_text import TALKATIVE
 from hf_xformers.variants import config_class, family
 from tests.helpers import make_strong, pad, tiny_fields, tokens
 
@@ -98,10 +99,10 @@ def test_nothing_is_said_beside_the_result(tmp_path, capfd, monkeypatch):
         raise RuntimeError("that is all")
 
     monkeypatch.setattr(torch.onnx, "export", talk)
-    levels = {name: logging.getLogger(name).level for name in export._TALKATIVE}
+    levels = {name: logging.getLogger(name).level for name in TALKATIVE}
     message = refused(capfd, "--model", tmp_path / "model", "--output", tmp_path / "model.onnx")
     assert "that is all" in message and "--fixed may give" in message and "a graph of many lines" not in message
-    assert levels == {name: logging.getLogger(name).level for name in export._TALKATIVE}
+    assert levels == {name: logging.getLogger(name).level for name in TALKATIVE}
 
 
 def test_an_opset_that_the_exporter_does_not_reach(tmp_path, capsys, monkeypatch):
