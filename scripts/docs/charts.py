@@ -89,6 +89,17 @@ PLANS: dict[str, list[Plan]] = {
             title="Generation",
         )
     ],
+    "inference": [
+        Plan(
+            "dots",
+            ("model",),
+            {"against transformers": "tokens per second"},
+            axis="tokens per second / transformers' Bert or Llama",
+            group=("what",),
+            log=True,
+            even="as transformers",
+        )
+    ],
     "linearization": [
         Plan(
             "lines",
