@@ -154,3 +154,27 @@ def test_missing_packages(tmp_path, capsys, monkeypatch):
     assert "pip install onnx onnxscript" in refused(capsys, *argv)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install onnxruntime" in refused(capsys, *argv, "--check")
+
+
+@pytest.mark.slow
+def test_a_step(tmp_path, capsys):
+    """Two files, and what is in them in words; without a cache that grows nothing grows."""
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(name)
+    save(tmp_path / "model", "xf_linear_transformer", "ForCausalLM")
+    file = tmp_path / "step.onnx"
+    assert main(["export", "--model", str(tmp_path / "model"), "--output", str(file), "--step", "--check"]) == 0
+    out = capsys.readouterr().out
+    assert "of which 0 grow with the text" in out and "step.start.safetensors" in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "step.onnx", "step.start.safetensors"]
+
+
+def test_a_step_is_refused(tmp_path, capsys):
+    pytest.importorskip("onnxscript")
+    model = tmp_path / "model"
+    save(model)
+    both = refused(capsys, "--model", model, "--output", tmp_path / "step.onnx", "--step", "--fixed")
+    assert "--step makes a graph for any batch and length; leave --fixed out" in both
+    alone = refused(capsys, "--model", model, "--output", tmp_path / "step.onnx", "--step")
+    assert "generates nothing, step by step" in alone
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
