@@ -194,8 +194,8 @@ def _exported(model: XFormerPreTrainedModel, tolerance: float) -> DecodingStep:
         difference = _compare(model, step, step, tolerance, "the exported program")
         return dataclasses.replace(step, difference=difference)
     raise ValueError(
-        f"{type(model).__name__} has no graph of one step for texts of every length: {reason.rstrip('.')}. Generate with"
-        " `generate`, or export whole texts with `export_onnx`."
+        f"{type(model).__name__} has no graph of one step for texts of every length: {reason.rstrip('.')}. Generate"
+        " with `generate`, or export whole texts with `export_onnx`."
     )
 
 
