@@ -6,14 +6,18 @@
 DIR holds the sentences of SST-2 (`sst2/dev.tsv`) and the paragraphs of WikiText-2 (`wikitext2/test.txt`). Weights are
 random. Every model has the settings that serve it best: SDPA and batches of like lengths for transformers' encoders;
 padding removal or planned batches for this package's. All run in turn, and figures are processor time on a CPU.
+
+Each set of texts and each context is written as soon as it is measured. What `results/inference.json` has already, of
+the same sizes, is kept; `--again` measures it anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +131,14 @@ def make_plan(kind: str, model: nn.Module, texts: Texts, batch: int) -> Plan:
     return [order[start : start + batch] for start in range(0, len(order), batch)]
 
 
-def measure_encoders(given: argparse.Namespace) -> list[dict[str, Any]]:
-    data, rows = Path(given.data), []
+def measure_encoders(given: argparse.Namespace, kept: set[str]) -> Iterator[list[dict[str, Any]]]:
+    """The rows of one set of texts after the other."""
+    data = Path(given.data)
     sets = {"SST-2": sentences(data, given.texts), "WikiText-2": paragraphs(data, max(given.texts // 4, 8))}
     words = train_tokenizer([text for texts in sets.values() for text in texts], vocab_size=VOCABULARY)
     for name, texts in sets.items():
+        if name in kept:
+            continue
         ids = [row or [1] for row in words(texts, truncation=True, max_length=LONGEST)["input_ids"]]
         real, models = sum(map(len, ids)), encoders(size_of(given))
         calls = {
@@ -139,14 +146,13 @@ def measure_encoders(given: argparse.Namespace) -> list[dict[str, Any]]:
             for label, (model, kind) in models.items()
         }
         seconds = interleaved_seconds(calls, given.rounds)
-        slower = ratios(seconds, "transformers Bert")
+        slower, rows = ratios(seconds, "transformers Bert"), []
         for label, (model, kind) in models.items():
             row = {"what": name, "model": label, "batches": kind, "parameters M": parameters(model) / 1e6}
             row["tokens/s"] = real / statistics.median(seconds[label])
             row["against transformers"] = 1 / slower[label]
-            rows.append(row)
-            print(row, flush=True)
-    return rows
+            rows.append({**row, "others busy": seconds.others_busy})
+        yield rows
 
 
 # ------------------------------------------------------------------------------------------------ decoders
@@ -168,7 +174,7 @@ def decoders(size: dict[str, Any], longest: int) -> dict[str, nn.Module]:
         **{"feedforward": {"type": "swiglu", "bias": False}, "attention": {"type": "dense", "bias": False}},
     }
     free = {"position": "sinusoidal_absolute", "is_decoder": True}
-    window = {"type": "sliding_window", "window_size": 256, "bias": False}
+    window = {"type": "sliding_window", "window_size": 256, "sinks": 0, "bias": False}
     configs = {
         "transformers GPT2": gpt2,
         "transformers Llama": llama,
@@ -195,10 +201,13 @@ def read(model: Any, context: int, piece: int) -> Cache:
     return cache
 
 
-def measure_decoders(given: argparse.Namespace) -> list[dict[str, Any]]:
-    contexts, rows = [int(context) for context in given.contexts.split(",")], []
+def measure_decoders(given: argparse.Namespace, kept: set[str]) -> Iterator[list[dict[str, Any]]]:
+    """The rows of one context after the other."""
+    contexts = [int(context) for context in given.contexts.split(",")]
     models = decoders(size_of(given), max(contexts) + given.tokens)
     for context in contexts:
+        if f"after {context}" in kept:
+            continue
         caches, calls, reading = {}, {}, {}
         for name, model in models.items():
             begin = time.process_time()
@@ -206,15 +215,25 @@ def measure_decoders(given: argparse.Namespace) -> list[dict[str, Any]]:
             reading[name] = time.process_time() - begin
             calls[name] = generation(model, caches[name], given.tokens)
         seconds = interleaved_seconds(calls, given.rounds)
-        taken = {name: max(statistics.median(seconds[name]) - copying(caches[name]), 1e-9) for name in models}
+        copies = {name: copying(caches[name]) for name in models}
+        taken = {name: [max(spent - copies[name], 1e-9) for spent in seconds[name]] for name in models}
+        slower, rows = ratios(taken, "transformers Llama"), []
         for name, model in models.items():
             row = {"what": f"after {context}", "model": name, "parameters M": parameters(model) / 1e6}
-            row["tokens/s"] = given.tokens / taken[name]
-            row["against transformers"] = taken["transformers Llama"] / taken[name]
+            row["tokens/s"] = given.tokens / statistics.median(taken[name])
+            row["against transformers"] = 1 / slower[name]
             row["cache MiB"], row["reading s"] = bytes_held(caches[name]) / 2**20, reading[name]
-            rows.append(row)
-            print(row, flush=True)
-    return rows
+            rows.append({**row, "others busy": seconds.others_busy})
+        yield rows
+
+
+def kept_rows(given: argparse.Namespace, sizes: dict[str, int]) -> list[dict[str, Any]]:
+    """What was measured before, of the same sizes."""
+    path = Path(__file__).parent / "results" / f"{given.name}.json"
+    if given.again or not path.exists():
+        return []
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return [row for row in rows if all(row.get(name) == size for name, size in sizes.items())]
 
 
 def parameters(model: nn.Module) -> int:
@@ -224,40 +243,42 @@ def parameters(model: nn.Module) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", required=True, help="folder with sst2/dev.tsv and wikitext2/test.txt")
-    parser.add_argument("--texts", type=int, default=512, help="sentences; and a quarter as many paragraphs")
+    parser.add_argument("--texts", type=int, default=256, help="sentences; and a quarter as many paragraphs")
     parser.add_argument("--batch", type=int, default=16, help="texts of a batch at most")
     parser.add_argument("--contexts", default="512,2048,8192,16384")
     parser.add_argument("--tokens", type=int, default=32, help="tokens that are generated after a context")
     parser.add_argument("--piece", type=int, default=2048, help="tokens of a context that are read at once")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--again", action="store_true", help="measure anew what is there already")
     parser.add_argument("--part", choices=("both", "encoders", "decoders"), default="both")
     parser.add_argument("--name", default="inference", help="results/NAME.json and results/NAME.md")
     given = parser.parse_args()
     if given.width % 64:
         parser.error(f"--width {given.width} is no multiple of 64, the width of a head")
-    rows = measure_encoders(given) if given.part != "decoders" else []
-    rows += measure_decoders(given) if given.part != "encoders" else []
-    columns = [
-        "what",
-        "model",
-        "batches",
-        "parameters M",
-        "tokens/s",
-        "against transformers",
-        "cache MiB",
-        "reading s",
-    ]
+    columns = ["what", "model", "batches", "parameters M", "tokens/s", "against transformers"]
+    columns += ["cache MiB", "reading s", "others busy"]
     note = (
         f"{given.layers} layers, hidden {given.width}, random weights. Encoders: real tokens per second on"
         f" {given.texts} sentences of SST-2 and {max(given.texts // 4, 8)} paragraphs of WikiText-2, at most"
         f" {given.batch} in a batch; `against transformers`: beside transformers' Bert with SDPA and sorted lengths,"
         f" above 1 is faster. Decoders: {given.tokens} tokens after a context that was read in pieces of"
         f" {given.piece}, batch 1, beside transformers' Llama; `cache MiB`: what the cache holds after the context;"
-        " `reading s`: seconds for the context."
+        " `reading s`: seconds for the context. Models of a block ran in turn, round by round, and ratios are medians"
+        " over rounds. `others busy`: how many of the machine's processors other programs kept busy meanwhile; figures"
+        " are processor time, so that ratios stand where times and `reading s` may not."
     )
-    print(write_results(given.name, rows, columns, "Inference beside transformers", note))
+    sizes = {"layers": given.layers, "hidden": given.width, "texts": given.texts, "tokens": given.tokens}
+    rows = kept_rows(given, sizes)
+    kept = {row["what"] for row in rows}
+    parts = [measure_encoders(given, kept)] if given.part != "decoders" else []
+    parts += [measure_decoders(given, kept)] if given.part != "encoders" else []
+    for part in parts:
+        for found in part:
+            rows += [{**row, **sizes} for row in found]
+            path = write_results(given.name, rows, columns, "Inference beside transformers", note)
+            print(*found, path, sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from .console import in_options, print_facts
 from .parser import CommandParser
@@ -12,8 +13,8 @@ from .parser import CommandParser
 _DESCRIPTION = """Write a saved model, with its head, as an ONNX graph for any batch and length, and compare it with
 the model under onnxruntime where that is installed (pip install onnx onnxscript onnxruntime). Text models read
 input_ids and attention_mask, encoder-decoders decoder_input_ids as well, image models pixel_values, models of sound
-input_features. Decoders have no
-cache in the graph."""
+input_features. A decoder's graph reads the whole text, without a cache; with --step it is that of one step, which
+reads a token and the state so far and gives the next state, for any batch and any number of tokens."""
 # Arguments of the function below -> options.
 _OPTIONS = {
     "dynamic=False": "--fixed",
@@ -31,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
         raise ValueError("--check compares under onnxruntime, which is not installed: pip install onnxruntime")
     from ..conversion.checkpoint import load_ours, model_type_of
     from ..core.saved_files import refuse_damaged_weights
-    from ..export import export_onnx
+    from ..export import export_onnx, export_step_onnx
     from ..variants import model_types
 
     source, output = arguments.model, Path(arguments.output).expanduser()
@@ -43,10 +44,14 @@ def run(argv: Sequence[str]) -> int:
             f"{source!r} holds a model of type {model_type!r}, which is none of this package's variants; convert it"
             " first with `hf-xformers convert --from ... --to ...`, or take optimum's exporter"
         )
+    if arguments.step and arguments.fixed:
+        raise ValueError("--step makes a graph for any batch and length; leave --fixed out")
     refuse_damaged_weights(source)
     with in_options(_OPTIONS):
         try:
             model = load_ours(source, model_type, arguments.head)
+            if arguments.step:
+                return _step(arguments, model, output, export_step_onnx)
             report = export_onnx(
                 model,  # type: ignore[arg-type]
                 output,
@@ -75,6 +80,27 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
+def _step(arguments: Any, model: Any, output: Path, export_step_onnx: Any) -> int:
+    """Exports one step of a decoder."""
+    report = export_step_onnx(model, output, tolerance=arguments.tolerance, opset=arguments.opset)
+    grows = sum(state.grows for state in report.states)
+    difference = report.difference
+    print_facts(
+        "exported",
+        {
+            "file": report.path,
+            "bytes": output.stat().st_size,
+            "model": type(model).__name__,
+            "states": f"{len(report.states)}, of which {grows} grow with the text",
+            "states before the first token": report.start,
+            "places of padding before it": report.settled,
+            "attention": "literal equation" if report.literal else "usual path",
+            "largest difference": "not compared: pip install onnxruntime" if difference is None else difference,
+        },
+    )
+    return 0
+
+
 def make_parser() -> CommandParser:
     parser = CommandParser(prog="hf-xformers export", description=_DESCRIPTION)
     parser.add_argument("--model", required=True, metavar="DIR", help="folder of a saved model of this package")
@@ -89,6 +115,7 @@ def make_parser() -> CommandParser:
     parser.add_argument(
         "--tolerance", type=float, default=1e-4, help="largest difference, relative to the outputs (default: 1e-4)"
     )
+    parser.add_argument("--step", action="store_true", help="of a decoder: one step, with its state in and out")
     parser.add_argument("--fixed", action="store_true", help="a graph for --batch and --length alone")
     parser.add_argument("--batch", type=int, default=2, metavar="N", help="rows of the sample (default: 2)")
     parser.add_argument(

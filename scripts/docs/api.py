@@ -39,7 +39,10 @@ ROOMS: dict[str, tuple[str, str, tuple[tuple[str, tuple[str, ...]], ...]]] = {
         "Compression and export",
         "Trained models made smaller or faster. On the command line: `hf-xformers prune`, `distill`, `quantize`,"
         " `export`.",
-        (("hf_xformers.compression", ()), ("hf_xformers.export", ("export_onnx",))),
+        (
+            ("hf_xformers.compression", ()),
+            ("hf_xformers.export", ("export_onnx", "export_step", "export_step_onnx")),
+        ),
     ),
     "hub": (
         "Hub",

@@ -12,7 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from . import api, drawing, notebooks, objectives, pictures, results, taxonomy, zoo
+from . import api, drawing, notebooks, objectives, pictures, results, taxonomy, techniques, zoo
 from .charts import charts_of
 from .equations import with_equations
 from .figures import fill
@@ -25,7 +25,8 @@ ASSETS = (".css", ".js", ".svg", ".png", ".ipynb")
 
 def generated() -> Pages:
     """Every generated page by its path, as Markdown with equations in LaTeX."""
-    return {**zoo.pages(), **objectives.pages(), **taxonomy.pages(), **results.pages(), **api.pages()}
+    made = {**zoo.pages(), **objectives.pages(), **taxonomy.pages(), **results.pages(), **api.pages()}
+    return made | techniques.pages()
 
 
 def plots() -> dict[str, str]:

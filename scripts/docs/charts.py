@@ -99,6 +99,17 @@ PLANS: dict[str, list[Plan]] = {
             title="Between processes",
         )
     ],
+    "inference": [
+        Plan(
+            "dots",
+            ("model",),
+            {"against transformers": "tokens per second"},
+            axis="tokens per second / transformers' Bert or Llama",
+            group=("what",),
+            log=True,
+            even="as transformers",
+        )
+    ],
     "linearization": [
         Plan(
             "lines",

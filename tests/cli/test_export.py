@@ -11,6 +11,7 @@ import torch
 
 from hf_xformers import export
 from hf_xformers.cli import main
+from hf_xformers.export.whole_text import TALKATIVE
 from hf_xformers.variants import config_class, family
 from tests.helpers import make_strong, pad, tiny_fields, tokens
 
@@ -98,10 +99,10 @@ def test_nothing_is_said_beside_the_result(tmp_path, capfd, monkeypatch):
         raise RuntimeError("that is all")
 
     monkeypatch.setattr(torch.onnx, "export", talk)
-    levels = {name: logging.getLogger(name).level for name in export._TALKATIVE}
+    levels = {name: logging.getLogger(name).level for name in TALKATIVE}
     message = refused(capfd, "--model", tmp_path / "model", "--output", tmp_path / "model.onnx")
     assert "that is all" in message and "--fixed may give" in message and "a graph of many lines" not in message
-    assert levels == {name: logging.getLogger(name).level for name in export._TALKATIVE}
+    assert levels == {name: logging.getLogger(name).level for name in TALKATIVE}
 
 
 def test_an_opset_that_the_exporter_does_not_reach(tmp_path, capsys, monkeypatch):
@@ -153,3 +154,27 @@ def test_missing_packages(tmp_path, capsys, monkeypatch):
     assert "pip install onnx onnxscript" in refused(capsys, *argv)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install onnxruntime" in refused(capsys, *argv, "--check")
+
+
+@pytest.mark.slow
+def test_a_step(tmp_path, capsys):
+    """Two files, and what is in them in words; without a cache that grows nothing grows."""
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(name)
+    save(tmp_path / "model", "xf_linear_transformer", "ForCausalLM")
+    file = tmp_path / "step.onnx"
+    assert main(["export", "--model", str(tmp_path / "model"), "--output", str(file), "--step", "--check"]) == 0
+    out = capsys.readouterr().out
+    assert "of which 0 grow with the text" in out and "step.start.safetensors" in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "step.onnx", "step.start.safetensors"]
+
+
+def test_a_step_is_refused(tmp_path, capsys):
+    pytest.importorskip("onnxscript")
+    model = tmp_path / "model"
+    save(model)
+    both = refused(capsys, "--model", model, "--output", tmp_path / "step.onnx", "--step", "--fixed")
+    assert "--step makes a graph for any batch and length; leave --fixed out" in both
+    alone = refused(capsys, "--model", model, "--output", tmp_path / "step.onnx", "--step")
+    assert "generates nothing, step by step" in alone
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -1,4 +1,4 @@
-"""Models as ONNX graphs, for runtimes without Python.
+"""Models of whole texts, images or sounds as ONNX graphs, for runtimes without Python.
 
 ```python
 from hf_xformers.export import export_onnx
@@ -25,14 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .modeling_base import XFormerPreTrainedModel
+from ..modeling_base import XFormerPreTrainedModel
 
 # What a graph gives, where the model's output has it.
 _RESULTS = ("logits", "last_hidden_state", "pooler_output", "start_logits", "end_logits")
 
 
 # Loggers of what the exporter is made of; what matters of it is in the error or in the comparison.
-_TALKATIVE = ("torch.onnx", "onnxscript", "torch.export", "torch.fx", "torch.fx.experimental.symbolic_shapes")
+TALKATIVE = ("torch.onnx", "onnxscript", "torch.export", "torch.fx", "torch.fx.experimental.symbolic_shapes")
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,8 @@ def export_onnx(
     """Writes `model`, with or without a head, as an ONNX graph: of `input_ids` and `attention_mask`, both int64
     `[batch, length]` and, of an encoder-decoder, `decoder_input_ids`; of an image model of `pixel_values`; of a model
     of sound of `input_features` and `attention_mask`. Decoders are exported without their cache: the graph gives the
-    logits of all tokens of a text, and a generation calls it with the text so far. The file, and one beside it for
+    logits of all tokens of a text, and a generation calls it with the text so far ([`export_step_onnx`] has graphs of
+    one step). The file, and one beside it for
     weights of more than 2 GB, are written whole or not at all.
 
     Args:
@@ -133,12 +134,9 @@ def export_onnx(
             f"the sample must be at least 2 x 2, as sizes of 1 are traced as fixed; got {batch} x {length}: raise"
             " `batch` or `length`."
         )
-    try:
-        import onnxscript  # noqa: F401
-    except ImportError:
-        raise ImportError("ONNX graphs are made with onnx and onnxscript: pip install onnx onnxscript") from None
+    exporter_of_onnx()
     if dynamic:
-        for layer in _layers(model):
+        for layer in layers_of(model):
             if reason := layer.attention.why_one_length:
                 raise ValueError(
                     f"attention {layer.attention.type!r} has no graph for every length: {reason}; give `length` and "
@@ -147,9 +145,9 @@ def export_onnx(
     path = Path(path)
     if not path.absolute().parent.is_dir() or path.is_dir():
         raise ValueError(f"the graph cannot be written to {str(path)!r}; give a file in a folder that exists.")
-    literal = any(not layer.attention.exports_usual_path for layer in _layers(model))
+    literal = any(not layer.attention.exports_usual_path for layer in layers_of(model))
     scratch = tempfile.TemporaryDirectory(dir=path.absolute().parent, prefix=".exporting-")
-    with scratch as folder, _as_exported(model, literal), torch.no_grad():
+    with scratch as folder, as_exported(model, literal), torch.no_grad():
         sample = _sample(model, batch, length)
         output = model(**sample)
         names = tuple(name for name in _RESULTS if isinstance(getattr(output, name, None), Tensor))
@@ -162,8 +160,26 @@ def export_onnx(
     return OnnxReport(str(path), tuple(sample), names, dynamic, (batch, length), literal, difference)
 
 
+def exporter_of_onnx() -> None:
+    """Raises `ImportError` where what torch exports with is not installed."""
+    try:
+        import onnxscript  # noqa: F401
+    except ImportError:
+        raise ImportError("ONNX graphs are made with onnx and onnxscript: pip install onnx onnxscript") from None
+
+
+def first_line(error: BaseException) -> str:
+    """What an exporter says at bottom, in short."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    said = str(error).strip()
+    if "specialized it to be" in said:
+        return "lengths or batches that should be free become constants of the graph"
+    return said.splitlines()[0][:200] if said else type(error).__name__
+
+
 @contextlib.contextmanager
-def _as_exported(model: XFormerPreTrainedModel, literal: bool) -> Iterator[None]:
+def as_exported(model: XFormerPreTrainedModel, literal: bool) -> Iterator[None]:
     """The model in evaluation mode, on the path that is exported, and afterwards as it was."""
     training, implementation = model.training, model.config._attn_implementation
     towers = [part for part in model.modules() if isinstance(part, XFormerPreTrainedModel)]
@@ -181,7 +197,7 @@ def _as_exported(model: XFormerPreTrainedModel, literal: bool) -> Iterator[None]
             config.unpad_inputs = True
 
 
-def _layers(model: XFormerPreTrainedModel) -> list[Any]:
+def layers_of(model: XFormerPreTrainedModel) -> list[Any]:
     """The distinct layers of all towers."""
     return [layer for tower in model.config.tower_configs() for layer in tower.layer_configs()]
 
@@ -219,7 +235,7 @@ def _trace(
     shapes = free if dynamic else None
     said = io.StringIO()
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(said), _silent(*_TALKATIVE):
+        with warnings.catch_warnings(), contextlib.redirect_stdout(said), silent(*TALKATIVE):
             warnings.simplefilter("ignore")
             program = torch.onnx.export(
                 module.eval(),
@@ -229,14 +245,11 @@ def _trace(
                 input_names=list(sample),
                 output_names=list(names),
                 opset_version=opset,
-                custom_translation_table=_translations(),
+                custom_translation_table=translations(),
                 verbose=False,
             )
     except Exception as error:
-        cause = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__  # type: ignore[assignment]
-        first = str(cause).strip().splitlines()[0][:200] if str(cause).strip() else type(cause).__name__
+        first = first_line(error)
         remedy = "; `dynamic=False` may give a graph for one shape" if dynamic else ""
         raise ValueError(f"{model} has no ONNX graph of its computation ({first}){remedy}.") from error
     made = None if program is None else program.model.opset_imports.get("")
@@ -248,7 +261,7 @@ def _trace(
 
 
 @contextlib.contextmanager
-def _silent(*names: str) -> Iterator[None]:
+def silent(*names: str) -> Iterator[None]:
     """Loggers that speak of errors alone."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
@@ -261,7 +274,7 @@ def _silent(*names: str) -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _translations() -> dict[Any, Any]:
+def translations() -> dict[Any, Any]:
     """Operators that torch does not translate by itself."""
     from onnxscript import opset18 as op
 
