@@ -8,6 +8,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from hf_xformers.variants import config_class, model_types
+
 from .markup import ROOT
 
 UNTRAINED = ROOT / "model_cards" / "maps"
@@ -30,6 +32,12 @@ def files() -> dict[str, Path]:
 def trained() -> dict[str, dict[str, Any]]:
     """Model type -> what the run of its small model found; see trained_maps.py."""
     return json.loads(ABOUT.read_text(encoding="utf-8")) if ABOUT.exists() else {}
+
+
+def not_trained() -> list[str]:
+    """Variants that model the language of text, as a decoder or an encoder, and were not trained yet."""
+    able = [kind for kind in model_types() if {"ForCausalLM", "ForMaskedLM"} & set(config_class(kind).heads)]
+    return [kind for kind in able if kind not in trained()]
 
 
 def alike() -> list[dict[str, Any]]:

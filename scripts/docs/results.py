@@ -80,6 +80,7 @@ def about_alike() -> str:
     """What was alike in the runs of the table `ALIKE`."""
     floors = {row["kind"]: row["token frequencies"] for row in pictures.alike() if "token frequencies" in row}
     told = " and ".join(f"{floor:.2f} for {kind}" for kind, floor in sorted(floors.items()))
+    missing = ", ".join(name.removeprefix("xf_") for name in pictures.not_trained())
     return (
         "Each variant that reads text and has a causal decoder (else an encoder, which learns from masked tokens),"
         f" small and in the same setting: two layers of width 64, {pictures.STEPS} steps of 16 rows of"
@@ -89,6 +90,7 @@ def about_alike() -> str:
         " [GPT-2](../zoo/gpt2.md) for decoders and of [BERT](../zoo/bert.md) for encoders. It compares what small"
         " models learn in little time from short rows, at which long memories and savings on length cannot show. A"
         " variant that learned nothing beyond the frequencies has no attention map on its page."
+        + (f"\n\nWithout a run so far: {missing}." if missing else "")
     )
 
 

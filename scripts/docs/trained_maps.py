@@ -25,9 +25,9 @@ from hf_xformers.cli import main as command
 from hf_xformers.data import load_text_dataset
 from hf_xformers.hub.attention_map import draw, small_parameters
 from hf_xformers.training.run_folder import SUMMARY_FILE
-from hf_xformers.variants import config_class, model_types
+from hf_xformers.variants import config_class
 
-from .pictures import ABOUT, BLOCK, LENGTH, STEPS, TRAINED, model_type
+from .pictures import ABOUT, BLOCK, LENGTH, STEPS, TRAINED, model_type, not_trained
 
 SIZES = {
     "vocab_size": 512,
@@ -110,19 +110,13 @@ def picture(folder: Path, decoder: bool) -> str:
     return draw(dict(last)).replace("untrained, mean over heads, float64", f"trained, {STEPS} steps, mean over heads")
 
 
-def open_variants() -> list[str]:
-    """Variants of text that were not yet trained."""
-    able = [kind for kind in model_types() if {"ForCausalLM", "ForMaskedLM"} & set(config_class(kind).heads)]
-    return [kind for kind in able if kind not in known()]
-
-
 def known() -> dict[str, Any]:
     return json.loads(ABOUT.read_text(encoding="utf-8")) if ABOUT.exists() else {}
 
 
 def main(names: list[str]) -> None:
     TRAINED.mkdir(parents=True, exist_ok=True)
-    for entry in names or open_variants():
+    for entry in names or not_trained():
         name, _, objective = entry.removeprefix("xf_").partition("/")
         key = model_type(name) + ("/mlm" if objective else "")
         decoder = writes(name) and not objective
