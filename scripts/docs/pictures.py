@@ -82,7 +82,7 @@ def of_variant(name: str, caption: str) -> str:
     if not (UNTRAINED / f"{kind}.svg").exists():
         return ""
     shown = [(f"maps/{kind}.svg", "Untrained", caption.strip("*"))]
-    if (TRAINED / f"{kind}.svg").exists():
+    if "no map" not in trained().get(kind, {"no map": ""}):
         shown.append((f"trained_maps/{kind}.svg", "Trained", of_run(trained()[kind])))
     figures = [
         f'<figure markdown="1">\n\n![{what} attention map]({path})\n\n<figcaption markdown="1">**{what}.** {text}'
