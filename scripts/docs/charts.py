@@ -152,6 +152,63 @@ PLANS: dict[str, list[Plan]] = {
             {"loss": "variant", "dense loss": "dense, equal steps", "dense, at equal time": "dense, equal time"},
             axis="held-out loss, nats per token",
             group=("corpus", "objective"),
+        ),
+        Plan(
+            "dots",
+            ("variant",),
+            {"loss": "variant", "dense loss": "dense, equal steps"},
+            axis="held-out loss, nats per token",
+            group=("kind",),
+            title="trained alike",
+            rows="Every variant, trained alike",
+        ),
+    ],
+    "objectives": [
+        Plan(
+            "dots",
+            ("objective",),
+            {
+                "probe": "probe",
+                "probe, random weights": "probe, random",
+                "fine-tuned": "tuned",
+                "fine-tuned, random weights": "tuned, random",
+            },
+            axis="accuracy on SST-2",
+            title="What the encoder is worth",
+        ),
+        Plan(
+            "dots",
+            ("objective",),
+            {"loss": "held-out loss", "trivial floor": "frequencies of targets"},
+            axis="nats per target",
+            title="What was learned",
+        ),
+    ],
+    "exits": [
+        Plan(
+            "dots",
+            ("setting",),
+            {"accuracy": "with exits", "majority": "majority class"},
+            axis="accuracy on SST-2, percent",
+            group=("variant",),
+            title="by setting",
+        ),
+        Plan(
+            "dots",
+            ("setting",),
+            {"time": "time"},
+            axis="time / that of all layers",
+            group=("variant",),
+            title="by setting",
+        ),
+    ],
+    "transfer": [
+        Plan(
+            "dots",
+            ("method",),
+            {"test": "test", "floor": "without a model"},
+            axis="percent",
+            group=("task", "metric"),
         )
     ],
     "finetuning": [

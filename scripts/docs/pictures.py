@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from pathlib import Path
 from typing import Any
+
+from hf_xformers.variants import config_class, model_types
 
 from .markup import ROOT
 
 UNTRAINED = ROOT / "model_cards" / "maps"
-TRAINED = ROOT / "docs" / "zoo" / "trained_maps"  # made by trained_maps.py
+TRAINED = ROOT / "docs" / "zoo" / "trained_maps"  # made by trained_maps.py, as is what follows
+ABOUT = TRAINED / "about.json"
+STEPS, LENGTH, BLOCK = 600, 24, 64  # of training; tokens of the pictures; tokens of the rows to learn from
+DENSE = {"clm": "xf_gpt2", "mlm": "xf_bert/mlm"}  # what the others of an objective are compared with
 
 
 def model_type(name: str) -> str:
@@ -23,10 +29,51 @@ def files() -> dict[str, Path]:
 
 
 @functools.cache
-def trained() -> dict[str, Any]:
-    """Model type -> what the picture of its trained model shows."""
-    about = TRAINED / "about.json"
-    return json.loads(about.read_text(encoding="utf-8")) if about.exists() else {}
+def trained() -> dict[str, dict[str, Any]]:
+    """Model type -> what the run of its small model found; see trained_maps.py."""
+    return json.loads(ABOUT.read_text(encoding="utf-8")) if ABOUT.exists() else {}
+
+
+def not_trained() -> list[str]:
+    """Variants that model the language of text, as a decoder or an encoder, and were not trained yet."""
+    able = [kind for kind in model_types() if {"ForCausalLM", "ForMaskedLM"} & set(config_class(kind).heads)]
+    return [kind for kind in able if kind not in trained()]
+
+
+def alike() -> list[dict[str, Any]]:
+    """A row of each variant that was trained, beside the dense model of the same objective; decoders first, and in
+    each kind the lowest loss."""
+    rows = []
+    for key, found in trained().items():
+        dense = trained().get(DENSE.get(found.get("objective", ""), ""), {})
+        row = {
+            "variant": key.partition("/")[0],
+            "kind": {"clm": "decoders", "mlm": "encoders"}.get(found.get("objective", ""), "not trained"),
+            "loss": found.get("loss"),
+            "dense loss": dense.get("loss"),
+            "token frequencies": found.get("floor"),
+            "accuracy": found.get("accuracy"),
+            "dense accuracy": dense.get("accuracy"),
+            "residual paths": found.get("residual"),
+            "why no map": found.get("no map"),
+        }
+        rows.append({column: value for column, value in row.items() if value is not None})
+    return sorted(rows, key=lambda row: (row["kind"], row.get("loss", math.inf), row["variant"]))
+
+
+def of_run(found: dict[str, Any]) -> str:
+    """What the picture of a trained model shows."""
+    cut = ", ".join(f"`{field}={_said(value)}`" for field, value in found["cut"].items())
+    kind = "a causal decoder" if found["objective"] == "clm" else "an encoder"
+    return (
+        f"The last layer of {kind} of two layers, trained for {found['steps']} steps on the documentation of Python's"
+        f" standard library{f', with {cut}' if cut else ''}, on {LENGTH} tokens of held-out text; mean over heads."
+        f" Held-out loss {found['loss']:.2f} nats per token, with token frequencies alone {found['floor']:.2f}."
+    )
+
+
+def _said(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def of_variant(name: str, caption: str) -> str:
@@ -35,8 +82,8 @@ def of_variant(name: str, caption: str) -> str:
     if not (UNTRAINED / f"{kind}.svg").exists():
         return ""
     shown = [(f"maps/{kind}.svg", "Untrained", caption.strip("*"))]
-    if kind in trained():
-        shown.append((f"trained_maps/{kind}.svg", "Trained", trained()[kind]))
+    if "no map" not in trained().get(kind, {"no map": ""}):
+        shown.append((f"trained_maps/{kind}.svg", "Trained", of_run(trained()[kind])))
     figures = [
         f'<figure markdown="1">\n\n![{what} attention map]({path})\n\n<figcaption markdown="1">**{what}.** {text}'
         "</figcaption>\n\n</figure>"

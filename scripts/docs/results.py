@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from . import catalog
+from . import catalog, pictures
 from .charts import charts_of
 from .markup import REPOSITORY, ROOT, Pages, code, link, page, table
 
@@ -44,16 +44,25 @@ MEANINGS = {
     "cache MiB": "what a cache holds after the context, in MiB",
     "reading s": "seconds for the context",
     "baseline": "what is reached without a model, as `of` says",
+    "trivial floor": "the loss that is reached by knowing how frequent targets are, and nothing else",
+    "above the floor": "whether the model learned more than that",
+    "probe": "accuracy on SST-2 of a linear classifier of frozen states",
+    "majority": "accuracy of always naming the most frequent class",
+    "mean layers": "passed by a row, of as many as `of` says",
     "KL at the swap": "divergence of the predictions from the source's",
 }
-# How the rows of a file are put in tables of their own.
+ALIKE = "Every variant, trained alike"
+# How the rows of a file, or of one of its tables, are put in tables of their own.
 GROUPS = {
     "components": "slot",
     "compression": "task",
+    "exits": "variant",
     "finetuning": "task",
     "inference": "what",
     "pretraining": "corpus",
+    f"pretraining/{ALIKE}": "kind",
     "training_claims": "claim",
+    "transfer": "task",
 }
 
 
@@ -64,8 +73,29 @@ def files() -> dict[str, dict[str, Any]]:
 
 
 def tables_of(name: str) -> dict[str, list[Row]]:
-    """The lists of rows in a result file, by their keys."""
-    return {key: value for key, value in files()[name].items() if isinstance(value, list)}
+    """The lists of rows in a result file, by their keys; beside those of pretraining the runs of the trained maps."""
+    found = {key: value for key, value in files()[name].items() if isinstance(value, list)}
+    if name == "pretraining" and pictures.alike():
+        found[ALIKE] = pictures.alike()
+    return found
+
+
+def about_alike() -> str:
+    """What was alike in the runs of the table `ALIKE`."""
+    floors = {row["kind"]: row["token frequencies"] for row in pictures.alike() if "token frequencies" in row}
+    told = " and ".join(f"{floor:.2f} for {kind}" for kind, floor in sorted(floors.items()))
+    missing = ", ".join(name.removeprefix("xf_") for name in pictures.not_trained())
+    return (
+        "Each variant that reads text and has a causal decoder (else an encoder, which learns from masked tokens),"
+        f" small and in the same setting: two layers of width 64, {pictures.STEPS} steps of 16 rows of"
+        f" {pictures.BLOCK} tokens, a vocabulary of 512, the documentation of Python's standard library, pre-LN in"
+        " place of post-LN wherever the variant takes it, windows and blocks cut down to the rows. `loss` is held"
+        f" out, in nats per token; the frequencies of tokens alone reach {told}. `dense loss` is that of"
+        " [GPT-2](../zoo/gpt2.md) for decoders and of [BERT](../zoo/bert.md) for encoders. It compares what small"
+        " models learn in little time from short rows, at which long memories and savings on length cannot show. A"
+        " variant that learned nothing beyond the frequencies has no attention map on its page."
+        + (f"\n\nWithout a run so far: {missing}." if missing else "")
+    )
 
 
 def page_of(name: str) -> str:
@@ -134,8 +164,8 @@ def result(name: str) -> str:
     for key, rows in tables_of(name).items():
         columns |= {column for row in rows for column in row}
         if key != "rows":
-            parts.append(f"## {key}")
-        for heading, group in _groups(name, rows):
+            parts += [f"## {key}", about_alike() if key == ALIKE else ""]
+        for heading, group in _groups(name, key, rows):
             parts += [f"### {heading}" if heading else "", *_table(group, here)]
     known = [f"- {code(column)}: {MEANINGS[column]}." for column in MEANINGS if column in columns]
     if known:
@@ -166,15 +196,17 @@ def section_of(row: Row) -> str:
     return catalog.section_title(catalog.variants()[name].info.section) if name in catalog.variants() else "Others"
 
 
-def _groups(name: str, rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
-    if name != "mechanisms" and name not in GROUPS:
+def _groups(name: str, part: str, rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
+    """Headings and rows of the table `part` of a file."""
+    column = GROUPS.get(name if part == "rows" else f"{name}/{part}")
+    if name != "mechanisms" and column is None:
         yield "", rows
         return
 
     def key(row: Row) -> str:
-        return section_of(row) if name == "mechanisms" else str(row.get(GROUPS[name], ""))
+        return section_of(row) if column is None else str(row.get(column, ""))
 
-    headings = sorted({key(row) for row in rows}) if name == "mechanisms" else list(dict.fromkeys(map(key, rows)))
+    headings = sorted({key(row) for row in rows}) if column is None else list(dict.fromkeys(map(key, rows)))
     for heading in headings:
         yield heading, [row for row in rows if key(row) == heading]
 
@@ -226,10 +258,11 @@ def measured_objective(name: str, here: str) -> list[str]:
 def _rows_of(chosen: Callable[[Row], bool], here: str, drop: tuple[str, ...]) -> list[str]:
     parts = []
     for name in files():
-        for rows in tables_of(name).values():
+        for part, rows in tables_of(name).items():
             found = [{key: value for key, value in row.items() if key not in drop} for row in rows if chosen(row)]
             if found:
-                parts += [f"### {said(name)[0]}", *_table(found, here), _more(name, here)]
+                title = part if part == ALIKE else said(name)[0]
+                parts += [f"### {title}", *_table(found, here), _more(name, here)]
     return ["## Measured", *parts] if parts else []
 
 

@@ -1,12 +1,13 @@
-"""Attention maps of small trained models, for the zoo's pages.
+"""Every variant of text, trained alike: its losses, and the attention map of what it learned, for the zoo's pages.
 
     python -m scripts.docs.trained_maps [VARIANT ...]
 
-Trains each (by default all that have no map yet) as a causal language model of the documentation inside Python's
-standard library, or by masked LM where a variant has no decoder (no network, about half a minute each on one core),
-and writes `docs/zoo/trained_maps/<model type>.svg` and what they show to `about.json`. The maps are of a piece of
+Trains each (by default all that were not yet trained) as a causal language model of the documentation inside Python's
+standard library, or by masked LM where a variant has no decoder (no network, about half a minute each on one core).
+`VARIANT/mlm` trains one that has a decoder as an encoder, as whom the others are compared with: `bert/mlm`. What the
+runs found goes to `docs/zoo/trained_maps/about.json`, the maps to `<model type>.svg` beside it; they are of a piece of
 held-out text, at the same cut-down windows and blocks as the untrained maps. A model that has learned nothing beyond
-the frequencies of tokens gets no map.
+the frequencies of tokens gets no map, and `about.json` says so.
 """
 
 from __future__ import annotations
@@ -24,11 +25,10 @@ from hf_xformers.cli import main as command
 from hf_xformers.data import load_text_dataset
 from hf_xformers.hub.attention_map import draw, small_parameters
 from hf_xformers.training.run_folder import SUMMARY_FILE
-from hf_xformers.variants import config_class, model_types
+from hf_xformers.variants import config_class
 
-from .pictures import TRAINED, UNTRAINED, model_type
+from .pictures import ABOUT, BLOCK, LENGTH, STEPS, TRAINED, model_type, not_trained
 
-STEPS, LENGTH, BLOCK = 600, 24, 64
 SIZES = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -48,12 +48,12 @@ def writes(name: str) -> bool:
     return "ForCausalLM" in config_class(name).heads
 
 
-def train(name: str, folder: Path) -> dict[str, Any]:
-    """Trains a variant into `folder`; returns what its run reports."""
-    attention = small_parameters(config_class(name), {"is_decoder": writes(name)})
+def train(name: str, decoder: bool, folder: Path) -> dict[str, Any]:
+    """Trains a variant into `folder`; returns what its run found, as `about.json` has it."""
+    attention = small_parameters(config_class(name), {"is_decoder": decoder})
     options: dict[str, Any] = {
         "variant": name,
-        "objective": "clm" if writes(name) else "mlm",
+        "objective": "clm" if decoder else "mlm",
         "data": "stdlib",
         "block_size": BLOCK,
         "max_steps": STEPS,
@@ -64,15 +64,30 @@ def train(name: str, folder: Path) -> dict[str, Any]:
         "save_strategy": "no",
         "use_cpu": "true",
         "disable_tqdm": "true",
-        "residual": "pre_ln",
         "output_dir": folder,
         **SIZES,
         **{f"attention.{field}": value for field, value in attention.items()},
     }
     words = ["pretrain", *(word for key, value in options.items() for word in (f"--{key}", _word(value)))]
-    if command(words) and command([word for word in words if word not in ("--residual", "pre_ln")]):
-        raise SystemExit(f"{name} cannot be trained this way")
-    return json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
+    # Post-LN leaves the level of token frequencies late, whatever the mechanism; residual paths of a kind of their own
+    # are what a variant is about.
+    residual = config_class(name)().to_dict()["residual"]["type"]
+    if residual == "post_ln" and not command([*words, "--residual", "pre_ln"]):
+        residual = "pre_ln"
+    elif command(words):
+        raise SystemExit("it cannot be trained this way; the lines above say why")
+    report = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
+    return {
+        "objective": options["objective"],
+        "residual": residual,
+        "steps": report["steps"],
+        "loss": report["eval_loss"],
+        "floor": report["eval_floor_loss"],
+        "accuracy": report["eval_accuracy"],
+        "floor accuracy": report["eval_floor_accuracy"],
+        "seconds": report["seconds"],
+        "cut": {field: list(value) if isinstance(value, tuple) else value for field, value in attention.items()},
+    }
 
 
 def _word(value: Any) -> str:
@@ -95,43 +110,30 @@ def picture(folder: Path, decoder: bool) -> str:
     return draw(dict(last)).replace("untrained, mean over heads, float64", f"trained, {STEPS} steps, mean over heads")
 
 
-def open_variants() -> list[str]:
-    """Variants of text with an untrained map and no trained one."""
-    kinds = {model_type(path.stem.removeprefix("xf_")) for path in TRAINED.glob("*.svg")}
-    able = [kind for kind in model_types() if {"ForCausalLM", "ForMaskedLM"} & set(config_class(kind).heads)]
-    return [kind for kind in able if kind not in kinds and (UNTRAINED / f"{kind}.svg").exists()]
+def known() -> dict[str, Any]:
+    return json.loads(ABOUT.read_text(encoding="utf-8")) if ABOUT.exists() else {}
 
 
 def main(names: list[str]) -> None:
     TRAINED.mkdir(parents=True, exist_ok=True)
-    told = TRAINED / "about.json"
-    for name in names or open_variants():
-        name = name.removeprefix("xf_")
+    for entry in names or not_trained():
+        name, _, objective = entry.removeprefix("xf_").partition("/")
+        key = model_type(name) + ("/mlm" if objective else "")
+        decoder = writes(name) and not objective
+        found: dict[str, Any] = {}
         with tempfile.TemporaryDirectory() as folder:
             try:
-                report = train(name, Path(folder))
-                if not report["eval_loss"] < report["eval_floor_loss"] - CLEAR:
-                    raise ValueError(f"a loss of {report['eval_loss']:.2f}, floor {report['eval_floor_loss']:.2f}")
-                drawn = picture(Path(folder), writes(name))
+                found = train(name, decoder, Path(folder))
+                if found["loss"] >= found["floor"] - CLEAR:
+                    raise ValueError("it learned nothing beyond the frequencies of tokens")
+                if not objective:
+                    drawn = picture(Path(folder), decoder)
+                    (TRAINED / f"{key}.svg").write_text(drawn, encoding="utf-8")
             except (Exception, SystemExit) as error:
-                print(f"{name} has no map: {error}", file=sys.stderr)
-                continue
-        (TRAINED / f"{model_type(name)}.svg").write_text(drawn, encoding="utf-8")
-        about = json.loads(told.read_text(encoding="utf-8")) if told.exists() else {}
-        about[model_type(name)] = caption(name, report)
-        told.write_text(json.dumps(dict(sorted(about.items())), indent=1) + "\n", encoding="utf-8")
-
-
-def caption(name: str, report: dict[str, Any]) -> str:
-    small = small_parameters(config_class(name), {"is_decoder": writes(name)})
-    cut = ", ".join(f"`{field}={value}`" for field, value in small.items())
-    kind = "a causal decoder" if writes(name) else "an encoder"
-    return (
-        f"The last layer of {kind} of two layers, trained for {STEPS} steps on the documentation of Python's"
-        f" standard library{f', with {cut}' if cut else ''}, on {LENGTH} tokens of held-out text; mean over heads."
-        f" Held-out loss {report['eval_loss']:.2f} nats per token, with token frequencies alone"
-        f" {report['eval_floor_loss']:.2f}."
-    )
+                print(f"{key} has no map: {error}", file=sys.stderr)
+                found["no map"] = " ".join(str(error).split())
+        about = {**known(), key: found}
+        ABOUT.write_text(json.dumps(dict(sorted(about.items())), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

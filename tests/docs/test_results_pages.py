@@ -7,9 +7,11 @@ import xml.etree.ElementTree as tree
 
 import pytest
 
-from scripts.docs import results
-from scripts.docs.charts import charts_of
+from hf_xformers.variants import model_types
+from scripts.docs import pictures, results
+from scripts.docs.charts import PLANS, charts_of
 
+TABLES_ONLY = {"conversion"}  # differences from transformers, of which a chart would show nothing
 FIGURE = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?![\w])")
 
 
@@ -48,6 +50,37 @@ def test_charts_are_of_the_json(name):
     for chart in charts(name):
         assert chart.points and all(y in values for points in chart.points.values() for _, y in points)
         assert chart.x and chart.title
+
+
+@pytest.mark.parametrize("name", results.files())
+def test_every_result_file_has_its_section(name):
+    assert (name in PLANS) != (name in TABLES_ONLY), f"{name}.json needs a Plan in charts.py, or is for tables only"
+    assert bool(charts(name)) == (name in PLANS), f"the Plan of {name}.json draws nothing"
+    assert f"[{results.said(name)[0]}]({name}.md)" in results.overview()
+    parts = {"rows": name} | {part: f"{name}/{part}" for part in results.tables_of(name) if part != "rows"}
+    for part, rows in results.tables_of(name).items():
+        column = results.GROUPS.get(parts[part])
+        assert column is None or all(column in row for row in rows), f"rows of {name} have no {column}"
+
+
+def test_variants_that_were_trained_alike():
+    """Each has its numbers and its map, or the reason why there is none; who has not yet been trained is named."""
+    found = pictures.trained()
+    assert set(found) - set(pictures.DENSE.values()) <= set(model_types())
+    for key, run in found.items():
+        drawn = (pictures.TRAINED / f"{key}.svg").exists() or key in pictures.DENSE.values()
+        assert drawn != ("no map" in run), key
+        if "loss" in run:
+            assert run["steps"] == pictures.STEPS and run["objective"] in pictures.DENSE
+            assert ("no map" in run) or run["loss"] < run["floor"]
+    rows = pictures.alike()
+    text = results.result("pretraining").partition(f"## {results.ALIKE}")[2]
+    missing = pictures.not_trained()
+    assert ("Without a run so far" in text) == bool(missing) and all(
+        name.removeprefix("xf_") in text for name in missing
+    )
+    assert len(rows) == len(found) and text and all(f"[{row['variant']}]" in text for row in rows)
+    assert [row["loss"] for row in rows if row["variant"] == "xf_gpt2"] == [found["xf_gpt2"]["loss"]]
 
 
 def test_names_of_charts_are_unique():
