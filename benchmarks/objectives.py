@@ -275,7 +275,7 @@ def main() -> None:
             f" {1 - CLEAR:.0%}; a row where it is not says nothing about its objective. `set-up`: rotary positions and"
             " pre-LN where the variant takes them, else what it takes. Probe (on frozen states) and fine-tuning"
             f" ({arguments.tuning_steps} steps) learn from {arguments.rows:,} sentences of SST-2; their accuracies"
-            " are of its validation split, 872 sentences, so that differences below 0.03 are chance.",
+            " are of its validation split, 871 sentences, so that differences below 0.03 are chance.",
         )
 
 
