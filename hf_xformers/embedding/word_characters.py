@@ -92,7 +92,15 @@ class WordCharacterEmbedding(TokenEmbedding):
 
     def initialize(self, config, init) -> None:
         super().initialize(config, init)
-        init.xavier_uniform_(self.join.weight)
+        # A word's own vector starts at `initializer_range`, what is made of its characters at 1, which would drown it.
+        deviations = torch.cat(
+            [
+                torch.full((config.hidden_size,), config.hidden_size**-0.5),
+                torch.full((self.spec.character_width,), config.initializer_range * self.spec.character_width**-0.5),
+            ]
+        )
+        start = torch.randn(self.join.weight.shape) * deviations
+        init.copy_(self.join.weight, start.to(self.join.weight))
 
     def forward(
         self,

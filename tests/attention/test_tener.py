@@ -7,7 +7,7 @@ import torch
 
 from hf_xformers import XFormerConfig
 from hf_xformers.embedding.word_characters import CharacterEncoder
-from hf_xformers.variants import family
+from hf_xformers.variants import config_class, family
 from tests.helpers import NO_DROPOUT, close, make_strong, tokens
 
 FIELDS = {
@@ -138,3 +138,18 @@ def test_characters_beside_words():
     absent = built(ids).last_hidden_state
     mark = torch.zeros(1, 4, 3, dtype=torch.long)  # a token that is all padding counts as one that is not spelt
     close(built(ids, character_ids=mark).last_hidden_state, absent)
+
+
+def test_words_and_characters_weigh_alike_at_the_start():
+    """The characters' reading, which a norm has brought to 1, does not drown the words' vectors."""
+    torch.manual_seed(0)
+    fields = {"vocab_size": 200, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    embedding = family("tener")["Model"](config_class("tener")(**fields)).eval().trunk.embedding
+    ids = torch.arange(5, 105)[None]
+    spelt = torch.randint(2, 258, (1, 100, 6))
+    with torch.no_grad():
+        tokens = embedding.lookup(ids)
+        join, half = embedding.join, tokens.shape[-1]
+        by_words = tokens @ join.weight[:, :half].T
+        by_characters = embedding.character_encoder(spelt) @ join.weight[:, half:].T
+    assert 1 / 3 < float(by_words.std() / by_characters.std()) < 3
