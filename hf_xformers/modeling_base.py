@@ -58,6 +58,11 @@ class XFormerPreTrainedModel(PreTrainedModel):
                 )
         self.model_tags = ["hf_xformers", config.model_type]  # what `push_to_hub` writes into the model card
 
+    @classmethod
+    def part_configs(cls, config: XFormerConfig) -> tuple[XFormerConfig, ...]:
+        """Configs of further models that a model of `config` is made of."""
+        return ()
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

@@ -3,6 +3,7 @@ use it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterable, Sequence
@@ -151,7 +152,8 @@ def kept_heads(config: Any, architecture: str | None = None, *, all_heads: bool 
     made = {head: _class_of(config_class, head) for head in config_class.heads}
     named = {head for head, cls in made.items() if cls.__name__ in classes}
     parts = {part for head in named for part in made[head].made_of}
-    written = {head for head, cls in made.items() if any(base.__module__ == cls.__module__ for base in cls.__bases__)}
+    own = {head: cls for head, cls in made.items() if cls.__module__ == config_class.__module__}
+    written = {head for head, cls in own.items() if any(base.__module__ == cls.__module__ for base in cls.__bases__)}
     kept = named | parts | written | {"Model"}
     return tuple(head for head in config_class.heads if all_heads or not named or head in kept)
 
@@ -252,7 +254,7 @@ def _installed(config_class: Any) -> Any:
 
 def _component_modules(config_class: Any, fields: dict[str, Any], heads: tuple[str, ...]) -> set[str]:
     """The modules of every component that is looked up when this config, its variant's default, or either in the shape
-    of one of these heads is built."""
+    of one of these heads is built, or those of the models that a head is made of."""
     given = {key: value for key, value in fields.items() if key not in ("model_type", "transformers_version")}
     shapes: list[dict[str, Any]] = [{}]
     if "ForCausalLM" in heads:
@@ -265,8 +267,12 @@ def _component_modules(config_class: Any, fields: dict[str, Any], heads: tuple[s
         for base in ({}, given):
             for shape in shapes:
                 try:
-                    config_class(**{**base, **shape})
+                    made = config_class(**{**base, **shape})
                 except ValueError:  # a shape that these components cannot have
                     if not shape:
                         raise
+                    continue
+                for head in heads:
+                    with contextlib.suppress(ValueError):  # a head that this config cannot have
+                        _class_of(config_class, head).part_configs(made)
     return {spec.__module__ for spec in found}

@@ -141,6 +141,10 @@ class XFormerForReplacedTokenPreTraining(XFormerForReplacedTokenDetection):
         if self.settings.generator_sharing == "gradient_disentangled":
             nn.init.zeros_(self.model.trunk.embedding.tokens.weight)  # loading comes later
 
+    @classmethod
+    def part_configs(cls, config: Any) -> tuple[Any, ...]:
+        return (generator_config(config),)
+
     def _shared_tables(self) -> dict[str, str]:
         """Tables of the generator -> the encoder's: tokens, types and positions."""
         pairs = {}

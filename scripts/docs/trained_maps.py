@@ -38,8 +38,8 @@ SIZES = {
     "hidden_dropout_prob": 0,
     "attention_probs_dropout_prob": 0,
 }
-# Estimated weights of the trigonometric features may be negative: at the rate of all others sums of them come near zero
-# in some step, after which nothing is learned (Choromanski et al. 2021, section 2.3).
+# Estimated weights of the trigonometric features may be negative: at the rate of all others sums of them come near
+# zero in some step, after which nothing is learned (Choromanski et al. 2021, section 2.3).
 LEARNING_RATES = {"performer_v1": 0.0005}
 CLEAR = 0.1  # nats below the loss of token frequencies, at least
 
