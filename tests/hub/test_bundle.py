@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hf_xformers import XFormerConfig
+from hf_xformers.core.components import SLOTS
 from hf_xformers.families import HEADS, SERVED
 from hf_xformers.hub import bundle
 from hf_xformers.hub.bundle import auto_map, code_files, kept_heads
@@ -259,7 +260,10 @@ def test_component_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     import my_bundle_part  # noqa: F401
 
-    files = code_files(XFormerConfig(feedforward="my_bundle_part"), ("Model",))
+    try:
+        files = code_files(XFormerConfig(feedforward="my_bundle_part"), ("Model",))
+    finally:
+        del SLOTS["feedforward"]._specs["my_bundle_part"]
     text = files["my_bundle_part.py"]
     assert "from .core import Spec\nfrom .core import register\n" in text
     assert "from .feedforward import (\n    DenseFeedForward,  # what it stands on\n)" in text
