@@ -20,6 +20,12 @@ from ..core.sequence_parallel import (
 from ..core.text_parts import Division
 
 
+def real_rows(rows: int, left_over: int, reader: int) -> int:
+    """How many rows of a reader's last batch of `rows` are not repeats that fill it up. left_over: rows of the dataset
+    in the last batches of all readers."""
+    return min(max(left_over - rows * reader, 0), rows)
+
+
 class SequenceParts:
     """What a Trainer does where every process of a row ([`SequenceGroups`]) reads a part of each text of one and the
     same batch, and rows read other batches.
@@ -93,11 +99,6 @@ class SequenceParts:
         found = torch.cat(every)
         return found if dist.get_rank() == 0 else torch.zeros_like(found)
 
-    def real_rows(self, rows: int, left_over: int) -> int:
-        """How many rows of this process's last batch of `rows` are not repeats that fill it up. left_over: rows of the
-        dataset in the last batches of all."""
-        return min(max(left_over - rows * self.replica, 0), rows)
-
     def agreed(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch of a row's first process, in all of it: collators may draw random numbers."""
         first = dist.get_global_rank(self.group, 0)
@@ -127,4 +128,4 @@ class SequenceParts:
         return loader
 
 
-__all__ = ["SequenceParts"]
+__all__ = ["SequenceParts", "real_rows"]

@@ -35,7 +35,7 @@ from .randomness import preserved_randomness
 from .recipe import Recipe, row_lengths, smoothing_among_all, vaswani_schedule
 from .replay import Replay, surrogate
 from .segments import SEGMENT_MEMORY, SEGMENT_START, SegmentCarrier, StreamSampler
-from .sequence_parts import SequenceParts
+from .sequence_parts import SequenceParts, real_rows
 
 logger = logging.get_logger(__name__)
 
@@ -310,7 +310,7 @@ class XFormerTrainer(Trainer):
         left_over = len(self.train_dataset) % (rows * readers)
         if not left_over or len(labels) != rows:
             return
-        real = min(max(left_over - rows * reader, 0), rows)
+        real = real_rows(rows, left_over, reader)
         if real < rows:
             labels = labels.clone()
             labels[real:] = -100
@@ -404,7 +404,7 @@ class XFormerTrainer(Trainer):
         inputs, loader = sequence.agreed(inputs), self.accelerator.gradient_state
         if loader.end_of_dataloader and loader.remainder > 0:
             labels = inputs["labels"].clone()
-            labels[sequence.real_rows(len(labels), loader.remainder) :] = IGNORE_INDEX
+            labels[real_rows(len(labels), loader.remainder, sequence.replica) :] = IGNORE_INDEX
             inputs = {**inputs, "labels": labels}
         part = sequence.part(inputs)
         labels = sequence.targets(part, self._predicts_next_token)
