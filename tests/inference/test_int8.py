@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForMaskedLM
 
 from tests.common.cases import CASES
-from tests.helpers import pad, tokens
+from tests.helpers import aligned, pad, tokens
 
 pytest.importorskip("torchao", reason="int8 is torchao's")
 
@@ -30,6 +30,7 @@ def test_int8(case, recipe, tmp_path):
     small = AutoModelForMaskedLM.from_pretrained(
         tmp_path / "float", quantization_config=TorchAoConfig(recipes()[recipe])
     ).eval()
+    aligned(small)
     kinds = {name: type(parameter).__name__ for name, parameter in small.named_parameters()}
     quantized = [name for name, kind in kinds.items() if kind != "Parameter"]
     assert any("attention" in name for name in quantized), kinds
@@ -40,6 +41,6 @@ def test_int8(case, recipe, tmp_path):
         assert (found - expected).abs().mean() < 0.05 * expected.std()
     assert found.isfinite().all() and not torch.equal(found, expected)
     small.save_pretrained(tmp_path / "int8")
-    again = AutoModelForMaskedLM.from_pretrained(tmp_path / "int8").eval()
+    again = aligned(AutoModelForMaskedLM.from_pretrained(tmp_path / "int8").eval())
     with torch.no_grad():
         assert torch.equal(again(ids, attention_mask=mask).logits[mask.bool()], found)
