@@ -1,6 +1,6 @@
 """What ways of compression keep and cost, on SST-2 and WNUT-17.
 
-HF_HUB_OFFLINE=1 python benchmarks/compression.py --data DIR [--tasks sst2,wnut17] [--only NAME,...] [--work DIR]
+HF_HUB_OFFLINE=1 python benchmarks/compression.py --data DIR [--tasks sst2,wnut17] [--only "NAME; ..."] [--work DIR]
 
 DIR holds `sst2/{train,dev}.tsv` and `wnut17/{train,dev}.conll`. Nothing is chosen on `dev`, which is the test split
 here: the last tenth of the training rows is held out for the commands, and the last weights are taken. A small BERT
@@ -52,6 +52,7 @@ COMPRESSIONS: dict[str, list[list[Any]]] = {
     "distilbert, 2 layers": [["distill", "--method", "distilbert", "--student.num_hidden_layers", 2]],
     "pkd, 2 layers": [["distill", "--method", "pkd", "--student.num_hidden_layers", 2]],
     "tinybert, 2 layers": [["distill", "--method", "tinybert", "--student.num_hidden_layers", 2]],
+    "mobilebert, 2 layers": [["distill", "--method", "mobilebert", "--student.num_hidden_layers", 2]],
     "minilm, 2 layers": [
         ["distill", "--method", "minilm", "--method.task_weight", 1, "--student.num_hidden_layers", 2]
     ],
@@ -60,6 +61,12 @@ COMPRESSIONS: dict[str, list[list[Any]]] = {
     "int8 weights": [["quantize", "--weights", "int8"]],
     "int8 weights and activations": [["quantize", "--weights", "int8", "--activations", "int8"]],
     "int4 weights": [["quantize", "--weights", "int4"]],
+    "int4 weights, trained for them": [["quantize", "--weights", "int4", "--quantization_aware", "true", TRAIN]],
+    "40 % of heads, distilbert, int8": [
+        ["prune", "--method", "heads", "--share", 0.4],
+        ["distill", "--method", "distilbert", "--student.num_hidden_layers", 2],
+        ["quantize", "--weights", "int8"],
+    ],
 }
 QUIET = ("--disable_tqdm", "true", "--use_cpu")
 COLUMNS = ["task", "method", "metric", "test", "floor", "parameters", "size", "time"]
@@ -146,7 +153,7 @@ class Task:
             trains = TRAIN in words or words[0] == "distill"
             source = "--teacher" if words[0] == "distill" else "--model"
             data = ["--data", self.files[0]] if words[0] == "prune" else ["--data", *self.files[:2]]
-            data = [] if words[0] == "quantize" else data
+            data = [] if words[0] == "quantize" and not trains else data
             run(
                 *(word for word in words if word != TRAIN),
                 *(source, before, "--output_dir", folder, *data),
@@ -163,7 +170,7 @@ def _rows(folder: Path, part: str) -> list[dict[str, Any]]:
 
 
 def benchmark(name: str, args: argparse.Namespace, work: Path) -> None:
-    task, wanted = Task(name, args, work), args.only and args.only.split(",")
+    task, wanted = Task(name, args, work), args.only and [way.strip() for way in args.only.split(";")]
     floor, source = task.floor(), task.tuned(task.pretrained())
     measuring = Measuring(eval_data=[str(task.files[2])], time_length=64, time_batches=9)
     measuring.use_cpu = True
@@ -198,7 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with sst2 and wnut17")
     parser.add_argument("--tasks", default="sst2,wnut17")
-    parser.add_argument("--only", help="names of ways, separated by commas")
+    parser.add_argument("--only", help="names of ways, with semicolons between")
     parser.add_argument("--epochs", type=float, default=2, help="the committed rows of WNUT-17 had 4")
     parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--pretrain_steps", type=int, default=500)
