@@ -69,6 +69,14 @@ def test_spans_and_orders():
     assert not sample_noise(torch.tensor([True]), objective, torch.Generator()).targets.any()
 
 
+@pytest.mark.parametrize(("length", "reuse"), [(512, None), (510, 128), (101, 7)])
+def test_parts_have_the_targets_of_a_row(length, reuse):
+    """85 of 512 are 42 in the first half and 43 in the second."""
+    objective = build_objective({"type": "permuted_lm", "num_predict": 85, "reuse_len": reuse, "max_gram": 2})
+    noise = sample_noise(torch.zeros(length, dtype=torch.bool), objective, torch.Generator().manual_seed(0))
+    assert int(noise.targets.sum()) == 85
+
+
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_batches(bert_tokenizer, side):
     bert_tokenizer.padding_side = side
