@@ -121,7 +121,7 @@ class PermutedLMCollator(Collator):
         width = batch["input_ids"].shape[1]
         bounds = self.objective.bounds(width)
         room = sum(self.objective.num_targets(begin, end, width) for begin, end in itertools.pairwise(bounds))
-        room = max(room, *(len(places) for _, _, places in made))
+        room = max(1, room, *(len(places) for _, _, places in made))  # no targets at all are no shape for a model
         batch["perm_mask"] = torch.zeros(len(rows), width, width, dtype=torch.bool)
         batch["target_mapping"] = torch.zeros(len(rows), room, width)
         for index, (ids, hidden, places) in enumerate(made):

@@ -96,6 +96,17 @@ def test_batches(bert_tokenizer, side):
     bert_tokenizer.padding_side = "right"
 
 
+def test_rows_without_a_word(bert_tokenizer):
+    """A batch of special tokens alone has nothing to predict, and a loss of zero."""
+    batch = build_objective("permuted_lm").collator(bert_tokenizer)([{"input_ids": [2, 3]}, {"input_ids": [2]}])
+    assert (batch["labels"] == -100).all() and not batch["target_mapping"].any()
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    model = XFXLNetForMaskedLM(XFXLNetConfig(vocab_size=60, **sizes))
+    loss = model(**batch).loss
+    loss.backward()
+    assert loss == 0 and all(x.grad is None or x.grad.isfinite().all() for x in model.parameters())
+
+
 def test_a_target_sees_what_the_order_allows(bert_tokenizer):
     """No logit depends on its own token or on later ones of the order."""
     torch.manual_seed(0)
