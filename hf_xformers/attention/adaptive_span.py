@@ -22,7 +22,7 @@ from ..ops.common.shifted_rows import shift_rows
 from ..ops.score_terms.attention import window_attention
 from .shared.base import Attention, AttentionSpec
 from .shared.query_blocks import over_query_blocks, rows_at_once, shared_rows
-from .transformer_xl import MEMORY_ORDER, MEMORY_REAL, SEGMENT_MEMORY
+from .transformer_xl import MEMORY_ORDER, MEMORY_REAL, SEGMENT_MEMORY, TEXT_BEGUN
 
 TRIM = 64  # spans are rounded up to this many tokens, so that plans for them can be used again
 
@@ -202,7 +202,8 @@ class AdaptiveSpanAttention(Attention):
                     f" {type(cache).__name__} has no place for; leave `past_key_values` out, or make it with"
                     " `hf_xformers.core.cache.make_cache(config)`."
                 )
-            key, value, real = layer.extend(key, value, real, hidden_states.shape[1])
+            begun = context.shared.get(TEXT_BEGUN)
+            key, value, real = layer.extend(key, value, real, hidden_states.shape[1], begun)
         index = torch.arange(key.shape[2], device=key.device)
         seen = copy.copy(context)
         seen.padding_mask, seen.key_index, seen.query_index = real, index, index[-query.shape[2] :]

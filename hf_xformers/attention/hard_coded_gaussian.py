@@ -119,12 +119,13 @@ class HardCodedGaussianAttention(Attention):
             if before == 0:
                 return torch.matmul(weights, value), weights.expand(value.shape[0], -1, -1, -1)
             weights = weights.expand(value.shape[0], -1, -1, -1)
-        output = self._convolved(value)
-        if self.spec.renormalize:
-            wide = real.to(accumulation_dtype(real.dtype))[: 1 if mask is None and not before else None]
-            sums = self._convolved(wide[:, None, :, None].expand(-1, self.num_heads, -1, -1))
-            output = torch.where(sums > 0, output / sums.masked_fill(sums <= 0, 1.0), 0.0).to(value.dtype)
-        return output[:, :, before:], weights
+        if not self.spec.renormalize:
+            return self._convolved(value)[:, :, before:], weights
+        wide = accumulation_dtype(value.dtype)  # densities at the ends of a text may be below what float16 holds
+        sums = real.to(wide)[: 1 if mask is None and not before else None, None, :, None]
+        sums = self._convolved(sums.expand(-1, self.num_heads, -1, -1))
+        output = torch.where(sums > 0, self._convolved(value.to(wide)) / sums.masked_fill(sums <= 0, 1.0), 0.0)
+        return output[:, :, before:].to(value.dtype), weights
 
     def _convolved(self, value: Tensor) -> Tensor:
         """value [B, H, T, d] -> the sums [B, H, T, d]."""
@@ -136,15 +137,19 @@ class HardCodedGaussianAttention(Attention):
         """The weights of all pairs, [B or 1, H, T, S]."""
         offsets = self._offsets(value)[:, None, None]
         distance = context.key_index[None, :] - context.query_index[:, None]
-        weights = self._density(distance.to(offsets.dtype) - offsets)[None]
-        return self._finished(weights, visible_pairs(context)).to(value.dtype)
+        return self._weights((distance.to(offsets.dtype) - offsets)[None], visible_pairs(context)).to(value.dtype)
 
-    def _finished(self, weights: Tensor, seen: Tensor | None) -> Tensor:
-        weights = weights if seen is None else weights * seen
+    def _weights(self, away: Tensor, seen: Tensor | None) -> Tensor:
+        """Of keys at distances `away` [..., S] from a centre, of which `seen` (None: all) may be seen."""
         if not self.spec.renormalize:
-            return weights
-        sums = weights.sum(-1, keepdim=True)
-        return weights / sums.masked_fill(sums <= 0, 1.0)
+            weights = self._density(away)
+            return weights if seen is None else weights * seen
+        # A softmax: far from all keys every density is zero in floating point, and their ratios are not.
+        exponents = -0.5 * (away / float(self.spec.std)).square()
+        if seen is None:
+            return exponents.softmax(-1)
+        lowest = torch.finfo(exponents.dtype).min
+        return exponents.masked_fill(~seen, lowest).softmax(-1).masked_fill(~seen, 0.0)
 
     # ------------------------------------------------------------------------------------------------ cross-attention
 
@@ -160,7 +165,7 @@ class HardCodedGaussianAttention(Attention):
         if self.wants_weights(context):
             slots = torch.arange(value.shape[2], device=value.device)[None] if mask is None else real_places(mask)
             away = slots[:, None, None, :] - centres[:, None, :, None] - offsets[:, None, None]
-            weights = self._finished(self._density(away), None if mask is None else mask[:, None, None, :])
+            weights = self._weights(away, None if mask is None else mask[:, None, None, :])
             weights = weights.to(value.dtype).expand(value.shape[0], -1, -1, -1)
             return torch.matmul(weights, value), weights
         count = None
@@ -191,13 +196,13 @@ class HardCodedGaussianAttention(Attention):
         near = math.ceil(REACH * float(self.spec.std)) + 1
         first = (centres[..., 0] + low).floor().long() - near  # [B or 1, n]
         span = math.ceil(float(self.spec.ratio) * (block - 1)) + math.ceil(high - low) + 2 * near + 2
+        last = first.new_tensor(keys) if count is None else count[:, None]  # the first slot behind the memory
+        if self.spec.renormalize:  # what looks beyond an end of the memory reads what is nearest to it
+            first = torch.minimum(first, last - span).clamp(min=0)
         slots = first[..., None] + torch.arange(span, device=value.device)  # [B or 1, n, span]
-        seen = (slots >= 0) & (slots < (keys if count is None else count[:, None, None]))
+        seen = (slots >= 0) & (slots < last[..., None])
         away = slots[:, None, :, None, :] - centres[:, None, :, :, None] - offsets[:, None, None, None]
-        weights = self._density(away) * seen[:, None, :, None]  # [B or 1, H, n, block, span]
-        if self.spec.renormalize:
-            sums = weights.sum(-1, keepdim=True)
-            weights = weights / sums.masked_fill(sums <= 0, 1.0)
+        weights = self._weights(away, seen[:, None, :, None])  # [B or 1, H, n, block, span]
         at = slots.clamp(0, keys - 1)
         if at.shape[0] == 1:
             windows = value.index_select(2, at.flatten()).unflatten(2, at.shape[1:])

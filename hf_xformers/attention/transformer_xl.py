@@ -28,8 +28,11 @@ from .shared.term_blocks import attend_with_terms, blocks_of
 
 # What a stack with segment memory hands to attention: a stream with the memory that this step reads, [B, M, D],
 # entered as the layer's own input is; and in `context.shared` its length M, which of the slots [memory ; segment] are
-# real [B, M + T] (None: all), and the order in which they stand [B, M + T] (None: as they are).
+# real [B, M + T] (None: all), and the order in which they stand [B, M + T] (None: as they are). Where a cache goes on
+# with a text that follows a memory: which of the call's tokens [B, T] are their row's first or stand behind it
+# (absent: all). Those before are padding, which must not stand between the memory and the text.
 SEGMENT_MEMORY = "segment_memory"
+TEXT_BEGUN = "segment_memory_text_begun"
 MEMORY_LENGTH, MEMORY_REAL, MEMORY_ORDER = "segment_memory_length", "segment_memory_real", "segment_memory_order"
 # What a stack that pools queries hands to attention: a stream with the states [B, S, D] that keys and values are made
 # of, entered as the layer's own input is; and in `context.shared` which of them are real [B, S] (None: all), and the
@@ -260,7 +263,7 @@ class TransformerXLAttention(Attention):
             return key, value, real
         layer = cache.layers[step] if step < len(cache.layers) else None
         if isinstance(layer, SegmentCacheLayer):
-            return layer.extend(key, value, real, hidden_states.shape[1])
+            return layer.extend(key, value, real, hidden_states.shape[1], context.shared.get(TEXT_BEGUN))
         if context.static or earlier is not None:
             raise ValueError(
                 "transformer_xl keeps the last keys and values and a memory before them, which a"

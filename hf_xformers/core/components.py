@@ -295,6 +295,12 @@ def _check_chain(slot: str, layers: list) -> None:
                 )
         if sizes is None:
             continue
+        if spec.first_owns and not layer.stack.prepares_together:
+            raise ValueError(
+                f"{slot} {spec.type!r} as it is set has parts in layer 0 that all layers read, and stack"
+                f" {layer.stack.type!r} runs its layers apart; use another mechanism, e.g. 'dense', or the stack"
+                " 'plain'."
+            )
         first = specs[0].shared_sizes(layers[0]) if specs[0].type == spec.type else None
         if spec.first_owns and first is None:
             raise ValueError(

@@ -50,6 +50,20 @@ def token_binary_cross_entropy(
     )
 
 
+def answer_cross_entropy(
+    start_logits: Tensor, end_logits: Tensor, start_positions: Tensor, end_positions: Tensor
+) -> Tensor:
+    """The mean of the cross-entropies of where answers start and where they end, in float32 (nats): logits [B, T],
+    positions [B]. Positions beyond the text are left out, as in transformers; a batch of nothing else has loss 0."""
+    length = start_logits.shape[1]
+
+    def of_one(logits: Tensor, positions: Tensor) -> Tensor:
+        labels = positions.view(-1).to(logits.device).clamp(min=0)
+        return token_cross_entropy(logits, labels.masked_fill(labels >= length, -100))
+
+    return (of_one(start_logits, start_positions) + of_one(end_logits, end_positions)) / 2
+
+
 def labels_after_real_tokens(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Labels [B, T] of a causal model (the shift is still to come), -100 where the token before is padding: with
     padding on the left no real token predicts a text's first one. attention_mask [B, T], or [B, cached + T]; other

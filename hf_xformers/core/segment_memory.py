@@ -309,15 +309,23 @@ class SegmentCacheLayer(DynamicLayer):
         self.real: Tensor | None = None
         self.relative: Tensor | None = None  # what the mechanism made of distances; does not depend on the batch
         self.cumulative_length = 0
+        self.follows_memory = False  # whether states of a memory were stored before the text
 
     def extend(
-        self, keys: Tensor, values: Tensor, real: Tensor | None, tokens: int
+        self, keys: Tensor, values: Tensor, real: Tensor | None, tokens: int, begun: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """keys and values [B, K, n, d] of new slots, `tokens` of them tokens of the text, and which are real [B, n]
-        (None: all) -> keys, values and mask of all slots, the stored ones first."""
+        (None: all) -> keys, values and mask of all slots, the stored ones first, but for padding before the first
+        token of a row: `begun` [B, n] is False for it (None: there is none), and it goes before all others."""
         stored = self.keys.shape[-2] if self.is_initialized and self.keys is not None else 0
+        self.follows_memory = self.follows_memory or keys.shape[-2] > tokens
         real = join_masks(self.real, stored, real, keys[:, 0])
         keys, values = super().update(keys, values)
+        if begun is not None:
+            order = real_last(F.pad(begun, (stored, 0), value=True))
+            keys, values = (x.gather(2, order[:, None, :, None].expand_as(x)) for x in (keys, values))
+            real = None if real is None else real.gather(1, order)
+            self.keys, self.values = keys, values
         self.real = real
         self.cumulative_length += tokens
         excess = 0 if self.limit is None else max(keys.shape[-2] - self.limit, 0)
@@ -345,7 +353,7 @@ class SegmentCacheLayer(DynamicLayer):
 
     def reset(self) -> None:
         super().reset()
-        self.real, self.relative, self.cumulative_length = None, None, 0
+        self.real, self.relative, self.cumulative_length, self.follows_memory = None, None, 0, False
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:

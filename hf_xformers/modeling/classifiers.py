@@ -14,7 +14,7 @@ from ..attention.shared.multihead_block import MultiheadPooling
 from ..core import outputs
 from ..core.choices import rows_of_mean, token_rows
 from ..core.inputs import check_token_labels
-from ..core.losses import token_cross_entropy
+from ..core.losses import answer_cross_entropy, token_cross_entropy
 from ..core.pooling import pool
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
@@ -306,7 +306,7 @@ class XFormerForQuestionAnswering(Classifier):
         start_logits, end_logits = self.classifier(self.dropout(self.transformed(base.last_hidden_state))).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
-            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions)
+            loss = answer_cross_entropy(start_logits, end_logits, start_positions, end_positions)
         recorded = self.recorded(base, loss)
         kind: Any = outputs.XFormerQuestionAnsweringOutput
         if self.config.is_encoder_decoder:

@@ -40,6 +40,7 @@ class NoResidualSpec(ResidualSpec):
     context_parallel = True
     summary = "no residual sum: an activation and a norm of what a sublayer gives"
     module = NoResidual
+    keeps_stream = False
     enters_as_is = True
 
     activation: Literal["relu", "leaky_relu", "none"] = "relu"

@@ -90,12 +90,14 @@ def final_norm(config) -> nn.Module:
 
 class ResidualSpec(Spec):
     """Base of residual specs. module: the frame's class. additive: `leave(x, f) = x + g(f)`, so that x can be
-    recovered from the sum (reversible layers). maps_tokens: its frame maps what f gives nonlinearly, token by
-    token, as a feed-forward does. enters_as_is: f reads the residual stream itself. shares_input: what a frame makes
-    of the stream can be given to further sublayers, whose own frames have no norm before f (`entered`)."""
+    recovered from the sum (reversible layers). keeps_stream: `leave(x, f)` depends on x. maps_tokens: its frame maps
+    what f gives nonlinearly, token by token, as a feed-forward does. enters_as_is: f reads the residual stream itself.
+    shares_input: what a frame makes of the stream can be given to further sublayers, whose own frames have no norm
+    before f (`entered`)."""
 
     module: ClassVar[type[Residual]]
     additive: ClassVar[bool] = False
+    keeps_stream: ClassVar[bool] = True
     maps_tokens: ClassVar[bool] = False
     enters_as_is: ClassVar[bool] = False
     shares_input: ClassVar[bool] = False

@@ -40,7 +40,7 @@ def sample_noise(
     bounds = objective.bounds(len(special))
     for begin, end in itertools.pairwise(bounds):
         part = slice(begin, end)
-        goal = min(objective.num_targets(end - begin, len(special)), int((~special[part]).sum()))
+        goal = min(objective.num_targets(begin, end, len(special)), int((~special[part]).sum()))
         targets[part] = _spans(special[part], starts[part], goal, objective, generator)
         size = min(objective.perm_size or end - begin, end - begin)
         turn = torch.randperm(size, generator=generator)  # the same in every block, as released
@@ -120,8 +120,8 @@ class PermutedLMCollator(Collator):
         )
         width = batch["input_ids"].shape[1]
         bounds = self.objective.bounds(width)
-        room = sum(self.objective.num_targets(end - begin, width) for begin, end in itertools.pairwise(bounds))
-        room = max(room, *(len(places) for _, _, places in made))
+        room = sum(self.objective.num_targets(begin, end, width) for begin, end in itertools.pairwise(bounds))
+        room = max(1, room, *(len(places) for _, _, places in made))  # no targets at all are no shape for a model
         batch["perm_mask"] = torch.zeros(len(rows), width, width, dtype=torch.bool)
         batch["target_mapping"] = torch.zeros(len(rows), room, width)
         for index, (ids, hidden, places) in enumerate(made):
@@ -207,11 +207,12 @@ class PermutedLMObjective(Objective):
         middle = length // 2 if self.reuse_len is None else self.reuse_len
         return [0, middle, length] if 0 < middle < length else [0, length]
 
-    def num_targets(self, tokens: int, length: int) -> int:
-        """Targets among `tokens` of a row's `length`."""
+    def num_targets(self, begin: int, end: int, length: int) -> int:
+        """Targets in the part [begin, end) of a row of `length` tokens; those of its parts add up to `num_predict`."""
         if self.num_predict is None:
-            return round(tokens * self.mask_beta / self.mask_alpha)
-        return min(tokens, round(self.num_predict * tokens / length))
+            return round((end - begin) * self.mask_beta / self.mask_alpha)
+        upto = [round(self.num_predict * place / length) for place in (begin, end)]
+        return min(end - begin, upto[1] - upto[0])
 
     def collator(
         self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False

@@ -77,7 +77,8 @@ class StackSpec(Spec):
     feeds_gates: gives gates inside sublayers their noise and their budget (`core/gates.py`). unpads: it takes the real
     tokens of a batch as one row (`unpad_inputs`); if not, why_not_unpad says what keeps it from that. has_exits: there
     is a classifier after every layer, each with a loss of its own; has_token_exits: one of tokens.
-    passes_streams: it carries what layers hand on to the next ones.
+    passes_streams: it carries what layers hand on to the next ones. prepares_together: all its layers prepare one and
+    the same call, so that what the first of them owns reaches the others.
     keeps_tokens: its layers see the text's tokens, all of them, each in its place. tells_earlier_ids: they are told
     the ids of the call's tokens and of the one before, too. replays_memory: gradients go through the segment memory to
     the segments before, which a trainer may replay. passes_log_probs: it adds up what its layers hand out, row by row
@@ -92,6 +93,7 @@ class StackSpec(Spec):
     has_exits: ClassVar[bool] = False
     has_token_exits: ClassVar[bool] = False
     passes_streams: ClassVar[bool] = True
+    prepares_together: ClassVar[bool] = True
     keeps_tokens: ClassVar[bool] = True
     tells_earlier_ids: ClassVar[bool] = False
     replays_memory: ClassVar[bool] = False

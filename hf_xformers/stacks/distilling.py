@@ -110,7 +110,7 @@ class DistillingSpec(StackSpec):
     (`circular`). upsample: give states of the full length (`None`: as the only tower, not as the encoder of an
     encoder-decoder)."""
 
-    passes_streams = keeps_tokens = False
+    passes_streams = prepares_together = keeps_tokens = False
 
     summary = "a convolution and a maximum over neighbours halve the sequence between layers"
 

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..attention.transformer_xl import MEMORY_LENGTH, MEMORY_ORDER, MEMORY_REAL, SEGMENT_MEMORY
+from ..attention.transformer_xl import MEMORY_LENGTH, MEMORY_ORDER, MEMORY_REAL, SEGMENT_MEMORY, TEXT_BEGUN
 from ..blocks.base import XFormerLayer, unpack_layer
 from ..core.cache import RecurrentStateLayer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses, self_attention_cache
-from ..core.segment_memory import MemoryCacheLayer, SegmentMemory, join_masks
+from ..core.extent import can_inspect
+from ..core.segment_memory import MemoryCacheLayer, SegmentCacheLayer, SegmentMemory, join_masks
 from ..core.text_parts import TextParts
+from ..ops.common.real_tokens import from_first_real
 from ..position.base import Position
 from .base import Stack, StackOutput, StackSpec
 from .text_segments import TextSegments
@@ -124,6 +126,10 @@ class SegmentRecurrentStack(Stack):
             real, order = join_masks(held, slots, tokens, hidden_states), carried.key_order(tokens, length)
             real = real if real is None or order is None else real.gather(1, order)
             context.shared.update({MEMORY_LENGTH: slots, MEMORY_REAL: real, MEMORY_ORDER: order})
+        elif not begins and context.padding_mask is not None and self.goes_on_after_a_memory(cache):
+            begun = from_first_real(context.padding_mask)[:, context.query_index]
+            if not (can_inspect() and bool(begun.all())):
+                context.shared[TEXT_BEGUN] = begun
         self.begin(context)
         for layer in layers:
             layer.prepare(context, past_key_values)
@@ -160,6 +166,12 @@ class SegmentRecurrentStack(Stack):
             for each in cast(list[RecurrentStateLayer], cache.layers):
                 each.advance(length)
         return StackOutput(hidden_states, context, aux_losses, segment_memory=kept)
+
+    @staticmethod
+    def goes_on_after_a_memory(cache: Cache | None) -> bool:
+        """Whether keys and values of a memory stand before those of the text in a cache."""
+        layer = cache.layers[0] if cache is not None and cache.layers else None
+        return isinstance(layer, SegmentCacheLayer) and layer.follows_memory
 
     def slots_of_part(self, context: LayerContext, parts: TextParts) -> tuple[int, Tensor | None]:
         """How many states before its part of a text this process remembers, and which of these and of its own are real

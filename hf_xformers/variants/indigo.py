@@ -15,7 +15,7 @@ from transformers.utils import can_return_tuple
 from ..auto_classes import register_model
 from ..configuration_xformer import Initializer, XFormerConfig
 from ..core.components import SpecLike
-from ..core.losses import token_cross_entropy
+from ..core.losses import labels_after_real_tokens, token_cross_entropy
 from ..core.outputs import XFormerCausalLMOutput
 from ..families import DECODER_HEADS, VariantInfo, make_family
 from ..heads.insertion import InsertionHead, place_log_likelihood
@@ -105,6 +105,7 @@ class XFIndigoForCausalLM(_CausalLM):
         }
         targets = kwargs.get("shift_labels")
         if targets is None and labels is not None:
+            labels = labels_after_real_tokens(labels, attention_mask)
             targets = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
         if targets is None or not isinstance(self.lm_head, InsertionHead):
             return super().forward(**given, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
@@ -112,7 +113,7 @@ class XFIndigoForCausalLM(_CausalLM):
         base = self.model(**given, **kwargs)
         states = base.last_hidden_state
         logits = self.lm_head(states)
-        places = self._place_loss(states, targets, attention_mask, insertion_positions, count)
+        places = self._place_loss(states, targets, attention_mask, insertion_positions)
         losses = {**(base.aux_losses or {}), "place": places}
         return XFormerCausalLMOutput(
             loss=self.with_aux_losses(token_cross_entropy(logits, targets, count), base, aux_losses=losses),
@@ -124,10 +125,11 @@ class XFIndigoForCausalLM(_CausalLM):
         )
 
     def _place_loss(
-        self, states: Tensor, targets: Tensor, mask: Tensor | None, places: Tensor | None, count: Tensor | int | None
+        self, states: Tensor, targets: Tensor, mask: Tensor | None, places: Tensor | None
     ) -> Tensor:
-        """Mean over tokens with a target of -log p(place). targets [B, T]: the next word of each; what follows the
-        last token has no place yet."""
+        """Mean over this batch's tokens with a target and a place of -log p(place): Trainer takes the mean of
+        auxiliary losses over a step itself. targets [B, T]: the next word of each; what follows the last token has no
+        place yet."""
         batch, length = targets.shape
         if places is None:
             places = torch.arange(length, device=targets.device).expand(batch, -1)
@@ -138,7 +140,7 @@ class XFIndigoForCausalLM(_CausalLM):
         likelihood, has_slot = place_log_likelihood(pointer, words, left, right, places, real)
         counted = (targets != -100) & has_slot
         total = -(likelihood * counted).sum()
-        return total / (counted.sum().clamp(min=1) if count is None else count)
+        return total / counted.sum().clamp(min=1)
 
     @torch.no_grad()
     def generate_by_insertion(

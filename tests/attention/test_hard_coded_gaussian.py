@@ -176,6 +176,27 @@ def test_cross_attention_in_blocks(ratio):
     check(layer, states, "sdpa", True, expected=expected, memory=memory)
 
 
+@each_path
+@pytest.mark.parametrize("padded", [False, True])
+def test_renormalized_beyond_the_memory(padded, path):
+    """A target that goes on far behind its source reads the source's end, on either path and in any precision."""
+    layer = build(cross=True, ratio=1.5, renormalize=True, offsets=(-12, 3))
+    states, memory = vectors(2, 20), vectors(2, 5, seed=1)
+    seen = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 0, 0]]).bool() if padded else None
+    expected = by_hand(layer, states, (-12, 3), renormalize=True, ratio=1.5, read=(memory, seen))
+    check(layer, states, path, True, expected=expected, memory=memory, memory_padding_mask=seen)
+    half, context = layer.to(torch.float16), make_context(20, True, implementation=path, memory_padding_mask=seen)
+    found = run_layers([half], states.half(), context, memory.half())[0].output
+    torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_renormalized_ends_in_half_precision():
+    layer, states = build(offsets=(-8, 8), renormalize=True), vectors(1, 6)
+    expected = by_hand(layer, states, (-8, 8), renormalize=True)
+    found = run_layers([layer.to(torch.float16)], states.half(), make_context(6))[0].output
+    torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)
+
+
 def test_no_queries_and_keys():
     layer = build()
     assert {name for name, _ in layer.named_parameters()} == {

@@ -22,7 +22,7 @@ from tests.attention.score_helpers import (
     run_layers,
     vectors,
 )
-from tests.helpers import close, make_strong, tokens
+from tests.helpers import close, make_strong, pad, tokens
 
 
 def spec(**fields):
@@ -98,6 +98,21 @@ def test_receptive_field(layers):
     with torch.no_grad():
         difference = (model(inputs_embeds=changed).logits - model(inputs_embeds=embeds).logits).abs().amax(-1)[0]
     assert (difference > 1e-12).nonzero().flatten().tolist() == [t for t in range(24) if abs(t - 12) <= 2 * layers]
+
+
+@torch.no_grad()
+def test_rows_whose_heads_are_alike_in_other_ways():
+    """Parts of a short text are equal windows for several heads, and of a long one they are not: with score terms,
+    which go through the pattern in tiles, each row of a padded batch gets what it gets alone."""
+    made = XFormerConfig(**{**GEOMETRY, "attention": spec(), "position": "shaw_relative", "pad_token_id": 0})
+    torch.manual_seed(0)
+    model = make_strong(XFormerForMaskedLM(made).double().eval())
+    rows = [tokens(length, seed=length, high=made.vocab_size) for length in (40, 17, 6)]
+    for side in ("left", "right"):
+        ids, mask = pad(rows, 43, side, seed=1)
+        found = model(ids % made.vocab_size, attention_mask=mask).logits
+        for index, row in enumerate(rows):
+            close(found[index][mask[index].bool()], model(row[None]).logits[0])
 
 
 def test_caches_keep_what_a_layer_reads():

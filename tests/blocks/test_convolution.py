@@ -103,6 +103,7 @@ def test_dropout_stands_before_the_activation():
         ({"block": {"layers": ()}}, "indices of layers"),
         ({"attention": "linear_transformer", "is_decoder": True}, "no place for in a decoder"),
         ({"stack": "reversible", "residual": "pre_ln"}, "convolution"),
+        ({"residual": "no_residual"}, "residual 'no_residual' would put in its place"),
     ],
 )
 def test_refusals(fields, message):

@@ -280,6 +280,10 @@ def test_question_answering_loss():
     assert output.start_logits.shape == (2, 6)
     expected = (-start[0, 1] - (end[0, 3] + end[1, 2]) / 2) / 2  # a start beyond the text is ignored
     close(output.loss, expected, 1e-6)
+    beyond = torch.tensor([6, 9])
+    output = model(ids, start_positions=beyond, end_positions=beyond)  # no answer stands in any text of the batch
+    output.loss.backward()
+    assert output.loss == 0 and all(parameter.grad.isfinite().all() for parameter in model.classifier.parameters())
 
 
 def test_multiple_choice():

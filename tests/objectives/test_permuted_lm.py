@@ -69,6 +69,14 @@ def test_spans_and_orders():
     assert not sample_noise(torch.tensor([True]), objective, torch.Generator()).targets.any()
 
 
+@pytest.mark.parametrize(("length", "reuse"), [(512, None), (510, 128), (101, 7)])
+def test_parts_have_the_targets_of_a_row(length, reuse):
+    """85 of 512 are 42 in the first half and 43 in the second."""
+    objective = build_objective({"type": "permuted_lm", "num_predict": 85, "reuse_len": reuse, "max_gram": 2})
+    noise = sample_noise(torch.zeros(length, dtype=torch.bool), objective, torch.Generator().manual_seed(0))
+    assert int(noise.targets.sum()) == 85
+
+
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_batches(bert_tokenizer, side):
     bert_tokenizer.padding_side = side
@@ -86,6 +94,17 @@ def test_batches(bert_tokenizer, side):
         assert labels[marked].tolist() == batch["input_ids"][index][mapping[marked].argmax(-1)].tolist()
         assert not set(labels[marked].tolist()) & {0, 1, 2, 3, 4}
     bert_tokenizer.padding_side = "right"
+
+
+def test_rows_without_a_word(bert_tokenizer):
+    """A batch of special tokens alone has nothing to predict, and a loss of zero."""
+    batch = build_objective("permuted_lm").collator(bert_tokenizer)([{"input_ids": [2, 3]}, {"input_ids": [2]}])
+    assert (batch["labels"] == -100).all() and not batch["target_mapping"].any()
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    model = XFXLNetForMaskedLM(XFXLNetConfig(vocab_size=60, **sizes))
+    loss = model(**batch).loss
+    loss.backward()
+    assert loss == 0 and all(x.grad is None or x.grad.isfinite().all() for x in model.parameters())
 
 
 def test_a_target_sees_what_the_order_allows(bert_tokenizer):

@@ -10,7 +10,7 @@ from hf_xformers.heads.insertion import place_log_likelihood
 from hf_xformers.position.indigo import insert, places_of, relations
 from hf_xformers.variants.indigo import XFIndigoConfig, XFIndigoForCausalLM
 from tests.attention.score_helpers import HEADS, small_blocks, vectors
-from tests.helpers import close, make_strong, tokens
+from tests.helpers import close, make_strong, pad, tokens
 from tests.position.term_helpers import D_HEAD, build, check_scores, run
 
 SIZES = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24)
@@ -174,6 +174,25 @@ def test_place_loss_of_padded_rows():
         found = model(ids, attention_mask=mask, labels=labels, insertion_positions=places).aux_losses["place"]
         alone = [place_loss_by_loop(model, *row) for row in (one, two)]
         close(found, (5 * alone[0] + 3 * alone[1]) / 8)
+
+
+def test_padding_predicts_no_first_token():
+    """A text has the same loss with padding on the left of it as alone, whose first token is no target."""
+    model, ids = inserting(), tokens(1, 5, high=20)
+    padded, mask = pad([ids[0]], 8, "left", seed=3)
+    alone = model(ids, labels=ids)
+    found = model(padded % 20, attention_mask=mask, labels=torch.where(mask.bool(), padded, -100))
+    close(found.loss, alone.loss)
+    close(found.aux_losses["place"], alone.aux_losses["place"])
+
+
+def test_places_are_averaged_once():
+    """Trainer divides auxiliary losses by the number of micro-batches, so that they are means of their own batch."""
+    model = inserting()
+    ids, places = text([10, 11, 12, 13], (2, 0, 3, 1))
+    alone, part = (model(ids, labels=ids, insertion_positions=places, num_items_in_batch=n) for n in (5, 10))
+    close(part.aux_losses["place"], alone.aux_losses["place"])
+    close(2 * (part.loss - part.aux_losses["place"]), alone.loss - alone.aux_losses["place"])
 
 
 def test_probabilities_sum_to_one():

@@ -134,6 +134,7 @@ def test_memory_vector_adds_the_mean_of_real_items():
         ({"stack": {"document_layers": 2}}, "`document_layers` 2 leaves none of the 2 layers"),
         ({"position": "alibi"}, "acts inside layers on one sequence, which stack 'hibert' has not"),
         ({"attention": "memory_vector"}, "set it as `cross_attention`"),
+        ({"attention": "transformer_xl", "position": "none"}, "stack 'hibert' runs its layers apart"),
         ({"cross_attention": {"type": "memory_vector", "scale": 2.0}, "is_encoder_decoder": True}, "no scores"),
     ],
 )

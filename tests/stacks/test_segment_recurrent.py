@@ -220,6 +220,29 @@ def test_generation_after_a_memory():
         model.generate(prompts, assistant_model=model, **settings)
 
 
+@pytest.mark.parametrize("attention", ["transformer_xl", "adaptive_span"])
+@torch.no_grad()
+def test_a_prompt_in_pieces_after_a_memory(attention):
+    """Padding on the left of a prompt that is read in pieces never stands between the memory and the text."""
+    kind = {"type": attention, "max_span": 24, "ramp": 4} if attention == "adaptive_span" else {}
+    model = build(24, attention=kind, **({"position": "none"} if kind else {}))
+    read = [tokens(8, seed=1), tokens(3, seed=2)]
+    ids, mask = pad(read, 8, "right")
+    memory = model(ids, attention_mask=mask).segment_memory
+    ids, mask = pad([tokens(9, seed=3), tokens(4, seed=4)], 9, "left", seed=5)
+    for row in range(2):
+        alone, _ = in_segments(model, torch.cat([read[row], ids[row][mask[row].bool()]])[None], [len(read[row]), 9])
+        for pieces in ((9,), (3, 1, 2, 3), (1,) * 9):
+            cache, found, begin = make_cache(model.config), [], 0
+            for length in pieces:
+                seen, given = begin + length, {} if begin else {"segment_memory": memory}
+                piece = {"input_ids": ids[:, begin:seen], "attention_mask": mask[:, :seen]}
+                output = model(**piece, **given, past_key_values=cache, use_cache=True)
+                found.append(output.logits)
+                begin = seen
+            close(torch.cat(found, dim=1)[row][mask[row].bool()], alone[0, len(read[row]) :], 1e-10)
+
+
 def test_memory_object():
     memory = build(4)(tokens(2, 6)).segment_memory
     assert memory.length == 4 and memory.batch_size == 2 and SegmentMemory().length == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -80,7 +82,16 @@ def pattern_tiles(
                 allowed = allowed & inside[..., None, :]
                 tiles.append(Tiles(q_at[:, None], k_at[:, None], allowed[:, None]))
             rounds.append(tiles)
-    return [(slice(*heads), rounds) for heads, rounds in found.items()]
+    # Rows of other lengths may have other heads alike: ranges that overlap are cut at each other's ends.
+    edges = sorted({edge for heads in found for edge in heads})
+    return [
+        (slice(*part), [each for heads, rounds in found.items() if _holds(heads, part) for each in rounds])
+        for part in pairwise(edges)
+    ]
+
+
+def _holds(heads: tuple[int, int], part: tuple[int, int]) -> bool:
+    return heads[0] <= part[0] and part[1] <= heads[1]
 
 
 def _at(x: Tensor, index: Tensor) -> Tensor:
