@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from ..modeling.crf import LinearChainCRF
 
 IGNORE_INDEX = -100
 
@@ -26,6 +28,14 @@ def class_weights(labels: Iterable[int | list[int]], classes: int, balance: floa
     weights = torch.where(known, counts.clamp(min=1.0) ** -balance, 0.0)
     weights *= counts.sum() / (weights * counts).sum()
     return torch.where(known, weights, 1.0).float()
+
+
+def weigh_sequences(model: nn.Module, weights: Tensor) -> bool:
+    """Gives the weights to the model's chains of tags; whether it has any."""
+    chains = [module for module in model.modules() if isinstance(module, LinearChainCRF)]
+    for chain in chains:
+        chain.weigh(weights)
+    return bool(chains)
 
 
 class BalancedLoss:

@@ -21,7 +21,7 @@ from ..training.pretraining import check_steps
 from ..training.recipe import average_last_checkpoints
 from ..training.run_folder import check_same_run, read_summary, save_final, start_anew
 from . import loading
-from .class_balance import BalancedLoss, class_weights
+from .class_balance import BalancedLoss, class_weights, weigh_sequences
 from .exit_curve import exit_curve, has_exit_curve
 from .layerwise import LayerGroups
 from .options import ModelOptions, RunOptions, TaskData, TaskOptions
@@ -198,7 +198,7 @@ class FineTuning:
         if self.task.head != "TokenClassification" or getattr(config, "tag_decoder", "softmax") == "softmax":
             return
         for name, value in self._losses().items():
-            if value:
+            if value and name != "class_balance":  # which weighs sequences as well
                 raise ValueError(
                     f"--{name} makes the loss of single tags, and a model with tag_decoder 'crf' has that of whole"
                     " sequences; leave it out, or take --tag_decoder softmax"
@@ -375,7 +375,7 @@ class FineTuning:
             layerwise=self.run_options,
             groups=groups,
             ensemble=ensemble,
-            compute_loss_func=self._loss(prepared),
+            compute_loss_func=self._loss(prepared, model),
         )
         speak_plainly(trainer)
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -449,13 +449,15 @@ class FineTuning:
             found[f"exits_{name}"] = exit_curve(trainer, split, self.task)
         return found
 
-    def _loss(self, prepared: Prepared) -> BalancedLoss | None:
-        """What makes the loss in place of the model's head, if anything does."""
+    def _loss(self, prepared: Prepared, model: Any) -> BalancedLoss | None:
+        """What makes the loss in place of the model's head, if anything does. A chain of tags makes its own, of the
+        weights that it is given here."""
         balance = self.options.class_balance
         if not balance:
             return None
         classes = len(self.task.class_names() or ())
-        return BalancedLoss(class_weights(prepared.splits["train"].features["labels"], classes, balance))
+        weights = class_weights(prepared.splits["train"].features["labels"], classes, balance)
+        return None if weigh_sequences(model, weights) else BalancedLoss(weights)
 
     def _callbacks(self, collator: Any) -> list[TrainerCallback]:
         from transformers import EarlyStoppingCallback

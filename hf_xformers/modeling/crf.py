@@ -49,7 +49,13 @@ class LinearChainCRF(nn.Module):
 
     Where tags are those of entities, best sequences are well-formed; the loss is over all sequences, so that data with
     others can be learnt from, too.
+
+    With weights w_c of tags (`weigh`) sequences count w_{y_1} ... w_{y_n} times: what is trained is p'(y | x) ~ p(y | x)
+    / prod_t w_{y_t}, so that p learns the share of every sequence times its weight, as a weighted cross-entropy does for
+    single tags (logit adjustment, Menon et al. 2021, arXiv 2007.07314). In evaluation mode there are no weights.
     """
+
+    log_weights: Tensor | None
 
     def __init__(self, names: Sequence[str]):
         super().__init__()
@@ -57,6 +63,11 @@ class LinearChainCRF(nn.Module):
         self.start, self.end = nn.Parameter(torch.zeros(count)), nn.Parameter(torch.zeros(count))
         self.steps = nn.Parameter(torch.zeros(count, count))
         self.allowed = allowed_steps(names)
+        self.register_buffer("log_weights", None, persistent=False)
+
+    def weigh(self, weights: Tensor) -> None:
+        """How much tags [C] count in training, each above 0."""
+        self.log_weights = weights.to(self.start.device).log()
 
     def initialize(self, config, init) -> None:
         for parameter in (self.start, self.end, self.steps):
@@ -76,6 +87,8 @@ class LinearChainCRF(nn.Module):
             emissions, order = _together(emissions.to(accumulation_dtype(emissions.dtype)), mask)
             count = mask.sum(1)
             tags = tags.masked_fill(~mask, 0).gather(1, order)
+            if self.training and self.log_weights is not None:
+                emissions = emissions - self.log_weights.to(emissions.dtype)
             start, steps, end = self._scores(emissions)
             real = torch.arange(tags.shape[1], device=tags.device)[None] < count[:, None]
             score = (emissions.gather(2, tags[..., None]).squeeze(2) * real).sum(1) + start[tags[:, 0]]

@@ -60,6 +60,30 @@ def test_against_all_sequences(names):
             assert lost[0, place, tag] < -5000
 
 
+def test_weights_of_tags():
+    """Training sees every sequence's score less the logarithms of its tags' weights; evaluation and best sequences
+    know none. Of single tokens it is learnt what a weighted cross-entropy learns: shares times weights."""
+    crf = chain(BIO)
+    emissions, tags = torch.randn(1, 3, 5, dtype=torch.float64), torch.tensor([[0, 2, 1]])
+    real, weights = torch.ones(1, 3, dtype=torch.bool), torch.tensor([0.2, 3.0, 5.0, 0.7, 1.0], dtype=torch.float64)
+    plain, best = crf(emissions, tags, real), crf.best(emissions, real)[1]
+    crf.weigh(weights)
+    everything = list(itertools.product(range(5), repeat=3))
+    likely = torch.stack([score(crf, emissions[0], one).exp() / weights[list(one)].prod() for one in everything])
+    close(crf(emissions, tags, real)[0], -(likely[everything.index((0, 2, 1))] / likely.sum()).log())
+    close(crf.best(emissions, real)[1], best)
+    close(crf.eval()(emissions, tags, real), plain)
+    assert "log_weights" not in crf.state_dict()
+
+    crf = LinearChainCRF(BIO).double()
+    crf.weigh(weights)
+    counts = torch.tensor([40, 3, 2, 1, 4])
+    learnt = (counts * weights).log().requires_grad_()
+    labels = torch.arange(5).repeat_interleave(counts)[:, None]
+    crf(learnt.expand(50, 1, 5), labels, torch.ones(50, 1, dtype=torch.bool)).sum().backward()
+    close(learnt.grad, torch.zeros(5, dtype=torch.float64))
+
+
 def test_gaps_and_padding_change_nothing():
     """The chain runs over the tokens that have a tag, wherever they stand; a row without any has no loss."""
     crf = chain(BIO)

@@ -64,7 +64,8 @@ def data(tmp_path_factory):
     return files
 
 
-def test_rare_entities_are_found(data, tmp_path):
+@pytest.mark.parametrize("decoder", ["softmax", "crf"])
+def test_rare_entities_are_found(decoder, data, tmp_path):
     found = {
         balance: finetune(
             "token-classification",
@@ -73,6 +74,7 @@ def test_rare_entities_are_found(data, tmp_path):
             num_train_epochs=4,
             learning_rate=0.01,
             class_balance=balance,
+            tag_decoder=decoder,
             metric_for_best_model="loss",
         )
         for balance in (0.0, 1.0)

@@ -37,7 +37,6 @@ def test_a_chain_over_pieces_of_words(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"class_balance": 0.5}, "single tags"),
         ({"label_smoothing_factor": 0.1}, "single tags"),
         ({"tokenizer_kind": "wordpiece"}, "--tokenizer_kind words"),
     ],
