@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..training.devices import ExpertOptions
 from ..training.recipe import Recipe
 from . import names
 from .layerwise import LayerwiseOptions
@@ -243,7 +244,7 @@ class TaskOptions:
 
 
 @dataclass
-class RunOptions(LayerwiseOptions, SelfEnsembleOptions, Recipe):
+class RunOptions(LayerwiseOptions, SelfEnsembleOptions, ExpertOptions, Recipe):
     """What belongs to the run beside Trainer's flags."""
 
     _argument_group_name = "run"

@@ -150,6 +150,12 @@ class FineTuning:
             raise ValueError(f"--early_stopping_patience {run.early_stopping_patience} must be at least 1")
         run.check_layerwise(args, run.peft)
         run.check_self_ensemble(self.task.head, self.task.id, run.average_checkpoints is not None)
+        if run.devices():
+            layers = run.goes_by_layers
+            beside = {"--peft": run.peft, "--self_ensemble": run.self_ensemble, "options by layers": layers}
+            for name, chosen in beside.items():
+                if chosen:
+                    raise ValueError(f"--expert_parallel shards whole models, trained whole; leave it or {name} out")
         wanted = (args.metric_for_best_model or "loss").removeprefix("eval_")
         known = ("loss", *self.task.metric_names)
         generating = not self.task.generates or args.predict_with_generate
@@ -317,6 +323,7 @@ class FineTuning:
         if self.options.class_balance:
             plan["class_balance"] = self.options.class_balance
         plan |= self.run_options.layerwise_record() | self.run_options.self_ensemble_record()
+        plan |= self.run_options.devices()
         if language:  # what `hf-xformers evaluate` looks for
             plan["objective"] = self.task.objective.to_dict()  # type: ignore[attr-defined]
             plan["block_size"] = self.task.max_length
@@ -376,6 +383,7 @@ class FineTuning:
             groups=groups,
             ensemble=ensemble,
             compute_loss_func=self._loss(prepared),
+            **self.run_options.devices(),
         )
         speak_plainly(trainer)
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -392,7 +400,9 @@ class FineTuning:
             best = trainer.state.best_model_checkpoint if args.load_best_model_at_end else None
             ensemble.settle(best)
         if self.run_options.average_checkpoints:
-            summary["averaged"] = average_last_checkpoints(model, folder, self.run_options.average_checkpoints)
+            summary["averaged"] = average_last_checkpoints(
+                model, folder, self.run_options.average_checkpoints, args.world_size
+            )
         summary["best_checkpoint"] = trainer.state.best_model_checkpoint
         for split in ("validation", "test"):
             if split in prepared.splits:

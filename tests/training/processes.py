@@ -16,13 +16,14 @@ ROOT = Path(__file__).parents[2]
 
 # Starts `ranks` of each world size, waits for all, and ends the others when one fails or time is up.
 _PARENT = """
-import importlib, json, os, signal, sys, time, traceback
+import gc, importlib, json, os, signal, sys, time, traceback
 module, jobs, folder, worlds, seconds = json.loads(sys.argv[1])
 import torch, transformers, accelerate.utils
 from transformers import Trainer
 from torch.distributed.fsdp import fully_shard
 jobs = [getattr(importlib.import_module(module), name) for name in jobs]
 torch.set_num_threads(1)
+gc.freeze()  # what all processes share is not looked through in each
 
 def work(rank, world):
     import torch.distributed as dist
