@@ -145,7 +145,7 @@ TRAINED: dict[int, dict[str, bool | int]] = {
     2: dict.fromkeys(RUNS, True),
     4: {"switch": 2},
 }
-RESUMED = {2: "gshard", 4: "switch"}
+RESUMED = {2: "prototypes", 4: "switch"}
 
 
 def trainer_of(name: str, world: int, folder: Path) -> XFormerTrainer:
