@@ -204,8 +204,6 @@ def trainer(rank: int, world: int, folder: str) -> dict[str, Any]:
 def commands(rank: int, world: int, folder: str) -> dict[str, Any]:
     """`pretrain --expert_parallel` with the mean of its checkpoints, and `finetune --expert_parallel` of what it
     saves."""
-    if world > 2:
-        return {}
     Accelerator.end_training = lambda self: None  # which leaves the group that the second command needs
     place, rows = Path(folder) / str(world), ROWS // world
     place.mkdir(parents=True, exist_ok=True)

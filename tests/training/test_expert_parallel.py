@@ -32,7 +32,8 @@ PLACES = [(world, rank) for world in (1, 2, 4) for rank in range(world)]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("experts")
-    run_jobs("tests.training.expert_jobs", ["expert_parallel", "trainer", "commands"], place, worlds=(1, 2, 4))
+    jobs = ["expert_parallel", "trainer", "commands"]
+    run_jobs("tests.training.expert_jobs", jobs, place, worlds=(1, 2, 4), largest={"commands": 2})
     return place
 
 
