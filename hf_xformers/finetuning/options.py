@@ -218,6 +218,15 @@ class TaskOptions:
         default=None,
         metadata={"help": f"Column of images, or of their paths. Default: one named {_listed(names.IMAGES)}."},
     )
+    colours: int | None = field(
+        default=None,
+        metadata={
+            "help": (
+                "Image classification with a --variant whose tokens are colours: how many clusters of them. Default:"
+                " 512, or as many as the images have."
+            )
+        },
+    )
     augment: list[str] = field(
         default_factory=list,
         metadata={

@@ -78,8 +78,8 @@ class FineTuning:
         self.peft_fields = dict(peft_fields or {})
         self.folder = Path(str(args.output_dir))
         self.tokenizer: Any = None  # one that several tasks share
-        self.task = build_task(task)
         self.start = self._open_start()
+        self.task = build_task(task, self._config_class())
         heads = self._heads()
         self.task.choose(heads, None if self.start is None else loading.architecture_of(self.start))
         self.keeps_head = (
@@ -116,11 +116,14 @@ class FineTuning:
             )
         return found
 
-    def _heads(self) -> Sequence[str]:
+    def _config_class(self) -> Any:
         from ..variants import config_class
 
+        return config_class(self.variant) if self.start is None else type(self.start)
+
+    def _heads(self) -> Sequence[str]:
         if self.start is None:
-            return config_class(self.variant).heads
+            return self._config_class().heads
         if isinstance(self.start, XFormerConfig):
             return type(self.start).heads
         return tuple(f"For{name}" for name in ("MaskedLM", "CausalLM", "Seq2SeqLM") if self._has_class(name))
@@ -246,6 +249,10 @@ class FineTuning:
         with self.args.main_process_first(local=self.args.save_on_each_node, desc="preparing the data"):
             splits = self.task.load(self.source)
             self.task.settle(splits, self.start if self.keeps_head else None)
+            self.task.open_processor(splits, self.model.model, self.args.seed)
+            if self.start is None:
+                given = self._config_class(), self.components, self.fields
+                self.components, self.fields = self.task.decided_fields(*given)
             first = self._config({})
             tokenizer: Any = None
             ids: dict[str, Any] = {}
