@@ -145,8 +145,10 @@ def digits(folder: Path) -> dict[str, Any]:
     images = raw_rows.digits(_scratch() / "digits")
     return {
         "head": "ForImageClassification",
-        "variants": ("vision_transformer", "transformer_in_transformer"),
-        "options": ["--task", "image-classification", "--data", images, "--image_size", "8", "--patch_size", "2"],
+        "colours": "ForSequenceClassification",  # of variants whose tokens are colours
+        "variants": ("vision_transformer", "transformer_in_transformer", "image_gpt"),
+        "options": ["--task", "image-classification", "--data", images],
+        "patches": ["--image_size", "8", "--patch_size", "2"],
         "metric": "accuracy",
         "texts": [],
     }
@@ -282,9 +284,12 @@ def benchmark(argv: list[str] | None = None) -> None:
         task = TASKS[name](args.data)
         variants = args.variants.split(",") if args.variants else task["variants"]
         for variant in variants:
-            if task["head"] not in config_class(variant).heads:
+            known = config_class(variant)
+            colours = "colours" in task and known.reads_colours != "no"
+            if task["colours" if colours else "head"] not in known.heads:
                 continue
-            summary = measure(task, variant, args, extra)
+            further = [] if colours else task.get("patches", [])
+            summary = measure({**task, "options": [*task["options"], *further]}, variant, args, extra)
             percent = 1.0 if task["metric"] in PERCENT else 100.0
             test = summary.get(f"test_{task['metric']}")
             own = task.get("baseline")  # else the command's

@@ -22,6 +22,7 @@ from .core.parallel_plans import check_expert_parallel, check_tensor_parallel, l
 from .core.precision import computing_dtype, float32_names
 from .core.sequence_sharding import why_not_context_parallel
 from .core.weight_decay import declared_undecayed
+from .feedforward.experts import divide_once
 
 
 class XFormerPreTrainedModel(PreTrainedModel):
@@ -137,17 +138,26 @@ class XFormerPreTrainedModel(PreTrainedModel):
         experts_alone = distributed_config.ep_size > 1 and not rules
         check_tensor_parallel(self.config, distributed_config.tp_size, splits=not experts_alone)
         check_expert_parallel(self.config, distributed_config.ep_size)
-        single = distributed_config.dp_size > 1 and distributed_config.efsdp_size == 1
-        if distributed_config.ep_size > 1 and single and self.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"experts in {self.dtype} whose processes have a batch each would learn from gradients that torch's"
-                " FSDP2 divides twice; load the model in bfloat16 or float32, or give all processes one batch"
-                " (`tp_size` equal to `ep_size`)."
-            )
         if experts_alone:  # transformers takes an empty plan, and then asks for one where `tp_size` is above 1
             distributed_config = copy.copy(distributed_config)
             distributed_config.tp_size = 1
         return super()._resolve_parallel_plans(distributed_config)
+
+    @classmethod
+    def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
+        model = super().maybe_distribute_model(model, distributed_config, mesh_manager)
+        batches = distributed_config is not None and distributed_config.dp_size > 1 and distributed_config.ep_size > 1
+        if mesh_manager is not None and batches and distributed_config.efsdp_size == 1:
+            divide_once(model, distributed_config.dp_size)
+        return model
+
+    def gather_sharded_state_dict_for_save(self, model_to_save: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Whole tensors to save; one that is tied to another stands there once, as it does without processes."""
+        state = super().gather_sharded_state_dict_for_save(model_to_save, *args, **kwargs)
+        if not model_to_save.is_distributed_loading_by_transformers:
+            return state
+        tied = model_to_save.all_tied_weights_keys or {}
+        return {name: tensor for name, tensor in state.items() if tied.get(name) not in state}
 
     def reported(self, aux_losses: dict[str, Tensor] | None, loss: Tensor | None = None) -> dict[str, Tensor] | None:
         """The auxiliary losses that an output gives: beside a loss, in training, and wherever gradients are recorded.

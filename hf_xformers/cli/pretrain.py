@@ -37,18 +37,19 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     from ..training.pretraining import Preparation, train
 
     parsed = parse_command(argv, GROUPS, make_parser)
-    choice, source, images, recipe, args = parsed.dataclasses
+    choice, source, images, recipe, devices, args = parsed.dataclasses
     recipe.check(args)
     config_class = _config_class(choice)
     if reads_images(config_class, source.data, images):
         return _run_on_images(parsed, config_class, callbacks)
     refuse_image_options(images)
     preparation = Preparation(choice, source, args, **model_options(config_class, parsed, choice))
+    devices.check_devices(preparation.config, args.world_size)
     quiet_libraries(args)
     with folder_lock(preparation.folder, writes=args.should_save):
         prepared = preparation.run()
         _tell(prepared)
-        summary = train(prepared, args, callbacks, recipe=recipe)
+        summary = train(prepared, args, callbacks, recipe=recipe, devices=devices.devices())
     report(summary, str(args.output_dir))
     return 0
 
@@ -60,7 +61,8 @@ def _run_on_images(parsed: Any, config_class: type[XFormerConfig], callbacks: Se
     from ..training.image_pretraining import ImagePreparation, usual_objective
     from ..training.pretraining import train
 
-    choice, source, images, recipe, args = parsed.dataclasses
+    choice, source, images, recipe, devices, args = parsed.dataclasses
+    devices.refuse("sequence_parallel", "divides texts, and images are read whole")
     if recipe.max_tokens:
         raise ValueError("--max_tokens sorts texts by length, and images have one; leave it out")
     usual = choice.objective or usual_objective(config_class)
@@ -79,7 +81,14 @@ def _run_on_images(parsed: Any, config_class: type[XFormerConfig], callbacks: Se
         )
         if prepared.checkpoint is not None:
             say(f"resuming from {prepared.checkpoint}")
-        summary = train(prepared, args, callbacks, make_trainer=prepared.make_trainer(), recipe=recipe)
+        summary = train(
+            prepared,
+            args,
+            callbacks,
+            make_trainer=prepared.make_trainer(),
+            recipe=recipe,
+            devices=devices.devices(),
+        )
         drawn = prepared.write_pictures(args.seed, Path(str(args.output_dir))) if args.should_save else None
     report(summary, str(args.output_dir), further={} if drawn is None else {"pictures": str(drawn)})
     return 0
@@ -110,6 +119,7 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     """The parser for a variant and a size, whose defaults and fields differ."""
     from transformers import TrainingArguments
 
+    from ..training.devices import DeviceOptions
     from ..training.image_pretraining import ImageData
     from ..training.presets import training_defaults
     from ..training.pretraining import ModelChoice, chosen_size
@@ -117,7 +127,7 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     from ..training.text import TextData
 
     parser = Parser(
-        [ModelChoice, TextData, ImageData, Recipe],
+        [ModelChoice, TextData, ImageData, Recipe, DeviceOptions],
         TrainingArguments,
         prog="hf-xformers pretrain",
         usage="hf-xformers pretrain [FILE.yaml] --output_dir DIR [OPTION VALUE ...]",

@@ -29,12 +29,13 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     from ..training.uptraining import objective_of, prepare, uptrain
 
     parsed = parse_command(argv, ("objective",), make_parser)
-    choice, distillation, source, args = parsed.dataclasses
+    choice, distillation, source, devices, args = parsed.dataclasses
     settings = parsed.groups.get("objective", {})
     objective = parse_objective(choice.objective or objective_of(choice.model), settings)
     quiet_libraries(args)
     with in_options(_OPTIONS):
         preparation = prepare(choice, source, args, objective_fields=objective)
+        devices.check_devices(preparation.config, args.world_size)
 
     def tell(prepared: Any) -> None:
         plan = prepared.plan
@@ -49,7 +50,7 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
             say(f"resuming from {prepared.checkpoint}")
 
     with in_options(_OPTIONS):
-        summary = uptrain(preparation, distillation, args, callbacks=callbacks, on_prepared=tell)
+        summary = uptrain(preparation, distillation, args, callbacks=callbacks, on_prepared=tell, devices=devices)
     kind = kind_of(choice.model, summary["variant"])
     report({**summary, "variant": kind}, str(args.output_dir), "uptrained")
     return 0
@@ -73,6 +74,7 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     """The parser for a model, whose size decides the defaults."""
     from transformers import TrainingArguments
 
+    from ..training.devices import DeviceOptions
     from ..training.distillation import Distillation
     from ..training.presets import training_defaults
     from ..training.pretraining import ModelChoice, chosen_size
@@ -80,7 +82,7 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     from ..training.uptraining import Uptraining
 
     parser = Parser(
-        [Uptraining, Distillation, TextData],
+        [Uptraining, Distillation, TextData, DeviceOptions],
         TrainingArguments,
         prog="hf-xformers uptrain",
         usage=(

@@ -109,8 +109,8 @@ def fully_sharded_plan(config: Any) -> dict[Any, str]:
     return plan
 
 
-def check_expert_parallel(config: Any, size: int) -> None:
-    """Refuses `size` processes for experts that they cannot share.
+def check_expert_parallel(config: Any, size: int, option: str = "ep_size") -> None:
+    """Refuses `size` processes for experts that they cannot share. option: what the user calls their number.
 
     Raises:
         ValueError: there are no experts, or they cannot be told apart, or their number does not divide.
@@ -118,10 +118,10 @@ def check_expert_parallel(config: Any, size: int) -> None:
     if size <= 1:
         return
     specs = [layer.feedforward for view in config.tower_configs() for layer in view.layer_configs()]
-    instead = "set `ep_size=1` and use FSDP2 (`fsdp_size`) or tensor parallelism (`tp_size`) instead"
+    instead = f"set `{option}=1` and use FSDP2 (`fsdp_size`) or tensor parallelism (`tp_size`) instead"
     if not any(spec.expert_count() for spec in specs):
         raise ValueError(
-            f"feedforward {config.feedforward.type!r} has no experts that `ep_size={size}` could split; {instead}, or"
+            f"feedforward {config.feedforward.type!r} has no experts that `{option}={size}` could split; {instead}, or"
             " choose a feedforward with experts, such as 'switch_transformer'."
         )
     for spec in specs:
@@ -129,12 +129,13 @@ def check_expert_parallel(config: Any, size: int) -> None:
         if count and not spec.splits_experts:
             raise ValueError(
                 f"feedforward {spec.type!r} puts the network of a token together from slices of several experts, which"
-                f" `ep_size={size}` processes cannot hold apart; {instead}, or take one hash (`multi_hash=1`)."
+                f" `{option}={size}` processes cannot hold apart; {instead}, or take one hash (`multi_hash=1`)."
             )
         if count % size:
             fits = ", ".join(str(number) for number in range(1, count + 1) if count % number == 0)
             raise ValueError(
-                f"{count} experts cannot be split over {size} processes; take an `ep_size` that divides them ({fits})."
+                f"{count} experts cannot be split over {size} processes; take an `{option}` that divides them"
+                f" ({fits})."
             )
 
 

@@ -19,6 +19,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 STAGING = ".saving"
 # What a run leaves in its folder: what it is, the lock while it goes on, and Trainer's state in every checkpoint.
 SUMMARY_FILE, LOCK_FILE, STATE_FILE = "training_summary.json", ".hf_xformers.lock", "trainer_state.json"
+SHARDED_OPTIMIZER = "optimizer_shards"  # of a checkpoint, in place of a file for all processes
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
 

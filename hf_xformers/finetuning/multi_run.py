@@ -210,6 +210,7 @@ class MultiTaskTuning:
                 raise ValueError("--class_balance makes the loss of one task; leave it out for several at once")
         alone = {
             "max_tokens": run.max_tokens,
+            "expert_parallel": run.devices(),
             "label_smoothing_factor": args.label_smoothing_factor,
             "group_by_length": args.train_sampling_strategy == "group_by_length",
         }
@@ -387,7 +388,12 @@ class MultiTaskTuning:
         if ensemble is not None:
             ensemble.settle(trainer.state.best_model_checkpoint if args.load_best_model_at_end else None)
         if run.average_checkpoints:
-            summary["averaged"] = average_last_checkpoints(model, self.folder, run.average_checkpoints)  # type: ignore[arg-type]
+            summary["averaged"] = average_last_checkpoints(
+                model,  # type: ignore[arg-type]
+                self.folder,
+                run.average_checkpoints,
+                self.args.world_size,
+            )
         summary["best_checkpoint"] = trainer.state.best_model_checkpoint
         for name, one in prepared.items():
             summary["tasks"][name] |= self._measure(trainer, name, one)

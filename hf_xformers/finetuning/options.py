@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..training.devices import ExpertOptions
 from ..training.recipe import Recipe
 from . import names
 from .layerwise import LayerwiseOptions
@@ -217,6 +218,15 @@ class TaskOptions:
         default=None,
         metadata={"help": f"Column of images, or of their paths. Default: one named {_listed(names.IMAGES)}."},
     )
+    colours: int | None = field(
+        default=None,
+        metadata={
+            "help": (
+                "Image classification with a --variant whose tokens are colours: how many clusters of them. Default:"
+                " 512, or as many as the images have."
+            )
+        },
+    )
     augment: list[str] = field(
         default_factory=list,
         metadata={
@@ -243,7 +253,7 @@ class TaskOptions:
 
 
 @dataclass
-class RunOptions(LayerwiseOptions, SelfEnsembleOptions, Recipe):
+class RunOptions(LayerwiseOptions, SelfEnsembleOptions, ExpertOptions, Recipe):
     """What belongs to the run beside Trainer's flags."""
 
     _argument_group_name = "run"

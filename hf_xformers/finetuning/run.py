@@ -78,8 +78,8 @@ class FineTuning:
         self.peft_fields = dict(peft_fields or {})
         self.folder = Path(str(args.output_dir))
         self.tokenizer: Any = None  # one that several tasks share
-        self.task = build_task(task)
         self.start = self._open_start()
+        self.task = build_task(task, self._config_class())
         heads = self._heads()
         self.task.choose(heads, None if self.start is None else loading.architecture_of(self.start))
         self.keeps_head = (
@@ -116,11 +116,14 @@ class FineTuning:
             )
         return found
 
-    def _heads(self) -> Sequence[str]:
+    def _config_class(self) -> Any:
         from ..variants import config_class
 
+        return config_class(self.variant) if self.start is None else type(self.start)
+
+    def _heads(self) -> Sequence[str]:
         if self.start is None:
-            return config_class(self.variant).heads
+            return self._config_class().heads
         if isinstance(self.start, XFormerConfig):
             return type(self.start).heads
         return tuple(f"For{name}" for name in ("MaskedLM", "CausalLM", "Seq2SeqLM") if self._has_class(name))
@@ -150,6 +153,12 @@ class FineTuning:
             raise ValueError(f"--early_stopping_patience {run.early_stopping_patience} must be at least 1")
         run.check_layerwise(args, run.peft)
         run.check_self_ensemble(self.task.head, self.task.id, run.average_checkpoints is not None)
+        if run.devices():
+            layers = run.goes_by_layers
+            beside = {"--peft": run.peft, "--self_ensemble": run.self_ensemble, "options by layers": layers}
+            for name, chosen in beside.items():
+                if chosen:
+                    raise ValueError(f"--expert_parallel shards whole models, trained whole; leave it or {name} out")
         wanted = (args.metric_for_best_model or "loss").removeprefix("eval_")
         known = ("loss", *self.task.metric_names)
         generating = not self.task.generates or args.predict_with_generate
@@ -240,6 +249,10 @@ class FineTuning:
         with self.args.main_process_first(local=self.args.save_on_each_node, desc="preparing the data"):
             splits = self.task.load(self.source)
             self.task.settle(splits, self.start if self.keeps_head else None)
+            self.task.open_processor(splits, self.model.model, self.args.seed)
+            if self.start is None:
+                given = self._config_class(), self.components, self.fields
+                self.components, self.fields = self.task.decided_fields(*given)
             first = self._config({})
             tokenizer: Any = None
             ids: dict[str, Any] = {}
@@ -317,6 +330,7 @@ class FineTuning:
         if self.options.class_balance:
             plan["class_balance"] = self.options.class_balance
         plan |= self.run_options.layerwise_record() | self.run_options.self_ensemble_record()
+        plan |= self.run_options.devices()
         if language:  # what `hf-xformers evaluate` looks for
             plan["objective"] = self.task.objective.to_dict()  # type: ignore[attr-defined]
             plan["block_size"] = self.task.max_length
@@ -376,6 +390,7 @@ class FineTuning:
             groups=groups,
             ensemble=ensemble,
             compute_loss_func=self._loss(prepared, model),
+            **self.run_options.devices(),
         )
         speak_plainly(trainer)
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -392,7 +407,9 @@ class FineTuning:
             best = trainer.state.best_model_checkpoint if args.load_best_model_at_end else None
             ensemble.settle(best)
         if self.run_options.average_checkpoints:
-            summary["averaged"] = average_last_checkpoints(model, folder, self.run_options.average_checkpoints)
+            summary["averaged"] = average_last_checkpoints(
+                model, folder, self.run_options.average_checkpoints, args.world_size
+            )
         summary["best_checkpoint"] = trainer.state.best_model_checkpoint
         for split in ("validation", "test"):
             if split in prepared.splits:

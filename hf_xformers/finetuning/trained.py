@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..configuration_xformer import XFormerConfig
 from ..training.run_folder import read_summary
 from . import loading
 from .options import TaskOptions
@@ -80,7 +81,7 @@ def open_trained(
     about = _read(folder / adapter) if adapter else {}
     start = _base_of(name, about, record, base) if adapter else name
     config = loading.open_config(start)
-    made = build_task(_options(name, task, record, config, about, changes))
+    made = build_task(_options(name, task, record, config, about, changes), type(config))
     if not made.predicts:
         raise ValueError(
             f"{name!r} is a language model, which says nothing of a row; measure it with `hf-xformers evaluate`, or"
@@ -165,6 +166,8 @@ def _task_of(name: str, config: PreTrainedConfig, about: Mapping[str, Any]) -> s
         if architecture.endswith(f"For{head}"):
             return task
     if architecture.endswith("ForSequenceClassification"):
+        if isinstance(config, XFormerConfig) and config.reads_colours == "only":
+            return "image-classification"
         return _PROBLEMS.get(
             config.problem_type or "", "regression" if config.num_labels == 1 else "text-classification"
         )

@@ -9,7 +9,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core.saved_files import CHECKPOINT, STATE_FILE, safetensors_defect, weight_files, weights_defect
+from ..core.saved_files import (
+    CHECKPOINT,
+    SHARDED_OPTIMIZER,
+    STATE_FILE,
+    safetensors_defect,
+    weight_files,
+    weights_defect,
+)
 
 # What FSDP and DeepSpeed write in place of the plain files; they check their own shards when they load them.
 _SHARDED = ("pytorch_model_fsdp*", "global_step*")
@@ -39,7 +46,9 @@ def defect(checkpoint: str | Path, world_size: int = 1) -> str | None:
     if any(any(folder.glob(pattern)) for pattern in _SHARDED):
         return None
     ranks = [""] if world_size <= 1 else [f"_{rank}" for rank in range(world_size)]
-    archives = ["optimizer.pt", "scheduler.pt", *(f"rng_state{rank}.pth" for rank in ranks)]
+    sharded = (folder / SHARDED_OPTIMIZER / ".metadata").is_file()  # which is written last
+    optimizer = [] if sharded else ["optimizer.pt"]
+    archives = [*optimizer, "scheduler.pt", *(f"rng_state{rank}.pth" for rank in ranks)]
     for name in archives:
         if not (folder / name).is_file():
             return f"it has no {name}"

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -155,6 +155,66 @@ def drawn_pixels(rows: Dataset, size: tuple[int, int], seed: int) -> Tensor:
     return torch.cat(parts)
 
 
+def processor_of_colours(rows: Dataset, size: tuple[int, int], colours: int | None, seed: int) -> Any:
+    """An image processor with clusters of the colours of training images. colours: how many; None: the usual number,
+    or as many as there are."""
+    pixels = drawn_pixels(rows, size, seed)
+    count = colours or min(USUAL_COLOURS, len(pixels.unique(dim=0)))
+    return colour_processor(colour_clusters(pixels, count, seed=seed), size)
+
+
+def size_of(processor: Any) -> tuple[int, int]:
+    """Height and width that an image processor gives to images."""
+    return int(processor.size["height"]), int(processor.size["width"])
+
+
+class DecidedByColours(NamedTuple):
+    """Of a model with fresh weights: components, whole, and fields that stand beneath those given."""
+
+    components: dict[str, Any]
+    fields: dict[str, Any]
+
+
+def refuse_decided(fields: Mapping[str, Any]) -> None:
+    """Raises ValueError for given fields that follow from colours."""
+    for name in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id"):
+        if name in fields:
+            raise ValueError(f"--{name} follows from the colours of the images; give --colours in its place")
+
+
+def decided_by_colours(
+    config_class: type[XFormerConfig], components: Mapping[str, Any], colours: int, size: tuple[int, int]
+) -> DecidedByColours:
+    """What follows for a fresh model from the number of clusters and the images' size: ids, positions, and the plane
+    that its attention reads a text as. Without one a text begins with a start, and has a position more than pixels."""
+    made = {**components_of(config_class), **with_changes(config_class, components, {})}
+    attention: Any = build_spec("attention", made["attention"])
+    plane, given = attention.fields_of_plane(*size), components.get("attention", {})
+    pixels = size[0] * size[1]
+    return DecidedByColours(
+        {"attention": {**({"type": given} if isinstance(given, str) else given), **plane}} if plane else {},
+        {
+            "vocab_size": colours + 1,
+            "bos_token_id": colours,
+            "pad_token_id": None,
+            "max_position_embeddings": pixels if plane else pixels + 1,
+        },
+    )
+
+
+def plane_of(config: XFormerConfig, size: tuple[int, int]) -> TokenGrid | None:
+    """The plane that a model's attention reads a text as; None: it reads none. Raises ValueError where images of this
+    size are another."""
+    grids = [layer.attention.token_grid(layer) for layer in config.layer_configs()]
+    grid = next((found for found in grids if found is not None), None)
+    if grid is not None and (grid.rows, grid.columns) != size:
+        raise ValueError(
+            f"the images have {size[0]} x {size[1]} pixels, and attention {config.attention.type!r} reads a plane"
+            f" of {grid.rows} x {grid.columns}; give --resize, or set its fields"
+        )
+    return grid
+
+
 def mean_patch(rows: Any, collator: Any, patch: tuple[int, int]) -> Tensor:
     """[C, P, P]: the mean of all patches of the first `MEASURED_IMAGES` training images, scaled as the model reads
     them."""
@@ -262,10 +322,8 @@ class ImagePreparation(Request):
                 f"--colours is for models whose tokens are colours, and {self.config_class.model_type!r} reads"
                 " patches; leave it out"
             )
-        decided = () if self.by_patches else ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
-        for name in decided:
-            if name in self.fields:
-                raise ValueError(f"--{name} follows from the colours of the images; give --colours in its place")
+        if not self.by_patches:
+            refuse_decided(self.fields)
 
     def run(self) -> PreparedImages:
         """Reads the images, makes or loads what turns them into inputs. Processes take turns, the main one first."""
@@ -322,14 +380,11 @@ class ImagePreparation(Request):
         return self._prepared(config, processor, rows, size, config.grid[0] * config.grid[1])
 
     def _colours(self, splits: Mapping[str, Dataset], size: tuple[int, int]) -> PreparedImages:
-        def make() -> Any:
-            pixels = drawn_pixels(splits["train"], size, self.args.seed)
-            count = self.images.colours or min(USUAL_COLOURS, len(pixels.unique(dim=0)))
-            return colour_processor(colour_clusters(pixels, count, seed=self.args.seed), size)
-
-        processor = self._processor(make)
+        processor = self._processor(
+            lambda: processor_of_colours(splits["train"], size, self.images.colours, self.args.seed)
+        )
         clusters = np.asarray(processor.clusters, dtype=np.float32)
-        stored = (int(processor.size["height"]), int(processor.size["width"]))
+        stored = size_of(processor)
         if stored != size:
             raise ValueError(
                 f"the images have {size[0]} x {size[1]} pixels, and the model reads {stored[0]} x {stored[1]}; give"
@@ -366,29 +421,16 @@ class ImagePreparation(Request):
         """The config, and the plane that its attention reads a text as. Without one a text begins with a start, and
         has a position more than pixels."""
         if self.choice.init_from is None:
-            self.fields |= {"vocab_size": colours + 1, "bos_token_id": colours, "pad_token_id": None}
-            made = {**components_of(self.config_class), **with_changes(self.config_class, self.components, {})}
-            attention: Any = build_spec("attention", made["attention"])
-            plane = attention.fields_of_plane(*size)
-            if plane:
-                given = self.components.get("attention", {})
-                self.components["attention"] = {**({"type": given} if isinstance(given, str) else given), **plane}
-            pixels = size[0] * size[1]
-            self.fields.setdefault("max_position_embeddings", pixels if plane else pixels + 1)
+            decided = decided_by_colours(self.config_class, self.components, colours, size)
+            self.components = {**self.components, **decided.components}
+            self.fields = {**decided.fields, **self.fields}
         config = self._config(None)
         if config.head.num_outputs(config) < colours or config.vocab_size < colours + 1:
             raise ValueError(
                 f"the model predicts {config.head.num_outputs(config)} of {config.vocab_size} ids, and there are"
                 f" {colours} colours and a start; start from the model that these clusters were saved with"
             )
-        grids = [layer.attention.token_grid(layer) for layer in config.layer_configs()]
-        grid = next((found for found in grids if found is not None), None)
-        if grid is not None and (grid.rows, grid.columns) != size:
-            raise ValueError(
-                f"the images have {size[0]} x {size[1]} pixels, and attention {config.attention.type!r} reads a plane"
-                f" of {grid.rows} x {grid.columns}; give --resize, or set its fields"
-            )
-        return config, grid
+        return config, plane_of(config, size)
 
     def _prepared(
         self, config: XFormerConfig, processor: Any, rows: Mapping[str, Any], size: tuple[int, int], tokens: int

@@ -348,13 +348,15 @@ def train(
     adapters: PutIn | None = None,
     last: bool = True,
     recipe: Recipe | None = None,
+    devices: Mapping[str, bool | int] | None = None,
 ) -> dict[str, Any]:
     """Trains, evaluates and saves; returns the content of `training_summary.json`.
 
     callbacks: further Trainer callbacks. make_trainer: a subclass of `XFormerTrainer`, or what calls one. adapters:
     what is put into the model, trained with it or in place of its own weights, and merged into them before it is
     saved. last: whether the processes of the run have nothing more to do together. recipe: further options of
-    training.
+    training. devices: options of the trainer that divide the run over processes (`sequence_parallel`,
+    `expert_parallel`).
     Resumes from `prepared.checkpoint` where there is one.
     """
     from transformers.trainer_callback import TrainerState
@@ -373,6 +375,7 @@ def train(
         )
     if recipe.chosen():
         prepared.plan = {**prepared.plan, "recipe": recipe.chosen()}
+    prepared.plan = {**prepared.plan, **(devices or {})}
     model = start_model(prepared, args, adapted=adapters is not None)
     if prepared.checkpoint is None:
         make_maps(model, _token_counts(prepared))
@@ -386,7 +389,7 @@ def train(
         args.eval_on_start = False  # the start was evaluated when it was the start
     collator = prepared.collator(args.seed)
     streams = prepared.plan["train_streams"] is not None
-    chosen: dict[str, Any] = {"recipe": recipe} if recipe.chosen() else {}
+    chosen: dict[str, Any] = {**({"recipe": recipe} if recipe.chosen() else {}), **(devices or {})}
     trainer = (make_trainer or XFormerTrainer)(
         model=model,
         args=args,
@@ -416,7 +419,7 @@ def train(
         trainer.train(resume_from_checkpoint=None if prepared.checkpoint is None else str(prepared.checkpoint))
     seconds = time.perf_counter() - started
     if recipe.average_checkpoints:
-        summary["averaged"] = average_last_checkpoints(model, folder, recipe.average_checkpoints)
+        summary["averaged"] = average_last_checkpoints(model, folder, recipe.average_checkpoints, args.world_size)
     evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     up_to_date = evaluated and evaluated[-1]["step"] == trainer.state.global_step and not args.load_best_model_at_end
     up_to_date = up_to_date and not recipe.average_checkpoints

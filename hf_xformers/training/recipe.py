@@ -119,18 +119,21 @@ def row_lengths(dataset: Any) -> list[int]:
     return [max(sizes) for sizes in zip(*columns)]
 
 
-def average_last_checkpoints(model: PreTrainedModel, folder: Path, count: int) -> list[str]:
+def average_last_checkpoints(model: PreTrainedModel, folder: Path, count: int, world_size: int = 1) -> list[str]:
     """Gives a model the mean of the weights of the last `count` complete checkpoints in a run's folder; their names.
+
+    world_size: the processes of the run, all of which have to call it.
 
     Raises ValueError where there are fewer, or they are in several files.
     """
     from safetensors.torch import load_file
 
     from .checkpoints import checkpoints, defect
+    from .expert_parts import load_whole
 
-    complete = sorted(
-        (path for path in checkpoints(folder) if defect(path) is None), key=lambda path: int(path.name.split("-")[-1])
-    )
+    if world_size > 1:
+        torch.distributed.barrier()  # the last one may still be written
+    complete = [path for path in reversed(checkpoints(folder)) if defect(path, world_size) is None]
     if len(complete) < count:
         raise ValueError(
             f"--average_checkpoints {count} found {len(complete)} in {str(folder)!r}; save more often (--save_steps)"
@@ -144,8 +147,12 @@ def average_last_checkpoints(model: PreTrainedModel, folder: Path, count: int) -
             wide = value.double() if value.is_floating_point() else value
             sums[name] = sums[name] + wide if name in sums and value.is_floating_point() else wide
     own = model.state_dict()
-    for name, total in sums.items():
-        if name in own:
-            mean = total / count if total.is_floating_point() else total
-            own[name].copy_(mean.to(own[name].dtype))
+    load_whole(
+        model,
+        {
+            name: (total / count if total.is_floating_point() else total).to(own[name].dtype)
+            for name, total in sums.items()
+            if name in own
+        },
+    )
     return [path.name for path in complete[-count:]]

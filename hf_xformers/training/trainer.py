@@ -18,10 +18,11 @@ from transformers.utils import logging
 from ..configuration_xformer import XFormerConfig
 from ..core.finite import refuse_non_finite
 from ..core.losses import labels_after_real_tokens
-from ..core.saved_files import STATE_FILE
+from ..core.saved_files import SHARDED_OPTIMIZER, STATE_FILE
 from ..core.sequence_sharding import check_sharding, sharding_in_force
 from ..core.weight_decay import declared_undecayed
 from ..data.batching import LengthGroupedBatchSampler
+from .devices import processes_of
 from .evaluation import (
     IGNORE_INDEX,
     frequency_floor,
@@ -31,6 +32,7 @@ from .evaluation import (
     summarise,
     token_statistics,
 )
+from .expert_parts import ExpertParts
 from .randomness import preserved_randomness
 from .recipe import Recipe, row_lengths, smoothing_among_all, vaswani_schedule
 from .replay import Replay, surrogate
@@ -48,7 +50,7 @@ ROW_LABELS = {
 
 
 class XFormerTrainer(Trainer):
-    """Trainer with eleven differences.
+    """Trainer with twelve differences.
 
     - Auxiliary losses (`outputs.aux_losses`) are logged as `aux_<name>`, means since the last log, and have the same
       weight in the gradient for every number of accumulation steps and devices. (A model adds them to a loss that is
@@ -75,6 +77,9 @@ class XFormerTrainer(Trainer):
     - `sequence_parallel=True` divides every text over all processes: a batch has `per_device_train_batch_size` rows,
       of which each process reads a part. `sequence_parallel=n` divides it over n of them, which have to be a divisor
       of their number; each n processes read other texts. What is learned is what one process learns on all texts.
+    - `expert_parallel=True` splits the experts of a mixture over all processes, `expert_parallel=n` over each n of
+      them, and shards all else (FSDP2); every process reads rows of its own. What is learned is what one process
+      learns, but for the balance losses, which are those of a process's own rows.
     """
 
     def __init__(
@@ -84,9 +89,11 @@ class XFormerTrainer(Trainer):
         segment_streams: bool = False,
         recipe: Recipe | None = None,
         sequence_parallel: bool | int = False,
+        expert_parallel: bool | int = False,
         **kwargs: Any,
     ) -> None:
         self.recipe = recipe or Recipe()
+        self._expert_parallel = expert_parallel
         model = kwargs.get("model", args[0] if args else None)
         self._use_cache = getattr(getattr(model, "config", None), "use_cache", None)
         self._aux_sums: dict[str, Tensor] = {}
@@ -108,17 +115,18 @@ class XFormerTrainer(Trainer):
         self.replay = Replay() if replays else None
         self.eval_collator = eval_collator if eval_collator is not None else self.data_collator
         self.sequence: SequenceParts | None = None
-        processes = self.args.world_size if sequence_parallel is True else int(sequence_parallel)
-        if processes and (processes < 1 or self.args.world_size % processes):
-            raise ValueError(
-                f"`sequence_parallel={sequence_parallel}` divides texts over so many processes, and"
-                f" {self.args.world_size} are not a multiple of it; take a number that divides them, or start"
-                " a multiple of it."
-            )
-        if processes > 1:
-            self.sequence = SequenceParts(self, config, processes)
+        if (parts := processes_of("sequence_parallel", sequence_parallel, self.args.world_size)) > 1:
+            self.sequence = SequenceParts(self, config, parts)
+        self.experts: ExpertParts | None = None
+        if (parts := processes_of("expert_parallel", expert_parallel, self.args.world_size)) > 1:
+            self.experts = ExpertParts(self, config, parts)
         if self.label_smoother is not None and self.compute_loss_func is None:
             self.compute_loss_func = self._smoothed_loss
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if processes_of("expert_parallel", self._expert_parallel, self.args.world_size) > 1:
+            return  # it may not fit whole: each process moves its share
+        super()._move_model_to_device(model, device)
 
     # ------------------------------------------------------------------------------------------------ losses
 
@@ -335,9 +343,30 @@ class XFormerTrainer(Trainer):
         super().log(logs, start_time)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self.experts is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            self._issue_warnings_after_load(self.experts.load(resume_from_checkpoint))
         loaded: Any = self.model if model is None else model
         refuse_non_finite(loaded, str(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if self.experts is None or best is None:
+            super()._load_best_model()
+        else:
+            self._issue_warnings_after_load(self.experts.load(best))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self.experts is not None and checkpoint is not None:
+            self.experts.load_progress(self.optimizer, self.lr_scheduler, checkpoint)
+            return
+        if checkpoint is not None and (Path(checkpoint) / SHARDED_OPTIMIZER).is_dir():
+            raise ValueError(
+                f"{checkpoint!r} was saved by a run with `expert_parallel`; resume it with that, or start a new run"
+                " from its weights."
+            )
+        super()._load_optimizer_and_scheduler(checkpoint)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         names = super().get_decay_parameter_names(model)
@@ -489,6 +518,12 @@ class XFormerTrainer(Trainer):
             folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             (folder / STATE_FILE).unlink(missing_ok=True)
         super()._save_checkpoint(model, trial)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.experts is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+        else:
+            self.experts.save_progress(self.optimizer, self.lr_scheduler, output_dir, writes=self.args.should_save)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         with self._config_for_use():

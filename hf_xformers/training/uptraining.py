@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .building import language_objective, objective_of_shape
+from .devices import DeviceOptions
 from .distillation import Distillation, DistillationTrainer, open_teacher
 from .folder_lock import folder_lock
 from .pretraining import ModelChoice, Preparation, Prepared, train
@@ -92,14 +93,16 @@ def uptrain(
     *,
     callbacks: Sequence[TrainerCallback] = (),
     on_prepared: Any = None,
+    devices: DeviceOptions | None = None,
 ) -> dict[str, Any]:
     """Trains, evaluates and saves as [`train`] does; the teacher, if any, is checked before data is read.
 
-    on_prepared: called with the prepared run before training.
+    on_prepared: called with the prepared run before training. devices: how it is divided over processes.
 
     Raises ValueError and TypeError that name the value and the remedy.
     """
     distillation.check()
+    devices = devices or DeviceOptions()
     trainer: Any = None
     if distillation.teacher is not None:
         if preparation.choice.segment_streams:
@@ -107,6 +110,8 @@ def uptrain(
                 "--segment_streams lets the model read earlier rows, and a --teacher reads every row by itself; leave"
                 " one of them out"
             )
+        for name in devices.devices():
+            devices.refuse(name, "divides the model alone, and a --teacher reads whole texts beside it")
         preparation.segment_streams = False
         head = f"For{preparation.objective.head}"
         teacher = open_teacher(distillation, preparation.config, head, preparation.block_size)
@@ -117,4 +122,4 @@ def uptrain(
             prepared.plan["distillation"] = dataclasses.asdict(distillation)
         if on_prepared is not None:
             on_prepared(prepared)
-        return train(prepared, args, callbacks, make_trainer=trainer)
+        return train(prepared, args, callbacks, make_trainer=trainer, devices=devices.devices())

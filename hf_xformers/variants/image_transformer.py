@@ -55,7 +55,13 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFImageTransformerConfig, "XFImageTransformer", ALL_HEADS, INFO)
+_family = make_family(
+    XFImageTransformerConfig,
+    "XFImageTransformer",
+    ALL_HEADS,
+    INFO,
+    further={"ForSequenceClassification": "AutoModelForImageClassification"},
+)
 XFImageTransformerModel = _family["Model"]
 XFImageTransformerForMaskedLM = _family["ForMaskedLM"]
 XFImageTransformerForSequenceClassification = _family["ForSequenceClassification"]

@@ -40,6 +40,25 @@ def breadth_cases() -> list[Case]:
     return list(first.values())
 
 
+# Beside a family of each stack, a family of each kind of attention and a mixture, with and without tied tables.
+ENGINES = (
+    "xf_bert", "xf_longformer", "xf_bigbird", "xf_reformer", "xf_routing_transformer", "xf_linear_transformer",
+    "xf_performer", "xf_delta_net", "xf_linformer", "xf_nystromformer", "xf_lite_transformer", "xf_t5", "xf_gpt2",
+    "xf_image_gpt", "xf_switch_transformer", "xf_product_key_memory",
+)  # fmt: skip
+
+
+SAVED_OF_FOUR = ("xf_bert", "xf_t5", "xf_switch_transformer")
+
+
+def cases_of_four() -> list[Case]:
+    """What four processes train as well."""
+    of_stack: dict[str, str] = {}
+    for case in breadth_cases():
+        of_stack.setdefault(case.config().stack.type, case.name)
+    return [case for case in breadth_cases() if case.name in {*ENGINES, *of_stack.values()}]
+
+
 def global_batch(step: int) -> tuple[Tensor, Tensor]:
     """Ids and mask [4, 12] of a step, rows of unequal lengths."""
     ids = tokens(ROWS, LENGTH, seed=step, high=VOCAB - 1)  # the last one some family never predicts
@@ -194,6 +213,9 @@ SPLIT: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+SPLIT_OF_FOUR = ("dense encoder", "two towers", "features", "experts", "a narrow table", "a table that pointers read")
+
+
 def case_of(model_type: str, shape: str) -> Case:
     return next(case for case in CASES if (case.name, case.shape) == (model_type, shape))
 
@@ -213,7 +235,8 @@ def step_of(case: Case, model: nn.Module, rows: slice, world: int) -> dict[str, 
 def tensor_parallel(rank: int, world: int, folder: str) -> dict[str, Any]:
     """`from_pretrained(distributed_config=...)` with both processes on one batch; saved whole, and read again."""
     found: dict[str, Any] = {}
-    for number, (name, (model_type, shape, changes)) in enumerate(SPLIT.items()):
+    split = {name: SPLIT[name] for name in SPLIT_OF_FOUR} if world == 4 else SPLIT
+    for number, (name, (model_type, shape, changes)) in enumerate(split.items()):
         case, place = case_of(model_type, shape), Path(folder) / f"{number}-{world}"
         model = case.build(strong=True, **NO_DROPOUT, **changes)
         if world > 1:
@@ -245,7 +268,7 @@ def fully_sharded(rank: int, world: int, folder: str) -> dict[str, Any]:
         from transformers.distributed import DistributedConfig
 
         sharding, _, mesh = PreTrainedModel.prepare_distribute_model(DistributedConfig(fsdp_size=world))
-    for case in breadth_cases():
+    for case in cases_of_four() if world == 4 else breadth_cases():
         model = case.build(strong=True, **NO_DROPOUT, **CHANGES.get(case.name, {}))
         if world > 1:
             model = model.maybe_distribute_model(model, sharding, mesh)
@@ -256,7 +279,7 @@ def fully_sharded(rank: int, world: int, folder: str) -> dict[str, Any]:
 
             found[case.name]["split"] = split, len(list(model.parameters()))
             found[case.name]["state"] = gather_full_state_dict(model)  # in the first process alone
-            if case.config().stack.type not in saved:
+            if case.name in SAVED_OF_FOUR if world == 4 else case.config().stack.type not in saved:
                 saved.add(case.config().stack.type)
                 model.save_pretrained(Path(folder) / case.name)  # the first process writes all of it
                 torch.distributed.barrier()

@@ -16,13 +16,14 @@ ROOT = Path(__file__).parents[2]
 
 # Starts `ranks` of each world size, waits for all, and ends the others when one fails or time is up.
 _PARENT = """
-import importlib, json, os, signal, sys, time, traceback
-module, jobs, folder, worlds, seconds = json.loads(sys.argv[1])
+import gc, importlib, json, os, signal, sys, time, traceback
+module, jobs, folder, worlds, seconds, largest = json.loads(sys.argv[1])
 import torch, transformers, accelerate.utils
 from transformers import Trainer
 from torch.distributed.fsdp import fully_shard
 jobs = [getattr(importlib.import_module(module), name) for name in jobs]
 torch.set_num_threads(1)
+gc.freeze()  # what all processes share is not looked through in each
 
 def work(rank, world):
     import torch.distributed as dist
@@ -32,6 +33,8 @@ def work(rank, world):
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + world - 2)  # each world a port of its own
         dist.init_process_group("gloo")
     for job in jobs:
+        if world > largest.get(job.__name__, world):
+            continue
         result = job(rank, world, os.path.join(folder, job.__name__))
         torch.save(result, os.path.join(folder, f"{job.__name__}-{world}-{rank}.pt"))
 
@@ -84,11 +87,18 @@ def environment(**more: str) -> dict[str, str]:
     }
 
 
-def run_jobs(module: str, jobs: list[str], folder: Path, worlds: tuple[int, ...] = (1, 2), seconds: int = 240) -> None:
+def run_jobs(
+    module: str,
+    jobs: list[str],
+    folder: Path,
+    worlds: tuple[int, ...] = (1, 2),
+    seconds: int = 240,
+    largest: dict[str, int] | None = None,
+) -> None:
     """Runs functions `job(rank, world, folder)` of a module one after the other in processes of each world size; what
-    they return is read with [`result`]."""
+    they return is read with [`result`]. largest: the most processes that a job runs in, where that is not all."""
     folder.mkdir(parents=True, exist_ok=True)
-    order = json.dumps([module, jobs, str(folder), worlds, seconds])
+    order = json.dumps([module, jobs, str(folder), worlds, seconds, largest or {}])
     done = subprocess.run([sys.executable, "-c", _PARENT, order], env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
 

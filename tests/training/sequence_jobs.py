@@ -20,6 +20,8 @@ from hf_xformers import (
     sequence_groups,
     sequence_parallel,
 )
+from hf_xformers.core.components import SLOTS, names
+from hf_xformers.core.sequence_parallel import why_not_sequence_parallel
 from tests.helpers import NO_DROPOUT, make_strong, tokens
 
 SIZES: dict[str, Any] = {
@@ -73,6 +75,11 @@ CASES: dict[str, PartCase] = {
     "performer decoder": PartCase({**PERFORMER, "position": "sinusoidal_absolute"}, length=11),
     "performer decoder, left as it is": PartCase(PERFORMER, rows="left as it is"),
     "hedgehog": PartCase({"attention": "hedgehog", "num_key_value_heads": 2}, length=9, rows="full"),
+    "arc-cosine features": PartCase({"attention": "arccos_attention"}, length=13),
+    "learned features": PartCase({"attention": "t2r"}, ENCODER, 13),
+    # Its features are drawn anew for every pass in training, and one process makes a pass more.
+    "random Fourier features": PartCase({"attention": {"type": "rfa", "redraw_interval": 0}}, length=13),
+    "random Fourier features, encoder": PartCase({"attention": {"type": "rfa", "redraw_interval": 0}}, ENCODER),
     "sum rule": PartCase({"attention": {"type": "dpfp", "attention_normalize": False}}, length=9),
     "delta rule": PartCase(DELTA),
     "delta rule, uneven": PartCase({**DELTA, "position": "rotary"}, length=13, rows="left"),
@@ -91,6 +98,9 @@ CASES: dict[str, PartCase] = {
         {"attention": {"type": "band_attention", "window_size": (2, 5)}, "block": "macaron"}, length=9, rows="full"
     ),
     "holes": PartCase({"attention": {"type": "dilated_attention", "window_size": 2, "dilation": (1, (1, 2, 2, 3))}}),
+    "holes, packed": PartCase(
+        {"attention": {"type": "dilated_attention", "window_size": 2, "dilation": 2}}, length=13, rows="packed"
+    ),
     "blocks": PartCase(BLOCKS, ENCODER, 13, "left"),
     "blocks, decoder": PartCase(BLOCKS, length=14),
     "first tokens in sight": PartCase({**SINKS, "position": "rotary"}, length=13),
@@ -267,6 +277,27 @@ def forms(rank: int, world: int, folder: str) -> dict[str, Any]:
     return {name: compared(CASES[name], rank, world) for name in names}
 
 
+def promised() -> dict[str, PartCase]:
+    """Beside linear attention, each component of the other slots that is let through: it promises to look at single
+    tokens."""
+    found = {}
+    for slot in SLOTS:
+        for name in () if slot in ("attention", "cross_attention") else names(slot):
+            try:
+                config = XFormerConfig(**{**SIZES, **LINEAR, slot: name, "is_decoder": True})
+            except ValueError:  # it stands in no such model
+                continue
+            if not why_not_sequence_parallel(config):
+                found[f"{slot} {name}"] = PartCase({**LINEAR, slot: name}, length=13)
+    return found
+
+
+def components(rank: int, world: int, folder: str) -> dict[str, Any]:
+    if world == 1:
+        return {}
+    return {name: compared(case, rank, world) for name, case in promised().items()}
+
+
 # ------------------------------------------------------------------------------------------------ traffic
 
 MEASURED = {
@@ -369,7 +400,7 @@ def mesh(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 def refusals(rank: int, world: int, folder: str) -> dict[str, str]:
-    """What is said of texts that a memory cannot be read for."""
+    """What is said of texts that a memory cannot be read for, and of documents that a sum would mix."""
     if world != 2:
         return {}
     model, found = model_of(XL, XFormerForCausalLM), {}
@@ -379,10 +410,13 @@ def refusals(rank: int, world: int, folder: str) -> dict[str, str]:
         "documents": {"position_ids": (place % 4).expand(2, -1)},
         "gap": {"attention_mask": (place % 4 != 1).long().expand(2, -1)},
     }
-    for name, inputs in given.items():
+    packed = {name: model_of({"attention": name}, XFormerForCausalLM) for name in ("linear_transformer", "longformer")}
+    calls = [(name, model, inputs) for name, inputs in given.items()]
+    calls += [(name, of_sums, given["documents"]) for name, of_sums in packed.items()]
+    for name, called, inputs in calls:
         try:
             with sequence_parallel():
-                model(ids, **inputs)
+                called(ids, **inputs)
         except ValueError as error:
             found[name] = str(error)
     return found

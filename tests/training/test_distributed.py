@@ -1,4 +1,5 @@
-"""Two processes on the CPU (gloo) learn what one learns: DDP, Trainer, FSDP2 and tensor parallelism.
+"""Two processes on the CPU (gloo) learn what one learns: DDP, Trainer, FSDP2 and tensor parallelism; of the last two
+also four.
 
 Everything is in float64, so that a difference is a mistake and no rounding; each job runs once, in all processes.
 """
@@ -14,7 +15,17 @@ from hf_xformers.blocks.vanilla import VanillaBlockSpec
 from hf_xformers.core.components import SLOTS, register
 from hf_xformers.core.parallel_plans import check_tensor_parallel, layers_apart, tensor_parallel_plan
 from hf_xformers.variants import config_class
-from tests.training.distributed_jobs import BALANCED, RUNS, SHARDED_RUNS, SPLIT, breadth_cases, case_of
+from tests.training.distributed_jobs import (
+    BALANCED,
+    RUNS,
+    SAVED_OF_FOUR,
+    SHARDED_RUNS,
+    SPLIT,
+    SPLIT_OF_FOUR,
+    breadth_cases,
+    case_of,
+    cases_of_four,
+)
 from tests.training.processes import result, run_jobs
 
 JOBS = ["data_parallel", "trainer_runs", "fully_sharded", "sharded_trainer", "tensor_parallel"]
@@ -25,7 +36,8 @@ TOLERANCE = 1e-9
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("jobs")
-    run_jobs("tests.training.distributed_jobs", JOBS, place)
+    pairs = dict.fromkeys(("data_parallel", "trainer_runs", "sharded_trainer"), 2)
+    run_jobs("tests.training.distributed_jobs", JOBS, place, worlds=(1, 2, 4), largest=pairs)
     return place
 
 
@@ -37,6 +49,19 @@ def results(folder):
     def of(job):
         if job not in read:
             read[job] = result(folder, job, 1), result(folder, job, 2, 0), result(folder, job, 2, 1)
+        return read[job]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def of_four(folder):
+    """The results of a job in four processes."""
+    read: dict = {}
+
+    def of(job):
+        if job not in read:
+            read[job] = [result(folder, job, 4, rank) for rank in range(4)]
         return read[job]
 
     return of
@@ -129,6 +154,34 @@ def test_every_family_under_its_fsdp_plan(name, results):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", [case.name for case in cases_of_four()])
+def test_fsdp_on_four_processes(name, results, of_four):
+    """A row each: a family of every stack, of every kind of attention, mixtures, two towers, tied tables."""
+    alone, every = results("fully_sharded")[0][name], [job[name] for job in of_four("fully_sharded")]
+    sharded, all_of_them = every[0]["split"]
+    assert sharded == all_of_them > 0
+    torch.testing.assert_close(every[0]["logits"], alone["logits"], rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(sum(found["loss"] for found in every), 4 * alone["loss"])
+    close(every[0]["state"], alone["state"])
+    assert all("saved" in found for found in every) == (name in SAVED_OF_FOUR)
+    for found in every:
+        if "saved" in found:
+            close(found["saved"], alone["state"])
+
+
+def test_what_four_processes_train():
+    """The choice has what it should show."""
+    cases = {case.name: case for case in cases_of_four()}
+    assert {case.config().stack.type for case in cases.values()} == {
+        case.config().stack.type for case in breadth_cases()
+    }
+    models = [cases[name].build() for name in SAVED_OF_FOUR]
+    assert any(model.all_tied_weights_keys for model in models)
+    assert any(model.config.is_encoder_decoder for model in models)
+    assert any(model.config.feedforward.expert_count() for model in models)
+
+
+@pytest.mark.slow
 def test_a_sharded_checkpoint_of_every_stack(results):
     stacks = {case.name: case.config().stack.type for case in breadth_cases()}
     written = [stacks[name] for name, found in results("fully_sharded")[1].items() if "saved" in found]
@@ -146,6 +199,18 @@ def test_tensor_parallel(name, results):
     close(first["state"], alone["state"])
     parts = {key.rsplit(".", 2)[-2] for key in first["split"]}
     assert {"q_proj", "up_proj"} & parts and "tokens" in parts  # the table, and what is tied to it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPLIT_OF_FOUR)
+def test_tensor_parallel_on_four_processes(name, results, of_four):
+    """A head each, and a quarter of a table whose rows four does not divide."""
+    alone = results("tensor_parallel")[0][name]
+    for job in (found[name] for found in of_four("tensor_parallel")):
+        for key in ("loss", "logits"):
+            torch.testing.assert_close(job[key], alone[key], rtol=TOLERANCE, atol=TOLERANCE)
+        close(job["state"], alone["state"])
+        assert "tokens" in {key.rsplit(".", 2)[-2] for key in job["split"]}
 
 
 def tensor_parallel_rules(model):

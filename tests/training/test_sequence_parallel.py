@@ -8,7 +8,7 @@ import torch
 from hf_xformers import XFormerConfig, XFormerForCausalLM, part_of_batch, sequence_parallel
 from hf_xformers.core.sequence_parallel import SequenceForm, Unserved, check_sequence_parallel
 from tests.training.processes import result, run_jobs
-from tests.training.sequence_jobs import CASES, MEASURED, OF_FOUR, OF_MESH, OF_THREE, RUNS, SIZES
+from tests.training.sequence_jobs import CASES, MEASURED, OF_FOUR, OF_MESH, OF_THREE, RUNS, SIZES, promised
 
 TOLERANCE = 1e-10  # everything is in float64
 AVERAGE = "average_tokens_across_devices"
@@ -17,9 +17,8 @@ AVERAGE = "average_tokens_across_devices"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("sequence")
-    run_jobs(
-        "tests.training.sequence_jobs", ["forms", "traffic", "mesh", "refusals", "trainer"], place, worlds=(1, 2, 3, 4)
-    )
+    jobs = ["forms", "components", "traffic", "mesh", "refusals", "trainer"]
+    run_jobs("tests.training.sequence_jobs", jobs, place, worlds=(1, 2, 3, 4), largest={"components": 2})
     return place
 
 
@@ -31,6 +30,16 @@ def folder(tmp_path_factory):
 def test_parts_give_what_whole_texts_give(world, name, folder):
     for rank in range(world):
         found = result(folder, "forms", world, rank)[name]
+        worst = max(found, key=found.__getitem__)
+        assert found[worst] < TOLERANCE, (rank, worst, found[worst])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(promised()))
+def test_what_components_promise(name, folder):
+    """Those of the other slots that are let through look at single tokens: in a text of 13 tokens over two."""
+    for rank in range(2):
+        found = result(folder, "components", 2, rank)[name]
         worst = max(found, key=found.__getitem__)
         assert found[worst] < TOLERANCE, (rank, worst, found[worst])
 
@@ -67,6 +76,8 @@ def test_texts_that_a_memory_cannot_be_read_for(folder):
         assert "leave `segment_memory` out" in found["memory"]
         assert "give each document a row of its own" in found["documents"]
         assert "pad rows at one end alone" in found["gap"]
+        for name in ("linear_transformer", "longformer"):
+            assert f"which attention '{name}' cannot keep apart; give one document per row" in found[name]
 
 
 @pytest.mark.slow

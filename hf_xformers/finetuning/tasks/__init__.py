@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..names import resolve_task
 from ..options import TaskOptions
 from .answering import QuestionAnswering
 from .base import Encoded, Task, Trivial
 from .choice import MultipleChoice
 from .classification import Regression, TextClassification
+from .colour_images import ColourClassification
 from .extraction import ExtractiveSummarization
 from .forecasting import Forecasting
 from .generation import Summarization, Translation
@@ -16,6 +19,9 @@ from .language import LanguageModeling
 from .multilabel import MultiLabelClassification
 from .speech import SpeechRecognition
 from .tagging import TokenClassification
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 TASKS: dict[str, type[Task]] = {
     task.id: task
@@ -37,9 +43,16 @@ TASKS: dict[str, type[Task]] = {
 }
 
 
-def build_task(options: TaskOptions) -> Task:
-    """The task that `options.task` names. Raises ValueError for an unknown one or an option out of range."""
-    return task_class(options.task)(options)
+# Other ways to do a task, of models that read something else.
+OTHER_WAYS: tuple[type[Task], ...] = (ColourClassification,)
+
+
+def build_task(options: TaskOptions, config_class: type[PreTrainedConfig] | None = None) -> Task:
+    """The task that `options.task` names, as models with such configurations do it. Raises ValueError for an unknown
+    one or an option out of range."""
+    usual = task_class(options.task)
+    ways = [way for way in OTHER_WAYS if config_class is not None and way.id == usual.id and way.serves(config_class)]
+    return (ways or [usual])[0](options)
 
 
 def task_class(name: str) -> type[Task]:

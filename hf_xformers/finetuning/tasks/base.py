@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+    from ...configuration_xformer import XFormerConfig
     from ..options import TaskData, TaskOptions
 
 
@@ -91,6 +92,11 @@ class Task:
     def choose(self, heads: Sequence[str], architecture: str | None) -> None:
         """Decides what depends on the model's heads (`For...`) and on the class that it was saved as."""
 
+    @classmethod
+    def serves(cls, config_class: type[PreTrainedConfig]) -> bool:
+        """Whether models with such configurations do the task in this way, where there are several of one id."""
+        return True
+
     def load(self, source: TaskData) -> dict[str, Dataset]:
         """The splits of the source, with the source's columns and the origins of its rows."""
         from ..sources import load_rows
@@ -144,6 +150,16 @@ class Task:
 
     def read_config(self, config: PreTrainedConfig) -> None:
         """Learns from the model's configuration what its rows need beside the task's own, before they are encoded."""
+
+    def open_processor(self, splits: Mapping[str, Dataset], saved: str | None, seed: int) -> None:
+        """Where it decides the configuration, too: what [`Task.processor`] gives, from training rows or of a saved
+        model."""
+
+    def decided_fields(
+        self, config_class: type[XFormerConfig], components: Mapping[str, Any], fields: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Components and fields of a model with fresh weights, from those given and what rows decide."""
+        return dict(components), dict(fields)
 
     def processor(self, config: PreTrainedConfig, saved: str | None) -> Any:
         """Where rows are no texts: what makes inputs of them in a tokenizer's place, and is saved with the model; None

@@ -24,8 +24,8 @@ AUGMENTATIONS = ("flip", "crop")
 
 
 class ImageClassification(OneClass):
-    """One of several classes for each image. Metrics: accuracy, F1 (of class 1 of two; else the mean over classes),
-    Matthews."""
+    """One of several classes for each image, which is read in patches. Metrics: accuracy, F1 (of class 1 of two; else
+    the mean over classes), Matthews."""
 
     id = "image-classification"
     head = "ImageClassification"
@@ -108,6 +108,7 @@ class ImageClassification(OneClass):
         stored = rows.cast_column(self.image_column, Image(decode=False))[self.image_column]
         for row, image in enumerate(stored):
             check_image(image, where, row)
+        self.check_sizes(rows, where)
         given = list(rows[self.label_column]) if self.label_column in rows.column_names else []
         labelled = bool(given) and not (split == "test" and is_hidden(given))
         kept: list[dict[str, Any]] = [{"image": (image["path"] or str(row))} for row, image in enumerate(stored)]
@@ -121,9 +122,16 @@ class ImageClassification(OneClass):
         images = images.select_columns(columns)
         if self.image_column != "image":
             images = images.rename_column(self.image_column, "image")
-        return Encoded(images.with_transform(ReadImages(tokenizer, self.channels)), kept, labelled)
+        return Encoded(self.inputs(images, tokenizer), kept, labelled)
 
-    def collator(self, tokenizer: Any, model: Any, seed: int) -> ImageCollator:
+    def check_sizes(self, rows: Dataset, where: RowNames) -> None:
+        """Raises ValueError for images that have to be of the model's size; patches are of images that are resized."""
+
+    def inputs(self, images: Dataset, processor: Any) -> Dataset:
+        """Columns `image` and `labels` as what the model reads."""
+        return images.with_transform(ReadImages(processor, self.channels))
+
+    def collator(self, tokenizer: Any, model: Any, seed: int) -> Any:
         return ImageCollator(tokenizer, self.options.augment, seed)
 
 
@@ -149,17 +157,25 @@ class ImageCollator(SeededCollator):
     `flip` mirrors half of them. What happens to an image depends on the seed, the epoch and the image alone.
     """
 
+    black = 0
+
     def __init__(self, processor: Any, augmentations: Sequence[str] = (), seed: int = 0, static: bool = False) -> None:
         super().__init__(seed, static)
         self.processor, self.augmentations = processor, tuple(augmentations)
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        images = [feature["pixel_values"] for feature in features]
+        images = [self.image_of(feature) for feature in features]
         if self.augmentations and not self.static:
             images = [self.augmented(image) for image in images]
-        scaled = self.processor(images=images, do_resize=False, return_tensors="pt")["pixel_values"]
         labels = [feature["labels"] for feature in features if "labels" in feature]
-        return {"pixel_values": scaled, **({"labels": torch.tensor(labels)} if labels else {})}
+        return {**self.batch_of(images), **({"labels": torch.tensor(labels)} if labels else {})}
+
+    def image_of(self, feature: Mapping[str, Any]) -> Tensor:
+        """[C, H, W]"""
+        return feature["pixel_values"]
+
+    def batch_of(self, images: Sequence[Tensor]) -> dict[str, Tensor]:
+        return {"pixel_values": self.processor(images=images, do_resize=False, return_tensors="pt")["pixel_values"]}
 
     def augmented(self, image: Tensor) -> Tensor:
         """[C, H, W] -> [C, H, W]"""
@@ -171,7 +187,7 @@ class ImageCollator(SeededCollator):
         if "crop" in self.augmentations:
             height, width = image.shape[1:]
             tall, wide = height // 8, width // 8
-            padded = torch.nn.functional.pad(image, (wide, wide, tall, tall))
+            padded = torch.nn.functional.pad(image, (wide, wide, tall, tall), value=self.black)
             top, left = drawn(2 * tall), drawn(2 * wide)
             image = padded[:, top : top + height, left : left + width]
         if "flip" in self.augmentations and drawn(1):
