@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .building import language_objective, objective_of_shape
-from .distillation import Distillation, DistillationTrainer, open_teacher
+from .distillation import Distillation, DistillationTrainer, open_teacher, refuse_other_tokens
 from .folder_lock import folder_lock
 from .pretraining import ModelChoice, Preparation, Prepared, train
 from .run_folder import saved_config
@@ -108,6 +108,7 @@ def uptrain(
                 " one of them out"
             )
         preparation.segment_streams = False
+        refuse_other_tokens(distillation.teacher, str(preparation.choice.tokenizer or preparation.choice.init_from))
         head = f"For{preparation.objective.head}"
         teacher = open_teacher(distillation, preparation.config, head, preparation.block_size)
         trainer = functools.partial(DistillationTrainer, teacher=teacher, distillation=distillation)
