@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory")
+from ..core.out_of_memory import is_out_of_memory
 
 
 def main() -> int:
@@ -30,7 +30,7 @@ def main() -> int:
 def failure(error: Exception) -> dict[str, str]:
     """What is reported about an error: whether memory was short, and one line."""
     text = " ".join(str(error).split())
-    short = isinstance(error, MemoryError) or any(words in text.lower() for words in _OUT_OF_MEMORY)
+    short = is_out_of_memory(error)
     told = text if isinstance(error, ValueError) and text else ": ".join(filter(None, (type(error).__name__, text)))
     if short and not text:
         told = "memory ran out while the model was made or run"

@@ -35,7 +35,9 @@ def run(argv: Sequence[str]) -> int:
 def make_parser() -> CommandParser:
     parser = CommandParser(prog="hf-xformers bundle", description=_DESCRIPTION)
     parser.add_argument("checkpoint", type=Path, help="folder of a saved model of this package")
-    parser.add_argument("--to", type=Path, required=True, help="where to write it; may be the checkpoint's own folder")
+    parser.add_argument(
+        "--to", type=Path, metavar="DIR", required=True, help="where to write it; may be the checkpoint's own folder"
+    )
     parser.add_argument(
         "--all-heads",
         action="store_true",

@@ -126,6 +126,8 @@ def _swap(arguments: argparse.Namespace, dotted: Mapping[str, Mapping[str, str]]
             sample = [Path(arguments.text).expanduser().read_text(encoding="utf-8")]
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--text {arguments.text!r} cannot be read ({error}); give a text file") from None
+        if not sample[0].strip():
+            raise ValueError(f"--text {arguments.text!r} holds no text to compare the outputs on; give one that does")
     return swap_checkpoint(
         arguments.source,
         arguments.target,

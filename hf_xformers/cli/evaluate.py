@@ -15,7 +15,10 @@ from .pretrain import quiet_libraries, row_facts, target_of
 _DESCRIPTION = """Evaluate a saved model on what it was trained to predict, or on another objective of its head.
 
 Data and rows are by default those of the model's training, so that the figures compare with its log; masks and spans
-are the same in every call."""
+are the same in every call.
+
+A model that was fine-tuned on a task is measured on that task's rows, with options of its own, which `hf-xformers
+evaluate --model DIR --help` explains."""
 # Beginnings of names of figures that stand apart, beside their floors.
 ROW_FIGURES = ("sentence_", "order_", "floor_sentence_", "floor_order_")
 # The options of Trainer that an evaluation reads.

@@ -1,10 +1,12 @@
-"""What the system says about files and disks, in a sentence: one place for all commands."""
+"""What the system says about files, disks and memory, in a sentence: one place for all commands."""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
+
+from ..core.out_of_memory import is_out_of_memory
 
 _REMEDIES = {
     errno.ENOSPC: (
@@ -33,7 +35,7 @@ _REMEDIES = {
 
 
 def explain(error: BaseException) -> str | None:
-    """What to tell somebody about a failure of files and disks; None for any other error.
+    """What to tell somebody about a failure of files, disks and memory; None for any other error.
 
     Libraries written in Rust (safetensors, tokenizers) give the system's number in their text alone, and torch's
     writer of archives no reason at all.
@@ -59,7 +61,19 @@ def explain(error: BaseException) -> str | None:
             "a file of torch's cannot be written or read to its end; what was saved before is still there: see that"
             " the disk has space and no limit for files (`ulimit -f`) is in the way"
         )
+    if is_out_of_memory(error):
+        asked = re.search(r"allocate (\d+) bytes", text) or re.search(r"allocate ([\d.]+ [KMGT]iB)", text)
+        size = "" if asked is None else f" for {_bytes(asked[1])} more"
+        return (
+            f"there is not enough memory{size}; take smaller batches (--per_device_train_batch_size, --batch_size),"
+            " shorter rows (--block_size, --max_length), a smaller model, or an attention whose memory grows less with"
+            " the length"
+        )
     return None
+
+
+def _bytes(text: str) -> str:
+    return f"{int(text) / 1e9:,.1f} GB" if text.isdigit() else text
 
 
 def _sentence(number: int, name: str | None) -> str:

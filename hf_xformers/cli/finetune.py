@@ -31,6 +31,7 @@ GROUPS = (*SLOTS, "decoder", "peft")
 def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     """callbacks: further Trainer callbacks, for programs that call this."""
     from ..finetuning import FineTuning
+    from ..finetuning.tasks import refuse_unread
     from ..training.folder_lock import folder_lock
 
     by_file = split_file(take_file(argv)[0])
@@ -48,6 +49,7 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
         raise ValueError(
             "--sampling says how often each of several tasks comes; name them with --task NAME=TASK, or leave it out"
         )
+    refuse_unread(task, *([intermediate.intermediate_task] if intermediate.intermediate_task else []))
     args.predict_with_generate = args.predict_with_generate and not args.prediction_loss_only
     quiet_libraries(args)
     given = model_options(parsed, model, options)

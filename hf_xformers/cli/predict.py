@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,9 +26,9 @@ Without --data: the split that its training held out. For example:
 
 
 def run(argv: Sequence[str]) -> int:
-    from ..finetuning.predicting import predict, write_predictions
+    from ..finetuning.predicting import Prediction, predict, write_predictions
 
-    wanted = _parsed(argv, "predict", _DESCRIPTION)
+    wanted = _parsed(argv, Prediction, "predict", _DESCRIPTION)
     found = predict(wanted)
     if not is_main_process():
         return 0
@@ -38,15 +39,17 @@ def run(argv: Sequence[str]) -> int:
         write_predictions(wanted.output, found.rows)
         say(f"{len(found.rows):,} predictions of {found.trained.task.id} written to {wanted.output}")
     if found.metrics:
-        say("measured on these rows: " + ", ".join(beside_floor(found.metrics, found.floor, found.rule).values()))
+        shown = beside_floor(found.metrics, found.floor, None)
+        figures = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown.items())
+        say(f"measured on these rows: {figures}" + (f"; floor: {found.rule}" if found.rule else ""))
     return 0
 
 
 def run_evaluation(argv: Sequence[str]) -> int:
     """`hf-xformers evaluate` of a model for a task."""
-    from ..finetuning.predicting import predict, write_predictions
+    from ..finetuning.predicting import TaskEvaluation, predict, write_predictions
 
-    wanted = _parsed(argv, "evaluate", _EVALUATION)
+    wanted = _parsed(argv, TaskEvaluation, "evaluate", _EVALUATION)
     if wanted.text:
         raise ValueError(
             "evaluate measures rows with true answers; give them with --data, or take `hf-xformers predict`"
@@ -86,11 +89,11 @@ def beside_floor(metrics: Mapping[str, float], floor: Mapping[str, float], rule:
     return {**shown, "floor": rule} if rule else shown
 
 
-def _parsed(argv: Sequence[str], command: str, description: str) -> Any:
-    from ..finetuning.predicting import Prediction
-
+def _parsed(argv: Sequence[str], options: type, command: str, description: str) -> Any:
     def make_parser(first_look: Mapping[str, Any]) -> Parser:
-        return Parser([Prediction], prog=f"hf-xformers {command}", description=description)
+        parser = Parser([options], prog=f"hf-xformers {command}", description=description)
+        parser.set_defaults(progress=sys.stderr.isatty())
+        return parser
 
     (wanted,) = parse_command(argv, (), make_parser).dataclasses
     if not wanted.progress:

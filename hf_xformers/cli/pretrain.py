@@ -160,13 +160,14 @@ def model_options(
     """What `Preparation` takes beside the dataclasses: components, fields and objective settings, typed. objective:
     the one of the run; by default that chosen, or the variant's usual one."""
     from ..training.building import default_objective
+    from ..training.run_folder import saved_config
 
     groups = {name: dict(texts) for name, texts in parsed.groups.items()}
     settings = groups.pop("objective", {})
-    # Fields without a component's name are about the components that the saved model has.
-    components = parse_changes(
-        config_class.from_pretrained(choice.init_from) if choice.init_from else config_class, groups
-    )
+    # Fields without a component's name are about the components that the saved model has. A model of another type is
+    # refused where the run is prepared.
+    same = bool(choice.init_from) and saved_config(choice.init_from).get("model_type") == config_class.model_type
+    components = parse_changes(config_class.from_pretrained(choice.init_from) if same else config_class, groups)
     fields = parse_fields(config_class, parsed.namespace)
     if "decoder" in components:
         fields["decoder"] = components.pop("decoder")

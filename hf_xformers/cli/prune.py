@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .arguments import Parser, parse_command
+from .arguments import Parser, named_option, parse_command
 from .console import print_table, say, show
 from .pretrain import quiet_libraries
 
@@ -27,6 +27,10 @@ Heads by gates, weights by movement and --train_masked train, with Trainer's opt
 FILE.yaml has the options by name."""
 
 
+# The usual options of Trainer, which have no effect where nothing is trained.
+_OF_TRAINING = ("learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size")
+
+
 def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     """callbacks: further Trainer callbacks, for programs that call this."""
     from ..compression.pruning import Pruner
@@ -35,7 +39,14 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     parsed = parse_command(argv, (), make_parser)
     choice, measuring, args = parsed.dataclasses
     quiet_libraries(args)
-    rows = Pruner(choice, measuring, args, callbacks=callbacks, say=say).run()
+    pruner = Pruner(choice, measuring, args, callbacks=callbacks, say=say)
+    idle = [name for name in _OF_TRAINING if not choice.trains and named_option(argv, name) is not None]
+    if idle:
+        raise ValueError(
+            f"--{idle[0]} is about training, and --method {choice.method} by {choice.chosen_by} takes no step; leave"
+            " it out, and go on with `hf-xformers finetune --model DIR`"
+        )
+    rows = pruner.run()
     if rows is not None:
         print_table(f"pruned: {choice.method} by {choice.chosen_by}", *table(*rows))
     show(f"saved in {args.output_dir}", indent=2)

@@ -113,6 +113,7 @@ def _own(groups: Sequence[tuple[str | None, list[str]]], name: str, kinds: Itera
 def run_several(parsed: Mapping[str, Parsed], given: Mapping[str, Any], callbacks: Sequence[Any] = ()) -> int:
     """parsed: by task its command line. given: what belongs to the model, as [`FineTuning`] takes it."""
     from ..finetuning.multi_run import MultiTaskTuning, run_tasks
+    from ..finetuning.tasks import refuse_unread
     from ..training.folder_lock import folder_lock
     from .pretrain import quiet_libraries
 
@@ -124,6 +125,8 @@ def run_several(parsed: Mapping[str, Parsed], given: Mapping[str, Any], callback
     intermediate.check()
     quiet_libraries(args)
     requests = {name: found.dataclasses[1:3] for name, found in parsed.items()}
+    for _, task in requests.values():
+        refuse_unread(task, *(other.task for _, other in requests.values() if other is not task))
     made = MultiTaskTuning(model, requests, options, args, several, **given)
     with folder_lock(made.folder, writes=args.should_save):
         summary = run_tasks(made, say, callbacks)

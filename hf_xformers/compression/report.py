@@ -273,7 +273,8 @@ def table(before: Row, after: Row) -> tuple[list[str], list[list[str]]]:
         rows.append(["time of a batch", *times, _ratio(before.seconds, after.seconds)])
     if before.quality is not None and after.quality is not None:
         values = [f"{value:.4f}" for value in (before.quality, after.quality)]
-        rows.append([before.metric or "quality", *values, f"{after.quality - before.quality:+.4f}"])
+        change = round(after.quality - before.quality, 4) + 0.0  # no "-0.0000"
+        rows.append([before.metric or "quality", *values, f"{change:+.4f}"])
     if before.floor is not None:
         after_floor = before.floor if after.floor is None else after.floor
         rows.append(["... floor", f"{before.floor:.4f}", f"{after_floor:.4f}", ""])

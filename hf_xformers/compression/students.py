@@ -125,11 +125,12 @@ def _in_teachers_shape(teacher: PreTrainedModel, choice: StudentChoice, seed: in
     if choice.components:
         model, _ = swap_components(model, measure=False, seed=seed, **dict(choice.components))
     total = sum(parameter.numel() for parameter in model.parameters())
-    layers = ", ".join(map(str, kept.get("trunk", [])))
+    numbers = kept.get("trunk", [])
+    layers = f"layer{'s' if len(numbers) != 1 else ''} {', '.join(map(str, numbers))}"
     changed = "".join(f", {slot} {_name(value)}" for slot, value in choice.components.items())
     return Student(
         model,
-        f"layers {layers} of the teacher{changed}, {min(share, total) / total:.0%} of the numbers copied,"
+        f"{layers} of the teacher{changed}, {min(share, total) / total:.0%} of the numbers copied,"
         f" {_shape(model.config)}",
     )
 
@@ -264,7 +265,8 @@ def _name(component: Any) -> str:
 
 
 def _shape(config: Any) -> str:
-    return f"{config.num_hidden_layers} layers of width {config.hidden_size}"
+    count = config.num_hidden_layers
+    return f"{count} layer{'s' if count != 1 else ''} of width {config.hidden_size}"
 
 
 def refuse_other_vocabulary(student: Any, teacher: Any, names: tuple[str, str]) -> None:

@@ -395,6 +395,11 @@ def converter_for(model_type: str | None) -> Converter:
             f"No conversion for model type {model_type!r}: {_WITHOUT[model_type]}. `hf-xformers list --families` shows"
             " what converts."
         )
+    if found is None and model_type is None:
+        raise ValueError(
+            "the config.json of the model names no model_type, as transformers does; give the folder of a model that"
+            " `save_pretrained` wrote"
+        )
     if found is None:
         names = sorted({name for entry in known.values() for name in (entry.model_type, entry.variant)})
         close = difflib.get_close_matches(str(model_type), names, n=1)

@@ -136,7 +136,8 @@ def _variant_again(source: str | Path) -> str:
             if there != wanted and not any(there in components.get(slot, ()) for components in said):
                 raise ValueError(
                     f"{os.fspath(source)!r} came from {variant!r} and has {slot} {there!r}, which that family does"
-                    f" not; swap it back first (`hf-xformers convert --{slot} {wanted}`), or keep the model as it is."
+                    f" not have; swap it back first (`hf-xformers convert --{slot} {wanted}`), or keep the model as it"
+                    " is."
                 )
     return variant
 

@@ -54,8 +54,13 @@ class Extent(NamedTuple):
 
 
 def extent_of(inputs_embeds: Tensor, cache: Cache | None) -> Extent:
-    """inputs_embeds: [B, T, D]. cache: of self-attention."""
+    """inputs_embeds: [B, T, D]. cache: of self-attention. Raises ValueError for a text without tokens."""
     batch, length = inputs_embeds.shape[:2]
+    if length == 0:
+        raise ValueError(
+            f"The text has no tokens (a batch of {batch} rows of length 0); give at least one, such as the token that"
+            " begins a text."
+        )
     cached = cache.get_seq_length() if cache is not None else 0
     static = cache is not None and bool(cache.is_compileable)
     total = cache.get_mask_sizes(length, 0)[0] if cache is not None and static else cached + length

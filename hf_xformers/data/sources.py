@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from .delimited import check_fields
 from .local_files import SPLIT_WORDS, find_files, format_of, listed
 from .pieces import divide
+from .quiet import errors_told_elsewhere
 from .saved import load_saved
 from .splitting import check_fraction, stable_fraction
 from .stdlib_corpus import STDLIB_CORPUS_ID, stdlib_corpus
@@ -159,18 +160,20 @@ def _load_format(
                 "sample_by='paragraph' or 'line', or divide the file"
             )
     try:
-        loaded = datasets.load_dataset(
-            "csv" if kind == "tsv" else kind,
-            data_files={"train": [glob.escape(file) for file in files]},
-            split="train",
-            streaming=streaming,
-            num_proc=None if streaming else num_proc,
-            **options,
-        )
-        features = loaded.features or _first_features(loaded)
+        with errors_told_elsewhere():
+            loaded = datasets.load_dataset(
+                "csv" if kind == "tsv" else kind,
+                data_files={"train": [glob.escape(file) for file in files]},
+                split="train",
+                streaming=streaming,
+                num_proc=None if streaming else num_proc,
+                **options,
+            )
+            features = loaded.features or _first_features(loaded)
     except (datasets.exceptions.DatasetGenerationError, ValueError) as error:  # ValueError: decoding and parsing
+        form = kind if kind == "parquet" else f"UTF-8 {kind}"
         raise ValueError(
-            f"{listed(files)} could not be read as UTF-8 {kind} ({_first_line(error.__cause__ or error)}); "
+            f"{listed(files)} could not be read as {form} ({_first_line(error.__cause__ or error)}); "
             "convert the file, or give it the suffix of its format"
         ) from error
     return _text_only(loaded, features, text_column, files, num_proc)

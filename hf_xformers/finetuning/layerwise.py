@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 
+from ..core.given_options import refuse_alone
+
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
@@ -81,6 +83,8 @@ class LayerwiseOptions:
             raise ValueError(f"--cut_frac {self.cut_frac:g} is a share of the steps; give one between 0 and 1")
         if not 1 <= self.slanted_ratio < math.inf:
             raise ValueError(f"--slanted_ratio {self.slanted_ratio:g} must be at least 1; ULMFiT's is 32")
+        if not self.slanted_triangular:
+            refuse_alone(self, ("cut_frac", "slanted_ratio"), "--slanted_triangular")
         if self.slanted_triangular and getattr(self, "vaswani_lr_scale", None) is not None:
             raise ValueError("--slanted_triangular and --vaswani_lr_scale are two schedules of the rate; drop one")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import os
 import tempfile
@@ -11,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..core.given_options import changed
 from ..objectives.base import SeededCollator
 from .multi_task import WithTaskNumber
-from .options import TaskData
+from .options import TaskData, TaskOptions
 from .origin import columns_of
 from .run import write_lines
 from .tasks import Encoded, Task, Translation
@@ -78,8 +80,14 @@ class Prediction:
         default=None, metadata={"help": "Multi-label: a label is predicted if its probability is above this."}
     )
     use_cpu: bool = field(default=False, metadata={"help": "Leave an accelerator alone."})
-    progress: bool = field(default=True, metadata={"help": "Show a bar; --no_progress for none."})
-    json: bool = field(default=False, metadata={"help": "evaluate: print JSON instead of a table."})
+    progress: bool = field(default=True, metadata={"help": "Show a bar, which a terminal gets; --no_progress: none."})
+
+
+@dataclass
+class TaskEvaluation(Prediction):
+    """What to measure, and how to say it."""
+
+    json: bool = field(default=False, metadata={"help": "Print JSON instead of a table."})
 
 
 @dataclass
@@ -124,6 +132,7 @@ def predict(wanted: Prediction, *, answers: bool = False) -> Predicted:
         label_threshold=wanted.label_threshold,
     )
     task = trained.task
+    _refuse_unread(wanted, task)
     split, rows = _rows(wanted, trained)
     if wanted.max_rows is not None:
         rows = rows.select(range(min(wanted.max_rows, len(rows))))
@@ -142,6 +151,16 @@ def predict(wanted: Prediction, *, answers: bool = False) -> Predicted:
     return Predicted(trained, predicted, split, found if encoded.labelled else {}, floor, rule)
 
 
+def _refuse_unread(wanted: Prediction, task: Task) -> None:
+    """Raises ValueError for an option that is of other tasks."""
+    beams = ("num_beams",) if task.generates or "ctc_beams" in task.reads else ()
+    of_tasks = {field.name for field in dataclasses.fields(TaskOptions)} - {"task"} | {"num_beams"}
+    for name, value in changed(wanted).items():
+        if name in of_tasks - {*task.reads, *beams}:
+            said = " ".join(map(str, value)) if isinstance(value, list) else value
+            raise ValueError(f"--{name} {said} means nothing to a model for {task.id}; leave it out")
+
+
 # ------------------------------------------------------------------------------------------------ rows
 
 
@@ -149,6 +168,9 @@ def _rows(wanted: Prediction, trained: Trained) -> tuple[str, Dataset]:
     """(name of the split, rows) of texts, files, or of the data that the model was trained with."""
     task = trained.task
     if wanted.text:
+        for name in ("split", "column_names", "data_config", "max_rows"):
+            if getattr(wanted, name):
+                raise ValueError(f"--{name} is about files, and --text gives the texts themselves; leave one out")
         return "text", _of_texts(task, wanted.text, wanted.text_pair)
     if wanted.text_pair:
         raise ValueError("--text_pair goes with --text; files have columns of their own")

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..configuration_xformer import XFormerConfig
 from ..conversion.provenance import carry_provenance
+from ..core.given_options import refuse_alone
 from ..core.saved_files import SUMMARY_FILE, saving_into, write_json, write_text
 from ..objectives.base import SeededCollator
 from ..training.building import choose_block_size, grown_positions, longest_sequence
 from ..training.checkpoints import checkpoint_to_resume
 from ..training.folder_lock import folder_lock
-from ..training.pretraining import check_steps
+from ..training.pretraining import check_arguments
 from ..training.recipe import average_last_checkpoints
 from ..training.run_folder import check_same_run, read_summary, save_final, start_anew
 from . import loading
@@ -69,7 +70,7 @@ class FineTuning:
         fields: Mapping[str, Any] | None = None,
         peft_fields: Mapping[str, Any] | None = None,
     ) -> None:
-        check_steps(args)
+        check_arguments(args)
         run.check(args)
         if run.average_checkpoints and run.peft is not None:
             raise ValueError("--average_checkpoints is of whole models; leave it or --peft out")
@@ -149,6 +150,8 @@ class FineTuning:
                 f"--generation_num_beams {args.generation_num_beams} searches with an encoder-decoder, and"
                 f" a For{self.task.head} class writes the likeliest token each time; leave it out"
             )
+        if run.early_stopping_patience is None:
+            refuse_alone(run, ("early_stopping_threshold",), "--early_stopping_patience")
         if run.early_stopping_patience is not None and run.early_stopping_patience < 1:
             raise ValueError(f"--early_stopping_patience {run.early_stopping_patience} must be at least 1")
         run.check_layerwise(args, run.peft)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 
+from ..core.given_options import refuse_alone
 from ..training.randomness import preserved_randomness
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class SelfEnsembleOptions:
     def check_self_ensemble(self, head: str, task: str, averages: bool) -> None:
         """Raises ValueError for values out of range and for tasks without class scores."""
         if self.self_ensemble is None:
+            alone = ("teacher_window", "teacher_update", "self_distillation_weight")
+            refuse_alone(self, alone, "--self_ensemble")
             return
         if self.self_ensemble not in MODES:
             raise ValueError(f"--self_ensemble {self.self_ensemble!r} is unknown; take one of {', '.join(MODES)}")

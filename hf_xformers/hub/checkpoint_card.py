@@ -76,8 +76,7 @@ def checkpoint_card(
     if record.facts:
         parts += ["## Training", _table([{"": key, " ": _figure(value)} for key, value in record.facts.items()])]
     if record.scores:
-        rows = [{"split": key[0], "metric": key[1], "value": _figure(value)} for key, value in record.scores.items()]
-        parts += ["## Evaluation", _table(rows)]
+        parts += ["## Evaluation", *_evaluation(record)]
     parts += ["## Use", about.use(repo_id, self_contained, _reader(folder)), *about.citation, MARK]
     return ModelCard("\n\n".join(parts) + "\n")
 
@@ -207,6 +206,17 @@ def _parameters(folder: Path) -> int | None:
     return total or None
 
 
+def _evaluation(record: TrainingRecord) -> list[str]:
+    """A table of the scores, beside their floors where these are known, and what the floor is."""
+    rows = [{"split": key[0], "metric": key[1], "value": _figure(value)} for key, value in record.scores.items()]
+    if not any(key in record.floors for key in record.scores):
+        return [_table(rows)]
+    for row, key in zip(rows, record.scores):
+        row["floor"] = _figure(record.floors[key]) if key in record.floors else ""
+    rule = f": {record.floor_rule}" if record.floor_rule else " (the frequencies of what it predicts)"
+    return [_table(rows), f"*The floor is what can be said without the model{rule}.*"]
+
+
 def _results(record: TrainingRecord, about: _About, datasets: list[str]) -> list[EvalResult]:
     """The scores as the Hub's model-index wants them; those of several datasets belong to none of them alone."""
     dataset = datasets[0] if len(datasets) == 1 and len(record.data) <= 1 else None
@@ -222,7 +232,6 @@ def _results(record: TrainingRecord, about: _About, datasets: list[str]) -> list
             verified=False,
         )
         for (split, metric), value in record.scores.items()
-        if not metric.startswith("floor_")  # what a model without learning has is no result of this one
     ]
 
 

@@ -29,7 +29,9 @@ def compression_sections(folder: Path) -> list[str]:
 
 def _what(step: Mapping[str, Any]) -> str:
     settings = step.get("settings") or {}
-    parts = [str(settings[name]) for name in ("method", "by") if settings.get(name)]
+    method = settings.get("method")  # a name, or a spec with all its settings
+    chosen = (method.get("type") if isinstance(method, dict) else method, settings.get("by"))
+    parts = [str(name) for name in chosen if name]
     return f"`{step['command']}`" + (f": {' by '.join(parts)}" if parts else "")
 
 

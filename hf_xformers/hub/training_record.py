@@ -15,16 +15,20 @@ from ..core.saved_files import SUMMARY_FILE, read_object
 _NO_SCORE = re.compile(
     r"(runtime|samples|steps|tokens|_per_second|epoch|rows|model_preparation_time|jit_compilation_time)"
 )
+_FLOOR = "floor_"  # begins the names of what a language model's figures stand beside
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 @dataclass
 class TrainingRecord:
-    """facts: what was trained on what, in words and figures. scores: (split, metric) -> value. datasets: Hub ids.
+    """facts: what was trained on what, in words and figures. scores: (split, metric) -> value. floors:
+    the same of what can be said without the model, which floor_rule says of a task. datasets: Hub ids.
     data: the data in words. base_model: the Hub id of what training started from. language: of the data."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     scores: dict[tuple[str, str], float] = field(default_factory=dict)
+    floors: dict[tuple[str, str], float] = field(default_factory=dict)
+    floor_rule: str | None = None
     datasets: list[str] = field(default_factory=list)
     data: list[str] = field(default_factory=list)
     task: str | None = None
@@ -65,7 +69,9 @@ def read_record(folder: Path) -> TrainingRecord:
     }
     record.facts = {name: value for name, value in facts.items() if value is not None}
     figures = {**_last_evaluation(state), **_scores(results), **({} if run != folder else _scores(summary))}
-    record.scores = {key: float(value) for key, value in figures.items()}
+    record.scores = {key: float(value) for key, value in figures.items() if not key[1].startswith(_FLOOR)}
+    record.floors = _floors(figures, summary if run == folder else {})
+    record.floor_rule = (summary.get("trivial") or {}).get("rule")
     return record
 
 
@@ -123,6 +129,15 @@ def _scores(figures: dict[str, Any]) -> dict[tuple[str, str], float]:
         if split in ("eval", "test") and number and not _NO_SCORE.search(metric):
             found["validation" if split == "eval" else "test", metric] = value
     return found
+
+
+def _floors(figures: dict[tuple[str, str], Any], summary: dict[str, Any]) -> dict[tuple[str, str], float]:
+    """What can be said without the model, by the metrics that it stands beside: language models have it among their
+    figures, tasks apart."""
+    found = {(split, name.removeprefix(_FLOOR)): value for (split, name), value in figures.items() if _FLOOR in name}
+    for split in ("validation", "test"):
+        found |= {(split, name): value for name, value in (summary.get(f"floor_{split}") or {}).items()}
+    return {key: float(value) for key, value in found.items()}
 
 
 def _last_evaluation(state: dict[str, Any]) -> dict[tuple[str, str], float]:

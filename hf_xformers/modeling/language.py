@@ -14,7 +14,7 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple, logging
 
 from ..core import outputs
-from ..core.cache import make_cache, stateful_part
+from ..core.cache import RecurrentStateLayer, cache_layers, make_cache, stateful_part
 from ..core.choices import token_rows
 from ..core.inputs import check_axes, check_token_labels
 from ..core.losses import labels_after_real_tokens, next_token_cross_entropy, token_cross_entropy
@@ -112,6 +112,8 @@ class _Generative(LanguageModel, GenerationMixin):
             if reason := tower.layer(index).attention.why_not_generate():
                 raise ValueError(reason)
         given = model_kwargs.get("past_key_values") is not None
+        if generation_config.use_cache is not False and generation_config.return_dict_in_generate:
+            self._say_what_has_no_weights(generation_config, tower)
         # The other implementations hold keys and values, which a stateful mechanism has not, or has not alone.
         stateful = stateful_part(tower)
         ours = generation_config.cache_implementation in (None, "dynamic") or self._is_stateful or bool(stateful)
@@ -126,6 +128,15 @@ class _Generative(LanguageModel, GenerationMixin):
                 )
             return
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+
+    def _say_what_has_no_weights(self, generation_config, tower) -> None:
+        states = [holder for layer, holder in cache_layers(tower) if isinstance(layer, RecurrentStateLayer)]
+        mechanism = next((holder.type for holder in states if holder.slot == "attention"), None)
+        if generation_config.output_attentions and mechanism is not None:
+            logger.warning_once(
+                f"attention {mechanism!r} keeps a state in place of keys, so that only the first step has"
+                " attention weights; pass `use_cache=False` for those of every step."
+            )
 
     def init_continuous_batching(
         self,

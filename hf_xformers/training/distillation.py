@@ -92,6 +92,30 @@ def open_teacher(settings: Distillation, config: XFormerConfig, head: str, block
     return model.requires_grad_(False).eval()
 
 
+def refuse_other_tokens(teacher: str, student: str) -> None:
+    """Refuses a teacher for whom the ids of the student's rows are other tokens. teacher, student: folders or Hub ids
+    of tokenizers; a teacher may come without one.
+
+    Raises:
+        ValueError: an id is one token to the student and another to the teacher.
+    """
+    from ..data import load_tokenizer
+
+    try:
+        theirs = load_tokenizer(teacher).get_vocab()
+    except ValueError:
+        return
+    own = {index: token for token, index in load_tokenizer(student).get_vocab().items()}
+    odd = next((index for token, index in sorted(theirs.items()) if own.get(index, token) != token), None)
+    if odd is not None:
+        there = next(token for token, index in theirs.items() if index == odd)
+        raise ValueError(
+            f"the teacher {teacher!r} reads other tokens than the student (id {odd} is {there!r} to it and"
+            f" {own[odd]!r} to the student), so that one row cannot be given to both; take the model that the student"
+            " was made from, or another with its tokenizer"
+        )
+
+
 class DistillationTrainer(XFormerTrainer):
     """[`XFormerTrainer`] with a teacher; see [`Distillation`]. Its two terms are logged as `distill_logits` and
     `distill_states`, weighted as they enter the loss, means since the last log. Evaluation is without the teacher."""

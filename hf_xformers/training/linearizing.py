@@ -24,6 +24,7 @@ from accelerate import PartialState
 from ..conversion.linearization import FILE, TITLES, Linearization, StageRecord, read_linearization
 from ..conversion.swap import open_model, source_config, swap_checkpoint
 from ..conversion.swap_config import layer_numbers, swapped_config
+from ..core.given_options import refuse_alone
 from ..core.saved_files import LOCK_FILE, STATE_FILE, saving_into
 from .building import language_objective, objective_of_shape
 from .distillation import Distillation, DistillationTrainer, open_teacher
@@ -101,6 +102,8 @@ class Linearizing:
                 "no stage has a step; give --transfer_steps, --distillation_steps or --lora_steps, or swap the"
                 " attention alone with `hf-xformers convert`"
             )
+        if not self.lora_steps:
+            refuse_alone(self, ("lora_learning_rate", "lora_rank", "lora_alpha"), "--lora_steps")
         if self.lora_rank < 1:
             raise ValueError(f"--lora_rank must be at least 1, got {self.lora_rank}")
         if self.transfer_loss not in ("output", "weights"):

@@ -153,7 +153,7 @@ class Request:
     ) -> None:
         from ..variants import config_class, resolve
 
-        check_steps(args)
+        check_arguments(args)
         self.choice, self.args = choice, args
         self.components, self.fields = dict(components or {}), dict(fields or {})
         self.folder = Path(str(args.output_dir))
@@ -475,8 +475,9 @@ def _token_counts(prepared: Prepared) -> Callable[[], Tensor] | None:
     return count
 
 
-def check_steps(args: TrainingArguments) -> None:
-    """Raises ValueError for a run without a step. Trainer reads `max_steps` 0 as `num_train_epochs` whole epochs."""
+def check_arguments(args: TrainingArguments) -> None:
+    """Raises ValueError for a run without a step (Trainer reads `max_steps` 0 as `num_train_epochs` whole epochs), and
+    for numbers that torch would refuse, without their names, once all is prepared."""
     if args.max_steps == 0 or args.max_steps < -1:
         raise ValueError(
             f"--max_steps {args.max_steps} trains nothing; give at least 1, or leave it out to train for "
@@ -486,6 +487,15 @@ def check_steps(args: TrainingArguments) -> None:
         raise ValueError(
             f"--num_train_epochs {args.num_train_epochs:g} trains nothing; give a number above 0, or --max_steps"
         )
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
+    for name in ("learning_rate", "weight_decay", "adam_epsilon", "dataloader_num_workers"):
+        if not 0 <= getattr(args, name) < math.inf:
+            raise ValueError(f"--{name} {getattr(args, name):g} must be a number of at least 0")
+    for name in ("adam_beta1", "adam_beta2", "label_smoothing_factor"):
+        if not 0 <= getattr(args, name) < 1:
+            raise ValueError(f"--{name} {getattr(args, name):g} must be at least 0 and below 1")
 
 
 def planned_steps(args: TrainingArguments, rows: int, *, whole_batches: bool = False) -> int:

@@ -87,6 +87,29 @@ def load_config(model: str) -> PreTrainedConfig:
             f"no model could be loaded from {model!r} ({reason}); give the folder of a saved model, or check the"
             " Hub id"
         ) from error
+    except ValueError as error:
+        reason = _without_class(model, saved_config(model).get("model_type")) if Path(model).is_dir() else None
+        if reason is None:
+            raise
+        raise ValueError(reason) from error
+
+
+def _without_class(model: str, model_type: Any) -> str | None:
+    """Why a folder's config.json is one of no known class; None if there is one."""
+    import transformers
+
+    if model_type is None:
+        return (
+            f"{model!r} has a config.json without a model_type, which transformers writes; give the folder of a model"
+            " that `save_pretrained` wrote"
+        )
+    if model_type in transformers.CONFIG_MAPPING:
+        return None
+    return (
+        f"{model!r} is of model type {model_type!r}, which neither this package nor transformers"
+        f" {transformers.__version__} knows; correct model_type in its config.json, or install a transformers that has"
+        " it"
+    )
 
 
 def choose_objective(
@@ -146,7 +169,9 @@ def evaluate(
     source = source.named_for(objective)
     tokenizer = load_tokenizer(score.tokenizer or score.model)
     check_tokenizer(tokenizer, config)
-    block_size = score.block_size or trained.get("block_size")
+    block_size = trained.get("block_size") if score.block_size is None else score.block_size
+    if block_size is not None and block_size < 1:
+        raise ValueError(f"--block_size {block_size} must be at least 1 token")
     if isinstance(config, XFormerConfig):
         block_size = choose_block_size(config, objective, "base", block_size)
     elif block_size is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .building import language_objective, objective_of_shape
 from .devices import DeviceOptions
-from .distillation import Distillation, DistillationTrainer, open_teacher
+from .distillation import Distillation, DistillationTrainer, open_teacher, refuse_other_tokens
 from .folder_lock import folder_lock
 from .pretraining import ModelChoice, Preparation, Prepared, train
 from .run_folder import saved_config
@@ -113,6 +113,7 @@ def uptrain(
         for name in devices.devices():
             devices.refuse(name, "divides the model alone, and a --teacher reads whole texts beside it")
         preparation.segment_streams = False
+        refuse_other_tokens(distillation.teacher, str(preparation.choice.tokenizer or preparation.choice.init_from))
         head = f"For{preparation.objective.head}"
         teacher = open_teacher(distillation, preparation.config, head, preparation.block_size)
         trainer = functools.partial(DistillationTrainer, teacher=teacher, distillation=distillation)

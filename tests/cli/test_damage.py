@@ -281,6 +281,11 @@ def test_what_the_system_says():
     assert "no space left" in explain(Exception("I/O error: No space left on device (os error 28)"))
     assert explain(OSError(errno.EROFS, "x", "/a/b")).startswith("'/a/b': the disk can be read only")
     assert explain(OSError("cannot be reached")) == "cannot be reached"
+    told = explain(
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 96000000000 bytes.")
+    )
+    assert told.startswith("there is not enough memory for 96.0 GB more; take smaller batches")
+    assert explain(MemoryError()).startswith("there is not enough memory; take")
     assert explain(KeyError("x")) is None and explain(RuntimeError("shapes")) is None
 
 

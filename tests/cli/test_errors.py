@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from transformers import BertConfig
 
 from hf_xformers.cli import main
 from tests.training.runs import SHAPE, flags, pretrain
@@ -65,6 +66,12 @@ CASES = {
     "ill-typed flag": (["--max_steps", "ten"], ["--max_steps", "invalid int value: 'ten'"]),
     "no steps": (["--max_steps", "0"], ["--max_steps 0 trains nothing", "--num_train_epochs"]),
     "no epochs": (["--max_steps", "-1", "--num_train_epochs", "0"], ["--num_train_epochs 0 trains nothing"]),
+    "negative rate": (["--learning_rate", "-1"], ["--learning_rate -1 must be a number of at least 0"]),
+    "empty batches": (
+        ["--per_device_train_batch_size", "0"],
+        ["--per_device_train_batch_size 0 must be at least 1"],
+    ),
+    "smoothing beyond 1": (["--label_smoothing_factor", "2"], ["--label_smoothing_factor 2 must be at least 0"]),
     "impossible flag": (["--save_strategy", "sometimes"], ["sometimes"]),
     "vocabulary too small": (["--vocab_size", "20"], ["vocab_size=20 is smaller than the required alphabet"]),
     "missing tokenizer": (["--tokenizer", "./nowhere"], ["no tokenizer could be loaded from './nowhere'"]),
@@ -156,8 +163,7 @@ def test_start_of_another_variant(text, bert, tmp_path, capsys):
 
 
 def test_start_of_a_foreign_model(text, tmp_path, capsys):
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    BertConfig(add_cross_attention=False).save_pretrained(tmp_path / "other")  # with fields that ours have not
     common = flags(data=text, output_dir=tmp_path / "run", init_from=tmp_path / "other")
     message = refused(capsys, "pretrain", *common)
     assert "is a checkpoint of model type 'bert'" in message and "hf-xformers convert" in message
@@ -174,6 +180,7 @@ def test_evaluate(text, bert, tmp_path, capsys):
     assert "unknown objective 'x'" in message("--objective", "x")
     assert "has no split 'tset': choose one of train, validation or all" in message("--split", "tset")
     assert "covers only 512" in message("--block_size", "600")
+    assert "--block_size 0 must be at least 1 token" in message("--block_size", "0")
     assert "nowhere" in message(model="./nowhere")
     assert "Unknown field 'mask_rate'" in message("--objective.mask_rate", "1")
     assert "there is no file or folder 'nowhere.txt'" in refused(
@@ -188,6 +195,23 @@ def test_evaluate(text, bert, tmp_path, capsys):
     config = json.loads((bert / "config.json").read_text())
     (bare / "config.json").write_text(json.dumps({**config, "vocab_size": 50}))
     assert "ids but config.vocab_size is 50" in message(model=bare)
+
+
+@pytest.mark.parametrize("command", ["evaluate", "finetune", "convert"])
+def test_configurations_of_no_known_class(command, text, tmp_path, capsys):
+    rest = {
+        "evaluate": ["--data", text, "--model"],
+        "finetune": ["--task", "ner", "--data", text, "--output_dir", tmp_path / "run", "--model"],
+        "convert": ["--to", tmp_path / "to", "--from"],
+    }[command]
+    (tmp_path / "model").mkdir()
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps({"model_type": "brt9"}))
+    message = refused(capsys, command, *rest, tmp_path / "model")
+    assert "model type 'brt9'" in message and "--debug" not in message
+    config.write_text(json.dumps({"d_model": 64}))
+    message = refused(capsys, command, *rest, tmp_path / "model")
+    assert "model_type" in message and "`save_pretrained` wrote" in message and "--debug" not in message
 
 
 def test_an_option_is_called_by_the_name_that_was_typed(text, tmp_path, capsys):

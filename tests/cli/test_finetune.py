@@ -75,6 +75,27 @@ REQUESTS = {
         {"max_length": 600, "max_position_embeddings": 100},
         ["--max_length 600 is more than the 100 tokens", "take at most 100"],
     ),
+    "negative rate": ({"learning_rate": -1}, ["--learning_rate -1 must be a number of at least 0"]),
+    "option of another task": (
+        {"doc_stride": 5},
+        ["--doc_stride 5 means nothing to text-classification; it is for question-answering; leave it out"],
+    ),
+    "option of other tasks": (
+        {"target_lang": "de"},
+        ["--target_lang 'de' means nothing to text-classification; it is for translation; leave it out"],
+    ),
+    "window without a teacher": (
+        {"teacher_window": 3},
+        ["--teacher_window 3 has no effect without --self_ensemble; give both"],
+    ),
+    "share without its schedule": (
+        {"cut_frac": 0.2},
+        ["--cut_frac 0.2 has no effect without --slanted_triangular; give both"],
+    ),
+    "threshold without patience": (
+        {"early_stopping_threshold": 0.1},
+        ["--early_stopping_threshold 0.1 has no effect without --early_stopping_patience; give both"],
+    ),
     "no length": ({"max_length": 0}, ["--max_length 0 must be at least 1"]),
     "patience": ({"early_stopping_patience": 0}, ["--early_stopping_patience 0 must be at least 1"]),
     "patience without validation": (
@@ -141,6 +162,10 @@ def test_an_empty_split(empty, data, tmp_path, capsys):
         ([{"text": "a", "label": 0.5}, {"text": "b", "label": 1.0}], "0.5 is no class label"),
         ([{"text": "a", "label": None}, {"text": "b", "label": 1}], "None is no class label"),
         ([{"text": None, "label": 0}, {"text": "b", "label": 1}], "row 0 of the train split has no text"),
+        (
+            [{"text": {"body": "a"}, "label": 0}, {"text": {"body": "b"}, "label": 1}],
+            "row 0 of the train split has {'body': 'a'} in column 'text', which is no text",
+        ),
     ],
 )
 def test_rows_of_classification(rows, words, tmp_path, capsys):

@@ -100,6 +100,17 @@ def test_rows_without_answers_are_predicted_in_their_order(runs, capsys, tmp_pat
     assert json.loads(table[0]["probabilities"]) == rows[0]["probabilities"]
 
 
+def test_figures_of_predictions_have_names_and_floors(runs, capsys, tmp_path):
+    folder, data, summary = runs("text-classification")
+    said = run(capsys, "predict", "--model", folder, "--data", data[1], "--output", tmp_path / "p.jsonl")[1]
+    rows = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    right = np.mean([row["prediction"] == row["reference"] for row in rows])
+    figures = said.partition("measured on these rows: ")[2].rstrip()
+    floor = summary["floor_validation"]["accuracy"]
+    assert f"accuracy {right:.1%} (floor {floor:.1%})" in figures and "matthews correlation " in figures
+    assert figures.startswith("loss ") and figures.endswith(f"; floor: {summary['trivial']['rule']}")
+
+
 def test_the_floor_of_classes_and_of_numbers(runs):
     _, data, summary = runs("text-classification")
     train, dev = (list(csv.DictReader(open(path))) for path in data)
@@ -227,6 +238,18 @@ REFUSED = {
     "form of the output": ("predict", ["--text", "a", "--output", "p.xml"], "ends in neither .jsonl nor .csv"),
     "folder of the output": ("predict", ["--text", "a", "--output", "no/p.csv"], "in a folder that is not there"),
     "no rows": ("predict", ["--text", "a", "--batch_size", "0"], "--batch_size 0 must be at least 1"),
+    "beams of a classifier": (
+        "predict",
+        ["--text", "a", "--num_beams", "3"],
+        "--num_beams 3 means nothing to a model for text-classification; leave it out",
+    ),
+    "threshold of single labels": (
+        "predict",
+        ["--text", "a", "--label_threshold", "0.3"],
+        "--label_threshold 0.3 means nothing to a model for text-classification; leave it out",
+    ),
+    "split of texts": ("predict", ["--text", "a", "--split", "dev"], "--split is about files"),
+    "table of predictions": ("predict", ["--text", "a", "--json"], "there is no option --json"),
     "unknown option": ("predict", ["--txt", "a"], "there is no option --txt"),
 }
 

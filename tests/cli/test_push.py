@@ -625,7 +625,7 @@ def test_back_to_the_family_it_came_from(swapped, tmp_path, capsys):
         torch.testing.assert_close(after(ids).logits, before(ids).logits, atol=1e-5, rtol=1e-5)
     capsys.readouterr()
     assert main(["convert", "--from", str(swapped / "long"), "--to", str(tmp_path / "no")]) == 2
-    assert "has attention 'longformer', which that family does not; swap it back" in capsys.readouterr().err
+    assert "has attention 'longformer', which that family does not have; swap it back" in capsys.readouterr().err
 
 
 def test_card_of_a_free_mix(tmp_path):
@@ -652,4 +652,23 @@ def test_metadata(folders, tmp_path):
     card = prepare_upload(tmp_path / "m", "user/m").card
     assert "| teacher | big-teacher |" in card and "/secret" not in card
     assert front(card)["metrics"] == ["perplexity", "accuracy"]
+    assert "floor" not in card
+
+
+@pytest.mark.parametrize("kind", ["language", "task"])
+def test_figures_stand_beside_their_floor(kind, folders, tmp_path):
+    """A language model's floors are among its figures, a task's apart; neither is a score of the model."""
+    shutil.copytree(folders / "run", tmp_path / "m")
+    path = tmp_path / "m" / "training_summary.json"
+    floors = {
+        "language": {"eval_floor_loss": 6.5},
+        "task": {"floor_validation": {"loss": 6.5}, "trivial": {"rule": "always 'gut'", "answer": "gut"}},
+    }[kind]
+    path.write_text(json.dumps({**json.loads(path.read_text()), **floors}))
+    card = prepare_upload(tmp_path / "m", "user/m").card
+    assert "| split | metric | value | floor |" in card
+    assert "| validation | loss | 5.25 | 6.5 |" in card and "| validation | perplexity | 190.5 |  |" in card
+    assert ("*The floor is what can be said without the model: always 'gut'.*" in card) == (kind == "task")
+    scores = front(card)["model-index"][0]["results"][0]["metrics"]
+    assert {score["type"] for score in scores} == {"loss", "perplexity"} and 6.5 not in [s["value"] for s in scores]
     assert 'AutoTokenizer.from_pretrained("user/m")' in card

@@ -1,6 +1,7 @@
 """`hf-xformers uptrain`: pretraining goes on after a swap, with a teacher or without, and resumes."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -85,6 +86,7 @@ REFUSED = {
     "unknown objective": ({"objective": "clmm"}, "unknown objective 'clmm'"),
     "length": ({"block_size": 64}, "covers only 32"),
     "teacher too short": ({"block_size": 32, "teacher": "SHORT"}, "too long for the teacher"),
+    "teacher of other tokens": ({"teacher": "OTHER"}, "reads other tokens than the student ("),
     "unknown option": ({"techer": "x"}, "Did you mean --teacher?"),
 }
 
@@ -96,6 +98,17 @@ def test_refusals(name, text, source, swapped, tmp_path, capsys):
         argv = ["convert", "--from", source, "--to", tmp_path / "short", "--max-length", 20]
         assert main(list(map(str, argv))) == 0
         options = {**options, "teacher": tmp_path / "short"}
+    if options.get("teacher") == "OTHER":
+        other = shutil.copytree(source, tmp_path / "other", ignore=shutil.ignore_patterns("checkpoint-*"))
+        words = json.loads((other / "tokenizer.json").read_text())
+        ids = words["model"]["vocab"]
+        last, before = sorted(ids, key=ids.get)[:-3:-1]
+        ids[last], ids[before] = ids[before], ids[last]
+        words["model"]["merges"] = [
+            merge for merge in words["model"]["merges"] if "".join(merge) not in (last, before)
+        ]
+        (other / "tokenizer.json").write_text(json.dumps(words))
+        options = {**options, "teacher": other}
     code = uptrain(text, options.pop("model", swapped), tmp_path / "out", **options)
     error = " ".join(capsys.readouterr().err.split())
     assert code == 2 and message in error and "Traceback" not in error

@@ -213,6 +213,7 @@ def test_zeros_stay_while_a_model_trains(classifier, tmp_path):
         ("--method layers --keep_layers 2", "--keep_layers 2 must be at least 1 and less than the model's 2 layers"),
         ("--method layers --layers 0,4", "do not exist: the model has 2"),
         ("--method layers --share 0.2", "--share is for --method heads"),
+        ("--method layers --max_steps 3", "--max_steps is about training, and --method layers by top takes no step"),
         ("--method weights --sparsity 1", "--sparsity 1.0 is a share of weights in [0, 1)"),
         ("--method weights --exclude nowhere", "--exclude 'nowhere' is in no name"),
     ],

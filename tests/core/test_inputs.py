@@ -67,3 +67,13 @@ def test_common_arguments_pass(model_type):
         )
     with pytest.raises(TypeError, match="`attention_maskk`; did you mean `attention_mask`"):
         model(input_ids=IDS, attention_maskk=IDS)
+
+
+@pytest.mark.parametrize("head", ["Model", "ForCausalLM", "ForSeq2SeqLM"])
+def test_a_text_without_tokens(head):
+    model = tiny("xf_performer", head, is_encoder_decoder=head == "ForSeq2SeqLM", is_decoder=head == "ForCausalLM")
+    with pytest.raises(ValueError, match=r"has no tokens \(a batch of 2 rows of length 0\); give at least one"):
+        model(input_ids=IDS.new_zeros(2, 0), **({"labels": IDS.expand(2, 4)} if head == "ForSeq2SeqLM" else {}))
+    if head == "ForCausalLM":
+        with pytest.raises(ValueError, match="has no tokens"):
+            model.generate(IDS.new_zeros(1, 0), max_new_tokens=2)

@@ -3,6 +3,8 @@ meant."""
 
 import gzip
 import json
+import logging
+from functools import partial
 
 import pytest
 from datasets import Dataset, DatasetDict
@@ -47,7 +49,7 @@ REFUSED = {
     "a list of numbers": ("a.json", b"[1, 2]", "a list with '1' in it"),
     "null": ("a.json", b"null", "holds no rows but None"),
     "splits in one object": ("a.json", b'{"train": [{"a": 1}], "dev": [{"a": 1}]}', "under 'train', 'dev'; save each"),
-    "no Parquet": ("a.parquet", b"x", "could not be read as UTF-8 parquet"),
+    "no Parquet": ("a.parquet", b"x", "could not be read as parquet"),
 }
 
 
@@ -61,6 +63,24 @@ def test_malformed_files_are_refused_by_line(case, tmp_path):
     if ".csv" in name:  # text for pretraining is read from the same files
         with pytest.raises(ValueError, match=message):
             load_text_dataset(path, text_column="text")
+
+
+@pytest.mark.parametrize("case", ["no Parquet", "cut off"])
+def test_a_malformed_file_is_told_of_once(case, tmp_path):
+    """`datasets` does not log what is raised in a sentence."""
+    name, content, _ = REFUSED[case]
+    (tmp_path / name).write_bytes(content)
+    told = []
+    handler = logging.Handler()
+    handler.emit = told.append
+    logging.getLogger("datasets").addHandler(handler)
+    try:
+        for load in (read, partial(load_text_dataset, text_column="text")):
+            with pytest.raises(ValueError, match="could not be read"):
+                load(tmp_path / name)
+    finally:
+        logging.getLogger("datasets").removeHandler(handler)
+    assert not told
 
 
 @pytest.mark.parametrize(

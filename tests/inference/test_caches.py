@@ -56,6 +56,21 @@ def test_own_state_is_named(caplog, monkeypatch):
         assert not said if part is None else part in said.pop()
 
 
+def test_weights_that_a_state_has_not_are_told_of(monkeypatch):
+    from hf_xformers.modeling import language as modeling_language
+
+    said = []
+    monkeypatch.setattr(modeling_language.logger, "warning_once", said.append)
+    wanted = {"max_new_tokens": 3, "return_dict_in_generate": True, "output_attentions": True}
+    for name, keeps_keys in (("xf_performer", False), ("xf_longformer", True)):
+        model = next(case for case in ONCE if case.name == name and case.shape == "decoder").shared()
+        for cached in (True, False):
+            steps = model.generate(tokens(1, 3), use_cache=cached, **wanted).attentions
+            whole = all(len(step) == model.config.num_hidden_layers for step in steps)
+            assert len(steps) == 3 and whole == (keeps_keys or not cached)
+            assert bool(said) == (not whole) and all("use_cache=False" in said.pop() for _ in said[:])
+
+
 COMPILED = [case for case in ONCE if case.name in ("xf_gpt2", "xf_t5", "xf_longformer", "xf_realformer", "modern")]
 
 

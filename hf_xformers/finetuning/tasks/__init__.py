@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...core.given_options import changed
 from ..names import resolve_task
 from ..options import TaskOptions
 from .answering import QuestionAnswering
@@ -23,6 +24,7 @@ from .tagging import TokenClassification
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+OF_EVERY_TASK = ("task", "max_length", "metric_backend", "class_balance")  # options; `Task` refuses what cannot be
 TASKS: dict[str, type[Task]] = {
     task.id: task
     for task in (
@@ -55,6 +57,21 @@ def build_task(options: TaskOptions, config_class: type[PreTrainedConfig] | None
     return (ways or [usual])[0](options)
 
 
+def refuse_unread(options: TaskOptions, *others: str) -> None:
+    """Raises ValueError for an option that says something to other tasks alone. others: tasks of the same run, which
+    share the options."""
+    asked = [task_class(name) for name in (options.task, *others)]
+    read = {*OF_EVERY_TASK, *(name for task in asked for name in task.reads)}
+    for name, value in changed(options).items():
+        if name not in read:
+            readers = [task.id for task in TASKS.values() if name in task.reads]
+            said = " ".join(map(str, value)) if isinstance(value, list) else repr(value)
+            raise ValueError(
+                f"--{name} {said} means nothing to {' or '.join(task.id for task in asked)}; it is for"
+                f" {', '.join(readers)}; leave it out"
+            )
+
+
 def task_class(name: str) -> type[Task]:
     """The class of a task's name or alias. Raises ValueError for an unknown one."""
     return TASKS[resolve_task(name)]
@@ -79,5 +96,6 @@ __all__ = [
     "Translation",
     "Trivial",
     "build_task",
+    "refuse_unread",
     "task_class",
 ]

@@ -38,6 +38,15 @@ class QuestionAnswering(Task):
     head = "QuestionAnswering"
     metric = "f1"
     metric_names = ("f1", "exact_match")
+    reads = (
+        "text_column",
+        "text_pair_column",
+        "label_column",
+        "doc_stride",
+        "max_answer_length",
+        "n_best",
+        "null_threshold",
+    )
     default_length = 384
 
     def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:

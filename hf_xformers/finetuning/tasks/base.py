@@ -64,6 +64,7 @@ class Task:
     one_class: ClassVar[bool] = False  # an example (a row or a token) is of one of `labels`
     predicts: ClassVar[bool] = True  # says something of every row
     reads_text: ClassVar[bool] = True  # its rows go through a tokenizer
+    reads: ClassVar[tuple[str, ...]]  # the options that mean something to it, beside those of every task
     one_row: bool = False  # what is generated stands behind what is read, and both share the positions
 
     def __init__(self, options: TaskOptions) -> None:

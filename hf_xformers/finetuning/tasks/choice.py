@@ -25,6 +25,7 @@ class MultipleChoice(Task):
     head = "MultipleChoice"
     metric = "accuracy"
     metric_names = ("accuracy",)
+    reads = ("text_column", "text_pair_column", "label_column", "choice_columns")
 
     def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
         self.find_columns(splits["train"])

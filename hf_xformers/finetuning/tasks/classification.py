@@ -65,6 +65,11 @@ class WholeText(Task):
             if None in rows[name]:
                 row = list(rows[name]).index(None)
                 raise ValueError(f"{where[row]} has no text in column {name!r}; fill it or remove it")
+            for row, text in enumerate(rows[name]):
+                if isinstance(text, (dict, list)):
+                    raise ValueError(
+                        f"{where[row]} has {text!r} in column {name!r}, which is no text; correct the row"
+                    )
         texts = [[str(text) for text in rows[name]] for name in self.text_columns]
         columns = dict(tokenizer(*texts, truncation=True, max_length=self.max_length))
         given = list(rows[self.label_column]) if self.label_column in rows.column_names else []
@@ -126,6 +131,7 @@ class TextClassification(OneClass, WholeText):
     """One of several classes. Metrics: accuracy, F1 (of class 1 of two; else the mean over classes), Matthews."""
 
     id = "text-classification"
+    reads = ("text_column", "text_pair_column", "label_column")
 
     def _settle_labels(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
         if config is not None and config.problem_type == "multi_label_classification":
@@ -148,6 +154,7 @@ class Regression(WholeText):
     id = "regression"
     metric = "pearsonr"
     metric_names = ("pearsonr", "spearmanr", "mse")
+    reads = ("text_column", "text_pair_column", "label_column")
     usual_labels = NUMBER_LABELS
 
     def _settle_labels(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:

@@ -34,6 +34,7 @@ class ExtractiveSummarization(Task):
     head = "TokenClassification"
     metric = "rougeL"
     metric_names = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+    reads = ("text_column", "target_column", "summary_sentences")
     default_length = 512
     mean_loss = False
 

@@ -45,6 +45,16 @@ class Forecasting(Task):
     head = "TimeSeriesPrediction"
     metric = "mse"
     metric_names = ("mse", "mae")
+    reads = (
+        "value_columns",
+        "time_column",
+        "context_length",
+        "prediction_length",
+        "label_length",
+        "season",
+        "forecast_loss",
+        "forecast_scaling",
+    )
     less_is_better = True
     reads_text = False
 

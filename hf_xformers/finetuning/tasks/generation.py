@@ -179,6 +179,7 @@ class Summarization(_Generation):
     id = "summarization"
     metric = "rougeL"
     metric_names = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+    reads = ("text_column", "target_column", "max_target_length", "prefix")
     default_length = 512
 
     def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
@@ -244,6 +245,7 @@ class Translation(_Generation):
     before = 0  # sentences before a row's own that the model reads
     metric = "bleu"
     metric_names = ("bleu",)
+    reads = ("text_column", "target_column", "max_target_length", "prefix", "source_lang", "target_lang")
     default_length = 128
 
     def load(self, source: Any) -> dict[str, Dataset]:

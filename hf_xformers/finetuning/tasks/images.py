@@ -29,6 +29,7 @@ class ImageClassification(OneClass):
 
     id = "image-classification"
     head = "ImageClassification"
+    reads = ("image_column", "label_column", "augment", "colours")
     reads_text = False
 
     def __init__(self, options: TaskOptions) -> None:

@@ -26,6 +26,7 @@ class LanguageModeling(Task):
     head = "MaskedLM"  # until `choose` knows better
     metric = "loss"
     metric_names = ("loss", "perplexity", "accuracy")
+    reads = ("text_column", "objective")
     mean_loss = False
     predicts = False
     objective: Objective

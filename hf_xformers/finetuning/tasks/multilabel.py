@@ -28,6 +28,7 @@ class MultiLabelClassification(WholeText):
     id = "multi-label-classification"
     metric = "f1_micro"
     metric_names = ("f1_micro", "f1_macro", "accuracy")
+    reads = ("text_column", "text_pair_column", "label_column", "label_separator", "label_threshold")
     usual_labels = LABEL_LISTS
 
     def __init__(self, options: TaskOptions) -> None:

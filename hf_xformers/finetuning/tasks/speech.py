@@ -43,6 +43,7 @@ class SpeechRecognition(Task):
     head = "CTC"
     metric = "wer"
     metric_names = ("wer", "cer")
+    reads = ("audio_column", "text_column", "augment", "sampling_rate", "ctc_beams")
     less_is_better = True
     reads_text = False
     audio_column: str

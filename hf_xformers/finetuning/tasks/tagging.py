@@ -29,6 +29,7 @@ class TokenClassification(Task):
     head = "TokenClassification"
     metric = "f1"
     metric_names = ("f1", "precision", "recall", "accuracy")
+    reads = ("text_column", "label_column", "label_all_pieces")
     mean_loss = False
     one_class = True
     in_sequence = False  # whether the model's loss is that of sequences of tags
