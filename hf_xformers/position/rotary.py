@@ -18,6 +18,9 @@ class RotaryTables(Rotation):
     def __init__(self, cos: Tensor, sin: Tensor, interleaved: bool, values: bool = False, by_length: bool = False):
         self.cos, self.sin, self.interleaved = cos, sin, interleaved
         self.values, self.by_length = values, by_length
+        # (-b, a) s = (b, a) (-s, s): signs on a table, once for all heads and layers.
+        half = sin.shape[-1] // 2
+        self.signed_sin = sin if interleaved else torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
 
     def of_last(self, count: int) -> RotaryTables:
         if count == self.cos.shape[2]:
@@ -31,9 +34,8 @@ class RotaryTables(Rotation):
         if self.interleaved:
             swapped = torch.stack((-turned[..., 1::2], turned[..., 0::2]), dim=-1).flatten(-2)
         else:
-            first, second = turned.chunk(2, dim=-1)
-            swapped = torch.cat((-second, first), dim=-1)
-        turned = turned * self.cos + swapped * self.sin
+            swapped = turned.roll(width // 2, dims=-1)
+        turned = torch.addcmul(turned * self.cos, swapped, self.signed_sin)
         return turned if rest is None else torch.cat((turned, rest), dim=-1)
 
 
