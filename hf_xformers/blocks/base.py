@@ -43,9 +43,10 @@ class SublayerPlan:
 
 
 class BlockSpec(Spec):
-    """Base of block specs. mixes: what of it looks at other tokens beside its attentions, such as a convolution; empty:
-    nothing. unpads: that is done in sublayers, which are given rows where states are those of real tokens alone; if
-    not, why_not_unpad says what is not. passes_streams: it carries what the attentions of several layers share.
+    """Base of block specs. mixes: what of it looks at other tokens beside its attentions, such as a convolution;
+    empty: nothing. unpads: that is done in sublayers, which are given rows where states are those of real tokens
+    alone; if not, why_not_unpad says what is not. passes_streams: it carries what the attentions of several layers
+    share.
     in_sequence: every sublayer reads what the one before it has added to. additive: where the config's residual adds
     to the stream, nothing else is done to it. reshapes: its attention has other channels or heads than the config
     says. takes_spans: states of spans of the text go through its layers beside those of tokens."""

@@ -230,7 +230,9 @@ def _few_rows(
     fixed = pattern.needs_length or not pattern.period
     shift = 0 if fixed else min(call.query_offset, call.key_offset) // pattern.period * pattern.period
     places = (call.query_offset - shift, call.query_offset - shift + q_len)
-    begin, end, allowed = _seen_by_few(pattern, heads, call.causal, places, call.key_offset - shift, k_len, query.device)
+    begin, end, allowed = _seen_by_few(
+        pattern, heads, call.causal, places, call.key_offset - shift, k_len, query.device
+    )
     if end - begin > FEW_KEYS or end == begin:
         return None
     key, value = key[:, :, begin:end], value[:, :, begin:end]
