@@ -131,7 +131,7 @@ def block_sparse_attention(
     )
     if global_mask is None:
         out, lse = _aligned(query, key, value, pattern, key_padding_mask, key_padding_mask, call)
-        return (out, lse) if return_lse else out
+        return out if lse is None or not return_lse else (out, lse)
     if side_key is not None or segment_ids is not None or return_lse or score_bias is not None:
         raise ValueError(
             "global_mask cannot be combined with side_key, segment_ids, score_bias or return_lse; "
