@@ -22,7 +22,7 @@ class FieldsAtOnce:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if value is not None and name in self.__dataclass_fields__:
-            OrderedDict.__setitem__(self, name, value)  # type: ignore[arg-type]  # every output is one
+            OrderedDict.__setitem__(self, name, value)  # type: ignore[index]  # every output is one
         object.__setattr__(self, name, value)
 
 

@@ -183,7 +183,7 @@ def kernel_attention(
     single = causal and key.shape[2] == 1
     if single and key_map is feature_map:  # a decoding step: both at once
         both, logs = _pair(feature_map(torch.cat([query, key], dim=2).to(dtype), *params))
-        (phi_q, phi_k), logs = both.split(1, dim=2), None if logs is None else logs[:, :, 1:]
+        (phi_q, phi_k), logs = both.chunk(2, dim=2), None if logs is None else logs[:, :, 1:]
     else:  # one key tells how wide the features are and whether they come with a log factor
         one_key = key if key.shape[2] == 1 else key[:, :, :1].detach()
         phi_k, logs = _pair(key_map(one_key.to(dtype), *params))

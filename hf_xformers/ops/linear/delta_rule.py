@@ -90,7 +90,7 @@ def delta_rule(
             raise ValueError("The delta rule needs normalised features, but feature_map returned a pair of tensors.")
         width = features.shape[-1]
         if length == 1:
-            query, key = features.split(1, dim=2)
+            query, key = features.chunk(2, dim=2)
     shape = batch, heads, width, value.shape[3]
     if state is None:
         state = torch.zeros(shape, dtype=dtype, device=value.device)
