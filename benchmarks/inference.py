@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="folder with sst2/dev.tsv and wikitext2/test.txt")
     parser.add_argument("--texts", type=int, default=256, help="sentences; and a quarter as many paragraphs")
     parser.add_argument("--batch", type=int, default=16, help="texts of a batch at most")
-    parser.add_argument("--contexts", default="512,2048,8192,16384")
+    parser.add_argument("--contexts", default="128,512,2048,8192,16384")
     parser.add_argument("--tokens", type=int, default=32, help="tokens that are generated after a context")
     parser.add_argument("--piece", type=int, default=2048, help="tokens of a context that are read at once")
     parser.add_argument("--layers", type=int, default=4)

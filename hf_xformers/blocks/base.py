@@ -43,12 +43,15 @@ class SublayerPlan:
 
 
 class BlockSpec(Spec):
-    """Base of block specs. unpads: nothing of it but its attentions looks at other tokens, or at where padding is; if
-    not, why_not_unpad says what does. passes_streams: it carries what the attentions of several layers share.
+    """Base of block specs. mixes: what of it looks at other tokens beside its attentions, such as a convolution;
+    empty: nothing. unpads: that is done in sublayers, which are given rows where states are those of real tokens
+    alone; if not, why_not_unpad says what is not. passes_streams: it carries what the attentions of several layers
+    share.
     in_sequence: every sublayer reads what the one before it has added to. additive: where the config's residual adds
     to the stream, nothing else is done to it. reshapes: its attention has other channels or heads than the config
     says. takes_spans: states of spans of the text go through its layers beside those of tokens."""
 
+    mixes: ClassVar[str] = ""
     unpads: ClassVar[bool] = True
     passes_streams: ClassVar[bool] = True
     in_sequence: ClassVar[bool] = True
@@ -154,10 +157,11 @@ class XFormerLayer(GradientCheckpointingLayer):
                 read = hidden_states if partner is None else partner
             elif entry.reads == "layer_input":
                 read = begun
+            inputs = frame.inputs(around)
             if entry.reads != "same_input":
-                entered = frame.enter(read, **frame.inputs(around))
+                entered = frame.enter(read, **inputs)
             result = self.run_entered(entry, entered, context, memory, past_key_values, step)
-            written = frame.leave(hidden_states, result.output, result.gate, **frame.inputs(around))
+            written = frame.leave(hidden_states, result.output, result.gate, **inputs)
             hidden_states, partner = (written, None) if partner is None else (partner, written)
             add_losses(losses, result.aux_losses)
             streams.update(result.streams or {})
@@ -172,6 +176,10 @@ class XFormerLayer(GradientCheckpointingLayer):
         function: Any = self.function(self.plan[0])
         entered = frame.enter(hidden_states, **frame.inputs(self.around(context)))
         function.project_self(entered, context, past_key_values, step)
+
+    def memory_of(self, entry: SublayerPlan, memory: Tensor | None) -> Tensor | None:
+        """What a sublayer of a kind of attention is given of the memory."""
+        return memory if entry.kind == "cross_attention" else None
 
     def sublayers(self, memory: Tensor | None) -> list[SublayerPlan]:
         """What runs: no cross-attention in a decoder that is used without an encoder."""
@@ -232,12 +240,13 @@ class XFormerLayer(GradientCheckpointingLayer):
             entered, context = context.padded(entered), context.of_padded()
         running = context.shared.get(RUNNING)
         if entry.kind == "feedforward" and running is not None and function.takes_unpadded:
+            running = context.packed(running)
             mapped = function(entered[running][None], context.of_tokens()).output
             result = SublayerOutput(torch.zeros_like(entered).masked_scatter(running[..., None], mapped))
         elif entry.kind == "feedforward":
             result = function(entered, context if alone is not None else around)
         else:
-            read = memory if entry.kind == "cross_attention" else None
+            read = self.memory_of(entry, memory)
             result = function(entered, context, memory=read, past_key_values=past_key_values, step=step)
         if alone is None:
             return result

@@ -114,10 +114,9 @@ class ConformerBlockSpec(BlockSpec):
     tokens see all others, so not in a decoder) or over a token's channels (`layer`). bias: of its maps.
     """
 
-    unpads: ClassVar[bool] = False
     additive: ClassVar[bool] = False
     tensor_parallel = False  # the sums of `conv_norm` over processes are those of data parallelism
-    why_not_unpad: ClassVar[str] = "its convolution reads a token's neighbours"
+    mixes: ClassVar[str] = "its convolution reads a token's neighbours"
 
     summary = "attention, then convolution, between two half feed-forwards"
 

@@ -72,9 +72,8 @@ class ConvolutionBlockSpec(BlockSpec):
     activation: name in transformers' activation table.
     """
 
-    unpads: ClassVar[bool] = False
     in_sequence: ClassVar[bool] = False
-    why_not_unpad: ClassVar[str] = "its convolution reads a token's neighbours"
+    mixes: ClassVar[str] = "its convolution reads a token's neighbours"
 
     summary = "a convolution of the first layer's input is added to its output"
 

@@ -94,8 +94,7 @@ class CPEBlockSpec(BlockSpec):
     tokens (`None`: text). border: `zeros`, or `circular`, which tells no position (for images that wrap around).
     """
 
-    unpads: ClassVar[bool] = False
-    why_not_unpad: ClassVar[str] = "its convolution reads a token's neighbours"
+    mixes: ClassVar[str] = "its convolution reads a token's neighbours"
 
     summary = "a depthwise convolution over neighbours after the first layer gives positions"
 

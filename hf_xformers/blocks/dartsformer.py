@@ -164,16 +164,8 @@ class DartsformerLayer(XFormerLayer):
         frame.dropout = nn.Dropout(0.0)  # operations have theirs
         self.add_module(f"{self.plan[0].name}_residual", frame)
 
-    def run_entered(
-        self,
-        entry: SublayerPlan,
-        entered: Tensor,
-        context: LayerContext,
-        memory: Tensor | None,
-        past_key_values: Cache | None,
-        step: int,
-    ) -> SublayerOutput:
-        return self.function(entry)(entered, context, memory=memory, past_key_values=past_key_values, step=step)
+    def memory_of(self, entry: SublayerPlan, memory: Tensor | None) -> Tensor | None:
+        return memory
 
     @staticmethod
     def _build(config, entry: SublayerPlan, layer_idx: int):
@@ -192,9 +184,8 @@ class DartsformerBlockSpec(BlockSpec):
     parts become the input of one.
     """
 
-    unpads: ClassVar[bool] = False
     passes_streams: ClassVar[bool] = False
-    why_not_unpad: ClassVar[str] = "its convolutions read a token's neighbours"
+    mixes: ClassVar[str] = "its convolutions read a token's neighbours"
 
     summary = "parts of the channels change in turn, by operations that a search has chosen"
 

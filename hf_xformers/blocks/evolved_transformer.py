@@ -125,10 +125,9 @@ class EvolvedTransformerBlockSpec(BlockSpec):
     attention, unless `num_attention_heads` are more.
     """
 
-    unpads: ClassVar[bool] = False
     passes_streams: ClassVar[bool] = False
     in_sequence: ClassVar[bool] = False
-    why_not_unpad: ClassVar[str] = "its convolutions read a token's neighbours"
+    mixes: ClassVar[str] = "its convolutions read a token's neighbours"
 
     summary = "the cells of an evolutionary search: gates, convolutional branches, attention"
 

@@ -89,9 +89,8 @@ class LiteTransformerBlockSpec(BlockSpec):
     probability with which a number of a kernel is left out.
     """
 
-    unpads: ClassVar[bool] = False
     passes_streams: ClassVar[bool] = False
-    why_not_unpad: ClassVar[str] = "its convolution reads a token's neighbours"
+    mixes: ClassVar[str] = "its convolution reads a token's neighbours"
 
     summary = "attention on half of the channels, convolution on the others"
 

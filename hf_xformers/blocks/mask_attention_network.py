@@ -36,8 +36,7 @@ class MaskAttentionNetworkBlockSpec(BlockSpec):
     """
 
     packed = True
-    unpads: ClassVar[bool] = False
-    why_not_unpad: ClassVar[str] = "its masks depend on how far keys are away"
+    mixes: ClassVar[str] = "its masks depend on how far keys are away"
 
     summary = "attention with dynamic masks before self-attention"
 

@@ -91,8 +91,7 @@ class RTransformerBlockSpec(BlockSpec):
     window: M, tokens. cell: `gru`, `lstm` or `rnn` (tanh). rnn_per_layer: recurrent sublayers before each attention.
     """
 
-    unpads: ClassVar[bool] = False
-    why_not_unpad: ClassVar[str] = "its recurrence reads a token's neighbours"
+    mixes: ClassVar[str] = "its recurrence reads a token's neighbours"
 
     summary = "a recurrent network over each token's window before attention"
 

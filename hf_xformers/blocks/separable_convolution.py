@@ -83,8 +83,7 @@ class SeparableConvolutionBlockSpec(BlockSpec):
     kernels: tokens that they read.
     """
 
-    unpads: ClassVar[bool] = False
-    why_not_unpad: ClassVar[str] = "its convolutions read a token's neighbours"
+    mixes: ClassVar[str] = "its convolutions read a token's neighbours"
 
     summary = "separable convolutions in the place of the feed-forward"
 

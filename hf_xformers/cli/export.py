@@ -14,7 +14,8 @@ _DESCRIPTION = """Write a saved model, with its head, as an ONNX graph for any b
 the model under onnxruntime where that is installed (pip install onnx onnxscript onnxruntime). Text models read
 input_ids and attention_mask, encoder-decoders decoder_input_ids as well, image models pixel_values, models of sound
 input_features. A decoder's graph reads the whole text, without a cache; with --step it is that of one step, which
-reads a token and the state so far and gives the next state, for any batch and any number of tokens."""
+reads a token and the state so far and gives the next state, for any batch and any number of tokens. An encoder-decoder
+has a second graph then, which makes the first state of the text for its encoder."""
 # Arguments of the function below -> options.
 _OPTIONS = {
     "dynamic=False": "--fixed",
@@ -92,7 +93,7 @@ def _step(arguments: Any, model: Any, output: Path, export_step_onnx: Any) -> in
             "bytes": output.stat().st_size,
             "model": type(model).__name__,
             "states": f"{len(report.states)}, of which {grows} grow with the text",
-            "states before the first token": report.start,
+            "before the first token": report.start,
             "places of padding before it": report.settled,
             "attention": "literal equation" if report.literal else "usual path",
             "largest difference": "not compared: pip install onnxruntime" if difference is None else difference,

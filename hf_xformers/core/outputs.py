@@ -3,7 +3,9 @@ beside a loss, and wherever gradients are recorded."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from transformers import modeling_outputs as base
@@ -12,8 +14,20 @@ from transformers.utils import ModelOutput
 from .segment_memory import SegmentMemory
 
 
+class FieldsAtOnce:
+    """Mixin, before an output of transformers that every decoding step makes: a field is set without listing all of
+    them for each, which takes longer than some layers' arithmetic."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if value is not None and name in self.__dataclass_fields__:
+            OrderedDict.__setitem__(self, name, value)  # type: ignore[index]  # every output is one
+        object.__setattr__(self, name, value)
+
+
 @dataclass
-class TowerOutput(base.BaseModelOutputWithPastAndCrossAttentions):
+class TowerOutput(FieldsAtOnce, base.BaseModelOutputWithPastAndCrossAttentions):
     """last_hidden_state [B, T, D]; padding_mask: boolean [B, T] that belongs to it (None: nothing is padded); memories
     [B, steps of the decoder, T, D]: what each decoder layer reads, from an encoder that gives them different ones (the
     batch comes first, so that beams expand it); segment_memory: what the next segment of the text may read of this
@@ -29,7 +43,7 @@ class TowerOutput(base.BaseModelOutputWithPastAndCrossAttentions):
 
 
 @dataclass
-class XFormerModelOutput(base.BaseModelOutputWithPoolingAndCrossAttentions):
+class XFormerModelOutput(FieldsAtOnce, base.BaseModelOutputWithPoolingAndCrossAttentions):
     """padding_mask: boolean [B, T'] that belongs to last_hidden_state, where its length is not the input's; log_probs
     [B]: of the choices that layers drew in training (`core/choices.py`); summaries [B, G, D]: the last states of
     global tokens that stand for parts of the text, where a stack has them."""
@@ -42,7 +56,7 @@ class XFormerModelOutput(base.BaseModelOutputWithPoolingAndCrossAttentions):
 
 
 @dataclass
-class XFormerSeq2SeqModelOutput(base.Seq2SeqModelOutput):
+class XFormerSeq2SeqModelOutput(FieldsAtOnce, base.Seq2SeqModelOutput):
     """segment_memory: the encoder's; log_probs [B]: of the choices that layers of both towers drew in training."""
 
     aux_losses: dict[str, torch.Tensor] | None = None
@@ -57,7 +71,7 @@ class XFormerMaskedLMOutput(base.MaskedLMOutput):
 
 
 @dataclass
-class XFormerCausalLMOutput(base.CausalLMOutputWithCrossAttentions):
+class XFormerCausalLMOutput(FieldsAtOnce, base.CausalLMOutputWithCrossAttentions):
     """exit_layers [B, T]: the layer (1, 2, ...) after which each token left, where tokens may leave early."""
 
     aux_losses: dict[str, torch.Tensor] | None = None
@@ -66,7 +80,7 @@ class XFormerCausalLMOutput(base.CausalLMOutputWithCrossAttentions):
 
 
 @dataclass
-class XFormerSeq2SeqLMOutput(base.Seq2SeqLMOutput):
+class XFormerSeq2SeqLMOutput(FieldsAtOnce, base.Seq2SeqLMOutput):
     """segment_memory: the encoder's. exit_layers [B, T]: the decoder's layer (1, 2, ...) after which each token left,
     where tokens may leave early."""
 

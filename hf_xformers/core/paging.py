@@ -77,6 +77,8 @@ def why_not_paged(config: Any) -> str:
             spec = getattr(layer, slot)
             if not spec.unpads:
                 return f"{_named(spec)} does not allow: {spec.why_not_unpad or 'it mixes tokens by itself'}"
+        if layer.block.mixes:
+            return f"{_named(layer.block)} does not allow: {layer.block.mixes}"
         if layer.block.reshapes:
             return f"{_named(layer.block)} does not allow: its heads have another size than pages"
         if not layer.attention.reads_pages:

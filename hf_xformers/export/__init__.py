@@ -1,7 +1,9 @@
 """Models as graphs for runtimes without Python: of whole texts ([`export_onnx`]), and of one step of a decoder, with
 its state among inputs and outputs ([`export_step`], [`export_step_onnx`])."""
 
-from .step import DecodingStep, StepReport, StepState, export_step, export_step_onnx
+from .decoding_step import DecodingStep, StepReport
+from .state import StepState
+from .step import export_step, export_step_onnx
 from .whole_text import OnnxReport, export_onnx
 
 __all__ = [

@@ -2,8 +2,12 @@
 
 A cache is an object of objects, of a kind for each mechanism. A graph reads and gives tensors alone. So the state is
 taken apart into its tensors by their places in the cache, and put together again around others. How it grows is
-observed: over some steps and batches, every axis of every tensor must be a constant, the batch, or grow by one with
-each token. What grows in another way has no graph for every step, and is refused.
+observed: over some steps, batches and texts before them, every axis of every tensor must be a constant, the batch,
+that of the memory, or grow by one with each token. What grows in another way has no graph for every step, and is
+refused.
+
+In an encoder-decoder what cross-attention has made of the memory belongs to the state, and no step changes it; so does
+the mask of the memory. The memory itself does not: nothing reads it again.
 """
 
 from __future__ import annotations
@@ -11,18 +15,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
 from ..core.cache import make_cache
+from ..core.context import self_attention_cache
+from ..core.outputs import TowerOutput
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
 
 _LONGEST = 1 << 14  # tokens after which a state should have settled
 _WATCHED = 4  # steps from which the rule is read
+_BEFORE = 7  # tokens of the text that an encoder reads
+MEMORY_MASK = "encoder_attention_mask"  # the state that says which places [B, M] of the memory are real
+_MADE_OF_MEMORY = "cross_attention_cache."
 
 
 class Unsettled(ValueError):
@@ -32,18 +41,24 @@ class Unsettled(ValueError):
 @dataclass(frozen=True)
 class StepState:
     """A tensor of a decoder's state. name: its place in the cache. shape: sizes; "batch" where the axis is that of
-    rows, and a text such as "tokens - 1" where it grows by one with each token. axis: that of rows; None: all texts
-    share it. dtype: of its numbers."""
+    rows, "memory" where it is that of the memory, and a text such as "tokens - 1" where it grows by one with each
+    token. axis: that of rows; None: all texts share it. dtype: of its numbers."""
 
     name: str
     shape: tuple[int | str, ...]
     axis: int | None
     dtype: torch.dtype
 
-    def sizes(self, batch: int, tokens: int) -> list[int]:
-        """The shape for so many texts, after so many tokens each."""
+    @property
+    def of_memory(self) -> bool:
+        """Whether it is of the text that an encoder has read, and no step changes it."""
+        return self.name == MEMORY_MASK or self.name.startswith(_MADE_OF_MEMORY)
+
+    def sizes(self, batch: int, tokens: int, memory: int = 0) -> list[int]:
+        """The shape for so many texts, after so many tokens each, with so many places of memory."""
+        known = {"batch": batch, "memory": memory}
         return [
-            size if isinstance(size, int) else batch if size == "batch" else tokens + _apart(size)
+            size if isinstance(size, int) else known[size] if size in known else tokens + _apart(size)
             for size in self.shape
         ]
 
@@ -54,7 +69,7 @@ class StepState:
 
     @property
     def grows(self) -> bool:
-        return any(isinstance(size, str) and size != "batch" for size in self.shape)
+        return any(isinstance(size, str) and size not in ("batch", "memory") for size in self.shape)
 
 
 def _apart(size: str) -> int:
@@ -108,25 +123,84 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
     return list(enumerate(value)) if isinstance(value, (list, tuple)) else []
 
 
-@torch.no_grad()
-def read(model: XFormerPreTrainedModel, ids: Tensor, mask: Tensor) -> Cache:
-    """The cache after texts [B, T]."""
+class Texts(NamedTuple):
+    """Ids and mask [B, T] of what a decoder reads; in an encoder-decoder also those [B, S] of what its encoder has
+    read before."""
+
+    ids: Tensor
+    mask: Tensor
+    source: Tensor | None = None
+    source_mask: Tensor | None = None
+
+    def until(self, tokens: int) -> Texts:
+        """The first so many tokens of the decoder."""
+        return self._replace(ids=self.ids[:, :tokens], mask=self.mask[:, :tokens])
+
+
+class Held(NamedTuple):
+    """What a decoder has after some tokens. memory_mask [B, M]: of an encoder-decoder."""
+
+    cache: Cache
+    memory_mask: Tensor | None = None
+
+    def tensors(self) -> dict[str, Any]:
+        """Its tensors and numbers by name."""
+        mask = {} if self.memory_mask is None else {MEMORY_MASK: self.memory_mask}
+        return {**mask, **dict(leaves(self.cache))}
+
+    def around(self, given: Mapping[str, Any]) -> Held:
+        """The same with other tensors and numbers at the `given` names; the old one stays as it is."""
+        return Held(around(self.cache, given), given.get(MEMORY_MASK, self.memory_mask))
+
+
+def advance(model: XFormerPreTrainedModel, ids: Tensor, mask: Tensor, held: Held) -> Tensor:
+    """Logits [B, t, V] of ids [B, t] after what is `held`, which goes on. mask: of all tokens so far."""
+    going_on = {"past_key_values": held.cache, "use_cache": True}
+    if held.memory_mask is None:
+        return model(input_ids=ids, attention_mask=mask, **going_on).logits
+    # What stands in the memory's place is not read: the cache has what was made of it.
+    nothing = torch.zeros((ids.shape[0], 1, model.config.hidden_size), dtype=model.dtype, device=ids.device)
+    encoded = TowerOutput(last_hidden_state=nothing, memories=nothing, padding_mask=held.memory_mask != 0)
+    return model(encoder_outputs=encoded, decoder_input_ids=ids, decoder_attention_mask=mask, **going_on).logits
+
+
+def begun(model: XFormerPreTrainedModel, source: Tensor, mask: Tensor, ids: Tensor, ids_mask: Tensor) -> Held:
+    """What a decoder has after ids [B, t], the first ones, of a memory of `source` [B, S]."""
+    encoded = cast(XFormerModel, model.base_model).trunk(input_ids=source, attention_mask=mask)
+    real = mask if encoded.padding_mask is None else encoded.padding_mask
     cache = make_cache(model.config)
-    model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
-    return cache
+    given = {"decoder_input_ids": ids, "decoder_attention_mask": ids_mask, "past_key_values": cache, "use_cache": True}
+    model(encoder_outputs=encoded, attention_mask=mask, **given)
+    return Held(cache, real.long())
 
 
-def sample(model: XFormerPreTrainedModel, batch: int, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Ids and mask [batch, tokens]; before the text of row i stand i places of padding."""
+@torch.no_grad()
+def read(model: XFormerPreTrainedModel, texts: Texts) -> Held:
+    """What the decoder has after these texts."""
+    if texts.source is not None and texts.source_mask is not None:
+        return begun(model, texts.source, texts.source_mask, texts.ids, texts.mask)
+    held = Held(make_cache(model.config))
+    advance(model, texts.ids, texts.mask, held)
+    return held
+
+
+def sample(model: XFormerPreTrainedModel, batch: int, tokens: int, seed: int = 0, before: int = _BEFORE) -> Texts:
+    """Texts of so many tokens; before the text of row i stand i places of padding. before: tokens of what an encoder
+    reads, of which row i has i fewer."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, model.config.vocab_size, (batch, tokens), generator=generator)
-    mask = torch.arange(tokens) >= torch.arange(batch).clamp(max=tokens - 1)[:, None]
-    return ids.to(model.device), mask.long().to(model.device)
+    rows = torch.arange(batch)[:, None]
+    mask = torch.arange(tokens) >= rows.clamp(max=tokens - 1)
+    found = [ids, mask.long()]
+    if model.config.is_encoder_decoder:
+        found.append(torch.randint(0, model.config.vocab_size, (batch, before), generator=generator))
+        found.append((torch.arange(before) < (before - rows).clamp(min=1)).long())
+    return Texts(*(tensor.to(model.device) for tensor in found))
 
 
 def lengths_to_try(model: XFormerPreTrainedModel) -> list[int]:
     """After how many tokens a state may have settled, the likeliest first: no earlier than its windows are full."""
-    cache = read(model, *sample(model, 2, 3))
+    cache: Any = self_attention_cache(read(model, sample(model, 2, 3)).cache)
     windows = [layer.sliding_window for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
     first = max([5, *(window + 1 for window in windows)])
     longest = longest_text(model)
@@ -139,7 +213,7 @@ def lengths_to_try(model: XFormerPreTrainedModel) -> list[int]:
 
 def longest_text(model: XFormerPreTrainedModel) -> int | None:
     """What positions cover; None: any length."""
-    return cast(XFormerModel, model.base_model).trunk.max_length
+    return cast(Any, cast(XFormerModel, model.base_model).get_decoder()).max_length
 
 
 def observe(model: XFormerPreTrainedModel, tokens: int) -> Layout:
@@ -150,9 +224,11 @@ def observe(model: XFormerPreTrainedModel, tokens: int) -> Layout:
     """
     base, *grown = _watched(model, 2, tokens)
     more = _watched(model, 3, tokens)[0]
+    longer = _watched(model, 2, tokens, _BEFORE + 2)[0] if MEMORY_MASK in base else base
+    memory = base[MEMORY_MASK].shape[1] if MEMORY_MASK in base else 0
     states, counters = [], {}
     for place, value in base.items():
-        if any(place not in other for other in (more, *grown)):
+        if any(place not in other for other in (more, longer, *grown)):
             raise Unsettled(f"`{place}` of its state is not always there")
         found = [other[place] for other in grown]
         if isinstance(value, int):
@@ -160,9 +236,13 @@ def observe(model: XFormerPreTrainedModel, tokens: int) -> Layout:
                 counters[place] = value - tokens
             continue
         sizes = [
-            _size(f"{place}, axis {axis}", size, more[place].shape[axis], [x.shape[axis] for x in found], tokens)
+            "memory"
+            if longer[place].shape[axis] != size == memory
+            else _size(f"{place}, axis {axis}", size, more[place].shape[axis], [x.shape[axis] for x in found], tokens)
             for axis, size in enumerate(value.shape)
         ]
+        if longer[place].shape != value.shape and "memory" not in sizes:
+            raise Unsettled(f"`{place}` of its state follows the length of the encoder's text in a way of its own")
         rows = [axis for axis, size in enumerate(sizes) if size == "batch"]
         same = all(x.shape == value.shape and torch.equal(x, value) for x in (more[place], *found))
         if same and not rows:
@@ -174,15 +254,14 @@ def observe(model: XFormerPreTrainedModel, tokens: int) -> Layout:
 
 
 @torch.no_grad()
-def _watched(model: XFormerPreTrainedModel, batch: int, tokens: int) -> list[dict[str, Any]]:
-    """What a cache holds after `tokens` tokens, and after each of some more."""
-    ids, mask = sample(model, batch, tokens + _WATCHED)
-    cache, seen = read(model, ids[:, :tokens], mask[:, :tokens]), []
+def _watched(model: XFormerPreTrainedModel, batch: int, tokens: int, before: int = _BEFORE) -> list[dict[str, Any]]:
+    """What a decoder holds after `tokens` tokens, and after each of some more."""
+    texts = sample(model, batch, tokens + _WATCHED, before=before)
+    held, seen = read(model, texts.until(tokens)), []
     for count in range(tokens, tokens + _WATCHED + 1):
-        seen.append({place: x.clone() if isinstance(x, Tensor) else x for place, x in leaves(cache)})
-        if count < ids.shape[1]:
-            given = {"attention_mask": mask[:, : count + 1], "past_key_values": cache}
-            cache = model(input_ids=ids[:, count : count + 1], use_cache=True, **given).past_key_values
+        seen.append({place: x.clone() if isinstance(x, Tensor) else x for place, x in held.tensors().items()})
+        if count < texts.ids.shape[1]:
+            advance(model, texts.ids[:, count : count + 1], texts.mask[:, : count + 1], held)
     return seen
 
 
@@ -209,4 +288,20 @@ def _size(place: str, size: int, of_more: int, found: list[int], tokens: int) ->
     return "tokens" if not apart else f"tokens {'-' if apart < 0 else '+'} {abs(apart)}"
 
 
-__all__ = ["Layout", "StepState", "Unsettled", "around", "leaves", "lengths_to_try", "longest_text", "observe", "read"]
+__all__ = [
+    "MEMORY_MASK",
+    "Held",
+    "Layout",
+    "StepState",
+    "Texts",
+    "Unsettled",
+    "advance",
+    "around",
+    "begun",
+    "leaves",
+    "lengths_to_try",
+    "longest_text",
+    "observe",
+    "read",
+    "sample",
+]

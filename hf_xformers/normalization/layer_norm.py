@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..core.components import register
 from ..core.weight_decay import Undecayed
+from ..ops.common.products import needs_room
 from .base import NormSpec
 
 
@@ -45,6 +46,9 @@ class RMSNorm(Undecayed, nn.Module):
         self.eps, self.from_zero = eps, from_zero
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        if hidden_states.dtype == self.weight.dtype and not needs_room(hidden_states):
+            weight = 1.0 + self.weight if self.from_zero else self.weight
+            return nn.functional.rms_norm(hidden_states, weight.shape, weight, self.eps)
         wide = hidden_states if hidden_states.dtype == torch.float64 else hidden_states.float()
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         if self.from_zero:  # 1 + w would lose digits in half precision

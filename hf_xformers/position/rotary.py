@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -9,11 +10,12 @@ from torch import Tensor
 
 from ..core.components import register
 from .base import Position, PositionSpec, Rotation
-from .rotary_scaling import RotaryScaling, build_scaling, plain_frequencies
+from .rotary_scaling import RotaryScaling, build_scaling, known_frequencies
 
 
 class RotaryTables(Rotation):
-    """Cosines and sines [B or 1, 1, T, r] for one set of positions; calling it rotates [B, H, T, d] (r <= d)."""
+    """Cosines and sines [B or 1, 1, T, r] for one set of positions; calling it rotates [B, H, T, d] (r <= d). A pair
+    (a, b) becomes (a, b) cos + (b, a) (-sin, sin): `sin` has these signs, so that no head has to be negated."""
 
     def __init__(self, cos: Tensor, sin: Tensor, interleaved: bool, values: bool = False, by_length: bool = False):
         self.cos, self.sin, self.interleaved = cos, sin, interleaved
@@ -29,11 +31,10 @@ class RotaryTables(Rotation):
         width = self.cos.shape[-1]
         turned, rest = (heads, None) if width == heads.shape[-1] else (heads[..., :width], heads[..., width:])
         if self.interleaved:
-            swapped = torch.stack((-turned[..., 1::2], turned[..., 0::2]), dim=-1).flatten(-2)
+            swapped = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
         else:
-            first, second = turned.chunk(2, dim=-1)
-            swapped = torch.cat((-second, first), dim=-1)
-        turned = turned * self.cos + swapped * self.sin
+            swapped = turned.roll(width // 2, dims=-1)
+        turned = torch.addcmul(turned * self.cos, swapped, self.sin)
         return turned if rest is None else torch.cat((turned, rest), dim=-1)
 
 
@@ -59,20 +60,27 @@ class RotaryPosition(Position):
         scaling = build_scaling(spec.local_scaling if local else spec.scaling)
         # Angles in float32: in bfloat16 neighbouring positions beyond 256 would collapse.
         if scaling is None:
-            frequencies, amplitude = plain_frequencies(theta, self.width, positions.device), 1.0
+            frequencies, amplitude = known_frequencies(theta, self.width, positions), 1.0
         else:
             tokens = positions.amax(-1) + 1 if tokens is None else tokens
             frequencies = scaling.frequencies(theta, self.width, self.length, tokens)
             amplitude = scaling.amplitude(self.length)
-        angles = positions.to(torch.float32).unsqueeze(-1) * frequencies.unsqueeze(1)
-        interleaved = spec.layout == "interleaved"
-        angles = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
-        angles = angles.unsqueeze(1)
+        angles = (positions.to(torch.float32).unsqueeze(-1) * frequencies.unsqueeze(1)).unsqueeze(1)
         cos, sin = angles.cos(), angles.sin()
         if amplitude != 1.0:
             cos, sin = cos * amplitude, sin * amplitude
-        by_length = scaling is not None and scaling.by_length
-        return RotaryTables(cos.to(like.dtype), sin.to(like.dtype), interleaved, spec.values, by_length)
+        cos, sin = cos.to(like.dtype), sin.to(like.dtype)
+        interleaved, by_length = spec.layout == "interleaved", scaling is not None and scaling.by_length
+        both: Callable[[Tensor, Tensor], Tensor] = _alternating if interleaved else _side_by_side
+        return RotaryTables(both(cos, cos), both(-sin, sin), interleaved, spec.values, by_length)
+
+
+def _alternating(first: Tensor, second: Tensor) -> Tensor:
+    return torch.stack((first, second), dim=-1).flatten(-2)
+
+
+def _side_by_side(first: Tensor, second: Tensor) -> Tensor:
+    return torch.cat((first, second), dim=-1)
 
 
 @register("position", "rotary", aliases=("roformer", "rope"))

@@ -6,12 +6,14 @@ other f_i, in float32, and a factor on cosines and sines.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import ClassVar, dataclass_transform
 
 import torch
 from torch import Tensor
 
+from ..core.extent import can_inspect
 from ..core.specs import Registry, TypedSpec, build_in, register_in
 
 
@@ -64,6 +66,19 @@ def plain_frequencies(theta: float | Tensor, width: int, device: torch.device) -
     if isinstance(theta, Tensor):
         return 1.0 / theta.to(torch.float32)[:, None] ** exponent
     return (1.0 / float(theta) ** exponent)[None]
+
+
+@functools.lru_cache(maxsize=16)
+def _kept_frequencies(theta: float, width: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # for calls that record gradients as well
+        return plain_frequencies(theta, width, device)
+
+
+def known_frequencies(theta: float, width: int, like: Tensor) -> Tensor:
+    """The same on the device of `like`, made once and not in every call. Where a graph is recorded, or shapes alone
+    are worked out, nothing is kept."""
+    kept = can_inspect() and type(like) is Tensor
+    return (_kept_frequencies if kept else plain_frequencies)(theta, width, like.device)
 
 
 def _check_factor(spec: RotaryScaling, factor: float | None, at_least: float = 1.0) -> None:

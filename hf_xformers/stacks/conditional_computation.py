@@ -78,6 +78,7 @@ class ConditionalComputationSpec(StackSpec):
 
     feeds_gates = True
     packed = True
+    unpads = True
     summary = "gates switch sublayers off token by token, within a budget"
     unquantized = dict.fromkeys(("query_gate.inner", "gate.inner"), "it opens or closes a part for a token")
 

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from ..blocks.base import XFormerLayer, unpack_layer
 from ..core.context import LayerContext, add_losses
+from ..core.unpadding import Unpadding
 from ..position.base import Position
 from .base import StackOutput, StackSpec, memory_by_step
 from .plain import PlainStack
@@ -113,10 +114,11 @@ class EarlyExitStack(PlainStack):
         step: int,
         past_key_values: Cache | None,
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """States, streams and losses of one layer."""
-        return unpack_layer(
+        """States, streams and losses of one layer. States are rows between layers, of which some are read and leave;
+        inside they may be those of real tokens alone."""
+        hidden_states, streams, losses = unpack_layer(
             layer(
-                hidden_states,
+                context.packed(hidden_states),
                 memory,
                 *streams.values(),
                 context=context,
@@ -125,6 +127,7 @@ class EarlyExitStack(PlainStack):
                 past_key_values=past_key_values,
             )
         )
+        return context.padded(hidden_states), streams, losses
 
     def forward(
         self,
@@ -225,6 +228,8 @@ def take_rows(context: LayerContext, rows: Tensor, position: Position, like: Ten
         name: take(value, rows) if isinstance(value, Tensor) and value.ndim else value
         for name, value in context.inputs.items()
     }
+    if kept.unpadding is not None and kept.padding_mask is not None:
+        kept.unpadding = Unpadding(kept.padding_mask)
     kept.shared, kept.streams = {}, {}
     if "score_bias" in context.shared:  # a function of positions in the table, not of rows
         kept.shared["score_bias"] = context.shared["score_bias"]
@@ -243,6 +248,7 @@ class EarlyExitSpec(StackSpec):
     inputs: ClassVar[tuple[str, ...]] = ("exit_watch",)
     has_exits = True
     packed = True
+    unpads = True
 
     share_layers: bool = False
 

@@ -61,11 +61,11 @@ class EnhancedMaskDecoder(PlainStack):
         below, step = result.hidden_states, len(layers) - 1
         last: Any = layers[-1]
         last.prepare(context, past_key_values)
-        below = position.embed_layer(below, context.positions, step)
+        below = position.embed_layer(below, context.positions, step)  # in rows, as the stream with it is read
         streams = {**context.streams, KEY_STATES: below}
         quiet = copy.copy(context)  # the passes before the last are no layers of their own to whoever records
         quiet.output_attentions, quiet.implementation = False, "sdpa"
-        states = below + table[context.positions].to(below.dtype)
+        states = context.packed(below + table[context.positions].to(below.dtype))
         for number in range(self.passes):
             final = number == self.passes - 1
             output = (last if final else last.forward)(
@@ -81,7 +81,7 @@ class EnhancedMaskDecoder(PlainStack):
         add_losses(result.aux_losses, losses)
         if collect is not None:
             collect(states)
-        return StackOutput(states, context, result.aux_losses)
+        return StackOutput(context.padded(states), context, result.aux_losses)
 
 
 @register("stack", "enhanced_mask_decoder")
@@ -90,6 +90,7 @@ class EnhancedMaskDecoderSpec(StackSpec):
 
     layers_apart = False  # it runs the last layer's parts itself
     packed = True
+    unpads = True
     summary = "the last layer reads once more with absolute positions before masked tokens are predicted"
     inputs = (ABSOLUTE_POSITIONS,)
 

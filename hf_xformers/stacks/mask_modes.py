@@ -117,8 +117,6 @@ class MaskModesSpec(PlainStackSpec):
     inputs = (MODES,)
     packed = False
     context_parallel = False
-    unpads = False
-    why_not_unpad = "its masks are of padded rows"
 
     def check(self, config) -> None:
         if config.is_decoder or config.is_encoder_decoder:
@@ -132,7 +130,7 @@ class MaskModesSpec(PlainStackSpec):
                     "stack 'mask_modes' has masks of pairs of tokens, which attention"
                     f" {layer.attention.type!r} does not take; set `attention='dense'`, or `stack='plain'`."
                 )
-            if not layer.block.unpads:
+            if layer.block.mixes or not layer.block.unpads:
                 raise ValueError(
                     f"stack 'mask_modes' hides tokens in attention alone, and block {layer.block.type!r} reads"
                     " neighbours beside; set `block='vanilla'`, or `stack='plain'`."

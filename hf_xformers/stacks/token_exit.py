@@ -184,6 +184,7 @@ class TokenExitSpec(StackSpec):
 
     inputs: ClassVar[tuple[str, ...]] = ("exit_watch",)
     has_token_exits: ClassVar[bool] = True
+    unpads: ClassVar[bool] = True
     summary = "tokens halt after the first layer whose classifier is sure of their tags"
 
     exit_level: Literal["token", "sentence"] = "token"

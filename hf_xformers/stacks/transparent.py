@@ -56,7 +56,7 @@ class TransparentEncoderStack(PlainStack):
         past_key_values: Cache | None = None,
         collect: Callable[[Tensor], None] | None = None,
     ) -> StackOutput:
-        states = [hidden_states]
+        states = [context.packed(hidden_states)]
 
         def keep(state: Tensor) -> None:
             states.append(state)
@@ -73,9 +73,12 @@ class TransparentEncoderStack(PlainStack):
             collect=keep,
         )
         weights = F.dropout(self.weights(), self.dropout, self.training).to(hidden_states.dtype)
-        batch, length, width = hidden_states.shape
+        batch, length, width = states[0].shape
         mixed = weights.t() @ torch.stack(states, dim=1).view(batch, len(states), length * width)
-        result.memories = mixed.view(batch, -1, length, width)
+        mixed = mixed.view(batch, -1, length, width)
+        if context.unpadding is not None:
+            mixed = context.padded(mixed.transpose(1, 2)).transpose(1, 2)
+        result.memories = mixed
         return result
 
 
@@ -86,6 +89,7 @@ class TransparentSpec(StackSpec):
     packed = True
     summary = "each decoder layer reads its own mixture of all encoder layers"
     gives_memories = True
+    unpads = True
 
     weight_dropout: float | int = 0.1
 

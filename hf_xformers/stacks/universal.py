@@ -99,8 +99,10 @@ class UniversalStack(Stack):
         aux_losses: dict[str, Tensor] = {}
         for layer in layers:
             layer.prepare(context, past_key_values)
-        placed = self.position_signal(context.positions, hidden_states)
-        ledger = None if self.halting is None else _Ledger(hidden_states, context.query_padding_mask, self.spec)
+        hidden_states, positions = context.packed(hidden_states), context.packed(context.positions)
+        real = context.query_padding_mask if context.unpadding is None else None
+        placed = self.position_signal(positions, hidden_states)
+        ledger = None if self.halting is None else _Ledger(hidden_states, real, self.spec)
         may_stop = past_key_values is None and not _leaves_a_trace(context)
         streams = context.streams
         each = self.spec.layers_per_step
@@ -116,7 +118,7 @@ class UniversalStack(Stack):
             first = each * self.group(step)
             for index, layer in enumerate(layers[first : first + each]):
                 slot = (step - 1) * each + index
-                state = position.embed_layer(state, context.positions, slot)
+                state = position.embed_layer(state, positions, slot)
                 output = layer(
                     state,
                     memories[slot],
@@ -135,7 +137,7 @@ class UniversalStack(Stack):
         if ledger is not None:
             hidden_states = ledger.output
             add_losses(aux_losses, {"ponder": self.spec.act_loss_weight * ledger.ponder()})
-        return StackOutput(hidden_states, context, aux_losses)
+        return StackOutput(context.padded(hidden_states), context, aux_losses)
 
 
 class _Ledger:
@@ -203,6 +205,7 @@ class UniversalSpec(StackSpec):
     """
 
     packed = True
+    unpads = True
     summary = "one layer at every depth, with per-token halting"
 
     layers_per_step: int = 1

@@ -149,8 +149,11 @@ TECHNIQUES = (
         "Effective Transformer: rows are rebuilt around the attention alone",
         "batches of unlike lengths",
         "`unpad_inputs=True`",
-        ("tests/inference/test_padding_removal.py::test_equals_padded",),
-        "every family that it is for",
+        (
+            "tests/inference/test_padding_removal.py::test_equals_padded",
+            "tests/inference/test_padding_removal.py::test_rows_and_tokens_that_leave_early",
+        ),
+        "every family that it is for; exits of rows and of tokens",
         counts=lambda can: not can.no_unpadding,
     ),
     Technique(
@@ -230,9 +233,12 @@ TECHNIQUES = (
         "CUDA kernels of each step",
         "",
         "`hf-xformers export --step`: the state goes in and out",
-        ("tests/inference/test_step_export.py::test_greedy_tokens_are_those_of_generate",),
-        "15 kinds of state",
-        "decoders whose state grows by one rule; others are refused with the reason",
+        (
+            "tests/inference/test_step_export.py::test_greedy_tokens_are_those_of_generate",
+            "tests/inference/test_step_export.py::test_an_encoder_before_the_decoder",
+        ),
+        "15 kinds of state; BART, T5 and a linear encoder-decoder",
+        "decoders, with an encoder or without, whose state grows by one rule; others are refused with the reason",
     ),
     Technique(
         "Parallelism over devices",

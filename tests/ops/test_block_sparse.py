@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from hf_xformers.ops.block_sparse.attention import block_sparse_attention
-from hf_xformers.ops.block_sparse.patterns import band, causal
+from hf_xformers.ops.block_sparse.patterns import band, block_local, causal, strided
 
 from .pattern_cases import CASES
 
@@ -89,6 +91,40 @@ def test_queries_of_a_cache_stand_at_their_offset():
     whole = block_sparse_attention(q, k, v, band(6, 0))
     last = block_sparse_attention(q[:, :, 27:], k, v, band(6, 0), query_offset=27)
     torch.testing.assert_close(last, whole[:, :, 27:])
+
+
+@pytest.mark.parametrize("name", ["band", "blocks", "strides"])
+def test_single_queries_along_a_text(name):
+    """Step by step, each with the last keys alone or with all: what is found once serves later steps, and calls that
+    record gradients after those that do not; a row of padding alone gives zeros, in the gradient as well."""
+    pattern, rule, reach = {
+        "band": (band(4, 0), lambda i, j: i - 4 <= j, 4),
+        "blocks": (block_local(4, 1), lambda i, j: i // 4 - 1 <= j // 4, 7),
+        "strides": (strided(3), lambda i, j: (i - j) % 3 == 0, 14),
+    }[name]
+    q, k, v = inputs(14)
+    real = torch.ones(2, 14, dtype=torch.bool)
+    real[1] = False
+    masks = (None, real)
+    expected = [by_loops(q, k, v, lambda i, j, _: j <= i and rule(i, j), mask) for mask in masks]
+    for recorded, (mask, whole) in itertools.product((False, True), zip(masks, expected)):
+        for place in range(14):
+            for first in {0, max(0, place - reach)}:
+                here = slice(first, place + 1)
+                where = {"query_offset": place, "key_offset": first, "causal": True}
+                where["key_padding_mask"] = None if mask is None else mask[:, here]
+                with torch.inference_mode(not recorded):
+                    given = q[:, :, place : place + 1], k[:, :, here], v[:, :, here]
+                    found = block_sparse_attention(*given, pattern, **where)
+                    other, _ = block_sparse_attention(*given, pattern, return_lse=True, **where)
+                row = whole[:, :, place : place + 1]
+                torch.testing.assert_close(found, row)
+                torch.testing.assert_close(other, row)
+                if recorded and place in (2, 9):
+                    slopes = torch.autograd.grad(found.square().sum(), (q, k, v))
+                    by_rule = torch.autograd.grad(row.square().sum(), (q, k, v), retain_graph=True)
+                    for slope, wanted in zip(slopes, by_rule):
+                        torch.testing.assert_close(slope, wanted)
 
 
 def test_global_tokens_of_each_example_count_once():

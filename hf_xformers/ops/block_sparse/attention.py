@@ -7,12 +7,14 @@ arguments, which also returns the attention weights. The pattern algebra is in
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..common.padding import row_spans
 from ..common.products import wide_products
@@ -125,10 +127,11 @@ def block_sparse_attention(
         bias_is_relative=bias_is_relative,
         side=(side_key, side_value, side_mask),
         cap=0.0 if score_cap is None else float(score_cap),
+        needs_lse=return_lse,
     )
     if global_mask is None:
         out, lse = _aligned(query, key, value, pattern, key_padding_mask, key_padding_mask, call)
-        return (out, lse) if return_lse else out
+        return out if lse is None or not return_lse else (out, lse)
     if side_key is not None or segment_ids is not None or return_lse or score_bias is not None:
         raise ValueError(
             "global_mask cannot be combined with side_key, segment_ids, score_bias or return_lse; "
@@ -160,11 +163,12 @@ class _Call:
     bias_is_relative: bool = False
     side: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     cap: float = 0.0  # on scores; 0: none
+    needs_lse: bool = True  # else what is given out in its place may be None
 
 
 def _engine(
     query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, key_mask: Tensor | None, call: _Call
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     plain = call.dropout == 0 and call.score_bias is None and call.segment_ids is None
     plain = plain and call.row_lengths is None  # what follows has one pattern for all rows
     if plain and not call.cap and flex_applies(query, key, value):
@@ -219,31 +223,60 @@ def _join_side(
 
 def _few_rows(
     query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, key_mask: Tensor | None, call: _Call
-) -> tuple[Tensor, Tensor] | None:
+) -> tuple[Tensor, Tensor | None] | None:
     """A decoding step: a few masked rows cost less than planning them. None when even those rows are long."""
     (heads, q_len), (kv_heads, k_len) = query.shape[1:3], key.shape[1:3]
-    pattern = (pattern & causal_pattern() if call.causal else pattern).bind(call.key_offset + k_len)
-    low, high = pattern.span(call.query_offset, call.query_offset + q_len - 1)
-    begin = 0 if low is None else min(max(low - call.key_offset, 0), k_len)
-    end = k_len if high is None else min(max(high - call.key_offset + 1, begin), k_len)
+    # What does not change along the text is found once, and not for every token anew.
+    fixed = pattern.needs_length or not pattern.period
+    shift = 0 if fixed else min(call.query_offset, call.key_offset) // pattern.period * pattern.period
+    places = (call.query_offset - shift, call.query_offset - shift + q_len)
+    begin, end, allowed = _seen_by_few(
+        pattern, heads, call.causal, places, call.key_offset - shift, k_len, query.device
+    )
     if end - begin > FEW_KEYS or end == begin:
         return None
-    q_at = torch.arange(call.query_offset, call.query_offset + q_len, device=query.device)[:, None]
-    k_at = torch.arange(call.key_offset + begin, call.key_offset + end, device=query.device)[None]
-    own = [pattern.for_head(head) for head in range(heads)]
-    distinct = {each: each.allows(q_at, k_at) for each in set(own)}
-    allowed = torch.stack([distinct[each] for each in own]) if len(distinct) > 1 else distinct[own[0]][None]
-    allowed = allowed[None] if key_mask is None else allowed & key_mask[:, None, None, begin:end]
+    key, value = key[:, :, begin:end], value[:, :, begin:end]
+    if key_mask is not None:
+        seen = key_mask[:, None, None, begin:end]
+        allowed = seen.expand(-1, -1, q_len, -1) if allowed is None else allowed & seen
+    if not call.needs_lse and not call.cap:
+        grouped = heads != kv_heads
+        out = F.scaled_dot_product_attention(query, key, value, allowed, scale=call.scale, enable_gqa=grouped)
+        return out, None
     dtype = torch.promote_types(query.dtype, torch.float32)
-    keys, values = (x[:, :, None, begin:end].to(dtype) for x in (key, value))
+    keys, values = (x[:, :, None].to(dtype) for x in (key, value))
     scores = (call.scale * query.unflatten(1, (kv_heads, -1)).to(dtype) @ keys.transpose(3, 4)).flatten(1, 2)
     scores = call.cap * torch.tanh(scores / call.cap) if call.cap else scores
+    if allowed is None:
+        allowed = torch.ones_like(scores[:1, :1], dtype=torch.bool)
     scores = scores.masked_fill(~allowed, torch.finfo(dtype).min)
     weights = scores.softmax(-1)
     lse = scores.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()
     weights = weights.masked_fill(~allowed, 0.0)
     out = (weights.unflatten(1, (kv_heads, -1)) @ values).flatten(1, 2)
     return out.to(query.dtype), lse.masked_fill(~allowed.any(-1, keepdim=True), -math.inf)[..., 0]
+
+
+@functools.lru_cache(maxsize=64)
+def _seen_by_few(
+    pattern: Pattern, heads: int, causal: bool, places: tuple[int, int], offset: int, k_len: int, device: torch.device
+) -> tuple[int, int, Tensor | None]:
+    """The first and the last key, of `k_len` from `offset` on, that queries at these `places` may read, and which of
+    those between them [1, H or 1, q, k]; None: all."""
+    bound = (pattern & causal_pattern() if causal else pattern).bind(offset + k_len)
+    low, high = bound.span(places[0], places[1] - 1)
+    begin = 0 if low is None else min(max(low - offset, 0), k_len)
+    end = k_len if high is None else min(max(high - offset + 1, begin), k_len)
+    if end - begin > FEW_KEYS:
+        return begin, end, None
+    with torch.inference_mode(False):  # it is kept, for calls that record gradients as well
+        q_at = torch.arange(*places, device=device)[:, None]
+        k_at = torch.arange(offset + begin, offset + end, device=device)[None]
+        own = [bound.for_head(head) for head in range(heads)]
+        distinct = {each: each.allows(q_at, k_at) for each in set(own)}
+        allowed = torch.stack([distinct[each] for each in own]) if len(distinct) > 1 else distinct[own[0]][None]
+        everything = device.type == "cpu" and bool(allowed.all())  # elsewhere looking costs more than a mask
+        return begin, end, None if everything else allowed[None]
 
 
 @torch.compiler.disable
@@ -272,7 +305,7 @@ def _aligned(
     key_mask: Tensor | None,
     padding_mask: Tensor | None,
     call: _Call,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Run the engine with every row moved to the left by its leading padding, when the pattern would notice."""
     if padding_mask is None or not counts_positions(pattern, call.score_bias, call.bias_is_relative):
         return _engine(query, key, value, pattern, key_mask, call)
@@ -300,7 +333,7 @@ def _aligned(
     back = torch.arange(q_len, device=query.device) + (offset - start) - lead[:, None]
     real, back = (back >= 0)[:, None], back.clamp(min=0)
     out = torch.where(real[..., None], _take(out, back), 0.0)
-    return out, torch.where(real, _take(lse[..., None], back)[..., 0], -math.inf)
+    return out, None if lse is None else torch.where(real, _take(lse[..., None], back)[..., 0], -math.inf)
 
 
 def _has_lead(padding_mask: Tensor) -> bool:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
 from .segments import accumulation_dtype
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """Autocast switched off on the device of x; nothing where it is off anyhow, as in a decoding step, where switching
+    would take as long as the arithmetic."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def wide_products(query: Tensor, key: Tensor) -> Tensor:
@@ -15,7 +24,7 @@ def wide_products(query: Tensor, key: Tensor) -> Tensor:
     length 100 and width 16, lie 16 apart, and in float16 scores of longer vectors overflow.
     """
     wide = accumulation_dtype(query.dtype)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         return torch.matmul(query.to(wide), key.to(wide).mT)
 
 
@@ -29,4 +38,4 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(accumulation_dtype(x.dtype)) for x in tensors)
 
 
-__all__ = ["needs_room", "wide_products", "widened"]
+__all__ = ["needs_room", "wide_products", "widened", "without_autocast"]

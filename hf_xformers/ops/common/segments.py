@@ -26,6 +26,8 @@ def segments(length: int, chunk_size: int = 1, width: int = 1) -> list[tuple[int
     At most 16 of them; more when the features are wider than 128, so that a segment of features stays as large.
     A backward pass must reuse the list of its forward pass, since only one of them may run under torch.compile.
     """
+    if isinstance(length, torch.SymInt):  # a graph for every length, in which none can be told from another
+        return [(0, length)]
     most = _MAX_SEGMENTS * max(width, 128) // 128
     if torch.compiler.is_compiling():
         most = _MAX_SEGMENTS_COMPILED

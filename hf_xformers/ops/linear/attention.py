@@ -14,6 +14,7 @@ chunk, a state between chunks), and one recurrent step (a single new token with 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -21,10 +22,11 @@ import torch
 from torch import Tensor
 
 from ..common.padding import check_padding_mask
+from ..common.products import without_autocast
 from ..common.segments import accumulation_dtype, masked
 from .delta_rule import delta_rule
 from .folded import FoldedSums, folded_sums, read_folded_sums
-from .kernels import LOG_ZERO, CausalScan, Read, Write, guard, inverse_or_zero, vanishes
+from .kernels import LOG_ZERO, CausalScan, Read, Write, guard, vanishes
 from .reference import delta_rule_reference, linear_attention_reference
 
 __all__ = [
@@ -178,9 +180,14 @@ def kernel_attention(
         (eps, min_denominator, normalize),
         accumulation_dtype(value.dtype),
     )
-    # One key tells how wide the features are and whether they come with a log factor.
-    one_key = key if key.shape[2] == 1 else key[:, :, :1].detach()
-    phi_k, logs = _pair(key_map(one_key.to(dtype), *params))
+    single = causal and key.shape[2] == 1
+    if single and key_map is feature_map:  # a decoding step: both at once
+        both, logs = _pair(feature_map(torch.cat([query, key], dim=2).to(dtype), *params))
+        (phi_q, phi_k), logs = both.chunk(2, dim=2), None if logs is None else logs[:, :, 1:]
+    else:  # one key tells how wide the features are and whether they come with a log factor
+        one_key = key if key.shape[2] == 1 else key[:, :, :1].detach()
+        phi_k, logs = _pair(key_map(one_key.to(dtype), *params))
+        phi_q = _pair(feature_map(query.to(dtype), *params))[0] if single else None
     if logs is not None and log_weight is not None:
         raise ValueError("A feature map with log factors takes no log_weight; leave it out, or add it in the map.")
     given, log_weight = log_weight, logs if log_weight is None else log_weight
@@ -189,8 +196,7 @@ def kernel_attention(
         raise ValueError("The state was written by a feature map with log factors, but this feature map gives none.")
     if log_weight is not None and not normalize:
         raise ValueError("normalize=False has no denominator, so it takes no feature map with log factors.")
-    if causal and key.shape[2] == 1:
-        phi_q, _ = _pair(feature_map(query.to(dtype), *params))
+    if phi_q is not None:
         out, end = _step(phi_q, None, _Keys(phi_k, None, value, key_padding_mask, log_weight), start, options)
     else:
         keys = _Keys(key, None, value, key_padding_mask, given, key_map, params)
@@ -286,26 +292,25 @@ def _step(phi_q, rotated_query, keys: _Keys, start: LinearState, options) -> tup
     eps, minimum, normalize = options
     kv, z, scale = start
     dtype = kv.dtype
-    with torch.autocast(kv.device.type, enabled=False):
+    with without_autocast(kv):
         k, v = keys.k.to(dtype), keys.v.to(dtype)
-        b = k if keys.rotated is None else keys.rotated.to(dtype)
         keep = None if keys.mask is None else keys.mask[:, None, :, None]
-        k, b = masked(k, keep), masked(b, keep)
-        joining = k
+        k, turned = masked(k, keep), None if keys.rotated is None else masked(keys.rotated.to(dtype), keep)
         logs = _log_weight(start, keys)
         if scale is not None and logs is not None:
-            logs = logs.to(torch.promote_types(dtype, logs.dtype)).clamp(min=LOG_ZERO)[..., None]
-            logs = logs if keep is None else logs.masked_fill(~keep, LOG_ZERO)
-            total = torch.maximum(scale, logs.detach()[..., 0, 0])
-            old, weight = (scale - total).exp()[..., None], (logs - total[..., None, None]).exp()
-            old, weight = old.to(dtype), weight.to(dtype)
-            kv, z, scale, v, joining = kv * old[..., None], z * old, total, v * weight, k * weight
-        kv = torch.addcmul(kv, b.mT, v)
-        z = z + joining[:, :, 0]
+            logs = logs.to(torch.promote_types(dtype, logs.dtype)).clamp(min=LOG_ZERO)
+            logs = logs if keep is None else logs.masked_fill(~keep[..., 0], LOG_ZERO)
+            total = torch.maximum(scale[..., None], logs.detach())
+            old, weight = (scale[..., None] - total).exp().to(dtype), (logs - total).exp().to(dtype)[..., None]
+            k, turned = k * weight, None if turned is None else turned * weight
+            kv, z, scale = kv * old[..., None], z * old, total[..., 0]
+        kv = torch.addcmul(kv, (k if turned is None else turned).mT, v)
+        z = z + k[:, :, 0]
         q = phi_q.to(dtype)
         out = (q if rotated_query is None else rotated_query.to(dtype)) @ kv
         if normalize:
-            out = out * inverse_or_zero(guard(q @ z[..., None], eps, minimum))
+            denominator = guard(q @ z[..., None], eps, minimum)
+            out = out / denominator.masked_fill(vanishes(denominator), math.inf)
     return out.to(keys.v.dtype), LinearState(kv, z, scale)
 
 

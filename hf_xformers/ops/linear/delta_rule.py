@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..common.derivatives import LITERAL, first_derivative_only
 from ..common.padding import check_padding_mask
+from ..common.products import without_autocast
 from ..common.segments import (
     accumulate,
     accumulation_dtype,
@@ -81,18 +82,22 @@ def delta_rule(
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
     check_padding_mask(key_padding_mask, batch, length)
     dtype = accumulation_dtype(value.dtype)
-    if feature_map is not None:
-        probe = feature_map(key[:, :, :1].detach().to(dtype), *params)
-        if not isinstance(probe, Tensor):
+    if feature_map is not None:  # one token tells how wide the features are; a decoding step has no other
+        tokens = torch.cat([query, key], dim=2) if length == 1 else key[:, :, :1].detach()
+        with without_autocast(tokens):
+            features = feature_map(tokens.to(dtype), *params)
+        if not isinstance(features, Tensor):
             raise ValueError("The delta rule needs normalised features, but feature_map returned a pair of tensors.")
-        width = probe.shape[-1]
+        width = features.shape[-1]
+        if length == 1:
+            query, key = features.chunk(2, dim=2)
     shape = batch, heads, width, value.shape[3]
     if state is None:
         state = torch.zeros(shape, dtype=dtype, device=value.device)
     elif state.shape != shape:
         raise ValueError(f"state has shape {tuple(state.shape)}, but these keys and values need {shape}.")
     if length == 1:
-        out, state = _step(query, key, value, beta, key_padding_mask, state, feature_map, params)
+        out, state = _step(query, key, value, beta, key_padding_mask, state)
     else:
         out, state = _DeltaScan.apply(
             query, key, value, beta, key_padding_mask, state, chunk_size, feature_map, *params
@@ -100,16 +105,14 @@ def delta_rule(
     return (out, state) if return_state else out
 
 
-def _step(q, k, v, beta, mask, state, feature_map, params):
-    """One token: `[B, H, 1, *]`."""
+def _step(q, k, v, beta, mask, state):
+    """One token's features and value: `[B, H, 1, *]`."""
     dtype = state.dtype
-    with torch.autocast(v.device.type, enabled=False):
+    with without_autocast(v):
         q, k, beta = q.to(dtype), k.to(dtype), beta.to(dtype)[..., None]
-        if feature_map is not None:
-            q, k = feature_map(q, *params), feature_map(k, *params)
         if mask is not None:
             beta = beta.masked_fill(~mask[:, None, :, None], 0.0)
-        state = state + k.mT @ (beta * (v.to(dtype) - k @ state))
+        state = torch.addcmul(state, k.mT, beta * (v.to(dtype) - k @ state))
         return (q @ state).to(v.dtype), state
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..common.exponential import exp_
+from ..common.products import without_autocast
 from ..common.segments import accumulation_dtype
 
 
@@ -61,7 +62,7 @@ def positive_features(x: Tensor, projection: Tensor) -> ScaledFeatures:
     logits = _project(x, projection)
     # The shift appears in the features and, with the other sign, in the scale: a constant for the gradient.
     shift = logits.detach().amax(-1)
-    scale = shift - _half_square(x) - 0.5 * math.log(projection.shape[-2])
+    scale = (shift - 0.5 * math.log(projection.shape[-2])).sub(_square(x), alpha=0.5)
     return ScaledFeatures(exp_(logits.sub_(shift[..., None])), scale)
 
 
@@ -69,7 +70,7 @@ def hyperbolic_features(x: Tensor, projection: Tensor) -> ScaledFeatures:
     """FAVOR+, hyperbolic: `exp(-|x|^2 / 2) / sqrt(2 m) [exp(W x), exp(-W x)]`, F = 2 m. Lemma 1, second form."""
     logits = _project(x, projection)
     shift = logits.detach().abs().amax(-1)
-    scale = shift - _half_square(x) - 0.5 * math.log(2 * projection.shape[-2])
+    scale = (shift - 0.5 * math.log(2 * projection.shape[-2])).sub(_square(x), alpha=0.5)
     return ScaledFeatures(exp_(torch.cat([logits, -logits], dim=-1).sub_(shift[..., None])), scale)
 
 
@@ -78,7 +79,7 @@ def trigonometric_features(x: Tensor, projection: Tensor) -> ScaledFeatures:
 
     Choromanski et al. 2020 (2006.03555). Without the scale these are [`fourier_features`].
     """
-    return ScaledFeatures(fourier_features(x, projection), _half_square(x))
+    return ScaledFeatures(fourier_features(x, projection), 0.5 * _square(x))
 
 
 def fourier_features(x: Tensor, projection: Tensor) -> Tensor:
@@ -105,7 +106,7 @@ def dpfp(x: Tensor, nu: int = 3, *, normalize: bool = False, eps: float = 1e-6) 
     `r_i r_{i+j}`, `j = 1..nu`, indices modulo `2 d`. Schlag et al. 2021, equation 37.
 
     The result is 0 for `x = 0`. With `normalize` it is what `sum_normalize(phi, eps)` makes of it, for less work: the
-    sum needs no product of full width, and its square root divides the short `r`.
+    sum divides the short `r`.
 
     Raises:
         ValueError: nu outside 1..2d-1.
@@ -113,15 +114,11 @@ def dpfp(x: Tensor, nu: int = 3, *, normalize: bool = False, eps: float = 1e-6) 
     if not 1 <= nu <= 2 * x.shape[-1] - 1:
         raise ValueError(f"nu must be between 1 and 2 * {x.shape[-1]} - 1, got {nu}.")
     r = F.relu(torch.cat([x, -x], dim=-1))
-    if normalize:
-        r = r * (r * sum(_neighbours(r, nu))).sum(-1, keepdim=True).clamp(min=eps).rsqrt()
-    return torch.cat([r * shifted for shifted in _neighbours(r, nu)], dim=-1)
-
-
-def _neighbours(r: Tensor, nu: int) -> list[Tensor]:
-    """`r` rolled by 1..nu places, as views of one array."""
     wrapped = torch.cat([r, r[..., :nu]], dim=-1)
-    return [wrapped[..., j : j + r.shape[-1]] for j in range(1, nu + 1)]
+    near = torch.stack([wrapped[..., j : j + r.shape[-1]] for j in range(1, nu + 1)], dim=-2)
+    if normalize:
+        r = r / (r * near.sum(-2)).sum(-1, keepdim=True).clamp(min=eps)
+    return (r.unsqueeze(-2) * near).flatten(-2)
 
 
 def dpfp_reference(x: Tensor, nu: int = 3) -> Tensor:
@@ -201,10 +198,10 @@ def random_matrix(
 
 def _project(x: Tensor, projection: Tensor) -> Tensor:
     dtype = accumulation_dtype(x.dtype)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         return x.to(dtype) @ projection.to(dtype).mT
 
 
-def _half_square(x: Tensor) -> Tensor:
+def _square(x: Tensor) -> Tensor:
     x = x.to(accumulation_dtype(x.dtype))
-    return 0.5 * (x * x).sum(-1)
+    return (x * x).sum(-1)

@@ -414,7 +414,7 @@ def inverse_or_zero(denominator: Tensor) -> Tensor:
 
 def guard(denominator: Tensor, eps: float, minimum: float) -> Tensor:
     """The denominator plus `eps`, and not smaller than `minimum` in magnitude."""
-    denominator = denominator + eps
+    denominator = denominator + eps if eps else denominator
     if minimum > 0:
         floor = torch.full_like(denominator, minimum)  # of its type: two numbers would make one of float32
         floor = torch.where(denominator < 0, -floor, floor)
