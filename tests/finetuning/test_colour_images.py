@@ -158,6 +158,7 @@ REFUSED = {
     "a vocabulary": "--vocab_size follows from the colours of the images; give --colours in its place",
     "blocks": "goes through an image block by block, and image processors write it row by row",
     "too few colours": "--colours 1 must be at least 2",
+    "patches": "--colours 4 is for models whose tokens are colours, such as image_gpt",
     "few positions": "are 64 tokens, and the model has positions for 63",
 }
 
@@ -178,6 +179,7 @@ def test_what_is_refused(name, folder, pretrained, tmp_path, capsys):
         "a vocabulary": ["--vocab_size", "9"],
         "blocks": ["--variant", "image_transformer", "--attention.local", "2d", "--attention.block_length", "4"],
         "too few colours": ["--colours", "1"],
+        "patches": ["--variant", "vision_transformer", "--image_size", "8", "--patch_size", "2", "--colours", "4"],
         "few positions": ["--max_position_embeddings", "63"],
     }.get(name, [])
     command = [*TASK, *start, "--data", str(data), "--max_steps", "1", "--use_cpu", "true", *more]

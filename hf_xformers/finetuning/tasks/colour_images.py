@@ -26,6 +26,7 @@ class ColourClassification(ImageClassification):
     that of the saved model; a model with fresh weights gets clusters of the training images."""
 
     head = "SequenceClassification"
+    of_colours = True
 
     def __init__(self, options: TaskOptions) -> None:
         super().__init__(options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,9 +31,15 @@ class ImageClassification(OneClass):
     head = "ImageClassification"
     reads = ("image_column", "label_column", "augment", "colours")
     reads_text = False
+    of_colours: ClassVar[bool] = False  # images are ids of colours
 
     def __init__(self, options: TaskOptions) -> None:
         super().__init__(options)
+        if options.colours is not None and not self.of_colours:
+            raise ValueError(
+                f"--colours {options.colours} is for models whose tokens are colours, such as image_gpt, and this one"
+                " reads patches; leave it out"
+            )
         for name in options.augment:
             if name not in AUGMENTATIONS:
                 raise ValueError(f"--augment {name!r} is unknown; take some of {', '.join(AUGMENTATIONS)}")
