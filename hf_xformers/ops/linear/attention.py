@@ -180,6 +180,7 @@ def kernel_attention(
         (eps, min_denominator, normalize),
         accumulation_dtype(value.dtype),
     )
+    phi_q: Tensor | None
     single = causal and key.shape[2] == 1
     if single and key_map is feature_map:  # a decoding step: both at once
         both, logs = _pair(feature_map(torch.cat([query, key], dim=2).to(dtype), *params))
