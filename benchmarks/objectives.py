@@ -4,11 +4,13 @@ HF_XFORMERS_DATA=... HF_HUB_OFFLINE=1 python benchmarks/objectives.py [--only ml
 
 Every objective trains a small model (width 64, two layers) by `hf-xformers pretrain`: on the documentation that comes
 with Python, those of parallel text on Multi30k. `loss` stands beside its trivial floor, what the frequencies of the
-targets alone reach, and `above the floor` says whether it is lower by more than 2 %. Then the encoder (of a decoder
-the decoder) reads SST-2, sentiment of sentences from films: a linear probe on the mean of its frozen states, and fine-
-tuning of all weights for a few steps, each against the same model from random weights with equal steps, and against
-the majority. SST-2 and Multi30k are read from $HF_XFORMERS_DATA. Rows of earlier runs stay: an objective that has one
-does not run again, unless --only names it. A row takes about a minute of one core.
+targets alone reach; where an objective predicts something beside tokens (how a pair belongs together, which name was
+replaced, which phrase was masked), that has a loss and a floor of its own. `above the floor` says whether every loss
+is lower than its floor by more than 2 %. Then the encoder (of a decoder the decoder) reads SST-2, sentiment of
+sentences from films: a linear probe on the mean of its frozen states, and fine-tuning of all weights for a few steps,
+each against the same model from random weights with equal steps, and against the majority. SST-2 and Multi30k are read
+from $HF_XFORMERS_DATA. Rows of earlier runs stay: an objective that has one does not run again, unless --only names
+it. A row takes about a minute of one core.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from torch import Tensor, nn
 from hf_xformers.cli import main as command
 from hf_xformers.objectives import OBJECTIVES, build_objective
 from hf_xformers.training.building import objectives_for
+from hf_xformers.training.trainer import FURTHER_LABELS
 from hf_xformers.variants import config_class, family, model_types
 
 DATA = Path(os.environ.get("HF_XFORMERS_DATA", "data"))
@@ -49,6 +52,8 @@ SHAPE = {
 }
 # Settings with which an objective shows something in a few hundred steps; pairs alone are learned late.
 SETTINGS: dict[str, dict[str, Any]] = {"nsp": {"mlm": "mlm", "dupe_factor": 3}, "sop": {"mlm": "mlm"}}
+# Steps of those that show nothing in as few as the others.
+STEPS: dict[str, int] = {}
 # Tried in this order: positions that are added to the input, and residual paths after the norm, are learned late.
 SET_UPS: dict[str, dict[str, str]] = {
     "rotary, pre-LN": {"position": "rotary", "residual": "pre_ln"},
@@ -60,6 +65,7 @@ COLUMNS = [
     "objective",
     "variant",
     "set-up",
+    "settings",
     "data",
     "steps",
     "loss",
@@ -67,6 +73,11 @@ COLUMNS = [
     "above the floor",
     "accuracy",
     "floor accuracy",
+    "beside tokens",
+    "its loss",
+    "its floor",
+    "its accuracy",
+    "its floor accuracy",
     "probe",
     "probe, random weights",
     "fine-tuned",
@@ -196,13 +207,37 @@ def tuned(model: nn.Module, train: tuple, dev: tuple, pad: int, steps: int) -> f
         return (head(features(model, dev_rows, pad)).argmax(-1) == wanted).float().mean().item()
 
 
+def learned_beside(summary: dict[str, Any]) -> dict[str, Any]:
+    """What a model predicts beside tokens: its name, its figures and their floors; None where there is nothing."""
+    kind = next((kind for kind in FURTHER_LABELS if f"eval_{kind}_loss" in summary), None)
+    figures = {
+        f"its {name}": summary.get(f"eval_{start}{kind}_{end}")
+        for name, start, end in (
+            ("loss", "", "loss"),
+            ("floor", "floor_", "loss"),
+            ("accuracy", "", "accuracy"),
+            ("floor accuracy", "floor_", "accuracy"),
+        )
+    }
+    return {"beside tokens": kind and kind.replace("_", " "), **figures}
+
+
+def clears(row: dict[str, Any]) -> bool | None:
+    """Whether all that is predicted was learned beyond its floor; None where a loss or a floor is not known."""
+    pairs = [(row["loss"], row["trivial floor"])]
+    if row["beside tokens"] is not None:
+        pairs.append((row["its loss"], row["its floor"]))
+    if any(value is None for pair in pairs for value in pair):
+        return None
+    return all(loss < CLEAR * floor for loss, floor in pairs)
+
+
 def measured(name: str, steps: int, tuning_steps: int, rows: int) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     started = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         set_up, summary = pretrained(name, steps, folder)
-        loss, floor = summary.get("eval_loss"), summary.get("eval_floor_loss")
         tokenizer = AutoTokenizer.from_pretrained(folder)
         kind: Any = family(summary["variant"])["Model"]
 
@@ -224,17 +259,19 @@ def measured(name: str, steps: int, tuning_steps: int, rows: int) -> dict[str, A
             "set-up": set_up,
             "data": Path(summary["data"]["data"][0]).name,
             "steps": summary["steps"],
-            "loss": loss,
-            "trivial floor": floor,
-            "above the floor": None if loss is None or floor is None else loss < CLEAR * floor,
+            "settings": ", ".join(f"{key}={value}" for key, value in SETTINGS.get(name, {}).items()) or None,
+            "loss": summary.get("eval_loss"),
+            "trivial floor": summary.get("eval_floor_loss"),
             "accuracy": summary.get("eval_accuracy"),
             "floor accuracy": summary.get("eval_floor_accuracy"),
+            **learned_beside(summary),
             "probe": probe(learned(), train, dev, pad),
             "probe, random weights": probe(random(), train, dev, pad),
             "fine-tuned": tuned(learned(), train, dev, pad, tuning_steps),
             "fine-tuned, random weights": tuned(random(), train, dev, pad, tuning_steps),
             "majority": max(dev[1].float().mean().item(), 1 - dev[1].float().mean().item()),
         }
+    row["above the floor"] = clears(row)
     row["processor seconds"] = round(time.process_time() - started)
     return {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
 
@@ -242,7 +279,7 @@ def measured(name: str, steps: int, tuning_steps: int, rows: int) -> dict[str, A
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="names of objectives, with commas between; default: all")
-    parser.add_argument("--steps", type=int, default=400, help="of pretraining")
+    parser.add_argument("--steps", type=int, help="of pretraining; default: 400, or those in `STEPS`")
     parser.add_argument("--tuning_steps", type=int, default=200)
     parser.add_argument("--rows", type=int, default=6918, help="sentences of SST-2 to learn from")
     parser.add_argument("--print", action="store_true", help="print rows and write nothing")
@@ -258,7 +295,7 @@ def main() -> None:
     for name in names:
         if not arguments.only and not arguments.print and name in measured_before:
             continue
-        row = measured(name, arguments.steps, arguments.tuning_steps, arguments.rows)
+        row = measured(name, arguments.steps or STEPS.get(name, 400), arguments.tuning_steps, arguments.rows)
         print(json.dumps(row), flush=True)
         if arguments.print:
             continue
@@ -271,7 +308,8 @@ def main() -> None:
             COLUMNS,
             "What an encoder learns from each objective",
             f"Width 64, two layers, rows of {LONGEST} tokens, batches of 16. Losses in nats per target, held out."
-            " `above the floor`: whether the loss is below what the frequencies of targets reach by more than"
+            " `beside tokens`: what an objective predicts beside them, whose loss, accuracy and floors are its own."
+            " `above the floor`: whether every loss is below what the frequencies of its targets reach by more than"
             f" {1 - CLEAR:.0%}; a row where it is not says nothing about its objective. `set-up`: rotary positions and"
             " pre-LN where the variant takes them, else what it takes. Probe (on frozen states) and fine-tuning"
             f" ({arguments.tuning_steps} steps) learn from {arguments.rows:,} sentences of SST-2; their accuracies"
