@@ -18,11 +18,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import hashlib
 import io
 import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +54,14 @@ SHAPE = {
     "attention_probs_dropout_prob": 0.0,
 }
 # Settings with which an objective shows something in a few hundred steps; pairs alone are learned late.
-SETTINGS: dict[str, dict[str, Any]] = {"nsp": {"mlm": "mlm", "dupe_factor": 3}, "sop": {"mlm": "mlm"}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "nsp": {"mlm": "mlm", "dupe_factor": 3},
+    "sop": {"mlm": "mlm"},
+    # In random order the next word may be any of those that are left, of which the words before tell nearly nothing.
+    "insertion": {"order": "tree"},
+    # With the paper's 1 the scores of random weights are in the tens, and all is spent on making them small.
+    "info_word": {"temperature": 8},
+}
 # Steps of those that show nothing in as few as the others.
 STEPS: dict[str, int] = {}
 # Tried in this order: positions that are added to the input, and residual paths after the norm, are learned late.
@@ -207,6 +217,31 @@ def tuned(model: nn.Module, train: tuple, dev: tuple, pad: int, steps: int) -> f
         return (head(features(model, dev_rows, pad)).argmax(-1) == wanted).float().mean().item()
 
 
+@dataclass(frozen=True)
+class Worth:
+    """What states are worth for SST-2: accuracies of the probe and after fine-tuning."""
+
+    probe: float
+    tuned: float
+
+
+class Untrained:
+    """The same of models from random weights, found once for each configuration and encoded text."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[str, bytes], Worth] = {}
+
+    def worth(self, kind: Any, config: Any, train: tuple, find: Callable[[Any], Worth]) -> Worth:
+        """Of `kind(config)` with seed 0."""
+        fields = {key: value for key, value in config.to_dict().items() if key not in ("architectures", "pretraining")}
+        text = hashlib.sha256(torch.cat(train[0]).numpy().tobytes()).digest()
+        key = json.dumps(fields, sort_keys=True, default=str), text
+        if key not in self.known:
+            torch.manual_seed(0)
+            self.known[key] = find(kind(config))
+        return self.known[key]
+
+
 def learned_beside(summary: dict[str, Any]) -> dict[str, Any]:
     """What a model predicts beside tokens: its name, its figures and their floors; None where there is nothing."""
     kind = next((kind for kind in FURTHER_LABELS if f"eval_{kind}_loss" in summary), None)
@@ -232,7 +267,7 @@ def clears(row: dict[str, Any]) -> bool | None:
     return all(loss < CLEAR * floor for loss, floor in pairs)
 
 
-def measured(name: str, steps: int, tuning_steps: int, rows: int) -> dict[str, Any]:
+def measured(name: str, steps: int, tuning_steps: int, rows: int, untrained: Untrained) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     started = time.process_time()
@@ -241,18 +276,18 @@ def measured(name: str, steps: int, tuning_steps: int, rows: int) -> dict[str, A
         tokenizer = AutoTokenizer.from_pretrained(folder)
         kind: Any = family(summary["variant"])["Model"]
 
-        def learned() -> Any:
-            return kind.from_pretrained(folder)
-
-        def random() -> Any:
-            torch.manual_seed(0)
-            return kind(learned().config)
-
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         train, dev = (
             (encoded(texts, tokenizer), labels)
             for texts, labels in (sentences("train", rows), sentences("dev", min(rows, 871)))
         )
+
+        def worth(model: Any) -> Worth:
+            return Worth(probe(model, train, dev, pad), tuned(model, train, dev, pad, tuning_steps))
+
+        model = kind.from_pretrained(folder)
+        random = untrained.worth(kind, model.config, train, worth)
+        learned = worth(model)
         row = {
             "objective": name,
             "variant": summary["variant"],
@@ -265,10 +300,10 @@ def measured(name: str, steps: int, tuning_steps: int, rows: int) -> dict[str, A
             "accuracy": summary.get("eval_accuracy"),
             "floor accuracy": summary.get("eval_floor_accuracy"),
             **learned_beside(summary),
-            "probe": probe(learned(), train, dev, pad),
-            "probe, random weights": probe(random(), train, dev, pad),
-            "fine-tuned": tuned(learned(), train, dev, pad, tuning_steps),
-            "fine-tuned, random weights": tuned(random(), train, dev, pad, tuning_steps),
+            "probe": learned.probe,
+            "probe, random weights": random.probe,
+            "fine-tuned": learned.tuned,
+            "fine-tuned, random weights": random.tuned,
             "majority": max(dev[1].float().mean().item(), 1 - dev[1].float().mean().item()),
         }
     row["above the floor"] = clears(row)
@@ -292,10 +327,12 @@ def main() -> None:
     names = [OBJECTIVES[name].type for name in names]
     before = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
     measured_before = {old["objective"] for old in before}
+    untrained = Untrained()
     for name in names:
         if not arguments.only and not arguments.print and name in measured_before:
             continue
-        row = measured(name, arguments.steps or STEPS.get(name, 400), arguments.tuning_steps, arguments.rows)
+        steps = arguments.steps or STEPS.get(name, 400)
+        row = measured(name, steps, arguments.tuning_steps, arguments.rows, untrained)
         print(json.dumps(row), flush=True)
         if arguments.print:
             continue
