@@ -83,7 +83,8 @@ def frequency_floor(counts: Tensor) -> dict[str, float]:
 
     counts: [V], how often each id is one. `floor_accuracy`: always the most frequent token; `floor_loss`: their shares
     as probabilities, the entropy in nats per token. No guess that leaves the text unread is better, and a model that
-    has not learned more ends there.
+    has not learned more ends there, or above: of N targets of K kinds, who knew their law but not them would lose
+    about K / 2N more, which is much where targets are few.
     """
     share = counts.double() / counts.sum().clamp(min=1)
     return {"floor_accuracy": share.max().item(), "floor_loss": -torch.special.xlogy(share, share).sum().item()}
