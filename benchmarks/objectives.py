@@ -64,15 +64,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 # Steps of those that show nothing in 400 at RATE; they learn at LATE_RATE. (Of twice that, masked LM learns nothing.)
 LATE = {
-    "cpc_etc": 800,
-    "entity_replacement": 800,
-    "info_word": 1200,
-    "insertion": 800,
+    "cpc_etc": 500,
+    "entity_replacement": 500,
+    "info_word": 600,
+    "insertion": 500,
     "nsp": 1200,
-    "replaced_token_detection": 800,
+    "replaced_token_detection": 500,
     "segment_reordering": 1200,
     "sop": 1200,
-    "span_bert": 800,
+    "span_bert": 500,
     "struct_bert": 1200,
     "unilm": 1200,
 }
