@@ -115,8 +115,8 @@ def measured(objective: str, steps: int, counts: list[int], draws: int, tuning_s
                 pairs = [
                     (getattr(one, name), getattr(other, name)) for one, other in zip(learned, random, strict=True)
                 ]
-                found[column] = statistics.mean(one for one, _ in pairs)
-                found[f"{column}, random weights"] = statistics.mean(other for _, other in pairs)
+                found[column] = 100 * statistics.mean(one for one, _ in pairs)
+                found[f"{column}, random weights"] = 100 * statistics.mean(other for _, other in pairs)
                 found[f"{column} better in"] = sum(one > other for one, other in pairs)
             rows.append(
                 {
@@ -129,8 +129,8 @@ def measured(objective: str, steps: int, counts: list[int], draws: int, tuning_s
                     "labels": labels,
                     "draws": draws,
                     **found,
-                    "spread of draws": statistics.stdev(one.tuned for one in random) if draws > 1 else None,
-                    "majority": task.majority,
+                    "spread of draws": 100 * statistics.stdev(one.tuned for one in random) if draws > 1 else None,
+                    "majority": 100 * task.majority,
                     "processor seconds": round(time.process_time() - started),
                 }
             )
@@ -138,6 +138,19 @@ def measured(objective: str, steps: int, counts: list[int], draws: int, tuning_s
     return [
         {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()} for row in rows
     ]
+
+
+def write(rows: list[dict[str, Any]], tuning_steps: int) -> None:
+    note = (
+        "Width 64, two layers. An objective trains from nothing on the sentences of SST-2's training part without"
+        " labels; then some of these sentences, drawn at random, have labels, from which a probe of frozen states and"
+        f" all weights ({tuning_steps} steps of 32 sentences) learn. Accuracies in percent on the validation part, 871"
+        " sentences, means over the draws, beside those of random weights. These are drawn anew each time, where one"
+        " pretrained model serves all draws. `better in`: in how many draws the pretrained model was the better one;"
+        " `spread of draws`: standard deviation of the fine-tuned random weights. Losses in nats per target, held out."
+        " A run that learned no more than token frequencies has no row."
+    )
+    write_results("few_labels", rows, COLUMNS, "What pretraining is worth where labels are few", note)
 
 
 def main() -> None:
@@ -162,19 +175,7 @@ def main() -> None:
             anew = {tuple(row[key] for key in KEY) for row in rows}
             before = [old for old in before if tuple(old[key] for key in KEY) not in anew] + rows
             before.sort(key=lambda row: tuple(row[key] for key in KEY))
-            write_results(
-                "few_labels",
-                before,
-                COLUMNS,
-                "What pretraining is worth where labels are few",
-                "Width 64, two layers. An objective trains from nothing on the sentences of SST-2's training part"
-                " without labels; then some of these sentences, drawn at random, have labels, from which a probe of"
-                f" frozen states and all weights ({arguments.tuning_steps} steps of 32 sentences) learn. Accuracies on"
-                " the validation part, 871 sentences, means over the draws, beside those of random weights, drawn anew"
-                " each time; `better in`: in how many draws the pretrained model was the better one; `spread of"
-                " draws`: standard deviation of the fine-tuned random weights. Losses in nats per target, held out. A"
-                " run that learned no more than token frequencies has no row.",
-            )
+            write(before, arguments.tuning_steps)
 
 
 if __name__ == "__main__":

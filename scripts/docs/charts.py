@@ -194,7 +194,7 @@ PLANS: dict[str, list[Plan]] = {
                 "fine-tuned": "tuned",
                 "fine-tuned, random weights": "tuned, random",
             },
-            axis="accuracy on SST-2",
+            axis="accuracy on SST-2, percent",
             group=("objective", "steps"),
             title="by labelled sentences",
         ),
