@@ -4,11 +4,13 @@ HF_XFORMERS_DATA=... HF_HUB_OFFLINE=1 python benchmarks/objectives.py [--only ml
 
 Every objective trains a small model (width 64, two layers) by `hf-xformers pretrain`: on the documentation that comes
 with Python, those of parallel text on Multi30k. `loss` stands beside its trivial floor, what the frequencies of the
-targets alone reach, and `above the floor` says whether it is lower by more than 2 %. Then the encoder (of a decoder
-the decoder) reads SST-2, sentiment of sentences from films: a linear probe on the mean of its frozen states, and fine-
-tuning of all weights for a few steps, each against the same model from random weights with equal steps, and against
-the majority. SST-2 and Multi30k are read from $HF_XFORMERS_DATA. Rows of earlier runs stay: an objective that has one
-does not run again, unless --only names it. A row takes about a minute of one core.
+targets alone reach; where an objective predicts something beside tokens (how a pair belongs together, which name was
+replaced, which phrase was masked), that has a loss and a floor of its own. `above the floor` says whether every loss
+is lower than its floor by more than 2 %. Then the encoder (of a decoder the decoder) reads SST-2, sentiment of
+sentences from films: a linear probe on the mean of its frozen states, and fine-tuning of all weights for a few steps,
+each against the same model from random weights with equal steps, and against the majority. SST-2 and Multi30k are read
+from $HF_XFORMERS_DATA. Rows of earlier runs stay: an objective that has one does not run again, unless --only names
+it. A row takes about a minute of one core.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import hashlib
 import io
 import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +37,7 @@ from torch import Tensor, nn
 from hf_xformers.cli import main as command
 from hf_xformers.objectives import OBJECTIVES, build_objective
 from hf_xformers.training.building import objectives_for
+from hf_xformers.training.trainer import FURTHER_LABELS
 from hf_xformers.variants import config_class, family, model_types
 
 DATA = Path(os.environ.get("HF_XFORMERS_DATA", "data"))
@@ -48,7 +54,29 @@ SHAPE = {
     "attention_probs_dropout_prob": 0.0,
 }
 # Settings with which an objective shows something in a few hundred steps; pairs alone are learned late.
-SETTINGS: dict[str, dict[str, Any]] = {"nsp": {"mlm": "mlm", "dupe_factor": 3}, "sop": {"mlm": "mlm"}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "nsp": {"mlm": "mlm", "dupe_factor": 3},
+    "sop": {"mlm": "mlm"},
+    # In random order the next word may be any of those that are left, of which the words before tell nearly nothing.
+    "insertion": {"order": "tree"},
+    # Of the few that are masked otherwise, 2,000 are held out: too few for a floor of 1,000 frequencies.
+    "entity_replacement": {"mlm_prob": 0.15},
+}
+# Steps of those that show nothing in 400 at RATE; they learn at LATE_RATE. (Of twice that, masked LM learns nothing.)
+LATE = {
+    "cpc_etc": 500,
+    "entity_replacement": 500,
+    "info_word": 600,
+    "insertion": 500,
+    "nsp": 1200,
+    "replaced_token_detection": 500,
+    "segment_reordering": 1200,
+    "sop": 1200,
+    "span_bert": 500,
+    "struct_bert": 1200,
+    "unilm": 1200,
+}
+RATE, LATE_RATE = 3e-3, 6e-3
 # Tried in this order: positions that are added to the input, and residual paths after the norm, are learned late.
 SET_UPS: dict[str, dict[str, str]] = {
     "rotary, pre-LN": {"position": "rotary", "residual": "pre_ln"},
@@ -60,13 +88,20 @@ COLUMNS = [
     "objective",
     "variant",
     "set-up",
+    "settings",
     "data",
     "steps",
+    "learning rate",
     "loss",
     "trivial floor",
     "above the floor",
     "accuracy",
     "floor accuracy",
+    "beside tokens",
+    "its loss",
+    "its floor",
+    "its accuracy",
+    "its floor accuracy",
     "probe",
     "probe, random weights",
     "fine-tuned",
@@ -89,8 +124,9 @@ def variant_for(objective: str) -> str:
     return able[0]
 
 
-def pretrained(name: str, steps: int, folder: str) -> tuple[str, dict[str, Any]]:
-    """The set-up that trained, the first of `SET_UPS` that the variant takes, and the summary of the run."""
+def pretrained(name: str, steps: int, folder: str, **further: Any) -> tuple[str, dict[str, Any]]:
+    """The set-up that trained, the first of `SET_UPS` that the variant takes, and the summary of the run. further:
+    options of the command in place of these here."""
     spec = build_objective({"type": name, **SETTINGS.get(name, {})})
     variant = variant_for(spec.type)
     data = str(DATA / "multi30k") if spec.rows == "parallel" else "stdlib"
@@ -102,7 +138,7 @@ def pretrained(name: str, steps: int, folder: str) -> tuple[str, dict[str, Any]]
         "block_size": LONGEST,
         "output_dir": folder,
         "max_steps": steps,
-        "learning_rate": 3e-3,
+        "learning_rate": LATE_RATE if name in LATE else RATE,
         "warmup_steps": steps // 12,
         "per_device_train_batch_size": 16,
         "per_device_eval_batch_size": 64,
@@ -114,6 +150,7 @@ def pretrained(name: str, steps: int, folder: str) -> tuple[str, dict[str, Any]]
         "use_cpu": "true",
     }
     options |= {f"objective.{key}": value for key, value in SETTINGS.get(name, {}).items()}
+    options |= further
     for set_up, extra in SET_UPS.items():
         flags = [part for key, value in {**options, **extra}.items() for part in (f"--{key}", str(value))]
         with contextlib.redirect_stdout(io.StringIO()):
@@ -175,13 +212,14 @@ def probe(model: nn.Module, train: tuple, dev: tuple, pad: int) -> float:
     return ((unseen @ weight + bias).argmax(-1) == wanted).float().mean().item()
 
 
-def tuned(model: nn.Module, train: tuple, dev: tuple, pad: int, steps: int) -> float:
-    """Accuracy after `steps` steps of all weights and a linear classifier, 32 sentences each, in a fixed order."""
+def tuned(model: nn.Module, train: tuple, dev: tuple, pad: int, steps: int, seed: int = 0) -> float:
+    """Accuracy after `steps` steps of all weights and a linear classifier, 32 sentences each, in an order that the
+    seed decides."""
     (rows, labels), (dev_rows, wanted) = train, dev
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     head = nn.Linear(model.config.hidden_size, 2)  # type: ignore[union-attr]
     optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=2e-3, weight_decay=0.01)
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(seed)
     model.train()
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -196,45 +234,97 @@ def tuned(model: nn.Module, train: tuple, dev: tuple, pad: int, steps: int) -> f
         return (head(features(model, dev_rows, pad)).argmax(-1) == wanted).float().mean().item()
 
 
-def measured(name: str, steps: int, tuning_steps: int, rows: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Worth:
+    """What states are worth for SST-2: accuracies of the probe and after fine-tuning."""
+
+    probe: float
+    tuned: float
+
+
+class Untrained:
+    """The same of models from random weights, found once for each configuration and encoded text."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[str, bytes], Worth] = {}
+
+    def worth(self, kind: Any, config: Any, train: tuple, find: Callable[[Any], Worth]) -> Worth:
+        """Of `kind(config)` with seed 0."""
+        fields = {key: value for key, value in config.to_dict().items() if key not in ("architectures", "pretraining")}
+        text = hashlib.sha256(torch.cat(train[0]).numpy().tobytes()).digest()
+        key = json.dumps(fields, sort_keys=True, default=str), text
+        if key not in self.known:
+            torch.manual_seed(0)
+            self.known[key] = find(kind(config))
+        return self.known[key]
+
+
+def learned_beside(summary: dict[str, Any]) -> dict[str, Any]:
+    """What a model predicts beside tokens: its name, its figures and their floors; None where there is nothing."""
+    kind = next((kind for kind in FURTHER_LABELS if f"eval_{kind}_loss" in summary), None)
+    figures = {
+        f"its {name}": summary.get(f"eval_{start}{kind}_{end}")
+        for name, start, end in (
+            ("loss", "", "loss"),
+            ("floor", "floor_", "loss"),
+            ("accuracy", "", "accuracy"),
+            ("floor accuracy", "floor_", "accuracy"),
+        )
+    }
+    return {"beside tokens": kind and kind.replace("_", " "), **figures}
+
+
+def clears(row: dict[str, Any]) -> bool | None:
+    """Whether all that is predicted was learned beyond its floor; None where a loss or a floor is not known."""
+    pairs = [(row["loss"], row["trivial floor"])]
+    if row["beside tokens"] is not None:
+        pairs.append((row["its loss"], row["its floor"]))
+    if any(value is None for pair in pairs for value in pair):
+        return None
+    return all(loss < CLEAR * floor for loss, floor in pairs)
+
+
+def measured(name: str, steps: int, tuning_steps: int, rows: int, untrained: Untrained) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     started = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         set_up, summary = pretrained(name, steps, folder)
-        loss, floor = summary.get("eval_loss"), summary.get("eval_floor_loss")
         tokenizer = AutoTokenizer.from_pretrained(folder)
         kind: Any = family(summary["variant"])["Model"]
-
-        def learned() -> Any:
-            return kind.from_pretrained(folder)
-
-        def random() -> Any:
-            torch.manual_seed(0)
-            return kind(learned().config)
 
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         train, dev = (
             (encoded(texts, tokenizer), labels)
             for texts, labels in (sentences("train", rows), sentences("dev", min(rows, 871)))
         )
+
+        def worth(model: Any) -> Worth:
+            return Worth(probe(model, train, dev, pad), tuned(model, train, dev, pad, tuning_steps))
+
+        model = kind.from_pretrained(folder)
+        random = untrained.worth(kind, model.config, train, worth)
+        learned = worth(model)
         row = {
             "objective": name,
             "variant": summary["variant"],
             "set-up": set_up,
             "data": Path(summary["data"]["data"][0]).name,
             "steps": summary["steps"],
-            "loss": loss,
-            "trivial floor": floor,
-            "above the floor": None if loss is None or floor is None else loss < CLEAR * floor,
+            "learning rate": LATE_RATE if name in LATE else RATE,
+            "settings": ", ".join(f"{key}={value}" for key, value in SETTINGS.get(name, {}).items()) or None,
+            "loss": summary.get("eval_loss"),
+            "trivial floor": summary.get("eval_floor_loss"),
             "accuracy": summary.get("eval_accuracy"),
             "floor accuracy": summary.get("eval_floor_accuracy"),
-            "probe": probe(learned(), train, dev, pad),
-            "probe, random weights": probe(random(), train, dev, pad),
-            "fine-tuned": tuned(learned(), train, dev, pad, tuning_steps),
-            "fine-tuned, random weights": tuned(random(), train, dev, pad, tuning_steps),
+            **learned_beside(summary),
+            "probe": learned.probe,
+            "probe, random weights": random.probe,
+            "fine-tuned": learned.tuned,
+            "fine-tuned, random weights": random.tuned,
             "majority": max(dev[1].float().mean().item(), 1 - dev[1].float().mean().item()),
         }
+    row["above the floor"] = clears(row)
     row["processor seconds"] = round(time.process_time() - started)
     return {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
 
@@ -242,7 +332,7 @@ def measured(name: str, steps: int, tuning_steps: int, rows: int) -> dict[str, A
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="names of objectives, with commas between; default: all")
-    parser.add_argument("--steps", type=int, default=400, help="of pretraining")
+    parser.add_argument("--steps", type=int, help="of pretraining; default: 400, or those in `LATE`")
     parser.add_argument("--tuning_steps", type=int, default=200)
     parser.add_argument("--rows", type=int, default=6918, help="sentences of SST-2 to learn from")
     parser.add_argument("--print", action="store_true", help="print rows and write nothing")
@@ -255,10 +345,12 @@ def main() -> None:
     names = [OBJECTIVES[name].type for name in names]
     before = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
     measured_before = {old["objective"] for old in before}
+    untrained = Untrained()
     for name in names:
         if not arguments.only and not arguments.print and name in measured_before:
             continue
-        row = measured(name, arguments.steps, arguments.tuning_steps, arguments.rows)
+        steps = arguments.steps or LATE.get(name, 400)
+        row = measured(name, steps, arguments.tuning_steps, arguments.rows, untrained)
         print(json.dumps(row), flush=True)
         if arguments.print:
             continue
@@ -271,7 +363,8 @@ def main() -> None:
             COLUMNS,
             "What an encoder learns from each objective",
             f"Width 64, two layers, rows of {LONGEST} tokens, batches of 16. Losses in nats per target, held out."
-            " `above the floor`: whether the loss is below what the frequencies of targets reach by more than"
+            " `beside tokens`: what an objective predicts beside them, whose loss, accuracy and floors are its own."
+            " `above the floor`: whether every loss is below what the frequencies of its targets reach by more than"
             f" {1 - CLEAR:.0%}; a row where it is not says nothing about its objective. `set-up`: rotary positions and"
             " pre-LN where the variant takes them, else what it takes. Probe (on frozen states) and fine-tuning"
             f" ({arguments.tuning_steps} steps) learn from {arguments.rows:,} sentences of SST-2; their accuracies"

@@ -229,14 +229,15 @@ def target_of(objective: Mapping[str, Any]) -> str:
 
 
 def row_facts(figures: Mapping[str, Any]) -> dict[str, str]:
-    """Held-out accuracy of labels of whole rows, beside that of always the most frequent one."""
-    from ..training.trainer import ROW_LABELS
+    """Held-out accuracy of labels beside those of tokens, and that of always the most frequent one."""
+    from ..training.trainer import FURTHER_LABELS
 
     facts = {}
-    for kind in ROW_LABELS:
+    for kind in FURTHER_LABELS:
         if f"{kind}_accuracy" in figures:
-            facts[f"{kind} accuracy (held out)"] = share_text(figures[f"{kind}_accuracy"])
-            facts[f"... of always the most frequent {kind} label"] = share_text(figures[f"floor_{kind}_accuracy"])
+            name = kind.replace("_", " ")
+            facts[f"{name} accuracy (held out)"] = share_text(figures[f"{kind}_accuracy"])
+            facts[f"... of always the most frequent {name} label"] = share_text(figures[f"floor_{kind}_accuracy"])
     return facts
 
 

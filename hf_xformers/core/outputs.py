@@ -202,6 +202,15 @@ class XFormerPhraseContrastOutput(XFormerMaskedLMOutput):
 
 
 @dataclass
+class XFormerContrastivePredictionOutput(XFormerMaskedLMOutput):
+    """sentence_logits [B, M, N]: scores of each masked sentence with all that are masked in the batch;
+    sentence_targets [B, M]: which of these it is, -100 where none is told apart."""
+
+    sentence_logits: torch.Tensor | None = None
+    sentence_targets: torch.Tensor | None = None
+
+
+@dataclass
 class XFormerReorderingOutput(XFormerMaskedLMOutput):
     """reordering_logits [B, orders]: in which order the parts of the document stand."""
 

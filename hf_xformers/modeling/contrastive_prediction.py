@@ -11,7 +11,7 @@ from transformers.utils import can_return_tuple
 
 from ..core import outputs
 from ..core.choices import token_rows
-from ..core.contrastive import info_nce, match
+from ..core.contrastive import Matches, info_nce, match
 from ..core.distributed import sum_over_processes
 from ..core.hand_overs import HandOver
 from ..core.inputs import check_token_labels
@@ -33,14 +33,17 @@ class ContrastivePredictionSpec(PretrainingSpec):
             raise ValueError(f"`weight` of contrastive_prediction must not be negative, got {self.weight}.")
 
 
-def contrastive_loss(anchors: Tensor, candidates: Tensor, there: Tensor) -> Tensor:
-    """InfoNCE in float32 (nats), the mean over i of -s_ii + log sum_j exp(s_ij) with s_ij = a_i b_j / sqrt(D) (van den
-    Oord, Li and Vinyals 2018, arXiv 1807.03748, equation 4); j runs over the candidates of all processes.
+def told_apart(anchors: Tensor, candidates: Tensor, there: Tensor) -> Matches:
+    """The scores s_ij = a_i b_j / sqrt(D) in float32, j over the candidates of all processes.
 
-    anchors, candidates [N, D], there [N] boolean, of which the others neither count nor are candidates. 0 where there
-    is none.
+    anchors, candidates [N, D], there [N] boolean, of which the others are no candidates.
     """
-    found = match(anchors, candidates, there, scale=anchors.shape[-1] ** -0.5)
+    return match(anchors, candidates, there, scale=anchors.shape[-1] ** -0.5)
+
+
+def contrastive_loss(found: Matches, there: Tensor) -> Tensor:
+    """InfoNCE (nats), the mean over i of -s_ii + log sum_j exp(s_ij) (van den Oord, Li and Vinyals 2018, arXiv
+    1807.03748, equation 4), i over those that are there [N]. 0 where there is none."""
     losses = info_nce(found.scores, found.own, there)
     total, count = sum_over_processes(torch.stack((losses.sum(), there.sum().to(losses.dtype))))
     return total / count.clamp(min=1)
@@ -52,7 +55,7 @@ class XFormerForContrastivePrediction(LanguageModel):
 
     a_i is the last state of sentence i's global token where all tokens of the sentence are masked, b_i that of the
     global token of the sentence by itself: a text of its own, so that nothing of others reaches it. The auxiliary loss
-    `cpc` is `weight` (of [`ContrastivePredictionSpec`]) times [`contrastive_loss`] of them.
+    `cpc` is `weight` (of [`ContrastivePredictionSpec`]) times [`contrastive_loss`] of their scores ([`told_apart`]).
 
     Raises:
         ValueError: a stack without global tokens for sentences.
@@ -81,7 +84,7 @@ class XFormerForContrastivePrediction(LanguageModel):
         sentence_input_ids: Tensor | None = None,
         sentence_attention_mask: Tensor | None = None,
         **kwargs: Any,
-    ) -> outputs.XFormerMaskedLMOutput:
+    ) -> outputs.XFormerContrastivePredictionOutput:
         """labels: [B, T] as in masked LM; masked_sentences: [B, M], the numbers in each row (from 0, in the order of
         `sentence_ids`) of the sentences that are masked, -1 for none; sentence_input_ids, sentence_attention_mask:
         [B, M, W], what stands in them. logits: [B, T, V]."""
@@ -99,13 +102,21 @@ class XFormerForContrastivePrediction(LanguageModel):
         loss, aux_losses = None, dict(base.aux_losses or {})
         if labels is not None:
             loss = token_cross_entropy(logits, labels, count)
+        scores, targets = None, None
         if masked_sentences is not None and sentence_input_ids is not None:
-            compared = self.vectors(base.summaries, masked_sentences, sentence_input_ids, sentence_attention_mask)
-            aux_losses["cpc"] = self.settings.weight * contrastive_loss(*compared)
+            *vectors, there = self.vectors(
+                base.summaries, masked_sentences, sentence_input_ids, sentence_attention_mask
+            )
+            found = told_apart(*vectors, there)
+            aux_losses["cpc"] = self.settings.weight * contrastive_loss(found, there)
             loss = aux_losses["cpc"].new_zeros(()) if loss is None else loss
-        return outputs.XFormerMaskedLMOutput(
+            scores = found.scores.unflatten(0, masked_sentences.shape)
+            targets = torch.where(there & found.wrong().any(-1), found.own, -100).view_as(masked_sentences)
+        return outputs.XFormerContrastivePredictionOutput(
             loss=self.with_aux_losses(loss, base, partial(token_rows, logits, labels, count), aux_losses),
             logits=logits,
+            sentence_logits=scores,
+            sentence_targets=targets,
             hidden_states=base.hidden_states,
             attentions=base.attentions,
             aux_losses=self.reported(aux_losses or None, loss),
@@ -131,4 +142,4 @@ class XFormerForContrastivePrediction(LanguageModel):
         return summaries.gather(1, index).flatten(0, 1), alone.summaries[:, 0], there
 
 
-__all__ = ["ContrastivePredictionSpec", "XFormerForContrastivePrediction", "contrastive_loss"]
+__all__ = ["ContrastivePredictionSpec", "XFormerForContrastivePrediction", "contrastive_loss", "told_apart"]

@@ -21,13 +21,30 @@ _LARGEST_EXPONENT = 700.0
 
 
 def scored(outputs: Mapping[str, Any], labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(logits [B, T, V], labels [B, T]) that figures are made of: a model may have made labels itself (`targets`), and
-    those of whole rows are one of each row. Logits of the shape of labels are the log odds of two classes."""
+    """(logits [B, T, V], labels [B, T]) that figures are made of: a model may have made labels itself (`targets`)."""
     logits = outputs["prediction_logits" if "prediction_logits" in outputs else "logits"]
-    labels = outputs.get("targets", labels)
+    return one_for_each(logits, outputs.get("targets", labels))
+
+
+def scored_beside(
+    kinds: Mapping[str, tuple[str, str]], outputs: Mapping[str, Any], inputs: Mapping[str, Any]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """By kind (logits [B, M, C], labels [B, M]) of what a batch has to predict beside tokens; kinds: names of the
+    labels, which come in or were made by the model, and of the scores of their classes."""
+    found = {}
+    for kind, (label, scores) in kinds.items():
+        labels = inputs.get(label, outputs.get(label))
+        if labels is not None and scores in outputs:
+            found[kind] = one_for_each(outputs[scores], labels)
+    return found
+
+
+def one_for_each(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """(logits [B, T, V], labels [B, T]): labels of whole rows, [B] or [B, 1], are one of each row, and logits of the
+    shape of labels are the log odds of two classes."""
     if logits.shape == labels.shape:
-        logits = torch.stack([torch.zeros_like(logits), logits], dim=-1)
-    return (logits.unsqueeze(1), labels.unsqueeze(1)) if labels.ndim == 1 else (logits, labels)
+        return torch.stack([torch.zeros_like(logits), logits], dim=-1), labels
+    return (logits.unsqueeze(1), labels.view(-1, 1)) if logits.ndim == 2 else (logits, labels)
 
 
 @torch.no_grad()
@@ -66,7 +83,8 @@ def frequency_floor(counts: Tensor) -> dict[str, float]:
 
     counts: [V], how often each id is one. `floor_accuracy`: always the most frequent token; `floor_loss`: their shares
     as probabilities, the entropy in nats per token. No guess that leaves the text unread is better, and a model that
-    has not learned more ends there.
+    has not learned more ends there, or above: of N targets of K kinds, who knew their law but not them would lose
+    about K / 2N more, which is much where targets are few.
     """
     share = counts.double() / counts.sum().clamp(min=1)
     return {"floor_accuracy": share.max().item(), "floor_loss": -torch.special.xlogy(share, share).sum().item()}
@@ -77,10 +95,13 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, _LARGEST_EXPONENT))
 
 
-def summarise(statistics: np.ndarray | Tensor, names: tuple[str, ...] = ()) -> dict[str, float]:
+def summarise(
+    statistics: np.ndarray | Tensor, names: tuple[str, ...] = (), kinds: tuple[str, ...] = ()
+) -> dict[str, float]:
     """`loss` (nats per token), `perplexity`, `accuracy` and `tokens` from the rows of [`token_statistics`].
 
-    statistics: [N, 3 + len(names)]; columns after the third are averaged over rows under `names`.
+    statistics: [N, 3 + 3 len(kinds) + len(names)]; the columns after the third are three of the same for each of
+    `kinds`, of which come `<kind>_loss` and `<kind>_accuracy`, and then what is averaged over rows under `names`.
     """
     rows = np.asarray(statistics, dtype=np.float64)
     total, tokens, right = rows[:, :3].sum(axis=0).tolist()
@@ -91,7 +112,11 @@ def summarise(statistics: np.ndarray | Tensor, names: tuple[str, ...] = ()) -> d
         "accuracy": right / max(tokens, 1.0),
         "tokens": int(tokens),
     }
-    for index, name in enumerate(names, start=3):
+    for index, kind in enumerate(kinds, start=1):
+        total, targets, right = rows[:, 3 * index : 3 * index + 3].sum(axis=0).tolist()
+        metrics[f"{kind}_loss"] = total / max(targets, 1.0)
+        metrics[f"{kind}_accuracy"] = right / max(targets, 1.0)
+    for index, name in enumerate(names, start=3 + 3 * len(kinds)):
         metrics[name] = rows[:, index].mean().item()
     return metrics
 

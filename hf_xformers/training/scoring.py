@@ -156,7 +156,7 @@ def evaluate(
     """
     from ..configuration_xformer import XFormerConfig
     from ..data import check_tokenizer, load_tokenizer
-    from .trainer import ROW_LABELS, XFormerTrainer
+    from .trainer import FURTHER_LABELS, XFormerTrainer
 
     trained = training_of(score.model)
     config = load_config(score.model)
@@ -194,7 +194,7 @@ def evaluate(
     if args.world_size > 1:
         trainer.accelerator.end_training()
     figures = {name.removeprefix("eval_"): value for name, value in metrics.items()}
-    beside = ("aux_", *(f"{floor}{kind}_" for kind in ROW_LABELS for floor in ("", "floor_")))
+    beside = ("aux_", *(f"{floor}{kind}_" for kind in FURTHER_LABELS for floor in ("", "floor_")))
     kept = {name: value for name, value in figures.items() if name.startswith(beside)}
     return {
         "model": score.model,

@@ -29,6 +29,7 @@ from .evaluation import (
     label_counts,
     only_measured,
     scored,
+    scored_beside,
     summarise,
     token_statistics,
 )
@@ -41,11 +42,13 @@ from .sequence_parts import SequenceParts, real_rows
 
 logger = logging.get_logger(__name__)
 
-# Labels of whole rows beside those of tokens: what figures call them -> (label, the scores of its classes).
-ROW_LABELS = {
+# Labels beside those of tokens, of rows or parts of these: what figures call them -> (label, scores of its classes).
+FURTHER_LABELS = {
     "sentence": ("next_sentence_label", "seq_relationship_logits"),
     "order": ("reordering_labels", "reordering_logits"),
-    "phrase": ("phrase_targets", "phrase_logits"),  # which the model made itself
+    "entity": ("entity_labels", "entity_logits"),
+    "phrase": ("phrase_targets", "phrase_logits"),  # which the model made itself, as the next
+    "masked_sentence": ("sentence_targets", "sentence_logits"),
 }
 
 
@@ -58,8 +61,9 @@ class XFormerTrainer(Trainer):
     - With several processes, the rows that fill up the last batch of an epoch, which were in the first, count for
       nothing in a loss over the tokens of the whole step: what is learned does not depend on the number of processes.
     - Evaluation reports loss, perplexity and accuracy over all labelled tokens, what token frequencies alone would
-      reach (`floor_loss`, `floor_accuracy`), auxiliary losses apart, with the collator `eval_collator`, and does not
-      move the random generators: training is the same however often it is evaluated.
+      reach (`floor_loss`, `floor_accuracy`), the same of what a model predicts beside tokens (`FURTHER_LABELS`),
+      auxiliary losses apart, with the collator `eval_collator`, and does not move the random generators: training is
+      the same however often it is evaluated.
     - Weight decay leaves alone what components declare beside biases and norms: frequencies, spans, gates and the
       like.
     - Losses that are NaN or infinite, which Trainer leaves out of the mean that it logs, are counted as
@@ -99,7 +103,8 @@ class XFormerTrainer(Trainer):
         self._aux_sums: dict[str, Tensor] = {}
         self._aux_batches = 0
         self._broken_losses: Tensor | None = None
-        self._eval_names: tuple[str, ...] = ()  # of the columns beside the sums of tokens
+        self._eval_names: tuple[str, ...] = ()  # of the columns beside sums
+        self._eval_kinds: tuple[str, ...] = ()  # of labels beside those of tokens, with sums of their own
         self._eval_targets: dict[str, Tensor] = {}  # by kind of label: how often each value is a target
         kwargs.setdefault("compute_metrics", self._summarise)
         self.segments = SegmentCarrier() if segment_streams else None
@@ -414,16 +419,12 @@ class XFormerTrainer(Trainer):
         losses = outputs.get("aux_losses") or {}
         names = sorted(losses)
         columns = [losses[name].detach().float().mean().expand(len(rows), 1) for name in names]
-        names = [f"aux_{name}" for name in names]
-        for kind, (label, scores) in ROW_LABELS.items():
-            wanted = inputs.get(label, outputs.get(label))
-            if wanted is not None and scores in outputs:
-                wanted = wanted.view(-1)
-                columns.append((outputs[scores].argmax(-1) == wanted).float()[:, None])
-                names.append(f"{kind}_accuracy")
-                self._count_targets(f"{kind}_", wanted[:, None], outputs[scores].shape[-1])
-        self._eval_names = tuple(names)
-        rows = torch.cat([rows, *columns], dim=1)
+        further = scored_beside(FURTHER_LABELS, outputs, inputs)
+        for kind, (scores, wanted) in further.items():
+            self._count_targets(f"{kind}_", wanted, scores.shape[-1])
+        sums = [token_statistics(scores, wanted, next_token=False) for scores, wanted in further.values()]
+        self._eval_names, self._eval_kinds = tuple(f"aux_{name}" for name in names), tuple(further)
+        rows = torch.cat([rows, *sums, *columns], dim=1)
         return loss, rows, torch.zeros_like(rows[:, 0])  # Trainer wants labels beside predictions
 
     def _prediction_of_parts(
@@ -445,7 +446,7 @@ class XFormerTrainer(Trainer):
         before = self._eval_targets.get("")
         self._eval_targets[""] = counts if before is None else before + counts
         loss = rows[:, 0].sum() / rows[:, 1].sum().clamp(min=1)
-        self._eval_names = ()
+        self._eval_names, self._eval_kinds = (), ()
         return loss, rows, torch.zeros_like(rows[:, 0])
 
     def _count_targets(self, kind: str, labels: Tensor, vocab_size: int, *, next_token: bool = False) -> None:
@@ -466,7 +467,7 @@ class XFormerTrainer(Trainer):
             for kind, counts in self._eval_targets.items()
             for name, value in frequency_floor(counts).items()
         }
-        return {**summarise(np.asarray(prediction.predictions), self._eval_names), **floors}
+        return {**summarise(np.asarray(prediction.predictions), self._eval_names, self._eval_kinds), **floors}
 
     # ------------------------------------------------------------------------------------------------ segments
 

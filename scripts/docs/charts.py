@@ -184,6 +184,21 @@ PLANS: dict[str, list[Plan]] = {
             title="What was learned",
         ),
     ],
+    "few_labels": [
+        Plan(
+            "dots",
+            ("labels",),
+            {
+                "probe": "probe",
+                "probe, random weights": "probe, random",
+                "fine-tuned": "tuned",
+                "fine-tuned, random weights": "tuned, random",
+            },
+            axis="accuracy on SST-2, percent",
+            group=("objective", "steps"),
+            title="by labelled sentences",
+        ),
+    ],
     "exits": [
         Plan(
             "dots",

@@ -10,7 +10,7 @@ import torch
 from hf_xformers import XFormerConfig
 from hf_xformers.data.sentences import document_rows
 from hf_xformers.data.tokenizer import train_tokenizer
-from hf_xformers.modeling.contrastive_prediction import XFormerForContrastivePrediction, contrastive_loss
+from hf_xformers.modeling.contrastive_prediction import XFormerForContrastivePrediction, contrastive_loss, told_apart
 from hf_xformers.objectives import build_objective
 from hf_xformers.objectives.cpc_etc import apply_noise, sample_noise
 from hf_xformers.variants.etc import XFETCConfig, XFETCForContrastivePrediction
@@ -141,12 +141,34 @@ def test_loss_equals_its_equation():
     for i in (0, 1, 3):
         scores = {j: sum(x * y for x, y in zip(a[i].tolist(), b[j].tolist())) / math.sqrt(6) for j in (0, 1, 3)}
         total += -scores[i] + math.log(sum(math.exp(s) for s in scores.values()))
-    assert contrastive_loss(a, b, there).item() == pytest.approx(total / 3, abs=1e-12)
+
+    def loss(anchors, candidates, there):
+        return contrastive_loss(told_apart(anchors, candidates, there), there)
+
+    assert loss(a, b, there).item() == pytest.approx(total / 3, abs=1e-12)
     equal = torch.ones(5, 6)
-    assert contrastive_loss(equal, equal, torch.ones(5, dtype=torch.bool)).item() == pytest.approx(math.log(5))
-    none = contrastive_loss(equal.requires_grad_(), equal, torch.zeros(5, dtype=torch.bool))
+    assert loss(equal, equal, torch.ones(5, dtype=torch.bool)).item() == pytest.approx(math.log(5))
+    none = loss(equal.requires_grad_(), equal, torch.zeros(5, dtype=torch.bool))
     none.backward()
     assert none.item() == 0 and equal.grad.eq(0).all()
+
+
+@torch.no_grad()
+def test_scores_say_which_sentence_is_meant(tokenizer, rows):
+    """Among the masked sentences of the batch, in their order; a row without any has no target."""
+    net = model()
+    batch = build_objective("cpc_etc").collator(tokenizer)(rows)
+    output = net(**batch)
+    assert output.sentence_targets.tolist() == [[0], [-100], [2]]
+    base = net.model(batch["input_ids"], batch["attention_mask"], sentence_ids=batch["sentence_ids"])
+    places = batch["masked_sentences"]
+    a, b, _ = net.vectors(base.summaries, places, batch["sentence_input_ids"], batch["sentence_attention_mask"])
+    scores = output.sentence_logits[:, 0]
+    for i, j in ((0, 0), (0, 2), (2, 0), (2, 2)):
+        torch.testing.assert_close(scores[i, j], (a[i] * b[j]).sum() / 4)  # sqrt of width 16
+    assert (scores[:, 1] < -1e30).all()
+    alone = net(**build_objective("cpc_etc").collator(tokenizer)(rows[:1]))
+    assert alone.sentence_targets.tolist() == [[-100]]  # nothing to be told apart from
 
 
 def test_the_head_adds_both_losses(tokenizer, rows):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_xformers.training.evaluation import perplexity, summarise, token_statistics
+from hf_xformers.training.evaluation import perplexity, scored_beside, summarise, token_statistics
 
 
 def literal(logits, labels, shift):
@@ -71,6 +71,29 @@ def test_tokens_weigh_the_same_in_any_batch(batch):
 def test_further_columns_are_averaged():
     rows = np.array([[2.0, 1, 1, 0.5], [4.0, 1, 0, 1.5]])
     assert summarise(rows, ("aux_balance",))["aux_balance"] == 1.0
+
+
+def test_what_is_predicted_beside_tokens_counts_where_it_is_labelled():
+    """Of rows, of parts of rows and as log odds: sums over labels, none from what has no label."""
+    generator = torch.Generator().manual_seed(1)
+    pair, parts = torch.randn(4, 3, generator=generator), torch.randn(4, 2, 5, generator=generator)
+    odds = torch.randn(4, 2, generator=generator)
+    kinds = {"pair": ("pair_label", "pair_logits"), "part": ("part_label", "part_logits"), "odds": ("yes", "odds")}
+    outputs = {"pair_logits": pair, "part_logits": parts, "odds": odds, "part_label": torch.tensor([[0, -100]] * 4)}
+    inputs = {"pair_label": torch.tensor([[2], [-100], [0], [1]]), "yes": torch.tensor([[1, 0], [-100, -100]] * 2)}
+    found = scored_beside(kinds, outputs, inputs)
+    labels = {"pair": inputs["pair_label"], "part": outputs["part_label"], "odds": inputs["yes"]}
+    scores = {"pair": pair[:, None], "part": parts, "odds": torch.stack([torch.zeros_like(odds), odds], dim=-1)}
+    main = torch.tensor([[1.0, 2, 1]] * 4)
+    beside = [token_statistics(*found[kind], next_token=False) for kind in kinds]
+    figures = summarise(torch.cat([main, *beside, torch.full((4, 1), 0.25)], dim=1), ("aux_x",), tuple(kinds))
+    assert figures["loss"] == 0.5 and figures["accuracy"] == 0.5 and figures["aux_x"] == 0.25
+    for kind in kinds:
+        nll, count, right = literal(scores[kind], labels[kind], 0).sum(0).tolist()
+        assert count == {"pair": 3, "part": 4, "odds": 4}[kind]
+        assert figures[f"{kind}_loss"] == pytest.approx(nll / count)
+        assert figures[f"{kind}_accuracy"] == pytest.approx(right / count)
+    assert scored_beside(kinds, {"odds": odds}, {}) == {}
 
 
 def test_half_precision_is_summed_in_float32():

@@ -20,7 +20,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_runs_go_on_and_are_evaluated(name, tmp_path):
+def test_runs_go_on_and_are_evaluated(name, tmp_path, capsys):
     options = {**CASES[name], "objective": name, "save_strategy": "steps", "save_steps": 2}
     if name == "entity_replacement":
         table = tmp_path / "table.json"
@@ -33,4 +33,12 @@ def test_runs_go_on_and_are_evaluated(name, tmp_path):
     pretrain(text, out, "--resume_from_checkpoint", str(out / "checkpoint-2"), **options)
     again = weights(out)
     assert history(out) == log and all((whole[key] == again[key]).all() for key in whole)
+    capsys.readouterr()
     assert hf_xformers.cli.main(["evaluate", "--model", str(out), "--data", str(text), "--json"]) == 0
+    kind = {"entity_replacement": "entity", "info_word": "phrase"}.get(name)
+    if kind is not None:  # what is predicted beside tokens has figures of its own, here of one batch
+        figures = json.loads(capsys.readouterr().out)
+        assert figures["rows"] <= 8
+        beside = figures["aux_entity_replacement" if kind == "entity" else "aux_phrase_contrast"]
+        assert figures[f"{kind}_loss"] == pytest.approx(beside, rel=1e-5) and beside > 0
+        assert 0 < figures[f"floor_{kind}_accuracy"] <= 1 and 0 <= figures[f"{kind}_accuracy"] <= 1
