@@ -60,6 +60,7 @@ class ReversibleStack(Stack):
         for layer in layers:
             layer.prepare(context, past_key_values)
         run = _Run(layers, context, past_key_values, position)
+        hidden_states = context.packed(hidden_states)
         if len(layers) == 0 or not self._rebuilds(layers, context, past_key_values):
             first, second, losses = run.forward(hidden_states, hidden_states, memory, context.streams)
         else:
@@ -68,7 +69,7 @@ class ReversibleStack(Stack):
             first, second, *values = _Reversible.apply(run, hidden_states, *given, *run.parameters)
             losses = dict(zip(run.loss_names, values, strict=True))
         joined = torch.cat([first, second], dim=-1) if self.concatenates else (first + second) / 2
-        return StackOutput(joined, context, losses)
+        return StackOutput(context.padded(joined), context, losses)
 
     @staticmethod
     def _rebuilds(layers: Sequence[XFormerLayer], context: LayerContext, past_key_values: Cache | None) -> bool:
@@ -232,6 +233,7 @@ class ReversibleStackSpec(StackSpec):
     """
 
     packed = True
+    unpads = True
     summary = "reversible residual layers: activation memory does not grow with depth"
     passes_streams = False  # a stream would have to be rebuilt like the layers' inputs
     layers_apart = False  # the backward pass runs a layer's sublayers one by one
