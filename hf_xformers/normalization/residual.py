@@ -33,8 +33,7 @@ class Residual(Undecayed, nn.Module):
 
     def branch(self, output: Tensor, gate: Tensor | None) -> Tensor:
         """f's output as it is added: dropout, then the block's scale and the sublayer's gate [B, T, 1]."""
-        if self.dropout.training:  # a module that does nothing is not called, for the sake of single tokens
-            output = self.dropout(output)
+        output = self.dropout(output)  # called in evaluation, too: adapters stand behind it
         if self.scale != 1.0:
             output = output * self.scale
         return output if gate is None else output * gate
