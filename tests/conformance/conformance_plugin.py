@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from tests.conftest import pytest_collection_finish  # noqa: F401  the garbage collector passes over what stays
+
 # Marks of transformers' tests, which their own pytest configuration would declare.
 _MARKS = (
     "all_flash_attn_test export_test flash_attn_3_test flash_attn_4_test flash_attn_test generate is_training_test "
