@@ -11,7 +11,8 @@ from ..core.saved_files import write_text
 
 
 def table(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """A Markdown table; numbers with two decimals, absent cells empty."""
+    """A Markdown table; numbers with two decimals, or one digit that counts where these would be zeros, absent cells
+    empty."""
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for row in rows:
         cells = (row.get(column) for column in columns)
@@ -22,7 +23,9 @@ def table(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return ""
-    return f"{value:.2f}" if isinstance(value, float) else str(value).replace("|", "\\|").replace("\n", " ")
+    if isinstance(value, float):
+        return f"{value:.2f}" if value == 0 or abs(value) >= 0.01 else f"{value:.1g}"
+    return str(value).replace("|", "\\|").replace("\n", " ")
 
 
 def about(machine: Mapping[str, Any], dtype: str = "float32 unless said") -> str:
