@@ -274,7 +274,7 @@ def config_cut_off(folder):
     path.write_text(path.read_text()[:-30])
 
 
-@refused("model type None")
+@refused("names no model_type, as transformers does")
 def config_of_nothing(folder):
     (folder / "config.json").write_text("{}")
 

@@ -228,7 +228,7 @@ def test_sources_that_cannot_be_read(tmp_path, bert, monkeypatch):
     (other / "config.json").write_text(json.dumps({"model_type": "nllb-moe"}))
     fails("whichever the router chooses", other, target)
     (other / "config.json").write_text("{}")
-    fails("No conversion for model type None", other, target)
+    fails("names no model_type, as transformers does", other, target)
     (other / "config.json").write_text("{broken")
     fails("is no valid JSON; save, copy or download it again", other, target)
 
