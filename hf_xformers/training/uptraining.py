@@ -113,9 +113,9 @@ def uptrain(
         for name in devices.devices():
             devices.refuse(name, "divides the model alone, and a --teacher reads whole texts beside it")
         preparation.segment_streams = False
-        refuse_other_tokens(distillation.teacher, str(preparation.choice.tokenizer or preparation.choice.init_from))
         head = f"For{preparation.objective.head}"
         teacher = open_teacher(distillation, preparation.config, head, preparation.block_size)
+        refuse_other_tokens(distillation.teacher, str(preparation.choice.tokenizer or preparation.choice.init_from))
         trainer = functools.partial(DistillationTrainer, teacher=teacher, distillation=distillation)
     with folder_lock(preparation.folder, writes=args.should_save):
         prepared: Prepared = preparation.run()
