@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -9,8 +11,10 @@ from torch.nn import functional as F
 from ..core.components import register
 from ..core.context import LayerContext
 from ..core.visibility import last_key, visible_block, visible_pairs
-from ..ops.common.products import wide_products
+from ..ops.common.products import wide_products, widened
 from ..ops.entmax import entmax, entmax_reference
+from ..ops.entmax_attention import entmax_attention
+from ..ops.score_terms.attention import applies
 from .shared.base import Attention, AttentionSpec
 from .shared.query_blocks import SCORES_AT_ONCE, over_query_blocks, shared_rows
 
@@ -27,9 +31,9 @@ class AdaptivelySparseAttention(Attention):
     sparsemax for 2; in between, weights of low scores are zero, and more of them the larger alpha is. alpha is kept
     at `alpha_min` at least, as its derivative is 0 / 0 at 1.
 
-    Time O(T S d), as softmax attention, and the normaliser's: a sort of each query's scores for alpha = 1.5 and 2,
-    eight evaluations of a power for any other. Memory: the scores of one block of queries, O(S), also in training; O(H
-    T S) on the literal path, which bisects for the threshold. State: keys and values of all tokens seen. Dropout drops
+    Time O(T S d), as softmax attention, and the normaliser's: two to eight evaluations of a power for each score, and
+    on other devices than a processor a sort of each query's scores for alpha = 1.5 and 2. Memory: the scores of one
+    block of queries, O(S), also in training; O(H T S) on the literal path, which bisects for the threshold. State: keys and values of all tokens seen. Dropout drops
     weights, whose rest is scaled up.
     """
 
@@ -62,6 +66,8 @@ class AdaptivelySparseAttention(Attention):
             scores = self._scores(query, key, context, slice(0, length))
             weights = entmax_reference(scores, self.alpha, visible_pairs(context, self.cross)).to(query.dtype)
             return torch.matmul(self._dropped(weights), value).transpose(1, 2), weights
+        if self._is_fused(query, context):
+            return self._fused(query, key, value, context), None
         scores = query.shape[0] * self.num_heads * keys
         rows = max(SCORES_AT_ONCE // max(_NUMBERS_PER_SCORE * scores, 1), _LEAST_ROWS)
         whole = [shared_rows(x, length, rows) for x in (key, value)]
@@ -74,6 +80,20 @@ class AdaptivelySparseAttention(Attention):
             return torch.matmul(self._dropped(weights.to(query.dtype)), near_value).transpose(1, 2)
 
         return over_query_blocks(block, length, rows, (query, 2)), None
+
+    def _is_fused(self, query: Tensor, context: LayerContext) -> bool:
+        (wide,) = widened(query[:0])
+        dropout = self.dropout if self.training else 0.0
+        return self.spec.alpha != 1 and self.score_bias(context) is None and applies(wide, dropout)
+
+    def _fused(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> Tensor:
+        keys, alpha = key.shape[2], self.alpha
+        return entmax_attention(
+            *widened(query * self.scaling, key, value),
+            alpha.flatten() if isinstance(alpha, Tensor) else alpha,
+            partial(visible_block, context, self.cross),
+            partial(last_key, context, self.cross, keys),
+        ).to(value.dtype)
 
     def _scores(self, query: Tensor, key: Tensor, context: LayerContext, rows: slice) -> Tensor:
         """[B, H, t, s] for the queries `rows` and the first s keys."""
