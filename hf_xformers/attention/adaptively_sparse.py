@@ -33,8 +33,8 @@ class AdaptivelySparseAttention(Attention):
 
     Time O(T S d), as softmax attention, and the normaliser's: two to eight evaluations of a power for each score, and
     on other devices than a processor a sort of each query's scores for alpha = 1.5 and 2. Memory: the scores of one
-    block of queries, O(S), also in training; O(H T S) on the literal path, which bisects for the threshold. State: keys and values of all tokens seen. Dropout drops
-    weights, whose rest is scaled up.
+    block of queries, O(S), also in training; O(H T S) on the literal path, which bisects for the threshold. State:
+    keys and values of all tokens seen. Dropout drops weights, whose rest is scaled up.
     """
 
     spec: AdaptivelySparseSpec
