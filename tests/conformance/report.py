@@ -22,7 +22,7 @@ def summarise(entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
         row[outcome] += 1
         row["seconds"] = round(row["seconds"] + entry["seconds"], 2)
         details = {key: entry[key] for key in ("errors", "reason") if entry.get(key)}
-        row["tests"][test] = {"outcome": outcome, **details}
+        row["tests"][test] = {"outcome": outcome, "seconds": round(entry["seconds"], 2), **details}
         if outcome == "failed":
             errors = entry["errors"]
             failures.setdefault(test, []).append((family, errors[0]["message"] if errors else "its process died"))
