@@ -15,6 +15,7 @@ line of the output says so. Exit status: 0 no failure, or nothing could be teste
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -129,10 +130,9 @@ def run(arguments: argparse.Namespace, spec: dict[str, Any], work: Path) -> int:
         environment["RUN_SLOW"] = "1"
     if arguments.workers:
         environment.setdefault("OMP_NUM_THREADS", "1")
-    import transformers
-
+    version = importlib.metadata.version("transformers")
     try:
-        lay_out(layout, transformers.__version__)
+        lay_out(layout, version)
     except Unavailable as reason:
         print(f"conformance: SKIPPED, nothing was tested: {reason}")
         return 0
@@ -156,7 +156,7 @@ def run(arguments: argparse.Namespace, spec: dict[str, Any], work: Path) -> int:
         return 2
 
     report = summarise(entries)
-    report |= {"transformers": transformers.__version__, "seconds": round(time.monotonic() - started, 1)}
+    report |= {"transformers": version, "seconds": round(time.monotonic() - started, 1)}
     target = arguments.json or cache_folder() / "last-results.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(report, indent=1))
