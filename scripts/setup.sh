@@ -73,7 +73,7 @@ fi
 
 rm -f "$stamp"
 "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip
-pip=("$venv/bin/python" -m pip --disable-pip-version-check install --quiet)
+pip=("$venv/bin/python" -m pip --disable-pip-version-check install --quiet --no-compile)
 if [ -n "${HF_XFORMERS_TORCH:-}" ]; then
     constraints=$(mktemp)
     trap 'rm -f "$constraints"' EXIT
@@ -87,6 +87,8 @@ echo "setup: installing hf_xformers (extras: ${wanted:-none})"
 # setuptools_scm: what some packages are built with, which without it have no version
 "${pip[@]}" -c "$constraints" setuptools setuptools_scm
 "${pip[@]}" -c "$constraints" --no-build-isolation --editable ".${wanted:+[${wanted// /,}]}"
+# pip would do this on one core. Some packages have files for other versions of Python, which are no error.
+"$venv/bin/python" -m compileall -qq -j 0 "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
 
 printf '%s\n%s\n' "$fingerprint" "$wanted" >"$stamp"
 echo "setup: done; activate with: source $venv/bin/activate"
