@@ -40,8 +40,9 @@ class CharacterEncoder(Undecayed, nn.Module):
     def initialize(self, config, init) -> None:
         for bias in (self.content_bias, self.position_bias):
             init.normal_(bias, mean=0.0, std=config.initializer_range)
-        # The generic start is for wider maps: with it, 30 numbers would say next to nothing of a word.
-        init.normal_(self.characters.weight, mean=0.0, std=1.0)
+        # The generic start is for wider maps: with it, 30 numbers would say next to nothing of a word. The norms make
+        # up for small vectors, which learn faster: an optimizer's steps do not grow with what they change.
+        init.normal_(self.characters.weight, mean=0.0, std=0.1)
         for projection in (self.q_proj, self.v_proj, self.up_proj, self.down_proj):
             init.xavier_uniform_(projection.weight)
 
