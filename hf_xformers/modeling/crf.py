@@ -50,9 +50,10 @@ class LinearChainCRF(nn.Module):
     Where tags are those of entities, best sequences are well-formed; the loss is over all sequences, so that data with
     others can be learnt from, too.
 
-    With weights w_c of tags (`weigh`) sequences count w_{y_1} ... w_{y_n} times: what is trained is p'(y | x) ~ p(y | x)
-    / prod_t w_{y_t}, so that p learns the share of every sequence times its weight, as a weighted cross-entropy does for
-    single tags (logit adjustment, Menon et al. 2021, arXiv 2007.07314). In evaluation mode there are no weights.
+    With weights w_c of tags (`weigh`) a sequence counts w_{y_1} ... w_{y_n} times: what is trained is p'(y | x) ~
+    p(y | x) / prod_t w_{y_t}, so that p learns the share of every sequence times its weight, as a weighted
+    cross-entropy does for single tags (logit adjustment, Menon et al. 2021, arXiv 2007.07314). In evaluation there
+    are no weights.
     """
 
     log_weights: Tensor | None
