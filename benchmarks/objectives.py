@@ -66,15 +66,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 LATE = {
     "cpc_etc": 500,
     "entity_replacement": 500,
-    "info_word": 2400,
-    "insertion": 2000,
+    "info_word": 600,
+    "insertion": 500,
     "nsp": 1200,
-    "replaced_token_detection": 2400,
-    "segment_reordering": 3000,
+    "replaced_token_detection": 500,
+    "segment_reordering": 1200,
     "sop": 1200,
     "span_bert": 500,
     "struct_bert": 1200,
-    "unilm": 2400,
+    "unilm": 1200,
 }
 RATE, LATE_RATE = 3e-3, 6e-3
 # Tried in this order: positions that are added to the input, and residual paths after the norm, are learned late.
