@@ -92,7 +92,7 @@ def under_onnxruntime(
                 f"onnxruntime {onnxruntime.__version__} does not run the graph ({first_line(error)}); give another"
                 " `opset`."
             ) from error
-        taken = {entry.name for entry in session.getinput_names()}  # what a graph does not read may be left out of it
+        taken = {entry.name for entry in session.get_inputs()}  # what a graph does not read may be left out of it
 
         def call(given: dict[str, Tensor]) -> States:
             found = session.run(None, {name: x.cpu().numpy() for name, x in given.items() if name in taken})
