@@ -88,8 +88,11 @@ class AdaptivelySparseAttention(Attention):
 
     def _fused(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> Tensor:
         keys, alpha = key.shape[2], self.alpha
+        wide_query, wide_key, wide_value = widened(query * self.scaling, key, value)
         return entmax_attention(
-            *widened(query * self.scaling, key, value),
+            wide_query,
+            wide_key,
+            wide_value,
             alpha.flatten() if isinstance(alpha, Tensor) else alpha,
             partial(visible_block, context, self.cross),
             partial(last_key, context, self.cross, keys),

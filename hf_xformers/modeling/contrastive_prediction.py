@@ -104,10 +104,10 @@ class XFormerForContrastivePrediction(LanguageModel):
             loss = token_cross_entropy(logits, labels, count)
         scores, targets = None, None
         if masked_sentences is not None and sentence_input_ids is not None:
-            *vectors, there = self.vectors(
+            anchors, candidates, there = self.vectors(
                 base.summaries, masked_sentences, sentence_input_ids, sentence_attention_mask
             )
-            found = told_apart(*vectors, there)
+            found = told_apart(anchors, candidates, there)
             aux_losses["cpc"] = self.settings.weight * contrastive_loss(found, there)
             loss = aux_losses["cpc"].new_zeros(()) if loss is None else loss
             scores = found.scores.unflatten(0, masked_sentences.shape)
