@@ -19,7 +19,7 @@ def options(*argv, file=None, tmp_path=None):
         argv.insert(0, str(path))
     parsed = parse_command(argv, GROUPS, make_parser)
     choice = parsed.dataclasses[0]
-    model, text, _images, _recipe, training = parsed.dataclasses
+    model, text, _images, _recipe, _devices, training = parsed.dataclasses
     return model, text, training, model_options(config_class(choice.variant or "xformer"), parsed, choice)
 
 
