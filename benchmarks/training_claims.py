@@ -190,7 +190,7 @@ def trained(case: Case, steps: int, seed: str, tokenizer: Path, folder: Path) ->
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         parsed = parse_command([*case.arguments(), *known, *run], GROUPS, make_parser)
-        choice, source, _images, _recipe, args = parsed.dataclasses
+        choice, source, _images, _recipe, _devices, args = parsed.dataclasses
         prepared = Preparation(choice, source, args, **model_options(config_class("xformer"), parsed, choice)).run()
         begun = time.process_time()
         summary = train(prepared, args, make_trainer=make_trainer)
