@@ -201,9 +201,9 @@ class Pruner:
                 kept[name] = least_important_layers(scores, keep)
         self.details["kept_layers"] = kept
         for name, layers in kept.items():
-            tower = f" of the {name.rpartition('.')[2]}" if len(kept) > 1 else ""
+            where = f" of the {name.rpartition('.')[2]}" if len(kept) > 1 else ""
             numbers = ", ".join(map(str, layers))
-            self.say(f"layer {numbers}{tower} stays" if len(layers) == 1 else f"layers {numbers}{tower} stay")
+            self.say(f"layer {numbers}{where} stays" if len(layers) == 1 else f"layers {numbers}{where} stay")
         return prune_layers(model, kept)
 
     def _without_weights(self, model: PreTrainedModel) -> PreTrainedModel:

@@ -102,10 +102,10 @@ class Linearizing:
                 "no stage has a step; give --transfer_steps, --distillation_steps or --lora_steps, or swap the"
                 " attention alone with `hf-xformers convert`"
             )
-        if not self.lora_steps:
-            refuse_alone(self, ("lora_learning_rate", "lora_rank", "lora_alpha"), "--lora_steps")
         if self.lora_rank < 1:
             raise ValueError(f"--lora_rank must be at least 1, got {self.lora_rank}")
+        if not self.lora_steps:
+            refuse_alone(self, ("lora_learning_rate", "lora_rank", "lora_alpha"), "--lora_steps")
         if self.transfer_loss not in ("output", "weights"):
             raise ValueError(f"--transfer_loss is 'output' or 'weights', not {self.transfer_loss!r}")
         self.teaching().check()

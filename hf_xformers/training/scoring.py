@@ -88,10 +88,10 @@ def load_config(model: str) -> PreTrainedConfig:
             " Hub id"
         ) from error
     except ValueError as error:
-        reason = _without_class(model, saved_config(model).get("model_type")) if Path(model).is_dir() else None
-        if reason is None:
+        why = _without_class(model, saved_config(model).get("model_type")) if Path(model).is_dir() else None
+        if why is None:
             raise
-        raise ValueError(reason) from error
+        raise ValueError(why) from error
 
 
 def _without_class(model: str, model_type: Any) -> str | None:
