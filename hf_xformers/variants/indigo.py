@@ -124,9 +124,7 @@ class XFIndigoForCausalLM(_CausalLM):
             aux_losses=losses,
         )
 
-    def _place_loss(
-        self, states: Tensor, targets: Tensor, mask: Tensor | None, places: Tensor | None
-    ) -> Tensor:
+    def _place_loss(self, states: Tensor, targets: Tensor, mask: Tensor | None, places: Tensor | None) -> Tensor:
         """Mean over this batch's tokens with a target and a place of -log p(place): Trainer takes the mean of
         auxiliary losses over a step itself. targets [B, T]: the next word of each; what follows the last token has no
         place yet."""
