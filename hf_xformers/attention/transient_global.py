@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 
 from ..core.components import aliased, register
 from ..core.context import LayerContext, SublayerOutput
+from ..normalization.base import NormSpec
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import Pattern
 from ..ops.common.products import wide_products
@@ -67,6 +68,7 @@ class TransientGlobalAttention(BlockSparseAttention):
 
     def __init__(self, config, spec: TransientGlobalSpec, **where):
         super().__init__(config, spec, **where)
+        self.normalization: NormSpec = config.normalization
         self.summary_norm = config.normalization.build(config)
         self.block_bias = nn.Embedding(spec.num_buckets, self.num_heads) if self.layer_idx == 0 else None
 
@@ -118,7 +120,7 @@ class TransientGlobalAttention(BlockSparseAttention):
         place = torch.where(blocks.inside, blocks.of_token, count).expand(batch, -1)  # padding: to nowhere
         sums = torch.zeros(batch, count + 1, width, dtype=wide, device=hidden_states.device)
         sums = sums.scatter_add(1, place[..., None].expand(-1, -1, width), hidden_states.to(wide))[:, :-1]
-        mask = {"mask": blocks.seen.expand(batch, -1)} if self.config.normalization.over_tokens else {}
+        mask = {"mask": blocks.seen.expand(batch, -1)} if self.normalization.over_tokens else {}
         return self.summary_norm(sums.to(hidden_states.dtype), **mask)
 
     def _bias_of_blocks(self, blocks: Blocks, context: LayerContext) -> Tensor:

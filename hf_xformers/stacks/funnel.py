@@ -258,7 +258,7 @@ class FunnelSpec(StackSpec):
                 f"funnel's lengths differ between layers, where position {config.position.type!r} acts; use 'none'"
                 " (the attention knows positions) or one that acts on the input."
             )
-        if config.block.plan(config, 0, False)[0].kind != "attention":
+        if config.block.plan(config, 0, False)[0].name != "attention":
             raise ValueError(
                 f"funnel pools before a layer's attention, which does not come first in block {config.block.type!r};"
                 " use 'vanilla'."

@@ -152,6 +152,16 @@ class TwoStreamSpec(StackSpec):
                 "stack 'two_stream' has queries at chosen places, which attention"
                 f" {config.attention.type!r} does not know; set `attention='transformer_xl'`, or `stack='plain'`."
             )
+        if not config.block.unpads:
+            raise ValueError(
+                "stack 'two_stream' hides tokens in attention alone, and a target would learn of them through block"
+                f" {config.block.type!r}, which reads other tokens beside; set `block='vanilla'`, or `stack='plain'`."
+            )
+        if config.normalization.over_tokens:
+            raise ValueError(
+                f"stack 'two_stream' hides tokens, over which normalization {config.normalization.type!r} takes"
+                " statistics; set `normalization='layer_norm'`, or `stack='plain'`."
+            )
         if config.position.acts:
             raise ValueError(
                 f"stack 'two_stream' starts its queries from one vector, without position {config.position.type!r};"

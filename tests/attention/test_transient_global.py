@@ -5,7 +5,7 @@ import torch
 from transformers import LongT5Config
 from transformers.models.longt5.modeling_longt5 import LongT5TransientGlobalAttention
 
-from hf_xformers import XFormerConfig
+from hf_xformers import XFormerConfig, XFormerModel
 from hf_xformers.ops.side_keys import joined
 from hf_xformers.position.t5_relative_bias import relative_buckets
 from tests.attention.pattern_helpers import SIDES, pad_mask
@@ -19,7 +19,7 @@ from tests.attention.score_helpers import (
     split_heads,
     vectors,
 )
-from tests.helpers import close
+from tests.helpers import close, tokens
 
 SPEC = {"type": "transient_global", "window_size": 2, "block_size": 3, "num_buckets": 4, "max_distance": 3}
 
@@ -111,6 +111,15 @@ def test_transformers_layer():
     expected = theirs(states, mask=mask.long())[0]
     output = run_layers([ours], states, make_context(15, padding_mask=mask))[0].output
     close(output[mask].detach(), expected[mask].detach(), 1e-5)  # their layer norm counts in float32
+
+
+def test_norms_of_single_layers():
+    """Layers may normalise their summaries in different ways."""
+    other = {1: {"normalization": "rms_norm"}}
+    model = XFormerModel(XFormerConfig(**GEOMETRY, attention=SPEC, position="none", per_layer_config=other))
+    summaries = [type(layer.attention.summary_norm) for layer in model.trunk.layers]
+    assert summaries[0] is summaries[2] is not summaries[1]
+    assert model(tokens(2, 9, high=50)).last_hidden_state.isfinite().all()
 
 
 def test_union_of_softmaxes():

@@ -296,6 +296,7 @@ def test_refusals():
         ({"stack": "funnel", "attention": "dense"}, "attention='transformer_xl'"),
         ({"stack": "funnel", "position": "rotary"}, "rotary|rotates"),
         ({"stack": "funnel", "block": "macaron"}, "'vanilla'"),
+        ({"stack": "funnel", "block": "mask_attention_network"}, "does not come first in block 'mask_attention_net"),
     ):
         with pytest.raises(ValueError, match=message):
             XFormerConfig(**{**base, **fields})

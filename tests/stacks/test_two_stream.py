@@ -131,6 +131,11 @@ def test_content_alone():
         ({"is_decoder": True, "attention": "transformer_xl"}, "cannot stand in a decoder"),
         ({"attention": "transformer_xl", "position": "learned_absolute"}, "starts its queries from one vector"),
         ({"attention": "transformer_xl", "residual": "pre_ln"}, "for residual 'post_ln', got 'pre_ln'"),
+        *(
+            ({"attention": "transformer_xl", "block": block}, f"learn of them through block '{block}'")
+            for block in ("conformer", "convolution", "cpe", "r_transformer", "mask_attention_network")
+        ),
+        ({"attention": "transformer_xl", "normalization": "power_norm"}, "takes statistics"),
     ],
 )
 def test_refusals(fields, message):
