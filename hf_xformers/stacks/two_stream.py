@@ -152,7 +152,7 @@ class TwoStreamSpec(StackSpec):
                 "stack 'two_stream' has queries at chosen places, which attention"
                 f" {config.attention.type!r} does not know; set `attention='transformer_xl'`, or `stack='plain'`."
             )
-        if not config.block.unpads:
+        if config.block.mixes or not config.block.unpads:
             raise ValueError(
                 "stack 'two_stream' hides tokens in attention alone, and a target would learn of them through block"
                 f" {config.block.type!r}, which reads other tokens beside; set `block='vanilla'`, or `stack='plain'`."
