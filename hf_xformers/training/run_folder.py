@@ -115,6 +115,7 @@ def save_final(trainer: Trainer) -> None:
     # Every process takes part in a save, and the one that writes moves the files when all are there.
     scratch = saving_into(folder) if trainer.args.should_save else contextlib.nullcontext(folder / STAGING)
     with scratch as staging:
+        trainer.accelerator.wait_for_everyone()  # of a split model all make the folder, and the writer has to be first
         trainer.save_model(str(staging))
         trainer.accelerator.wait_for_everyone()
         if trainer.args.should_save:
