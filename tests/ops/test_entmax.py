@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from hf_xformers.ops.entmax import entmax, entmax_reference
+from hf_xformers.ops import entmax_attention as tiled
+from hf_xformers.ops.entmax import _WORTH_SAMPLING, entmax, entmax_reference
 from tests.helpers import close
 
 ALPHAS = (1.01, 1.2, 1.5, 1.8, 2.0)
@@ -102,3 +103,41 @@ def test_precision_and_range():
         close(entmax(huge, alpha), torch.tensor([[0.5, 0.0, 0.5]]), 1e-6)
     with pytest.raises(ValueError, match=r"between 1 \(softmax\) and 2 \(sparsemax\), got 2.5"):
         entmax(huge, 2.5)
+
+
+@pytest.mark.parametrize("scale", [0.01, 3.0, 300.0])
+@pytest.mark.parametrize("count", [_WORTH_SAMPLING, 2501])
+def test_a_start_from_some_of_the_scores(count, scale):
+    """Where scores are many, the first steps are those of every eighth one."""
+    s = scores(len(ALPHAS), count, scale)
+    alphas = torch.tensor(ALPHAS, dtype=torch.float64)[:, None]
+    close(entmax(s, alphas), entmax_reference(s, alphas))
+    for alpha in (1.5, 2.0):
+        close(entmax(s, alpha), entmax_reference(s, alpha))
+
+
+@pytest.mark.parametrize("sought", [1, 40])
+def test_attention_in_several_tiles(sought, monkeypatch):
+    """Outputs and all gradients against the weights of all pairs, with queries that see nothing."""
+    monkeypatch.setattr(tiled, "LEAST_ROWS", 4)
+    monkeypatch.setattr(tiled, "TILE_SCORES", 4 * 11)
+    monkeypatch.setattr(tiled, "SEARCH_SCORES", sought)
+    length, generator = 11, torch.Generator().manual_seed(1)
+    query, key, value, upstream = torch.randn(4, 2, 3, length, 5, generator=generator, dtype=torch.float64)
+    seen = torch.ones(length, length, dtype=torch.bool).tril() & (torch.arange(length) != 4)
+    seen = seen.expand(2, 1, -1, -1).clone()
+    seen[1, 0, :6] = False
+    found = []
+    for fast in (True, False):
+        given = [x.clone().requires_grad_() for x in (query, key, value)]
+        alpha = torch.tensor([1.2, 1.5, 1.9], dtype=torch.float64, requires_grad=True)
+        if fast:
+            output = tiled.entmax_attention(
+                *given, alpha, lambda rows, keys: seen[:, :, rows, keys], lambda rows: rows
+            ).transpose(1, 2)
+        else:
+            weights = entmax_reference(given[0] @ given[1].mT, alpha[:, None, None], seen)
+            output = weights @ given[2]
+        found.append((output, *torch.autograd.grad((output * upstream).sum(), (*given, alpha))))
+    for one, other in zip(*found):
+        close(one, other, 1e-8)
