@@ -13,7 +13,7 @@ from ..core.context import LayerContext
 from ..core.visibility import last_key, visible_block, visible_pairs
 from ..ops.common.products import wide_products, widened
 from ..ops.entmax import entmax, entmax_reference
-from ..ops.entmax_attention import entmax_attention
+from ..ops.entmax_attention import entmax_attention, worth_tiles
 from ..ops.score_terms.attention import applies
 from .shared.base import Attention, AttentionSpec
 from .shared.query_blocks import SCORES_AT_ONCE, over_query_blocks, shared_rows
@@ -66,7 +66,7 @@ class AdaptivelySparseAttention(Attention):
             scores = self._scores(query, key, context, slice(0, length))
             weights = entmax_reference(scores, self.alpha, visible_pairs(context, self.cross)).to(query.dtype)
             return torch.matmul(self._dropped(weights), value).transpose(1, 2), weights
-        if self._is_fused(query, context):
+        if worth_tiles(length, keys) and self._is_fused(query, context):
             return self._fused(query, key, value, context), None
         scores = query.shape[0] * self.num_heads * keys
         rows = max(SCORES_AT_ONCE // max(_NUMBERS_PER_SCORE * scores, 1), _LEAST_ROWS)

@@ -20,8 +20,15 @@ from .entmax import distances, normalized, threshold
 # float32, as a second-level cache holds beside a copy.
 TILE_SCORES, SEARCH_SCORES = 1 << 18, 1 << 16
 LEAST_ROWS = 16
+# Scores of one head from which on going through heads one by one costs less than laying the scores of all out.
+WORTH_A_TILE = 1 << 13
 
 Visible = Callable[[slice, slice], Tensor | None]
+
+
+def worth_tiles(queries: int, keys: int) -> bool:
+    """Whether heads have enough scores each: not in short texts, nor where a few queries read a long one."""
+    return queries >= LEAST_ROWS and queries * keys >= WORTH_A_TILE
 
 
 def entmax_attention(
@@ -147,4 +154,4 @@ def _pull_back(z: Tensor, tau: Tensor, grad: Tensor, less: float, wants_alpha: b
     return to_alpha
 
 
-__all__ = ["entmax_attention"]
+__all__ = ["entmax_attention", "worth_tiles"]
