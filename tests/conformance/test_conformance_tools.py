@@ -148,7 +148,7 @@ class Test_one(unittest.TestCase):
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_one_verdict_a_test(tmp_path, monkeypatch, workers):
     (tmp_path / "test_cases.py").write_text(CASES)
-    monkeypatch.setenv("PYTHONPATH", str(TOOLS))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TOOLS), str(TOOLS.parents[1])]))
     monkeypatch.setenv("HF_XFORMERS_CONFORMANCE_RESULTS", str(tmp_path / "results.json"))
     options = ["-c", os.devnull, "-p", "conformance_plugin", "-p", "no:cacheprovider", "-n", workers]
     command = [sys.executable, "-m", "pytest", "-q", *options, "test_cases.py"]
