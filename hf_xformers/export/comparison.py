@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from ..modeling_base import XFormerPreTrainedModel
 from .decoding_step import DecodingStep, States, after_step
 from .state import Texts, longest_text, sample
-from .whole_text import first_line
+from .whole_text import first_line, open_session
 
 _STEPS = 16  # that are compared with the model
 Run = Callable[[Tensor, Tensor, States], tuple[Tensor, States]]
@@ -79,19 +80,11 @@ def input_names(model: XFormerPreTrainedModel) -> tuple[str, str]:
 def under_onnxruntime(
     model: XFormerPreTrainedModel, files: tuple[Path, Path], step: DecodingStep, tolerance: float
 ) -> float | None:
-    try:
-        import onnxruntime
-    except ImportError:
+    if importlib.util.find_spec("onnxruntime") is None:
         return None
 
     def session_of(file: Path) -> Callable[[dict[str, Tensor]], States]:
-        try:
-            session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-        except Exception as error:  # its classes have no base of their own
-            raise ValueError(
-                f"onnxruntime {onnxruntime.__version__} does not run the graph ({first_line(error)}); give another"
-                " `opset`."
-            ) from error
+        session = open_session(file)
         taken = {entry.name for entry in session.get_inputs()}  # what a graph does not read may be left out of it
 
         def call(given: dict[str, Tensor]) -> States:

@@ -12,6 +12,7 @@ report = export_onnx(model, "model.onnx")
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import logging
 import os
@@ -166,6 +167,19 @@ def exporter_of_onnx() -> None:
         import onnxscript  # noqa: F401
     except ImportError:
         raise ImportError("ONNX graphs are made with onnx and onnxscript: pip install onnx onnxscript") from None
+
+
+def open_session(path: Path) -> Any:
+    """onnxruntime's session on a file. Raises ValueError for a graph that it does not run."""
+    import onnxruntime
+
+    try:
+        return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    except Exception as error:  # its classes have no base of their own
+        raise ValueError(
+            f"onnxruntime {onnxruntime.__version__} does not run the graph ({first_line(error)}); give another"
+            " `opset`."
+        ) from error
 
 
 def first_line(error: BaseException) -> str:
@@ -324,17 +338,9 @@ def _shapes(model: XFormerPreTrainedModel, batch: int, length: int, dynamic: boo
 def _compare(
     model: XFormerPreTrainedModel, path: Path, names: tuple[str, ...], shapes: list[tuple[int, int]], tolerance: float
 ) -> float | None:
-    try:
-        import onnxruntime
-    except ImportError:
+    if importlib.util.find_spec("onnxruntime") is None:
         return None
-    try:
-        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    except Exception as error:  # its classes have no base of their own
-        raise ValueError(
-            f"onnxruntime {onnxruntime.__version__} does not run the graph ({str(error).splitlines()[0][:200]}); give"
-            " another `opset`."
-        ) from error
+    session = open_session(path)
     largest = 0.0
     for shape in shapes:
         inputs = _sample(model, *shape)
