@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hf_xformers.cli
 from tests.training.runs import SHAPE, flags
@@ -147,3 +149,14 @@ def finetune(task: str, data: list[str], output: Path, /, *extra: str, **options
 
 def predictions(output: Path, split: str = "validation") -> list[dict]:
     return [json.loads(line) for line in (output / f"predictions_{split}.jsonl").read_text().splitlines()]
+
+
+def picture_folder(root: Path, picture: Callable[[str, int], Any], kinds: tuple[str, str]) -> Path:
+    """train/CLASS/N.png and test/CLASS/N.png, of pictures made from a class and a number."""
+    for split, count in (("train", 60), ("test", 12)):
+        for number in range(count):
+            kind = kinds[number % 2]
+            place = root / split / kind
+            place.mkdir(parents=True, exist_ok=True)
+            picture(kind, number + 1000 * (split == "test")).save(place / f"{number}.png")
+    return root

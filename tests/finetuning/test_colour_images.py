@@ -12,6 +12,8 @@ from hf_xformers.cli import main
 from hf_xformers.data.colours import colour_processor
 from hf_xformers.finetuning.tasks.colour_images import ColourCollator
 
+from .task_data import picture_folder
+
 Image = pytest.importorskip("PIL.Image")
 
 SIDE = 8
@@ -34,15 +36,7 @@ def picture(kind, seed):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """train/CLASS/N.png and test/CLASS/N.png."""
-    root = tmp_path_factory.mktemp("pictures")
-    for split, count in (("train", 60), ("test", 12)):
-        for number in range(count):
-            kind = ("large", "small")[number % 2]
-            place = root / split / kind
-            place.mkdir(parents=True, exist_ok=True)
-            picture(kind, number + 1000 * (split == "test")).save(place / f"{number}.png")
-    return root
+    return picture_folder(tmp_path_factory.mktemp("pictures"), picture, ("large", "small"))
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,8 @@ from hf_xformers.finetuning import TaskData
 from hf_xformers.finetuning.image_rows import check_image, hold_out, load_images
 from hf_xformers.finetuning.tasks.images import ImageCollator
 
+from .task_data import picture_folder
+
 Image = pytest.importorskip("PIL.Image")
 
 SIDE = 8
@@ -35,15 +37,7 @@ def picture(kind, seed):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """train/CLASS/N.png and test/CLASS/N.png."""
-    root = tmp_path_factory.mktemp("pictures")
-    for split, count in (("train", 60), ("test", 12)):
-        for number in range(count):
-            kind = ("lying", "standing")[number % 2]
-            place = root / split / kind
-            place.mkdir(parents=True, exist_ok=True)
-            picture(kind, number + 1000 * (split == "test")).save(place / f"{number}.png")
-    return root
+    return picture_folder(tmp_path_factory.mktemp("pictures"), picture, ("lying", "standing"))
 
 
 @pytest.fixture(scope="module")
