@@ -19,6 +19,7 @@ class ExpertOptions:
         metadata={
             "nargs": "?",
             "const": "true",
+            "metavar": "N",
             "help": (
                 "Split the experts of a mixture over so many processes of a launch (without a number: all), and shard"
                 " the rest of the model."
@@ -53,6 +54,7 @@ class DeviceOptions(ExpertOptions):
         metadata={
             "nargs": "?",
             "const": "true",
+            "metavar": "N",
             "help": "Divide every text over so many processes of a launch (without a number: all).",
         },
     )
