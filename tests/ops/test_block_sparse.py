@@ -127,6 +127,22 @@ def test_single_queries_along_a_text(name):
                         torch.testing.assert_close(slope, wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_single_queries_of_large_norm_in_half_precision(dtype, kv_heads):
+    """Scores of thousands: finite, and as near to float64 on the same numbers as rounding the result allows."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 600, 16) for heads in (2, kv_heads, kv_heads))
+    q, k = (100 * F.normalize(x, dim=-1) for x in (q, k))
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    for place in (0, 5, 599):
+        found = block_sparse_attention(q[:, :, place : place + 1], k, v, band(512, 0), query_offset=place)
+        seen = slice(max(0, place - 512), place + 1)
+        scores = q[:, :, place : place + 1].double() @ k[:, :, seen].double().mT / 4
+        expected = scores.softmax(-1) @ v[:, :, seen].double()
+        torch.testing.assert_close(found.double(), expected, atol=8 * torch.finfo(dtype).eps, rtol=0.0)
+
+
 def test_global_tokens_of_each_example_count_once():
     q, k, v = inputs(21)
     chosen = torch.zeros(2, 21, dtype=torch.bool)
