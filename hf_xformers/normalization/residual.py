@@ -8,15 +8,9 @@ from torch import Tensor, nn
 
 from ..core.components import Spec, register
 from ..core.context import LayerContext
+from ..core.dropout import dropped
 from ..core.weight_decay import Undecayed
 from .base import NormSpec, norm_inputs
-
-
-def acts(dropout: nn.Dropout) -> bool:
-    """Whether a dropout has anything to do in this call: in evaluation only where something stands behind it, such as
-    an adapter. A call for nothing takes longer than the sum that it precedes."""
-    hooks = dropout._forward_hooks or dropout._forward_pre_hooks
-    return dropout.training or bool(hooks) or type(dropout) is not nn.Dropout
 
 
 class Residual(Undecayed, nn.Module):
@@ -40,8 +34,7 @@ class Residual(Undecayed, nn.Module):
 
     def branch(self, output: Tensor, gate: Tensor | None) -> Tensor:
         """f's output as it is added: dropout, then the block's scale and the sublayer's gate [B, T, 1]."""
-        if acts(self.dropout):
-            output = self.dropout(output)
+        output = dropped(self.dropout, output)
         if self.scale != 1.0:
             output = output * self.scale
         return output if gate is None else output * gate
