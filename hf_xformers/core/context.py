@@ -74,8 +74,8 @@ class LayerContext:
     streams: dict[str, Tensor] = field(default_factory=dict)
 
     def __copy__(self) -> LayerContext:
-        # Every layer of a decoding step has a view of its own: the general way, which asks the class how it wants to be
-        # copied, takes as long as some layers' arithmetic.
+        # Every layer of a decoding step may have a view of its own. The general way, which asks the class how it wants
+        # to be copied, takes as long as some layers' arithmetic.
         seen = object.__new__(type(self))
         seen.__dict__.update(self.__dict__)
         return seen
