@@ -121,25 +121,26 @@ def joining(task: str, args: argparse.Namespace) -> list[Any]:
 
 def measure(task: str, method: str, seed: int, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The summary of a run of a method, of its task alone; that of an earlier run with the same options, if any."""
-    output = folder / f"{task}-{method.replace(' ', '-')}-{seed}"
+    both = method == "several tasks"  # of which one run serves both
+    output = folder / "-".join([*([] if both else [task]), *method.split(), str(seed)])
     options = {**vars(args), **dict.fromkeys(("tasks", "methods", "seeds", "work", "pretrain_steps"))}
     known = {"options": {name: str(value) for name, value in options.items() if value is not None}}
     record = output / "transfer.json"
-    if record.is_file() and (found := json.loads(record.read_text()))["options"] == known["options"]:
-        return found
-    before = time.process_time()
-    summary = trained(task, method, seed, output, args)
-    found = {**known, **{name: summary[name] for name in (f"test_{METRICS[task]}", "trained_parameters", "steps")}}
-    found["processor seconds"] = time.process_time() - before
-    record.write_text(json.dumps(found, indent=1))
-    return found
+    found = json.loads(record.read_text()) if record.is_file() else {}
+    if found.get("options") != known["options"]:
+        before = time.process_time()
+        train(task, method, seed, output, args)
+        found = {**known, **json.loads((output / "training_summary.json").read_text())}
+        found["processor seconds"] = time.process_time() - before
+        record.write_text(json.dumps(found, indent=1))
+    return {**found, **found["tasks"][task]} if both else found
 
 
-def trained(task: str, method: str, seed: int, output: Path, args: argparse.Namespace) -> dict[str, Any]:
+def train(task: str, method: str, seed: int, output: Path, args: argparse.Namespace) -> None:
     model = untrained(output.parent, seed, args) if method == "no pretraining" else args.model
     shared: list[Any] = ["--model", model, "--max_steps", args.steps, "--seed", seed, "--max_length", 96]
     shared += ["--eval_strategy", "steps", "--save_strategy", "steps", "--save_total_limit", 2]
-    shared += ["--eval_steps", args.steps // 6, "--save_steps", args.steps // 6, "--disable_tqdm", "true"]
+    shared += ["--eval_steps", args.steps // 4, "--save_steps", args.steps // 4, "--disable_tqdm", "true"]
     shared += ["--learning_rate", rate_of(method, args), "--per_device_train_batch_size", BATCH]
     shared += ["--overwrite_output_dir", *args.extra]
     own = ["--task", KINDS[task], *data_of(args.data, task)]
@@ -147,11 +148,10 @@ def trained(task: str, method: str, seed: int, output: Path, args: argparse.Name
     other = OTHER[task]
     if method == "several tasks":  # which have no class weights
         named = []
-        for name in (task, other):
+        for name in KINDS:
             named += ["--task", f"{name}={KINDS[name]}", *data_of(args.data, name, f"{name}=")]
         run("finetune", *shared, *named, "--output_dir", output)
-        whole = json.loads((output / "training_summary.json").read_text())
-        return {**whole, **whole["tasks"][task]}
+        return
     if method == "intermediate":
         rows = args.data / other / f"train.{SUFFIX[other]}"
         own += ["--intermediate_task", KINDS[other], "--intermediate_data", rows]
@@ -162,7 +162,6 @@ def trained(task: str, method: str, seed: int, output: Path, args: argparse.Name
         adapters = [trained_adapter(name, output.parent, args) for name in KINDS]
         own += ["--peft.adapters", ",".join(map(str, adapters))]
     run("finetune", *shared, *own, *METHODS[method], "--output_dir", output)
-    return json.loads((output / "training_summary.json").read_text())
 
 
 def untrained(folder: Path, seed: int, args: argparse.Namespace) -> Path:
@@ -246,10 +245,10 @@ def main(argv: list[str] | None = None) -> None:
     pretrain(args)
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.work or Path(scratch)
-        for task in args.tasks.split(","):
-            for method in args.methods.split(","):
-                if method not in METHODS:
-                    raise SystemExit(f"there is no method {method!r}; choose from {', '.join(METHODS)}")
+        for method in args.methods.split(","):
+            if method not in METHODS:
+                raise SystemExit(f"there is no method {method!r}; choose from {', '.join(METHODS)}")
+            for task in args.tasks.split(","):
                 found = [measure(task, method, seed, folder, args) for seed in range(args.seeds)]
                 row = row_of(task, method, found, args)
                 write(row)
