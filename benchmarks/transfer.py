@@ -140,7 +140,7 @@ def train(task: str, method: str, seed: int, output: Path, args: argparse.Namesp
     model = untrained(output.parent, seed, args) if method == "no pretraining" else args.model
     shared: list[Any] = ["--model", model, "--max_steps", args.steps, "--seed", seed, "--max_length", 96]
     shared += ["--eval_strategy", "steps", "--save_strategy", "steps", "--save_total_limit", 2]
-    shared += ["--eval_steps", args.steps // 4, "--save_steps", args.steps // 4, "--disable_tqdm", "true"]
+    shared += ["--eval_steps", args.steps // 3, "--save_steps", args.steps // 3, "--disable_tqdm", "true"]
     shared += ["--learning_rate", rate_of(method, args), "--per_device_train_batch_size", BATCH]
     shared += ["--overwrite_output_dir", *args.extra]
     own = ["--task", KINDS[task], *data_of(args.data, task)]
