@@ -82,10 +82,10 @@ LATE = {
 }
 # Steps of those that show nothing at LATE_RATE either; they learn at RATE.
 LONG = {
-    "info_word": 2000,
-    "insertion": 2000,
+    "info_word": 1200,
+    "insertion": 1600,
     "replaced_token_detection": 3000,
-    "segment_reordering": 3000,
+    "segment_reordering": 2400,
     "unilm": 2000,
 }
 RATE, LATE_RATE = 3e-3, 6e-3
@@ -145,9 +145,12 @@ def written(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def pretrained(name: str, steps: int, folder: str, **further: Any) -> tuple[str, dict[str, Any]]:
-    """The set-up that trained, the first of `SET_UPS` that the variant takes or that of `CONVOLVED`, and the summary
-    of the run. further: options of the command in place of these here."""
+def pretrained(
+    name: str, steps: int, folder: str, set_ups: dict[str, dict[str, str]] | None = None, **further: Any
+) -> tuple[str, dict[str, Any]]:
+    """The set-up that trained, the first of `set_ups` that the variant takes (default: `SET_UPS`, and `CONVOLUTIONS`
+    for those in `CONVOLVED`), and the summary of the run. further: options of the command in place of these here."""
+    set_ups = set_ups or (CONVOLUTIONS if name in CONVOLVED else SET_UPS)
     spec = build_objective({"type": name, **SETTINGS.get(name, {})})
     variant = variant_for(spec.type)
     data = str(DATA / "multi30k") if spec.rows == "parallel" else "stdlib"
@@ -173,7 +176,7 @@ def pretrained(name: str, steps: int, folder: str, **further: Any) -> tuple[str,
     options |= ROWS.get(name, {})
     options |= {f"objective.{key}": written(value) for key, value in SETTINGS.get(name, {}).items()}
     options |= further
-    for set_up, extra in (CONVOLUTIONS if name in CONVOLVED else SET_UPS).items():
+    for set_up, extra in set_ups.items():
         flags = [part for key, value in {**options, **extra}.items() for part in (f"--{key}", str(value))]
         with contextlib.redirect_stdout(io.StringIO()):
             code = command(["pretrain", *flags])
