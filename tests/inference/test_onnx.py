@@ -13,16 +13,8 @@ pytest.importorskip("onnxscript")
 
 ENCODERS = {case.name: case for case in CASES if case.shape == "encoder"}
 QUICK = ("xf_bert",)
-OTHERS = (
-    "xf_longformer",
-    "xf_performer",
-    "xf_switch_transformer",
-    "xf_luna",
-    "xf_reformer",
-    "xf_cpe",
-    "xf_universal_transformer",
-    "xf_deberta",
-)
+# One for each engine; that torch can export the other families, transformers' common tests show.
+OTHERS = ("xf_longformer", "xf_performer", "xf_switch_transformer", "xf_reformer", "xf_deberta")
 
 
 def run(path, ids, mask):
