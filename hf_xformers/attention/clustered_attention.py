@@ -12,6 +12,7 @@ from ..core.initialization import seeded_normal
 from ..ops.bucketed.attention import clustered_attention
 from ..ops.bucketed.kmeans import nearest_tokens
 from ..ops.bucketed.query_clusters import QueryClusters, cluster_blocks, cluster_means, hashed_clusters
+from ..ops.common.head_groups import over_head_groups
 from ..ops.common.products import wide_products
 from ..ops.common.row_lookup import take_rows
 from ..ops.landmarks import masked_softmax
@@ -88,29 +89,37 @@ class ImprovedClusteredAttention(ClusteredAttention):
     weights are never farther from softmax attention than those of clustered attention.
 
     Queries are laid out in blocks of one cluster, each of which meets the keys of its cluster alone. Time O(T k d)
-    beside clustered attention, and C T numbers per head more are kept for the gradient.
+    beside clustered attention, whose scores of a few heads at a time are made again in the backward pass.
     """
 
     spec: ImprovedClusteredSpec
 
-    def top(self, means: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Scores of the means [B, H, C, S], the keys I_c [B, H, C, k] and which of these are used."""
-        scores = wide_products(means.to(key.dtype), key) * self.scaling
-        with torch.no_grad():
-            places, used = nearest_tokens(scores.detach().mT, self.spec.topk, mask)
-        return scores, places, used
+    @torch.no_grad()
+    def top(self, means: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The keys I_c [B, H, C, k] and which of these are used."""
+        return nearest_tokens(self.scores(means, key).mT, self.spec.topk, mask)
+
+    def scores(self, means: Tensor, key: Tensor) -> Tensor:
+        """[B, H, C, S]"""
+        return wide_products(means.to(key.dtype), key) * self.scaling
 
     def by_cluster(
         self, query: Tensor, key: Tensor, value: Tensor, means: Tensor, found: QueryClusters, mask: Tensor | None
     ) -> Tensor:
-        scores, places, used = self.top(means, key, mask)
-        if mask is not None:
-            scores = scores.masked_fill(~mask[:, None, None], torch.finfo(scores.dtype).min)
-        shared = torch.softmax(scores, dim=-1)
-        best = shared.gather(-1, places)
-        best = best if used is None else best.masked_fill(~used, 0.0)
-        rest = shared.scatter(-1, places, 0.0).to(value.dtype)
-        rest = F.dropout(rest, self._dropout()) @ value
+        places, used = self.top(means, key, mask)
+
+        def by_mean(means: Tensor, key: Tensor, value: Tensor, places: Tensor, used: Tensor | None) -> Tensor:
+            """What the means read of all other keys, and m behind it, [B, h, C, d + 1]."""
+            scores = self.scores(means, key)
+            if mask is not None:
+                scores = scores.masked_fill(~mask[:, None, None], torch.finfo(scores.dtype).min)
+            shared = torch.softmax(scores, dim=-1)
+            best = shared.gather(-1, places)
+            best = best if used is None else best.masked_fill(~used, 0.0)
+            rest = F.dropout(shared.scatter(-1, places, 0.0).to(value.dtype), self._dropout())
+            return torch.cat([rest @ value, best.sum(-1, keepdim=True).to(value.dtype)], -1)
+
+        read = over_head_groups(by_mean, means, key, value, places, used, random=self._dropout() > 0)
         length, clusters = query.shape[2], found.number
         tokens, taken, cluster = cluster_blocks(found, _block_width(length, clusters), mask)
         keys = places.gather(2, cluster[..., None].expand(*cluster.shape, places.shape[-1]))
@@ -122,12 +131,12 @@ class ImprovedClusteredAttention(ClusteredAttention):
             scale=self.scaling,
             dropout=self._dropout(),
         )
-        total = best.sum(-1, keepdim=True).to(value.dtype)
-        output = take_rows(rest, found.labels) + take_rows(total, found.labels) * near
+        rest, total = take_rows(read, found.labels).split([value.shape[-1], 1], dim=-1)
+        output = rest + total * near
         return output if mask is None else output.masked_fill(~mask[:, None, :, None], 0.0)
 
     def matrix(self, query: Tensor, key: Tensor, means: Tensor, found: QueryClusters, real: Tensor) -> Tensor:
-        _, places, used = self.top(means, key, real)
+        places, used = self.top(means, key, real)
         shared = super().matrix(query, key, means, found, real)
         chosen = torch.zeros(*places.shape[:3], key.shape[2], dtype=torch.bool, device=key.device)
         chosen = chosen.scatter(-1, places, True if used is None else used)

@@ -17,9 +17,13 @@ def take_rows(x: Tensor, at: Tensor) -> Tensor:
 
 def sum_rows(rows: Tensor, at: Tensor, length: int) -> Tensor:
     """rows [B, H, n, d], at [B, H, n] -> [B, H, length, d]: the sums of the rows of each index."""
-    total = rows.new_zeros(rows.shape[0] * rows.shape[1] * length, rows.shape[-1])
-    total = total.index_add(0, _joined(at, length), rows.reshape(-1, rows.shape[-1]))
-    return total.view(*rows.shape[:2], length, rows.shape[-1])
+    batch, heads, _, width = rows.shape
+    total = rows.new_zeros(batch * heads * length, width)
+    if rows.transpose(1, 2).is_contiguous():  # summed as they stand: the gradient keeps what is added
+        total = total.index_add(0, places_in_rows(at, length).flatten(), rows_of_tokens(rows))
+        return total.view(batch, length, heads, width).transpose(1, 2)
+    total = total.index_add(0, _joined(at, length), rows.reshape(-1, width))
+    return total.view(batch, heads, length, width)
 
 
 def rows_of_tokens(x: Tensor) -> Tensor:

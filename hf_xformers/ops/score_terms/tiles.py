@@ -9,6 +9,7 @@ some heads at a time are computed again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,14 +117,31 @@ def attend_in_tiles(
     if tiles.own_score is not None:
         own = query_at[..., :, None] + tiles.offset == key_at[..., None, :]
         scores = scores.masked_fill(own, tiles.own_score)
-    scores = scores.masked_fill(~tiles.allowed, _lowest(scores))
-    norm = scores.logsumexp(-1)
-    weights = (scores - norm[..., None]).exp().masked_fill(~tiles.allowed, 0.0)
+    weights, norm = _SoftmaxAndNorm.apply(scores.masked_fill_(~tiles.allowed, _lowest(scores)))
     weights = (F.dropout(weights, dropout) if dropout else weights).to(value.dtype)
     output = torch.matmul(weights, take(value, key_at))
     if terms.has_values:
         output = output + terms.pair_values(weights, pairs, tables)
     return output.to(norm.dtype), norm
+
+
+class _SoftmaxAndNorm(torch.autograd.Function):
+    """Softmax of scores [..., s] and the logarithms of their sums of exponentials [...]; zeros, and no gradient, where
+    all scores are the lowest there are. Only the weights are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor) -> tuple[Tensor, Tensor]:
+        weights, highest = torch.softmax(scores, -1), scores.amax(-1, keepdim=True)
+        norm = highest - weights.amax(-1, keepdim=True).log()  # the largest weight is exp(highest - norm)
+        weights = weights.masked_fill_(highest <= _lowest(scores), 0.0)
+        ctx.save_for_backward(weights)
+        return weights, norm.squeeze(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_norm: Tensor) -> Tensor:
+        (weights,) = ctx.saved_tensors
+        change = torch.ops.aten._softmax_backward_data(grad, weights, -1, weights.dtype)
+        return torch.addcmul(change, weights, grad_norm[..., None])
 
 
 def take(x: Tensor, at: Tensor) -> Tensor:
