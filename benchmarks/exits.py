@@ -114,23 +114,30 @@ def measured(model: Any, batches: list[dict[str, Any]], tagged: bool) -> dict[st
     return {"accuracy": 100 * right / rows, "mean layers": layers / count, "seconds": best}
 
 
-def batches_of(rows: list[tuple[str, str]], tokenizer: Any, labels: dict[str, int], size: int) -> list[dict[str, Any]]:
-    """Sentences in batches; `words` [B, T]: the first piece of each word."""
+def batches_of(
+    rows: list[tuple[str, str]], tokenizer: Any, labels: dict[str, int], size: int, tagged: bool
+) -> list[dict[str, Any]]:
+    """Sentences in batches; `words` [B, T], where words have tags: the first piece of each."""
     found = []
     rows = sorted(rows, key=lambda row: len(row[0]))
     for begin in range(0, len(rows), size):
         part = rows[begin : begin + size]
-        texts = [text.split() for text, _ in part]
+        texts: list[Any] = [text for text, _ in part]
+        if tagged:  # words as the command reads them: pieces of a byte-level vocabulary hold the space before them
+            texts = [[f" {word}" for word in text.split()] for text in texts]
         encoded = tokenizer(
-            texts, is_split_into_words=True, padding=True, truncation=True, max_length=64, return_tensors="pt"
+            texts, is_split_into_words=tagged, padding=True, truncation=True, max_length=64, return_tensors="pt"
         )
-        words = torch.zeros_like(encoded["input_ids"])
-        for row in range(len(part)):
-            ids = encoded.word_ids(row)
-            for place, word in enumerate(ids):
-                words[row, place] = int(word is not None and (place == 0 or ids[place - 1] != word))
+        batch = {"labels": torch.tensor([labels[label] for _, label in part])}
         inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
-        found.append({"inputs": inputs, "words": words, "labels": torch.tensor([labels[label] for _, label in part])})
+        if tagged:
+            batch["words"] = torch.zeros_like(encoded["input_ids"])
+            for row in range(len(part)):
+                ids = encoded.word_ids(row)
+                for place, word in enumerate(ids):
+                    batch["words"][row, place] = int(word is not None and (place == 0 or ids[place - 1] != word))
+            inputs["tag_mask"] = batch["words"]
+        found.append({"inputs": inputs, **batch})
     return found
 
 
@@ -159,7 +166,7 @@ def main(argv: list[str] | None = None) -> None:
             heads = AutoModelForTokenClassification if tagged else AutoModelForSequenceClassification
             model = heads.from_pretrained(path).eval()
         names = {str(name).removeprefix("S"): number for name, number in model.config.label2id.items()}
-        batches = batches_of(test, tokenizer, names, 32)
+        batches = batches_of(test, tokenizer, names, 32, tagged)
         spec = model.config.stack
         settings = {"exit_threshold": THRESHOLDS} if tagged else spec.settings(model.config)
         rows: list[dict[str, Any]] = []

@@ -1,15 +1,16 @@
 """What is pretraining worth where labels are few?
 
 HF_XFORMERS_DATA=... HF_HUB_OFFLINE=1 python benchmarks/few_labels.py [--objectives clm,mlm] [--steps 2000]
-    [--labels 100,500,2000] [--draws 5] [--print]
+    [--labels 100,500,2000] [--draws 5] [--seeds 1] [--print]
 
 `benchmarks/objectives.py` pretrains on other text than the task's and then has thousands of labels, where a small
 model gains nothing. Here the text is the task's own: an objective trains a model (width 64, two layers) from nothing
 on the sentences of SST-2's training part without their labels; a few of these sentences, drawn at random, then have
 labels. Each draw gives a linear probe of frozen states and a fine-tuning of all weights, both measured on the
 validation part, which nothing else reads, and both beside the same from random weights, which are drawn anew each
-time: same tokenizer, sentences, order and steps. SST-2 is read from $HF_XFORMERS_DATA. Rows of other objectives, steps
-or numbers of labels stay. An objective takes a few minutes of one core.
+time: same tokenizer, sentences, order and steps. With several seeds an objective trains as many models, each of which
+serves all draws. SST-2 is read from $HF_XFORMERS_DATA. Rows of other objectives, steps or numbers of labels stay. A
+model takes a few minutes of one core.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from typing import Any
 
 import torch
 from measure import write_results
-from objectives import CLEAR, LATE_RATE, encoded, pretrained, probe, sentences, tuned
+from objectives import CLEAR, CONVOLUTIONS, LATE_RATE, RATE, encoded, pretrained, probe, sentences, tuned
 from torch import nn
 
+from hf_xformers.objectives import OBJECTIVES
 from hf_xformers.variants import family
 
 RESULTS = Path(__file__).parent / "results" / "few_labels.json"
@@ -40,6 +42,7 @@ COLUMNS = [
     "loss",
     "trivial floor",
     "labels",
+    "seeds",
     "draws",
     "probe",
     "probe, random weights",
@@ -51,7 +54,7 @@ COLUMNS = [
     "majority",
     "processor seconds",
 ]
-KEY = ("objective", "steps", "labels", "draws")
+KEY = ("objective", "steps", "labels", "seeds", "draws")
 
 
 @dataclass(frozen=True)
@@ -87,57 +90,80 @@ class Task:
         )
 
 
-def measured(objective: str, steps: int, counts: list[int], draws: int, tuning_steps: int, shared: Path) -> list[dict]:
-    """A row for each number of labels. shared: folder of the tokenizer, which the first objective makes."""
+@dataclass
+class Trained:
+    """What came of one seed's pretraining, and by number of labels what each draw then gave, of it and of random
+    weights."""
+
+    set_up: str
+    summary: dict[str, Any]
+    majority: float
+    pairs: dict[int, list[tuple[Accuracies, Accuracies]]]
+
+
+def trained(
+    objective: str, steps: int, counts: list[int], draws: int, tuning_steps: int, shared: Path, seed: int
+) -> Trained:
+    """shared: folder of the tokenizer, which the first run makes."""
     from transformers import AutoTokenizer
 
-    started = time.process_time()
+    # What reads both sides learns in so few steps with convolutions, and at the lower rate.
+    encoder = OBJECTIVES[objective].shape == "encoder"
     with tempfile.TemporaryDirectory() as folder:
-        text = Path(folder) / "sentences.txt"
+        text, run = Path(folder) / "sentences.txt", Path(folder) / "run"
         text.write_text("\n".join(sentences("train", 10_000)[0]), encoding="utf-8")
-        options = {"data": str(text), "vocab_size": VOCABULARY, "sample_by": "line", "learning_rate": LATE_RATE}
+        options = {"data": str(text), "vocab_size": VOCABULARY, "sample_by": "line", "seed": seed}
+        options["learning_rate"] = RATE if encoder else LATE_RATE
         if shared.exists():
             options["tokenizer"] = str(shared)
-        set_up, summary = pretrained(objective, steps, str(Path(folder) / "run"), **options)
-        tokenizer = AutoTokenizer.from_pretrained(Path(folder) / "run")
+        set_up, summary = pretrained(objective, steps, str(run), CONVOLUTIONS if encoder else None, **options)
+        tokenizer = AutoTokenizer.from_pretrained(run)
         tokenizer.save_pretrained(shared)
         kind: Any = family(summary["variant"])["Model"]
-        task, rows = Task(tokenizer, tuning_steps), []
+        task = Task(tokenizer, tuning_steps)
+        pairs: dict[int, list[tuple[Accuracies, Accuracies]]] = {labels: [] for labels in counts}
         for labels in counts:
-            learned, random = [], []
             for draw in range(draws):
-                model = kind.from_pretrained(Path(folder) / "run")
-                learned.append(task.worth(model, labels, draw))
-                torch.manual_seed(draw)
-                random.append(task.worth(kind(model.config), labels, draw))
-            found: dict[str, Any] = {}
-            for name, column in (("probe", "probe"), ("tuned", "fine-tuned")):
-                pairs = [
-                    (getattr(one, name), getattr(other, name)) for one, other in zip(learned, random, strict=True)
-                ]
-                found[column] = 100 * statistics.mean(one for one, _ in pairs)
-                found[f"{column}, random weights"] = 100 * statistics.mean(other for _, other in pairs)
-                found[f"{column} better in"] = sum(one > other for one, other in pairs)
-            rows.append(
-                {
-                    "objective": objective,
-                    "variant": summary["variant"],
-                    "set-up": set_up,
-                    "steps": summary["steps"],
-                    "loss": summary["eval_loss"],
-                    "trivial floor": summary["eval_floor_loss"],
-                    "labels": labels,
-                    "draws": draws,
-                    **found,
-                    "spread of draws": 100 * statistics.stdev(one.tuned for one in random) if draws > 1 else None,
-                    "majority": 100 * task.majority,
-                    "processor seconds": round(time.process_time() - started),
-                }
-            )
-            print(json.dumps(rows[-1]), flush=True)
-    return [
-        {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()} for row in rows
-    ]
+                model = kind.from_pretrained(run)
+                learned = task.worth(model, labels, draw)
+                torch.manual_seed(draws * seed + draw)
+                pairs[labels].append((learned, task.worth(kind(model.config), labels, draw)))
+    return Trained(set_up, summary, task.majority, pairs)
+
+
+def measured(
+    objective: str, steps: int, counts: list[int], seeds: int, draws: int, tuning_steps: int, shared: Path
+) -> list[dict]:
+    """A row for each number of labels."""
+    started = time.process_time()
+    runs = [trained(objective, steps, counts, draws, tuning_steps, shared, seed) for seed in range(seeds)]
+    rows = []
+    for labels in counts:
+        pairs = [pair for run in runs for pair in run.pairs[labels]]
+        found: dict[str, Any] = {}
+        for name, column in (("probe", "probe"), ("tuned", "fine-tuned")):
+            values = [(getattr(one, name), getattr(other, name)) for one, other in pairs]
+            found[column] = 100 * statistics.mean(one for one, _ in values)
+            found[f"{column}, random weights"] = 100 * statistics.mean(other for _, other in values)
+            found[f"{column} better in"] = sum(one > other for one, other in values)
+        row = {
+            "objective": objective,
+            "variant": runs[0].summary["variant"],
+            "set-up": runs[0].set_up,
+            "steps": runs[0].summary["steps"],
+            "loss": statistics.mean(run.summary["eval_loss"] for run in runs),
+            "trivial floor": statistics.mean(run.summary["eval_floor_loss"] for run in runs),
+            "labels": labels,
+            "seeds": seeds,
+            "draws": draws,
+            **found,
+            "spread of draws": 100 * statistics.stdev(other.tuned for _, other in pairs) if len(pairs) > 1 else None,
+            "majority": 100 * runs[0].majority,
+            "processor seconds": round(time.process_time() - started),
+        }
+        rows.append({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
 
 
 def write(rows: list[dict[str, Any]], tuning_steps: int) -> None:
@@ -145,10 +171,10 @@ def write(rows: list[dict[str, Any]], tuning_steps: int) -> None:
         "Width 64, two layers. An objective trains from nothing on the sentences of SST-2's training part without"
         " labels; then some of these sentences, drawn at random, have labels, from which a probe of frozen states and"
         f" all weights ({tuning_steps} steps of 32 sentences) learn. Accuracies in percent on the validation part, 871"
-        " sentences, means over the draws, beside those of random weights. These are drawn anew each time, where one"
-        " pretrained model serves all draws. `better in`: in how many draws the pretrained model was the better one;"
-        " `spread of draws`: standard deviation of the fine-tuned random weights. Losses in nats per target, held out."
-        " A run that learned no more than token frequencies has no row."
+        " sentences, means over seeds and draws, beside those of random weights. These are drawn anew each time, where"
+        " the model of a pretraining seed serves all draws. `better in`: in how many of seeds times draws the"
+        " pretrained model was the better one; `spread of draws`: standard deviation of the fine-tuned random weights."
+        " Losses in nats per target, held out. A run that learned no more than token frequencies has no row."
     )
     write_results("few_labels", rows, COLUMNS, "What pretraining is worth where labels are few", note)
 
@@ -159,6 +185,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000, help="of pretraining, 16 rows of 64 tokens each")
     parser.add_argument("--labels", default="100,500,2000", help="numbers of labelled sentences")
     parser.add_argument("--draws", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=1, help="of pretraining, each with all draws")
     parser.add_argument("--tuning_steps", type=int, default=100)
     parser.add_argument("--print", action="store_true", help="print rows and write nothing")
     arguments = parser.parse_args()
@@ -167,7 +194,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for objective in arguments.objectives.split(","):
             rows = measured(
-                objective, arguments.steps, counts, arguments.draws, arguments.tuning_steps, Path(folder) / "tokenizer"
+                objective,
+                arguments.steps,
+                counts,
+                arguments.seeds,
+                arguments.draws,
+                arguments.tuning_steps,
+                Path(folder) / "tokenizer",
             )
             rows = [row for row in rows if row["loss"] < CLEAR * row["trivial floor"]]
             if arguments.print or not rows:

@@ -72,6 +72,8 @@ class XFormerTower(XFormerPreTrainedModel):
         self.max_length = config.position.max_length(config)
         self.restarts_after = config.stack.restarts_after(config)
         self.extra_inputs = self.names_of_inputs(config)
+        self.embedding_inputs = tuple(config.embedding.inputs)
+        self.context_texts = config.stack.context_texts(config)
         self.text_streams = layers[-1].attention.text_streams if config.add_pooler else ()
         self.takes_pairs = all(layer.attention.explicit_mask for layer in layers)
         self.keeps_documents_apart = all(
@@ -155,10 +157,11 @@ class XFormerTower(XFormerPreTrainedModel):
                     " leave `past_key_values` out, or give an `attention_mask` to say that rows are not packed."
                 )
             past_key_values, use_cache = None, False  # nothing could go on from a row of several texts
-        given = {**kwargs, "input_ids": input_ids, "token_type_ids": token_type_ids}
-        context.inputs = {name: given[name] for name in self.extra_inputs if given.get(name) is not None}
+        if self.extra_inputs:
+            given = {**kwargs, "input_ids": input_ids, "token_type_ids": token_type_ids}
+            context.inputs = {name: given[name] for name in self.extra_inputs if given.get(name) is not None}
         hidden_states = self._embedded(inputs_embeds, token_type_ids, context)
-        if self.config.unpad_inputs and past_key_values is None and context.parts is None:
+        if past_key_values is None and context.parts is None and self.config.unpad_inputs:
             self._leave_padding_out(context)
         self._share_position(context, hidden_states)
         self._embed_context_texts(context)
@@ -199,13 +202,14 @@ class XFormerTower(XFormerPreTrainedModel):
         """[B, T, D]: what the layers start from."""
         if token_type_ids is not None and not self.config.type_vocab_size:
             token_type_ids = None if "token_type_ids" in self.extra_inputs else self.leave_out(token_type_ids)
-        given = {name: context.inputs[name] for name in self.config.embedding.inputs if name in context.inputs}
-        hidden_states = self.embedding(inputs_embeds, token_type_ids, context.positions, self.position, **given)
-        return hidden_states.to(self.dtype) if isinstance(self.embedding, Float32Module) else hidden_states
+        given = {name: context.inputs[name] for name in self.embedding_inputs if name in context.inputs}
+        embedding = self.embedding
+        hidden_states = embedding(inputs_embeds, token_type_ids, context.positions, self.position, **given)
+        return hidden_states.to(self.dtype) if isinstance(embedding, Float32Module) else hidden_states
 
     def _embed_context_texts(self, context: LayerContext) -> None:
         """Further texts that the stack reads, where they are given and no cache has what was made of them."""
-        names = self.config.stack.context_texts(self.config)
+        names = self.context_texts
         ids = None if names is None or not context.fresh else context.inputs.get(names[0])
         if names is None or ids is None or context.inputs_embeds is None:
             return

@@ -122,7 +122,8 @@ class XFormerModel(XFormerPreTrainedModel):
             TypeError: a keyword argument that no component of this model reads.
             ValueError: inputs of a decoder that this model does not have, or inputs that do not fit each other.
         """
-        refuse_unread(self.config.model_type, kwargs, self.further_inputs(), _NAMED_INPUTS)
+        if kwargs:
+            refuse_unread(self.config.model_type, kwargs, self.further_inputs(), _NAMED_INPUTS)
         text = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,

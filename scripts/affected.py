@@ -186,12 +186,18 @@ def make_plan(changed: list[str]) -> Plan:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("revision", nargs="?", help="what to compare with")
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [-h] [--list] [REVISION] [WORD ...]",
+        description=__doc__.split("\n\n")[0],
+        epilog="Further words, from the first that begins with a hyphen on, go to pytest.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--list", action="store_true", help="only say what would run")
     options, words = parser.parse_known_args(argv)
+    # A positional argument would take the 2 of `-n 2`, which argparse does not know to belong together.
+    revision = words.pop(0) if words and not words[0].startswith("-") else None
     try:
-        changed = changed_files(options.revision or starting_point())
+        changed = changed_files(revision or starting_point())
     except ValueError as error:
         parser.error(str(error))
     print(f"{len(changed)} files differ")

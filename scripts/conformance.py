@@ -56,7 +56,7 @@ SAMPLE = (
 # Encoder-decoders put the same layers into two towers: one of each kind of cross-attention and stack is enough, beside
 # T5.
 TWO_TOWERS = ("xf_performer", "xf_reformer")
-EVERY_HEAD = ("xf_t5", "xf_delta_net", "xf_universal_transformer", "xf_pabee", "xf_vision_transformer")
+EVERY_HEAD = ("xf_t5", "xf_compressive_transformer", "xf_universal_transformer", "xf_pabee", "xf_vision_transformer")
 
 
 def _names(text: str) -> list[str]:

@@ -87,8 +87,10 @@ echo "setup: installing hf_xformers (extras: ${wanted:-none})"
 # setuptools_scm: what some packages are built with, which without it have no version
 "${pip[@]}" -c "$constraints" setuptools setuptools_scm
 "${pip[@]}" -c "$constraints" --no-build-isolation --editable ".${wanted:+[${wanted// /,}]}"
-# pip would do this on one core. Some packages have files for other versions of Python, which are no error.
-"$venv/bin/python" -m compileall -qq -j 0 "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
+# pip would compile every module of every package, nine tenths of which are never imported. What commands load is
+# compiled now, also for those whose environment forbids it later; the rest when it is first used.
+PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 "$venv/bin/python" -c 'import evaluate, peft, hf_xformers.cli.pretrain, \
+hf_xformers.training.trainer'
 
 printf '%s\n%s\n' "$fingerprint" "$wanted" >"$stamp"
 echo "setup: done; activate with: source $venv/bin/activate"

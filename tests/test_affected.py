@@ -113,3 +113,21 @@ def test_changed_files(affected, tmp_path, monkeypatch):
     assert affected.changed_files(affected.starting_point()) == ["new", "two"]
     with pytest.raises(ValueError, match="no-such"):
         affected.changed_files("no-such")
+
+
+@pytest.mark.parametrize(
+    "words, revision, for_pytest",
+    [
+        (["-n", "2"], None, ["-n", "2"]),
+        (["HEAD~3", "-n", "2"], "HEAD~3", ["-n", "2"]),
+        ([], None, []),
+    ],
+)
+def test_words_for_pytest_are_no_revision(affected, monkeypatch, words, revision, for_pytest):
+    compared, called = [], []
+    monkeypatch.setattr(affected, "starting_point", lambda: None)
+    monkeypatch.setattr(affected, "changed_files", lambda name: compared.append(name) or [])
+    monkeypatch.setattr(affected, "make_plan", lambda changed: affected.Plan(["a.py"], [], (0, 0)))
+    monkeypatch.setattr(affected.subprocess, "call", lambda command, cwd: called.append(command) or 0)
+    assert affected.main(words) == 0
+    assert compared == [revision] and called[0][-len(for_pytest) - 1 :] == [*for_pytest, "a.py"]

@@ -14,6 +14,7 @@ from ..core.extent import can_inspect
 from ..core.hand_overs import HandOver
 from ..core.tasks import STREAM, TASKS, check_one_text, task_numbers
 from ..ops.common.products import wide_products, widened
+from ..ops.common.shifted_rows import SharedRows
 from ..position.base import key_positions
 from .shared.base import AttentionSpec
 from .shared.block_scores import BlockScoresAttention
@@ -92,17 +93,27 @@ class ConditionalBlockAttention(BlockScoresAttention):
             )
         return self.task_proj(self.task_table(task_numbers(context, self.spec.num_tasks)))
 
+    def tables(self) -> tuple[Tensor, ...]:
+        return (self.near[None, None],)
+
     def scores(
-        self, query: Tensor, key: Tensor, context: LayerContext, rows: slice, keys: slice, heads: slice
+        self,
+        query: Tensor,
+        key: Tensor,
+        tables: tuple[SharedRows, ...],
+        context: LayerContext,
+        rows: slice,
+        keys: slice,
+        heads: slice,
     ) -> Tensor:
         products = wide_products(query * self.scaling, self.repeated(key)[:, heads])
-        return products + self._bias(context, rows, keys).to(products.dtype)
+        return products + self._bias(tables[0], context, rows, keys).to(products.dtype)
 
-    def _bias(self, context: LayerContext, rows: slice, keys: slice) -> Tensor:
+    def _bias(self, table: SharedRows, context: LayerContext, rows: slice, keys: slice) -> Tensor:
         """M of some queries and the keys `keys`, [B or 1, 1, t, s]."""
         asking, answering = context.positions[:, rows], key_positions(context)[:, keys]
         column, block = answering % self.block, answering // self.block
-        (near,) = widened(self.near[asking.clamp(max=self.near.shape[0] - 1)])  # [B or 1, t, w]
+        (near,) = widened(table.take_at(asking.clamp(max=self.near.shape[0] - 1)))  # [B or 1, t, w]
         factor, shift = context.streams["ca_mtl_film"][:, None].chunk(2, dim=-1)
         bias = near * factor + shift  # [B or 1, t, w]
         column = column[:, None].expand(bias.shape[0] if column.shape[0] == 1 else -1, asking.shape[1], -1)

@@ -12,6 +12,7 @@ from ..core.components import register
 from ..core.context import LayerContext, self_attention_cache
 from ..core.initialization import start_projections
 from ..ops.common.products import wide_products
+from ..ops.common.shifted_rows import SharedRows
 from .shared.base import AttentionSpec, cross_cache, given_memory
 from .shared.block_scores import BlockScoresAttention
 
@@ -86,7 +87,14 @@ class CollaborativeAttention(BlockScoresAttention):
         return key, self.v_proj(tokens)
 
     def scores(
-        self, query: Tensor, key: Tensor, context: LayerContext, rows: slice, keys: slice, heads: slice
+        self,
+        query: Tensor,
+        key: Tensor,
+        tables: tuple[SharedRows, ...],
+        context: LayerContext,
+        rows: slice,
+        keys: slice,
+        heads: slice,
     ) -> Tensor:
         shared, content = key[:, 0, :, : self.shared_width], key[:, 0, :, self.shared_width :]
         # All heads at once against the keys that they share.

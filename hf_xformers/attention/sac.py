@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,11 @@ from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import start_linear
 from ..core.visibility import visible_block
 from ..ops.chosen_keys import chosen_keys_attention, edges_mask
-from ..ops.common.products import wide_products
+from ..ops.common.derivatives import LITERAL, first_derivative_only
+from ..ops.common.products import autocast_state, wide_products, widened
 from .shared.base import Attention, AttentionSpec, literal_softmax_attention
 from .shared.bucketed import BucketLayer
-from .shared.query_blocks import over_query_blocks, rows_at_once
+from .shared.query_blocks import rows_at_once
 
 
 class CandidateLayer(KeepsMore, BucketLayer):
@@ -67,48 +69,139 @@ class EdgePredictor(nn.Module):
         index = picks.clamp(min=0).flatten(1)[..., None].expand(-1, -1, candidates.shape[-1])
         return self.cell(candidates.gather(1, index).flatten(0, 1), state)
 
-    def scores(self, state: tuple[Tensor, Tensor], candidates: Tensor, offset: Tensor, shape: torch.Size) -> Tensor:
-        """[B, G, t, S] in float32 at least; offset [t, S]: j - i."""
-        query = self.score(state[0]).view(shape[0], -1, self.spec.predictor_hidden)
-        found = wide_products(query, candidates) * (self.spec.predictor_hidden**-0.5 / self.spec.edge_temperature)
+    def beside(self, offset: Tensor) -> Tensor:
+        """u / tau of the distances j - i [t, S]."""
         most = self.spec.edge_distances
-        beside = self.distance[offset.clamp(-most, most) + most].to(found.dtype) / self.spec.edge_temperature
-        return found.view(*shape, -1) + beside
+        return self.distance[offset.clamp(-most, most) + most] / self.spec.edge_temperature
 
-    def walk(self, source: Tensor, candidates: Tensor, offset: Tensor, seen: Tensor, picks: Tensor | None, steps: int):
-        """The steps of a block of sources: of given picks [B, G, t, n], log p summed over steps and graphs [B, t];
-        without them the picks themselves, sampled in training and the likeliest ones otherwise, -1 where none is left.
+    def scores(self, state: tuple[Tensor, Tensor], candidates: Tensor, beside: Tensor, shape: torch.Size) -> Tensor:
+        """[B, G, t, S] in float32 at least; beside [t, S]: what belongs to distances."""
+        (query,) = widened(self.score(state[0]).view(shape[0], -1, self.spec.predictor_hidden))
+        query = query * (self.spec.predictor_hidden**-0.5 / self.spec.edge_temperature)
+        found = wide_products(query, candidates)
+        return found.view(*shape, -1) + beside.to(found.dtype)
+
+    def walk(
+        self,
+        source: Tensor,
+        candidates: Tensor,
+        offset: Tensor,
+        seen: Tensor,
+        steps: int,
+        picks: Tensor | None = None,
+        weigh: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The steps of a block of sources: picks [B, G, t, n], -1 where none is left, and, with `weigh`, log p summed
+        over steps and graphs [B, t]. Picks that are not given are sampled in training, the likeliest ones otherwise.
 
         source [B, t, P], candidates [B, S, P], offset [t, S], seen [B or 1, 1, t, S] boolean: who may be chosen.
         """
-        state = self.begin(source)
+        state, beside = self.begin(source), self.beside(offset)
         shape = torch.Size((source.shape[0], self.graphs, source.shape[1]))
-        left = seen.expand(*shape, -1)
+        gone = (~seen).expand(*shape, -1)
         found, total = [], None
         for step in range(steps):
-            scores = self.scores(state, candidates, offset, shape)
-            scores = scores.masked_fill(~left, torch.finfo(scores.dtype).min)
-            if picks is None:
-                pick = self._pick(scores, left)
-                found.append(pick)
-            else:
-                pick = picks[..., step]
+            scores = self.scores(state, candidates, beside, shape)
+            scores = scores.masked_fill_(gone, torch.finfo(scores.dtype).min)
+            pick = self._pick(scores.detach(), gone) if picks is None else picks[..., step]
+            found.append(pick)
+            if weigh:
                 chosen = scores.gather(-1, pick.clamp(min=0)[..., None])[..., 0] - torch.logsumexp(scores, -1)
                 chosen = torch.where(pick >= 0, chosen, 0.0).sum(1)
                 total = chosen if total is None else total + chosen
             if step < steps - 1:
                 state = self.read(state, candidates, pick)
-                left = left.scatter(-1, pick.clamp(min=0)[..., None], False)
-        return torch.stack(found, -1) if picks is None else total
+                gone = gone.scatter(-1, pick.clamp(min=0)[..., None], True)
+        return torch.stack(found, -1), total
 
-    def _pick(self, scores: Tensor, left: Tensor) -> Tensor:
+    def _pick(self, scores: Tensor, gone: Tensor) -> Tensor:
+        """scores [B, G, t, S], the lowest number where `gone` -> [B, G, t]"""
         best = scores.argmax(-1)
         if self.training and self.spec.sample_edges:
-            summed = torch.softmax(scores, -1).masked_fill(~left, 0.0).cumsum(-1)
+            summed = torch.softmax(scores, -1).cumsum(-1)
             total = summed[..., -1:]
             drawn = torch.searchsorted(summed, torch.rand_like(total) * total, right=True)[..., 0]
             best = torch.where(drawn < scores.shape[-1], drawn, best)  # rounded up to the end
-        return torch.where(left.any(-1), best, -1)
+        return torch.where(gone.gather(-1, best[..., None])[..., 0], -1, best)  # only where all are gone
+
+
+class Walks:
+    """The walks of all sources of a call, a block of them at a time."""
+
+    def __init__(self, predictor: EdgePredictor, context: LayerContext, source: Tensor, candidates: Tensor):
+        self.predictor, self.context = predictor, context
+        self.length, self.total = source.shape[1], candidates.shape[1]
+        self.steps = min(predictor.spec.edges_per_node, self.total - 1)
+        self.window = predictor.spec.candidate_window
+        across = self.total if self.window is None else min(self.total, 4 * self.window)
+        # The scores of all steps are there at once for the gradient.
+        rows = rows_at_once(source.shape[0] * predictor.graphs * across * max(self.steps, 1))
+        self.rows = rows if self.window is None else max(min(rows, 2 * self.window), 1)
+        self.autocast = autocast_state(source.device.type)
+
+    def blocks(self) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+        """Which sources, their candidates, how far these are away [t, S], and who may be chosen [B or 1, 1, t, S]."""
+        context, first = self.context, self.total - self.length  # slots of sources are the last ones
+        for begin in range(0, self.length, self.rows):
+            end = min(begin + self.rows, self.length)
+            low, high = 0, first + end if context.causal else self.total
+            if self.window is not None:
+                low, high = max(first + begin - self.window, 0), min(high, first + end + self.window)
+            rows, keys = slice(begin, end), slice(low, high)
+            offset = context.key_index[None, keys] - context.query_index[rows, None]
+            seen = (offset != 0)[None, None]
+            if self.window is not None:
+                seen = seen & (offset.abs() <= self.window)
+            allowed = visible_block(context, False, rows, keys)
+            yield rows, keys, offset, seen if allowed is None else seen & allowed
+
+    def take(self, source: Tensor, candidates: Tensor, weigh: bool) -> tuple[Tensor, Tensor | None]:
+        """Picks among all tokens [B, G, T, n] and, with `weigh`, log p [B, T]."""
+        picks, totals = [], []
+        for rows, keys, offset, seen in self.blocks():
+            steps = min(self.steps, offset.shape[1])
+            found, total = self.predictor.walk(source[:, rows], candidates[:, keys], offset, seen, steps, weigh=weigh)
+            found = torch.where(found >= 0, found + keys.start, -1)
+            picks.append(nn.functional.pad(found, (0, self.steps - steps), value=-1))
+            if total is not None:
+                totals.append(total)
+        return torch.cat(picks, 2), torch.cat(totals, 1) if totals else None
+
+    def gradients(self, grad: Tensor, picks: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+        """grad [B, T] of log p of the picks -> those of `inputs`: source, candidates, parameters."""
+        source, candidates, *parameters = inputs
+        sums = [torch.zeros_like(x) for x in inputs]
+        for rows, keys, offset, seen in self.blocks():
+            near = picks[:, :, rows, : min(self.steps, offset.shape[1])]
+            near = torch.where(near >= 0, near - keys.start, -1)
+            own, others = (x.detach().requires_grad_() for x in (source[:, rows], candidates[:, keys]))
+            with torch.enable_grad(), torch.autocast(**self.autocast):
+                _, total = self.predictor.walk(own, others, offset, seen, near.shape[-1], near)
+            assert total is not None
+            targets = (sums[0][:, rows], sums[1][:, keys], *sums[2:])
+            wanted = [(x, to) for x, to in zip((own, others, *parameters), targets) if x.requires_grad]
+            pieces = torch.autograd.grad(total, [x for x, _ in wanted], grad[:, rows], allow_unused=True)
+            for (_, target), piece in zip(wanted, pieces):
+                if piece is not None:
+                    target += piece
+        return sums
+
+
+class _LogProbs(torch.autograd.Function):
+    """log p of walks that were taken without gradients: the backward pass takes them again, a block at a time. Nothing
+    is kept of them, where a checkpoint of each block would keep what is noted of all its operations."""
+
+    @staticmethod
+    def forward(ctx: Any, walks: Walks, picks: Tensor, log_probs: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.walks = walks
+        ctx.save_for_backward(picks, *inputs)
+        return log_probs.view_as(log_probs)
+
+    @staticmethod
+    @first_derivative_only("The policy gradient of sac", LITERAL)
+    def backward(ctx: Any, grad: Tensor):
+        picks, *inputs = ctx.saved_tensors
+        return None, None, None, *ctx.walks.gradients(grad, picks, tuple(inputs))
 
 
 class SacAttention(Attention):
@@ -190,39 +283,17 @@ class SacAttention(Attention):
         sampled, log p of them all, [B]."""
         source = predictor.embed(hidden_states.detach())
         candidates = self._candidates(source, cache, step)
-        length, total = source.shape[1], candidates.shape[1]
-        steps = min(self.spec.edges_per_node, total - 1)
-        if steps < 1:
-            return source.new_zeros(source.shape[0], predictor.graphs, length, 0, dtype=torch.long), None
-        window = self.spec.candidate_window
-        across = total if window is None else min(total, 4 * window)
-        rows = rows_at_once(source.shape[0] * predictor.graphs * across * steps)  # of all steps, for the gradient
-        rows = rows if window is None else max(min(rows, 2 * window), 1)
-
-        def block(begin: int, end: int, source: Tensor, picks: Tensor | None = None) -> Tensor:
-            first = total - length  # slots of queries are the last ones
-            low, high = 0, first + end if context.causal else total
-            if window is not None:
-                low, high = max(first + begin - window, 0), min(high, first + end + window)
-            at, keys = slice(begin, end), slice(low, high)
-            offset = context.key_index[None, keys] - context.query_index[at, None]
-            seen = (offset != 0)[None, None]
-            if window is not None:
-                seen = seen & (offset.abs() <= window)
-            allowed = visible_block(context, False, at, keys)
-            seen = seen if allowed is None else seen & allowed
-            near = None if picks is None else torch.where(picks >= 0, picks - low, -1)
-            found = predictor.walk(source, candidates[:, keys], offset, seen, near, min(steps, high - low))
-            if picks is not None:
-                return found
-            found = torch.where(found >= 0, found + low, -1).movedim(2, 1)  # [B, t, G, n]
-            return nn.functional.pad(found, (0, steps - found.shape[-1]), value=-1)
-
-        with torch.no_grad():
-            picks = over_query_blocks(block, length, rows, (source, 1)).movedim(1, 2)
-        if not (self.training and self.spec.sample_edges):
+        walks = Walks(predictor, context, source, candidates)
+        if walks.steps < 1:
+            return source.new_zeros(*source.shape[:1], predictor.graphs, walks.length, 0, dtype=torch.long), None
+        # Noted for the gradient as they are taken, or taken again for it: no compiled graph holds a derivative.
+        noted = torch.compiler.is_compiling() or self.wants_weights(context)
+        with torch.set_grad_enabled(noted and torch.is_grad_enabled()):
+            picks, log_probs = walks.take(source, candidates, weigh=self.training and self.spec.sample_edges)
+        if log_probs is None:
             return picks, None
-        log_probs = over_query_blocks(block, length, rows, (source, 1), (picks, 2))
+        if not noted:
+            log_probs = _LogProbs.apply(walks, picks, log_probs, source, candidates, *predictor.parameters())
         mask = context.query_padding_mask
         return picks, (log_probs if mask is None else log_probs.masked_fill(~mask, 0.0)).sum(1)
 

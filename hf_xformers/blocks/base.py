@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -84,6 +84,7 @@ class XFormerLayer(GradientCheckpointingLayer):
     def __init__(self, config, block: BlockSpec, *, layer_idx: int, cross: bool = False):
         super().__init__()
         self.plan = tuple(block.plan(config, layer_idx, cross))
+        self.plan_alone = tuple(entry for entry in self.plan if entry.kind != "cross_attention")
         self.lenders: dict[str, XFormerLayer] = {}  # a plain dict: what is borrowed is another layer's part
         self.layer_drop = config.layer_drop
         if self.layer_drop and type(self).forward is not XFormerLayer.forward:
@@ -164,7 +165,10 @@ class XFormerLayer(GradientCheckpointingLayer):
             written = frame.leave(hidden_states, result.output, result.gate, **inputs)
             hidden_states, partner = (written, None) if partner is None else (partner, written)
             add_losses(losses, result.aux_losses)
-            streams.update(result.streams or {})
+            if result.streams:
+                streams = {**streams, **result.streams}
+                context = context.with_streams(streams)
+                around = self.around(context)
         if partner is not None:
             streams[PARTNER] = partner
         return (hidden_states, tuple(streams), tuple(losses), *streams.values(), *losses.values())
@@ -181,9 +185,9 @@ class XFormerLayer(GradientCheckpointingLayer):
         """What a sublayer of a kind of attention is given of the memory."""
         return memory if entry.kind == "cross_attention" else None
 
-    def sublayers(self, memory: Tensor | None) -> list[SublayerPlan]:
+    def sublayers(self, memory: Tensor | None) -> Sequence[SublayerPlan]:
         """What runs: no cross-attention in a decoder that is used without an encoder."""
-        return [entry for entry in self.plan if entry.kind != "cross_attention" or memory is not None]
+        return self.plan_alone if memory is None else self.plan
 
     def around(self, context: LayerContext) -> LayerContext:
         """The call as frames and feed-forwards see it."""
@@ -191,7 +195,8 @@ class XFormerLayer(GradientCheckpointingLayer):
 
     def function(self, entry: SublayerPlan) -> Sublayer:
         """The function of a sublayer: the layer's own, or that of the layer it borrows it from."""
-        return getattr(self.lenders.get(entry.name, self), entry.name)
+        owner = self.lenders[entry.name] if entry.name in self.lenders else self
+        return owner._modules[entry.name]  # type: ignore[return-value]  # where `getattr` finds it after a search
 
     def borrow(self, entry: SublayerPlan, lender: XFormerLayer) -> None:
         """Runs another layer's function in place of its own from now on, which is given up (`share`)."""
@@ -206,7 +211,7 @@ class XFormerLayer(GradientCheckpointingLayer):
 
     def frame(self, entry: SublayerPlan) -> Residual:
         """The residual frame of a sublayer."""
-        return getattr(self, f"{entry.name}_residual")
+        return self._modules[f"{entry.name}_residual"]  # type: ignore[return-value]  # as above
 
     def run_sublayer(
         self,
@@ -234,20 +239,19 @@ class XFormerLayer(GradientCheckpointingLayer):
     ) -> SublayerOutput:
         """f of one sublayer for the input [B, T, D] that its frame, or another's, has made."""
         function, unpadding = self.function(entry), context.unpadding
-        around = self.around(context)
-        alone = unpadding if unpadding is None or not function.takes_unpadded else None
+        alone = None if unpadding is None or function.takes_unpadded else unpadding
+        seen = context if alone is None else context.of_padded()
         if alone is not None:
-            entered, context = context.padded(entered), context.of_padded()
-        running = context.shared.get(RUNNING)
-        if entry.kind == "feedforward" and running is not None and function.takes_unpadded:
-            running = context.packed(running)
+            entered = alone.pad(entered)
+        if entry.kind != "feedforward":
+            read = self.memory_of(entry, memory)
+            result = function(entered, seen, memory=read, past_key_values=past_key_values, step=step)
+        elif RUNNING in context.shared and function.takes_unpadded:
+            running = context.packed(context.shared[RUNNING])
             mapped = function(entered[running][None], context.of_tokens()).output
             result = SublayerOutput(torch.zeros_like(entered).masked_scatter(running[..., None], mapped))
-        elif entry.kind == "feedforward":
-            result = function(entered, context if alone is not None else around)
         else:
-            read = self.memory_of(entry, memory)
-            result = function(entered, context, memory=read, past_key_values=past_key_values, step=step)
+            result = function(entered, self.around(context) if alone is None else seen)
         if alone is None:
             return result
         gate = None if result.gate is None else alone.pack(result.gate)

@@ -73,6 +73,13 @@ class LayerContext:
     shared: dict[str, Any] = field(default_factory=dict)
     streams: dict[str, Tensor] = field(default_factory=dict)
 
+    def __copy__(self) -> LayerContext:
+        # Every layer of a decoding step may have a view of its own. The general way, which asks the class how it wants
+        # to be copied, takes as long as some layers' arithmetic.
+        seen = object.__new__(type(self))
+        seen.__dict__.update(self.__dict__)
+        return seen
+
     @property
     def query_padding_mask(self) -> Tensor | None:
         """[B, T]: the padding mask of the current tokens alone."""
@@ -101,7 +108,10 @@ class LayerContext:
         return seen
 
     def with_streams(self, streams: dict[str, Tensor]) -> LayerContext:
-        """The same call seen from inside one layer, with that layer's streams."""
+        """The same call seen from inside one layer, with that layer's streams; this very object, if neither has
+        any."""
+        if not streams and not self.streams:
+            return self
         seen = copy.copy(self)
         seen.streams = streams
         return seen
@@ -147,5 +157,7 @@ def document_numbers(position_ids: Tensor) -> Tensor:
 
 def add_losses(total: dict[str, Tensor], losses: dict[str, Tensor] | None) -> None:
     """Adds `losses` to `total`, by name."""
-    for name, loss in (losses or {}).items():
+    if not losses:
+        return
+    for name, loss in losses.items():
         total[name] = total[name] + loss if name in total else loss

@@ -42,7 +42,9 @@ class Extent(NamedTuple):
 
     def query_index(self) -> Tensor:
         """[T]: slots of the current tokens."""
-        return torch.arange(self.length, device=self.device) + self.cached
+        if isinstance(self.cached, Tensor):
+            return torch.arange(self.length, device=self.device) + self.cached
+        return torch.arange(self.cached, self.cached + self.length, device=self.device)
 
     def key_index(self) -> Tensor:
         """[S]: slots of the keys."""

@@ -25,6 +25,13 @@ class FieldsAtOnce:
             OrderedDict.__setitem__(self, name, value)  # type: ignore[index]  # every output is one
         object.__setattr__(self, name, value)
 
+    def __post_init__(self) -> None:
+        # Fields are items already. transformers takes a first field that is no tensor for all of them, where it is
+        # given alone (as whoever maps over a dictionary gives it), and that is all there is left to see to.
+        first = getattr(self, next(iter(self.__dataclass_fields__)))
+        if first is not None and not isinstance(first, torch.Tensor):
+            super().__post_init__()  # type: ignore[misc]  # every output has one
+
 
 @dataclass
 class TowerOutput(FieldsAtOnce, base.BaseModelOutputWithPastAndCrossAttentions):

@@ -8,6 +8,7 @@ from typing import Literal, cast
 from torch import Tensor, nn
 
 from ..core.components import register
+from ..core.dropout import dropped
 from .base import EmbeddingSpec, InputPosition
 
 LANGUAGES = "langs"  # the input with the number of a language for each token
@@ -78,7 +79,7 @@ class TokenEmbedding(nn.Module):
         hidden_states = position.embed(hidden_states, positions)
         if self.norm is not None:
             hidden_states = self.norm(hidden_states)
-        return self.dropout(hidden_states)
+        return dropped(self.dropout, hidden_states)
 
     def _with_ids(self, hidden_states: Tensor, name: str, table: nn.Embedding, ids: Tensor | None) -> Tensor:
         """hidden_states [B, T, D] with the vectors of one of `id_tables`."""

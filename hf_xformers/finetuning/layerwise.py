@@ -33,12 +33,12 @@ class LayerwiseOptions:
             )
         },
     )
-    unfreeze_every: int | None = field(
+    unfreeze_every: float | None = field(
         default=None,
         metadata={
             "help": (
-                "Train the head alone at first, and every N epochs one layer more, from the top; the embeddings last."
-                " ULMFiT: 1."
+                "Train the head alone at first, and every X epochs one layer more, from the top; the embeddings last."
+                " ULMFiT: 1; parts of an epoch where all layers are to learn in few."
             )
         },
     )
@@ -67,8 +67,11 @@ class LayerwiseOptions:
                 f" least 1; give what to divide by{inverse}"
             )
         if self.unfreeze_every is not None:
-            if self.unfreeze_every < 1:
-                raise ValueError(f"--unfreeze_every {self.unfreeze_every} is a number of epochs; give at least 1")
+            if not 0 < self.unfreeze_every < math.inf:
+                raise ValueError(
+                    f"--unfreeze_every {self.unfreeze_every:g} is a number of epochs; give one above 0, such as 1, or"
+                    " 0.25 for a quarter of an epoch"
+                )
             if peft is not None:
                 raise ValueError(
                     f"--peft {peft} keeps all layers frozen, and --unfreeze_every lets them learn one after the other;"
@@ -206,13 +209,13 @@ def spread_rates(optimizer: torch.optim.Optimizer, groups: LayerGroups, decay: f
 
 
 class GradualUnfreezing(TrainerCallback):
-    """Lets one group of [`LayerGroups`] more learn every few epochs, the head first.
+    """Lets one group of [`LayerGroups`] more learn every few epochs, or parts of one, the head first.
 
     What is frozen stands in the optimizer without a gradient, so that it has no state there, does not decay, and needs
     no new optimizer when its time comes. Which groups learn follows from the epoch, also after a resume.
     """
 
-    def __init__(self, groups: LayerGroups, every: int) -> None:
+    def __init__(self, groups: LayerGroups, every: float) -> None:
         self.groups, self.every = groups, every
         self._learning = [parameter for parameter in groups.parameters() if parameter.requires_grad]
         self.lowest = groups.top  # depth of the lowest group that has learned
@@ -222,7 +225,9 @@ class GradualUnfreezing(TrainerCallback):
         return sum(p.numel() for p in self._learning if self.groups.depth(p) >= self.lowest)
 
     def _unfreeze(self, state: TrainerState) -> None:
-        self.lowest = max(0, self.groups.top - int(state.epoch or 0) // self.every)
+        # Epochs are counted in steps' shares of one, whose sum may lie a rounding below a whole number of `every`.
+        joined = math.floor((state.epoch or 0) / self.every + 1e-6)
+        self.lowest = max(0, self.groups.top - joined)
         for parameter in self._learning:
             parameter.requires_grad_(self.groups.depth(parameter) >= self.lowest)
             if not parameter.requires_grad:
@@ -233,7 +238,7 @@ class GradualUnfreezing(TrainerCallback):
     ) -> None:
         self._unfreeze(state)
 
-    def on_epoch_begin(
+    def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._unfreeze(state)

@@ -411,6 +411,9 @@ class MultiTaskTuning:
         if self.several.sampling == "temperature":
             sampling["temperature"] = self.several.sampling_temperature
         some = next(iter(prepared.values())).plan
+        tasks = {name: {**one.plan, "head": one.task.head} for name, one in prepared.items()}
+        for about in tasks.values():
+            del about["status"]  # which is the run's
         return {
             "status": "running",
             "variant": some["variant"],
@@ -421,7 +424,7 @@ class MultiTaskTuning:
             **{name: some[name] for name in METHODS if name in some},
             "parameters": model.num_parameters(),
             "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-            "tasks": {name: {**one.plan, "head": one.task.head} for name, one in prepared.items()},
+            "tasks": tasks,
         }
 
     def _measure(self, trainer: MultiTaskTrainer, name: str, one: Prepared) -> dict[str, Any]:

@@ -46,14 +46,16 @@ class RMSNorm(Undecayed, nn.Module):
         self.eps, self.from_zero = eps, from_zero
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if hidden_states.dtype == self.weight.dtype and not needs_room(hidden_states):
-            weight = 1.0 + self.weight if self.from_zero else self.weight
+        weight = self.weight
+        if hidden_states.dtype == weight.dtype and not needs_room(hidden_states):
+            if self.from_zero:
+                weight = 1.0 + weight
             return nn.functional.rms_norm(hidden_states, weight.shape, weight, self.eps)
         wide = hidden_states if hidden_states.dtype == torch.float64 else hidden_states.float()
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         if self.from_zero:  # 1 + w would lose digits in half precision
-            return (wide * scale * (1.0 + self.weight.to(wide.dtype))).to(hidden_states.dtype)
-        return self.weight * (hidden_states * scale).to(self.weight.dtype)
+            return (wide * scale * (1.0 + weight.to(wide.dtype))).to(hidden_states.dtype)
+        return weight * (hidden_states * scale).to(self.weight.dtype)
 
     def initialize(self, config, init) -> None:
         init.constant_(self.weight, 0.0 if self.from_zero else 1.0)

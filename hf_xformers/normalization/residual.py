@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..core.components import Spec, register
 from ..core.context import LayerContext
+from ..core.dropout import dropped
 from ..core.weight_decay import Undecayed
 from .base import NormSpec, norm_inputs
 
@@ -33,7 +34,7 @@ class Residual(Undecayed, nn.Module):
 
     def branch(self, output: Tensor, gate: Tensor | None) -> Tensor:
         """f's output as it is added: dropout, then the block's scale and the sublayer's gate [B, T, 1]."""
-        output = self.dropout(output)  # called in evaluation, too: adapters stand behind it
+        output = dropped(self.dropout, output)
         if self.scale != 1.0:
             output = output * self.scale
         return output if gate is None else output * gate

@@ -108,9 +108,11 @@ def picks(leaf: Tensor, leaves: int, count: int, clip: int, causal: bool) -> tup
 
 
 @functools.lru_cache(maxsize=16)
-def leaf_tiles(leaves: int, count: int, clip: int, causal: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Blocks of leaves: the nodes [blocks, width] that some leaf of a block reads, and the labels [blocks, BLOCK,
-    width] of those that each leaf reads, -1 for the others."""
+def leaf_tiles(
+    leaves: int, count: int, clip: int, causal: bool, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks of leaves: the nodes [blocks, width] that some leaf of a block reads, and, [blocks, BLOCK, width] each,
+    which of them each leaf reads, and the labels of those, 0 of the others."""
     blocks = -(-leaves // BLOCK)
     nodes, labels = picks(torch.arange(blocks * BLOCK).clamp(max=leaves - 1), leaves, count, clip, causal)
     some = ((nodes >= 0).any(0)).nonzero()[:, 0]
@@ -127,7 +129,8 @@ def leaf_tiles(leaves: int, count: int, clip: int, causal: bool, device: torch.d
     place = torch.empty_like(rank).scatter_(1, order, torch.where(ordered >= 0, rank, width))
     found = torch.full((blocks, BLOCK, width + 1), -1)
     found.scatter_(2, place.view(blocks, BLOCK, -1), labels.view(blocks, BLOCK, -1))
-    return table[:, :width].to(device), found[:, :, :width].contiguous().to(device)
+    labels = found[:, :, :width]
+    return table[:, :width].to(device), (labels >= 0).to(device), labels.clamp(min=0).to(device)
 
 
 def weigh(
@@ -161,9 +164,8 @@ def leaves_in_blocks(
     gathered again in the backward pass, for some heads at a time.
     """
     leaves = query.shape[2]
-    nodes, labels = leaf_tiles(leaves, count, clip, causal, query.device)
-    blocks, flat, index = nodes.shape[0], nodes.flatten(), labels.clamp(min=0)
-    allowed = (labels >= 0)[None]
+    nodes, read, labels = leaf_tiles(leaves, count, clip, causal, query.device)
+    blocks, flat, allowed = nodes.shape[0], nodes.flatten(), read[None]
     if real is not None:
         allowed = allowed & real[:, nodes][:, :, None]
 
@@ -173,10 +175,11 @@ def leaves_in_blocks(
         terms = None
         if relative is not None:
             terms = wide_products(q, relative)
-            terms = terms.gather(-1, index.expand(*terms.shape[:2], -1, -1, -1))
+            terms = terms.gather(-1, labels.expand(*terms.shape[:2], -1, -1, -1))
         return weigh(wide_products(q, k), allowed[:, None], v, scale, dropout, terms).flatten(2, 3)[:, :, :leaves]
 
-    return over_head_groups(some_heads, query, key, value, random=dropout > 0)
+    # A leaf's scores are as many as four of its vectors have numbers.
+    return over_head_groups(some_heads, query, key, value, random=dropout > 0, groups=8)
 
 
 def few_leaves(

@@ -2,59 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-def _rows(x: Tensor, index: Tensor) -> Tensor:
-    """x [B, H, S, d] at index [B, H, T] -> [B, H, T, d]."""
-    return x.gather(2, index[..., None].expand(*index.shape, x.shape[3]))
+from .common.row_lookup import places_in_rows, rows_of_tokens
 
 
-def _add_rows(total: Tensor, index: Tensor, x: Tensor) -> None:
-    total.scatter_add_(2, index[..., None].expand(*index.shape, x.shape[3]), x)
+class _Lists:
+    """Rows of keys by lists of their places, index [B, H, T, n]: one place of all lists at a time, [B, T, H, d]."""
+
+    def __init__(self, index: Tensor, keys: int) -> None:
+        self.places = [places_in_rows(at, keys) for at in index.unbind(-1)]
+
+    def of(self, x: Tensor) -> Iterator[Tensor]:
+        """x [B, H, S, d]"""
+        rows = rows_of_tokens(x)
+        for at in self.places:
+            yield rows.index_select(0, at.flatten()).view(*at.shape, x.shape[-1])
+
+    def sums(self, pieces: Iterable[Tensor], like: Tensor) -> Tensor:
+        """Sums of the pieces [B, T, H, d] of each place at their keys, [B, H, S, d] as `like`."""
+        batch, heads, keys, width = like.shape
+        total = like.new_zeros(batch * keys * heads, width)
+        for at, piece in zip(self.places, pieces):
+            total.index_add_(0, at.flatten(), piece.reshape(-1, width))
+        return total.view(batch, keys, heads, width).transpose(1, 2)
 
 
 class _Products(torch.autograd.Function):
-    """Products of queries with the keys of their lists. Gathered keys would take n times the memory of keys, so they
-    are gathered again for the gradient, one place of the list at a time."""
+    """Products of queries [B, T, H, d] with the keys [B, H, S, d] of their lists, [B, T, H, n]. Gathered keys would
+    take n times the memory of keys, so they are gathered again for the gradient, one place of the list at a time."""
 
     @staticmethod
     def forward(ctx, query, key, index):
         ctx.save_for_backward(query, key, index)
-        return torch.stack([(query * _rows(key, at)).sum(-1) for at in index.unbind(-1)], -1)
+        return torch.stack([(query * rows).sum(-1) for rows in _Lists(index, key.shape[2]).of(key)], -1)
 
     @staticmethod
     def backward(ctx, gradient):
         query, key, index = ctx.saved_tensors
-        to_query, to_key = torch.zeros_like(query), torch.zeros_like(key)
-        for at, part in zip(index.unbind(-1), gradient.unbind(-1)):
-            to_query.addcmul_(part[..., None], _rows(key, at))
-            _add_rows(to_key, at, part[..., None] * query)
-        return to_query, to_key, None
+        lists, parts = _Lists(index, key.shape[2]), gradient[..., None].unbind(-2)
+        to_query = torch.zeros_like(query)
+        for part, rows in zip(parts, lists.of(key)):
+            to_query.addcmul_(part, rows)
+        return to_query, lists.sums((part * query for part in parts), key), None
 
 
 class _Sums(torch.autograd.Function):
-    """Sums of values of lists by weights."""
+    """Sums [B, T, H, d] of values [B, H, S, d] of lists by weights [B, T, H, n]."""
 
     @staticmethod
     def forward(ctx, weights, value, index):
         ctx.save_for_backward(weights, value, index)
-        output = value.new_zeros(*index.shape[:3], value.shape[3])
-        for at, part in zip(index.unbind(-1), weights.unbind(-1)):
-            output.addcmul_(part[..., None], _rows(value, at))
+        output = value.new_zeros(*weights.shape[:3], value.shape[3])
+        for part, rows in zip(weights[..., None].unbind(-2), _Lists(index, value.shape[2]).of(value)):
+            output.addcmul_(part, rows)
         return output
 
     @staticmethod
     def backward(ctx, gradient):
         weights, value, index = ctx.saved_tensors
-        to_value = torch.zeros_like(value)
-        shares = []
-        for at, part in zip(index.unbind(-1), weights.unbind(-1)):
-            shares.append((gradient * _rows(value, at)).sum(-1))
-            _add_rows(to_value, at, part[..., None] * gradient)
-        return torch.stack(shares, -1), to_value, None
+        lists = _Lists(index, value.shape[2])
+        shares = torch.stack([(gradient * rows).sum(-1) for rows in lists.of(value)], -1)
+        return shares, lists.sums((part * gradient for part in weights[..., None].unbind(-2)), value), None
 
 
 def chosen_keys_attention(
@@ -67,10 +80,11 @@ def chosen_keys_attention(
     O(T n d), memory O((T + S) d + T n).
     """
     wide = torch.promote_types(query.dtype, torch.float32)
-    scores = _Products.apply(query.to(wide) * scale, key.to(wide), index)
-    weights = torch.softmax(scores.masked_fill(~there, torch.finfo(wide).min), -1).masked_fill(~there, 0.0)
+    missing = ~there.transpose(1, 2)
+    scores = _Products.apply((query.to(wide) * scale).transpose(1, 2), key.to(wide), index)
+    weights = torch.softmax(scores.masked_fill(missing, torch.finfo(wide).min), -1).masked_fill(missing, 0.0)
     weights = F.dropout(weights, dropout) if dropout else weights
-    return _Sums.apply(weights.to(value.dtype), value, index)
+    return _Sums.apply(weights.to(value.dtype), value, index).transpose(1, 2)
 
 
 def chosen_keys_reference(

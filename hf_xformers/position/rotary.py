@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from ..core.components import register
 from .base import Position, PositionSpec, Rotation
-from .rotary_scaling import RotaryScaling, build_scaling, known_frequencies
+from .rotary_scaling import RotaryScaling, both_ways, build_scaling, known_frequencies
 
 
 class RotaryTables(Rotation):
@@ -58,29 +57,20 @@ class RotaryPosition(Position):
         spec = self.spec
         theta = float(spec.theta if not local or spec.local_theta is None else spec.local_theta)
         scaling = build_scaling(spec.local_scaling if local else spec.scaling)
-        # Angles in float32: in bfloat16 neighbouring positions beyond 256 would collapse.
+        interleaved = spec.layout == "interleaved"
         if scaling is None:
-            frequencies, amplitude = known_frequencies(theta, self.width, positions), 1.0
+            frequencies, amplitude = known_frequencies(theta, self.width, positions, interleaved), 1.0
         else:
             tokens = positions.amax(-1) + 1 if tokens is None else tokens
-            frequencies = scaling.frequencies(theta, self.width, self.length, tokens)
-            amplitude = scaling.amplitude(self.length)
-        angles = (positions.to(torch.float32).unsqueeze(-1) * frequencies.unsqueeze(1)).unsqueeze(1)
+            plain = scaling.frequencies(theta, self.width, self.length, tokens)
+            frequencies, amplitude = both_ways(plain, interleaved), scaling.amplitude(self.length)
+        # Angles in float32: in bfloat16 neighbouring positions beyond 256 would collapse.
+        angles = positions.to(torch.float32).unsqueeze(1).unsqueeze(-1) * frequencies
         cos, sin = angles.cos(), angles.sin()
         if amplitude != 1.0:
             cos, sin = cos * amplitude, sin * amplitude
-        cos, sin = cos.to(like.dtype), sin.to(like.dtype)
-        interleaved, by_length = spec.layout == "interleaved", scaling is not None and scaling.by_length
-        both: Callable[[Tensor, Tensor], Tensor] = _alternating if interleaved else _side_by_side
-        return RotaryTables(both(cos, cos), both(-sin, sin), interleaved, spec.values, by_length)
-
-
-def _alternating(first: Tensor, second: Tensor) -> Tensor:
-    return torch.stack((first, second), dim=-1).flatten(-2)
-
-
-def _side_by_side(first: Tensor, second: Tensor) -> Tensor:
-    return torch.cat((first, second), dim=-1)
+        by_length = scaling is not None and scaling.by_length
+        return RotaryTables(cos.to(like.dtype), sin.to(like.dtype), interleaved, spec.values, by_length)
 
 
 @register("position", "rotary", aliases=("roformer", "rope"))

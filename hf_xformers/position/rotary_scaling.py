@@ -68,17 +68,29 @@ def plain_frequencies(theta: float | Tensor, width: int, device: torch.device) -
     return (1.0 / float(theta) ** exponent)[None]
 
 
+def both_ways(frequencies: Tensor, interleaved: bool) -> Tensor:
+    """f [B or 1, r / 2] -> [B or 1, 1, 1, r], -f for the first channel of each pair and f for the second: cosines of
+    both are the same, and sines have the signs with which a pair turns."""
+    if interleaved:
+        return torch.stack((-frequencies, frequencies), dim=-1).flatten(-2)[:, None, None]
+    return torch.cat((-frequencies, frequencies), dim=-1)[:, None, None]
+
+
+def _made_frequencies(theta: float, width: int, device: torch.device, interleaved: bool) -> Tensor:
+    return both_ways(plain_frequencies(theta, width, device), interleaved)
+
+
 @functools.lru_cache(maxsize=16)
-def _kept_frequencies(theta: float, width: int, device: torch.device) -> Tensor:
+def _kept_frequencies(theta: float, width: int, device: torch.device, interleaved: bool) -> Tensor:
     with torch.inference_mode(False):  # for calls that record gradients as well
-        return plain_frequencies(theta, width, device)
+        return _made_frequencies(theta, width, device, interleaved)
 
 
-def known_frequencies(theta: float, width: int, like: Tensor) -> Tensor:
-    """The same on the device of `like`, made once and not in every call. Where a graph is recorded, or shapes alone
-    are worked out, nothing is kept."""
+def known_frequencies(theta: float, width: int, like: Tensor, interleaved: bool) -> Tensor:
+    """Frequencies [`both_ways`] on the device of `like`, made once and not in every call. Where a graph is recorded,
+    or shapes alone are worked out, nothing is kept."""
     kept = can_inspect() and type(like) is Tensor
-    return (_kept_frequencies if kept else plain_frequencies)(theta, width, like.device)
+    return (_kept_frequencies if kept else _made_frequencies)(theta, width, like.device, interleaved)
 
 
 def _check_factor(spec: RotaryScaling, factor: float | None, at_least: float = 1.0) -> None:
@@ -281,4 +293,4 @@ class ProportionalScaling(RotaryScaling):
         return plain_frequencies(theta, width, tokens.device).where(turning, 0.0) / self.factor
 
 
-__all__ = ["SCALINGS", "RotaryScaling", "build_scaling", "plain_frequencies"]
+__all__ = ["SCALINGS", "RotaryScaling", "both_ways", "build_scaling", "known_frequencies", "plain_frequencies"]

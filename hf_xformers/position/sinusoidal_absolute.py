@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..core.components import register
+from ..core.extent import can_inspect
 from .base import Position, PositionSpec
+
+
+def _frequencies(width: int, base: float, device: torch.device) -> Tensor:
+    exponent = torch.arange(0, width, 2, device=device, dtype=torch.float32) / width
+    return torch.pow(torch.tensor(base, device=device), -exponent)
+
+
+@functools.lru_cache(maxsize=16)
+def _kept_frequencies(width: int, base: float, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # for calls that record gradients as well
+        return _frequencies(width, base, device)
 
 
 def sinusoids(positions: Tensor, width: int, base: float, layout: str) -> Tensor:
@@ -17,10 +30,9 @@ def sinusoids(positions: Tensor, width: int, base: float, layout: str) -> Tensor
     omega_i = base^(-2i/width); entry 2i is sin(omega_i t), entry 2i+1 cos(omega_i t) (`interleaved`), or all sines
     first (`half`). positions [...] integer -> [..., width] float32. There is no table, so no maximum length.
     """
-    exponent = torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width
-    angles = positions.to(torch.float32).unsqueeze(-1) * torch.pow(
-        torch.tensor(base, device=exponent.device), -exponent
-    )
+    kept = can_inspect() and type(positions) is Tensor  # not where a graph is recorded, or shapes alone are worked out
+    frequencies = (_kept_frequencies if kept else _frequencies)(width, base, positions.device)
+    angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
     parts = (angles.sin(), angles.cos())
     return torch.cat(parts, dim=-1) if layout == "half" else torch.stack(parts, dim=-1).flatten(-2)
 

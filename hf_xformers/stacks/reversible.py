@@ -16,6 +16,7 @@ from ..blocks.base import PARTNER, SublayerPlan, XFormerLayer, unpack_layer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses
 from ..ops.common.derivatives import first_derivative_only
+from ..ops.common.products import autocast_state
 from ..position.base import Position
 from .base import Stack, StackOutput, StackSpec, memory_by_step
 
@@ -140,7 +141,7 @@ class _Reversible(torch.autograd.Function):
         memory, streams, _ = _split(run, given)
         first, second, losses = run.forward(hidden_states, hidden_states, memory, streams, record=True)
         run.loss_names = tuple(losses)
-        ctx.run, ctx.autocast = run, _autocast_of(hidden_states.device.type)
+        ctx.run, ctx.autocast = run, autocast_state(hidden_states.device.type)
         ctx.extra = len(given) - len(run.parameters)
         ctx.save_for_backward(first, second, *given[: ctx.extra])
         return first, second, *losses.values()
@@ -213,15 +214,6 @@ def _replayed(state: RandomState | None, device: torch.device) -> Iterator[None]
         if devices:
             getattr(torch, device.type).set_rng_state(state[1], device)
         yield
-
-
-def _autocast_of(device_type: str) -> dict:
-    return {
-        "device_type": device_type,
-        "enabled": torch.is_autocast_enabled(device_type),
-        "dtype": torch.get_autocast_dtype(device_type),
-        "cache_enabled": torch.is_autocast_cache_enabled(),
-    }
 
 
 @register("stack", "reversible", aliases=("revnet",))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_xformers import XFormerConfig
+from hf_xformers.attention.hard_coded_gaussian import BLOCK
 from hf_xformers.core.cache import XFormerCache
 from tests.attention.score_helpers import (
     GEOMETRY,
@@ -45,11 +46,11 @@ def by_hand(layer, states, offsets, std=1.0, causal=False, mask=None, renormaliz
         for place, i in enumerate(own):
             for h in range(layer.num_heads):
                 centre = ratio * place + offsets[h % len(offsets)]
+                away = {j: (n - centre) ** 2 for n, j in enumerate(others) if not causal or j <= i}
+                nearest = min(away.values()) if renormalize else 0.0  # a factor that the sum takes out again
                 total = 0.0
-                for number, j in enumerate(others):
-                    if causal and j > i:
-                        continue
-                    weight = math.exp(-((number - centre) ** 2) / (2 * std**2)) / (std * math.sqrt(2 * math.pi))
+                for j, square in away.items():
+                    weight = math.exp(-(square - nearest) / (2 * std**2)) / (std * math.sqrt(2 * math.pi))
                     total += weight
                     mixed[row, i, h] += weight * value[row, h, j]
                 if renormalize:
@@ -178,14 +179,15 @@ def test_cross_attention_in_blocks(ratio):
 
 @each_path
 @pytest.mark.parametrize("padded", [False, True])
-def test_renormalized_beyond_the_memory(padded, path):
+@pytest.mark.parametrize("length", [20, 2 * BLOCK + 1], ids=["a block", "blocks that see none of it"])
+def test_renormalized_beyond_the_memory(length, padded, path):
     """A target that goes on far behind its source reads the source's end, on either path and in any precision."""
     layer = build(cross=True, ratio=1.5, renormalize=True, offsets=(-12, 3))
-    states, memory = vectors(2, 20), vectors(2, 5, seed=1)
+    states, memory = vectors(2, length), vectors(2, 5, seed=1)
     seen = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 0, 0]]).bool() if padded else None
     expected = by_hand(layer, states, (-12, 3), renormalize=True, ratio=1.5, read=(memory, seen))
     check(layer, states, path, True, expected=expected, memory=memory, memory_padding_mask=seen)
-    half, context = layer.to(torch.float16), make_context(20, True, implementation=path, memory_padding_mask=seen)
+    half, context = layer.to(torch.float16), make_context(length, True, implementation=path, memory_padding_mask=seen)
     found = run_layers([half], states.half(), context, memory.half())[0].output
     torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)
 

@@ -139,6 +139,29 @@ def test_log_probability_equals_a_loop(causal, window):
         torch.testing.assert_close(found[row], total)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 2])
+def test_walks_taken_again_have_the_gradient_of_noted_ones(monkeypatch, causal, window):
+    """In blocks of two sources, with padding and weights of their own for rows."""
+    monkeypatch.setattr("hf_xformers.attention.sac.rows_at_once", lambda scores: 2)
+    kind = XFSACForCausalLM if causal else XFSACForMaskedLM
+    ids, mask = torch.randint(1, 20, (2, 7)), torch.ones(2, 7, dtype=torch.long)
+    mask[1, :3] = 0
+    found = []
+    for implementation in ("sdpa", "eager"):
+        torch.manual_seed(0)
+        model = loud(kind(config(edges_per_node=3, candidate_window=window, share_structure="none"))).train()
+        model.set_attn_implementation(implementation)
+        torch.manual_seed(2)
+        log_probs = model.model(ids, attention_mask=mask).log_probs
+        predictor = model.model.trunk.layers[0].attention.predictor
+        upstream = torch.tensor([1.0, -0.3], dtype=torch.float64)
+        found.append((log_probs, *torch.autograd.grad(log_probs, list(predictor.parameters()), upstream)))
+    for one, other in zip(*found):
+        assert other.abs().sum() > 0
+        torch.testing.assert_close(one, other)
+
+
 def test_policy_gradient_is_that_of_the_expected_loss(monkeypatch):
     """Over all edge sets of a toy of three tokens with one edge each, weighted by their probabilities, the gradients
     that training gives are those of the expected loss; a baseline changes none of it."""

@@ -224,6 +224,11 @@ class Case:
             **tiny_fields(self.config_class, self.shape, **{**fields, **FLAGS[self.shape], **changes})
         )
 
+    @property
+    def preset(self) -> XFormerConfig:
+        """The configuration without changes, made once: to be read alone."""
+        return _preset(self)
+
     def build(
         self, head: str | None = None, dtype: torch.dtype = torch.float64, strong: bool = True, **changes: Any
     ) -> PreTrainedModel:
@@ -252,8 +257,13 @@ class Case:
 
 
 @functools.cache
+def _preset(case: Case) -> XFormerConfig:
+    return case.config()
+
+
+@functools.cache
 def _holders(case: Case):
-    return holders(case.config())
+    return holders(case.preset)
 
 
 def _word(value: Any) -> Any:
@@ -269,7 +279,7 @@ def _word(value: Any) -> Any:
 def components(case: Case) -> frozenset[tuple[Any, ...]]:
     """What a case is made of: (slot, component, its settings without numbers, whether it is in a decoder)."""
     found = set()
-    for tower in case.config().tower_configs():
+    for tower in case.preset.tower_configs():
         for layer in list(tower.per_layer_config) if tower.is_heterogeneous else [tower]:
             for slot in SLOTS:
                 spec = getattr(layer, slot)
@@ -281,10 +291,11 @@ def components(case: Case) -> frozenset[tuple[Any, ...]]:
 def covering(cases: Sequence[Case], parts: Callable[[Case], Iterable[Any]]) -> list[Case]:
     """Few of the cases, which together have every part that any of them has: for tests that are slow, and of which
     one case for each part shows what all of them would."""
-    left, chosen = set().union(*map(parts, cases)), []
+    of_case = {case: frozenset(parts(case)) for case in cases}
+    left, chosen = set().union(*of_case.values()), []
     while left:
-        best = max(cases, key=lambda case: len(left & set(parts(case))))  # the first of the equal ones
-        left -= set(parts(best))
+        best = max(cases, key=lambda case: len(left & of_case[case]))  # the first of the equal ones
+        left -= of_case[best]
         chosen.append(best)
     return [case for case in cases if case in chosen]
 

@@ -37,7 +37,7 @@ def test_eager_equals_fast(case, length):
 
 def attention_kinds(case, output):
     """Name, weights by step, the queries' and the keys' config for what the model's output holds."""
-    towers = case.config().tower_configs()
+    towers = case.preset.tower_configs()
     if case.shape != "seq2seq":
         return [("attentions", output.attentions, towers[0])]
     return [
@@ -79,7 +79,7 @@ def test_hidden_states(case):
     more = {"decoder_input_ids": ids} if case.shape == "seq2seq" else {}
     with torch.no_grad():
         output = model(input_ids=ids, output_hidden_states=True, **more)
-    towers = case.config().tower_configs()
+    towers = case.preset.tower_configs()
     if case.shape == "seq2seq":
         assert len(output.encoder_hidden_states) == towers[0].stack.num_steps(towers[0]) + 1
         assert torch.equal(output.encoder_hidden_states[-1], output.encoder_last_hidden_state)

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from hf_xformers.blocks.base import XFormerLayer
-from tests.common.cases import each_case
+from tests.common.cases import CASES, components, covering, each_case
 from tests.helpers import NO_DROPOUT, aligned, close, close_gradients, pad, tokens
 
 ADAPTED = ("q_proj", "v_proj")
@@ -123,7 +123,12 @@ def test_padding_has_no_loss(case):
     close(together, (counts[0] * parts[0] + counts[1] * parts[1]) / sum(counts))
 
 
-@each_case
+def adapted_parts(case):
+    """The family, and each component in each direction."""
+    return {case.name} | {(slot, name, decodes) for slot, name, _, decodes in components(case)}
+
+
+@pytest.mark.parametrize("case", covering(CASES, adapted_parts), ids=str)
 def test_lora(case, tmp_path):
     """Adapters train alone, merge into the weights, and come back on a fresh model."""
     model = case.build(dtype=torch.float32, **NO_DROPOUT)

@@ -24,6 +24,14 @@ from transformers_tests import PACKAGE
 LARGEST = 1_000_000  # parameters of a tiny model
 # What a family of a sample is tested with, when another one stands for the heads.
 WITHOUT_HEADS = ("AutoModel", "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
+# What it leaves to those with every head: tests that depend on no mechanism, or that go through the same in further
+# precisions, in which the package's own suite tests every family.
+LEFT_TO_OTHERS = (
+    "test_bc_torch_dtype",
+    "test_eager_matches_sdpa_inference_*_fp16_*",
+    "test_eager_matches_sdpa_inference_*_bf16_*",
+    "test_training_overfit",
+)
 
 
 def build_cases(spec: dict[str, Any]) -> list[type[unittest.TestCase]]:
@@ -146,6 +154,8 @@ class OurChecks:
         reason = waived(self._testMethodName, self.conformance_case.kind, self.conformance_case.overrides["waive"])
         if reason is not None:
             self.skipTest(f"WAIVED: {reason}")
+        if self.conformance_case.sampled and any(fnmatch.fnmatchcase(self._testMethodName, p) for p in LEFT_TO_OTHERS):
+            self.skipTest("the families of the sample that have every head show it")
 
     def _prepare_for_class(self, inputs_dict, model_class, return_labels=False):
         """Adds the labels of a class with two objectives, as the tests of each such model in transformers do."""

@@ -2,15 +2,17 @@
 resuming, refusals."""
 
 import shutil
+from fractions import Fraction
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import BertConfig, BertForSequenceClassification
+from transformers.trainer_callback import TrainerState
 
 import hf_xformers.cli
 from hf_xformers.data import train_tokenizer
-from hf_xformers.finetuning.layerwise import LayerGroups, slanted_share, spread_rates
+from hf_xformers.finetuning.layerwise import GradualUnfreezing, LayerGroups, slanted_share, spread_rates
 from hf_xformers.variants import config_class, family
 from tests.finetuning.task_data import classification, command, finetune, sentences
 from tests.training.runs import SHAPE
@@ -126,23 +128,35 @@ def weights(place):
     return load_file(place / "model.safetensors")
 
 
-def test_layers_join_from_the_top(bert, data, tmp_path):
-    """After epoch k the head and k - 1 layers differ from where they began, and nothing else does."""
-    options = {**PLAIN, "model": bert, "num_train_epochs": 3, "unfreeze_every": 1, "weight_decay": 0.1}
-    summary = finetune("text-classification", data, tmp_path / "run", save_total_limit=9, **options)
+@pytest.mark.parametrize("every", [1, 0.5])
+def test_layers_join_from_the_top(bert, data, tmp_path, every):
+    """After k times so many epochs the head and k - 1 layers differ from where they began, and nothing else does."""
+    options = {**PLAIN, "model": bert, "num_train_epochs": 3 * every, "unfreeze_every": every, "weight_decay": 0.1,
+               "save_strategy": "steps", "save_steps": int(4 * every), "save_total_limit": 9}  # fmt: skip
+    summary = finetune("text-classification", data, tmp_path / "run", **options)
     start = weights(bert)
-    for epoch in (1, 2, 3):
-        checkpoint = tmp_path / "run" / f"checkpoint-{4 * epoch}"
+    for count in (1, 2, 3):
+        checkpoint = tmp_path / "run" / f"checkpoint-{int(4 * every * count)}"
         now = weights(checkpoint)
         moved = {name for name, value in now.items() if name in start and not torch.equal(value, start[name])}
         layers = {int(name.split(".")[3]) for name in moved if ".layers." in name}
-        assert layers == set(range(2 - (epoch - 1), 2)), (epoch, layers)
+        assert layers == set(range(2 - (count - 1), 2)), (count, layers)
         assert not any(".embedding." in name for name in moved)
         states = torch.load(checkpoint / "optimizer.pt", weights_only=True)["state"]
         learned = sum(state["exp_avg"].numel() for state in states.values())
         untouched = sum(value.numel() for name, value in now.items() if name in start and name not in moved)
         assert learned == sum(value.numel() for value in now.values()) - untouched
-    assert summary["trained_parameters"] < summary["parameters"] and summary["unfreeze_every"] == 1
+    assert summary["trained_parameters"] < summary["parameters"] and summary["unfreeze_every"] == every
+
+
+@pytest.mark.parametrize("every, steps", [(0.1, 10), (0.3, 10), (0.7, 10), (1 / 3, 9), (0.14, 50)])
+def test_parts_of_an_epoch_are_counted_in_whole_steps(every, steps):
+    """0.3 epochs are three times 0.1, although 0.3 / 0.1 is below 3 in binary."""
+    unfreezing = GradualUnfreezing(LayerGroups(small("bert", "ForSequenceClassification")), every)
+    for done in range(1, 3 * steps):
+        state = TrainerState(epoch=done // steps + done % steps / steps)
+        unfreezing.on_step_begin(None, state, None)
+        assert unfreezing.lowest == max(0, 4 - int(Fraction(done, steps) / Fraction(every).limit_denominator(100)))
 
 
 def test_nothing_to_divide_by_is_plain(bert, data, tmp_path):
@@ -177,7 +191,8 @@ def test_a_resumed_run_ends_the_same(bert, data, tmp_path):
 REFUSED = [
     ({"layer_decay": 0.5}, "must be at least 1; give what to divide by, such as 2"),
     ({"layer_decay": -1}, "must be at least 1; give what to divide by"),
-    ({"unfreeze_every": 0}, "--unfreeze_every 0 is a number of epochs; give at least 1"),
+    ({"unfreeze_every": 0}, "--unfreeze_every 0 is a number of epochs; give one above 0"),
+    ({"unfreeze_every": -0.5}, "--unfreeze_every -0.5 is a number of epochs; give one above 0"),
     ({"cut_frac": 1.0}, "--cut_frac 1 is a share of the steps"),
     ({"slanted_ratio": 0.5}, "--slanted_ratio 0.5 must be at least 1"),
     ({"slanted_triangular": True, "vaswani_lr_scale": 1, "warmup_steps": 4}, "two schedules of the rate; drop one"),

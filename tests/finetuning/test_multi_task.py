@@ -141,6 +141,7 @@ def test_both_tasks_are_learned(run):
     assert summary["tasks"]["a"]["eval_accuracy"] > 0.85 and summary["tasks"]["b"]["eval_f1"] > 0.85
     floor = summary["tasks"]["a"]["floor_validation"]["accuracy"]
     assert floor < 0.7 and summary["steps"] == 6 * (8 + 6)
+    assert summary["status"] == "finished" and all("status" not in about for about in summary["tasks"].values())
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     entry = next(entry for entry in history if "eval_mean" in entry)
     assert entry["eval_mean"] == pytest.approx((entry["eval_a_accuracy"] + entry["eval_b_f1"]) / 2)

@@ -15,7 +15,7 @@ from tests.common.cases import CASES, components, covering
 from tests.helpers import make_strong, tokens
 
 DECODERS = [case for case in CASES if case.causal and case.shape == "decoder"]
-PAGED = [case for case in DECODERS if not why_not_paged(case.config())]
+PAGED = [case for case in DECODERS if not why_not_paged(case.preset)]
 # Texts of several lengths, longer ones than a step takes at once, with a beginning that three of them share.
 START = tokens(9, seed=3).tolist()
 PROMPTS = [START + [7], tokens(2, seed=1).tolist(), START + [11, 12], [5], tokens(14, seed=2).tolist(), START[:]]
@@ -136,7 +136,7 @@ def test_what_scores_have(fields):
 
 @functools.cache
 def refused_kinds(case):
-    return frozenset({why_not_paged(case.config()).partition(" ")[0]})  # an attention, a block, a stack ...
+    return frozenset({why_not_paged(case.preset).partition(" ")[0]})  # an attention, a block, a stack ...
 
 
 REFUSED = [case for case in CASES if case.causal and case not in PAGED]

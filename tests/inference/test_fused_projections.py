@@ -20,7 +20,7 @@ def attentions(model):
 @functools.cache
 def kinds(case):
     """Attentions that join their projections, and what a position does inside them."""
-    towers = case.config().tower_configs()
+    towers = case.preset.tower_configs()
     layers = [layer for tower in towers for layer in tower.layer_configs()]
     if not all(layer.attention.type in JOINED for layer in layers):
         return set()

@@ -12,7 +12,7 @@ READERS = [case for case in CASES if case.shape != "decoder"]
 
 
 def allows(case):
-    return all(getattr(tower, slot).unpads for tower in case.config().tower_configs() for slot in ("stack", "block"))
+    return all(getattr(tower, slot).unpads for tower in case.preset.tower_configs() for slot in ("stack", "block"))
 
 
 def batch(side="right"):

@@ -33,6 +33,25 @@ def test_takes_can_be_differentiated_twice():
     assert torch.autograd.gradgradcheck(square, (x,))
 
 
+def test_takes_by_place():
+    """Places may repeat, within a take and between takes."""
+    x = torch.randn(1, 1, 6, 3, dtype=torch.float64, requires_grad=True)
+    places = [torch.tensor([[0, 5], [2, 2]]), torch.tensor([2, 4, 5])]
+
+    def cubes(x, shared):
+        rows = SharedRows(x, len(places))
+        taken = [rows.take_at(at) if shared else x[0, 0][at] for at in places]
+        return sum((part**3 * (1 + number)).sum() for number, part in enumerate(taken))
+
+    total = cubes(x, True)
+    assert torch.equal(total, cubes(x, False))
+    (expected,) = torch.autograd.grad(cubes(x, False), x)
+    for _ in range(2):
+        (found,) = torch.autograd.grad(total, x, retain_graph=True)
+        torch.testing.assert_close(found, expected)
+    assert torch.autograd.gradgradcheck(lambda x: cubes(x, True), (x,))
+
+
 @pytest.mark.parametrize(("rows", "width", "step"), [(1, 3, 1), (3, 4, 1), (4, 1, 1), (2, 5, 2), (3, 3, 2)])
 @pytest.mark.parametrize("spare", [0, 2])
 def test_shift(rows, width, step, spare):

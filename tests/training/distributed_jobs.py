@@ -55,7 +55,7 @@ def cases_of_four() -> list[Case]:
     """What four processes train as well."""
     of_stack: dict[str, str] = {}
     for case in breadth_cases():
-        of_stack.setdefault(case.config().stack.type, case.name)
+        of_stack.setdefault(case.preset.stack.type, case.name)
     return [case for case in breadth_cases() if case.name in {*ENGINES, *of_stack.values()}]
 
 
@@ -279,8 +279,8 @@ def fully_sharded(rank: int, world: int, folder: str) -> dict[str, Any]:
 
             found[case.name]["split"] = split, len(list(model.parameters()))
             found[case.name]["state"] = gather_full_state_dict(model)  # in the first process alone
-            if case.name in SAVED_OF_FOUR if world == 4 else case.config().stack.type not in saved:
-                saved.add(case.config().stack.type)
+            if case.name in SAVED_OF_FOUR if world == 4 else case.preset.stack.type not in saved:
+                saved.add(case.preset.stack.type)
                 model.save_pretrained(Path(folder) / case.name)  # the first process writes all of it
                 torch.distributed.barrier()
                 again = type(model).from_pretrained(Path(folder) / case.name, dtype="float64")

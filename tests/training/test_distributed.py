@@ -172,9 +172,7 @@ def test_fsdp_on_four_processes(name, results, of_four):
 def test_what_four_processes_train():
     """The choice has what it should show."""
     cases = {case.name: case for case in cases_of_four()}
-    assert {case.config().stack.type for case in cases.values()} == {
-        case.config().stack.type for case in breadth_cases()
-    }
+    assert {case.preset.stack.type for case in cases.values()} == {case.preset.stack.type for case in breadth_cases()}
     models = [cases[name].build() for name in SAVED_OF_FOUR]
     assert any(model.all_tied_weights_keys for model in models)
     assert any(model.config.is_encoder_decoder for model in models)
@@ -183,7 +181,7 @@ def test_what_four_processes_train():
 
 @pytest.mark.slow
 def test_a_sharded_checkpoint_of_every_stack(results):
-    stacks = {case.name: case.config().stack.type for case in breadth_cases()}
+    stacks = {case.name: case.preset.stack.type for case in breadth_cases()}
     written = [stacks[name] for name, found in results("fully_sharded")[1].items() if "saved" in found]
     assert sorted(written) == sorted(set(stacks.values()))
 

@@ -27,6 +27,8 @@ KEY_STATES = "key_states"
 # Streams with keys and values [B, K, n, d] that a stack has made, which stand before those of the tokens and are in no
 # cache: the keys that the context counts begin with them.
 CARRIED_KEYS, CARRIED_VALUES = "carried_keys", "carried_values"
+# Under which name in `context.shared` a layer finds its rotation, by the spec's `angles`.
+ROTATION_NAMES = {"global": "rotation", "local": "local_rotation", "none": "no_rotation"}
 
 
 class Attention(Undecayed, Sublayer):
@@ -71,6 +73,7 @@ class Attention(Undecayed, Sublayer):
         self.is_causal = config.is_decoder and not cross
         self.scaling = self.head_dim**-0.5 if spec.scale is None else spec.scale
         self.dropout = config.attention_probs_dropout_prob
+        self.rotation_name = ROTATION_NAMES[spec.angles]
         self.q_proj = nn.Linear(width, self.num_heads * self.head_dim, bias=spec.bias)
         self.k_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
         self.v_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
@@ -155,6 +158,8 @@ class Attention(Undecayed, Sublayer):
     def normalized(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [..., H * d] and keys [..., K * d] as they are projected -> the same, normalised where the spec says
         so."""
+        if self.q_norm is None:
+            return query, key
         return self._normalized(self.q_norm, query), self._normalized(self.k_norm, key)
 
     def _normalized(self, norm: nn.Module | None, projected: Tensor) -> Tensor:
@@ -187,11 +192,7 @@ class Attention(Undecayed, Sublayer):
 
     def rotation(self, context: LayerContext) -> Rotation | None:
         """What the position turns queries and keys of this layer by, if it does."""
-        return context.shared.get(self._rotation_name)
-
-    @property
-    def _rotation_name(self) -> str:
-        return {"global": "rotation", "local": "local_rotation", "none": "no_rotation"}[self.spec.angles]
+        return context.shared.get(self.rotation_name)
 
     def repeated(self, x: Tensor) -> Tensor:
         """Keys or values [B, K, S, d], one for each head."""
@@ -203,14 +204,19 @@ class Attention(Undecayed, Sublayer):
         """Queries, and the keys and values of all tokens seen so far."""
         source = context.streams.get(KEY_STATES, hidden_states)
         query, key, value = self.projected(hidden_states, source)
-        query, key, value = (self.heads(context.padded(x)) for x in (*self.normalized(query, key), value))
+        query, key = self.normalized(query, key)
+        if context.unpadding is not None:
+            query, key, value = (context.padded(x) for x in (query, key, value))
+        query, key, value = self.heads(query), self.heads(key), self.heads(value)
         rotation = self.rotation(context)
         late = rotation is not None and rotation.by_length
         query, key, value = self.place(query, key, value, context, turn_keys=not late)
         cache = self_attention_cache(past_key_values)
         if cache is not None:
             key, value = cache.update(key, value, step)
-        key, carried = self.turned_late(key, context), context.streams.get(CARRIED_KEYS)
+        if late:
+            key = self.turned_late(key, context)
+        carried = context.streams.get(CARRIED_KEYS)
         if carried is not None:
             key = torch.cat([carried.to(key.dtype), key], dim=2)
             value = torch.cat([context.streams[CARRIED_VALUES].to(value.dtype), value], dim=2)
@@ -230,7 +236,7 @@ class Attention(Undecayed, Sublayer):
         rotation = self.rotation(context)
         if rotation is None or not rotation.by_length:
             return key
-        of_keys = cast(Rotation, context.shared.get(f"{self._rotation_name}_of_keys", rotation))
+        of_keys = cast(Rotation, context.shared.get(f"{self.rotation_name}_of_keys", rotation))
         return of_keys.of_last(key.shape[2])(key)
 
     def place(
@@ -284,7 +290,7 @@ class Attention(Undecayed, Sublayer):
     @property
     def losses_of_heads(self) -> list[HeadLossModule]:
         """What acts in this call: losses are for training alone."""
-        return cast("list[HeadLossModule]", list(self.head_losses)) if self.training else []
+        return cast("list[HeadLossModule]", list(self.head_losses)) if self.training and self.spec.losses else []
 
     def losses(self, heads: Heads) -> dict[str, Tensor] | None:
         """The auxiliary losses on what the heads of this layer did (`AttentionSpec.losses`), by name."""
@@ -335,8 +341,11 @@ class Attention(Undecayed, Sublayer):
         else:
             query, key, value = self.project_self(hidden_states, context, past_key_values, step)
         output, weights = self.attend(query, key, value, context)
+        written = self.written(output, context, hidden_states)
+        if not self.losses_of_heads:
+            return SublayerOutput(written, weights)
         losses = self.losses(Heads(self, query, key, value, output, weights, context))
-        return SublayerOutput(self.written(output, context, hidden_states), weights, aux_losses=losses)
+        return SublayerOutput(written, weights, aux_losses=losses)
 
 
 @dataclass(kw_only=True)

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from ...core.context import LayerContext
 from ...core.visibility import last_key, rows_can_be_empty, visible_block
+from ...ops.common.shifted_rows import SharedRows
 from .base import Attention
 from .query_blocks import over_query_blocks, rows_at_once, shared_rows, visible_softmax
 
@@ -19,8 +20,19 @@ class BlockScoresAttention(Attention):
     Memory: the scores of one block of queries, O(S), also in training; O(H T S) on the literal path.
     """
 
+    def tables(self) -> tuple[Tensor, ...]:
+        """What has a gradient and every block of queries takes rows of once, [1, 1, n, w] each."""
+        return ()
+
     def scores(
-        self, query: Tensor, key: Tensor, context: LayerContext, rows: slice, keys: slice, heads: slice
+        self,
+        query: Tensor,
+        key: Tensor,
+        tables: tuple[SharedRows, ...],
+        context: LayerContext,
+        rows: slice,
+        keys: slice,
+        heads: slice,
     ) -> Tensor:
         """query [B, h, t, d]: of the queries `rows` and of `heads`; key [B, K, s, d]: of the keys `keys` -> scores
         [B, h, t, s] in float32 at least, without bias and masks."""
@@ -28,12 +40,20 @@ class BlockScoresAttention(Attention):
 
     def weights_of_block(self, query: Tensor, key: Tensor, context: LayerContext, rows: slice, heads: slice) -> Tensor:
         keys = slice(0, last_key(context, self.cross, key.shape[2], rows.stop))
-        return self._weights(query, key[:, :, keys], context, rows, keys, heads)
+        tables = tuple(SharedRows(x, 1) for x in self.tables())
+        return self._weights(query, key[:, :, keys], tables, context, rows, keys, heads)
 
     def _weights(
-        self, query: Tensor, key: Tensor, context: LayerContext, rows: slice, keys: slice, heads: slice
+        self,
+        query: Tensor,
+        key: Tensor,
+        tables: tuple[SharedRows, ...],
+        context: LayerContext,
+        rows: slice,
+        keys: slice,
+        heads: slice,
     ) -> Tensor:
-        scores = self.scores(query, key, context, rows, keys, heads)
+        scores = self.scores(query, key, tables, context, rows, keys, heads)
         bias = self.score_bias(context)
         if bias is not None:
             scores = scores + bias.block(context.query_index[rows], context.key_index[keys])[..., heads, :, :]
@@ -42,16 +62,17 @@ class BlockScoresAttention(Attention):
         return visible_softmax(scores, mask, rows_can_be_empty(context, self.cross))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
-        length, every = query.shape[2], slice(None)
+        length, every, literal = query.shape[2], slice(None), self.wants_weights(context)
+        at_once = length if literal else rows_at_once(query.shape[0] * self.num_heads * key.shape[2])
+        tables = tuple(shared_rows(x, length, at_once) for x in self.tables())
 
         def read(part: Tensor, near: Tensor, values: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-            weights = self._weights(part, near, context, rows, slice(0, near.shape[2]), every).to(value.dtype)
+            weights = self._weights(part, near, tables, context, rows, slice(0, near.shape[2]), every).to(value.dtype)
             dropped = F.dropout(weights, self.dropout) if self.training and self.dropout else weights
             return torch.matmul(dropped, self.repeated(values)).transpose(1, 2), weights
 
-        if self.wants_weights(context):
+        if literal:
             return read(query, key, value, slice(0, length))
-        at_once = rows_at_once(query.shape[0] * self.num_heads * key.shape[2])
         keys, values = (shared_rows(x, length, at_once) for x in (key, value))
 
         def block(begin: int, end: int, part: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -147,8 +147,7 @@ def block_sparse_attention(
     )
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """The options that travel together through the layers of the engine; see [`block_sparse_attention`]."""
 
     query_offset: int
@@ -235,7 +234,8 @@ def _few_rows(
     )
     if end - begin > FEW_KEYS or end == begin:
         return None
-    key, value = key[:, :, begin:end], value[:, :, begin:end]
+    if (begin, end) != (0, k_len):
+        key, value = key[:, :, begin:end], value[:, :, begin:end]
     if key_mask is not None:
         seen = key_mask[:, None, None, begin:end]
         allowed = seen.expand(-1, -1, q_len, -1) if allowed is None else allowed & seen
@@ -311,7 +311,7 @@ def _aligned(
         return _engine(query, key, value, pattern, key_mask, call)
     lead, lengths = row_spans(padding_mask)
     if pattern.needs_length:
-        call = replace(call, row_lengths=call.key_offset + lengths)
+        call = call._replace(row_lengths=call.key_offset + lengths)
     if not _has_lead(padding_mask):
         return _engine(query, key, value, pattern, key_mask, call)
     q_len, k_len, offset = query.shape[2], key.shape[2], call.query_offset
@@ -326,7 +326,7 @@ def _aligned(
     if side_mask is not None and side_mask.ndim == 3:
         side_mask = side_mask.gather(1, rows[:, :, None].expand(-1, -1, side_mask.shape[2]))
     segment_ids = None if call.segment_ids is None else call.segment_ids.gather(1, columns)
-    call = replace(call, query_offset=start, segment_ids=segment_ids, side=(side_key, side_value, side_mask))
+    call = call._replace(query_offset=start, segment_ids=segment_ids, side=(side_key, side_value, side_mask))
     visible = inside if key_mask is None else inside & key_mask.gather(1, columns)
     out, lse = _engine(_take(query, rows), _take(key, columns), _take(value, columns), pattern, visible, call)
     # Back to where the queries came from; padding in front of the first token reads nothing.
@@ -382,12 +382,12 @@ def _with_globals(
         positions = call.query_offset + torch.arange(query.shape[2], device=query.device)
         visible = taken[:, None, :] & (call.key_offset + index[:, None, :] <= positions[:, None])
     local = ~chosen if key_mask is None else key_mask & ~chosen
-    with_side = replace(call, side=(_take(key, index), _take(value, index), visible))
+    with_side = call._replace(side=(_take(key, index), _take(value, index), visible))
     out = _aligned(query, key, value, pattern, local, key_mask, with_side)[0]
     if call.causal:
         return out
     row_q, row_k, row_v = global_rows
-    rows = _engine(_take(row_q, index), row_k, row_v, _ALL, key_mask, replace(call, query_offset=0, key_offset=0))[0]
+    rows = _engine(_take(row_q, index), row_k, row_v, _ALL, key_mask, call._replace(query_offset=0, key_offset=0))[0]
     rows = torch.where(taken[:, None, :, None], rows, _take(out, index))
     return out.scatter(2, index[:, None, :, None].expand_as(rows), rows)
 
@@ -438,9 +438,9 @@ def _checked(
         raise ValueError(f"side_mask is {side_mask.dtype}; give a boolean mask, True for a key that may be read.")
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout={dropout} is not a probability below 1.")
-    if isinstance(pattern, Sequence) and pattern and all(isinstance(entry, Pattern) for entry in pattern):
-        pattern = PerHead(tuple(pattern))
     if not isinstance(pattern, Pattern):
-        raise TypeError(f"pattern must be a Pattern or one per head, not {type(pattern).__name__}.")
+        if not (isinstance(pattern, Sequence) and pattern and all(isinstance(entry, Pattern) for entry in pattern)):
+            raise TypeError(f"pattern must be a Pattern or one per head, not {type(pattern).__name__}.")
+        pattern = PerHead(tuple(pattern))
     pattern.check_heads(query.shape[1])
     return pattern

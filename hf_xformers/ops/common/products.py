@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,16 @@ def without_autocast(x: Tensor) -> AbstractContextManager:
     would take as long as the arithmetic."""
     device = x.device.type
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def autocast_state(device_type: str) -> dict[str, Any]:
+    """Arguments of the `torch.autocast` under which a backward pass computes again what is computed now."""
+    return {
+        "device_type": device_type,
+        "enabled": torch.is_autocast_enabled(device_type),
+        "dtype": torch.get_autocast_dtype(device_type),
+        "cache_enabled": torch.is_autocast_cache_enabled(),
+    }
 
 
 def wide_products(query: Tensor, key: Tensor) -> Tensor:
@@ -38,4 +49,4 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(accumulation_dtype(x.dtype)) for x in tensors)
 
 
-__all__ = ["needs_room", "wide_products", "widened", "without_autocast"]
+__all__ = ["autocast_state", "needs_room", "wide_products", "widened", "without_autocast"]

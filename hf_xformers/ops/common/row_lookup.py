@@ -28,10 +28,17 @@ def rows_of_tokens(x: Tensor) -> Tensor:
     return x.transpose(1, 2).reshape(-1, x.shape[3])
 
 
+def places_in_rows(at: Tensor, length: int) -> Tensor:
+    """Places [B, H, T] among the `length` tokens of each head -> in [`rows_of_tokens`], [B, T, H]."""
+    batch, heads = at.shape[:2]
+    first = torch.arange(batch, device=at.device)[:, None, None] * length
+    return (at.transpose(1, 2) + first) * heads + torch.arange(heads, device=at.device)
+
+
 def _joined(at: Tensor, length: int) -> Tensor:
     """Indices [B, H, ...] into `length` rows each -> into all rows."""
     first = torch.arange(at.shape[0] * at.shape[1], device=at.device) * length
     return (at.flatten(2) + first.view(*at.shape[:2], 1)).flatten()
 
 
-__all__ = ["rows_of_tokens", "sum_rows", "take_rows"]
+__all__ = ["places_in_rows", "rows_of_tokens", "sum_rows", "take_rows"]

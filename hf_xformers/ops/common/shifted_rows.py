@@ -31,11 +31,27 @@ class SharedRows:
             return self.x if stop - start == self.x.shape[2] else self.x[:, :, start:stop]
         return _Take.apply(self.x, self, start, stop)
 
+    def take_at(self, at: Tensor) -> Tensor:
+        """The same by their places, of a tensor [1, 1, S, d]: at [...] integer -> [..., d]"""
+        if self.slices:
+            return self.x[0, 0, at]
+        return _TakeAt.apply(self.x, self, at)
+
     def add(self, grad: Tensor, start: int, stop: int) -> Tensor | None:
         """Adds a take's gradient; the sum of all of them when it was the last one."""
+        self._sums(grad)[:, :, start:stop] += grad
+        return self._sums_of_all()
+
+    def add_at(self, grad: Tensor, at: Tensor) -> Tensor | None:
+        self._sums(grad)[0, 0].index_add_(0, at.flatten(), grad.flatten(0, -2))
+        return self._sums_of_all()
+
+    def _sums(self, grad: Tensor) -> Tensor:
         if self.buffer is None:
             self.buffer = torch.zeros_like(self.x, dtype=grad.dtype)
-        self.buffer[:, :, start:stop] += grad
+        return self.buffer
+
+    def _sums_of_all(self) -> Tensor | None:
         self.pending -= 1
         if self.pending:
             return None
@@ -55,6 +71,20 @@ class _Take(torch.autograd.Function):
         if torch.is_grad_enabled():  # a derivative of the derivative is wanted
             return F.pad(grad, (0, 0, start, ctx.shared.x.shape[2] - stop)), None, None, None
         return ctx.shared.add(grad, start, stop), None, None, None
+
+
+class _TakeAt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, shared, at):
+        ctx.shared, ctx.at = shared, at
+        return x[0, 0, at]
+
+    @staticmethod
+    def backward(ctx, grad):
+        if torch.is_grad_enabled():
+            whole = torch.zeros_like(ctx.shared.x, dtype=grad.dtype)[0, 0]
+            return whole.index_add(0, ctx.at.flatten(), grad.flatten(0, -2))[None, None], None, None
+        return ctx.shared.add_at(grad, ctx.at), None, None
 
 
 def shift_rows(x: Tensor, width: int, step: int = 1) -> Tensor:

@@ -301,16 +301,19 @@ def _step(phi_q, rotated_query, keys: _Keys, start: LinearState, options) -> tup
         if scale is not None and logs is not None:
             logs = logs.to(torch.promote_types(dtype, logs.dtype)).clamp(min=LOG_ZERO)
             logs = logs if keep is None else logs.masked_fill(~keep[..., 0], LOG_ZERO)
-            total = torch.maximum(scale[..., None], logs.detach())
-            old, weight = (scale[..., None] - total).exp().to(dtype), (logs - total).exp().to(dtype)[..., None]
+            before = scale[..., None]
+            total = torch.maximum(before, logs.detach() if logs.requires_grad else logs)
+            old, weight = (before - total).exp().to(dtype), (logs - total).exp().to(dtype)[..., None]
             k, turned = k * weight, None if turned is None else turned * weight
-            kv, z, scale = kv * old[..., None], z * old, total[..., 0]
-        kv = torch.addcmul(kv, (k if turned is None else turned).mT, v)
-        z = z + k[:, :, 0]
+            # A new tensor anyhow, to which what the token writes is added in place.
+            kv = (kv * old[..., None]).addcmul_((k if turned is None else turned).mT, v)
+            z, scale = torch.addcmul(k[:, :, 0], z, old), total[..., 0]
+        else:
+            kv, z = torch.addcmul(kv, (k if turned is None else turned).mT, v), z + k[:, :, 0]
         q = phi_q.to(dtype)
         out = (q if rotated_query is None else rotated_query.to(dtype)) @ kv
         if normalize:
-            denominator = guard(q @ z[..., None], eps, minimum)
+            denominator = guard((q * z[:, :, None]).sum(-1, keepdim=True), eps, minimum)
             out = out / denominator.masked_fill(vanishes(denominator), math.inf)
     return out.to(keys.v.dtype), LinearState(kv, z, scale)
 

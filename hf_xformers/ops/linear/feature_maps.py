@@ -61,9 +61,9 @@ def positive_features(x: Tensor, projection: Tensor) -> ScaledFeatures:
     """
     logits = _project(x, projection)
     # The shift appears in the features and, with the other sign, in the scale: a constant for the gradient.
-    shift = logits.detach().amax(-1)
-    scale = (shift - 0.5 * math.log(projection.shape[-2])).sub(_square(x), alpha=0.5)
-    return ScaledFeatures(exp_(logits.sub_(shift[..., None])), scale)
+    shift = logits.detach().amax(-1, keepdim=True)
+    scale = (shift.squeeze(-1) - 0.5 * math.log(projection.shape[-2])).sub(_square(x), alpha=0.5)
+    return ScaledFeatures(exp_(logits.sub_(shift)), scale)
 
 
 def hyperbolic_features(x: Tensor, projection: Tensor) -> ScaledFeatures:
