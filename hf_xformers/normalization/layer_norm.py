@@ -46,7 +46,7 @@ class RMSNorm(Undecayed, nn.Module):
         self.eps, self.from_zero = eps, from_zero
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        weight = self.weight
+        weight: Tensor = self.weight
         if hidden_states.dtype == weight.dtype and not needs_room(hidden_states):
             if self.from_zero:
                 weight = 1.0 + weight
