@@ -74,6 +74,7 @@ class XFormerTower(XFormerPreTrainedModel):
         self.extra_inputs = self.names_of_inputs(config)
         self.embedding_inputs = tuple(config.embedding.inputs)
         self.context_texts = config.stack.context_texts(config)
+        self.repeats_layers = is_shared(config) and not shares_parts(config)
         self.text_streams = layers[-1].attention.text_streams if config.add_pooler else ()
         self.takes_pairs = all(layer.attention.explicit_mask for layer in layers)
         self.keeps_documents_apart = all(
@@ -82,7 +83,7 @@ class XFormerTower(XFormerPreTrainedModel):
 
     def layers_by_depth(self) -> Sequence[XFormerLayer]:
         """The layers as the stack is given them: one may run at several depths (`core/sharing.py`)."""
-        if not is_shared(self.config) or shares_parts(self.config):
+        if not self.repeats_layers:
             return cast("Sequence[XFormerLayer]", self.layers)
         return [cast(XFormerLayer, self.layers[index]) for index in map_of(self.config)]
 

@@ -164,7 +164,8 @@ class XFormerLayer(GradientCheckpointingLayer):
             result = self.run_entered(entry, entered, context, memory, past_key_values, step)
             written = frame.leave(hidden_states, result.output, result.gate, **inputs)
             hidden_states, partner = (written, None) if partner is None else (partner, written)
-            add_losses(losses, result.aux_losses)
+            if result.aux_losses:
+                add_losses(losses, result.aux_losses)
             if result.streams:
                 streams = {**streams, **result.streams}
                 context = context.with_streams(streams)

@@ -157,7 +157,5 @@ def document_numbers(position_ids: Tensor) -> Tensor:
 
 def add_losses(total: dict[str, Tensor], losses: dict[str, Tensor] | None) -> None:
     """Adds `losses` to `total`, by name."""
-    if not losses:
-        return
-    for name, loss in losses.items():
+    for name, loss in (losses or {}).items():
         total[name] = total[name] + loss if name in total else loss

@@ -58,12 +58,8 @@ class DenseFeedForward(FeedForward):
 
     def transform(self, hidden_states: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        inner = self.up_proj(hidden_states)
-        inner = (
-            self.activation(inner)
-            if self.gate_proj is None
-            else self.activation(self.gate_proj(hidden_states)) * inner
-        )
+        inner, gate_proj = self.up_proj(hidden_states), self.gate_proj
+        inner = self.activation(inner) if gate_proj is None else self.activation(gate_proj(hidden_states)) * inner
         if self.dropout and self.training:
             inner = F.dropout(inner, self.dropout)
         return self.down_proj(inner)

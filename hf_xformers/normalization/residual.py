@@ -60,7 +60,7 @@ class PostNorm(Residual):
         self.norm = config.normalization.build(config)
 
     def inputs(self, context: LayerContext) -> dict[str, Any]:
-        return norm_inputs(self.normalization, context)
+        return norm_inputs(self.normalization, context) if self.normalization.over_tokens else {}
 
     def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None, **inputs: Any) -> Tensor:
         return self.norm(hidden_states + self.branch(output, gate), **inputs)
@@ -75,7 +75,7 @@ class PreNorm(Residual):
         self.norm = config.normalization.build(config)
 
     def inputs(self, context: LayerContext) -> dict[str, Any]:
-        return norm_inputs(self.normalization, context)
+        return norm_inputs(self.normalization, context) if self.normalization.over_tokens else {}
 
     def enter(self, hidden_states: Tensor, **inputs: Any) -> Tensor:
         return self.norm(hidden_states, **inputs)

@@ -1,12 +1,22 @@
 """The state bundle: packed rows, derived views, and what a tower puts into it."""
 
+import copy
+
 import pytest
 import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerModel
+from hf_xformers.blocks.base import unpack_layer
 from hf_xformers.core.cache import make_cache
-from hf_xformers.core.context import LayerContext, add_losses, segments_from_positions, self_attention_cache
+from hf_xformers.core.context import (
+    LayerContext,
+    SublayerOutput,
+    add_losses,
+    segments_from_positions,
+    self_attention_cache,
+)
+from hf_xformers.feedforward.base import FeedForward
 from tests.helpers import NO_DROPOUT, close, make_strong, tokens
 
 SMALL = dict(vocab_size=40, hidden_size=16, num_attention_heads=4, num_hidden_layers=1, intermediate_size=16)
@@ -42,6 +52,35 @@ def test_views():
     part = whole.derive(positions=torch.zeros(1, 2, dtype=torch.long))
     assert part.shared == {} and part.streams == {} and part.causal and part.positions.shape == (1, 2)
     assert whole.shared and whole.positions.shape == (1, 4)
+    plain = context()
+    assert plain.with_streams({}) is plain, "nothing differs, so nothing is copied"
+    assert whole.with_streams({}).streams == {} and set(whole.streams) == {"bias"}
+    seen = copy.copy(whole)
+    seen.padding_mask = torch.ones(1, 4).bool()
+    assert whole.padding_mask is None and seen.shared is whole.shared and seen.streams is whole.streams
+    assert {**vars(seen), "padding_mask": None} == vars(whole)
+
+
+class Writer(FeedForward):
+    def forward(self, hidden_states, seen):
+        return SublayerOutput(hidden_states, streams={"handed": 2 * hidden_states})
+
+
+class Reader(FeedForward):
+    def forward(self, hidden_states, seen):
+        return SublayerOutput(seen.streams["handed"] + hidden_states)
+
+
+@pytest.mark.parametrize("given", [{}, {"other": torch.ones(1)}])
+def test_a_sublayer_hands_on_to_the_next_one(given):
+    """What a sublayer hands on reaches the sublayers behind it and the next layer, and no other call."""
+    config = XFormerConfig(**SMALL, block="macaron").layer(0)
+    layer = config.block.build(config, layer_idx=0).eval()
+    layer.feedforward, layer.feedforward_2 = Writer(), Reader()
+    states, call = torch.randn(1, 4, 16), context()
+    layer.prepare(call, None)
+    output = layer(states, None, *given.values(), context=call, step=0, stream_names=tuple(given))
+    assert set(unpack_layer(output)[1]) == {*given, "handed"} and call.streams == {}
 
 
 def test_padding_of_the_queries():

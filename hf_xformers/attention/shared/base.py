@@ -202,8 +202,8 @@ class Attention(Undecayed, Sublayer):
         self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache | None, step: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, and the keys and values of all tokens seen so far."""
-        source = context.streams.get(KEY_STATES, hidden_states)
-        query, key, value = self.projected(hidden_states, source)
+        streams = context.streams
+        query, key, value = self.projected(hidden_states, streams.get(KEY_STATES, hidden_states))
         query, key = self.normalized(query, key)
         if context.unpadding is not None:
             query, key, value = (context.padded(x) for x in (query, key, value))
@@ -216,10 +216,9 @@ class Attention(Undecayed, Sublayer):
             key, value = cache.update(key, value, step)
         if late:
             key = self.turned_late(key, context)
-        carried = context.streams.get(CARRIED_KEYS)
-        if carried is not None:
-            key = torch.cat([carried.to(key.dtype), key], dim=2)
-            value = torch.cat([context.streams[CARRIED_VALUES].to(value.dtype), value], dim=2)
+        if CARRIED_KEYS in streams:
+            key = torch.cat([streams[CARRIED_KEYS].to(key.dtype), key], dim=2)
+            value = torch.cat([streams[CARRIED_VALUES].to(value.dtype), value], dim=2)
         return query, key, value
 
     def turned(self, query: Tensor, key: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
