@@ -192,7 +192,7 @@ def encoder(folder: str) -> str:
         return ""
     return (
         f" `{Path(folder).name}`: {about['parameters']:,} parameters, pretrained for {about['steps']:,} steps, at a"
-        f" held-out loss of {about['eval_loss']:.2f} nats per token ({about['eval_floor_loss']:.2f} by token frequencies)."
+        f" held-out loss of {about['eval_loss']:.2f} ({about['eval_floor_loss']:.2f} by token frequencies)."
     )
 
 
