@@ -150,10 +150,10 @@ def train(task: str, method: str, seed: int, output: Path, args: argparse.Namesp
     shared += ["--per_device_eval_batch_size", 32, "--attention_probs_dropout_prob", 0]
     shared += ["--overwrite_output_dir", *args.extra]
     own = ["--task", KINDS[task], *data_of(args.data, task)]
-    own += ["--class_balance", args.class_balance] if task == "wnut17" and args.class_balance else []
+    own += ["--class_balance", args.class_balance] if task == "wnut17" else []
     other = OTHER[task]
-    if method == "several tasks":  # which have no class weights
-        named = []
+    if method == "several tasks":
+        named: list[Any] = ["--class_balance", f"wnut17={args.class_balance}"]
         for name in KINDS:
             named += ["--task", f"{name}={KINDS[name]}", *data_of(args.data, name, f"{name}=")]
         run("finetune", *shared, *named, "--output_dir", output)
@@ -229,7 +229,7 @@ def write(row: dict[str, Any], args: argparse.Namespace) -> None:
         "In percent, means over seeds with their standard deviation (`spread`), on the test rows; the checkpoint is"
         " taken by the validation rows. Methods of one task have equal steps; of `several tasks` these are those of"
         " both together, and `intermediate` and `fusion` have as many before, on the other task or for the adapters."
-        " `several tasks` has no class weights, which the others have on WNUT-17. `ulmfit`: a layer more joins at"
+        " WNUT-17 has class weights, as the command learns to tag nothing without. `ulmfit`: a layer more joins at"
         " equal distances, the last one after half of the steps. `no pretraining`: plain, from weights drawn anew."
         " `head alone`: over the frozen encoder; what an adapter brings is what it adds to that. `rate`: peak learning"
         " rate, ten times higher for few parameters. `floor`: the majority class; the tag that the training rows give"
