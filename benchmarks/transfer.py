@@ -70,6 +70,7 @@ METHODS: dict[str, list[str]] = {
     "fusion": ["--peft", "fusion"],
     "k-adapter": ["--peft", "k_adapter"],
 }
+FEW = ("head alone", "houlsby", "pfeiffer")  # parameters, which learn at a higher rate: the command's own factor
 
 
 def tested(folder: Path, task: str) -> bool:
@@ -112,8 +113,7 @@ def pretrain(args: argparse.Namespace) -> None:
 
 
 def rate_of(method: str, args: argparse.Namespace) -> float:
-    """Few parameters learn at a higher rate: the command's own factor."""
-    return args.learning_rate * (10 if "--peft" in METHODS[method] or method == "head alone" else 1)
+    return args.learning_rate * (10 if method in FEW else 1)
 
 
 def joining(task: str, args: argparse.Namespace) -> list[Any]:
