@@ -211,7 +211,7 @@ def row_of(task: str, method: str, summaries: list[dict[str, Any]], args: argpar
         "processor seconds": round(statistics.mean(summary["processor seconds"] for summary in summaries), 1),
         "metric": metric,
         "test": statistics.mean(scores),
-        "spread": statistics.stdev(scores) if len(scores) > 1 else 0.0,
+        "spread": statistics.stdev(scores) if len(scores) > 1 else None,
         "floor": 100 * floor,
     }
 
