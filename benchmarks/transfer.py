@@ -48,10 +48,15 @@ SHAPE = {
     "residual": "pre_ln",
     "block": "cpe",
     "position": "none",
+    # Masked tokens teach the first token nothing about the whole, so that classifiers read the mean of all.
+    "add_pooler": "false",
+    "classifier_pooling": "mean",
+    "unpad_inputs": "true",
 }
 OTHER = {"sst2": "wnut17", "wnut17": "sst2"}
 METHODS: dict[str, list[str]] = {
     "no pretraining": [],
+    "head alone": ["--unfreeze_every", "1e6"],
     "plain": [],
     "layer rates": ["--layer_decay", "1.3"],
     "ulmfit": ["--layer_decay", "1.3", "--slanted_triangular"],  # and a layer more at every step of `joining`
@@ -65,6 +70,7 @@ METHODS: dict[str, list[str]] = {
     "fusion": ["--peft", "fusion"],
     "k-adapter": ["--peft", "k_adapter"],
 }
+FEW = ("head alone", "houlsby", "pfeiffer")  # parameters, which learn at a higher rate: the command's own factor
 
 
 def tested(folder: Path, task: str) -> bool:
@@ -107,8 +113,7 @@ def pretrain(args: argparse.Namespace) -> None:
 
 
 def rate_of(method: str, args: argparse.Namespace) -> float:
-    """Few parameters learn at a higher rate: the command's own factor."""
-    return args.learning_rate * (10 if "--peft" in METHODS[method] else 1)
+    return args.learning_rate * (10 if method in FEW else 1)
 
 
 def joining(task: str, args: argparse.Namespace) -> list[Any]:
@@ -142,12 +147,13 @@ def train(task: str, method: str, seed: int, output: Path, args: argparse.Namesp
     shared += ["--eval_strategy", "steps", "--save_strategy", "steps", "--save_total_limit", 2]
     shared += ["--eval_steps", args.steps // 3, "--save_steps", args.steps // 3, "--disable_tqdm", "true"]
     shared += ["--learning_rate", rate_of(method, args), "--per_device_train_batch_size", BATCH]
+    shared += ["--per_device_eval_batch_size", 32, "--attention_probs_dropout_prob", 0]
     shared += ["--overwrite_output_dir", *args.extra]
     own = ["--task", KINDS[task], *data_of(args.data, task)]
-    own += ["--class_balance", args.class_balance] if task == "wnut17" and args.class_balance else []
+    own += ["--class_balance", args.class_balance] if task == "wnut17" else []
     other = OTHER[task]
-    if method == "several tasks":  # which have no class weights
-        named = []
+    if method == "several tasks":
+        named: list[Any] = ["--class_balance", f"wnut17={args.class_balance}"]
         for name in KINDS:
             named += ["--task", f"{name}={KINDS[name]}", *data_of(args.data, name, f"{name}=")]
         run("finetune", *shared, *named, "--output_dir", output)
@@ -178,6 +184,18 @@ def trained_adapter(task: str, folder: Path, args: argparse.Namespace) -> Path:
     return folder / f"{task}-pfeiffer-0"
 
 
+def encoder(folder: str) -> str:
+    """A sentence on the encoder's pretraining, where its folder tells of it."""
+    record = Path(folder) / "training_summary.json"
+    about = json.loads(record.read_text()) if record.is_file() else {}
+    if "eval_floor_loss" not in about:
+        return ""
+    return (
+        f" `{Path(folder).name}`: {about['parameters']:,} parameters, pretrained for {about['steps']:,} steps, at a"
+        f" held-out loss of {about['eval_loss']:.2f} ({about['eval_floor_loss']:.2f} by token frequencies)."
+    )
+
+
 def row_of(task: str, method: str, summaries: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
     metric = METRICS[task]
     scores = [100 * summary[f"test_{metric}"] for summary in summaries]
@@ -193,12 +211,12 @@ def row_of(task: str, method: str, summaries: list[dict[str, Any]], args: argpar
         "processor seconds": round(statistics.mean(summary["processor seconds"] for summary in summaries), 1),
         "metric": metric,
         "test": statistics.mean(scores),
-        "spread": statistics.stdev(scores) if len(scores) > 1 else 0.0,
+        "spread": statistics.stdev(scores) if len(scores) > 1 else None,
         "floor": 100 * floor,
     }
 
 
-def write(row: dict[str, Any]) -> None:
+def write(row: dict[str, Any], args: argparse.Namespace) -> None:
     """Replaces the row of the same task, model and method, and the table made of all."""
     path = RESULTS / "transfer.json"
     old = json.loads(path.read_text())["rows"] if path.exists() else []
@@ -211,9 +229,11 @@ def write(row: dict[str, Any]) -> None:
         "In percent, means over seeds with their standard deviation (`spread`), on the test rows; the checkpoint is"
         " taken by the validation rows. Methods of one task have equal steps; of `several tasks` these are those of"
         " both together, and `intermediate` and `fusion` have as many before, on the other task or for the adapters."
-        " `several tasks` has no class weights, which the others have on WNUT-17. `no pretraining`: plain, from"
-        " weights drawn anew. `rate`: peak learning rate, ten times higher for few parameters. `floor`:"
-        " the majority class; the tag that the training rows give a word most often."
+        " WNUT-17 has class weights, as the command learns to tag nothing without. `ulmfit`: a layer more joins at"
+        " equal distances, the last one after half of the steps. `no pretraining`: plain, from weights drawn anew."
+        " `head alone`: over the frozen encoder; what an adapter brings is what it adds to that. `rate`: peak learning"
+        " rate, ten times higher for few parameters. `floor`: the majority class; the tag that the training rows give"
+        f" a word most often.{encoder(args.model)}"
     )
     write_results("transfer", rows, COLUMNS, "Transfer: ways to fine-tune one encoder", note)
 
@@ -251,7 +271,7 @@ def main(argv: list[str] | None = None) -> None:
             for task in args.tasks.split(","):
                 found = [measure(task, method, seed, folder, args) for seed in range(args.seeds)]
                 row = row_of(task, method, found, args)
-                write(row)
+                write(row, args)
                 print(json.dumps(row))
 
 

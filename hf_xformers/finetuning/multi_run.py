@@ -25,6 +25,7 @@ from ..training.randomness import preserved_randomness
 from ..training.recipe import average_last_checkpoints
 from ..training.run_folder import read_summary, start_anew
 from . import loading
+from .class_balance import BalancedLoss
 from .layerwise import LayerGroups
 from .multi_task import (
     HEADS,
@@ -59,7 +60,8 @@ ANSWERS = ("labels", "start_positions", "end_positions")
 class MultiTaskTrainer(TaskTrainer):
     """`TaskTrainer` for a [`MultiTaskModel`]: a batch is of one task, and an evaluation is of all in turn.
 
-    tasks, validations: by name. options: how often each task comes.
+    tasks, validations: by name. options: how often each task comes. losses: by name, in place of the loss of the
+    task's head.
     """
 
     def __init__(
@@ -68,9 +70,11 @@ class MultiTaskTrainer(TaskTrainer):
         tasks: Mapping[str, Task],
         validations: Mapping[str, Encoded],
         options: MultiTaskOptions,
+        losses: Mapping[str, BalancedLoss] | None = None,
         **kwargs: Any,
     ) -> None:
         self.tasks, self.validations, self.options = dict(tasks), dict(validations), options
+        self.losses = dict(losses or {})
         super().__init__(*args, task=next(iter(tasks.values())), validation=None, **kwargs)
         if any(task.mean_loss for task in tasks.values()):  # micro-batches of a step may be of different kinds
             self.model_accepts_loss_kwargs = False
@@ -110,15 +114,23 @@ class MultiTaskTrainer(TaskTrainer):
         """The loss of a batch of one task, or of the least certain rows of candidates: each task's loss by its share
         of them."""
         if CANDIDATES not in inputs:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return self._task_loss(model, inputs, return_outputs, num_items_in_batch)
         candidates = inputs[CANDIDATES]
         chosen = most_uncertain(self._uncertainties(model, candidates), self._train_batch_size)
         count = sum(map(len, chosen.values()))
         losses = []
         for name, rows in chosen.items():
-            loss = super().compute_loss(model, {**rows_of(candidates[name], rows), TASK: name})
+            loss = self._task_loss(model, {**rows_of(candidates[name], rows), TASK: name})
             losses.append(len(rows) / count * loss)
         return torch.stack(losses).sum()
+
+    def _task_loss(self, model: nn.Module, inputs: dict[str, Any], *options: Any) -> Any:
+        """The loss of rows of one task."""
+        self.compute_loss_func = self.losses.get(inputs[TASK])
+        try:
+            return super().compute_loss(model, inputs, *options)
+        finally:
+            self.compute_loss_func = None
 
     @torch.no_grad()
     def _uncertainties(self, model: nn.Module, candidates: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -203,11 +215,9 @@ class MultiTaskTuning:
 
     def _check(self, requests: Mapping[str, tuple[TaskData, TaskOptions]]) -> None:
         run, args = self.run_options, self.args
-        for name, (source, task) in requests.items():
+        for name, (source, _) in requests.items():
             if not source.data:
                 raise ValueError(f"task {name!r} has no rows; give them with --data {name}=FILE")
-            if task.class_balance:
-                raise ValueError("--class_balance makes the loss of one task; leave it out for several at once")
         alone = {
             "max_tokens": run.max_tokens,
             "expert_parallel": run.devices(),
@@ -348,6 +358,7 @@ class MultiTaskTuning:
             args.eval_strategy, args.load_best_model_at_end = IntervalStrategy.NO, False
             args.save_strategy = SaveStrategy.EPOCH if args.save_strategy == SaveStrategy.BEST else args.save_strategy
         models = {name: part._model(prepared[name]) for name, part in self.parts.items()}
+        losses = {name: part._loss(prepared[name], models[name]) for name, part in self.parts.items()}
         model = MultiTaskModel(models, bottleneck=run.peft in BOTTLENECKS)
         groups = LayerGroups(model) if run.goes_by_layers else None
         ensemble: Any = SelfEnsemble(model, run) if run.self_ensemble is not None else None  # type: ignore[arg-type]
@@ -365,6 +376,7 @@ class MultiTaskTuning:
             tasks={name: one.task for name, one in prepared.items()},
             validations=validations,
             options=self.several,
+            losses={name: loss for name, loss in losses.items() if loss is not None},
             data_collator=TaskCollator(collators),
             train_dataset=rows,
             eval_dataset=rows if validations else None,  # there has to be one; `evaluate` has its own

@@ -179,16 +179,30 @@ def test_every_task_is_a_model_by_itself(run, places, capsys):
     assert "holds models for the tasks a, b; name one with --task" in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("name, kind", BOTH.items())
-def test_one_task_is_a_run_of_it_alone(name, kind, places, tmp_path):
+@pytest.mark.parametrize("name, balance", [("a", 0), ("b", 0), ("b", 0.5)])
+def test_one_task_is_a_run_of_it_alone(name, balance, places, tmp_path):
     """With dropout, and micro-batches: the same weights, bit by bit."""
     options = {**SAVES, "max_steps": 5, "learning_rate": 0.01, "per_device_train_batch_size": 4}
-    options |= {"gradient_accumulation_steps": 2}
-    several(places, tmp_path / "several", {name: kind}, **options)
-    finetune(kind, places[name], tmp_path / "alone", model=places["bert"], **options)
+    options |= {"gradient_accumulation_steps": 2, "class_balance": balance}
+    several(places, tmp_path / "several", {name: BOTH[name]}, **options)
+    finetune(BOTH[name], places[name], tmp_path / "alone", model=places["bert"], **options)
     one = load_file(tmp_path / "several" / name / "model.safetensors")
     alone = load_file(tmp_path / "alone" / "model.safetensors")
     assert one.keys() == alone.keys() and all(torch.equal(one[key], value) for key, value in alone.items())
+
+
+def test_rare_classes_of_one_task_count_more(places, tmp_path):
+    """Of weights that stay as they are, the loss of each of its steps is another, and that of the other task's is
+    not."""
+    losses = {}
+    for balance in (0, 0.9):
+        folder = tmp_path / str(balance)
+        found = several(places, folder, BOTH, "--class_balance", f"b={balance}", **LEARN | {"learning_rate": 0},
+                        eval_strategy="no", load_best_model_at_end="false", logging_steps=1)  # fmt: skip
+        history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+        losses[balance] = [entry["loss"] for entry in history if "loss" in entry]
+        assert "class_balance" not in found["tasks"]["a"] and found["tasks"]["b"].get("class_balance", 0) == balance
+    assert Counter(one == other for one, other in zip(*losses.values(), strict=True)) == {True: 8, False: 6}
 
 
 def test_a_resumed_run_ends_the_same(places, tmp_path):
@@ -370,7 +384,6 @@ REFUSED = [
     (BOTH, [], {"sampling": "uncertainty", "self_ensemble": "sda"}, "compares one answer; drop one"),
     (BOTH, [], {"peft": "prompt"}, "--peft prompt"),
     (BOTH, [], {"label_smoothing_factor": 0.1}, "--label_smoothing_factor is for one task at a time"),
-    (BOTH, [], {"class_balance": 0.5}, "--class_balance makes the loss of one task"),
     (BOTH, [], {"metric_for_best_model": "a_bleu"}, "'a_bleu' is not measured; choose one of mean, loss, a_accuracy"),
     (BOTH, ["--label_column", "b=nothing"], {}, "there is no column 'nothing'"),
     ({"a": "summarization"}, [], {"variant": "t5"}, "does not read a text once to classify it"),
