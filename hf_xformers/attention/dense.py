@@ -85,7 +85,7 @@ class DenseAttention(Attention):
 
     def _in_blocks(self, context: LayerContext) -> SelfAttentionTerms | None:
         """What is added to scores and no kernel takes as it is; None: nothing."""
-        if self.cross:
+        if self.cross or (self.position_terms is None and "score_bias" not in context.shared):
             return None
         if self.changes_scores or ("dense_bias" not in context.streams and self._bias_in_blocks(context)):
             return self.score_terms(context)

@@ -158,8 +158,6 @@ class Attention(Undecayed, Sublayer):
     def normalized(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [..., H * d] and keys [..., K * d] as they are projected -> the same, normalised where the spec says
         so."""
-        if self.q_norm is None:
-            return query, key
         return self._normalized(self.q_norm, query), self._normalized(self.k_norm, key)
 
     def _normalized(self, norm: nn.Module | None, projected: Tensor) -> Tensor:
@@ -204,7 +202,8 @@ class Attention(Undecayed, Sublayer):
         """Queries, and the keys and values of all tokens seen so far."""
         streams = context.streams
         query, key, value = self.projected(hidden_states, streams.get(KEY_STATES, hidden_states))
-        query, key = self.normalized(query, key)
+        if self.q_norm is not None:
+            query, key = self.normalized(query, key)
         if context.unpadding is not None:
             query, key, value = (context.padded(x) for x in (query, key, value))
         query, key, value = self.heads(query), self.heads(key), self.heads(value)
@@ -311,7 +310,9 @@ class Attention(Undecayed, Sublayer):
         """What the heads have read, [B, T, H, d] -> [B, T, D] for the residual stream: side by side through the output
         projection, or as the spec's `aggregation` joins them. hidden_states [B, T, D]: the layer's input, which the
         output gate reads."""
-        joined = context.packed(output.flatten(2))
+        joined = output.flatten(2)
+        if context.unpadding is not None:
+            joined = context.packed(joined)
         if self.gate_proj is not None:
             gate = torch.sigmoid(self.gate_proj(hidden_states))
             if self.spec.output_gate == "head":
