@@ -68,7 +68,7 @@ METHODS: dict[str, list[str]] = {
     "houlsby": ["--peft", "houlsby"],
     "pfeiffer": ["--peft", "pfeiffer"],
     "fusion": ["--peft", "fusion"],
-    "k-adapter": ["--peft", "k_adapter"],
+    "k-adapter": ["--peft", "k_adapter", "--unpad_inputs", "false"],  # it reads rows of one length
 }
 FEW = ("head alone", "houlsby", "pfeiffer")  # parameters, which learn at a higher rate: the command's own factor
 
