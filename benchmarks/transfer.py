@@ -70,6 +70,15 @@ METHODS: dict[str, list[str]] = {
     "fusion": ["--peft", "fusion"],
     "k-adapter": ["--peft", "k_adapter", "--unpad_inputs", "false"],  # it reads rows of one length
 }
+ABOUT = {
+    "no pretraining": "plain, from weights drawn anew",
+    "head alone": "over the frozen encoder; what an adapter brings is what it adds to that",
+    "ulmfit": "a layer more joins at equal distances, the last one after half of the steps",
+    "self-ensemble": "the mean of the last five steps' weights, which hardly differ as the rate ends at zero",
+    "intermediate": "after as many steps on the other task",
+    "several tasks": "its steps are those of both together",
+    "fusion": "of the two tasks' Pfeiffer adapters, which had as many steps before",
+}
 FEW = ("head alone", "houlsby", "pfeiffer")  # parameters, which learn at a higher rate: the command's own factor
 
 
@@ -225,15 +234,14 @@ def write(row: dict[str, Any], args: argparse.Namespace) -> None:
         [*(other for other in old if key(other) != key(row)), row],
         key=lambda entry: (entry["task"], entry["model"], order.index(entry["method"])),
     )
+    there = {entry["method"] for entry in rows}
     note = (
         "In percent, means over seeds with their standard deviation (`spread`), on the test rows; the checkpoint is"
-        " taken by the validation rows. Methods of one task have equal steps; of `several tasks` these are those of"
-        " both together, and `intermediate` and `fusion` have as many before, on the other task or for the adapters."
-        " WNUT-17 has class weights, as the command learns to tag nothing without. `ulmfit`: a layer more joins at"
-        " equal distances, the last one after half of the steps. `no pretraining`: plain, from weights drawn anew."
-        " `head alone`: over the frozen encoder; what an adapter brings is what it adds to that. `rate`: peak learning"
-        " rate, ten times higher for few parameters. `floor`: the majority class; the tag that the training rows give"
-        f" a word most often.{encoder(args.model)}"
+        " taken by the validation rows. Methods of one task have equal steps. "
+        + "".join(f"`{name}`: {text}. " for name, text in ABOUT.items() if name in there)
+        + "WNUT-17 has class weights, as the command learns to tag nothing without. `rate`: peak learning rate, ten"
+        " times higher for few parameters. `floor`: the majority class; the tag that the training rows give a word"
+        f" most often.{encoder(args.model)}"
     )
     write_results("transfer", rows, COLUMNS, "Transfer: ways to fine-tune one encoder", note)
 
