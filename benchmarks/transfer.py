@@ -77,6 +77,8 @@ ABOUT = {
     "self-ensemble": "the mean of the last five steps' weights, which hardly differ as the rate ends at zero",
     "intermediate": "after as many steps on the other task",
     "several tasks": "its steps are those of both together",
+    "pfeiffer": "as all adapters, over a frozen encoder, which knows little of what a sentence means",
+    "k-adapter": "reads rows with their padding, which the others take out",
     "fusion": "of the two tasks' Pfeiffer adapters, which had as many steps before",
 }
 FEW = ("head alone", "houlsby", "pfeiffer")  # parameters, which learn at a higher rate: the command's own factor
