@@ -1,7 +1,7 @@
 """What does transfer bring? Ways to fine-tune one pretrained encoder on SST-2 and WNUT-17, at equal steps.
 
 python benchmarks/transfer.py --data DIR --model FOLDER [--pretrain_steps 3000] [--tasks sst2,wnut17]
-    [--methods "plain,layer rates,..."] [--seeds 3] [--steps 600] [--learning_rate 1e-3] [--class_balance 0.5]
+    [--methods "plain,layer rates,..."] [--seeds 3] [--steps 300] [--learning_rate 1e-3] [--class_balance 0.5]
     [--work FOLDER] [-- OPTION ...]
 
 DIR holds `sst2/{train,dev}.tsv` (sentence, label, no header) and `wnut17/{train,dev}.conll`, and perhaps `test`
@@ -260,7 +260,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tasks", default=",".join(KINDS))
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument(
         "--class_balance", type=float, default=0.5, help="of WNUT-17, where nearly all words are outside"
