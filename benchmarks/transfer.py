@@ -1,7 +1,7 @@
 """What does transfer bring? Ways to fine-tune one pretrained encoder on SST-2 and WNUT-17, at equal steps.
 
 python benchmarks/transfer.py --data DIR --model FOLDER [--pretrain_steps 3000] [--tasks sst2,wnut17]
-    [--methods "plain,layer rates,..."] [--seeds 3] [--steps 600] [--learning_rate 1e-3] [--class_balance 0.5]
+    [--methods "plain,layer rates,..."] [--seeds 3] [--steps 300] [--learning_rate 1e-3] [--class_balance 0.5]
     [--work FOLDER] [-- OPTION ...]
 
 DIR holds `sst2/{train,dev}.tsv` (sentence, label, no header) and `wnut17/{train,dev}.conll`, and perhaps `test`
@@ -69,6 +69,17 @@ METHODS: dict[str, list[str]] = {
     "pfeiffer": ["--peft", "pfeiffer"],
     "fusion": ["--peft", "fusion"],
     "k-adapter": ["--peft", "k_adapter", "--unpad_inputs", "false"],  # it reads rows of one length
+}
+ABOUT = {
+    "no pretraining": "plain, from weights drawn anew",
+    "head alone": "over the frozen encoder; what an adapter brings is what it adds to that",
+    "ulmfit": "a layer more joins at equal distances, the last one after half of the steps",
+    "self-ensemble": "the mean of the last five steps' weights, which hardly differ as the rate ends at zero",
+    "intermediate": "after as many steps on the other task",
+    "several tasks": "its steps are those of both together",
+    "pfeiffer": "as all adapters, over a frozen encoder, which knows little of what a sentence means",
+    "k-adapter": "reads rows with their padding, which the others take out",
+    "fusion": "of the two tasks' Pfeiffer adapters, which had as many steps before",
 }
 FEW = ("head alone", "houlsby", "pfeiffer")  # parameters, which learn at a higher rate: the command's own factor
 
@@ -225,15 +236,14 @@ def write(row: dict[str, Any], args: argparse.Namespace) -> None:
         [*(other for other in old if key(other) != key(row)), row],
         key=lambda entry: (entry["task"], entry["model"], order.index(entry["method"])),
     )
+    there = {entry["method"] for entry in rows}
     note = (
         "In percent, means over seeds with their standard deviation (`spread`), on the test rows; the checkpoint is"
-        " taken by the validation rows. Methods of one task have equal steps; of `several tasks` these are those of"
-        " both together, and `intermediate` and `fusion` have as many before, on the other task or for the adapters."
-        " WNUT-17 has class weights, as the command learns to tag nothing without. `ulmfit`: a layer more joins at"
-        " equal distances, the last one after half of the steps. `no pretraining`: plain, from weights drawn anew."
-        " `head alone`: over the frozen encoder; what an adapter brings is what it adds to that. `rate`: peak learning"
-        " rate, ten times higher for few parameters. `floor`: the majority class; the tag that the training rows give"
-        f" a word most often.{encoder(args.model)}"
+        " taken by the validation rows. Methods of one task have equal steps. "
+        + "".join(f"`{name}`: {text}. " for name, text in ABOUT.items() if name in there)
+        + "WNUT-17 has class weights, as the command learns to tag nothing without. `rate`: peak learning rate, ten"
+        " times higher for few parameters. `floor`: the majority class; the tag that the training rows give a word"
+        f" most often.{encoder(args.model)}"
     )
     write_results("transfer", rows, COLUMNS, "Transfer: ways to fine-tune one encoder", note)
 
@@ -250,7 +260,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tasks", default=",".join(KINDS))
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument(
         "--class_balance", type=float, default=0.5, help="of WNUT-17, where nearly all words are outside"
