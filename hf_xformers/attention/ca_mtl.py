@@ -14,10 +14,9 @@ from ..core.extent import can_inspect
 from ..core.hand_overs import HandOver
 from ..core.tasks import STREAM, TASKS, check_one_text, task_numbers
 from ..ops.common.products import wide_products, widened
-from ..ops.common.shifted_rows import SharedRows
 from ..position.base import key_positions
 from .shared.base import AttentionSpec
-from .shared.block_scores import BlockScoresAttention
+from .shared.block_scores import BlockScoresAttention, ScoreBlock
 
 
 class ConditionalBlockAttention(BlockScoresAttention):
@@ -96,29 +95,21 @@ class ConditionalBlockAttention(BlockScoresAttention):
     def tables(self) -> tuple[Tensor, ...]:
         return (self.near[None, None],)
 
-    def scores(
-        self,
-        query: Tensor,
-        key: Tensor,
-        tables: tuple[SharedRows, ...],
-        context: LayerContext,
-        rows: slice,
-        keys: slice,
-        heads: slice,
-    ) -> Tensor:
-        products = wide_products(query * self.scaling, self.repeated(key)[:, heads])
-        return products + self._bias(tables[0], context, rows, keys).to(products.dtype)
+    def scores(self, query: Tensor, key: Tensor, block: ScoreBlock) -> Tensor:
+        products = wide_products(query * self.scaling, self.repeated(key)[:, block.heads])
+        return products + self._bias(block).to(products.dtype)
 
-    def _bias(self, table: SharedRows, context: LayerContext, rows: slice, keys: slice) -> Tensor:
-        """M of some queries and the keys `keys`, [B or 1, 1, t, s]."""
-        asking, answering = context.positions[:, rows], key_positions(context)[:, keys]
-        column, block = answering % self.block, answering // self.block
-        (near,) = widened(table.take_at(asking.clamp(max=self.near.shape[0] - 1)))  # [B or 1, t, w]
+    def _bias(self, block: ScoreBlock) -> Tensor:
+        """M of the block's queries and keys, [B or 1, 1, t, s]."""
+        context = block.context
+        asking, answering = context.positions[:, block.rows], key_positions(context)[:, block.keys]
+        column = answering % self.block
+        (near,) = widened(block.tables[0].take_at(asking.clamp(max=self.near.shape[0] - 1)))  # [B or 1, t, w]
         factor, shift = context.streams["ca_mtl_film"][:, None].chunk(2, dim=-1)
         bias = near * factor + shift  # [B or 1, t, w]
         column = column[:, None].expand(bias.shape[0] if column.shape[0] == 1 else -1, asking.shape[1], -1)
         bias = bias.expand(column.shape[0], -1, -1).gather(-1, column)
-        same = asking[:, :, None] // self.block == block[:, None]
+        same = asking[:, :, None] // self.block == answering[:, None] // self.block
         return torch.where(same, bias, 0.0)[:, None]
 
 

@@ -12,9 +12,8 @@ from ..core.components import register
 from ..core.context import LayerContext, self_attention_cache
 from ..core.initialization import start_projections
 from ..ops.common.products import wide_products
-from ..ops.common.shifted_rows import SharedRows
 from .shared.base import AttentionSpec, cross_cache, given_memory
-from .shared.block_scores import BlockScoresAttention
+from .shared.block_scores import BlockScoresAttention, ScoreBlock
 
 
 class CollaborativeAttention(BlockScoresAttention):
@@ -86,21 +85,12 @@ class CollaborativeAttention(BlockScoresAttention):
             key = torch.cat((key, self.content_proj(tokens)), dim=-1)
         return key, self.v_proj(tokens)
 
-    def scores(
-        self,
-        query: Tensor,
-        key: Tensor,
-        tables: tuple[SharedRows, ...],
-        context: LayerContext,
-        rows: slice,
-        keys: slice,
-        heads: slice,
-    ) -> Tensor:
+    def scores(self, query: Tensor, key: Tensor, block: ScoreBlock) -> Tensor:
         shared, content = key[:, 0, :, : self.shared_width], key[:, 0, :, self.shared_width :]
         # All heads at once against the keys that they share.
         products = wide_products(query.flatten(1, 2), shared).unflatten(1, query.shape[1:3])
         if self.content_proj is not None:
-            products = products + content[..., heads].mT[:, :, None].to(products.dtype)
+            products = products + content[..., block.heads].mT[:, :, None].to(products.dtype)
         return products * self.scaling
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -11,6 +13,17 @@ from ...core.visibility import last_key, rows_can_be_empty, visible_block
 from ...ops.common.shifted_rows import SharedRows
 from .base import Attention
 from .query_blocks import over_query_blocks, rows_at_once, shared_rows, visible_softmax
+
+
+class ScoreBlock(NamedTuple):
+    """Which scores are asked for: of the queries `rows`, the keys `keys` and the heads `heads` of a call. tables: what
+    [`BlockScoresAttention.tables`] names, to take rows of."""
+
+    context: LayerContext
+    rows: slice
+    keys: slice
+    heads: slice
+    tables: tuple[SharedRows, ...]
 
 
 class BlockScoresAttention(Attention):
@@ -24,36 +37,19 @@ class BlockScoresAttention(Attention):
         """What has a gradient and every block of queries takes rows of once, [1, 1, n, w] each."""
         return ()
 
-    def scores(
-        self,
-        query: Tensor,
-        key: Tensor,
-        tables: tuple[SharedRows, ...],
-        context: LayerContext,
-        rows: slice,
-        keys: slice,
-        heads: slice,
-    ) -> Tensor:
-        """query [B, h, t, d]: of the queries `rows` and of `heads`; key [B, K, s, d]: of the keys `keys` -> scores
-        [B, h, t, s] in float32 at least, without bias and masks."""
+    def scores(self, query: Tensor, key: Tensor, block: ScoreBlock) -> Tensor:
+        """query [B, h, t, d] and key [B, K, s, d] of the block -> its scores [B, h, t, s] in float32 at least, without
+        bias and masks."""
         raise NotImplementedError
 
     def weights_of_block(self, query: Tensor, key: Tensor, context: LayerContext, rows: slice, heads: slice) -> Tensor:
         keys = slice(0, last_key(context, self.cross, key.shape[2], rows.stop))
         tables = tuple(SharedRows(x, 1) for x in self.tables())
-        return self._weights(query, key[:, :, keys], tables, context, rows, keys, heads)
+        return self._weights(query, key[:, :, keys], ScoreBlock(context, rows, keys, heads, tables))
 
-    def _weights(
-        self,
-        query: Tensor,
-        key: Tensor,
-        tables: tuple[SharedRows, ...],
-        context: LayerContext,
-        rows: slice,
-        keys: slice,
-        heads: slice,
-    ) -> Tensor:
-        scores = self.scores(query, key, tables, context, rows, keys, heads)
+    def _weights(self, query: Tensor, key: Tensor, block: ScoreBlock) -> Tensor:
+        scores = self.scores(query, key, block)
+        context, rows, keys, heads, _ = block
         bias = self.score_bias(context)
         if bias is not None:
             scores = scores + bias.block(context.query_index[rows], context.key_index[keys])[..., heads, :, :]
@@ -62,12 +58,13 @@ class BlockScoresAttention(Attention):
         return visible_softmax(scores, mask, rows_can_be_empty(context, self.cross))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
-        length, every, literal = query.shape[2], slice(None), self.wants_weights(context)
+        length, literal = query.shape[2], self.wants_weights(context)
         at_once = length if literal else rows_at_once(query.shape[0] * self.num_heads * key.shape[2])
         tables = tuple(shared_rows(x, length, at_once) for x in self.tables())
 
         def read(part: Tensor, near: Tensor, values: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-            weights = self._weights(part, near, tables, context, rows, slice(0, near.shape[2]), every).to(value.dtype)
+            block = ScoreBlock(context, rows, slice(0, near.shape[2]), slice(None), tables)
+            weights = self._weights(part, near, block).to(value.dtype)
             dropped = F.dropout(weights, self.dropout) if self.training and self.dropout else weights
             return torch.matmul(dropped, self.repeated(values)).transpose(1, 2), weights
 
@@ -82,4 +79,4 @@ class BlockScoresAttention(Attention):
         return over_query_blocks(block, length, at_once, (query, 2)), None
 
 
-__all__ = ["BlockScoresAttention"]
+__all__ = ["BlockScoresAttention", "ScoreBlock"]
