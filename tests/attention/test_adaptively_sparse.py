@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_xformers import XFormerConfig
+from hf_xformers.ops import entmax_attention
 from hf_xformers.position.t5_relative_bias import T5RelativeBias, T5RelativeBiasSpec
 from hf_xformers.variants import family
 from tests.attention.score_helpers import (
@@ -29,7 +30,17 @@ SPECS = {
     "bounded": {"type": "adaptively_sparse", "alpha_min": 1.5},
     **{f"alpha {a}": {"type": "adaptively_sparse", "alpha": a} for a in (1, 1.3, 1.5, 2)},
 }
-each_path = pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+each_path = pytest.mark.parametrize("implementation", ["eager", "sdpa", "tiles"], indirect=True)
+
+
+@pytest.fixture
+def implementation(request, monkeypatch):
+    """The literal path; blocks of queries, which short texts take; or tiles of heads, however short the text."""
+    if request.param != "tiles":
+        return request.param
+    monkeypatch.setattr(entmax_attention, "WORTH_A_TILE", 0)
+    monkeypatch.setattr(entmax_attention, "LEAST_ROWS", 1)
+    return "sdpa"
 
 
 def weights_of(scores, allowed, alpha):
@@ -101,15 +112,16 @@ def test_cross_attention_and_bias(implementation):
         close(run_layers([layer], states, context)[0].output.detach(), expected, 1e-9)
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "tiles"], indirect=True)
 @pytest.mark.parametrize("name", ["learned", "shared", "alpha 1.5", "alpha 2"])
-def test_gradients(name):
-    """Those of the fast path are those of the literal one, alpha's included."""
+def test_gradients(name, implementation):
+    """Those of the fast paths are those of the literal one, alpha's included."""
     (layer,) = build_layers(SPECS[name], causal=True, strong=0.8)
     found = []
-    for implementation in ("eager", "sdpa"):
+    for path in ("eager", implementation):
         layer.zero_grad()
         states = vectors(4, 6).requires_grad_()
-        context = make_context(6, True, padding_mask=PADDING, implementation=implementation)
+        context = make_context(6, True, padding_mask=PADDING, implementation=path)
         with small_blocks():
             run_layers([layer], states, context)[0].output[PADDING].square().sum().backward()
         found.append({"states": states.grad} | {key: value.grad.clone() for key, value in layer.named_parameters()})
