@@ -30,8 +30,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.cache_utils import Cache
 
 import hf_xformers  # noqa: F401  (registers the variants)
+from hf_xformers.core.cache import stateful_part
 from hf_xformers.data import train_tokenizer
 from hf_xformers.inference import measure_batch_costs, plan_batches
+from hf_xformers.modeling_base import XFormerPreTrainedModel
 
 VOCABULARY, LONGEST = 8000, 512
 Texts = list[list[int]]
@@ -227,6 +229,51 @@ def measure_decoders(given: argparse.Namespace, kept: set[str]) -> Iterator[list
         yield rows
 
 
+def generated(model: Any, ids: Tensor, tokens: int, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Greedy text through `generate`, whose steps go through `forward`, with keys and values of fixed size where the
+    model keeps these."""
+    ours = isinstance(model, XFormerPreTrainedModel)
+    fixed = {} if ours and stateful_part(model.config) else {"cache_implementation": "static"}
+    settings = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+
+    def run() -> None:
+        model.forward = forward
+        model.generate(ids, **settings, **fixed, disable_compile=True)  # or `generate` compiles where it sees fit
+
+    return run
+
+
+def measure_compiled(given: argparse.Namespace, kept: set[str]) -> Iterator[list[dict[str, Any]]]:
+    """The rows of the shortest context, with steps that torch.compile has turned into code."""
+    context = min(int(context) for context in given.contexts.split(","))
+    what = f"after {context}, compiled"
+    if what in kept:
+        return
+    torch._dynamo.config.recompile_limit = 64  # for all models together, as they share transformers' wrappers
+    models = decoders(size_of(given), context + 2 * given.tokens)
+    ids = torch.randint(5, VOCABULARY, (1, context), generator=torch.Generator().manual_seed(0))
+    calls = {}
+    for name, model in models.items():
+        forward = torch.compile(model.forward)
+        for tokens in (1, given.tokens + 1):  # the first token comes out of reading the context
+            calls[name, tokens] = generated(model, ids, tokens, forward)
+            calls[name, tokens]()
+        calls[name, given.tokens + 1]()  # a length that changes is traced twice
+    seconds = interleaved_seconds(calls, given.rounds)
+    taken = {
+        name: [max(all_of - first, 1e-9) for all_of, first in zip(seconds[name, given.tokens + 1], seconds[name, 1])]
+        for name in models
+    }
+    slower, rows = ratios(taken, "transformers Llama"), []
+    for name, model in models.items():
+        row = {"what": what, "model": name, "parameters M": parameters(model) / 1e6}
+        row["tokens/s"] = given.tokens / statistics.median(taken[name])
+        row["against transformers"] = 1 / slower[name]
+        row["reading s"] = statistics.median(seconds[name, 1])
+        rows.append({**row, "others busy": seconds.others_busy})
+    yield rows
+
+
 def kept_rows(given: argparse.Namespace, sizes: dict[str, int]) -> list[dict[str, Any]]:
     """What was measured before, of the same sizes."""
     path = Path(__file__).parent / "results" / f"{given.name}.json"
@@ -252,7 +299,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--again", action="store_true", help="measure anew what is there already")
-    parser.add_argument("--part", choices=("both", "encoders", "decoders"), default="both")
+    parser.add_argument("--part", choices=("all", "encoders", "decoders", "compiled"), default="all")
     parser.add_argument("--name", default="inference", help="results/NAME.json and results/NAME.md")
     given = parser.parse_args()
     if given.width % 64:
@@ -265,15 +312,17 @@ def main() -> None:
         f" {given.batch} in a batch; `against transformers`: beside transformers' Bert with SDPA and sorted lengths,"
         f" above 1 is faster. Decoders: {given.tokens} tokens after a context that was read in pieces of"
         f" {given.piece}, batch 1, beside transformers' Llama; `cache MiB`: what the cache holds after the context;"
-        " `reading s`: seconds for the context. Models of a block ran in turn, round by round, and ratios are medians"
-        " over rounds. `others busy`: how many of the machine's processors other programs kept busy meanwhile; figures"
-        " are processor time, so that ratios stand where times and `reading s` may not."
+        " `reading s`: seconds for the context. `compiled`: through `generate`, steps made into code by torch.compile,"
+        " with a static cache where a model keeps keys and values. Models of a block ran in turn, round by round, and"
+        " ratios are medians over rounds. `others busy`: how many of the machine's processors other programs kept busy"
+        " meanwhile; figures are processor time, so that ratios stand where times and `reading s` may not."
     )
     sizes = {"layers": given.layers, "hidden": given.width, "texts": given.texts, "tokens": given.tokens}
     rows = kept_rows(given, sizes)
     kept = {row["what"] for row in rows}
-    parts = [measure_encoders(given, kept)] if given.part != "decoders" else []
-    parts += [measure_decoders(given, kept)] if given.part != "encoders" else []
+    parts = [measure_encoders(given, kept)] if given.part in ("all", "encoders") else []
+    parts += [measure_decoders(given, kept)] if given.part in ("all", "decoders") else []
+    parts += [measure_compiled(given, kept)] if given.part in ("all", "compiled") else []
     for part in parts:
         for found in part:
             rows += [{**row, **sizes} for row in found]

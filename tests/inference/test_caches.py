@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import StaticCache
 
-from hf_xformers.core.cache import stateful_part
+from hf_xformers.core.cache import make_cache, stateful_part
 from tests.common.cases import CASES
 from tests.helpers import close, pad, tokens
 
@@ -97,6 +97,21 @@ def test_one_graph_for_every_step(case):
                 found.append(compiled(**part, **given, past_key_values=cache, use_cache=True).logits)
         expected = model(input_ids=ids, **({name: ids} if given else {})).logits
     close(torch.cat(found, dim=1), expected)
+
+
+def test_states_are_traced_twice():
+    """With a state: the call that reads the text, and all steps after it, whose length is another each time."""
+    torch._dynamo.reset()
+    model, ids = next(case for case in ONCE if case.name == "xf_performer").shared(), tokens(2, 9)
+    cache = make_cache(model.config)
+    compiled, found = torch.compile(model, backend="eager"), []
+    with torch.no_grad():
+        found.append(compiled(input_ids=ids[:, :3], past_key_values=cache, use_cache=True).logits)
+        for step in range(3, 9):
+            with torch._dynamo.config.patch(error_on_recompile=step > 3):
+                part = ids[:, step : step + 1]
+                found.append(compiled(input_ids=part, past_key_values=cache, use_cache=True).logits)
+        close(torch.cat(found, dim=1), model(input_ids=ids).logits)
 
 
 @each_once

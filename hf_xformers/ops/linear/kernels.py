@@ -380,7 +380,8 @@ def _weights(logs: Tensor, scale: Tensor, dtype: torch.dtype):
     # Above the diagonal the exponent may be positive: clamp before exp, cut off after.
     decay = (logs[:, :, None, :] - reference[..., None]).clamp_(max=0.0).exp_().tril_()
     decay, row, column = decay.view(-1, chunk, chunk), row.view(-1, chunk, 1), column.view(-1, chunk, 1)
-    return decay, row, column, (carry, factors[:, :1], factors[:, -1:]), scales[:, -1]
+    # The last scale lives on in the state: alone, not as a view that keeps all of them.
+    return decay, row, column, (carry, factors[:, :1], factors[:, -1:]), scales[:, -1].contiguous()
 
 
 def _scores(rows: Tensor, columns: Tensor, decay: Tensor | None) -> Tensor:
