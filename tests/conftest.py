@@ -7,7 +7,7 @@ import pytest
 
 # Files whose first test makes, in several processes, what all their tests read. At the start of a run one worker gets
 # them whole; near its end, where the workers share out what is left, each would make it for itself.
-FIRST = ("test_distributed.py",)
+FIRST = ("test_distributed.py", "test_expert_parallel.py", "test_sequence_parallel.py")
 
 
 def pytest_collection_modifyitems(items):

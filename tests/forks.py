@@ -32,7 +32,6 @@ gc.freeze()  # what all processes share is not looked through in each
 
 
 def script(order):
-    os.setsid()
     signal.alarm(order["seconds"])
     os.chdir(order["folder"])
     os.environ.clear()
@@ -90,9 +89,14 @@ class Forks:
                 "err": str(err),
                 "seconds": seconds,
             }
-            self.process.stdin.write(json.dumps(order) + "\n")
-            self.process.stdin.flush()
-            status = self.process.stdout.readline()
+            try:
+                self.process.stdin.write(json.dumps(order) + "\n")
+                self.process.stdin.flush()
+                status = self.process.stdout.readline()
+            except BaseException:  # the time of a test is up: what comes later would be taken for the next answer
+                self.process.kill()
+                self.process.wait()
+                raise
             assert status, "the process that forks has ended"
             return subprocess.CompletedProcess([code, *arguments], int(status), out.read_text(), err.read_text())
 
@@ -111,6 +115,12 @@ def offline(**more: str) -> dict[str, str]:
 
 
 @functools.cache
+def _shared() -> Forks:
+    return Forks(offline())
+
+
 def forks() -> Forks:
     """The one that all tests share, which does not know the Hub."""
-    return Forks(offline())
+    if _shared().process.poll() is not None:
+        _shared.cache_clear()
+    return _shared()
