@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
+from hf_xformers.core.components import SLOTS
 from hf_xformers.core.parallel_plans import layers_apart
 from hf_xformers.training.trainer import XFormerTrainer
 from hf_xformers.variants import model_types
@@ -58,13 +59,21 @@ def sharded_parts(case: Case) -> set[Any]:
     share them, tied tables, mixtures, layers that are no unit of their own. A mechanism that reads its own parameters
     in its own call is like any other."""
     config = case.preset
-    return {(slot, name) for slot, name, *_ in components(case) if slot in AROUND} | {
-        case.shape,
-        ("tied", config.tie_word_embeddings),
-        ("shared by layers", config.distinct_layers is not None),
-        ("experts", bool(config.feedforward.expert_count())),
-        ("layers apart", layers_apart(config)),
-    }
+    layers = [layer for tower in config.tower_configs() for layer in tower.layer_configs()]
+    specs = [getattr(layer, slot) for layer in layers for slot in SLOTS]
+    around = {(slot, name) for slot, name, *_ in components(case) if slot in AROUND}
+    in_pieces = {(spec.slot, spec.type) for spec in specs if not spec.layers_apart}
+    return (
+        around
+        | in_pieces
+        | {
+            case.shape,
+            ("tied", config.tie_word_embeddings),
+            ("shared by layers", config.distinct_layers is not None),
+            ("experts", bool(config.feedforward.expert_count())),
+            ("layers apart", layers_apart(config)),
+        }
+    )
 
 
 def trained_cases() -> list[Case]:  # builds every model, which is why no test is collected by it

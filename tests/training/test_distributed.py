@@ -6,6 +6,8 @@ Everything is in float64, so that a difference is a mistake and no rounding; eac
 
 from __future__ import annotations
 
+from re import fullmatch
+
 import pytest
 import torch
 
@@ -236,6 +238,10 @@ def test_plans_name_what_is_there(case):
     # Accelerate looks the layers up by name.
     assert model._no_split_modules <= {type(module).__name__ for module in model.modules()}
     assert bool(model._no_split_modules) == layers_apart(model.config)
+    if layers_apart(model.config):  # then no parameter is read in the calls of two layers
+        layers = [module for name, module in model.named_modules() if fullmatch(r"model\.(\w+)\.layers\.\d+", name)]
+        parameters = [id(parameter) for layer in layers for parameter in layer.parameters()]
+        assert len(parameters) == len(set(parameters)) > 0
 
 
 def test_layers_of_a_class_from_elsewhere_are_found():
