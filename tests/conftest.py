@@ -7,20 +7,38 @@ import pytest
 
 # Files whose first test makes, in several processes, what all their tests read. At the start of a run one worker gets
 # them whole; near its end, where the workers share out what is left, each would make it for itself.
-FIRST = ("test_distributed.py",)
+FIRST = ("test_distributed.py", "test_expert_parallel.py", "test_sequence_parallel.py")
 
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name not in FIRST)
 
 
-def pytest_collection_finish(session):
-    """Takes what lives as long as the run (libraries, and tens of thousands of tests) out of the garbage collector's
-    sight. Otherwise going through it again and again takes a third of the suite's time."""
+def out_of_sight():
+    """Takes what lives as long as the run (libraries, tens of thousands of tests, and later the models that tests
+    share) out of the garbage collector's sight. Otherwise going through it again and again takes a third of the
+    suite's time: Trainer alone does so at the start of every training."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish(session):
+    out_of_sight()
     gc.set_threshold(10_000, 20, 20)
     gc.enable()
+
+
+class Files:
+    """Between two files, when their fixtures are gone, what is left is there to stay."""
+
+    def __init__(self):
+        self.path = None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item):
+        if item.path != self.path:
+            self.path = item.path
+            out_of_sight()
 
 
 class Failures:
@@ -38,6 +56,7 @@ class Failures:
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     gc.disable()  # until all tests are known: nothing that is made on the way there goes away
+    config.pluginmanager.register(Files(), "what files leave")
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Failures(terminal), "failures as they come")

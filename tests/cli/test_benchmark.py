@@ -8,12 +8,41 @@ from pathlib import Path
 
 import pytest
 
+from hf_xformers.benchmark import runner
 from hf_xformers.cli import main
 from hf_xformers.cli.benchmark import make_parser, read_entries, read_settings
+from tests.forks import forks
+
+# A job of the benchmark where the imports are done.
+WORKER = """
+import io, sys
+from hf_xformers.benchmark.worker import main
+sys.stdin = io.StringIO(sys.argv.pop())
+main()
+"""
+
+
+@pytest.fixture
+def forked(monkeypatch, tmp_path_factory):
+    """Jobs are measured in forks; but for the memory of dense attention, which has a fresh process, as all have for a
+    user."""
+    place, fresh, jobs = tmp_path_factory.mktemp("worker"), runner.in_fresh_process, []
+
+    def measure(job, timeout):
+        jobs.append(job)
+        if job["kind"] == "memory" and job["entry"]["label"] == "dense":
+            return fresh(job, timeout)
+        result = place / f"{len(jobs)}.json"
+        done = forks().run(WORKER, str(result), json.dumps(job))
+        assert done.returncode == 0, done.stderr
+        return {"status": "ok", **json.loads(result.read_text())}
+
+    monkeypatch.setattr(runner, "in_fresh_process", measure)
+    return jobs
 
 
 @pytest.mark.slow
-def test_a_comparison(tmp_path, capsys):
+def test_a_comparison(tmp_path, capsys, forked):
     folder = tmp_path / "out"
     command = ["benchmark", "--variants", "narrow=longformer", "--set", "narrow.attention.attention_window=4"]
     command += ["--lengths", "16", "--rounds", "1", "--encoder", "--output_dir", str(folder)]
@@ -36,10 +65,11 @@ def test_a_comparison(tmp_path, capsys):
     assert [len(weights) for weights in maps.values()] == [16, 16]
     assert maps["dense"][0][15] > 0 and maps["narrow"][0][15] == maps["narrow"][0][3] == 0 < maps["narrow"][0][2]
     assert (folder / "maps" / "narrow.svg").read_text().startswith("<svg")
+    assert [job["kind"] for job in forked] == ["memory", "time", "memory", "time", "map", "map"]
 
 
 @pytest.mark.slow
-def test_training_only(tmp_path):
+def test_training_only(tmp_path, forked):
     command = ["benchmark", "--variants", "performer", "--train_only", "--tasks", "mqar", "--steps", "3", "--no_maps"]
     command += [
         "--train_batch_size",

@@ -2,14 +2,13 @@
 command, one set of files, one voice."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.forks import forks
 from tests.training.processes import environment
 from tests.training.runs import history, pretrain, pretrain_flags, summary, weights
 
@@ -25,14 +24,15 @@ OPTIONS = {
     "eval_steps": 2,
     "seed": 3,
 }
+# The launcher where the imports are done; the processes that it starts are fresh ones.
+LAUNCH = "import runpy; runpy.run_module('accelerate.commands.launch', run_name='__main__', alter_sys=True)"
 GLOO = {"use_cpu": "true", "ddp_backend": "gloo"}
 
 
 def launch(*argv):
     settings = environment(ACCELERATE_USE_CPU="true")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIG)]
-    command += ["--main_process_port", settings["MASTER_PORT"], "-m", "hf_xformers.cli", *map(str, argv)]
-    return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=240)
+    command = ["--config_file", str(CONFIG), "--main_process_port", settings["MASTER_PORT"]]
+    return forks().run(LAUNCH, *command, "-m", "hf_xformers.cli", *map(str, argv), **settings)
 
 
 @pytest.mark.slow

@@ -4,8 +4,6 @@ killed."""
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,10 +17,10 @@ from hf_xformers.conversion.swap import open_model, swap_components
 from hf_xformers.training.attention_transfer import attention_pairs, transfer_losses
 from hf_xformers.training.earlier_stages import put_aside
 from hf_xformers.training.linearizing import STAGES, SWAPPED
+from tests.forks import forks
 from tests.training.processes import result, run_jobs
 from tests.training.runs import flags, pretrain, weights
 
-ROOT = Path(__file__).parents[2]
 MODERN = "--position rotary --residual pre_ln --normalization rms_norm --attention.bias false".split()
 
 SHARP = {"num_key_value_heads": 1, "initializer_range": 0.3}  # attention far from a mere mean
@@ -137,13 +135,7 @@ def test_a_run_that_was_killed_ends_with_the_same_weights(text, source, tmp_path
         "import sys\nfrom hf_xformers.cli.linearize import run\nfrom tests.cli.test_linearize import Kill\n"
         "run(sys.argv[1:], [Kill('transfer', 3)])"
     )
-    killed = subprocess.run(
-        [sys.executable, "-c", code, *arguments(text, source, cut, **options)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    killed = forks().run(code, *arguments(text, source, cut, **options))
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
     for stage, step in (("distillation", 1), ("distillation", 3), ("lora", 2)):
         with pytest.raises(InterruptedError):

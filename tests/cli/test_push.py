@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -19,9 +18,10 @@ from hf_xformers.hub import bundle
 from hf_xformers.hub.adapter_card import public_base
 from hf_xformers.hub.push import _plain_errors, prepare_upload
 from hf_xformers.variants import config_class, family
+from tests.forks import Forks
 from tests.helpers import make_strong, tiny_fields
 from tests.hub.hub_server import Hub, Repo
-from tests.hub.isolated import ROOT, run, run_without_package
+from tests.hub.isolated import ROOT, WITHOUT_PACKAGE, environment
 
 SUMMARY = {
     "status": "finished",
@@ -175,7 +175,7 @@ def sha(path):
 
 @pytest.fixture(scope="module")
 def pushed(folders, tmp_path_factory):
-    """Everything that talks to the Hub, in one process of the client."""
+    """Everything that talks to the Hub; and further clients of it, each a script in a process of its own."""
     run_folder, later = str(folders / "run"), folders / "later"
     with Hub() as hub:
         hub.part_size["user/whole"] = 2000
@@ -217,16 +217,18 @@ def pushed(folders, tmp_path_factory):
         home = tmp_path_factory.mktemp("client")
         for loaded in ("models--somebody--start", "datasets--somebody--corpus"):  # what training took from the Hub
             (home / "hf" / "hub" / loaded).mkdir(parents=True)
-        printed = run(
-            [sys.executable, "-c", COMMANDS, json.dumps(list(steps.values()))],
-            home=home,
-            timeout=240,
-            HF_ENDPOINT=hub.url,
-            HF_HUB_OFFLINE="0",
-            PYTHONPATH=str(ROOT),
-        )
+        online = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "PYTHONPATH": str(ROOT)}
+        clients = Forks(environment(home, **online))
+
+        def client(code, *arguments, folder=home, **more):
+            done = clients.run(code, *arguments, folder=folder, **more)
+            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+            return done.stdout
+
+        printed = client(COMMANDS, json.dumps(list(steps.values())))
         results = dict(zip(steps, json.loads(printed.splitlines()[-1])))
-        yield SimpleNamespace(hub=hub, results=results, folders=folders)
+        yield SimpleNamespace(hub=hub, results=results, folders=folders, client=client)
+        clients.close()
 
 
 def front(text):
@@ -368,9 +370,7 @@ def test_the_snippet_of_an_adapter(kind, pushed, folders, tmp_path):
     card = pushed.hub.files(f"user/{kind}")["README.md"].decode()
     script = tmp_path / "snippet.py"
     script.write_text(card.split("```python\n")[1].split("```")[0])
-    online = {"HF_ENDPOINT": pushed.hub.url, "HF_HUB_OFFLINE": "0", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", SNIPPET, str(script), str(folders / "adapters.pt"), kind]
-    assert f"labels {LABELS} 3" in run(command, home=tmp_path / "home", **online)
+    assert f"labels {LABELS} 3" in pushed.client(SNIPPET, str(script), str(folders / "adapters.pt"), kind)
 
 
 def test_the_base_is_named_by_its_id(tmp_path):
@@ -443,13 +443,12 @@ def test_the_cache_of_the_hub_is_links(tmp_path):
 def test_loads_from_the_hub(pushed, folders, tmp_path):
     """With the package the plain repository and `push_to_hub`; without it the self-contained one. Equal bit for
     bit."""
-    online = {"HF_ENDPOINT": pushed.hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_writer"}
-    known = str(folders / "known.pt")
-    run([sys.executable, "-c", LOAD, "installed", known], home=tmp_path / "with", PYTHONPATH=str(ROOT), **online)
+    known, where = str(folders / "known.pt"), {"folder": tmp_path, "HF_TOKEN": "hf_writer"}
+    pushed.client(LOAD, "installed", known, **where)
     data = front(pushed.hub.files("user/plain")["README.md"].decode())
     assert {"hf_xformers", "xf_bert"} <= set(data["tags"])
     assert pushed.hub.repos["user/whole"].private
-    printed = run_without_package(LOAD, "alone", known, home=tmp_path / "without", **online)
+    printed = pushed.client(WITHOUT_PACKAGE + LOAD, "alone", known, **where)
     assert "loaded transformers_modules.user.whole." in printed
 
 
@@ -459,8 +458,7 @@ def test_the_snippet_of_a_self_contained_model(pushed, folders, tmp_path):
     card = pushed.hub.files("user/whole")["README.md"].decode()
     snippet = card.split("```python\n")[1].split("```")[0]
     check = "assert tokenizer(['a b']).input_ids == [[2, 1]] and type(model).__name__ == 'XFBertForMaskedLM'\n"
-    online = {"HF_ENDPOINT": pushed.hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_writer"}
-    run_without_package(snippet + check, home=tmp_path / "home", timeout=100, **online)
+    pushed.client(WITHOUT_PACKAGE + snippet + check, folder=tmp_path, HF_TOKEN="hf_writer")
 
 
 def test_cards_by_hand_stay(pushed, folders, tmp_path):

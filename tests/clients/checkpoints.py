@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_xformers.data import train_tokenizer
 from hf_xformers.variants import config_class, family, model_types
+from tests.common.cases import covering
 from tests.common.exceptions import exception
 from tests.helpers import NO_DROPOUT, make_strong, tiny_fields
 
@@ -49,6 +50,22 @@ CAUSAL_ENGINES = [
     "xf_universal_transformer",
     "xf_switch_transformer",
 ]
+
+
+SEEN = ("embedding", "position", "stack", "head")  # slots that decide about a model's inputs, outputs and state
+
+
+def seen_parts(name: str) -> set[Any]:
+    """What a client can see of a family: whatever stands around its layers, and its engine where it is the one for
+    it. What layers do inside has tests of its own."""
+    towers = config_class(name)().tower_configs()
+    parts = {(slot, getattr(tower.layer(0), slot).type, tower.is_decoder) for tower in towers for slot in SEEN}
+    return parts | ({name} & {*ENGINES, *CAUSAL_ENGINES})
+
+
+def met(names: list[str]) -> list[str]:
+    """Few of the families, which together have all that a client can see of any."""
+    return covering(names, seen_parts)
 
 
 def excused(client: str, name: str, head: str | None = None) -> str | None:

@@ -5,14 +5,14 @@ import os
 import pytest
 import torch
 
-from tests.clients.checkpoints import CAUSAL, build, tokenizer
+from tests.clients.checkpoints import CAUSAL, build, met, tokenizer
 
 pytest.importorskip("lm_eval")
 
 PAIRS = [("the small cat", " sat on the mat"), ("a dog", " ran"), ("rain fell", " and then slept in the green field")]
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", met(CAUSAL))
 def test_requests(name):
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from lm_eval.api.instance import Instance

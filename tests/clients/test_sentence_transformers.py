@@ -1,9 +1,9 @@
-"""sentence-transformers: text vectors from every family that reads a text both ways, and training."""
+"""sentence-transformers: text vectors from families that read a text both ways, and training."""
 
 import pytest
 import torch
 
-from tests.clients.checkpoints import ENGINES, READERS, TEXTS, build, save, tokenizer
+from tests.clients.checkpoints import ENGINES, READERS, TEXTS, build, met, save, tokenizer
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
 
@@ -16,7 +16,7 @@ def embedder(folder, mode="mean"):
     return sentence_transformers.SentenceTransformer(modules=[transformer, pooling], device="cpu")
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", met(READERS))
 def test_encode(name, tmp_path):
     """The mean over a text's tokens, whatever it shares a batch with; and again from its own folder."""
     model = build(name, "Model")

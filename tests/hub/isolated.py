@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 # The package may be installed where the tests run, so that leaving it off the path would not hide it.
-_PRELUDE = """
+WITHOUT_PACKAGE = """
 import sys
 
 class Hidden:
@@ -51,7 +51,7 @@ def run_without_package(code: str, *arguments: str, home: Path, timeout: float =
     """Runs a script in which `import hf_xformers` fails; returns what it prints. A failure is an AssertionError."""
     script = home / "script.py"
     home.mkdir(parents=True, exist_ok=True)
-    script.write_text(_PRELUDE + textwrap.dedent(code), encoding="utf-8")
+    script.write_text(WITHOUT_PACKAGE + textwrap.dedent(code), encoding="utf-8")
     return run([sys.executable, "-I", str(script), *arguments], home=home, timeout=timeout, **more)
 
 

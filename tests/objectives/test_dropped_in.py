@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from hf_xformers.objectives import OBJECTIVES
 from hf_xformers.training.building import SHAPES, language_objectives, objective_of_shape
+from tests.forks import forks
 from tests.training.runs import pretrain_flags, write_text
 
 # Predict the middle token of every row; registered under another name than its file's, and with an alias.
@@ -82,8 +80,7 @@ def test_a_file_in_the_room_is_an_objective(tmp_path):
     (tmp_path / "room" / "dropped.py").write_text(FILE, encoding="utf-8")
     options = {"variant": "bert", "objective": "centre", "objective.width": 2, "max_steps": 2}
     argv = pretrain_flags(write_text(tmp_path / "text.txt"), tmp_path / "out", **options)
-    command = [sys.executable, "-c", USE, str(tmp_path / "room"), str(tmp_path / "out"), *argv]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = forks().run(USE, str(tmp_path / "room"), str(tmp_path / "out"), *argv)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "pretrained" in done.stdout
     assert "mlm, clm, span, or another one of `hf-xformers list --objectives`" in " ".join(done.stdout.split())

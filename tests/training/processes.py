@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.forks import forks, offline
 
 # Starts `ranks` of each world size, waits for all, and ends the others when one fails or time is up.
 _PARENT = """
 import gc, importlib, json, os, signal, sys, time, traceback
 module, jobs, folder, worlds, seconds, largest = json.loads(sys.argv[1])
-import torch, transformers, accelerate.utils
-from transformers import Trainer
-from torch.distributed.fsdp import fully_shard
+import torch
 jobs = [getattr(importlib.import_module(module), name) for name in jobs]
-torch.set_num_threads(1)
 gc.freeze()  # what all processes share is not looked through in each
 
 def work(rank, world):
@@ -70,21 +64,11 @@ sys.exit(1 if failed else 0)
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's environment for children that know neither the Hub nor a GPU."""
+    """The environment of processes that form a group, at a port that is free."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        **more,
-    }
+    return offline(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **more)
 
 
 def run_jobs(
@@ -99,7 +83,7 @@ def run_jobs(
     they return is read with [`result`]. largest: the most processes that a job runs in, where that is not all."""
     folder.mkdir(parents=True, exist_ok=True)
     order = json.dumps([module, jobs, str(folder), worlds, seconds, largest or {}])
-    done = subprocess.run([sys.executable, "-c", _PARENT, order], env=environment(), capture_output=True, text=True)
+    done = forks().run(_PARENT, order, **environment())
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
 
 

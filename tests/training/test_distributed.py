@@ -6,6 +6,8 @@ Everything is in float64, so that a difference is a mistake and no rounding; eac
 
 from __future__ import annotations
 
+from re import fullmatch
+
 import pytest
 import torch
 
@@ -25,11 +27,11 @@ from tests.training.distributed_jobs import (
     breadth_cases,
     case_of,
     cases_of_four,
+    sharded_cases,
 )
 from tests.training.processes import result, run_jobs
 
 JOBS = ["data_parallel", "trainer_runs", "fully_sharded", "sharded_trainer", "tensor_parallel"]
-NAMES = [case.name for case in breadth_cases()]
 TOLERANCE = 1e-9
 
 
@@ -67,23 +69,25 @@ def of_four(folder):
     return of
 
 
-def close(actual, expected, tolerance=TOLERANCE):
+def close(actual, expected, tolerance=TOLERANCE, where=""):
     """Equal states; tolerance 0: bit for bit."""
-    assert actual.keys() == expected.keys()
+    assert actual.keys() == expected.keys(), where
     for name, tensor in expected.items():
         torch.testing.assert_close(
-            actual[name], tensor, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            actual[name], tensor, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{where} {name}: {text}"
         )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_every_family_learns_the_same(name, results):
-    """DDP without a broadcast of buffers: parameters, running statistics, centroids, counters, random features. Rows
-    are of unequal lengths, so the processes hold unequal numbers of tokens."""
-    alone, first, second = (job[name] for job in results("data_parallel"))
-    close(first, second, 0)
-    close(first, alone)
+def test_families_learn_the_same(results):
+    """Those that together have all that a step changes. DDP without a broadcast of buffers: parameters, running
+    statistics, centroids, counters, random features. Rows are of unequal lengths, so the processes hold unequal
+    numbers of tokens."""
+    every, (first, second) = results("data_parallel")[0], results("data_parallel")[1:]
+    assert every.keys() == first.keys() == second.keys() and len(every) > 50
+    for name, alone in every.items():
+        close(first[name], second[name], 0, f"{name}, of both processes")
+        close(first[name], alone, where=name)
 
 
 def test_states_do_move():
@@ -140,8 +144,9 @@ def test_trainer_with_fsdp(name, results):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_every_family_under_its_fsdp_plan(name, results):
+@pytest.mark.parametrize("name", [case.name for case in sharded_cases()])
+def test_families_under_their_fsdp_plans(name, results):
+    """Those that together have all that a plan can go wrong with; every plan's names are looked at below."""
     alone, first, second = (job[name] for job in results("fully_sharded"))
     sharded, every = first["split"]
     assert sharded == every > 0
@@ -156,7 +161,7 @@ def test_every_family_under_its_fsdp_plan(name, results):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [case.name for case in cases_of_four()])
 def test_fsdp_on_four_processes(name, results, of_four):
-    """A row each: a family of every stack, of every kind of attention, mixtures, two towers, tied tables."""
+    """A row each."""
     alone, every = results("fully_sharded")[0][name], [job[name] for job in of_four("fully_sharded")]
     sharded, all_of_them = every[0]["split"]
     assert sharded == all_of_them > 0
@@ -172,7 +177,7 @@ def test_fsdp_on_four_processes(name, results, of_four):
 def test_what_four_processes_train():
     """The choice has what it should show."""
     cases = {case.name: case for case in cases_of_four()}
-    assert {case.preset.stack.type for case in cases.values()} == {case.preset.stack.type for case in breadth_cases()}
+    assert {layers_apart(case.preset) for case in cases.values()} == {True, False}
     models = [cases[name].build() for name in SAVED_OF_FOUR]
     assert any(model.all_tied_weights_keys for model in models)
     assert any(model.config.is_encoder_decoder for model in models)
@@ -233,6 +238,10 @@ def test_plans_name_what_is_there(case):
     # Accelerate looks the layers up by name.
     assert model._no_split_modules <= {type(module).__name__ for module in model.modules()}
     assert bool(model._no_split_modules) == layers_apart(model.config)
+    if layers_apart(model.config):  # then no parameter is read in the calls of two layers
+        layers = [module for name, module in model.named_modules() if fullmatch(r"model\.(\w+)\.layers\.\d+", name)]
+        parameters = [id(parameter) for layer in layers for parameter in layer.parameters()]
+        assert len(parameters) == len(set(parameters)) > 0
 
 
 def test_layers_of_a_class_from_elsewhere_are_found():

@@ -3,19 +3,15 @@ death each checkpoint that counts as complete can be read, and the run ends with
 disturbed."""
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.forks import forks
 from tests.training.runs import history, pretrain, pretrain_flags, weights
 
-ROOT = Path(__file__).parents[2]
 OPTIONS = {
     "max_steps": 36,
     "gradient_accumulation_steps": 2,
@@ -133,9 +129,7 @@ def test_ten_deaths(text, tmp_path):
     expected = pretrain(text, tmp_path / "undisturbed", **OPTIONS)
     output = tmp_path / "killed"
     order = json.dumps([moments(), pretrain_flags(text, output, **OPTIONS), str(output)])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-c", RUNNER, order]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = forks().run(RUNNER, order)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert [entry["status"] for entry in found] == [signal.SIGKILL] * len(PLACES) + [0], done.stderr[-4000:]

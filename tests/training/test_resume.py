@@ -1,18 +1,13 @@
 """A run that is killed and resumed ends with the same numbers as one that nobody disturbed, bit for bit."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.forks import forks
 from tests.training.runs import history, pretrain, pretrain_flags, summary, weights
-
-ROOT = Path(__file__).parents[2]
 
 # Runs the command in child processes (so that the imports are paid once), which die by SIGKILL: after a step, or while
 # a checkpoint is half written.
@@ -111,10 +106,7 @@ def killed(text, tmp_path_factory):
         for place, save_steps, step in CASES
     ]
     work.append(("step", 5, pretrain_flags(text, folder / "further", **FURTHER)))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(
-        [sys.executable, "-c", VICTIMS, json.dumps(work)], env=environment, capture_output=True, text=True
-    )
+    done = forks().run(VICTIMS, json.dumps(work))
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [signal.SIGKILL] * len(work), done.stdout + done.stderr
     return folder
