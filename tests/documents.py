@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import re
 import shlex
 import textwrap
@@ -15,11 +14,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 _BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", flags=re.DOTALL | re.MULTILINE)
-
-
-def environment() -> dict[str, str]:
-    """Of a process that runs an example."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def blocks(markdown: str) -> list[tuple[str, str]]:
@@ -43,6 +37,9 @@ def short(arguments: list[str]) -> list[str]:
             arguments += ["--max_steps", "2"]
         arguments += ["--use_cpu", "--eval_strategy", "no"]
     if arguments[0] == "linearize":
+        for name in ("--transfer_steps", "--distillation_steps"):
+            if name in arguments:
+                arguments[arguments.index(name) + 1] = "2"
         arguments += ["--use_cpu", "--eval_strategy", "no"]
     if arguments[0] == "finetune":
         arguments += ["--num_train_epochs", "1", "--use_cpu"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,6 @@ from tests.documents import (
     ROOT,
     blocks,
     check_launch,
-    environment,
     launched,
     lines,
     short,
@@ -27,16 +26,17 @@ from tests.documents import (
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_python_examples(tmp_path):
+def test_python_examples(tmp_path, monkeypatch, capsys):
+    """In this process, which has imported what they import; test_package.py begins in a new one."""
     found = [text for kind, text in blocks(TEXT) if kind == "python"]
     assert len(found) >= 6
-    script = tmp_path / "readme.py"
-    script.write_text("\n\n".join(found), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, env=environment()
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "did you mean 'theta'" in done.stdout.lower()
+    monkeypatch.chdir(tmp_path)
+    session = types.ModuleType("readme")
+    monkeypatch.setitem(sys.modules, session.__name__, session)
+    with small_corpus(tmp_path):
+        for number, text in enumerate(found):
+            exec(compile(text, f"README.md, block {number}", "exec"), vars(session))
+    assert "did you mean 'theta'" in capsys.readouterr().out.lower()
 
 
 CONSOLE = [line for kind, text in blocks(TEXT) if kind == "console" for line in lines(text)]
@@ -58,21 +58,15 @@ def test_launch_lines(words):
 
 @pytest.mark.slow
 def test_commands(tmp_path, monkeypatch, capsys):
-    """In this process, but for one: seconds of imports for each would show nothing more. Paths are as in the README,
-    from the folder in which the commands follow each other."""
+    """In this process: seconds of imports for each would show nothing more (cli/test_launch.py starts others). Paths
+    are as in the README, from the folder in which the commands follow each other."""
     monkeypatch.chdir(tmp_path)
     assert len(COMMANDS) == 11 and sum("pretrain" in line for line in COMMANDS) == 2
     write_rows(tmp_path)
     write_llama(tmp_path)
     with small_corpus(tmp_path):
         for line in COMMANDS:
-            arguments = short(shlex.split(line)[1:])
-            if "reviews.csv" in arguments:
-                command = [sys.executable, "-m", "hf_xformers.cli", *arguments]
-                done = subprocess.run(command, capture_output=True, text=True, env=environment())
-                assert done.returncode == 0, f"{line}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
-            else:
-                assert main(arguments) == 0, f"{line}\n{capsys.readouterr().err[-3000:]}"
+            assert main(short(shlex.split(line)[1:])) == 0, f"{line}\n{capsys.readouterr().err[-3000:]}"
 
 
 def test_scripts_exist():

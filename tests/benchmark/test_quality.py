@@ -74,19 +74,27 @@ def test_seed_decides_the_start():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["copy", "mqar"])
-def test_dense_attention_solves_it_at_the_defaults(data, task):
-    found = train_on(baseline("decoder"), "decoder", task, Training(), data(task, Training()))
+@pytest.mark.parametrize("task, steps", [("copy", 100), ("mqar", 300)])
+def test_dense_attention_solves_it_at_the_defaults(data, task, steps):
+    """In fewer steps than those, even."""
+    training = Training(steps=steps)
+    assert steps < Training().steps
+    found = train_on(baseline("decoder"), "decoder", task, training, data(task, training))
     assert found["accuracy"] > 0.97 > 0.2 > found["chance accuracy"]
 
 
 ONE = Training(steps=1, batch_size=2, length=12, hidden_size=16, layers=2, held_out=2, evaluations=1)
 
 
-@pytest.mark.parametrize("variant", [name for name in model_types() if config_class(name).modality == "text"])
+TEXT = [name for name in model_types() if config_class(name).modality == "text"]
+OF_STACKS = {config_class(name)().stack.type: name for name in TEXT}.values()
+
+
+@pytest.mark.parametrize("variant", TEXT)
 def test_every_variant_can_be_trained(data, variant):
+    """On answers of its tokens; a classifier is trained on whatever hands it vectors, one variant of each stack."""
     entry = Entry("x", variant)
-    for task in ("mqar", "listops"):
+    for task in ("mqar", "listops") if variant in OF_STACKS else ("mqar",):
         shape = choose_shapes([entry], None, TASKS[task].order)["x"]
         size = replace(ONE, layers=4) if variant == "xf_axial_transformer" else ONE  # outer and inner ones
         found = train_on(entry, shape, task, size, data(task, size))

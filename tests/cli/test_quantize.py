@@ -142,6 +142,12 @@ def test_a_folder(weights_, activations, source, tmp_path, capsys):
     assert any("classifier" in name for name in kept) and any("embedding" in name for name in kept)
     step = json.loads((out / "compression.json").read_text())["steps"][-1]
     assert step["command"] == "quantize" and step["after"]["bytes"] < step["before"]["bytes"]
+
+
+def test_what_is_quantised_is_used_as_it_is(source, tmp_path, capsys):
+    """Whatever its numbers are: it predicts, and is neither quantised again nor trained."""
+    out = tmp_path / "out"
+    assert quantize(source, out, weights="int4", activations="int8") == 0, capsys.readouterr()
     assert main(["predict", "--model", str(out), "--text", "it was a fine day", "--use_cpu", "--no_progress"]) == 0
     assert quantize(out, tmp_path / "twice") == 2
     assert "is quantised already (torchao)" in " ".join(capsys.readouterr().err.split())

@@ -135,9 +135,9 @@ def test_ours_first(complete_case):
     assert type(theirs).__name__ == complete_case.theirs
     given = complete_case.inputs()
     assert_parity(theirs, ours, complete_case.labelled(given))
-    again = from_transformers(theirs)
+    again = from_transformers(theirs).state_dict()
     for name, tensor in ours.state_dict().items():
-        assert torch.equal(tensor, again.state_dict()[name]), name
+        assert torch.equal(tensor, again[name]), name
 
 
 def test_left_padding_needs_no_position_ids_here(cases):

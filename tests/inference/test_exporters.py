@@ -36,7 +36,7 @@ def case_named(name):
 
 
 def test_decoding_with_a_cache():
-    model = case_named("modern-decoder").build(dtype=torch.float32)
+    model = case_named("modern-decoder").build(dtype=torch.float32, num_hidden_layers=1)
     decode = exported(model, DynamoExporter, DynamoConfig)
     for prefix in (6, 4):
         going_on(model, decode, prefix)
@@ -47,5 +47,5 @@ def test_onnx_decoding_with_a_cache():
     for name in ("onnx", "onnxscript", "onnxruntime"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed: pip install hf_xformers[onnx]")
-    model = case_named("xf_gpt2-decoder").build(dtype=torch.float32)
+    model = case_named("xf_gpt2-decoder").build(dtype=torch.float32, num_hidden_layers=1)
     going_on(model, exported(model, OnnxExporter, OnnxConfig), 6)
