@@ -38,6 +38,7 @@ from transformers_tests import Unavailable, cache_folder, lay_out  # noqa: E402
 # of the others the base model and those that predict tokens.
 SAMPLE = (
     "xf_t5",
+    "xf_pabee",
     "xf_compressive_transformer",
     "xf_clustered_attention",
     "xf_deberta",
@@ -46,7 +47,6 @@ SAMPLE = (
     "xf_feedback_transformer",
     "xf_funnel_transformer",
     "xf_longformer",
-    "xf_pabee",
     "xf_performer",
     "xf_reformer",
     "xf_switch_transformer",
@@ -105,6 +105,7 @@ def main(argv: list[str] | None = None) -> int:
         "overrides": overrides,
         "every_head": list(EVERY_HEAD) if arguments.sample else ["*"],
         "two_towers": list(TWO_TOWERS) if arguments.sample else ["*"],
+        "sample": arguments.sample,
     }
     if arguments.list:
         print_families(discover(spec["package"], spec["builtin"]))

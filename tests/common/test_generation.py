@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.common.cases import each_case, each_causal_case
+from tests.common.cases import each_case, each_causal_case, each_causal_part
 from tests.helpers import close, pad, tokens
 
 LENGTH = 13
@@ -109,7 +109,7 @@ def test_cached_equals_full(case, pieces):
         close(output[mask.bool()], case.run(model, padded, mask)[mask.bool()])
 
 
-@each_causal_case
+@each_causal_part
 def test_greedy_generation(case):
     """`generate`, with and without a cache, writes what a full pass over the text itself finds likeliest at each
     place (later tokens do not change that, as the tests above show), for each text of a padded batch."""
@@ -137,7 +137,7 @@ def test_greedy_generation(case):
         assert torch.equal(written, logits.argmax(-1))
 
 
-@each_causal_case
+@each_causal_part
 def test_beam_search(case):
     """Beams reorder the cache."""
     model = case.shared()
@@ -152,7 +152,7 @@ def test_beam_search(case):
     close(cached.sequences_scores, full.sequences_scores, 1e-6)
 
 
-@each_causal_case
+@each_causal_part
 def test_sampling_is_seeded(case):
     model, ids = case.shared(), tokens(2, 4)
     texts = []

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from tests.common.cases import each_case
+from tests.common.cases import each_part
 from tests.helpers import close, close_gradients, gradients, pad, tokens
 
 LENGTHS = (1, 2, 7, 13)
 
 
-@each_case
+@each_part
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padding_changes_nothing(case, side):
     """Padding that is added, and its contents; forward and gradients."""
@@ -26,7 +26,7 @@ def test_padding_changes_nothing(case, side):
     close_gradients(gradients(model, valid), expected_gradients)
 
 
-@each_case
+@each_part
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_one_by_one(case, side):
     """A batch of lengths 1, 2, 7 and 13 gives each text what it gets alone and unpadded."""
@@ -39,7 +39,7 @@ def test_one_by_one(case, side):
             close(output[index][mask[index].bool()], case.run(model, row[None])[0])
 
 
-@each_case
+@each_part
 def test_rows_of_padding_alone(case):
     """Finite outputs and gradients, and the other rows do not notice."""
     model, ids = case.shared(), tokens(3, 7)
@@ -57,7 +57,7 @@ def test_rows_of_padding_alone(case):
             assert gradient.isfinite().all(), name
 
 
-@each_case
+@each_part
 def test_half_precision(case):
     """bfloat16 is finite, padded rows included, and near float32."""
     ids, mask = pad([tokens(9), tokens(4, seed=1)], 9, "right")
@@ -72,7 +72,7 @@ def test_half_precision(case):
     assert error.abs().mean() < 0.03 * spread, f"mean error {error.abs().mean() / spread:.3f} of the logits' spread"
 
 
-@each_case
+@each_part
 def test_half_precision_gradients(case):
     model, ids = case.shared(torch.bfloat16), tokens(2, 9)
     for name, gradient in gradients(model, case.run(model, ids).float()).items():

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from hf_xformers import XFormerConfig
 from hf_xformers.core.components import Spec
 from hf_xformers.variants import model_types
-from tests.common.cases import AUTO, SHAPES, each_case
+from tests.common.cases import AUTO, SHAPES, each_case, each_part
 from tests.helpers import aligned, pad, tokens
 
 
@@ -19,7 +19,7 @@ def fields(config):
     return {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
 
 
-@each_case
+@each_part
 def test_save_and_load(case, tmp_path):
     model = case.shared(torch.float32)
     ids, mask = pad([tokens(9), tokens(5, seed=1)], 9, "right")
@@ -62,7 +62,7 @@ def test_config_round_trip(case, tmp_path):
     assert read.layer(0).num_attention_heads == config.layer(0).num_attention_heads
 
 
-@each_case
+@each_part
 def test_no_meta_leftovers(case, tmp_path):
     """Tables that a component computes for itself survive loading, which builds the model without values."""
     model = case.shared(torch.float32)

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from hf_xformers.blocks.base import XFormerLayer
-from tests.common.cases import CASES, components, covering, each_case
+from tests.common.cases import CASES, components, covering, each_case, each_part
 from tests.helpers import NO_DROPOUT, aligned, close, close_gradients, pad, tokens
 
 ADAPTED = ("q_proj", "v_proj")
@@ -36,7 +36,7 @@ def parameter_gradients(model, ids, mask):
     return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@each_case
+@each_part
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 def test_gradient_checkpointing(case):
     """Both kinds run every layer twice and give the gradients of the plain pass."""
@@ -60,7 +60,7 @@ def test_gradient_checkpointing(case):
         model.gradient_checkpointing_disable()
 
 
-@each_case
+@each_part
 def test_state_moves_once(case):
     """Running statistics, centroids and counters are after a step with checkpointing what they are after one
     without."""
@@ -80,7 +80,7 @@ def test_state_moves_once(case):
             close(buffer, found[0][name])
 
 
-@each_case
+@each_part
 def test_training(case, tmp_path):
     """Every parameter gets a gradient, the loss falls on a fixed batch, and the trained model comes back as it was."""
     model = case.build(strong=False, dtype=torch.float32, **NO_DROPOUT).train()
@@ -123,9 +123,12 @@ def test_padding_has_no_loss(case):
     close(together, (counts[0] * parts[0] + counts[1] * parts[1]) / sum(counts))
 
 
+ADAPTED_SLOTS = ("attention", "cross_attention", "feedforward", "block", "stack")
+
+
 def adapted_parts(case):
-    """The family, and each component in each direction."""
-    return {case.name} | {(slot, name, decodes) for slot, name, _, decodes in components(case)}
+    """Each component that has projections or runs what has them, and each shape: adapters find them by their names."""
+    return {(slot, name) for slot, name, _, _ in components(case) if slot in ADAPTED_SLOTS} | {case.shape}
 
 
 @pytest.mark.parametrize("case", covering(CASES, adapted_parts), ids=str)
@@ -166,7 +169,7 @@ def test_lora(case, tmp_path):
         close(case.run(adapted.merge_and_unload(), ids, mask), expected, 1e-4)
 
 
-@each_case
+@each_part
 @pytest.mark.parametrize("length", [1, 2])
 def test_short_texts_train(case, length):
     """A text of one or two tokens has a finite loss and gradient (a causal one of a single token has no target)."""

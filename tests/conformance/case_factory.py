@@ -24,14 +24,13 @@ from transformers_tests import PACKAGE
 LARGEST = 1_000_000  # parameters of a tiny model
 # What a family of a sample is tested with, when another one stands for the heads.
 WITHOUT_HEADS = ("AutoModel", "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
-# What it leaves to those with every head: tests that depend on no mechanism, or that go through the same in further
-# precisions, in which the package's own suite tests every family.
-LEFT_TO_OTHERS = (
-    "test_bc_torch_dtype",
-    "test_eager_matches_sdpa_inference_*_fp16_*",
-    "test_eager_matches_sdpa_inference_*_bf16_*",
-    "test_training_overfit",
-)
+# What it leaves to those with every head: tests that depend on no mechanism.
+LEFT_TO_OTHERS = ("test_bc_torch_dtype", "test_training_overfit")
+# What all leave to the family of two towers with every head, which has each direction of attention: tests that go
+# through the same in further precisions, in which the package's own suite tests every family.
+LEFT_TO_TWO_TOWERS = ("test_eager_matches_sdpa_inference_*_fp16_*", "test_eager_matches_sdpa_inference_*_bf16_*")
+# Tests in which each class of a sample is tested on one family, the first that has it.
+EACH_CLASS_ONCE = ("test_bc_torch_dtype", "test_ours_export_*")
 
 
 def build_cases(spec: dict[str, Any]) -> list[type[unittest.TestCase]]:
@@ -39,7 +38,9 @@ def build_cases(spec: dict[str, Any]) -> list[type[unittest.TestCase]]:
     families = discover(spec["package"], spec["builtin"])
     common = _teach_names(families)
     rules = load_overrides(spec["overrides"])
-    made = []
+    if spec["sample"]:  # in its order, in which those come first that have every head and are quickly exported
+        families.sort(key=lambda family: [*spec["model_types"], family.model_type].index(family.model_type))
+    made, heads = [], set()  # the heads of a sample's families so far
     for family in families:
         if spec["model_types"] and not any(fnmatch.fnmatchcase(family.model_type, p) for p in spec["model_types"]):
             continue
@@ -47,18 +48,32 @@ def build_cases(spec: dict[str, Any]) -> list[type[unittest.TestCase]]:
         sampled = not any(fnmatch.fnmatchcase(family.model_type, p) for p in spec["every_head"])
         if sampled:
             family.models = {name: models for name, models in family.models.items() if name in WITHOUT_HEADS}
+        in_two_towers = any(fnmatch.fnmatchcase(family.model_type, p) for p in spec["two_towers"])
         for kind, models in _shapes(family, overrides):
             if spec["kinds"] and kind not in spec["kinds"]:
                 continue
             suffix = "" if kind == (overrides.get("kind") or family.kind) else f"__{kind}"
-            if suffix and not any(fnmatch.fnmatchcase(family.model_type, p) for p in spec["two_towers"]):
+            if suffix and not in_two_towers:
                 continue
             name = "Test_" + "".join(c if c.isalnum() else "_" for c in family.model_type) + suffix
             try:
                 made.append(_build(name, family, kind, models, overrides, common, sampled))
+                if spec["sample"]:
+                    case = made[-1].conformance_case
+                    case.alone = () if in_two_towers and not suffix else _not_seen(models, heads)
+                    case.one_layer = "stack:plain" in components_of(family.config_class)
+                    heads |= set(models)
             except Exception:
                 made.append(_broken(name, family.model_type, traceback.format_exc()))
     return made
+
+
+def _not_seen(models: dict[str, list[type]], heads: set[str]) -> tuple[type, ...]:
+    """The classes of the heads that are not among `heads`, and always those that predict tokens; the base model where
+    there are no others, since it is inside them."""
+    kept = [name for name in models if name in WITHOUT_HEADS or name not in heads]
+    kept = [name for name in kept if name != "AutoModel"] or kept
+    return tuple(dict.fromkeys(cls for name in kept for cls in models[name]))
 
 
 def _shapes(family: Family, overrides: dict[str, Any]) -> list[tuple[str, dict[str, list[type]]]]:
@@ -154,8 +169,19 @@ class OurChecks:
         reason = waived(self._testMethodName, self.conformance_case.kind, self.conformance_case.overrides["waive"])
         if reason is not None:
             self.skipTest(f"WAIVED: {reason}")
-        if self.conformance_case.sampled and any(fnmatch.fnmatchcase(self._testMethodName, p) for p in LEFT_TO_OTHERS):
+        if self._is_one_of(LEFT_TO_OTHERS) and self.conformance_case.sampled:
             self.skipTest("the families of the sample that have every head show it")
+        if self.conformance_case.alone is None:
+            return
+        two_towers = self.conformance_case.kind == "seq2seq" and not self.conformance_case.sampled
+        if self._is_one_of(LEFT_TO_TWO_TOWERS) and not two_towers:
+            self.skipTest("the family of the sample that has two towers and every head shows it")
+        if self._is_one_of(EACH_CLASS_ONCE):
+            kept = self.conformance_case.alone
+            self.all_model_classes = tuple(cls for cls in self.all_model_classes if cls in kept)
+
+    def _is_one_of(self, patterns: tuple[str, ...]) -> bool:
+        return any(fnmatch.fnmatchcase(self._testMethodName, pattern) for pattern in patterns)
 
     def _prepare_for_class(self, inputs_dict, model_class, return_labels=False):
         """Adds the labels of a class with two objectives, as the tests of each such model in transformers do."""

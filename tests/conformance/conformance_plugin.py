@@ -22,7 +22,6 @@ RESULTS: dict[str, dict[str, Any]] = {}
 def pytest_configure(config):
     for mark in _MARKS:
         config.addinivalue_line("markers", f"{mark}: used by transformers' common tests")
-    spare_override_dicts()
 
 
 def spare_override_dicts() -> None:

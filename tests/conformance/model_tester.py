@@ -37,6 +37,8 @@ class Case:
     overrides: dict[str, Any]
     kwargs: dict[str, Any]
     sampled: bool = False  # one of a few families that stand for all: what others of them show is left out
+    alone: tuple[type, ...] | None = None  # in a sample: classes that no other of its families has; None: all
+    one_layer: bool = False  # whether its export needs no more: in a sample, where layers stand one on another
     vision_length: int | None = None  # length of the sequence that an image becomes, found by running one
 
     @property
@@ -44,8 +46,8 @@ class Case:
         kept = [cls for group in self.models.values() for cls in group]
         return [cls for cls in dict.fromkeys(kept) if cls.__name__ not in self.overrides["drop_classes"]]
 
-    def config(self):
-        return self.config_class(**copy.deepcopy(self.kwargs))
+    def config(self, **changes: Any):
+        return self.config_class(**copy.deepcopy({**self.kwargs, **changes}))
 
     def accepts(self, name: str) -> bool:
         """Whether the forward method of the family's first class (its base model, if there is one) takes `name`."""

@@ -38,41 +38,40 @@ def test_import_is_light():
     assert heavy == "[]"
 
 
-ORDERS = {
-    "ours_first": "import transformers\nimport hf_xformers\nfrom transformers import AutoConfig, AutoModelForMaskedLM",
-    "theirs_first": "from transformers import AutoConfig, AutoModelForMaskedLM\nimport hf_xformers",
-}
+NAMES = """[name.rpartition(".")[2] for name in sys.modules if name.startswith("hf_xformers.variants.")]"""
 
 
-@pytest.mark.parametrize("order", list(ORDERS))
-def test_auto_classes(order):
-    """Resolved by name, and no other variant is imported for it."""
-    output = run(
-        ORDERS[order]
-        + """
-import sys
-config = AutoConfig.for_model("xf_bert", hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
-model = AutoModelForMaskedLM.from_config(config)
-print(type(config).__name__, type(model).__name__)
-print(sorted(name.rpartition(".")[2] for name in sys.modules if name.startswith("hf_xformers.variants.")))
-"""
-    )
+def test_auto_classes():
+    """Imported after those: resolved by name, and no other variant is imported for it."""
+    output = run(f"""
+        import sys
+        from transformers import AutoConfig, AutoModelForMaskedLM
+        import hf_xformers
+        sizes = dict(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
+        config = AutoConfig.for_model("xf_bert", **sizes)
+        model = AutoModelForMaskedLM.from_config(config)
+        print(type(config).__name__, type(model).__name__)
+        print({NAMES})
+        """)
     assert output.splitlines() == ["XFBertConfig XFBertForMaskedLM", "['bert']"]
 
 
 def test_from_pretrained_in_a_new_process(tmp_path):
-    """A saved folder is all that another process needs, beside `import hf_xformers`."""
+    """A saved folder is all that another process needs, beside `import hf_xformers`, here before the Auto classes."""
     config = config_class("xf_gpt2")(**tiny_fields(config_class("xf_gpt2")))
     torch.manual_seed(0)
     model = family("xf_gpt2")["ForCausalLM"](config).eval()
     model.save_pretrained(tmp_path)
     ids = tokens(1, 5)
     output = run(f"""
+        import sys
         import hf_xformers, torch
         from transformers import AutoModelForCausalLM
         model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
+        print({NAMES})
         print(type(model).__name__, float(model(torch.tensor({ids.tolist()})).logits.double().sum()))
         """)
+    assert output.splitlines()[-2] == "['gpt2']"
     name, total = output.splitlines()[-1].split()
     assert name == "XFGPT2ForCausalLM"
     assert float(total) == pytest.approx(model(ids).logits.double().sum().item(), abs=1e-3)
