@@ -85,8 +85,9 @@ def run(argv: Sequence[str]) -> int:
 def _convert(arguments: argparse.Namespace) -> Any:
     from ..conversion import convert_checkpoint
 
-    if arguments.text is not None:
-        raise ValueError("--text is the sample for a swap; give components to swap, or leave it out")
+    for name, what in (("text", "the sample for"), ("seed", "that of the tensors that start anew in")):
+        if getattr(arguments, name) is not None:
+            raise ValueError(f"--{name} is {what} a swap; give components to swap, or leave it out")
     return convert_checkpoint(
         arguments.source,
         arguments.target,
@@ -135,7 +136,7 @@ def _swap(arguments: argparse.Namespace, dotted: Mapping[str, Mapping[str, str]]
         head=arguments.head,
         max_length=arguments.max_length,
         texts=sample,
-        seed=arguments.seed,
+        seed=arguments.seed or 0,
         layers=chosen,
         **changes,
     )
@@ -193,5 +194,5 @@ def make_parser() -> argparse.ArgumentParser:
     swap.add_argument(
         "--text", metavar="FILE", help="sample on which the outputs are compared; default: Python's help"
     )
-    swap.add_argument("--seed", type=int, default=0, metavar="N", help="of the tensors that start anew (default: 0)")
+    swap.add_argument("--seed", type=int, metavar="N", help="of the tensors that start anew (default: 0)")
     return parser

@@ -134,7 +134,10 @@ def _check(model: XFormerPreTrainedModel) -> None:
     name = type(model).__name__
     decodes = model.config.is_decoder or model.config.is_encoder_decoder
     if not decodes or model.get_output_embeddings() is None:
-        raise ValueError(f"{name} generates nothing, step by step; export it with `export_onnx`.")
+        raise ValueError(
+            f"{name} generates nothing, step by step; export it whole (`export_onnx`, or `hf-xformers export` without"
+            " `--step`)."
+        )
 
 
 def _exported(model: XFormerPreTrainedModel, tolerance: float) -> DecodingStep:

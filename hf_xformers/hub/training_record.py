@@ -42,7 +42,8 @@ def read_record(folder: Path) -> TrainingRecord:
     state = _json(folder / "trainer_state.json")
     record = TrainingRecord(task=summary.get("task"))
     _read_data(record, summary)
-    start = summary.get("init_from")
+    # A student starts from what its teacher has given it, which is named on its own.
+    start = None if summary.get("distillation") else summary.get("init_from")
     if isinstance(start, str) and is_hub_id(start, "model"):
         record.base_model = start
     objective = summary.get("objective")

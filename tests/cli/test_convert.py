@@ -55,3 +55,11 @@ def test_there_and_back(bert, tmp_path, capsys):
     assert report["new"] == report["dropped"] == []
     assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "bert"
     torch.testing.assert_close(logits(tmp_path / "back"), logits(bert), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("option", "value"), [("--text", "sample.txt"), ("--seed", "3")])
+def test_what_only_a_swap_reads(option, value, bert, tmp_path, capsys):
+    assert main(["convert", "--from", str(bert), "--to", str(tmp_path / "ours"), option, value]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"{option} is" in told and "give components to swap, or leave it out" in told
+    assert not (tmp_path / "ours").exists()

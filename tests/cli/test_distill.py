@@ -10,6 +10,7 @@ from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from hf_xformers.cli import main
 from hf_xformers.cli.distill import run
+from hf_xformers.hub.training_record import read_record
 from tests.finetuning.task_data import classification, finetune, tagging, translation
 from tests.training.runs import flags, pretrain, summary, weights
 
@@ -52,6 +53,8 @@ def test_a_classifier(method, teacher, rows, tmp_path, capsys):
     assert step["command"] == "distill" and step["after"]["parameters"] < step["before"]["parameters"]
     assert step["after"]["quality"] >= step["after"]["floor"] + 0.2
     assert not any("distillation" in name for name in weights(out))
+    facts = read_record(out).facts  # of its card: what the run starts from is the teacher's
+    assert facts["teacher"] == teacher.name and "started from" not in facts
     model = AutoModelForSequenceClassification.from_pretrained(out)
     assert model.config.num_hidden_layers == 2 and model.config.id2label == {0: "0", 1: "1"}
     assert summary(out)["parameters"] == model.num_parameters()

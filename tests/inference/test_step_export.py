@@ -189,7 +189,7 @@ def test_taking_a_cache_apart_and_together():
 
 def test_refusals(tmp_path):
     encoder = next(case for case in CASES if str(case) == "xf_bert-encoder").shared(torch.float32)
-    with pytest.raises(ValueError, match="generates nothing, step by step; export it with `export_onnx`"):
+    with pytest.raises(ValueError, match="generates nothing, step by step; export it whole"):
         export_step(encoder)
     with pytest.raises(ValueError, match="no encoder to read a text before the first token; take `start`"):
         export_step(model_of("xf_linear_transformer")).start_on(*given_texts())
