@@ -5,7 +5,8 @@
 
 DIR holds the sentences of SST-2 (`sst2/dev.tsv`) and the paragraphs of WikiText-2 (`wikitext2/test.txt`). Weights are
 random. Every model has the settings that serve it best: SDPA and batches of like lengths for transformers' encoders;
-padding removal or planned batches for this package's. All run in turn, and figures are processor time on a CPU.
+padding removal or planned batches for this package's encoders, fused projections for its decoders. All run in turn,
+and figures are processor time on a CPU.
 
 Each set of texts and each context is written as soon as it is measured. What `results/inference.json` has already, of
 the same sizes, is kept; `--again` measures it anew.
@@ -32,7 +33,7 @@ from transformers.cache_utils import Cache
 import hf_xformers  # noqa: F401  (registers the variants)
 from hf_xformers.core.cache import stateful_part
 from hf_xformers.data import train_tokenizer
-from hf_xformers.inference import measure_batch_costs, plan_batches
+from hf_xformers.inference import fuse_projections, measure_batch_costs, plan_batches
 from hf_xformers.modeling_base import XFormerPreTrainedModel
 
 VOCABULARY, LONGEST = 8000, 512
@@ -190,6 +191,8 @@ def decoders(size: dict[str, Any], longest: int) -> dict[str, nn.Module]:
     for name, config in configs.items():
         torch.manual_seed(0)
         found[name] = AutoModelForCausalLM.from_config(config).eval()
+        if isinstance(found[name], XFormerPreTrainedModel):
+            fuse_projections(found[name])
     return found
 
 
@@ -312,10 +315,11 @@ def main() -> None:
         f" {given.batch} in a batch; `against transformers`: beside transformers' Bert with SDPA and sorted lengths,"
         f" above 1 is faster. Decoders: {given.tokens} tokens after a context that was read in pieces of"
         f" {given.piece}, batch 1, beside transformers' Llama; `cache MiB`: what the cache holds after the context;"
-        " `reading s`: seconds for the context. `compiled`: through `generate`, steps made into code by torch.compile,"
-        " with a static cache where a model keeps keys and values. Models of a block ran in turn, round by round, and"
-        " ratios are medians over rounds. `others busy`: how many of the machine's processors other programs kept busy"
-        " meanwhile; figures are processor time, so that ratios stand where times and `reading s` may not."
+        " `reading s`: seconds for the context; this package's have fused projections, as GPT-2 has. `compiled`:"
+        " through `generate`, steps made into code by torch.compile, with a static cache where a model keeps keys and"
+        " values. Models of a block ran in turn, round by round, and ratios are medians over rounds. `others busy`: how"
+        " many of the machine's processors other programs kept busy meanwhile; figures are processor time, so that"
+        " ratios stand where times and `reading s` may not."
     )
     sizes = {"layers": given.layers, "hidden": given.width, "texts": given.texts, "tokens": given.tokens}
     rows = kept_rows(given, sizes)
