@@ -317,8 +317,8 @@ def main() -> None:
         f" {given.piece}, batch 1, beside transformers' Llama; `cache MiB`: what the cache holds after the context;"
         " `reading s`: seconds for the context; this package's have fused projections, as GPT-2 has. `compiled`:"
         " through `generate`, steps made into code by torch.compile, with a static cache where a model keeps keys and"
-        " values. Models of a block ran in turn, round by round, and ratios are medians over rounds. `others busy`: how"
-        " many of the machine's processors other programs kept busy meanwhile; figures are processor time, so that"
+        " values. Models of a block ran in turn, round by round, and ratios are medians over rounds. `others busy`:"
+        " how many of the machine's processors other programs kept busy meanwhile; figures are processor time, so that"
         " ratios stand where times and `reading s` may not."
     )
     sizes = {"layers": given.layers, "hidden": given.width, "texts": given.texts, "tokens": given.tokens}
