@@ -69,13 +69,14 @@ COMPRESSIONS: dict[str, list[list[Any]]] = {
     ],
 }
 QUIET = ("--disable_tqdm", "true", "--use_cpu")
-COLUMNS = ["task", "method", "metric", "test", "floor", "parameters", "size", "time"]
+COLUMNS = ["task", "method", "metric", "test", "source", "floor", "parameters", "size", "time"]
 NOTE = (
     "`test`: accuracy of SST-2 (872 sentences) or F1 of entities of WNUT-17 (`dev`), in percent, of which nothing was"
-    " chosen. `floor`: the majority class; the most frequent tag that the training rows give a word. `parameters` are"
-    " those that are not zero; `size` on disk and `time` of a batch (16 rows of 64 tokens, no padding) by those of the"
-    " fine-tuned model. The model is small: the table shows what the ways cost and keep here, not how they rank on"
-    " large ones."
+    " chosen. `source`: of the model that the way starts from; where a later run made that one anew, it differs from"
+    " the row `fine-tuned`. `floor`: the majority class; the most frequent tag that the training rows give a word."
+    " `parameters` are those that are not zero; `size` on disk and `time` of a batch (16 rows of 64 tokens, no"
+    " padding) by those of the fine-tuned model. The model is small: the table shows what the ways cost and keep here,"
+    " not how they rank on large ones."
 )
 
 
@@ -190,7 +191,8 @@ def write(task: Task, floor: float, method: str, before: Row, after: Row) -> Non
     """Replaces the row of the same task and method."""
     row = {
         **{"task": task.name, "method": method, "metric": task.metric, "test": 100 * (after.quality or 0.0)},
-        **{"floor": floor, "parameters": after.nonzero, "size": after.bytes / before.bytes},
+        **{"source": 100 * (before.quality or 0.0), "floor": floor},
+        **{"parameters": after.nonzero, "size": after.bytes / before.bytes},
         "time": _ratio(before, after),
     }
     print(json.dumps(row), flush=True)
