@@ -554,3 +554,13 @@ def test_wide_weights_of_keys():
         )
         parts.append(out)
     torch.testing.assert_close(torch.cat(parts, 2).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_a_state_keeps_no_more_than_it_shows(heads):
+    """No view of what a long text needed: caches hold states for as long as a text is written."""
+    query, key, value = (torch.rand(1, heads, 300, 4) for _ in range(3))
+    weight = torch.randn(1, heads, 300)
+    _, state = linear_attention(query, key, value, causal=True, log_weight=weight, return_state=True, chunk_size=16)
+    for tensor in state:
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

@@ -381,7 +381,8 @@ def _weights(logs: Tensor, scale: Tensor, dtype: torch.dtype):
     decay = (logs[:, :, None, :] - reference[..., None]).clamp_(max=0.0).exp_().tril_()
     decay, row, column = decay.view(-1, chunk, chunk), row.view(-1, chunk, 1), column.view(-1, chunk, 1)
     # The last scale lives on in the state: alone, not as a view that keeps all of them.
-    return decay, row, column, (carry, factors[:, :1], factors[:, -1:]), scales[:, -1].contiguous()
+    last = scales[:, -1].clone(memory_format=torch.contiguous_format)
+    return decay, row, column, (carry, factors[:, :1], factors[:, -1:]), last
 
 
 def _scores(rows: Tensor, columns: Tensor, decay: Tensor | None) -> Tensor:
