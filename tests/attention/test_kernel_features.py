@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from hf_xformers import XFormerConfig
 from hf_xformers.ops.linear.feature_maps import dpfp_reference
 from hf_xformers.position.rotary import RotaryPosition, RotarySpec
+from hf_xformers.variants.performer_v1 import XFPerformerV1Config
 from tests.attention.linear_helpers import check_no_future, in_pieces, state_sizes, turned
 from tests.attention.score_helpers import (
     GEOMETRY,
@@ -303,6 +304,23 @@ def test_scaling_queries_and_keys():
         after = layer.phi(q, layer.directions) @ layer.phi(k, layer.directions).mT
     close(after[..., 2], 3 * before[..., 2])
     close(after[..., 3:], before[..., 3:])
+
+
+def test_first_performer_stays_bounded():
+    """Products are at most 1 in magnitude, so that with a denominator of at least 1 no value is read more than once
+    per key; beside the smaller one of the component, whose sums of products come near 0."""
+    most = []
+    for spec in (XFPerformerV1Config().to_dict()["attention"], SPECS["trigonometric"]):
+        (layer,) = build_layers({**spec, **SMALL}, causal=True)
+        layer.directions.copy_(layer.draw(0))
+        states = vectors(64, 24)
+        states = states / states.norm(dim=-1, keepdim=True) * WIDTH**0.5
+        with torch.no_grad():
+            values = split_heads(layer.v_proj(states), D).norm(dim=-1).amax()
+            layer.o_proj = torch.nn.Identity()
+            output = run_layers([layer], states, make_context(24, True))[0].output
+        most.append((output.unflatten(-1, (HEADS, D)).norm(dim=-1).amax() / values).item())
+    assert most[0] <= 24 < most[1], most
 
 
 # ------------------------------------------------------------------------------------------- gates
