@@ -247,6 +247,24 @@ PLANS: dict[str, list[Plan]] = {
     "images": [
         Plan("dots", ("model",), {"bits per pixel": "bits per pixel"}, axis="bits per pixel", title="Held-out images")
     ],
+    "series_and_graphs": [
+        Plan(
+            "dots",
+            ("model",),
+            {"held out": "held out", "floor": "without a model"},
+            axis="squared error (less is better) or accuracy",
+            group=("data",),
+        )
+    ],
+    "sounds": [
+        Plan(
+            "dots",
+            ("model",),
+            {"held out": "held out", "floor": "without a model"},
+            axis="word error rate or perplexity",
+            group=("data",),
+        )
+    ],
     "uptraining": [
         Plan(
             "dots",
