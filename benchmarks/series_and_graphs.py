@@ -47,7 +47,7 @@ FORECASTERS: dict[str, list[str]] = {
     "with dense attention in layers of one length": ["--attention", "dense", "--stack", "plain"],
 }
 NODES, EDGES, GRAPHS, HELD_OUT, GRAPH_STEPS, BATCH = 12, 12, 2048, 512, 800, 64
-GRAPH_RATE = 1e-2
+GRAPH_RATE = 5e-3
 GRAPH_SIZE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
 CLASSIFIERS: dict[str, dict[str, Any]] = {
     "xf_graphormer": {},
