@@ -237,8 +237,7 @@ def generated(model: Any, ids: Tensor, tokens: int, forward: Callable[..., Any])
     model keeps these."""
     ours = isinstance(model, XFormerPreTrainedModel)
     fixed = {} if ours and stateful_part(model.config) else {"cache_implementation": "static"}
-    settings = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
-    model.generation_config.eos_token_id = None  # nobody looks for the end of a text, which GPT-2's has not here
+    settings = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
 
     def run() -> None:
         model.forward = forward
