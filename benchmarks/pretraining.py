@@ -123,6 +123,8 @@ OPTIONS = {
     "xf_performer": ["--attention.num_features", "64"],
     "xf_performer_v1": ["--attention.num_features", "64"],
     "xf_arccos_attention": ["--attention.num_features", "64"],
+    # A mean over pairs of tokens, of which 512 have 16 times as many: each is drawn as in the paper's texts.
+    "xf_attention_guidance": ["--attention.losses", '[{"type": "attention_guidance", "weight": 6.25}]'],
 }
 
 
