@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.cache_utils import Cache
 
 import hf_xformers  # noqa: F401  (registers the variants)
+from hf_xformers.benchmark.measure import Bystanders
 from hf_xformers.core.cache import stateful_part
 from hf_xformers.data import train_tokenizer
 from hf_xformers.inference import fuse_projections, measure_batch_costs, plan_batches
@@ -67,7 +69,8 @@ def size_of(given: argparse.Namespace) -> dict[str, Any]:
 def of_transformers(name: str, size: dict[str, Any], **fields: Any) -> nn.Module:
     """The base model `<name>Model` of transformers, with SDPA where it has it."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**size, pad_token_id=0, **fields)
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    config = getattr(transformers, f"{name}Config")(**size, **special, **fields)
     return AutoModel.from_config(config).eval()
 
 
@@ -237,7 +240,8 @@ def generated(model: Any, ids: Tensor, tokens: int, forward: Callable[..., Any])
     model keeps these."""
     ours = isinstance(model, XFormerPreTrainedModel)
     fixed = {} if ours and stateful_part(model.config) else {"cache_implementation": "static"}
-    settings = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+    settings = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+    model.generation_config.eos_token_id = None  # nobody looks for the end of a text
 
     def run() -> None:
         model.forward = forward
@@ -246,34 +250,63 @@ def generated(model: Any, ids: Tensor, tokens: int, forward: Callable[..., Any])
     return run
 
 
+def shortest(given: argparse.Namespace) -> int:
+    return min(int(context) for context in given.contexts.split(","))
+
+
+def _decode_alone(name: str, given: argparse.Namespace, asked: Any) -> None:
+    """One model with compiled steps in a process of its own, where no other model's code has to be told apart from it
+    at every step. Sends its number of parameters and then, as often as it is asked, the processor seconds of a context
+    with one token (`reading`) and of the further ones (`writing`)."""
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # or steps would go on without compiled code
+    context, texts = shortest(given), {"reading": 1, "all": given.tokens + 1}
+    model = decoders(size_of(given), context + 2 * given.tokens)[name]
+    ids = torch.randint(5, VOCABULARY, (1, context), generator=torch.Generator().manual_seed(0))
+    forward = torch.compile(model.forward)
+    calls = {what: generated(model, ids, tokens, forward) for what, tokens in texts.items()}
+    for what in ("reading", "all", "all"):  # a length that changes is traced twice
+        calls[what]()
+    asked.send(parameters(model))
+    while asked.recv():
+        spent = {}
+        for what, call in calls.items():
+            start = time.process_time()
+            call()
+            spent[what] = time.process_time() - start
+        asked.send({"reading": spent["reading"], "writing": max(spent["all"] - spent["reading"], 1e-9)})
+
+
 def measure_compiled(given: argparse.Namespace, kept: set[str]) -> Iterator[list[dict[str, Any]]]:
     """The rows of the shortest context, with steps that torch.compile has turned into code."""
-    context = min(int(context) for context in given.contexts.split(","))
-    what = f"after {context}, compiled"
+    what = f"after {shortest(given)}, compiled"
     if what in kept:
         return
-    torch._dynamo.config.recompile_limit = 64  # for all models together, as they share transformers' wrappers
-    models = decoders(size_of(given), context + 2 * given.tokens)
-    ids = torch.randint(5, VOCABULARY, (1, context), generator=torch.Generator().manual_seed(0))
-    calls = {}
-    for name, model in models.items():
-        forward = torch.compile(model.forward)
-        for tokens in (1, given.tokens + 1):  # the first token comes out of reading the context
-            calls[name, tokens] = generated(model, ids, tokens, forward)
-            calls[name, tokens]()
-        calls[name, given.tokens + 1]()  # a length that changes is traced twice
-    seconds = interleaved_seconds(calls, given.rounds)
-    taken = {
-        name: [max(all_of - first, 1e-9) for all_of, first in zip(seconds[name, given.tokens + 1], seconds[name, 1])]
-        for name in models
-    }
+    spawn, ends, sizes = multiprocessing.get_context("spawn"), {}, {}
+    for name in decoders(size_of(given), shortest(given)):
+        ends[name], other = spawn.Pipe()
+        spawn.Process(target=_decode_alone, args=(name, given, other), daemon=True).start()
+        other.close()
+        sizes[name] = ends[name].recv()  # compiled, one after the other
+    rounds: list[dict[str, dict[str, float]]] = []
+    begun, bystanders = time.perf_counter(), Bystanders()
+    for _ in range(3 * given.rounds):
+        found = {}
+        for name, end in ends.items():
+            end.send(True)
+            found[name] = end.recv()
+        rounds.append(found)
+    own = sum(sum(spent.values()) + spent["reading"] for found in rounds for spent in found.values())
+    others = max(bystanders.busy() - own / (time.perf_counter() - begun), 0.0)
+    for end in ends.values():
+        end.send(False)
+    taken = {name: [found[name]["writing"] for found in rounds] for name in ends}
     slower, rows = ratios(taken, "transformers Llama"), []
-    for name, model in models.items():
-        row = {"what": what, "model": name, "parameters M": parameters(model) / 1e6}
+    for name in ends:
+        row = {"what": what, "model": name, "parameters M": sizes[name] / 1e6}
         row["tokens/s"] = given.tokens / statistics.median(taken[name])
         row["against transformers"] = 1 / slower[name]
-        row["reading s"] = statistics.median(seconds[name, 1])
-        rows.append({**row, "others busy": seconds.others_busy})
+        row["reading s"] = statistics.median(found[name]["reading"] for found in rounds)
+        rows.append({**row, "others busy": others})
     yield rows
 
 
@@ -317,7 +350,8 @@ def main() -> None:
         f" {given.piece}, batch 1, beside transformers' Llama; `cache MiB`: what the cache holds after the context;"
         " `reading s`: seconds for the context; this package's have fused projections, as GPT-2 has. `compiled`:"
         " through `generate`, steps made into code by torch.compile, with a static cache where a model keeps keys and"
-        " values. Models of a block ran in turn, round by round, and ratios are medians over rounds. `others busy`:"
+        " values, each model in a process of its own, as torch looks through the code of all that a process has"
+        " compiled. Models of a block ran in turn, round by round, and ratios are medians over rounds. `others busy`:"
         " how many of the machine's processors other programs kept busy meanwhile; figures are processor time, so that"
         " ratios stand where times and `reading s` may not."
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,6 +40,12 @@ def float32_names(model: nn.Module) -> set[str]:
 
 def computing_dtype(model: nn.Module) -> torch.dtype | None:
     """The type of the first floating parameter that is free to be in half precision; None if there is none."""
-    kept = float32_names(model)
-    found = (p.dtype for name, p in model.named_parameters() if name not in kept and p.is_floating_point())
-    return next(found, None)
+    return next((parameter.dtype for parameter in _free(model) if parameter.is_floating_point()), None)
+
+
+def _free(module: nn.Module) -> Iterator[nn.Parameter]:
+    """One by one, as `generate` asks at every step and nearly always the first one answers."""
+    if not isinstance(module, Float32Module):
+        yield from module.parameters(recurse=False)
+        for child in module.children():
+            yield from _free(child)
