@@ -103,9 +103,9 @@ def _errors(target: Tensor, exists: Tensor):
 class GuidanceSpec(HeadLoss):
     """same, next, previous, first: how many heads, from the first head on and in this order, are drawn to the token
     itself, the one after it, the one before it, and the first one (`None`: of 12 heads one, one and four, in
-    proportion; in a decoder none to the next token). weight: alpha. constant_passes: training passes with that weight.
-    total_passes: pass at which it has fallen to zero (`None`: it stays). layers: those that are guided (`None`:
-    all)."""
+    proportion; in a decoder none to the next token). weight: alpha; a mean over T^2 pairs, of which T are a pattern's,
+    pulls at each token with alpha / T. constant_passes: training passes with that weight. total_passes: pass at which
+    it has fallen to zero (`None`: it stays). layers: those that are guided (`None`: all)."""
 
     same: int = 0
     next: int | None = None
