@@ -1,6 +1,6 @@
 """What does not read text: forecasts of series by Informer, properties of graphs by Graphormer.
 
-python benchmarks/series_and_graphs.py [--seeds 2] [--part all|series|graphs]
+python benchmarks/series_and_graphs.py [--seeds 2] [--part series]
 
 Series: weekly carbon dioxide on Mauna Loa, which comes with the package `statsmodels` (`pip install --no-deps
 statsmodels` is enough; gaps are filled with the week before), and hours with two waves and noise of known strength.
@@ -17,7 +17,6 @@ import csv
 import datetime
 import json
 import math
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -29,18 +28,18 @@ from typing import Any
 import numpy as np
 import torch
 from measure import write_results
+from seeds import together, trained
 from transformers import AutoModelForSequenceClassification
 
-from hf_xformers.cli import main as command
 from hf_xformers.data.graphs import Graph, GraphCollator, ring_graphs
 from hf_xformers.variants.graphormer import XFGraphormerConfig
 
-COLUMNS = ["data", "model", "parameters", "metric", "held out", "spread", "floor", "of", "processor seconds"]
+COLUMNS = ["data", "model", "parameters", "metric", "seeds", "held out", "spread", "floor", "of", "processor seconds"]
 SERIES_SIZE = "--hidden_size 64 --num_attention_heads 4 --intermediate_size 128 --num_hidden_layers 2"
 SERIES_SIZE += " --num_decoder_layers 1 --size tiny"
 SERIES_RUN = "--eval_strategy no --save_strategy no --load_best_model_at_end false --report_to none --use_cpu true"
 SERIES_RUN += " --disable_tqdm true --learning_rate 1e-3 --per_device_train_batch_size 16"
-SERIES_STEPS = 200
+SERIES_STEPS, NOISE = 200, 0.3
 FORECASTERS: dict[str, list[str]] = {
     "xf_informer": [],
     "with dense attention": ["--attention", "dense"],
@@ -72,9 +71,9 @@ def carbon_dioxide() -> list[tuple[str, float]]:
     return rows
 
 
-def waves(hours: int = 1600, noise: float = 0.3) -> list[tuple[str, float]]:
-    """A daily wave, one of 16 hours and normal noise of strength `noise`."""
-    drawn = np.random.default_rng(0).normal(0.0, noise, hours)
+def waves(hours: int = 1600) -> list[tuple[str, float]]:
+    """A daily wave, one of 16 hours and normal noise."""
+    drawn = np.random.default_rng(0).normal(0.0, NOISE, hours)
     start = datetime.datetime(2024, 1, 1)
     return [
         (
@@ -95,23 +94,16 @@ def forecasts(seeds: int) -> Iterator[dict[str, Any]]:
             with data.open("w", newline="") as file:
                 csv.writer(file).writerows([("date", "value"), *rows])
             for model, options in FORECASTERS.items():
-                found, seconds, summary = [], [], {}
-                for seed in range(seeds):
-                    folder = Path(scratch) / f"{len(list(Path(scratch).iterdir()))}"
-                    words = ["finetune", "--task", "forecasting", "--variant", "informer", "--data", str(data)]
-                    words += [*f"--context_length {lengths[0]} --prediction_length {lengths[1]}".split(), *options]
-                    words += [*SERIES_SIZE.split(), *SERIES_RUN.split(), "--max_steps", str(SERIES_STEPS)]
-                    start = time.process_time()
-                    if command([*words, "--seed", str(seed), "--output_dir", str(folder)]):
-                        raise SystemExit(f"{model} on {name} did not run")
-                    seconds.append(time.process_time() - start)
-                    summary = json.loads((folder / "training_summary.json").read_text())
-                    found.append(summary["eval_mse"])
-                row = {"data": name, "model": model, "parameters": summary["parameters"], "metric": "squared error"}
-                row |= {"held out": statistics.mean(found), "spread": max(found) - min(found)}
-                floor = summary["floor_validation"]
-                row |= {"floor": floor["mse"], "of": "the better of the last value and the season before"}
-                yield {**row, "processor seconds": statistics.mean(seconds)}
+                words = ["finetune", "--task", "forecasting", "--variant", "informer", "--data", str(data), *options]
+                words += f"--context_length {lengths[0]} --prediction_length {lengths[1]}".split()
+                words += [*SERIES_SIZE.split(), *SERIES_RUN.split(), "--max_steps", str(SERIES_STEPS), "--seed"]
+                runs = [
+                    trained([*words, str(seed)], Path(scratch) / name / model / str(seed)) for seed in range(seeds)
+                ]
+                known = {"data": name, "model": model, "parameters": runs[0][0]["parameters"]}
+                known |= {"metric": "squared error", "floor": runs[0][0]["floor_validation"]["mse"]}
+                known["of"] = "the better of the last value and the season before"
+                yield together([summary["eval_mse"] for summary, _ in runs], [spent for _, spent in runs], **known)
 
 
 # ------------------------------------------------------------------------------------------------ graphs
@@ -169,11 +161,21 @@ def graphs(seeds: int) -> Iterator[dict[str, Any]]:
         batches = [collate(rest[start : start + BATCH]) for start in range(0, len(rest), BATCH)]
         for model, fields in CLASSIFIERS.items():
             runs = [classified(fields, batches, held, seed) for seed in range(seeds)]
-            right = [accuracy for accuracy, _, _ in runs]
-            row = {"data": name, "model": model, "parameters": runs[0][1], "metric": "accuracy"}
-            row |= {"held out": statistics.mean(right), "spread": max(right) - min(right)}
-            row |= {"floor": 0.5, "of": "chance", "processor seconds": statistics.mean(run[2] for run in runs)}
-            yield row
+            known = {"data": name, "model": model, "parameters": runs[0][1], "metric": "accuracy", "floor": 0.5}
+            yield together([run[0] for run in runs], [run[2] for run in runs], **known, of="chance")
+
+
+def write(rows: list[dict[str, Any]]) -> None:
+    noise = NOISE**2 / np.var([value for _, value in waves()])
+    note = (
+        "Means over seeds and their spread, largest less smallest. Series: Informer of two encoder layers and one"
+        f" decoder layer, {SERIES_STEPS} steps of 16 windows, on the last tenth of the rows; squared errors are"
+        f" divided by the training rows' variance. The noise of the waves alone is {noise:.3f} of their variance, less"
+        f" than which no forecast can reach. Graphs of {NODES} nodes: {GRAPHS} to learn from and {HELD_OUT} held out,"
+        f" {GRAPH_STEPS} steps of {BATCH}; the twins read nodes without their paths or without degrees as well. Both"
+        " classes are as frequent, and have as many edges."
+    )
+    write_results("series_and_graphs", rows, COLUMNS, "Forecasts of series and properties of graphs", note)
 
 
 def main() -> None:
@@ -183,21 +185,13 @@ def main() -> None:
     given = parser.parse_args()
     stored = Path(__file__).parent / "results" / "series_and_graphs.json"
     rows = json.loads(stored.read_text())["rows"] if stored.exists() and given.part != "all" else []
-    note = (
-        f"Means of {given.seeds} seeds and their spread, largest less smallest. Series: Informer of 2 encoder layers"
-        f" and 1 decoder layer, hidden 64, {SERIES_STEPS} steps of 16 windows, on the last tenth of the rows; squared"
-        " errors are divided by the training rows' variance. The noise of the waves alone is 0.083 of that variance,"
-        f" less than which no forecast can reach. Graphs: {GRAPHS} to learn from and {HELD_OUT} held out, {NODES}"
-        f" nodes each, {GRAPH_STEPS} steps of {BATCH}; Graphormer of 2 layers, hidden 16; the twins read nodes without"
-        " their paths or without degrees as well. Both classes are as frequent, and have as many edges."
-    )
     for part, run in (("series", forecasts), ("graphs", graphs)):
         if given.part not in ("all", part):
             continue
         for row in run(given.seeds):
             print(row, flush=True)
             rows = [old for old in rows if (old["data"], old["model"]) != (row["data"], row["model"])] + [row]
-            write_results("series_and_graphs", rows, COLUMNS, "Forecasts of series and properties of graphs", note)
+            write(rows)
 
 
 if __name__ == "__main__":

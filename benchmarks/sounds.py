@@ -11,22 +11,21 @@ and steps, whose positions are absolute, one vector for each instead of tables i
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from measure import write_results
+from seeds import together, trained
 
-from hf_xformers.cli import main as command
 from hf_xformers.data.sounds import write_tone_speech
 from hf_xformers.data.tunes import write_tunes
 
-COLUMNS = ["data", "model", "parameters", "steps", "metric", "held out", "spread", "floor", "of", "processor seconds"]
+COLUMNS = ["data", "model", "parameters", "steps", "metric", "seeds", "held out", "spread", "floor", "of"]
+COLUMNS += ["processor seconds"]
 HEARD, UNHEARD, NOISES = 96, 48, (0.05, 0.3)
 TUNES, MUSIC_STEPS = 1500, 500
 COMMON = "--report_to none --use_cpu true --disable_tqdm true --hidden_dropout_prob 0 --attention_probs_dropout_prob 0"
@@ -42,24 +41,9 @@ MUSIC = (
 )
 
 
-def trained(words: list[str], folder: Path) -> tuple[dict[str, Any], float]:
-    """Summary and processor seconds of a run of the command."""
-    start = time.process_time()
-    if command([*words, *COMMON.split(), "--output_dir", str(folder)]):
-        raise SystemExit(f"this did not run: hf-xformers {' '.join(words)}")
-    return json.loads((folder / "training_summary.json").read_text()), time.process_time() - start
-
-
-def row(runs: list[tuple[dict[str, Any], float]], figures: list[float], **known: Any) -> dict[str, Any]:
-    summary = runs[0][0]
-    return {
-        **known,
-        "parameters": summary["parameters"],
-        "steps": summary["steps"],
-        "held out": statistics.mean(figures),
-        "spread": max(figures) - min(figures),
-        "processor seconds": statistics.mean(seconds for _, seconds in runs),
-    }
+def row(runs: list[tuple[dict[str, Any], float]], figures: list[float], known: dict[str, Any]) -> dict[str, Any]:
+    sizes = {name: runs[0][0][name] for name in ("parameters", "steps")}
+    return together(figures, [seconds for _, seconds in runs], **known, **sizes)
 
 
 def speech(scratch: Path, seeds: int) -> Iterator[dict[str, Any]]:
@@ -69,43 +53,46 @@ def speech(scratch: Path, seeds: int) -> Iterator[dict[str, Any]]:
         write_tone_speech(place / "test", UNHEARD, seed=2, noise=noise)
         data = ["--data", str(place / "train"), "--test_data", str(place / "test")]
         runs = [
-            trained(["finetune", *SPEECH.split(), *data, "--seed", str(seed)], place / f"run {seed}")
+            trained([*f"finetune {SPEECH} {COMMON} --seed {seed}".split(), *data], place / f"run {seed}")
             for seed in range(seeds)
         ]
-        floor = runs[0][0]["floor_test"]["wer"]
         known = {"data": f"speech in tones, noise {noise:g}", "model": "xf_conformer", "metric": "word error rate"}
-        errors = [summary["test_wer"] for summary, _ in runs]
-        yield row(runs, errors, **known, floor=floor, of="the best constant transcript")
+        known |= {"floor": runs[0][0]["floor_test"]["wer"], "of": "the best constant transcript"}
+        yield row(runs, [summary["test_wer"] for summary, _ in runs], known)
 
 
 def music(scratch: Path, seeds: int) -> Iterator[dict[str, Any]]:
     write_tunes(scratch / "tunes.txt", TUNES)
     for variant in ("music_transformer", "gpt2"):
-        words = ["pretrain", "--variant", variant, "--data", str(scratch / "tunes.txt"), *MUSIC.split()]
+        words = [*f"pretrain --variant {variant} {MUSIC} {COMMON}".split(), "--data", str(scratch / "tunes.txt")]
         runs = [trained([*words, "--seed", str(seed)], scratch / f"{variant} {seed}") for seed in range(seeds)]
         known = {"data": "tunes", "model": f"xf_{variant}", "metric": "perplexity of a token"}
         floor = statistics.mean(math.exp(summary["eval_floor_loss"]) for summary, _ in runs)
-        found = [math.exp(summary["eval_loss"]) for summary, _ in runs]
-        yield row(runs, found, **known, floor=floor, of="frequencies of tokens")
+        known |= {"floor": floor, "of": "frequencies of tokens"}
+        yield row(runs, [math.exp(summary["eval_loss"]) for summary, _ in runs], known)
+
+
+def write(rows: list[dict[str, Any]]) -> None:
+    note = (
+        "Means over seeds and their spread, largest less smallest. Speech: words of five letters, spelt in tones,"
+        f" up to three in a sound, in white noise; {HEARD} sounds to learn from, {UNHEARD} others measured. Music:"
+        f" {TUNES} generated tunes, rows of 128 tokens; both models of one width and depth, of which the Music"
+        " Transformer has tables of distances in every layer beside that."
+    )
+    write_results("sounds", rows, COLUMNS, "Speech and music", note)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     given = parser.parse_args()
-    note = (
-        f"Means of {given.seeds} seeds and their spread, largest less smallest. Speech: words of eight letters' tones,"
-        f" up to three in a sound, in white noise; {HEARD} sounds to learn from, {UNHEARD} others measured. Music:"
-        f" {TUNES} generated tunes, rows of 128 tokens; both models of one width and depth, of which the Music"
-        " Transformer has tables of distances in every layer beside that."
-    )
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         for part in (speech, music):
             for found in part(Path(scratch), given.seeds):
                 print(found, flush=True)
                 rows.append(found)
-                write_results("sounds", rows, COLUMNS, "Speech and music", note)
+                write(rows)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ _RATIOS = {
     "memory ratio": "peak memory / dense attention's",
 }
 _DENSE = "as dense attention"
+_HELD_OUT = {"held out": "held out", "floor": "without a model"}
 PLANS: dict[str, list[Plan]] = {
     "mechanisms": [Plan("lines", ("case",), _RATIOS, group=("section",), log=True, even=_DENSE)],
     "stacks": [
@@ -248,23 +249,9 @@ PLANS: dict[str, list[Plan]] = {
         Plan("dots", ("model",), {"bits per pixel": "bits per pixel"}, axis="bits per pixel", title="Held-out images")
     ],
     "series_and_graphs": [
-        Plan(
-            "dots",
-            ("model",),
-            {"held out": "held out", "floor": "without a model"},
-            axis="squared error (less is better) or accuracy",
-            group=("data",),
-        )
+        Plan("dots", ("model",), _HELD_OUT, axis="squared error (less is better) or accuracy", group=("data",))
     ],
-    "sounds": [
-        Plan(
-            "dots",
-            ("model",),
-            {"held out": "held out", "floor": "without a model"},
-            axis="word error rate or perplexity",
-            group=("data",),
-        )
-    ],
+    "sounds": [Plan("dots", ("model",), _HELD_OUT, axis="word error rate or perplexity", group=("data",))],
     "uptraining": [
         Plan(
             "dots",
