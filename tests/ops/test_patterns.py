@@ -90,7 +90,7 @@ def test_tile_arithmetic_of_simple_patterns_is_exact(pattern: Pattern):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_hints_hold(name: str):
-    """span, columns, rows, period and gap are promises about the mask."""
+    """span, solid, columns, rows, period and gap are promises about the mask."""
     pattern, mask = EVERY[name].bind(LENGTH), EVERY[name].mask(LENGTH, LENGTH)
     for q_lo, q_hi in ((0, 0), (3, 9), (10, LENGTH - 1)):
         low, high = pattern.span(q_lo, q_hi)
@@ -98,6 +98,11 @@ def test_hints_hold(name: str):
         if len(keys):
             assert low is None or low <= keys[0]
             assert high is None or high >= keys[-1]
+    if pattern.solid:
+        for query in range(LENGTH):
+            low, high = pattern.span(query, query)
+            low, high = 0 if low is None else max(low, 0), LENGTH if high is None else max(high + 1, 0)
+            assert bool(mask[query, low:high].all()) and int(mask[query].sum()) == max(min(high, LENGTH) - low, 0)
     for axis, listed in ((0, pattern.columns(LENGTH)), (1, pattern.rows(LENGTH))):
         if listed is not None:
             used = set(mask.any(axis).nonzero().flatten().tolist())
@@ -121,6 +126,13 @@ def test_terms_are_a_disjunctive_normal_form(name: str):
             term &= atom.mask(LENGTH, LENGTH)
         total |= term
     assert torch.equal(total, pattern.mask(LENGTH, LENGTH))
+
+
+def test_who_is_solid():
+    """A single query reads all keys between the first and the last: bands, blocks and what they have in common."""
+    near, block = band(2, 2), block_local(4)
+    assert near.solid and block.solid and full().solid and (near & block & causal()).solid
+    assert not any(each.solid for each in (near | block, ~near, dilated(2, 2, 3), strided(4), per_head(near, block)))
 
 
 def test_algebra():

@@ -267,7 +267,7 @@ def _seen_by_few(
     low, high = bound.span(places[0], places[1] - 1)
     begin = 0 if low is None else min(max(low - offset, 0), k_len)
     end = k_len if high is None else min(max(high - offset + 1, begin), k_len)
-    if end - begin > FEW_KEYS:
+    if end - begin > FEW_KEYS or (bound.solid and places[1] - places[0] == 1):
         return begin, end, None
     with torch.inference_mode(False):  # it is kept, for calls that record gradients as well
         q_at = torch.arange(*places, device=device)[:, None]

@@ -21,6 +21,7 @@ class Band(Pattern):
     right: int | None
     period = 1
     layout = "span"
+    solid = True
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         distance = k - q
@@ -100,6 +101,7 @@ class BlockLocal(Pattern):
     before: int
     after: int
     layout = "span"
+    solid = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "period", self.size)

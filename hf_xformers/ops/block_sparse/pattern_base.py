@@ -46,6 +46,7 @@ class Pattern:
             of keys for all queries), `"rows"` (a short list of queries), `"blocks"` (a table of key blocks).
         block: the pattern's own block size in the layout `"blocks"`; None when it has none.
         needs_length: what it allows depends on the number of key positions, until [`bind`] fixes it.
+        solid: a single query may read every key of its [`span`].
     """
 
     period: int = 0
@@ -53,6 +54,7 @@ class Pattern:
     layout: str = "blocks"
     block: int | None = None
     needs_length: bool = False
+    solid: bool = False
     key: int
 
     def __new__(cls, *args, **kwargs) -> Pattern:
@@ -187,6 +189,7 @@ class Everything(Pattern):
 
     period = 1
     layout = "span"
+    solid = True
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return torch.ones_like(q + k, dtype=torch.bool)
@@ -247,6 +250,7 @@ class Intersection(Pattern):
         object.__setattr__(self, "needs_length", any(part.needs_length for part in self.parts))
         order = ("rows", "columns", "blocks", "span")
         object.__setattr__(self, "layout", min((part.layout for part in self.parts), key=order.index))
+        object.__setattr__(self, "solid", all(part.solid for part in self.parts))
 
     def children(self) -> tuple[Pattern, ...]:
         return self.parts
