@@ -123,13 +123,12 @@ OPTIONS = {
     "xf_performer": ["--attention.num_features", "64"],
     "xf_performer_v1": ["--attention.num_features", "64"],
     "xf_arccos_attention": ["--attention.num_features", "64"],
-    # A quarter of the usual weight draws 128 tokens as hard as the paper's draws 512. At the others' rate the pull
-    # takes what tells tokens apart out of the residual stream in the first steps, and it does not come back.
-    "xf_attention_guidance": [
-        *["--attention.losses", '[{"type": "attention_guidance", "weight": 25}]'],
-        *["--learning_rate", "1e-3"],
-    ],
+    # A quarter of the usual weight draws 128 tokens as hard as the paper's draws 512.
+    "xf_attention_guidance": ["--attention.losses", '[{"type": "attention_guidance", "weight": 25}]'],
 }
+# At the rate of the others these stay at the frequencies of tokens. Guidance then takes what tells tokens apart out of
+# the residual stream in the first steps, and it does not come back.
+SLOWER = dict.fromkeys(("xf_attention_guidance", "xf_informer", "xf_star_transformer"), "1e-3")
 
 
 def objective_for(variant: str) -> str | None:
@@ -201,6 +200,8 @@ class Runs:
         what makes runs the same, if not the variant. The first run of a corpus and objective makes the tokenizer of
         all."""
         backbone = on_backbone(variant, objective)[1]
+        if variant in SLOWER:
+            backbone += ["--learning_rate", SLOWER[variant]]
         whole = (corpus, objective, steps, f"{key or variant} {backbone}")
         if whole not in self.done:
             start = self.folder / f"{corpus}-{objective}"
@@ -300,10 +301,10 @@ def write(rows: list[dict[str, Any]]) -> None:
         f' {CLEAR:g} nats has shown nothing at these steps and has no row; the section "Every variant, trained alike"'
         " of the documentation's results has all variants, smaller, after more steps. There SAC, whose edges a network"
         " chooses that learns from rewards, and disagreement of heads, which pulls at a model that knows nothing yet,"
-        " come close to GPT-2; ETC, Informer and Graphormer, which keep positions of their own here, are far below the"
-        " frequencies, and Star-Transformer, without residual paths, and TENER just below. Axial"
-        " Transformer reads a text as an image of short rows. At this length nothing sub-quadratic is expected to be"
-        " faster."
+        " come close to GPT-2; ETC and Graphormer, which keep positions of their own here, are far below the"
+        " frequencies, and TENER just below. Axial Transformer reads a text as an image of short rows. At this length"
+        f" nothing sub-quadratic is expected to be faster. {len(SLOWER)} variants learn at a third of the others' rate"
+        f" ({', '.join(name.removeprefix('xf_') for name in SLOWER)}), their plain twins as well."
     )
     write_results("pretraining", rows, COLUMNS, "Pretraining against the dense baseline", note)
 

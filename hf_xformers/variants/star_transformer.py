@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
-from ..configuration_xformer import XFormerConfig
+from ..configuration_xformer import Initializer, XFormerConfig
 from ..core.components import SpecLike
 from ..families import ENCODER_HEADS, VariantInfo, make_family
 
 
 class XFStarTransformerConfig(XFormerConfig):
-    """Star-Transformer (Guo et al. 2019): a ring of tokens around a relay."""
+    """Star-Transformer (Guo et al. 2019): a ring of tokens around a relay.
+
+    Projections start as Glorot and Bengio's (`initializer`): the smaller numbers of the other families fade in layers
+    that have no residual paths, and little is learned for long.
+    """
 
     model_type = "xf_star_transformer"
 
@@ -22,6 +26,7 @@ class XFStarTransformerConfig(XFormerConfig):
     attention: SpecLike = "star_transformer"
     residual: SpecLike = "no_residual"
     block: SpecLike = "no_ffn"
+    initializer: Initializer = "xavier"
     decoder: dict[str, Any] | None = field(
         default_factory=lambda: {"attention": "dense", "residual": "post_ln", "block": "vanilla"}
     )
