@@ -44,7 +44,7 @@ def computing_dtype(model: nn.Module) -> torch.dtype | None:
 
 
 def _free(module: nn.Module) -> Iterator[nn.Parameter]:
-    """One by one, as `generate` asks at every step and nearly always the first one answers."""
+    """Parameters that may be in half precision, one by one: `generate` asks at every step, for the first."""
     if not isinstance(module, Float32Module):
         yield from module.parameters(recurse=False)
         for child in module.children():
