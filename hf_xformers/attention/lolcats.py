@@ -66,6 +66,7 @@ class LolcatsAttention(LearnedFeatures):
         state: WindowState | None,
         rotation: Callable[[Tensor], Tensor] | None,
         decay: Decay | None = None,
+        remember: bool = False,
     ) -> tuple[Tensor, WindowState | None]:
         if state is not None:  # grouped heads keep one window
             state = state._replace(key=self.repeated(state.key), value=self.repeated(state.value))

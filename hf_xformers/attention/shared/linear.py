@@ -162,9 +162,10 @@ class LinearAttention(Attention):
             output, weights = self._literal(query, key, value, visible, context, rotation, decay)
             if layer is None:
                 return output, weights
-            _, state = self._mix(query, key, value, mask, context, None, rotation, decay)
+            _, state = self._mix(query, key, value, mask, context, None, rotation, decay, remember=True)
         else:
-            output, state = self._mix(query, key, value, mask, context, state, rotation, decay)
+            remember = layer is not None
+            output, state = self._mix(query, key, value, mask, context, state, rotation, decay, remember)
         if layer is not None:
             layer.advance(query.shape[2], **_named(state))
         return output, weights
@@ -183,7 +184,7 @@ class LinearAttention(Attention):
             features, _ = _pair(self.query_phi(*widened(query), *self.phi_params(context)))
             return linear_attention_read(features, state, **self._denominator).to(query.dtype), None
         key, value = self._keys_and_values(given_memory(memory))
-        output, state = self._mix(query, key, value, mask, context, None, None)
+        output, state = self._mix(query, key, value, mask, context, None, None, remember=cache is not None)
         if cache is not None:
             cache.cross_attention_cache.update(*_pack(state), step)
             cache.is_updated[step] = True
@@ -199,8 +200,9 @@ class LinearAttention(Attention):
         state: Any,
         rotation: Callable[[Tensor], Tensor] | None,
         decay: Decay | None = None,
+        remember: bool = False,
     ) -> tuple[Tensor, Any]:
-        """The engine: output [B, H, T, d] and the state after these keys."""
+        """The engine: output [B, H, T, d] and, where it is to `remember` them, the state after these keys."""
         params = self.phi_params(context)
         if context.parts is not None and not self.cross:
             own = self._state_of_part(key, value, mask, context, rotation)
@@ -212,7 +214,7 @@ class LinearAttention(Attention):
             "causal": self.is_causal,
             "key_padding_mask": mask,
             "state": state,
-            "return_state": True,
+            "return_state": remember,
             "chunk_size": self.chunk_size,
             **self._denominator,
         }
@@ -220,15 +222,15 @@ class LinearAttention(Attention):
             if decay is not None:
                 options["log_weight"] = decay.log_weight
             found: Any = kernel_attention(query, key, value, self.query_phi, *params, key_map=self.phi, **options)
-            if decay is None:
-                return found
-            output, after = found
-            return output, after._replace(log_scale=after.log_scale + decay.total)
-        phi_q, _ = _pair(self.query_phi(*widened(query), *params))
-        phi_k, logs = _pair(self.phi(*widened(key), *params))
-        options |= {"rotated_query": rotation(phi_q), "rotated_key": rotation(phi_k)}
-        found = linear_attention(phi_q, phi_k, value, log_weight=logs, **options)
-        return found
+        else:
+            phi_q, _ = _pair(self.query_phi(*widened(query), *params))
+            phi_k, logs = _pair(self.phi(*widened(key), *params))
+            options |= {"rotated_query": rotation(phi_q), "rotated_key": rotation(phi_k)}
+            found = linear_attention(phi_q, phi_k, value, log_weight=logs, **options)
+        output, after = found if remember else (found, None)
+        if after is not None and decay is not None:
+            after = after._replace(log_scale=after.log_scale + decay.total)
+        return output, after
 
     def _state_of_part(
         self,

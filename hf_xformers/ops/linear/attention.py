@@ -8,8 +8,9 @@ where `j` runs over the visible keys and the optional `w_j = exp(log_weight_j)` 
 features factorise the weight, the sums over `j` are two small matrices. Katharopoulos et al., "Transformers are RNNs",
 ICML 2020, equations 4-6 (bidirectional) and 8-12 (causal).
 
-Three forms of the same function: two matrix products (bidirectional), a scan over chunks (causal: quadratic inside a
-chunk, a state between chunks), and one recurrent step (a single new token with a state).
+Four forms of the same function: two matrix products (bidirectional), all pairs (bidirectional, where a text is shorter
+than features are wide and nobody asks for a state), a scan over chunks (causal: quadratic inside a chunk, a state
+between chunks), and one recurrent step (a single new token with a state).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ..common.segments import accumulation_dtype, masked
 from .delta_rule import delta_rule
 from .folded import FoldedSums, folded_sums, read_folded_sums
 from .kernels import LOG_ZERO, CausalScan, Read, Write, guard, vanishes
+from .pairs import Pairs, pairs_are_fewer
 from .reference import delta_rule_reference, linear_attention_reference
 
 __all__ = [
@@ -106,9 +108,17 @@ def linear_attention(
             the other, or `normalize=False` together with `log_weight` or rotated features.
     """
     _check(query, key, value, causal, key_padding_mask, log_weight, rotated_query, rotated_key, chunk_size, normalize)
-    keys = _Keys(key, rotated_key, value, key_padding_mask, log_weight)
-    start = _initial_state(key.shape[-1], log_weight is not None, value, state)
-    out, end = _attend(query, rotated_query, keys, start, causal, chunk_size, (eps, min_denominator, normalize))
+    keys, options = _Keys(key, rotated_key, value, key_padding_mask, log_weight), (eps, min_denominator, normalize)
+    width, scaled = key.shape[-1], log_weight is not None
+    if not causal and state is None and not return_state and _few_pairs(query, keys, width):
+        return _all_pairs(query, rotated_query, keys, options)
+    start = _given_state(width, scaled, value, state)
+    if causal:
+        start = start or _empty_state(width, scaled, value)
+        out, end = _scan(query, rotated_query, keys, start, chunk_size, options)
+    else:
+        end = _add_keys(start, keys, width, scaled)
+        out = Read.apply(query, rotated_query, end.kv, end.z, value.dtype, *options, None)
     return (out, end) if return_state else out
 
 
@@ -126,8 +136,8 @@ def linear_attention_write(
     Arguments as in [`linear_attention`].
     """
     _check(key, key, value, False, key_padding_mask, log_weight, rotated_key, rotated_key, 1, True)
-    start = _initial_state(key.shape[-1], log_weight is not None, value, state)
-    return _add_keys(start, _Keys(key, rotated_key, value, key_padding_mask, log_weight))
+    keys, scaled = _Keys(key, rotated_key, value, key_padding_mask, log_weight), log_weight is not None
+    return _add_keys(_given_state(key.shape[-1], scaled, value, state), keys, key.shape[-1], scaled)
 
 
 def linear_attention_read(
@@ -192,16 +202,24 @@ def kernel_attention(
     if logs is not None and log_weight is not None:
         raise ValueError("A feature map with log factors takes no log_weight; leave it out, or add it in the map.")
     given, log_weight = log_weight, logs if log_weight is None else log_weight
-    start = _initial_state(phi_k.shape[-1], log_weight is not None, value, state)
-    if start.log_scale is not None and log_weight is None:
+    width, scaled = phi_k.shape[-1], log_weight is not None
+    start = _given_state(width, scaled, value, state)
+    if start is not None and start.log_scale is not None and log_weight is None:
         raise ValueError("The state was written by a feature map with log factors, but this feature map gives none.")
     if log_weight is not None and not normalize:
         raise ValueError("normalize=False has no denominator, so it takes no feature map with log factors.")
+    keys = _Keys(key, None, value, key_padding_mask, given, key_map, params)
+    if not causal:
+        if start is None and not return_state and _few_pairs(query, keys, width):
+            return _all_pairs(query, None, keys, options, feature_map)
+        end = _add_keys(start, keys, width, scaled)
+        out = Read.apply(query, None, end.kv, end.z, value.dtype, *options, feature_map, *params)
+        return (out, end) if return_state else out
+    start = start or _empty_state(width, scaled, value)
     if phi_q is not None:
         out, end = _step(phi_q, None, _Keys(phi_k, None, value, key_padding_mask, log_weight), start, options)
     else:
-        keys = _Keys(key, None, value, key_padding_mask, given, key_map, params)
-        out, end = _attend(query, None, keys, start, causal, chunk_size, options, feature_map)
+        out, end = _scan(query, None, keys, start, chunk_size, options, feature_map)
     return (out, end) if return_state else out
 
 
@@ -215,8 +233,8 @@ def kernel_attention_write(
     """[`linear_attention_write`] with the feature map of the keys inside; arguments as in [`kernel_attention`]."""
     _check(key, key, value, False, key_padding_mask, None, None, None, 1, True)
     phi, logs = _pair(feature_map(key[:, :, :1].detach().to(accumulation_dtype(value.dtype)), *params))
-    start = _initial_state(phi.shape[-1], logs is not None, value, None)
-    return _add_keys(start, _Keys(key, None, value, key_padding_mask, None, feature_map, params))
+    keys = _Keys(key, None, value, key_padding_mask, None, feature_map, params)
+    return _add_keys(None, keys, phi.shape[-1], logs is not None)
 
 
 def kernel_attention_read(
@@ -267,11 +285,18 @@ class _Keys(NamedTuple):
     params: tuple[Tensor, ...] = ()
 
 
-def _attend(q, rotated_query, keys: _Keys, start: LinearState, causal, chunk_size, options, feature_map=None):
-    if not causal:
-        end = _add_keys(start, keys)
-        out = Read.apply(q, rotated_query, end.kv, end.z, keys.v.dtype, *options, feature_map, *keys.params)
-        return out, end
+def _few_pairs(q: Tensor, keys: _Keys, width: int) -> bool:
+    return pairs_are_fewer(q.shape[2], keys.k.shape[2], width, keys.v.shape[3])
+
+
+def _all_pairs(q, rotated_query, keys: _Keys, options, feature_map=None) -> Tensor:
+    return Pairs.apply(
+        *(q, keys.k, rotated_query, keys.rotated, keys.v, keys.mask, keys.log_weight),
+        *(*options, feature_map, keys.feature_map, *keys.params),
+    )
+
+
+def _scan(q, rotated_query, keys: _Keys, start: LinearState, chunk_size, options, feature_map=None):
     if q.shape[2] == 1:
         return _step(q, rotated_query, keys, start, options)
     logs = _log_weight(start, keys)
@@ -318,13 +343,21 @@ def _step(phi_q, rotated_query, keys: _Keys, start: LinearState, options) -> tup
     return out.to(keys.v.dtype), LinearState(kv, z, scale)
 
 
-def _add_keys(start: LinearState, keys: _Keys) -> LinearState:
-    scaled, logs = start.log_scale is not None, _log_weight(start, keys)
-    logs = None if logs is None else logs.to(start.kv.dtype)
+def _add_keys(start: LinearState | None, keys: _Keys, width: int, scaled: bool) -> LinearState:
+    logs = keys.log_weight if start is None else _log_weight(start, keys)
+    scaled = scaled if start is None else start.log_scale is not None
     kv, z, scale = Write.apply(
-        *(keys.k, keys.rotated, keys.v, keys.mask, logs, start.z.shape[-1], scaled),
-        *(keys.feature_map, *keys.params),
+        *(
+            keys.k,
+            keys.rotated,
+            keys.v,
+            keys.mask,
+            None if logs is None else logs.to(accumulation_dtype(keys.v.dtype)),
+        ),
+        *(width, scaled, keys.feature_map, *keys.params),
     )
+    if start is None:
+        return LinearState(kv, z, scale if scaled else None)
     if start.log_scale is None:
         return LinearState(start.kv + kv, start.z + z)
     total = torch.maximum(start.log_scale, scale)
@@ -340,13 +373,17 @@ def _log_weight(start: LinearState, keys: _Keys) -> Tensor | None:
     return keys.log_weight
 
 
-def _initial_state(width: int, scaled: bool, v: Tensor, state: tuple | None) -> LinearState:
-    batch, heads, _, value_width = v.shape
+def _empty_state(width: int, scaled: bool, v: Tensor) -> LinearState:
+    kv = torch.zeros(*v.shape[:2], width, v.shape[3], dtype=accumulation_dtype(v.dtype), device=v.device)
+    z = torch.zeros_like(kv[..., 0])
+    return LinearState(kv, z, torch.full_like(z[..., 0], LOG_ZERO) if scaled else None)
+
+
+def _given_state(width: int, scaled: bool, v: Tensor, state: tuple | None) -> LinearState | None:
     if state is None:
-        kv = torch.zeros(batch, heads, width, value_width, dtype=accumulation_dtype(v.dtype), device=v.device)
-        z = torch.zeros_like(kv[..., 0])
-        return LinearState(kv, z, torch.full_like(z[..., 0], LOG_ZERO) if scaled else None)
+        return None
     kv, z = state[:2]
+    batch, heads, _, value_width = v.shape
     if kv.shape != (batch, heads, width, value_width) or z.shape != (batch, heads, width):
         raise ValueError(
             f"state holds {tuple(kv.shape)} and {tuple(z.shape)}, but these keys and values need "

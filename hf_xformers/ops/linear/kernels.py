@@ -45,9 +45,7 @@ class Write(torch.autograd.Function):
         width, scaled, feature_map, *params = others
         dtype = accumulation_dtype(v.dtype)
         batch, heads, length, _ = k.shape
-        kv = torch.zeros(batch * heads, width, v.shape[3], dtype=dtype, device=k.device)
-        z = torch.zeros(batch * heads, 1, width, dtype=dtype, device=k.device)
-        scale = kv.new_full((batch * heads, 1, 1), LOG_ZERO) if scaled else None
+        kv = z = scale = None
         bounds = segments(length, width=width)
         with torch.autocast(k.device.type, enabled=False):
             for start, stop in bounds:
@@ -55,17 +53,24 @@ class Write(torch.autograd.Function):
                 phi, logs, _ = features_of(
                     feature_map, params, to_chunks(k, start, stop, stop - start, dtype), k.shape[:2]
                 )
-                kk, logs = masked(phi, keep), _log_rows(logs, log_weight, keep, start, stop, stop - start, dtype)
+                kk, logs = masked(phi, keep), log_rows(logs, log_weight, keep, start, stop, stop - start, dtype)
                 bb = kk if b is None else masked(to_chunks(b, start, stop, stop - start, dtype), keep)
                 vv = to_chunks(v, start, stop, stop - start, dtype)
+                weight = None
                 if scaled:
-                    maximum = torch.maximum(scale, logs.amax(1, keepdim=True))
-                    old, weight = (scale - maximum).exp(), (logs - maximum).exp()
-                    kv, z, scale, vv = kv.mul_(old), z.mul_(old), maximum, vv * weight
-                    z.baddbmm_(weight.mT, kk)
-                else:
-                    z += kk.sum(1, keepdim=True)
-                kv.baddbmm_(bb.mT, vv)
+                    maximum = logs.amax(1, keepdim=True)
+                    maximum = maximum if scale is None else torch.maximum(scale, maximum)
+                    weight = (logs - maximum).exp()
+                    if scale is not None:
+                        old = (scale - maximum).exp()
+                        kv, z = kv.mul_(old), z.mul_(old)
+                    scale, vv = maximum, vv * weight
+                added = kk.sum(1, keepdim=True) if weight is None else torch.bmm(weight.mT, kk)
+                z = added if z is None else z.add_(added)
+                kv = torch.bmm(bb.mT, vv) if kv is None else kv.baddbmm_(bb.mT, vv)
+        if kv is None:  # no token at all
+            kv = torch.zeros(batch * heads, width, v.shape[3], dtype=dtype, device=k.device)
+            z, scale = kv.new_zeros(batch * heads, 1, width), kv.new_full((batch * heads, 1, 1), LOG_ZERO)
         scale = scale.view(batch, heads) if scaled else z.new_zeros(0)
         ctx.save_for_backward(k, b, v, mask, log_weight, scale, *params)
         ctx.options = bounds, scaled, feature_map
@@ -88,7 +93,7 @@ class Write(torch.autograd.Function):
                 piece = to_chunks(k, start, stop, stop - start, dtype)
                 phi, logs, pull = features_of(feature_map, params, piece, k.shape[:2], active)
                 from_map = logs is not None
-                kk, logs = masked(phi, keep), _log_rows(logs, log_weight, keep, start, stop, stop - start, dtype)
+                kk, logs = masked(phi, keep), log_rows(logs, log_weight, keep, start, stop, stop - start, dtype)
                 bb = kk if b is None else masked(to_chunks(b, start, stop, stop - start, dtype), keep)
                 vv = to_chunks(v, start, stop, stop - start, dtype)
                 to_v, to_log = bb @ grad_kv, None
@@ -157,7 +162,7 @@ class Read(torch.autograd.Function):
                 u = to_chunks(grad_out, start, stop, chunk, kv.dtype)
                 if normalize:
                     den = to_chunks(denominator[..., None], start, stop, chunk, kv.dtype)
-                    u, w = _output_gradient(u, to_chunks(out, start, stop, chunk, kv.dtype), den, minimum)
+                    u, w = output_gradient(u, to_chunks(out, start, stop, chunk, kv.dtype), den, minimum)
                     grad_z.baddbmm_(w.mT, qq)
                 grad_kv.baddbmm_(aa.mT, u)
                 to_q = to_a = u @ kv_rows.mT
@@ -231,7 +236,7 @@ class CausalScan(torch.autograd.Function):
                 u, w = to_chunks(grad_out, start, stop, chunk, dtype), None
                 if normalize:
                     den = to_chunks(denominator[..., None], start, stop, chunk, dtype)
-                    u, w = _output_gradient(u, to_chunks(out, start, stop, chunk, dtype), den, minimum)
+                    u, w = output_gradient(u, to_chunks(out, start, stop, chunk, dtype), den, minimum)
                 to, grad_kv, grad_z = _segment_backward(part, u, w, a is not None, grad_kv, grad_z)
                 to_log = None
                 if part.row is not None:
@@ -289,7 +294,7 @@ def _segment(q, k, logs, a, b, v, mask, log_weight, state, start, stop, chunk):
         sums, z_sums = torch.bmm(b.mT, v), k.sum(1)
     else:
         wide = dtype if log_weight is None else torch.promote_types(dtype, log_weight.dtype)
-        logs = _log_rows(logs, log_weight, keep, start, stop, chunk, wide)
+        logs = log_rows(logs, log_weight, keep, start, stop, chunk, wide)
         decay, row, column, carry, scale = _weights(logs.view(rows, count, chunk), scale, dtype)
         sums, z_sums = torch.bmm(b.mT, v * column), torch.bmm(column.mT, k)
     scores = _scores(a, b, decay)
@@ -390,7 +395,7 @@ def _scores(rows: Tensor, columns: Tensor, decay: Tensor | None) -> Tensor:
     return scores.tril_() if decay is None else scores.mul_(decay)
 
 
-def _log_rows(logs, log_weight, keep, start, stop, chunk, dtype) -> Tensor | None:
+def log_rows(logs, log_weight, keep, start, stop, chunk, dtype) -> Tensor | None:
     """Log weights `[R N, C, 1]` of a segment, from the map or from `[B, H, T]`; -inf becomes finite, padding too."""
     if logs is None:
         if log_weight is None:
@@ -424,7 +429,7 @@ def guard(denominator: Tensor, eps: float, minimum: float) -> Tensor:
     return denominator
 
 
-def _output_gradient(grad: Tensor, out: Tensor, denominator: Tensor, minimum: float) -> tuple[Tensor, Tensor]:
+def output_gradient(grad: Tensor, out: Tensor, denominator: Tensor, minimum: float) -> tuple[Tensor, Tensor]:
     """Gradients of numerator `[..., dv]` and denominator `[..., 1]`; the latter 0 where the guard acts."""
     inverse = inverse_or_zero(denominator)
     to_denominator = -(grad * out).sum(-1, keepdim=True) * inverse

@@ -1,0 +1,138 @@
+"""Linear attention over all pairs of a short text: the same function as the sums over keys and as the equation."""
+
+import pytest
+import torch
+
+from hf_xformers.ops.linear import attention
+from hf_xformers.ops.linear.attention import kernel_attention, linear_attention, linear_attention_reference
+from hf_xformers.ops.linear.feature_maps import random_features_reference, random_matrix
+from hf_xformers.ops.linear.feature_pullbacks import EluPlusOne, PositiveFeatures
+from hf_xformers.ops.linear.pairs import Pairs, pairs_are_fewer
+
+B, H, F, DV = 2, 3, 24, 16  # all pairs are fewer below 19.2 tokens
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Shapes of the queries that came by all pairs."""
+    found = []
+
+    class Counted:
+        @staticmethod
+        def apply(*given):
+            found.append(tuple(given[0].shape))
+            return Pairs.apply(*given)
+
+    monkeypatch.setattr(attention, "Pairs", Counted)
+    return found
+
+
+def draw(*shape, positive=False):
+    x = torch.randn(*shape, dtype=torch.float64)
+    return (x.abs() + 0.01 if positive else x).requires_grad_()
+
+
+def assert_same_with_gradients(ours, theirs, inputs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    above = torch.randn_like(theirs)
+    for own, other in zip(torch.autograd.grad(ours, inputs, above), torch.autograd.grad(theirs, inputs, above)):
+        assert torch.isfinite(own).all()
+        torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("queries, keys", [(1, 1), (1, 17), (17, 1), (13, 17)])
+@pytest.mark.parametrize("form", ["plain", "rotated", "weighted", "rotated weighted", "unnormalized", "eps"])
+def test_values_and_gradients_are_those_of_the_equation(form, queries, keys, masked, calls):
+    inputs = [draw(B, H, queries, F, positive=True), draw(B, H, keys, F, positive=True), draw(B, H, keys, DV)]
+    options = {}
+    if "rotated" in form:
+        options.update(rotated_query=draw(B, H, queries, F), rotated_key=draw(B, H, keys, F))
+    if "weighted" in form:
+        options["log_weight"] = (30 * torch.randn(B, H, keys, dtype=torch.float64)).requires_grad_()
+    if form == "unnormalized":
+        options["normalize"] = False
+    if form == "eps":
+        options["eps"] = 0.5
+    inputs += [x for x in options.values() if isinstance(x, torch.Tensor)]
+    if masked:
+        options["key_padding_mask"] = torch.rand(B, keys) < 0.6
+        options["key_padding_mask"][0, 0] = True
+        options["key_padding_mask"][1] = False  # nothing but padding
+    pairs = linear_attention(*inputs[:3], causal=False, **options)
+    assert calls == [(B, H, queries, F)]
+    sums, _ = linear_attention(*inputs[:3], causal=False, return_state=True, **options)
+    assert len(calls) == 1  # which need the sums
+    assert_same_with_gradients(pairs, sums, inputs)
+    pairs = linear_attention(*inputs[:3], causal=False, **options)
+    assert_same_with_gradients(pairs, linear_attention_reference(*inputs[:3], causal=False, **options), inputs)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_features_of_a_map_and_its_parameter(masked, calls):
+    rows = random_matrix(F, 8, dtype=torch.float64).requires_grad_()
+    inputs = [draw(B, H, 9, 8), draw(B, H, 11, 8), draw(B, H, 11, DV), rows]
+    mask = torch.ones(B, 11, dtype=torch.bool)
+    mask[0, :4] = False
+    options = dict(causal=False, key_padding_mask=mask if masked else None)
+    found = kernel_attention(*inputs[:3], PositiveFeatures(0.7), rows, **options)
+    assert len(calls) == 1
+    phi = [random_features_reference(0.7 * x, rows, "positive") for x in inputs[:2]]
+    assert_same_with_gradients(found, linear_attention_reference(*phi, inputs[2], **options), inputs)
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_finite_and_close_at_any_scale(dtype, scale, calls):
+    rows = random_matrix(64, 8)
+    q, k = (torch.nn.functional.normalize(torch.randn(1, 2, 12, 8), dim=-1) * scale for _ in range(2))
+    q, k, v = (x.to(dtype).requires_grad_() for x in (q, k, torch.randn(1, 2, 12, 16)))
+    found = kernel_attention(q, k, v, PositiveFeatures(0.6), rows, causal=False)
+    assert len(calls) == 1 and found.dtype == dtype
+    sums, _ = kernel_attention(q, k, v, PositiveFeatures(0.6), rows, causal=False, return_state=True)
+    torch.testing.assert_close(found, sums, rtol=2 * torch.finfo(dtype).eps + 1e-5, atol=1e-5)
+    for gradient in torch.autograd.grad(found.sum(), (q, k, v)):
+        assert torch.isfinite(gradient).all()
+
+
+def test_min_denominator():
+    q, k, v = draw(B, H, 7, F), draw(B, H, 7, F), draw(B, H, 7, DV)  # products of either sign
+    found = linear_attention(q, k, v, causal=False, min_denominator=5.0)
+    sums, _ = linear_attention(q, k, v, causal=False, min_denominator=5.0, return_state=True)
+    products = (q @ k.mT).sum(-1)
+    assert 0 < (products.abs() < 5.0).sum() < products.numel()
+    assert_same_with_gradients(found, sums, (q, k, v))
+
+
+def test_long_texts_graphs_and_states_take_sums(calls):
+    q, k, v = (torch.randn(1, 1, 300, 16) for _ in range(3))
+    kernel_attention(q, k, v, EluPlusOne(), causal=False)
+    short = [x[:, :, :5] for x in (q, k, v)]
+    _, state = kernel_attention(*short, EluPlusOne(), causal=False, return_state=True)
+    kernel_attention(*short, EluPlusOne(), causal=False, state=state)
+    kernel_attention(*short, EluPlusOne(), causal=True)
+    assert not calls
+    kernel_attention(*short, EluPlusOne(), causal=False)
+    assert len(calls) == 1
+    # One graph serves lengths on both sides of the limit.
+    compiled = torch.compile(
+        lambda *x: kernel_attention(*x, EluPlusOne(), causal=False), backend="eager", dynamic=True
+    )
+    compiled(*short)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("features, values", [(256, 64), (64, 64), (5, 4)])
+def test_the_limit_is_where_products_are_as_many(features, values):
+    def products(length):
+        return length * length * (features + values), 2 * length * features * values
+
+    for length in range(1, 300):
+        by_pairs, by_sums = products(length)
+        assert pairs_are_fewer(length, length, features, values) == (by_pairs < by_sums)
+    assert not pairs_are_fewer(1, 10_000, features, values)  # a long memory is read piece by piece
