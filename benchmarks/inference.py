@@ -9,7 +9,7 @@ padding removal or planned batches for this package's encoders, fused projection
 and figures are processor time on a CPU.
 
 Each set of texts and each context is written as soon as it is measured. What `results/inference.json` has already, of
-the same sizes, is kept; `--again` measures it anew.
+the same sizes, is not measured again; with `--again` it is, and each block is replaced when the new one is there.
 """
 
 from __future__ import annotations
@@ -313,10 +313,16 @@ def measure_compiled(given: argparse.Namespace, kept: set[str]) -> Iterator[list
 def kept_rows(given: argparse.Namespace, sizes: dict[str, int]) -> list[dict[str, Any]]:
     """What was measured before, of the same sizes."""
     path = Path(__file__).parent / "results" / f"{given.name}.json"
-    if given.again or not path.exists():
+    if not path.exists():
         return []
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     return [row for row in rows if all(row.get(name) == size for name, size in sizes.items())]
+
+
+def with_block(rows: list[dict[str, Any]], block: list[dict[str, Any]], order: list[str]) -> list[dict[str, Any]]:
+    """The rows, those of the block in place of what was measured before of the same texts or context."""
+    others = [row for row in rows if row["what"] != block[0]["what"]]
+    return sorted(others + block, key=lambda row: order.index(row["what"]) if row["what"] in order else len(order))
 
 
 def parameters(model: nn.Module) -> int:
@@ -357,13 +363,15 @@ def main() -> None:
     )
     sizes = {"layers": given.layers, "hidden": given.width, "texts": given.texts, "tokens": given.tokens}
     rows = kept_rows(given, sizes)
-    kept = {row["what"] for row in rows}
+    kept = set() if given.again else {row["what"] for row in rows}
+    contexts = [f"after {context}" for context in given.contexts.split(",")]
+    order = ["SST-2", "WikiText-2", *contexts, f"after {shortest(given)}, compiled"]
     parts = [measure_encoders(given, kept)] if given.part in ("all", "encoders") else []
     parts += [measure_decoders(given, kept)] if given.part in ("all", "decoders") else []
     parts += [measure_compiled(given, kept)] if given.part in ("all", "compiled") else []
     for part in parts:
         for found in part:
-            rows += [{**row, **sizes} for row in found]
+            rows = with_block(rows, [{**row, **sizes} for row in found], order)
             path = write_results(given.name, rows, columns, "Inference beside transformers", note)
             print(*found, path, sep="\n", flush=True)
 
