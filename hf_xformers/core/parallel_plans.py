@@ -20,6 +20,7 @@ def _splits_heads(layer: Any, kind: str) -> bool:
     # and losses compare them. Sinks and gates belong to single heads, and are whole in every process.
     alone = spec.query_key_norm == "none" and spec.aggregation is None and not spec.losses
     alone = alone and spec.output_gate == "none" and not spec.learned_sinks
+    alone = alone and layer.key_value_heads > 1  # or all processes need the one
     return spec.splits_heads and alone and not (own and layer.position.acts & _ALL_HEADS)
 
 
@@ -36,9 +37,10 @@ def _undivided(config: Any) -> Any:
 def tensor_parallel_plan(config: Any) -> dict[str, str] | None:
     """Names of a base model's modules -> how they are split over processes; None where nothing is.
 
-    Attention is split by heads where heads know nothing of each other (`AttentionSpec.splits_heads`, and no position
-    that acts inside the attention of single heads), dense feed-forward networks by inner channels, the token table by
-    rows, where the head that may be tied to it can be. All else is whole in every process.
+    Attention is split by heads where heads know nothing of each other (`AttentionSpec.splits_heads`, no position that
+    acts inside the attention of single heads, and more than one key/value head), dense feed-forward networks by inner
+    channels, the token table by rows, where the head that may be tied to it can be. All else is whole in every
+    process.
     """
     if _undivided(config) is not None:
         return None
@@ -172,8 +174,10 @@ def check_tensor_parallel(config: Any, size: int, splits: bool = True) -> None:
         for layer in view.layer_configs():
             for name, heads in (("heads", layer.num_attention_heads), ("key/value heads", layer.key_value_heads)):
                 if heads % size:
+                    fits = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
                     raise ValueError(
-                        f"{heads} {name} cannot be split over {size} processes; take a `tp_size` that divides them."
+                        f"{heads} {name} cannot be split over {size} processes; take a `tp_size` that divides them"
+                        f" ({fits}), or {instead}."
                     )
 
 

@@ -275,8 +275,9 @@ def part_of_batch(batch: Mapping[str, Any], group: Any = None) -> dict[str, Any]
 
 
 def _in_order(value: Tensor, order: Tensor) -> Tensor:
+    rows = max(len(value), len(order))  # positions and masks may have one row for all
     index = order.to(value.device).view(*order.shape, *[1] * (value.ndim - 2))
-    return value.gather(1, index.expand(-1, -1, *value.shape[2:]))
+    return value.expand(rows, *value.shape[1:]).gather(1, index.expand(rows, -1, *value.shape[2:]))
 
 
 def _filled(name: str, value: Tensor, lacking: int) -> Tensor:

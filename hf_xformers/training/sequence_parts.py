@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
 from torch import Tensor
 
 from ..core.sequence_parallel import (
@@ -18,6 +19,15 @@ from ..core.sequence_parallel import (
     sequence_parallel,
 )
 from ..core.text_parts import Division
+
+_STREAMED = (
+    "`sequence_parallel` gives several processes the same rows, and a streamed dataset deals them out; give a dataset"
+    " of known length."
+)
+_DISPATCHED = (
+    "`sequence_parallel` has every process read its rows itself; leave `dispatch_batches` of `accelerator_config` at"
+    " None or False."
+)
 
 
 def real_rows(rows: int, left_over: int, reader: int) -> int:
@@ -51,12 +61,12 @@ class SequenceParts:
                     f"`sequence_parallel` gives every process a part of each text, and `{name}` reads whole"
                     " batches in each; leave one of them out."
                 )
-        for dataset in (trainer.train_dataset, trainer.eval_dataset):
+        evaluated = trainer.eval_dataset
+        for dataset in (trainer.train_dataset, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])):
             if isinstance(dataset, torch.utils.data.IterableDataset):
-                raise ValueError(
-                    "`sequence_parallel` gives several processes the same rows, and a streamed dataset deals them"
-                    " out; give a dataset of known length."
-                )
+                raise ValueError(_STREAMED)
+        if trainer.args.accelerator_config.dispatch_batches:
+            raise ValueError(_DISPATCHED)
         self.groups = sequence_groups(processes)
         self.group, self.count = self.groups.sequence, processes
         self.replica, self.replicas = self.groups.replica, self.groups.replicas
@@ -90,15 +100,6 @@ class SequenceParts:
         dist.all_reduce(numbers, group=group)
         return numbers
 
-    def texts(self, numbers: Tensor) -> Tensor:
-        """Numbers [texts, n] of parts -> the sums over parts, of the texts of all rows in their order, in the first
-        process; zeros in the others."""
-        numbers = self.total(numbers)
-        every = [torch.empty_like(numbers) for _ in range(self.replicas)]
-        dist.all_gather(every, numbers, group=self.groups.data)
-        found = torch.cat(every)
-        return found if dist.get_rank() == 0 else torch.zeros_like(found)
-
     def agreed(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch of a row's first process, in all of it: collators may draw random numbers."""
         first = dist.get_global_rank(self.group, 0)
@@ -121,8 +122,16 @@ class SequenceParts:
 
     def give_whole(self, loader: Any) -> Any:
         """A loader that Accelerate has made, giving every batch to all processes of a row. One row alone gets a last
-        batch that may be smaller; several get as many batches of one size."""
+        batch that may be smaller; several get as many batches of one size.
+
+        Raises:
+            ValueError: the loader deals a streamed dataset out, or its first process reads for all.
+        """
         shard = loader.batch_sampler
+        if isinstance(loader.dataset, torch.utils.data.IterableDataset):
+            raise ValueError(_STREAMED)
+        if not (isinstance(loader, DataLoaderShard) and isinstance(shard, BatchSamplerShard)):
+            raise ValueError(_DISPATCHED)
         shard.num_processes, shard.process_index = self.replicas, self.replica
         shard.even_batches = self.replicas > 1
         return loader

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sized
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from .evaluation import (
 )
 from .expert_parts import ExpertParts
 from .randomness import preserved_randomness
+from .readers import Readers, gather_for_metrics
 from .recipe import Recipe, row_lengths, smoothing_among_all, vaswani_schedule
 from .replay import Replay, surrogate
 from .segments import SEGMENT_MEMORY, SEGMENT_START, SegmentCarrier, StreamSampler
@@ -292,7 +294,8 @@ class XFormerTrainer(Trainer):
         if self.compute_loss_func is not None:  # it made the loss from the logits alone
             included = 0.0
         elif self.args.average_tokens_across_devices:  # multiplied by what averaging the gradients divides by
-            included = float(max(self.accelerator.num_processes, self.args.n_gpu))
+            processes = self.accelerator.num_processes // self.get_tp_size()
+            included = float(processes if self.args.n_gpu <= 1 else self.args.n_gpu)
         return 1.0 / self.current_gradient_accumulation_steps - included
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | int | None:
@@ -314,20 +317,29 @@ class XFormerTrainer(Trainer):
         if not isinstance(labels, Tensor) or labels.ndim < 2 or not isinstance(self.train_dataset, Sized):
             return
         whole = self.args.dataloader_drop_last or not self.accelerator.gradient_state.end_of_dataloader
-        readers, reader = self.args.world_size, self.args.process_index
-        if self.sequence is not None:
-            readers, reader = self.sequence.replicas, self.sequence.replica
-        if readers == 1 or self.segments is not None or whole:
+        readers = self._readers
+        if readers.count == 1 or self.segments is not None or whole:
             return
         rows = self._train_batch_size
-        left_over = len(self.train_dataset) % (rows * readers)
+        left_over = len(self.train_dataset) % (rows * readers.count)
         if not left_over or len(labels) != rows:
             return
-        real = real_rows(rows, left_over, reader)
+        real = real_rows(rows, left_over, readers.index)
         if real < rows:
             labels = labels.clone()
             labels[real:] = -100
             batches[-1] = {**batches[-1], "labels": labels}
+
+    @property
+    def _readers(self) -> Readers:
+        together = self.get_tp_size() if self.sequence is None else self.sequence.count
+        return Readers(self.args.world_size // together, self.args.process_index // together, together)
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        read = self.state.num_input_tokens_seen - before  # what every process has before it
+        self.state.num_input_tokens_seen = before + read // self._readers.each
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self._aux_batches:
@@ -381,10 +393,20 @@ class XFormerTrainer(Trainer):
     # ------------------------------------------------------------------------------------------------ evaluation
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        with self._collating_for_evaluation():
+            loader = super().get_eval_dataloader(eval_dataset)
+        return loader if self.sequence is None else self.sequence.give_whole(loader)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        with self._collating_for_evaluation():
+            loader = super().get_test_dataloader(test_dataset)
+        return loader if self.sequence is None else self.sequence.give_whole(loader)
+
+    @contextlib.contextmanager
+    def _collating_for_evaluation(self) -> Iterator[None]:
         training, self.data_collator = self.data_collator, self.eval_collator
         try:
-            loader = super().get_eval_dataloader(eval_dataset)
-            return loader if self.sequence is None else self.sequence.give_whole(loader)
+            yield
         finally:
             self.data_collator = training
 
@@ -400,12 +422,13 @@ class XFormerTrainer(Trainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
         """In place of logits the sums of [`token_statistics`]: 3 numbers per row to gather, not length x
-        vocabulary."""
+        vocabulary. Without labels, texts are read whole under `sequence_parallel` too."""
+        if self.sequence is not None and "labels" in inputs:
+            found = self._prediction_of_parts(self.sequence, model, self._prepare_inputs(inputs))
+            return (found[0], None, None) if prediction_loss_only else found
         if prediction_loss_only or "labels" not in inputs:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self._prepare_inputs(inputs)
-        if self.sequence is not None:
-            return self._prediction_of_parts(self.sequence, model, inputs)
         if self.segments is not None:
             inputs = self.segments.enter(inputs, training=False)
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -430,7 +453,8 @@ class XFormerTrainer(Trainer):
     def _prediction_of_parts(
         self, sequence: SequenceParts, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[Tensor, Any, Any]:
-        """[`prediction_step`] where every process reads a part of each text: the first one has the sums of all."""
+        """[`prediction_step`] where every process reads a part of each text: all of a row have the sums of its
+        texts."""
         inputs, loader = sequence.agreed(inputs), self.accelerator.gradient_state
         if loader.end_of_dataloader and loader.remainder > 0:
             labels = inputs["labels"].clone()
@@ -441,7 +465,7 @@ class XFormerTrainer(Trainer):
         with torch.no_grad(), self.compute_loss_context_manager(), sequence.dividing():
             outputs = model(**part)
         logits, labels = scored(outputs, labels)
-        rows = sequence.texts(token_statistics(logits, labels, next_token=False))
+        rows = sequence.total(token_statistics(logits, labels, next_token=False))
         counts = sequence.total_of_all(label_counts(labels, logits.shape[-1], next_token=False))
         before = self._eval_targets.get("")
         self._eval_targets[""] = counts if before is None else before + counts
@@ -452,7 +476,7 @@ class XFormerTrainer(Trainer):
     def _count_targets(self, kind: str, labels: Tensor, vocab_size: int, *, next_token: bool = False) -> None:
         """Adds the targets of a batch on all processes, without the rows that only fill the last batch."""
         labels = self.accelerator.pad_across_processes(labels, dim=1, pad_index=IGNORE_INDEX)
-        labels = self.accelerator.gather_for_metrics(labels)
+        labels = gather_for_metrics(self.accelerator, labels, self._readers)
         counts = label_counts(labels, vocab_size, next_token=next_token)
         before = self._eval_targets.get(kind)
         if before is not None:  # a batch of fewer texts has fewer classes where these are its texts
@@ -467,7 +491,9 @@ class XFormerTrainer(Trainer):
             for kind, counts in self._eval_targets.items()
             for name, value in frequency_floor(counts).items()
         }
-        return {**summarise(np.asarray(prediction.predictions), self._eval_names, self._eval_kinds), **floors}
+        rows = prediction.predictions
+        rows = np.concatenate(rows) if isinstance(rows, list) else np.asarray(rows)  # a list of batches
+        return {**summarise(rows, self._eval_names, self._eval_kinds), **floors}
 
     # ------------------------------------------------------------------------------------------------ segments
 
@@ -497,6 +523,8 @@ class XFormerTrainer(Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._eval_targets = {}
+        if self._readers.each > 1:  # Trainer takes its own again after the loop
+            self.gather_function = partial(gather_for_metrics, self.accelerator, readers=self._readers)
         if self.segments is not None:
             self.segments.evaluation = None
         return super().evaluation_loop(*args, **kwargs)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -243,6 +245,7 @@ SPLIT: dict[str, tuple[str, str, dict[str, Any]]] = {
     "scores handed on": ("xf_realformer", "encoder", {}),
     "features": ("xf_linear_transformer", "decoder", {}),
     "random features": ("xf_performer", "encoder", {}),
+    "keys and values for all heads": ("xf_multi_query_attention", "decoder", {}),
     "experts": ("xf_switch_transformer", "encoder", {**SWITCH, "position": "learned_absolute"}),
     "reversible": ("xf_reformer", "encoder", {}),
     "a narrow table": ("xf_albert", "encoder", {}),
@@ -293,6 +296,60 @@ def tensor_parallel(rank: int, world: int, folder: str) -> dict[str, Any]:
         if world > 1:
             torch.distributed.barrier()
         found[name]["state"] = state_of(type(model).from_pretrained(place / "end", dtype="float64"))
+    return found
+
+
+SPLIT_RUNS = {
+    "decoder": ("xf_gpt2", "decoder", {}),
+    "experts with losses": ("xf_switch_transformer", "encoder", {**BALANCED, "position": "learned_absolute"}),
+}
+
+
+def trainer_of_split(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Trainer with a model that both processes hold parts of: they read one batch. 11 rows in batches of 4, and 12,
+    where the last batch is full."""
+    from accelerate.parallelism_config import ParallelismConfig
+
+    found: dict[str, Any] = {}
+    for number, ((name, (model_type, shape, changes)), rows) in enumerate(product(SPLIT_RUNS.items(), (11, 12))):
+        case, place = case_of(model_type, shape), Path(folder) / f"{number}-{world}"
+        model = case.build(strong=True, **NO_DROPOUT, **changes)
+        if world > 1:
+            from transformers.distributed import DistributedConfig
+
+            model.save_pretrained(place / "start")
+            torch.distributed.barrier()
+            sharding = DistributedConfig(tp_size=world, tp_plan="auto")
+            model = type(model).from_pretrained(place / "start", dtype="float64", distributed_config=sharding)
+        data = dataset(case, rows)
+        arguments = TrainingArguments(
+            output_dir=str(place),
+            per_device_train_batch_size=ROWS,
+            per_device_eval_batch_size=ROWS,
+            num_train_epochs=2,
+            learning_rate=1e-2,
+            logging_steps=1,
+            save_strategy="no",
+            include_num_input_tokens_seen="all",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            ddp_backend="gloo" if world > 1 else None,
+        )
+        # Accelerate lets models be split on accelerators alone.
+        with mock.patch.object(ParallelismConfig, "_validate_accelerator", lambda *_: None):
+            run = XFormerTrainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:7])
+            run.train()
+            metrics, prediction = run.evaluate(), run.predict(data[:7])
+        run.save_model(str(place / "end"))
+        if world > 1:
+            torch.distributed.barrier()
+        found[f"{name}, {rows}"] = {
+            "losses": [entry["loss"] for entry in run.state.log_history if "loss" in entry],
+            "metrics": {key: value for key, value in metrics.items() if not key.endswith(("time", "second"))},
+            "rows": torch.from_numpy(prediction.predictions),
+            "state": state_of(type(model).from_pretrained(place / "end", dtype="float64")),
+        }
     return found
 
 

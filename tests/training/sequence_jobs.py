@@ -400,7 +400,8 @@ def mesh(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 def refusals(rank: int, world: int, folder: str) -> dict[str, str]:
-    """What is said of texts that a memory cannot be read for, and of documents that a sum would mix."""
+    """What is said of texts that a memory cannot be read for, of documents that a sum would mix, and of rows that are
+    dealt out."""
     if world != 2:
         return {}
     model, found = model_of(XL, XFormerForCausalLM), {}
@@ -417,6 +418,39 @@ def refusals(rank: int, world: int, folder: str) -> dict[str, str]:
         try:
             with sequence_parallel():
                 called(ids, **inputs)
+        except ValueError as error:
+            found[name] = str(error)
+    return {**found, **dealt_out(folder)}
+
+
+class Streamed(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([])
+
+
+def dealt_out(folder: str) -> dict[str, str]:
+    """What `sequence_parallel` says of rows that it cannot give to all processes."""
+    from transformers import TrainingArguments
+
+    from hf_xformers.training.trainer import XFormerTrainer
+
+    def build(rows: Any, **options: Any) -> Any:
+        arguments = TrainingArguments(
+            output_dir=folder, report_to="none", use_cpu=True, ddp_backend="gloo", disable_tqdm=True, **options
+        )
+        model = model_of(LINEAR, XFormerForCausalLM)
+        return XFormerTrainer(model=model, args=arguments, eval_dataset=rows, sequence_parallel=True)
+
+    steps = {
+        "streamed": lambda: build(Streamed()),
+        "streamed, one of several": lambda: build({"one": [], "two": Streamed()}),
+        "streamed later": lambda: build([]).evaluate(Streamed()),
+        "dispatched": lambda: build([], accelerator_config={"dispatch_batches": True}),
+    }
+    found = {}
+    for name, step in steps.items():
+        try:
+            step()
         except ValueError as error:
             found[name] = str(error)
     return found
@@ -465,18 +499,35 @@ def trainer(rank: int, world: int, folder: str) -> dict[str, Any]:
             use_cpu=True,
             ddp_backend="gloo" if world > 1 else None,
             seed=3,
+            include_num_input_tokens_seen="all",
             **options,
         )
+        divided = 2 if world == 4 else True
         run = XFormerTrainer(
             model=model_of(fields, kind),
             args=arguments,
             train_dataset=rows,
             eval_dataset=rows,
-            sequence_parallel=2 if world == 4 else True,
+            sequence_parallel=divided,
         )
         run.train()
         metrics = run.evaluate()
+        prediction = run.predict(rows)
+        unlabelled = run.predict([{key: row[key] for key in ("input_ids", "attention_mask")} for row in rows])
+        seen: list[tuple[int, ...]] = []
+        own = XFormerTrainer(
+            model=run.model,
+            args=arguments,
+            eval_dataset=rows,
+            compute_metrics=lambda prediction: seen.append(prediction.predictions.shape) or {},
+            sequence_parallel=divided,
+        ).evaluate()
+        run.args.prediction_loss_only = True
         found[name] = {
+            "rows": torch.from_numpy(prediction.predictions),
+            "test_loss": prediction.metrics["test_loss"],
+            "logits": torch.from_numpy(unlabelled.predictions),
+            "own": (seen, own["eval_loss"], run.evaluate()["eval_loss"]),
             "losses": [entry["loss"] for entry in run.state.log_history if "loss" in entry],
             "metrics": {
                 key: value for key, value in metrics.items() if "_per_second" not in key and "runtime" not in key

@@ -24,6 +24,7 @@ from tests.training.distributed_jobs import (
     SHARDED_RUNS,
     SPLIT,
     SPLIT_OF_FOUR,
+    SPLIT_RUNS,
     breadth_cases,
     case_of,
     cases_of_four,
@@ -31,14 +32,14 @@ from tests.training.distributed_jobs import (
 )
 from tests.training.processes import result, run_jobs
 
-JOBS = ["data_parallel", "trainer_runs", "fully_sharded", "sharded_trainer", "tensor_parallel"]
+JOBS = ["data_parallel", "trainer_runs", "fully_sharded", "sharded_trainer", "tensor_parallel", "trainer_of_split"]
 TOLERANCE = 1e-9
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("jobs")
-    pairs = dict.fromkeys(("data_parallel", "trainer_runs", "sharded_trainer"), 2)
+    pairs = dict.fromkeys(("data_parallel", "trainer_runs", "sharded_trainer", "trainer_of_split"), 2)
     run_jobs("tests.training.distributed_jobs", JOBS, place, worlds=(1, 2, 4), largest=pairs)
     return place
 
@@ -216,6 +217,20 @@ def test_tensor_parallel_on_four_processes(name, results, of_four):
         assert "tokens" in {key.rsplit(".", 2)[-2] for key in job["split"]}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [11, 12])
+@pytest.mark.parametrize("name", list(SPLIT_RUNS))
+def test_trainer_of_split_models(name, rows, results):
+    """Both processes read every batch: it counts once, in losses, auxiliary losses, figures and tokens seen."""
+    alone, first, second = (job[f"{name}, {rows}"] for job in results("trainer_of_split"))
+    for job in (first, second):
+        assert job["losses"] == pytest.approx(alone["losses"], rel=1e-6)
+        assert job["metrics"] == pytest.approx(alone["metrics"])
+        torch.testing.assert_close(job["rows"], alone["rows"])
+    assert alone["rows"].shape[0] == 7 and alone["metrics"]["num_input_tokens_seen"] == 2 * rows * 12
+    close(first["state"], alone["state"])
+
+
 def tensor_parallel_rules(model):
     return set(tensor_parallel_plan(model.config) or ())
 
@@ -270,7 +285,12 @@ REFUSED = {
     "batch norm of queries": ("xf_product_key_memory", {}, 2, "product_key_memory' keeps statistics"),
     "nothing to split": ("xf_talking_heads", BALANCED, 2, "has nothing that tensor parallelism could split"),
     "heads": ("xf_bert", {}, 3, "4 heads cannot be split over 3 processes; take a `tp_size` that divides them"),
-    "multi-query": ("xf_bert", {"num_key_value_heads": 1}, 2, "1 key/value heads cannot be split over 2 processes"),
+    "key/value heads": (
+        "xf_bert",
+        {"num_key_value_heads": 2},
+        4,
+        "2 key/value heads cannot be split over 4 processes",
+    ),
 }
 
 
@@ -281,8 +301,9 @@ def test_refused_splits(name):
     with pytest.raises(ValueError) as error:
         check_tensor_parallel(config, size)
     assert words in str(error.value)
-    if size == 2 and "key/value" not in words:
-        assert "use data parallelism" in str(error.value) and config.base_model_tp_plan is None
+    assert "use data parallelism" in str(error.value)
+    if size == 2:
+        assert config.base_model_tp_plan is None
     check_tensor_parallel(config, 1)
 
 

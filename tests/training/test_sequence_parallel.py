@@ -78,6 +78,19 @@ def test_texts_that_a_memory_cannot_be_read_for(folder):
         assert "pad rows at one end alone" in found["gap"]
         for name in ("linear_transformer", "longformer"):
             assert f"which attention '{name}' cannot keep apart; give one document per row" in found[name]
+        for name in ("streamed", "streamed, one of several", "streamed later"):
+            assert "give a dataset of known length" in found[name]
+        assert "leave `dispatch_batches` of `accelerator_config` at None or False" in found["dispatched"]
+
+
+def check_figures(found, alone, rows_of_an_epoch=7):
+    """Every text counts once, in evaluation, predictions, own metrics and, as often as it is read, the tokens seen."""
+    seen = {"num_input_tokens_seen": 2 * rows_of_an_epoch * 11}
+    assert found["metrics"] == pytest.approx({**alone["metrics"], **seen}, rel=1e-6)
+    assert found["test_loss"] == pytest.approx(alone["test_loss"], rel=1e-6)
+    assert found["own"][0] == alone["own"][0] == [(7, 3)]
+    torch.testing.assert_close(found["rows"], alone["rows"])
+    torch.testing.assert_close(found["logits"], alone["logits"], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.slow
@@ -87,7 +100,9 @@ def test_trainer(name, folder):
     alone, first, second = (result(folder, "trainer", *of)[name] for of in ((1, 0), (2, 0), (2, 1)))
     assert len(first["losses"]) == len(alone["losses"])
     assert first["losses"] == pytest.approx(alone["losses"], rel=1e-6)  # Trainer adds them up in float32
-    assert first["metrics"] == pytest.approx(alone["metrics"], rel=1e-6)
+    for found in (first, second):
+        check_figures(found, alone)
+        assert found["own"][1:] == pytest.approx(alone["own"][1:], rel=1e-6)
     for key, tensor in alone["state"].items():
         torch.testing.assert_close(first["state"][key], tensor, rtol=1e-9, atol=1e-9)
         assert torch.equal(first["state"][key], second["state"][key])
@@ -101,14 +116,21 @@ def test_trainer_on_data_times_sequence(name, folder):
     alone = result(folder, "trainer", 1)[name]
     for rank in range(4):
         found = result(folder, "trainer", 4, rank)[name]
-        if rank == 0:  # it alone has the figures of all
-            assert found["losses"] == pytest.approx(alone["losses"], rel=1e-6)
-            assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-6)
+        assert found["losses"] == pytest.approx(alone["losses"], rel=1e-6)
+        check_figures(found, alone, rows_of_an_epoch=8)
         for key, tensor in alone["state"].items():
             torch.testing.assert_close(found["state"][key], tensor, rtol=1e-9, atol=1e-9)
 
 
 # ------------------------------------------------------------------------------------------------ one process
+
+
+def test_positions_of_all_rows_move_with_padding_on_the_left(single):
+    ids, mask = torch.arange(5, 17).view(3, 4), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]])
+    batch = {"input_ids": ids, "attention_mask": mask, "position_ids": torch.arange(4)[None]}
+    part = part_of_batch(batch)
+    assert part["input_ids"].tolist() == [[7, 8, 5, 6], [9, 10, 11, 12], [14, 15, 16, 13]]
+    assert part["position_ids"].tolist() == [[2, 3, 0, 1], [0, 1, 2, 3], [1, 2, 3, 0]]
 
 
 def config_of(**fields):

@@ -131,7 +131,7 @@ def _check_padding(pattern: Pattern, parts: TextParts) -> None:
     if pattern.period != 1 and mask is not None and bool((mask[:, 1:] & ~mask[:, :-1]).any()):
         raise ValueError(
             "Under sequence parallelism blocks of tokens begin with the first of their row, so padding may stand on"
-            " the right alone; pad there, or make the parts with `part_of_batch`, which moves it."
+            " the right alone, and not between tokens; pad there (`part_of_batch` moves padding on the left)."
         )
 
 
