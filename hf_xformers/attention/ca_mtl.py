@@ -54,12 +54,13 @@ class ConditionalBlockAttention(BlockScoresAttention):
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
         super().prepare(context, past_key_values)
         padding, longest, places = context.padding_mask, context.key_index.shape[0], self.near.shape[0]
-        if longest <= places or context.static:
+        if longest <= places:
             return
-        if padding is not None:
+        if padding is not None or context.static:
             if not can_inspect():
                 return
-            longest = int(padding.sum(-1).max())  # padding takes no place
+            # Padding takes no place, and neither do slots that are empty yet.
+            longest = int(context.positions.max()) + 1 if padding is None else int(padding.sum(-1).max())
         if longest > places:
             raise ValueError(
                 f"The sequence has {longest} tokens, but ca_mtl's table has {places} places; shorten it, or build the"

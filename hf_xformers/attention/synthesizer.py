@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.extent import can_inspect
 from ..core.initialization import start_projections
 from ..core.visibility import boolean_mask, visible_pairs
 from ..ops.common.products import wide_products
@@ -111,14 +112,14 @@ class SynthesizerAttention(Attention):
             context.shared["places"] = (context.query_index[None], context.key_index[None])
 
     def _check_length(self, context: LayerContext) -> None:
-        keys, padding = context.key_index.shape[0], context.padding_mask
-        if keys <= self.length or context.static or context.explicit_mask is not None:
+        longest, padding = context.key_index.shape[0], context.padding_mask
+        if longest <= self.length or (context.explicit_mask is not None and not context.static):
             return
-        longest = keys
-        if padding is not None:
-            if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if padding is not None or context.static:
+            if not can_inspect():
                 return
-            longest = int(padding.sum(-1).max())  # padding takes no place
+            # Padding takes no place, and neither do slots that are empty yet.
+            longest = int(context.positions.max()) + 1 if padding is None else int(padding.sum(-1).max())
         if longest > self.length:
             raise ValueError(
                 f"The sequence has {longest} tokens, but this synthesizer's tables have {self.length} places; shorten"

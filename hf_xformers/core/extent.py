@@ -51,8 +51,10 @@ class Extent(NamedTuple):
         return torch.arange(self.total, device=self.device)
 
     def exceeds(self, longest: int | None) -> bool:
-        """Whether the slots reach beyond `longest` (None: there is no limit)."""
-        return longest is not None and isinstance(self.cached, int) and self.cached + self.length > longest
+        """Whether the slots reach beyond `longest` (None: there is no limit); those of a cache that counts on the
+        device may, where it has so many."""
+        slots = self.cached + self.length if isinstance(self.cached, int) else self.total
+        return longest is not None and slots > longest
 
 
 def extent_of(inputs_embeds: Tensor, cache: Cache | None) -> Extent:
@@ -73,7 +75,8 @@ def read_masks(
     attention_mask: Tensor | None, extent: Extent, takes_pairs: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """What a caller's `attention_mask` says: (padding mask [B, S], True = real token; prepared mask [B, 1, T, S] of
-    pairs), each None where there is none. takes_pairs: every layer accepts a prepared mask.
+    pairs), each None where there is none. takes_pairs: every layer accepts a prepared mask. Both come of a prepared one
+    for a static cache: what counts real tokens (positions, hashes of pairs) needs the former.
 
     Raises:
         ValueError: a mask that does not fit the call, or a prepared one that not every layer accepts.
@@ -81,16 +84,17 @@ def read_masks(
     if attention_mask is None:
         return None, None
     if attention_mask.ndim == 4:
-        if takes_pairs:
-            return None, attention_mask
         if not extent.static:
+            if takes_pairs:
+                return None, attention_mask
             raise ValueError(
                 "A prepared 4-D attention mask needs attention with explicit scores (e.g. 'dense'); give a "
                 "[batch, length] mask of real tokens instead."
             )
         # `generate` makes one of the padding for every static cache: its last query sees all real tokens.
         last = attention_mask[:, 0, -1]
-        attention_mask = last if last.dtype == torch.bool else last == 0
+        padding = _padding_mask(last if last.dtype == torch.bool else last == 0, extent)
+        return padding, attention_mask if takes_pairs else None
     return _padding_mask(attention_mask, extent), None
 
 

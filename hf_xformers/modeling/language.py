@@ -106,7 +106,15 @@ class _Generative(LanguageModel, GenerationMixin):
         # A state that cannot forget its last tokens: transformers then refuses to decode with an assistant.
         self._is_stateful = not make_cache(config).is_croppable
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ):
+        if generation_config.is_assistant and self._is_stateful:
+            raise ValueError(
+                f"{type(self).__name__} ({self.config.model_type!r}) cannot draft tokens for another model, as its"
+                " state cannot forget those that are not taken; take an assistant model that keeps keys and values,"
+                " such as an 'xf_gpt2', or leave `assistant_model` out."
+            )
         tower = self.config.tower("decoder") if self.config.is_encoder_decoder else self.config
         for index in range(tower.num_hidden_layers):
             if reason := tower.layer(index).attention.why_not_generate():
@@ -127,7 +135,29 @@ class _Generative(LanguageModel, GenerationMixin):
                     f"{stateful} keeps another state; generating with its own cache."
                 )
             return
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+        cache = model_kwargs.get("past_key_values")
+        if not given and cache is not None and cache.is_compileable:
+            self._check_capacity(tower, model_kwargs, max_cache_length)
+
+    def _check_capacity(self, tower, model_kwargs: dict[str, Any], slots: int) -> None:
+        """A static cache counts its tokens on the device, where no step can ask whether there is a place for the
+        next."""
+        limits = [(tower.position, tower.position.max_length(tower))]
+        limits += [(layer.attention, layer.attention.places(layer)) for layer in tower.layer_configs()]
+        mask = model_kwargs.get("decoder_attention_mask" if self.config.is_encoder_decoder else "attention_mask")
+        for spec, limit in limits:
+            if limit is None or slots <= limit:
+                continue
+            padding = 0 if mask is None or mask.ndim != 2 else int((mask == 0).sum(-1).min())
+            if slots - padding > limit:
+                raise ValueError(
+                    f"A text of {slots - padding} tokens and a last one that nothing reads are asked for, but"
+                    f" {spec.slot} {spec.type!r} of this model covers {limit} (`max_position_embeddings`); set a"
+                    " smaller `max_new_tokens`, or shorten the prompt."
+                )
 
     def _say_what_has_no_weights(self, generation_config, tower) -> None:
         states = [holder for layer, holder in cache_layers(tower) if isinstance(layer, RecurrentStateLayer)]
@@ -150,12 +180,31 @@ class _Generative(LanguageModel, GenerationMixin):
             ValueError: a model whose state cannot lie in pages, or texts longer than its positions.
         """
         hints = workload_hints
+        beams = getattr(generation_config, "num_beams", None) or 1
+        if beams > 1:
+            raise ValueError(
+                f"Continuous batching continues each text by itself, so `num_beams={beams}` has no meaning there; set"
+                " it to 1, or use `generate`."
+            )
         check_paged(self.config, 0 if hints is None else hints.max_prompt_length + hints.max_generated_length)
         given = {} if generation_config is None else vars(generation_config)  # where it stood in earlier releases
         wanted = continuous_batching_config or given.get("continuous_batching_config") or ContinuousBatchingConfig()
         wanted = copy.copy(wanted)
         wanted.auto_switch_to_flash = False  # its kernels read no mask
         return super().init_continuous_batching(generation_config, wanted, workload_hints)
+
+    def generate_batch(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        """As transformers'.
+
+        Raises:
+            ValueError: as [`init_continuous_batching`]; a prompt without tokens.
+        """
+        for place, prompt in enumerate(inputs):
+            if not len(prompt):
+                raise ValueError(
+                    f"Prompt {place} has no tokens; give at least one, such as the token that begins a text."
+                )
+        return super().generate_batch(inputs, *args, **kwargs)
 
     def _exit_watch(self, labelled: bool, inputs: dict[str, Any]) -> Any:
         """What looks at the layers of a call where tokens may leave early, put among its inputs; None elsewhere."""

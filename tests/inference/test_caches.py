@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import StaticCache
 
+from hf_xformers import XFormerConfig, XFormerForCausalLM
 from hf_xformers.core.cache import make_cache, stateful_part
 from tests.common.cases import CASES
-from tests.helpers import close, pad, tokens
+from tests.helpers import close, make_strong, pad, tokens
 
 CAUSAL = [case for case in CASES if case.causal]
 DECODERS = {case.name for case in CAUSAL if case.shape == "decoder"}
@@ -21,6 +22,76 @@ def decoder_config(model):
     return model.config.tower("decoder") if model.config.is_encoder_decoder else model.config
 
 
+def with_both_caches(model, ids, mask):
+    """Six tokens with a growing cache and with a static one, as `generate` gives them: the same tokens and logits."""
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    settings |= {"return_dict_in_generate": True, "output_logits": True}
+    growing = model.generate(input_ids=ids, attention_mask=mask, **settings)
+    fixed = model.generate(input_ids=ids, attention_mask=mask, cache_implementation="static", **settings)
+    assert torch.equal(growing.sequences, fixed.sequences)
+    close(torch.stack(fixed.logits), torch.stack(growing.logits))
+    return growing, fixed
+
+
+SIZES = {
+    **{"vocab_size": 40, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "num_hidden_layers": 2},
+    **{"is_decoder": True, "pad_token_id": 0, "tie_word_embeddings": False},
+}
+LONG_ROPE = {"short_factor": (1.0,) * 4, "long_factor": (2.0,) * 4, "original_max_position_embeddings": 6}
+# What counts real tokens, which a static cache has to be told of although its attention takes a mask of pairs.
+COUNTING = {
+    "bias of places": {"position": "tupe"},
+    "table of tasks": {"attention": "ca_mtl"},
+    "rotation by length": {
+        "position": {"type": "rotary", "scaling": {"type": "dynamic", "factor": 2.0}},
+        "max_position_embeddings": 6,
+    },
+    "two rotations": {"position": {"type": "rotary", "scaling": {"type": "longrope", **LONG_ROPE}}},
+    "hashes of pairs": {"feedforward": {"type": "hash_layers", "num_experts": 4, "hash": "previous"}},
+}
+
+
+def strong_decoder(**fields):
+    torch.manual_seed(0)
+    return make_strong(XFormerForCausalLM(XFormerConfig(**{**SIZES, **fields})).double().eval(), amount=0.3)
+
+
+@pytest.mark.parametrize("name", list(COUNTING))
+def test_static_cache_counts_real_tokens(name):
+    ids, mask = pad([tokens(5, high=40), tokens(2, seed=1, high=40)], 5, "left")
+    ids = torch.where(mask.bool(), ids, tokens(2, 5, seed=2, high=40))  # padding may hold any token
+    with_both_caches(strong_decoder(**COUNTING[name]), ids, mask)
+
+
+LIMITED = {
+    "position 'axial'": {"position": {"type": "axial", "shape": (4, 4)}},
+    "position 'learned_absolute'": {"position": "learned_absolute"},
+    "position 'tupe'": {"position": "tupe"},
+    "attention 'ca_mtl'": {"attention": "ca_mtl", "position": "rotary"},
+    "attention 'synthesizer'": {"attention": "synthesizer", "position": "sinusoidal_absolute"},
+}
+
+
+@pytest.mark.parametrize("name", list(LIMITED))
+def test_static_cache_stays_within_the_table(name):
+    model, ids = strong_decoder(max_position_embeddings=16, **LIMITED[name]), tokens(2, 14, high=40)
+    settings = {"do_sample": False, "cache_implementation": "static"}
+    with pytest.raises(ValueError, match=f"{name} of this model covers 16 .*; set a smaller `max_new_tokens`"):
+        model.generate(ids, max_new_tokens=4, **settings)
+    assert model.generate(ids, max_new_tokens=3, min_new_tokens=3, **settings).shape[1] == 17
+    mask = torch.ones_like(ids)
+    mask[:, :1] = 0  # padding takes no place
+    assert model.generate(ids, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, **settings).shape[1] == 18
+    # Calls without `generate` are refused where the table ends.
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        for _ in range(2):
+            model(ids[:, :1], past_key_values=cache)
+        with pytest.raises(ValueError, match="17 tokens"):
+            model(ids[:, :1], past_key_values=cache)
+
+
 @each_once
 def test_static_cache(case, caplog, monkeypatch):
     """The same text as with a growing cache; a mechanism with another state takes its own and says so by name."""
@@ -28,10 +99,7 @@ def test_static_cache(case, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("hf_xformers"), "propagate", True)
     model = case.shared()
     batch, mask = pad([tokens(5), tokens(3, seed=1)], 5, "left")
-    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
-    growing = model.generate(input_ids=batch, attention_mask=mask, **settings)
-    fixed = model.generate(input_ids=batch, attention_mask=mask, cache_implementation="static", **settings)
-    assert torch.equal(growing.sequences, fixed.sequences)
+    growing, fixed = with_both_caches(model, batch, mask)
     cache = getattr(fixed.past_key_values, "self_attention_cache", fixed.past_key_values)
     part = stateful_part(decoder_config(model))
     assert isinstance(cache, StaticCache) == (not part)

@@ -67,6 +67,10 @@ def test_speculative_decoding(case):
         for given in helps:
             with pytest.raises(ValueError, match="assisted generation is not supported"):
                 model.generate(ids, **settings, **given)
+        if case.shape == "decoder":
+            target = next(case for case in CASES if str(case) == "xf_gpt2-decoder").shared()
+            with pytest.raises(ValueError, match="cannot draft tokens for another model, .* take an assistant model"):
+                target.generate(ids, **settings, assistant_model=model)
         return
     expected = model.generate(ids, **settings)
     for given in helps:
