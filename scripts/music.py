@@ -18,7 +18,7 @@ from hf_xformers.data.sounds import write_wav
 from hf_xformers.data.tunes import make_tune, notes_of, sound_of, write_tunes
 
 RATE = 16000
-UNSEEN = -1  # the seed of a tune that is not among those written
+UNSEEN = 500_000  # the number of a tune beyond those that are written
 
 
 def options(folder: Path, steps: int) -> list[str]:
@@ -47,6 +47,8 @@ def train(folder: Path, count: int, steps: int) -> dict[str, float]:
     """Perplexity of held-out tunes by token, and that of token frequencies alone."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tunes(folder / "tunes.txt", count)
+    if make_tune(UNSEEN) in (folder / "tunes.txt").read_text(encoding="utf-8"):
+        raise SystemExit(f"among {count} tunes is the one that the model shall not have seen; take fewer `--tunes`")
     if hf_xformers(["pretrain", *options(folder, steps)]):
         raise SystemExit("the training did not end; see above")
     summary = json.loads((folder / "model" / "training_summary.json").read_text())

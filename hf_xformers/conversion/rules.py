@@ -39,7 +39,10 @@ def _equal(tensors: Tensors) -> Tensor:
 
 def _all_zero(tensors: Tensors) -> Tensors:
     if any(bool(tensor.any()) for tensor in tensors):
-        raise ValueError("it is not zero, and the other side has no such tensor")
+        raise ValueError(
+            "it is not zero, and the other side has no such tensor (keep the model as it is, or train it again with"
+            " `requires_grad_(False)` on this tensor)"
+        )
     return []
 
 

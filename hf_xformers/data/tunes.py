@@ -38,7 +38,13 @@ _NOTE = re.compile(r"K:(\S+)|([A-Ga-g])([',]*)(\d*)|z(\d*)")
 
 def make_tune(seed: int) -> str:
     """A line of ABC: eight bars in the form A A' B B' A A' C and a long tonic. A is a walk over the scale, A'
-    is A a step or two higher or lower, and C begins as A does, so later bars follow from earlier ones."""
+    is A a step or two higher or lower, and C begins as A does, so later bars follow from earlier ones.
+
+    Raises:
+        ValueError: a negative seed, which Python's generator takes for the positive one.
+    """
+    if seed < 0:
+        raise ValueError(f"A tune needs a seed of at least 0, got {seed}.")
     draw = random.Random(seed)
     key = draw.choice(sorted(KEYS))
     first, second = _walk(draw), _walk(draw)

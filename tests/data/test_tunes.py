@@ -41,6 +41,8 @@ def test_tunes_differ_and_follow_from_the_seed(tmp_path):
     assert len(set(some)) == 50 and some == list(tunes(50)) and some[0] != next(tunes(1, seed=1))
     write_tunes(tmp_path / "tunes.txt", 50)
     assert (tmp_path / "tunes.txt").read_text().splitlines() == some
+    with pytest.raises(ValueError, match="at least 0, got -1"):  # whose tune is that of 1
+        make_tune(-1)
 
 
 def test_sounds_are_as_long_and_as_high_as_their_notes(tmp_path):
@@ -108,6 +110,7 @@ def test_the_script_goes_on_with_a_tune(tmp_path):
     figures = music.train(tmp_path, 60, steps=2)
     assert figures["perplexity"] > 1 and figures["floor"] > 1
     tune, written = music.go_on(tmp_path)
+    assert tune not in set(tunes(3000))  # the script writes 1500
     assert written.startswith("|".join(tune.split("|")[:3])[:-1])
     for name in ("original", "continued"):
         with wave.open(str(tmp_path / f"{name}.wav")) as file:
