@@ -33,6 +33,8 @@ class InformerAttention(Attention):
 
     def active(self, query: Tensor, key: Tensor, mask: Tensor | None) -> ActiveQueries:
         """The queries that attend, of [B, H, T, d]; mask [B, T]."""
+        if mask is None and isinstance(query.shape[2], torch.SymInt):  # how many attend is told row by row
+            mask = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
         seed = self.spec.seed * 1009 + self.layer_idx
         measure = measured(query, key, mask, self.spec.sampling_factor, seed)
         return active_queries(measure, mask, self.spec.sampling_factor)

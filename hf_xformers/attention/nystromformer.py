@@ -83,10 +83,11 @@ class NystromAttention(Attention):
 
     def matrix(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
         """The approximated attention matrix [B, H, T, T], its three factors multiplied out."""
-        most, dtype = self.num_landmarks, query.dtype
+        most, dtype, length = self.num_landmarks, query.dtype, query.shape[2]
         real = query.new_ones(query.shape[0], query.shape[2], dtype=torch.bool) if mask is None else mask
         exact = masked_softmax(wide_products(query, key) * self.scaling, real[:, None, None])
-        if most is None or query.shape[2] <= most:
+        # In a graph for every length the choice is made row by row.
+        if most is None or (not isinstance(length, torch.SymInt) and length <= most):
             return exact.to(dtype)
         first, middle, last = landmark_factors(query, key, most, real, self.scaling)
         with torch.autocast(query.device.type, enabled=False):

@@ -184,9 +184,9 @@ class StarTransformerAttention(Attention):
         """The same as attention over all keys [h; e; s] with a mask: output [B, T, H, d], weights [B, H, T, T]."""
         length = query.shape[2]
         diagonal = torch.eye(length, dtype=torch.bool, device=query.device)[None]
-        near, nothing = diagonal, []
+        near, nothing, slots = diagonal, [], torch.arange(length, device=query.device)
         for slot, counts in neighbours:
-            near = near | (F.one_hot(slot, length).bool() & counts[..., None])
+            near = near | ((slot[..., None] == slots) & counts[..., None])
             nothing.append(~counts[..., None])
         mask = [near, diagonal.expand_as(near), torch.ones_like(near[..., :1])]
         keys, values = ([own[x], first[x], shared[x]] for x in (0, 1))

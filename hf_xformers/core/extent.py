@@ -53,8 +53,11 @@ class Extent(NamedTuple):
     def exceeds(self, longest: int | None) -> bool:
         """Whether the slots reach beyond `longest` (None: there is no limit); those of a cache that counts on the
         device may, where it has so many."""
-        slots = self.cached + self.length if isinstance(self.cached, int) else self.total
-        return longest is not None and slots > longest
+        if longest is None:
+            return False
+        if isinstance(self.cached, int):
+            return self.cached + self.length > longest
+        return isinstance(self.total, int) and can_inspect() and self.total > longest
 
 
 def extent_of(inputs_embeds: Tensor, cache: Cache | None) -> Extent:
@@ -75,8 +78,8 @@ def read_masks(
     attention_mask: Tensor | None, extent: Extent, takes_pairs: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """What a caller's `attention_mask` says: (padding mask [B, S], True = real token; prepared mask [B, 1, T, S] of
-    pairs), each None where there is none. takes_pairs: every layer accepts a prepared mask. Both come of a prepared one
-    for a static cache: what counts real tokens (positions, hashes of pairs) needs the former.
+    pairs), each None where there is none. takes_pairs: every layer accepts a prepared mask. Of a prepared one for a
+    static cache both are made: what counts real tokens (positions, hashes of pairs) needs the former.
 
     Raises:
         ValueError: a mask that does not fit the call, or a prepared one that not every layer accepts.

@@ -264,7 +264,8 @@ def _trace(
             )
     except Exception as error:
         first = first_line(error)
-        remedy = "; `dynamic=False` may give a graph for one shape" if dynamic else ""
+        missing = first.startswith("No ONNX function found")  # an operator, and so for one shape as well
+        remedy = "; `dynamic=False` may give a graph for one shape" if dynamic and not missing else ""
         raise ValueError(f"{model} has no ONNX graph of its computation ({first}){remedy}.") from error
     made = None if program is None else program.model.opset_imports.get("")
     if opset is not None and made != opset:  # where a conversion fails, the exporter keeps its own version
@@ -292,6 +293,8 @@ def translations() -> dict[Any, Any]:
     """Operators that torch does not translate by itself."""
     from onnxscript import opset18 as op
 
+    from .triangular import inverse_of_unit_lower
+
     def sort_stable(self: Any, stable: Any = None, dim: int = -1, descending: bool = False) -> Any:
         # ONNX says of TopK that equal values stand in the order of their places: it is stable.
         size = op.Shape(self, start=dim, end=None if dim == -1 else dim + 1)
@@ -304,6 +307,26 @@ def translations() -> dict[Any, Any]:
         entries, values = op.Unsqueeze(sorted_sequence, [-2]), op.Unsqueeze(self, [-1])
         before = op.LessOrEqual(entries, values) if right else op.Less(entries, values)
         return op.ReduceSum(op.Cast(before, to=6 if out_int32 else 7), [-1], keepdims=0)
+
+    def cummax(self: Any, dim: int) -> Any:
+        # The largest of all entries up to each one, over pairs of entries.
+        order = list(range(len(self.shape)))
+        order[dim], order[-1] = order[-1], order[dim]
+        moved = op.Transpose(self, perm=order)
+        places = op.Range(0, op.Squeeze(op.Shape(moved, start=-1)), 1)
+        earlier = op.LessOrEqual(places, op.Unsqueeze(places, [1]))
+        entries, ends = op.Unsqueeze(moved, [-2]), op.Unsqueeze(moved, [-1])
+        values = op.ReduceMax(op.Where(earlier, entries, ends), [-1], keepdims=0)
+        largest = op.And(earlier, op.Equal(entries, op.Unsqueeze(values, [-1])))
+        indices = op.ReduceMax(op.Where(largest, places, 0), [-1], keepdims=0)  # of equals the last, as torch's
+        return op.Transpose(values, perm=order), op.Transpose(indices, perm=order)
+
+    def solve_triangular(
+        self: Any, B: Any, upper: bool = False, left: bool = True, unitriangular: bool = False
+    ) -> Any:
+        if upper or not left or not unitriangular:
+            raise NotImplementedError("of triangular systems only I + strictlower(A) has a form in ONNX")
+        return op.MatMul(inverse_of_unit_lower(self), B)
 
     def grouped_matmul(rows: Any, weight: Any, ends: Any) -> Any:
         # Every expert reads its rows and zeros in place of the others': rows stay where they are, at E times the
@@ -318,7 +341,13 @@ def translations() -> dict[Any, Any]:
             total = part if total is None else op.Add(total, part)
         return total
 
-    table = {torch.ops.aten.sort.stable: sort_stable, torch.ops.aten.searchsorted.Tensor: searchsorted}
+    aten = torch.ops.aten
+    table = {
+        aten.sort.stable: sort_stable,
+        aten.searchsorted.Tensor: searchsorted,
+        aten.cummax.default: cummax,
+        aten.linalg_solve_triangular.default: solve_triangular,
+    }
     with contextlib.suppress(ImportError, AttributeError):  # transformers registers it with its experts
         from transformers.integrations import moe  # noqa: F401
 

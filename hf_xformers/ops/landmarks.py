@@ -157,7 +157,8 @@ def segment_means(x: Tensor, num_segments: int, mask: Tensor | None = None) -> t
         return (
             torch.cat([x[:, :, :border].unflatten(2, (-1, size + 1)).mean(3), means], 2) if longer else means
         ), None
-    num_segments = min(num_segments, length)
+    if not isinstance(length, torch.SymInt):  # a graph for every length has room for the most segments
+        num_segments = min(num_segments, length)
     total, place = mask.sum(-1, keepdim=True), real_places(mask)
     sizes, more = total // num_segments, total % num_segments
     borders = more * (sizes + 1)

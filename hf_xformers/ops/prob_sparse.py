@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .common.products import widened
+from .common.products import wide_products, widened
 from .common.real_tokens import real_first, real_places
 from .common.segments import accumulation_dtype
 
@@ -33,6 +33,11 @@ class ActiveQueries(NamedTuple):
 def budget(length: int, factor: int) -> int:
     """min(c ceil(ln n), n) of `length` tokens n, at least 1: keys sampled for a query, and queries that are active."""
     return min(max(factor * math.ceil(math.log(length)), 1), length) if length else 0
+
+
+def _room(length: int, factor: int) -> int:
+    """[`budget`]; in a graph for every length all tokens, of which a mask leaves each row its own budget."""
+    return length if isinstance(length, torch.SymInt) else budget(length, factor)
 
 
 def budgets(counts: Tensor, factor: int) -> Tensor:
@@ -60,10 +65,11 @@ def measured(query: Tensor, key: Tensor, mask: Tensor | None, factor: int, seed:
     the row (section 3.1, with the sum divided by the number of all keys, as the released code does).
 
     query, key: [B, H, T, d]; mask: [B, T], True = real -> [B, H, T], float32 at least; -inf for padding. Time O(T U
-    d); a part of the queries is worked on at a time, so that memory is O(T).
+    d); a part of the queries is worked on at a time, so that memory is O(T). A graph for every length, which needs a
+    mask, takes the samples out of all scores, in memory O(T^2).
     """
     batch, heads, length, width = query.shape
-    number, device = budget(length, factor), query.device
+    number, device = _room(length, factor), query.device
     slots = torch.arange(length, device=device)
     rows = key.transpose(1, 2).reshape(batch * length, heads, width)
     first = torch.arange(batch, device=device)[:, None, None] * length
@@ -76,6 +82,20 @@ def measured(query: Tensor, key: Tensor, mask: Tensor | None, factor: int, seed:
     sample = sampled_keys(places, number, counts, seed)
     if order is not None:
         sample = order[:, None].expand(-1, length, -1).gather(2, sample)
+
+    def standing_out(scores: Tensor, part: slice) -> Tensor:
+        """[B, t, U, H] -> [B, t, H]"""
+        if allowed is None:
+            best, total = scores.amax(2), scores.sum(2)
+        else:
+            absent = ~allowed[..., None]
+            best, total = scores.masked_fill(absent, -torch.inf).amax(2), scores.masked_fill(absent, 0.0).sum(2)
+        return best - total / counts[:, part, None].clamp(min=1)
+
+    if isinstance(length, torch.SymInt):
+        scores = wide_products(query, key).gather(3, sample[:, None].expand(-1, heads, -1, -1))
+        result = standing_out(scores.permute(0, 2, 3, 1), slice(None)).transpose(1, 2)
+        return result if mask is None else result.masked_fill(~mask[:, None], -torch.inf)
     sample = (sample + first).expand(batch, length, number)
     asked = query.transpose(1, 2)
     share = _NUMBERS_AT_ONCE.get(device.type, _NUMBERS_AT_ONCE_ELSEWHERE)
@@ -85,12 +105,7 @@ def measured(query: Tensor, key: Tensor, mask: Tensor | None, factor: int, seed:
         part = slice(start, start + step)
         keys, queries = widened(rows[sample[:, part]], asked[:, part])  # [B, t, U, H, d], [B, t, H, d]
         scores = (keys * queries[:, :, None]).sum(-1)  # [B, t, U, H]
-        if allowed is None:
-            best, total = scores.amax(2), scores.sum(2)
-        else:
-            absent = ~allowed[..., None]
-            best, total = scores.masked_fill(absent, -torch.inf).amax(2), scores.masked_fill(absent, 0.0).sum(2)
-        found.append(best - total / counts[:, part, None].clamp(min=1))
+        found.append(standing_out(scores, part))
     result = torch.cat(found, dim=1).transpose(1, 2) if found else query.new_zeros(batch, heads, 0)
     return result if mask is None else result.masked_fill(~mask[:, None], -torch.inf)
 
@@ -98,7 +113,7 @@ def measured(query: Tensor, key: Tensor, mask: Tensor | None, factor: int, seed:
 @torch.no_grad()
 def active_queries(measure: Tensor, mask: Tensor | None, factor: int) -> ActiveQueries:
     """The u = [`budget`] queries of each row and head whose measure [B, H, T] is largest; of equals the earlier."""
-    number = budget(measure.shape[2], factor)
+    number = _room(measure.shape[2], factor)
     places = measure.sort(dim=-1, descending=True, stable=True).indices[..., :number]
     if mask is None:
         return ActiveQueries(places, None)

@@ -22,8 +22,8 @@ class RotaryScaling(TypedSpec):
     turns otherwise in a longer text: caches keep keys as they are, and each call turns all of them (a recurrent state
     cannot, so that decoders that have one refuse it). A cached text is still not read as the same text in one pass
     where it has grown past the length at which frequencies change: what upper layers have cached was made of states
-    that lower layers had read with the frequencies before. whole_heads: it is for whole heads, some of whose pairs stand
-    still."""
+    that lower layers had read with the frequencies before. whole_heads: it is for whole heads, some of whose pairs
+    stand still."""
 
     by_length: ClassVar[bool] = False
     whole_heads: ClassVar[bool] = False

@@ -84,7 +84,8 @@ class DistillingStack(Stack):
         mixed = F.elu(self.convolutions[gap](self.with_ends(states, real).transpose(1, 2)))
         if real is not None:
             mixed = mixed.masked_fill(~real[:, None], torch.finfo(mixed.dtype).min)
-        pooled = F.max_pool1d(mixed, 3, stride=2, padding=1).transpose(1, 2)
+        # Of two axes, as a graph of the one in one axis is that of one length.
+        pooled = F.max_pool2d(mixed[:, :, None], (1, 3), stride=(1, 2), padding=(0, 1))[:, :, 0].transpose(1, 2)
         if real is None:
             return pooled, None
         kept = real[:, ::2]

@@ -92,9 +92,9 @@ TECHNIQUES = (
             "tests/inference/test_one_graph.py::test_one_graph_for_several_lengths",
             "tests/inference/test_onnx.py::test_parity",
         ),
-        "BERT, a decoder of the Llama kind; eight mechanisms in ONNX",
+        "BERT, a decoder of the Llama kind; eleven families in ONNX",
         "all but those whose pattern is that of one length (`why_one_length`: BigBird, BP-Transformer), which are"
-        " exported for one length",
+        " exported for one length; for the factors of CSALR's solver ONNX has no operator",
     ),
     Technique(
         "Fused attention",

@@ -23,14 +23,15 @@ def decoder_config(model):
 
 
 def with_both_caches(model, ids, mask):
-    """Six tokens with a growing cache and with a static one, as `generate` gives them: the same tokens and logits."""
+    """Six tokens with a growing cache and with a static one: the same, of the same logits. What `generate` gives with
+    the latter."""
     settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     settings |= {"return_dict_in_generate": True, "output_logits": True}
     growing = model.generate(input_ids=ids, attention_mask=mask, **settings)
     fixed = model.generate(input_ids=ids, attention_mask=mask, cache_implementation="static", **settings)
     assert torch.equal(growing.sequences, fixed.sequences)
     close(torch.stack(fixed.logits), torch.stack(growing.logits))
-    return growing, fixed
+    return fixed
 
 
 SIZES = {
@@ -99,7 +100,7 @@ def test_static_cache(case, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("hf_xformers"), "propagate", True)
     model = case.shared()
     batch, mask = pad([tokens(5), tokens(3, seed=1)], 5, "left")
-    growing, fixed = with_both_caches(model, batch, mask)
+    fixed = with_both_caches(model, batch, mask)
     cache = getattr(fixed.past_key_values, "self_attention_cache", fixed.past_key_values)
     part = stateful_part(decoder_config(model))
     assert isinstance(cache, StaticCache) == (not part)

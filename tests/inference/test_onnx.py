@@ -12,9 +12,18 @@ onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 ENCODERS = {case.name: case for case in CASES if case.shape == "encoder"}
+DECODERS = {case.name: case for case in CASES if case.shape == "decoder"}
 QUICK = ("xf_bert",)
-# One for each engine; that torch can export the other families, transformers' common tests show.
-OTHERS = ("xf_longformer", "xf_performer", "xf_switch_transformer", "xf_reformer", "xf_deberta")
+# One for each engine, and those with operators that torch does not translate or with a size that follows from the
+# length; that torch can export the other families, transformers' common tests show.
+OTHERS = (
+    *("xf_longformer", "xf_performer", "xf_switch_transformer", "xf_reformer", "xf_deberta"),
+    *("xf_delta_net", "xf_tupe", "xf_nystromformer", "xf_informer", "xf_star_transformer"),
+)
+SIZES = {
+    "xf_nystromformer": {"type": "nystromformer", "num_landmarks": 20},  # more than the sample has tokens
+    "xf_informer": {"type": "informer", "sampling_factor": 1},  # or all queries of short texts attend
+}
 
 
 def run(path, ids, mask):
@@ -26,14 +35,16 @@ def run(path, ids, mask):
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_parity(name, tmp_path):
     """1e-4 is asked for; padded rows, a single token and longer texts than the sample are among the batches."""
+    case = ENCODERS.get(name) or DECODERS[name]
     # Of the engines, a layer: two of the same kind are in the quick model.
-    model = ENCODERS[name].build(dtype=torch.float32, **({} if name in QUICK else {"num_hidden_layers": 1}))
+    sizes = {} if name in QUICK else {"num_hidden_layers": 1}
+    model = case.build(dtype=torch.float32, **sizes, **({"attention": SIZES[name]} if name in SIZES else {}))
     before = model.config._attn_implementation
     report = export_onnx(model, tmp_path / "model.onnx")
     assert report.outputs == ("logits",) and report.dynamic and report.difference < 1e-4
     assert model.config._attn_implementation == before
-    for lengths in ((9, 5), (3, 7, 25), (1,)):
-        ids, mask = pad([tokens(n, seed=n) for n in lengths], max(lengths), "right", seed=9)
+    for lengths, side in (((9, 5), "right"), ((3, 7, 25), "right"), ((4, 21), "left"), ((1,), "right")):
+        ids, mask = pad([tokens(n, seed=n) for n in lengths], max(lengths), side, seed=9)
         (found,) = run(tmp_path / "model.onnx", ids, mask)
         with torch.no_grad():
             expected = model(ids, mask).logits
@@ -69,7 +80,27 @@ def test_refusals(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.onnx, "export", fails)
     with pytest.raises(ValueError, match=r"no ONNX graph of its computation \(no such operator\); `dynamic=False`"):
         export_onnx(model, tmp_path / "model.onnx")
+
+    def lacks(*args, **kwargs):
+        raise RuntimeError("No ONNX function found for aten.some_operator")
+
+    monkeypatch.setattr(torch.onnx, "export", lacks)  # one shape would lack it, too
+    with pytest.raises(ValueError, match=r"\(No ONNX function found for aten.some_operator\)\.$"):
+        export_onnx(model, tmp_path / "model.onnx")
     assert not (tmp_path / "model.onnx").exists()
+
+
+@pytest.mark.parametrize("size", [1, 2, 13, 64])
+def test_inverse_of_unit_lower(size):
+    """Also of keys that are all alike, of which the powers of the matrix are too large for float32."""
+    from hf_xformers.export.triangular import inverse_of_unit_lower
+
+    generator = torch.Generator().manual_seed(size)
+    for matrix in (torch.randn(2, 3, size, size, generator=generator) / size, torch.ones(1, size, size)):
+        found = torch.from_numpy(inverse_of_unit_lower(matrix.numpy()))
+        unit = torch.eye(size).expand_as(matrix)
+        expected = torch.linalg.solve_triangular(matrix, unit, upper=False, unitriangular=True)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow

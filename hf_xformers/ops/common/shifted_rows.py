@@ -96,6 +96,8 @@ def shift_rows(x: Tensor, width: int, step: int = 1) -> Tensor:
     if rows == 1:
         return x[..., :width]
     if torch.compiler.is_compiling():
+        if torch.compiler.is_exporting():  # a graph for every length is that of one row, too, which fills its line
+            x, columns = F.pad(x, (0, step)), columns + step
         begin, line = step * (rows - 1), columns - step
         return x.flatten(-2)[..., begin : begin + rows * line].unflatten(-1, (rows, line))[..., :width]
     return _Shift.apply(x, width, step)
