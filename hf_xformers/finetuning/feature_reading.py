@@ -93,7 +93,8 @@ class FeatureOptions:
     progress: bool = field(default=True, metadata={"help": "Show a bar; --no_progress for none."})
 
     def check(self) -> None:
-        """Raises ValueError for values out of range and for what does not go together."""
+        """Raises ValueError for values out of range, for what does not go together, and for a model that reads
+        sounds."""
         for name, known in (("pool", POOLINGS), ("format", FORMATS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"--{name} {getattr(self, name)!r} is unknown; take one of {', '.join(known)}")
@@ -114,6 +115,11 @@ class FeatureOptions:
             )
         if self.mix_scores and "mix" not in self.layers:
             raise ValueError("--mix_scores are of --layers mix; add it, or leave the scores out")
+        if getattr(loading.open_config(self.model), "modality", "text") == "sound":
+            raise ValueError(
+                f"--model {self.model!r} reads sounds, and features are of texts or images; take its hidden states in"
+                " Python (AutoModel, output_hidden_states=True) of what its feature extractor gives"
+            )
 
 
 # ------------------------------------------------------------------------------------------------ layers

@@ -19,19 +19,22 @@ _TASK_TYPES = {
     "CausalLM": "CAUSAL_LM",
     "Seq2SeqLM": "SEQ_2_SEQ_LM",
 }
-_EVERY_HEAD = (*_TASK_TYPES, "MultipleChoice", "MaskedLM", "ClozeWriting")
+_OF_TEXT = (*_TASK_TYPES, "MultipleChoice", "MaskedLM", "ClozeWriting")
+_OF_IMAGES = ("ImageClassification",)
+_OF_ALL = (*_OF_TEXT, *_OF_IMAGES, "CTC")
 BOTTLENECKS = ("houlsby", "pfeiffer", "fusion", "k_adapter")  # this package's own
 # method -> (its configuration in peft or here, the heads that it works with)
 PEFT_METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "lora": ("LoraConfig", _EVERY_HEAD),
-    "ia3": ("IA3Config", _EVERY_HEAD),
+    "lora": ("LoraConfig", _OF_ALL),
+    "ia3": ("IA3Config", _OF_ALL),
     # Prefixes are keys and values in a cache, which only decoders read; prompts are tokens before the text, for which
     # per-token heads would give logits that no label belongs to.
     "prefix": ("PrefixTuningConfig", ("CausalLM", "Seq2SeqLM")),
     "prompt": ("PromptTuningConfig", ("SequenceClassification", "CausalLM", "Seq2SeqLM")),
-    **dict.fromkeys(("houlsby", "pfeiffer"), ("AdapterConfig", _EVERY_HEAD)),
-    "fusion": ("FusionConfig", _EVERY_HEAD),
-    "k_adapter": ("KAdapterConfig", tuple(head for head in _EVERY_HEAD if head not in ("CausalLM", "Seq2SeqLM"))),
+    # Those of CTC have layers of four sublayers, in which bottlenecks have no place of their own.
+    **dict.fromkeys(("houlsby", "pfeiffer"), ("AdapterConfig", (*_OF_TEXT, *_OF_IMAGES))),
+    "fusion": ("FusionConfig", (*_OF_TEXT, *_OF_IMAGES)),
+    "k_adapter": ("KAdapterConfig", tuple(head for head in _OF_TEXT if head not in ("CausalLM", "Seq2SeqLM"))),
 }
 VIRTUAL_TOKENS = 20
 ADAPTER_NAME = "default"
@@ -43,7 +46,8 @@ def check_method(method: str, head: str) -> None:
         raise ValueError(f"unknown PEFT method {method!r}: choose one of {', '.join(PEFT_METHODS)}")
     if head not in PEFT_METHODS[method][1]:
         able = [name for name, (_, heads) in PEFT_METHODS.items() if head in heads]
-        raise ValueError(f"--peft {method} does not work with a For{head} class; choose one of {', '.join(able)}")
+        remedy = f"choose one of {', '.join(able)}" if able else "no method does, so leave --peft out"
+        raise ValueError(f"--peft {method} does not work with a For{head} class; {remedy}")
 
 
 def config_type(method: str) -> type[Any]:

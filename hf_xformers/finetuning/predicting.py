@@ -18,7 +18,7 @@ from .multi_task import WithTaskNumber
 from .options import TaskData, TaskOptions
 from .origin import columns_of
 from .run import write_lines
-from .tasks import Encoded, Task, Translation
+from .tasks import Encoded, SpeechRecognition, Task, Translation
 from .trained import Trained, open_trained
 
 if TYPE_CHECKING:
@@ -133,6 +133,8 @@ def predict(wanted: Prediction, *, answers: bool = False) -> Predicted:
     )
     task = trained.task
     _refuse_unread(wanted, task)
+    if isinstance(task, SpeechRecognition):  # what it reads of transcripts is told by the model's vocabulary
+        task.needs_transcripts = answers
     split, rows = _rows(wanted, trained)
     if wanted.max_rows is not None:
         rows = rows.select(range(min(wanted.max_rows, len(rows))))
@@ -168,6 +170,8 @@ def _rows(wanted: Prediction, trained: Trained) -> tuple[str, Dataset]:
     """(name of the split, rows) of texts, files, or of the data that the model was trained with."""
     task = trained.task
     if wanted.text:
+        if not task.reads_text:
+            raise ValueError(f"--text gives texts, and a model for {task.id} reads none; give its rows with --data")
         for name in ("split", "column_names", "data_config", "max_rows"):
             if getattr(wanted, name):
                 raise ValueError(f"--{name} is about files, and --text gives the texts themselves; leave one out")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import struct
 import wave
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..data.delimited import text_lines
 from ..data.local_files import SPLIT_WORDS
+from ..data.splitting import check_fraction
 from .origin import RowNames, with_origins
-from .sources import first_rows, hold_out_rows, load_rows
+from .sources import load_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -22,31 +25,38 @@ if TYPE_CHECKING:
 
 SOUND_SUFFIXES = (".wav", ".flac", ".ogg", ".mp3", ".m4a", ".aac", ".opus", ".aiff", ".aif", ".au")
 TABLES = ("metadata.jsonl", "metadata.csv", "metadata.tsv", "metadata.parquet")
+_PCM, _EXTENSIBLE = 1, 0xFFFE  # format tags of WAV files; the second says that a sub-format follows
+_SUBFORMAT = struct.pack("<H", _PCM) + bytes.fromhex("000000001000800000aa00389b71")
 
 
-def load_sounds(source: TaskData) -> dict[str, Dataset]:
-    """All rows of a source, in its splits, some held out where there is none for validation.
+def load_sounds(source: TaskData, *, transcripts: bool = True) -> dict[str, Dataset]:
+    """All rows of a source, in its splits ([`divided`] holds some out). Columns of sound are paths, or such and bytes.
 
     A folder of sound has either a table (`metadata.jsonl`, `.csv`, `.tsv`) of paths and transcripts, or beside each
     file a transcript of the same name in .txt; folders within that are called as splits are those. Other sources are
     those of [`load_rows`], with a column of paths.
 
+    transcripts: whether they are needed; else those of a folder are left out where they are not whole.
+
     Raises:
-        ValueError: as `load_rows`; files without transcripts beside others that have one, and folders without sound.
+        ValueError: as `load_rows`; files without transcripts beside others that have one, transcripts that are not
+            UTF-8, and folders without sound.
     """
+    check_fraction(source.validation_fraction)
     written: dict[str, Any] = {
         name: [_table_of(entry) for entry in getattr(source, name)]
         for name in ("data", "validation_data", "test_data")
     }
     folders = [entry for entries in written.values() for entry in entries if isinstance(entry, Path)]
     if not folders:
-        return load_rows(dataclasses.replace(source, **written), origins=True, adjust=_beside_table)
+        whole: dict[str, Any] = {"validation_fraction": 0.0, "max_train_rows": None, "max_eval_rows": None}
+        return load_rows(dataclasses.replace(source, **written, **whole), origins=True, adjust=_beside_table)
     if len(folders) < sum(map(len, written.values())):
         raise ValueError(
             f"{str(folders[0])!r} is a folder of sound without a table, and other data is not; give the one kind or"
             " the other"
         )
-    return _of_folders(source, written)
+    return _of_folders(source, written, transcripts)
 
 
 def _beside_table(rows: Dataset, table: Path) -> Dataset:
@@ -77,7 +87,7 @@ def _sounds(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SOUND_SUFFIXES)
 
 
-def _of_folders(source: TaskData, written: Mapping[str, Sequence[Any]]) -> dict[str, Dataset]:
+def _of_folders(source: TaskData, written: Mapping[str, Sequence[Any]], transcripts: bool) -> dict[str, Dataset]:
     found: dict[str, list[Path]] = {}
     for name, entries in written.items():
         for folder in entries:
@@ -89,23 +99,32 @@ def _of_folders(source: TaskData, written: Mapping[str, Sequence[Any]]) -> dict[
                 found.setdefault(split, []).append(path)
     if len(found) == 1:  # a folder that is called as a split, by itself
         found = {"train": next(iter(found.values()))} if "train" not in found else found
-    splits = {split: _of_files(paths) for split, paths in found.items()}
-    if "train" not in splits:
+    if "train" not in found:
         raise ValueError(f"{source.data[0]!r} has no training sounds; name a folder of them in --data")
-    if "validation" not in splits and source.validation_fraction > 0:
-        splits["train"], splits["validation"] = hold_out_rows(splits["train"], source.validation_fraction)
-    limits = {"train": source.max_train_rows, "validation": source.max_eval_rows, "test": source.max_eval_rows}
-    return {
-        split: first_rows(splits[split], limits[split], f"--max_{'train' if split == 'train' else 'eval'}_rows")
-        for split in ("train", "validation", "test")
-        if split in splits
-    }
+    return {split: _of_files(paths, transcripts) for split, paths in found.items()}
 
 
-def _of_files(paths: Sequence[Path]) -> Dataset:
+def _of_files(paths: Sequence[Path], transcripts: bool) -> Dataset:
     from datasets import Dataset
 
     columns: dict[str, list[str]] = {"audio": [str(path) for path in paths]}
+    try:
+        texts = _transcripts_beside(paths)
+    except ValueError as error:
+        if transcripts:
+            raise
+        say_left_out(error)
+        texts = None
+    if texts is not None:
+        columns["text"] = texts
+    return with_origins(Dataset.from_dict(columns), [repr(str(path)) for path in paths])
+
+
+def _transcripts_beside(paths: Sequence[Path]) -> list[str] | None:
+    """What is said in each sound, by the file of its name in .txt; None where no sound has one.
+
+    Raises ValueError where some have none, and for what is not UTF-8.
+    """
     texts = [path.with_suffix(".txt") for path in paths]
     missing = [path for path, text in zip(paths, texts) if not text.is_file()]
     if missing and len(missing) < len(paths):
@@ -113,9 +132,14 @@ def _of_files(paths: Sequence[Path]) -> Dataset:
             f"{str(missing[0])!r} has no transcript beside it, and other sounds of the folder have; write one to"
             f" {missing[0].with_suffix('.txt').name!r}, or remove the sound"
         )
-    if not missing:
-        columns["text"] = [" ".join(text.read_text(encoding="utf-8").split()) for text in texts]
-    return with_origins(Dataset.from_dict(columns), [repr(str(path)) for path in paths])
+    return None if missing else [" ".join(" ".join(text_lines(text)).split()) for text in texts]
+
+
+def say_left_out(reason: ValueError) -> None:
+    """Says that sounds are read without the transcripts that are there."""
+    from transformers.utils import logging  # slow to load, so not before it is needed
+
+    logging.get_logger(__name__).warning(f"the transcripts are left out: {reason}")
 
 
 def find_sound(stored: Any, where: RowNames, row: int) -> str | bytes:
@@ -152,11 +176,14 @@ def read_sound(stored: str | bytes, name: str) -> tuple[np.ndarray, int]:
 
 def _wave(stored: str | bytes) -> tuple[np.ndarray, int] | None:
     """(samples [N, channels], rate) of PCM in a WAV file; None for another file."""
+    content = stored if isinstance(stored, bytes) else Path(stored).read_bytes()
     try:
-        with wave.open(io.BytesIO(stored) if isinstance(stored, bytes) else stored, "rb") as file:
+        with wave.open(io.BytesIO(_plain_header(content)), "rb") as file:
             width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
             raw = file.readframes(file.getnframes())
     except (wave.Error, EOFError):
+        return None
+    if width > 4:
         return None
     raw = raw[: len(raw) // (width * channels) * width * channels]
     if width == 1:  # without sign
@@ -168,6 +195,21 @@ def _wave(stored: str | bytes) -> tuple[np.ndarray, int] | None:
     else:
         samples = np.frombuffer(raw, {2: "<i2", 4: "<i4"}[width]).astype(np.float32) / 2.0 ** (8 * width - 1)
     return samples.reshape(-1, channels), rate
+
+
+def _plain_header(content: bytes) -> bytes:
+    """A WAV file with an extensible header of PCM samples, which tools write for 24 bits, under the tag of plain ones:
+    `wave` reads the former from Python 3.12 on. Other content as it is."""
+    place = 12  # chunks, each of a name, a size and its content, follow "RIFF", a size and "WAVE"
+    while content[:4] == b"RIFF" and place + 48 <= len(content):
+        name, size = struct.unpack_from("<4sI", content, place)
+        if name == b"fmt ":
+            (tag,) = struct.unpack_from("<H", content, place + 8)
+            extensible = tag == _EXTENSIBLE and size >= 40 and content[place + 32 : place + 48] == _SUBFORMAT
+            plain = struct.pack("<H", _PCM)
+            return content[: place + 8] + plain + content[place + 10 :] if extensible else content
+        place += 8 + size + size % 2
+    return content
 
 
 def _any_file(stored: str | bytes, name: str) -> tuple[np.ndarray, int]:
@@ -184,4 +226,4 @@ def _any_file(stored: str | bytes, name: str) -> tuple[np.ndarray, int]:
         raise ValueError(f"{name} is no sound that can be read ({error}); replace it or remove it") from error
 
 
-__all__ = ["SOUND_SUFFIXES", "find_sound", "load_sounds", "read_sound"]
+__all__ = ["SOUND_SUFFIXES", "find_sound", "load_sounds", "read_sound", "say_left_out"]

@@ -55,20 +55,26 @@ def load_rows(
         raise ValueError(
             f"{listed(source.data)} has no split 'train' but {sorted(splits)}; name training rows in --data"
         )
-    limits = {"train": source.max_train_rows, "validation": source.max_eval_rows, "test": source.max_eval_rows}
     for split in _SPLITS:
         if split in splits and not len(splits[split]):
             raise ValueError(
                 f"the {split} split of {listed(source.data)} has no rows; give a file that holds some, or leave it out"
             )
-    if "validation" not in splits and source.validation_fraction > 0:
-        splits["train"], splits["validation"] = hold_out_rows(splits["train"], source.validation_fraction)
-    if not origins:
-        splits = {split: rows.select_columns(columns_of(rows)) for split, rows in splits.items()}
+    splits = divided(splits, source)
+    return splits if origins else {split: rows.select_columns(columns_of(rows)) for split, rows in splits.items()}
+
+
+def divided(splits: Mapping[str, Dataset], source: TaskData) -> dict[str, Dataset]:
+    """The splits with some of the training rows held out, where none is for validation, and of each the first rows, as
+    many as are asked for."""
+    found = dict(splits)
+    if "validation" not in found and source.validation_fraction > 0:
+        found["train"], found["validation"] = hold_out_rows(found["train"], source.validation_fraction)
+    limits = {"train": source.max_train_rows, "validation": source.max_eval_rows, "test": source.max_eval_rows}
     return {
-        split: first_rows(splits[split], limits[split], f"--max_{'train' if split == 'train' else 'eval'}_rows")
+        split: first_rows(found[split], limits[split], f"--max_{'train' if split == 'train' else 'eval'}_rows")
         for split in _SPLITS
-        if split in splits
+        if split in found
     }
 
 
@@ -82,7 +88,7 @@ def _load(
     saved = load_saved(names)
     if saved is not None:
         _no_config(source, names)
-        return {split: _nested(rows.with_format(None)) for split, rows in _usual_splits(saved).items()}
+        return {split: _nested(as_stored(rows.with_format(None))) for split, rows in _usual_splits(saved).items()}
     suffixes = (*TABLE_SUFFIXES, *CONLL_SUFFIXES, *(f".{language}" for language in languages or ()))
     expanded = _expand(names, suffixes)
     blank = [
@@ -129,7 +135,7 @@ def _read(
         if path.suffix.lower() in CONLL_SUFFIXES:
             found = _read_conll(path)
         else:
-            found = _read_table(path, source.column_names)
+            found = as_stored(_read_table(path, source.column_names))
         parts.append(found if adjust is None else adjust(found, path))
     return _joined(parts)
 
@@ -150,7 +156,10 @@ def _joined(parts: Sequence[Dataset]) -> Dataset:
 def _read_table(path: Path, column_names: Sequence[str]) -> Dataset:
     if format_of(path) in (None, "text"):
         known = ", ".join((*TABLE_SUFFIXES, *CONLL_SUFFIXES))
-        raise ValueError(f"{str(path)!r} is no table of rows: give a file that ends in {known}")
+        raise ValueError(
+            f"{str(path)!r} is no table of rows: give a file that ends in {known}, or, of images and sounds, the"
+            " folder that they are in"
+        )
     return read_table(path, column_names)
 
 
@@ -234,7 +243,19 @@ def _from_hub(name: str, config_name: str | None) -> dict[str, Dataset]:
         ) from error
     except ValueError as error:  # an unknown or missing configuration; `datasets` lists the valid ones
         raise ValueError(f"the Hub dataset {name!r} could not be loaded: {error}") from error
-    return {split: _nested(rows) for split, rows in _usual_splits(loaded).items()}
+    return {split: _nested(as_stored(rows)) for split, rows in _usual_splits(loaded).items()}
+
+
+def as_stored(rows: Dataset, images: bool = False) -> Dataset:
+    """The rows with columns of sound, and of images if they are asked for, as paths and bytes: what a decoder makes of
+    these takes further packages, and has no content that could be compared."""
+    import datasets
+
+    kinds = (datasets.Audio, datasets.Image) if images else (datasets.Audio,)
+    for name, feature in rows.features.items():
+        if isinstance(feature, kinds):
+            rows = rows.cast_column(name, type(feature)(decode=False))
+    return rows
 
 
 def _usual_splits(loaded: Mapping[str, Dataset]) -> dict[str, Dataset]:
@@ -261,7 +282,7 @@ def _nested(rows: Dataset) -> Dataset:
 def hold_out_rows(rows: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
     if len(rows) < 2:
         raise ValueError("a single training row cannot be divided; give more rows, or --validation_fraction 0")
-    keys = [stable_fraction(_key(row)) for row in _plain(rows)]
+    keys = [stable_fraction(_key(row)) for row in _plain(as_stored(rows, images=True))]
     held = [key < fraction for key in keys]
     if not any(held):
         held[keys.index(min(keys))] = True
@@ -278,7 +299,14 @@ def _key(row: Mapping[str, Any]) -> str:
     too."""
     if "question" in row and isinstance(row.get("context"), str):
         return row["context"]
-    return json.dumps({name: value for name, value in row.items() if name != ORIGIN}, sort_keys=True, default=str)
+    content = {name: _content(value) for name, value in row.items() if name != ORIGIN}
+    return json.dumps(content, sort_keys=True, default=str)
+
+
+def _content(value: Any) -> Any:
+    """A value, of a stored sound or image its bytes, whatever its file is called."""
+    stored = isinstance(value, Mapping) and value.get("bytes") is not None
+    return value["bytes"] if stored else value
 
 
 def _plain(rows: Dataset) -> Iterator[Mapping[str, Any]]:

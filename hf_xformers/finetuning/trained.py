@@ -201,7 +201,9 @@ def _load(folder: Path, base: str, file: str, config: PreTrainedConfig, task: Ta
 
     saved = loading.open_config(base)
     kept = loading.has_head(saved, task.head)
-    other = kept and saved.num_labels != config.num_labels
+    # Of a model that reads sounds the vocabulary is what another task has labels for.
+    count = "vocab_size" if task.head == "CTC" else "num_labels"
+    other = kept and getattr(saved, count) != getattr(config, count)
     model, _ = loading.load_model(base, config, task.head, has_head=kept, new_head=other)
     if file == BOTTLENECK_FILE:
         load_adapter(model, folder)

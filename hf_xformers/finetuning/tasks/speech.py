@@ -35,8 +35,10 @@ _CANDIDATES = 40  # transcripts that are tried as the floor
 class SpeechRecognition(Task):
     """The characters of what is said. Metrics: word error rate, character error rate.
 
-    A new model has the characters of the training transcripts, and reads sounds of the rate of the first training
-    sound (`sampling_rate` says another one); a trained model's are its own.
+    A new model has the characters of the training transcripts, and of those that are held out of them; it reads sounds
+    of the rate of the first training sound (`sampling_rate` says another one). A trained model's are its own.
+
+    needs_transcripts: whether rows without transcripts that fit are refused; else they are read without them.
     """
 
     id = "speech-recognition"
@@ -46,6 +48,7 @@ class SpeechRecognition(Task):
     reads = ("audio_column", "text_column", "augment", "sampling_rate", "ctc_beams")
     less_is_better = True
     reads_text = False
+    needs_transcripts = True
     audio_column: str
     text_column: str
 
@@ -56,11 +59,12 @@ class SpeechRecognition(Task):
                 raise ValueError(
                     f"--augment {name!r} is nothing to do to a sound; take some of {', '.join(SOUND_AUGMENTATIONS)}"
                 )
-        for option in ("sampling_rate", "ctc_beams"):
-            value = getattr(options, option)
-            if value is not None and value < 1:
-                raise ValueError(f"--{option} {value} must be at least 1")
+        if options.ctc_beams < 1:
+            raise ValueError(f"--ctc_beams {options.ctc_beams} must be at least 1")
+        if options.sampling_rate is not None:
+            _check_rate(options.sampling_rate, f"--sampling_rate {options.sampling_rate}")
         self.characters: list[str] | None = None  # of a new vocabulary
+        self.divided = False  # whether the validation rows are some of those given for training
         self.rate: int | None = options.sampling_rate
         self.words: Any = None  # the processor, once rows are encoded
         self.blank = 0
@@ -72,24 +76,35 @@ class SpeechRecognition(Task):
 
     def load(self, source: TaskData) -> dict[str, Dataset]:
         from ..sound_rows import load_sounds
+        from ..sources import divided
 
-        return {split: _undecoded(rows) for split, rows in load_sounds(source).items()}
+        splits = load_sounds(source, transcripts=self.needs_transcripts)
+        self.divided = "validation" not in splits
+        return divided(splits, source)
 
     def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
         from ..sound_rows import find_sound, read_sound
 
+        if self.options.max_length is not None:
+            raise ValueError(
+                f"--max_length {self.options.max_length} counts tokens of texts, and sounds are read whole; leave it"
+                " out, and divide sounds that are too long"
+            )
         train = splits["train"]
         self.find_columns(train)
         check_columns(splits, [self.audio_column, self.text_column], optional_in_test=[self.text_column])
         if config is not None:  # its processor says the rest
             return
-        where = RowNames(train, "train")
-        texts = self._transcripts(train, where)
+        # Rows that were held out by chance must not stop the run by a character that only they have.
+        given = [name for name in splits if name == "train" or (name == "validation" and self.divided)]
+        texts = [text for name in given for text in self._transcripts(splits[name], RowNames(splits[name], name))]
         self.characters = sorted(set("".join(texts)) - {" "})
         if not self.characters:
             raise ValueError("the training transcripts are all empty; give what is said in the sounds")
         if self.rate is None:
+            where = RowNames(train, "train")
             self.rate = read_sound(find_sound(train[self.audio_column][0], where, 0), where[0])[1]
+            _check_rate(self.rate, f"{where[0]} has {self.rate} samples per second, which")
 
     def find_columns(self, rows: Dataset, answers: bool = True) -> None:
         self.audio_column = self.column(rows, self.options.audio_column, SOUNDS, "sound", "audio_column")
@@ -121,7 +136,11 @@ class SpeechRecognition(Task):
 
     def processor(self, config: PreTrainedConfig, saved: str | None) -> Any:
         """The saved model's feature extractor and tokenizer; for a new vocabulary log mel energies, and its
-        characters."""
+        characters.
+
+        Raises ValueError where they and the configuration disagree: labels would be read as the wrong characters, or
+        times would be wrong.
+        """
         from transformers import AutoFeatureExtractor, AutoTokenizer, Wav2Vec2Processor
 
         if self.characters is None and saved is not None:
@@ -138,8 +157,23 @@ class SpeechRecognition(Task):
                     f"--sampling_rate {self.options.sampling_rate} is not the {extractor.sampling_rate} of the model;"
                     " leave it out"
                 )
-            return Wav2Vec2Processor(extractor, tokenizer)
-        return Wav2Vec2Processor(self._extractor(config), self._tokenizer())
+        else:
+            extractor, tokenizer = self._extractor(config), self._tokenizer()
+            if config.vocab_size != len(tokenizer):
+                raise ValueError(
+                    f"`vocab_size` {config.vocab_size} is not the {len(tokenizer)} that follows from the characters of"
+                    " the transcripts; leave --vocab_size out"
+                )
+        for name, value, owner in (
+            ("pad_token_id", tokenizer.pad_token_id, "tokenizer, whose padding token is the blank of CTC"),
+            ("hop_length", getattr(extractor, "hop_length", None), "feature extractor"),
+        ):
+            if getattr(config, name) != value:
+                raise ValueError(
+                    f"`{name}` {getattr(config, name)} is not the {value} of the {owner}; leave --{name} out, or"
+                    " correct it in the model's config.json"
+                )
+        return Wav2Vec2Processor(extractor, tokenizer)
 
     def _extractor(self, config: Any) -> Any:
         from transformers import ParakeetFeatureExtractor
@@ -149,7 +183,7 @@ class SpeechRecognition(Task):
         return ParakeetFeatureExtractor(
             feature_size=config.num_mel_bins,
             sampling_rate=rate,
-            hop_length=rate // FRAMES_PER_SECOND,
+            hop_length=config.hop_length,
             win_length=window,
             n_fft=1 << (window - 1).bit_length(),
         )
@@ -173,7 +207,7 @@ class SpeechRecognition(Task):
     def encode(self, rows: Dataset, tokenizer: Any, split: str) -> Encoded:
         from datasets import Dataset
 
-        from ..sound_rows import find_sound
+        from ..sound_rows import find_sound, say_left_out
 
         self.words, self.blank = tokenizer, tokenizer.tokenizer.pad_token_id
         extractor = tokenizer.feature_extractor
@@ -186,13 +220,27 @@ class SpeechRecognition(Task):
         columns: dict[str, Any] = {"sound": sounds}
         labelled = self.text_column in rows.column_names
         if labelled:
-            texts = self._transcripts(rows, where)
-            columns["labels"] = [self._labels(text, tokenizer.tokenizer, where[row]) for row, text in enumerate(texts)]
-            for row, (labels, count) in enumerate(zip(columns["labels"], states)):
-                self._check_fit(labels, count, where[row])
-            kept = [{**row, "text": text} for row, text in zip(kept, texts)]
+            try:
+                texts, columns["labels"] = self._references(rows, states, tokenizer.tokenizer, where)
+                kept = [{**row, "text": text} for row, text in zip(kept, texts)]
+            except ValueError as error:
+                if self.needs_transcripts:
+                    raise
+                say_left_out(error)
+                labelled = False
         features = Dataset.from_dict(columns).with_transform(ReadSounds(extractor))
         return Encoded(features, kept, labelled)
+
+    def _references(
+        self, rows: Dataset, states: Sequence[int], tokenizer: Any, where: RowNames
+    ) -> tuple[list[str], list[list[int]]]:
+        """(transcripts, their labels). states: that the model makes of each sound. Raises ValueError for what is no
+        transcript of the vocabulary, or is too long for its sound."""
+        texts = self._transcripts(rows, where)
+        labels = [self._labels(text, tokenizer, where[row]) for row, text in enumerate(texts)]
+        for row, (ids, count) in enumerate(zip(labels, states)):
+            self._check_fit(ids, count, where[row])
+        return texts, labels
 
     @staticmethod
     def _states(sound: str | bytes, extractor: Any, name: str) -> int:
@@ -292,14 +340,13 @@ class SpeechRecognition(Task):
         return Trivial(f"{best!r} of every sound", best)
 
 
-def _undecoded(rows: Dataset) -> Dataset:
-    """The rows with columns of sound as paths or bytes, which is what is read here."""
-    import datasets
-
-    for name, feature in rows.features.items():
-        if isinstance(feature, datasets.Audio):
-            rows = rows.cast_column(name, datasets.Audio(decode=False))
-    return rows
+def _check_rate(rate: int, said: str) -> None:
+    """Refuses a rate at which a frame would be shorter than a sample."""
+    if rate < FRAMES_PER_SECOND:
+        raise ValueError(
+            f"{said} must be at least {FRAMES_PER_SECOND}: there are so many frames in a second; take sounds of a"
+            " higher rate"
+        )
 
 
 class ReadSounds:
