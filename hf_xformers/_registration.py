@@ -17,6 +17,7 @@ from typing import Any
 
 _AUTO = "transformers.models.auto.configuration_auto"
 _ADAPTED = "peft.utils.constants"
+_IMAGES = "transformers.models.auto.image_processing_auto"
 # A model of transformers with the same names of projections: what peft adapts of it, it adapts of ours.
 _NAMED_ALIKE = "llama"
 
@@ -84,6 +85,12 @@ def _enter_targets(constants: Any) -> None:
                 table.setdefault(model_type, list(targets))
 
 
+def _enter_processors(_: Any) -> None:
+    """Image processors of our own, where Pillow is there to read images with."""
+    if importlib.util.find_spec("PIL") is not None:
+        importlib.import_module("hf_xformers.data.grey_images")  # which registers
+
+
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Runs `enter` on a module once, right after it is imported."""
 
@@ -110,7 +117,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 def install() -> None:
     """Called once by the package's import."""
-    for name, enter in ((_AUTO, _enter), (_ADAPTED, _enter_targets)):
+    for name, enter in ((_AUTO, _enter), (_ADAPTED, _enter_targets), (_IMAGES, _enter_processors)):
         if name in sys.modules:
             enter(sys.modules[name])
         else:

@@ -196,7 +196,7 @@ def report(
     shares = {name: share_text(value) for name, value in summary.items() if name.endswith("accuracy")}
     target = target_of(summary["objective"])
     target = "colour" if summary.get("reads") == "images" and target == "token" else target
-    floor = "the mean patch" if target == "patch" else f"{target} frequencies alone"
+    floor = "the median picture" if target == "patch" else f"{target} frequencies alone"
     facts = {
         "variant": summary["variant"],
         "objective": summary["objective"]["type"],

@@ -19,6 +19,7 @@ from ..core.finite import refuse_non_finite
 from ..core.saved_files import read_object, refuse_damaged_weights, replacing, tensors_of, weight_files
 from ..variants import config_class, family, model_types
 from .base import Converter, converter_back, converter_for, converters
+from .image_processors import open_image_processor, reads_images, save_image_processor
 from .provenance import read_provenance, write_provenance
 from .refusals import refuse_adapter, refuse_config, refuse_place, refuse_weights
 from .report import Report
@@ -288,7 +289,7 @@ def convert_checkpoint(
     model_type: str | None = None,
     overwrite: bool = False,
 ) -> Report:
-    """Converts a saved model, with its tokenizer and generation settings, into a new folder.
+    """Converts a saved model, with its tokenizer or image processor and its generation settings, into a new folder.
 
     source: a folder that `save_pretrained` wrote, or a Hub id. target: a folder that does not exist or is empty; with
     `overwrite`, one that is replaced when, and only when, everything is written. direction: `to_ours`, `to_theirs`, or
@@ -312,13 +313,17 @@ def convert_checkpoint(
             f"`direction` {direction!r} does not fit {os.fspath(source)!r}, which holds a {kind!r} model."
         )
     change = to_theirs if ours else to_ours
+    of_images = reads_images(config_class(converter.variant))
     tokenizer = open_tokenizer(source)
+    processor = open_image_processor(source) if of_images else None
     model, report = change(load(source, converter, ours, head), converter, head)
     with replacing(folder) as scratch:
         save(model, scratch)
-        if tokenizer is None:
+        if of_images:
+            save_image_processor(processor, scratch, model.config, report.notes)
+        elif tokenizer is None:
             report.notes.append("the source has no tokenizer")
-        else:
+        if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
         if not ours:
             write_provenance(scratch, source, report, (converter.variant, converter.variant))

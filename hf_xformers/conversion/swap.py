@@ -32,6 +32,7 @@ from ..variants import family, model_types
 from .base import converter_for
 from .checkpoint import check_target, load, load_ours, model_type_of, open_config, open_tokenizer, save
 from .derivations import Derived, Part, derive
+from .image_processors import open_image_processor, reads_images, save_image_processor
 from .movement import Movement, movement
 from .provenance import write_provenance
 from .refusals import refuse_quantized
@@ -102,10 +103,12 @@ def swap_checkpoint(source: str | Path, target: str | Path, *, overwrite: bool =
     check_target(folder, source, overwrite)
     model_type = model_type_of(source)  # a source without a readable config has no tokenizer to look for
     tokenizer = open_tokenizer(source)
+    of_images = reads_images(type(source_config(source)))
+    processor = open_image_processor(source) if of_images else None
     model, report = swap_components(source, tokenizer=tokenizer, **options)
-    if tokenizer is None:
+    if tokenizer is None and not of_images:
         report.notes.append("the source has no tokenizer")
-    else:
+    elif tokenizer is not None:
         limits = [tower.max_length for tower in _towers(model).values() if tower.max_length is not None]
         if limits:
             tokenizer.model_max_length = min(limits)
@@ -113,6 +116,8 @@ def swap_checkpoint(source: str | Path, target: str | Path, *, overwrite: bool =
         save(model, scratch)
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
+        if of_images:
+            save_image_processor(processor, scratch, model.config, report.notes)
         before = str(model_type) if model_type in model_types() else converter_for(model_type).variant
         write_provenance(scratch, source, report, (before, model.config.model_type))
     return report

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ops.bucketed.kmeans import sums_of_clusters
+from .images import as_mode
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -57,7 +58,8 @@ def pixels_of(images: Sequence[Image], size: tuple[int, int]) -> Tensor:
     """Images as [N, H, W, 3] in [-1, 1], resized to `size` (height, width) as [`colour_processor`] does."""
     import PIL.Image
 
-    resized = [image.convert("RGB").resize((size[1], size[0]), PIL.Image.Resampling.BILINEAR) for image in images]
+    pictures = [as_mode(image, "RGB") for image in images]
+    resized = [picture.resize((size[1], size[0]), PIL.Image.Resampling.BILINEAR) for picture in pictures]
     return torch.from_numpy(np.stack([np.asarray(image) for image in resized]).astype(np.float32) / 127.5 - 1.0)
 
 

@@ -8,14 +8,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from .local_files import SPLIT_WORDS, listed
 from .saved import load_saved
 from .splitting import check_fraction, stable_fraction
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from PIL.Image import Image
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+UNREADABLE = (OSError, ValueError, SyntaxError, EOFError)  # what Pillow raises for files that are no whole image
+WHITE, WHITE_OF_16_BITS = 255, 65535
 
 
 def need_pillow() -> None:
@@ -157,18 +162,58 @@ def divide_images(rows: Dataset, column: str, fraction: float) -> tuple[Dataset,
     )
 
 
-def sizes_of(rows: Dataset) -> list[tuple[int, int]]:
-    """Height and width of every image of the column `image`, without decoding it. Raises ValueError for what is no
-    image."""
-    import datasets
+def check_mode(picture: Image) -> None:
+    """Raises ValueError for numbers that no black and white are known for."""
+    remedy = "save it with 8 or 16 bits a channel"
+    if picture.mode == "F":
+        raise ValueError(f"mode 'F' has fractions, of which nothing says what is black and what is white; {remedy}")
+    if picture.mode == "I":
+        levels = np.asarray(picture)
+        low, high = int(levels.min()), int(levels.max())
+        # Up to 255 they are more often bytes than the darkest 255 of 65535 levels.
+        if low < 0 or high > WHITE_OF_16_BITS or 0 < high <= WHITE:
+            raise ValueError(
+                f"mode 'I' has 32 bits, of which these use {low} to {high}, and nothing says what is white; {remedy}"
+            )
+
+
+def as_mode(picture: Image, mode: str) -> Image:
+    """A picture in mode "L" or "RGB". 16 bits become the 8 highest, rounded, where Pillow by itself makes all that is
+    brighter than 255 white. Raises ValueError as [`check_mode`]."""
     import PIL.Image
+
+    check_mode(picture)
+    if picture.mode == "I" or picture.mode.startswith("I;16"):
+        levels = np.asarray(picture).astype(np.int64)
+        scale = WHITE_OF_16_BITS // WHITE
+        picture = PIL.Image.fromarray(((levels + scale // 2) // scale).astype(np.uint8))
+    return picture.convert(mode)
+
+
+def checked_size(stored: Mapping[str, Any] | None) -> tuple[int, int]:
+    """Height and width of an image as it is decoded, turned as its camera says. Reads it to its end, before training
+    comes to it. Raises what is `UNREADABLE`."""
+    import PIL.ExifTags
+    import PIL.Image
+
+    with PIL.Image.open(io.BytesIO(content_of(stored))) as image:
+        height, width = image.height, image.width
+        image.draft("RGB", (1, 1))  # a JPEG is decoded small, which takes a fraction of the time
+        image.load()
+        check_mode(image)
+        lying = image.getexif().get(PIL.ExifTags.Base.Orientation) in (5, 6, 7, 8)  # known once all is read
+        return (width, height) if lying else (height, width)
+
+
+def sizes_of(rows: Dataset) -> list[tuple[int, int]]:
+    """Height and width of every image of the column `image`. Raises ValueError for what is no whole image."""
+    import datasets
 
     found = []
     for row, stored in enumerate(rows.cast_column("image", datasets.Image(decode=False))["image"]):
         try:
-            with PIL.Image.open(io.BytesIO(content_of(stored))) as image:
-                found.append((image.height, image.width))
-        except (OSError, ValueError, SyntaxError) as error:
+            found.append(checked_size(stored))
+        except UNREADABLE as error:
             raise ValueError(
                 f"image {row} ({(stored or {}).get('path') or 'without a path'}) cannot be read ({error}); replace it"
                 " or remove it"
@@ -190,16 +235,26 @@ def one_size(sizes: Iterable[tuple[int, int]], names: Sequence[str]) -> tuple[in
 
 
 def patch_processor(size: tuple[int, int], channels: int) -> Any:
-    """transformers' image processor that resizes to `size` (height, width) and brings pixels to [-1, 1]."""
+    """An image processor that resizes to `size` (height, width) and brings pixels to [-1, 1]: transformers' for Vision
+    Transformers; of one channel, what makes pictures grey before that."""
     import transformers
 
-    made = getattr(transformers, "ViTImageProcessorPil", None) or transformers.ViTImageProcessor
+    if channels == 1:
+        from .grey_images import GreyImageProcessor
+
+        made: Any = GreyImageProcessor
+    else:
+        made = getattr(transformers, "ViTImageProcessorPil", None) or transformers.ViTImageProcessor
     middle = [0.5] * channels
     return made(size={"height": size[0], "width": size[1]}, image_mean=middle, image_std=middle)
 
 
 __all__ = [
     "IMAGE_SUFFIXES",
+    "UNREADABLE",
+    "as_mode",
+    "check_mode",
+    "checked_size",
     "content_of",
     "divide_images",
     "has_images",

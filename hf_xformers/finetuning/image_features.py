@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..configuration_xformer import XFormerConfig
 from ..core.saved_files import refuse_damaged_weights
-from ..data.images import content_of, need_pillow
+from ..data.images import as_mode, content_of, need_pillow
 from ..training.building import longest_input
 from .feature_reading import FeatureOptions, LayerChoice, Reader
 from .image_rows import check_image, hold_out, load_images
@@ -85,9 +85,9 @@ class ImageReader(Reader):
         if self.by_patches:
             config: Any = self.config
             mode = "L" if config.num_channels == 1 else "RGB"
-            pixels = self.processor(images=[picture.convert(mode) for picture in pictures], return_tensors="pt")
+            pixels = self.processor(images=[as_mode(picture, mode) for picture in pictures], return_tensors="pt")
             return {"pixel_values": pixels["pixel_values"].to(self.model.device)}
-        made = self.processor(images=[picture.convert("RGB") for picture in pictures])["input_ids"]
+        made = self.processor(images=[as_mode(picture, "RGB") for picture in pictures])["input_ids"]
         ids = torch.stack([torch.as_tensor(row) for row in made]).long()
         start = torch.full((len(ids), 1), self.config.vocab_size - 1)
         return {"input_ids": torch.cat([start, ids], dim=1)[:, : self.max_length].to(self.model.device)}

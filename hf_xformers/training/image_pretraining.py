@@ -17,10 +17,10 @@ from ..core.changes import components_of
 from ..core.components import build_spec
 from ..core.saved_files import saving_into
 from ..data.colours import colour_clusters, colour_processor, nearest_colours, pixels_of
-from ..data.images import has_images, load_image_dataset, one_size, patch_processor, sizes_of
+from ..data.images import as_mode, has_images, load_image_dataset, one_size, patch_processor, sizes_of
 from .building import default_objective, longest_input, with_changes
 from .image_pictures import continuations, reconstructions, write_pictures
-from .image_trainer import MaskedImageTrainer, patches_of
+from .image_trainer import MaskedImageTrainer
 from .pretraining import ModelChoice, Prepared, Request
 from .run_folder import check_same_model, check_same_run, start_anew
 from .text import TextData
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 USUAL_COLOURS = 512  # clusters (Chen et al. 2020, section 3)
 CLUSTERED_PIXELS = 200_000  # of the training images, drawn, from which clusters are made
-MEASURED_IMAGES = 4096  # from which the mean patch is
+MEASURED_IMAGES = 4096  # from which the median picture is
 SHOWN_IMAGES = 8
 
 
@@ -104,7 +104,7 @@ class ReadPixels:
     channels: int
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        pictures = [picture.convert("L" if self.channels == 1 else "RGB") for picture in batch["image"]]
+        pictures = [as_mode(picture, "L" if self.channels == 1 else "RGB") for picture in batch["image"]]
         made = self.processor(images=pictures, do_rescale=False, do_normalize=False, return_tensors="pt")
         return {"pixel_values": list(made["pixel_values"])}
 
@@ -215,15 +215,13 @@ def plane_of(config: XFormerConfig, size: tuple[int, int]) -> TokenGrid | None:
     return grid
 
 
-def mean_patch(rows: Any, collator: Any, patch: tuple[int, int]) -> Tensor:
-    """[C, P, P]: the mean of all patches of the first `MEASURED_IMAGES` training images, scaled as the model reads
-    them."""
-    count, total = 0, torch.zeros(())
-    for start in range(0, min(len(rows), MEASURED_IMAGES), 64):
-        features = [rows[row] for row in range(start, min(len(rows), start + 64, MEASURED_IMAGES))]
-        patches = patches_of(collator(features)["pixel_values"].double(), patch).flatten(0, 1)
-        total, count = total + patches.sum(0), count + len(patches)
-    return (total / count).float()
+def median_picture(rows: Any, collator: Any) -> Tensor:
+    """[C, H, W]: of each pixel the median over the first `MEASURED_IMAGES` training images, scaled as the model reads
+    them. No other picture that does not depend on the image is less far off in absolute terms."""
+    read = [rows[row]["pixel_values"] for row in range(min(len(rows), MEASURED_IMAGES))]
+    pixels = torch.stack(read).flatten(1)
+    medians = torch.cat([part.median(0).values for part in pixels.split(4096, dim=1)])  # which copies what it sorts
+    return collator([{"pixel_values": medians.view_as(read[0])}])["pixel_values"][0]
 
 
 # ------------------------------------------------------------------------------------------------ a run
@@ -249,8 +247,8 @@ class PreparedImages(Prepared):
         if self.clusters is not None:
             return XFormerTrainer
         config: Any = self.config
-        patch = config.patch_shape
-        return functools.partial(MaskedImageTrainer, mean_patch=mean_patch(self.train, self.collator(0), patch))
+        picture = median_picture(self.train, self.collator(0))
+        return functools.partial(MaskedImageTrainer, median_picture=picture, patch=config.patch_shape)
 
     def write_pictures(self, seed: int, folder: Path) -> Path:
         """Draws held-out images (training ones, where none are held out) beside what the saved model makes of them."""

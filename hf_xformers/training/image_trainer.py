@@ -1,4 +1,4 @@
-"""Trainer of masked image modelling: the held-out error of hidden pixels beside that of the mean patch."""
+"""Trainer of masked image modelling: the held-out error of hidden pixels beside that of one picture for all."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def patches_of(images: Tensor, patch: tuple[int, int]) -> Tensor:
 
 class MaskedImageTrainer(XFormerTrainer):
     """[`XFormerTrainer`] whose evaluation says how far the pixels of hidden patches are off (mean absolute error), and
-    how far `mean_patch` [C, P, P] is, put in place of each (`floor_loss`)."""
+    how far those of `median_picture` [C, H, W] are, put in place of them (`floor_loss`). patch: height and width."""
 
-    def __init__(self, *args: Any, mean_patch: Tensor, **kwargs: Any) -> None:
-        self.mean_patch = mean_patch
+    def __init__(self, *args: Any, median_picture: Tensor, patch: tuple[int, int], **kwargs: Any) -> None:
+        self.median_picture, self.patch = median_picture, patch
         super().__init__(*args, **kwargs)
 
     def prediction_step(
@@ -37,13 +37,12 @@ class MaskedImageTrainer(XFormerTrainer):
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             outputs = model(**inputs)
-        patch = (int(self.mean_patch.shape[1]), int(self.mean_patch.shape[2]))
-        truth = patches_of(inputs["pixel_values"].float(), patch)
-        made = patches_of(outputs["reconstruction"].float(), patch)
+        truth = patches_of(inputs["pixel_values"].float(), self.patch)
+        made = patches_of(outputs["reconstruction"].float(), self.patch)
         hidden = inputs["bool_masked_pos"] != 0
-        mean = self.mean_patch.to(truth)
+        usual = patches_of(self.median_picture.to(truth)[None], self.patch)
         errors = torch.stack(
-            [(hidden * (guess - truth).abs().mean((2, 3, 4))).sum(1) for guess in (made, mean)], dim=1
+            [(hidden * (guess - truth).abs().mean((2, 3, 4))).sum(1) for guess in (made, usual)], dim=1
         )
         rows = torch.cat([errors, hidden.sum(1, keepdim=True).to(errors)], dim=1)  # [B, 3]: errors and patches
         losses = outputs.get("aux_losses") or {}

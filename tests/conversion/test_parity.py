@@ -15,6 +15,7 @@ from hf_xformers.conversion import base, from_transformers, to_transformers
 TOLERANCE = 1e-5
 SINGLE = (
     "logits",
+    "reconstruction",
     "loss",
     "pooler_output",
     "prediction_logits",

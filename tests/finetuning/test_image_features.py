@@ -5,17 +5,20 @@ import json
 import numpy as np
 import pytest
 import torch
-from transformers import AutoImageProcessor, AutoModel
+from datasets import Dataset, Features, Image
+from transformers import AutoConfig, AutoImageProcessor, AutoModel
 
 from hf_xformers.cli import main
 from hf_xformers.data.colours import colour_processor
 from hf_xformers.data.images import patch_processor
+from hf_xformers.finetuning.feature_reading import FeatureOptions
 from hf_xformers.finetuning.features import read_features
+from hf_xformers.finetuning.image_features import ImageReader
 from hf_xformers.variants import config_class, family
 from tests.finetuning.test_images import picture
 from tests.training.runs import flags
 
-pytest.importorskip("PIL.Image")
+Picture = pytest.importorskip("PIL.Image")
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 
@@ -70,6 +73,18 @@ def test_columns_against_the_model_and_a_probe(name, places, tmp_path):
         assert torch.cdist(theirs.double(), ours.double()).min(1).values.max() < 1e-4
     figures = json.loads((out / "probe.json").read_text())
     assert figures["classes"] == 2 and figures["train"]["accuracy"]["last"] > figures["train"]["floor"] + 0.2
+
+
+@pytest.mark.parametrize("name", ["image_gpt", "vision_transformer"])
+def test_sixteen_bits_are_read_as_bytes_are(name, places):
+    reader = ImageReader(
+        FeatureOptions(model=str(places / name), output="", use_cpu=True), AutoConfig.from_pretrained(places / name)
+    )
+    plain = np.asarray(picture("lying", 0))
+    pictures = [Picture.fromarray(plain), Picture.fromarray(plain.astype(np.uint16) * 257)]
+    rows = Dataset.from_dict({"image": pictures}, features=Features({"image": Image()}))
+    first, second = next(iter(reader.batch(reader.add(rows, "image", "train")).values()))
+    assert torch.equal(first, second) and len(first.unique()) > 2
 
 
 def test_what_is_refused(places, tmp_path, capsys):

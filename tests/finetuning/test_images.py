@@ -77,6 +77,21 @@ def test_the_saved_processor_gives_what_training_gave(run, folder):
     assert found[0]["score"] == pytest.approx(said["probability"], abs=1e-4)
 
 
+def test_pipelines_read_colour_for_a_model_of_one_channel(folder, tmp_path):
+    """They give every picture in three colours, which its processor makes grey."""
+    target = tmp_path / "model"
+    command = ["finetune", *OPTIONS, "--data", str(folder), "--num_channels", "1", "--output_dir", str(target)]
+    assert main([*command, "--max_steps", "1", "--save_strategy", "no", "--eval_strategy", "no"]) == 0
+    said = [json.loads(line) for line in (target / "predictions_test.jsonl").read_text().splitlines()]
+    guess = pipeline("image-classification", model=str(target))
+    for row in said:
+        found = guess(Image.open(row["image"]).convert("RGB"))[0]
+        assert found["label"] == row["prediction"]
+        assert found["score"] == pytest.approx(row["probability"], abs=1e-4)
+    states = pipeline("image-feature-extraction", model=str(target))(said[0]["image"])
+    assert np.shape(states) == (1, 17, 32)
+
+
 def test_predict_and_evaluate_read_other_files(run, folder, tmp_path, capsys):
     table = tmp_path / "new.jsonl"
     paths = sorted((folder / "test").rglob("*.png"))

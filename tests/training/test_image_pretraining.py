@@ -73,7 +73,8 @@ def runs(digits, tmp_path_factory):
 def test_what_is_held_out_costs_less_than_its_floor(runs, kind):
     found = summary(runs[kind])
     assert found["status"] == "finished" and found["train_rows"] + found["validation_rows"] == 300
-    assert found["eval_loss"] < (0.75 if kind == "patches" else 0.9) * found["eval_floor_loss"], found
+    # So short a run learns no more of hidden patches than the floor knows; a task below shows what more there is.
+    assert kind == "patches" or found["eval_loss"] < 0.9 * found["eval_floor_loss"], found
     tokens = {"patches": 16, "colours": 65, "plane": 64}[kind]
     assert found["block_size"] == tokens and found["vocabulary"] == {"patches": None, "colours": 17, "plane": 8}[kind]
     picture = Image.open(runs[kind] / PICTURES_FILE)
@@ -82,8 +83,25 @@ def test_what_is_held_out_costs_less_than_its_floor(runs, kind):
     assert left.max() > 200 and left.min() < 50
 
 
+def test_hidden_patches_are_told_beyond_the_median_picture(tmp_path):
+    """One side of a line is bright, lying or standing, in every picture: the patches that are seen say which. Four
+    seeds of pictures and run came to 0.38 to 0.50 of the floor."""
+    generator, folder = np.random.default_rng(0), tmp_path / "halves"
+    folder.mkdir()
+    for number in range(300):
+        pixels = np.zeros((8, 8), dtype=np.uint8)
+        pixels[:, generator.integers(1, 8) :] = 245
+        pixels = pixels if generator.integers(2) else 245 - pixels
+        pixels = pixels if generator.integers(2) else pixels.T.copy()
+        Image.fromarray(pixels + generator.integers(0, 11, dtype=np.uint8)).save(folder / f"{number}.png")
+    wide = {"per_device_train_batch_size": 32, "initializer": "xavier", "attention_probs_dropout_prob": 0.0}
+    options = {**KINDS["patches"], **wide, "max_steps": 120, "save_strategy": "no", "seed": 0, "eval_steps": 120}
+    found = summary(pretrain(folder, tmp_path / "run", **options))
+    assert found["eval_floor_loss"] > 0.8 and found["eval_loss"] < 0.6 * found["eval_floor_loss"], found
+
+
 def test_the_error_of_hidden_pixels_and_its_floor(runs, digits):
-    """By loops over patches, from the saved model and processor."""
+    """By loops over patches, from the saved model and processor; the floor is the median of each pixel."""
     model = AutoModelForMaskedImageModeling.from_pretrained(runs["patches"]).eval()
     processor = AutoImageProcessor.from_pretrained(runs["patches"])
     parts = load_image_dataset([str(digits)], validation_fraction=0.2)
@@ -93,10 +111,7 @@ def test_the_error_of_hidden_pixels_and_its_floor(runs, digits):
         )
         for name, rows in parts.items()
     }
-    mean = torch.zeros(2, 2, dtype=torch.float64)
-    for row in range(0, 8, 2):
-        for column in range(0, 8, 2):
-            mean += scaled["train"][:, 0, row : row + 2, column : column + 2].double().mean(0) / 16
+    usual = scaled["train"].sort(0).values[(len(scaled["train"]) - 1) // 2]  # the lower of the two in the middle
     collator = build_objective("masked_image").collator(processor, seed=42, static=True, patch=(2, 2))
     images = [torch.from_numpy(np.array(image.convert("L")))[None] for image in parts["validation"]["image"]]
     batch = collator([{"pixel_values": image} for image in images])
@@ -110,10 +125,12 @@ def test_the_error_of_hidden_pixels_and_its_floor(runs, digits):
             row, column = 2 * (place // 4), 2 * (place % 4)
             cut = (0, slice(row, row + 2), slice(column, column + 2))
             errors.append((image[cut] - guess[cut]).abs().mean().item())
-            floors.append((image[cut] - mean).abs().mean().item())
+            floors.append((image[cut] - usual[cut]).abs().mean().item())
     found = summary(runs["patches"])
     assert found["eval_loss"] == pytest.approx(np.mean(errors), rel=1e-5)
     assert found["eval_floor_loss"] == pytest.approx(np.mean(floors), rel=1e-5)
+    flat = [(scaled["validation"] - level).abs().mean().item() for level in np.linspace(-1, 1, 21)]
+    assert found["eval_floor_loss"] < 0.8 * min(flat)  # which is far below any picture of one grey
 
 
 def test_colours_are_stored_with_the_model(runs, digits):
@@ -242,6 +259,16 @@ def test_what_is_refused(digits, runs, tmp_path, capsys, text):
     (broken / "a.png").write_bytes(b"no image")
     (broken / "b.png").write_bytes(b"neither")
     assert "cannot be read" in said(broken, **colours)
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    for name in ("a", "b", "c"):
+        noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(cut / f"{name}.png")
+    (cut / "b.png").write_bytes((cut / "b.png").read_bytes()[:6000])
+    for kind in (colours, {**patches, "patch_size": 8}):
+        message = refused(capsys, cut, tmp_path / "fresh", **kind)
+        assert "cut/b.png) cannot be read" in message and "replace it or remove it" in message
+        assert not list((tmp_path / "fresh").glob("*"))  # nothing has begun
 
 
 def test_published_sizes_read_one_pixel_less(digits, tmp_path):

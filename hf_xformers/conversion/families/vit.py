@@ -1,15 +1,15 @@
 """Vision Transformers: `vit` and `deit` <-> `xf_vision_transformer`.
 
 transformers' hidden states end with what the last layer gives, ours with what the final norm makes of it. Heads that
-reconstruct masked patches, and DeiT's two classifiers, whose outputs are averaged, have no counterpart: the bare model
-is kept.
+reconstruct masked patches convert where their squares are the patches (`encoder_stride`). DeiT's two classifiers,
+whose outputs are averaged, have no counterpart: the bare model is kept.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -62,6 +62,36 @@ def backbone(config: XFormerConfig) -> tuple[Rule, ...]:
     )
 
 
+def pixels(config: XFormerConfig) -> tuple[Rule, ...]:
+    """What stands for a hidden patch, and the map from a patch's state to its pixels, a convolution of theirs."""
+    read: Any = config
+    outputs = read.num_channels * read.patch_shape[0] * read.patch_shape[1]
+
+    def as_matrix(tensors: list[Tensor]) -> list[Tensor]:
+        rows = len(tensors[0])
+        if rows != outputs:
+            raise ValueError(
+                f"it makes {rows} pixels of each patch, which has {outputs}, as `encoder_stride` is not `patch_size`;"
+                " convert the bare model with `head='Model'`"
+            )
+        return [tensors[0].flatten(1)]
+
+    def as_convolution(tensors: list[Tensor]) -> list[Tensor]:
+        return [tensors[0][:, :, None, None]]
+
+    convolved = Operation("convolution of one pixel", as_matrix, as_convolution, plain=True)
+    return (
+        Rule(("@embeddings.mask_token",), ("decoder.mask_token",), TOKEN),
+        Rule(("decoder.0.weight",), ("decoder.pixels.weight",), convolved),
+        copied("decoder.0.bias", "decoder.pixels.bias"),
+    )
+
+
+def _square_patches(config: XFormerConfig) -> str | None:
+    tall, wide = cast(Any, config).patch_shape
+    return None if tall == wide else f"patches of {tall} x {wide} pixels are no squares, which alone it reconstructs"
+
+
 def _to_ours(distilled: bool) -> Callable[[PreTrainedConfig], dict[str, Any]]:
     def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
         return {
@@ -73,7 +103,9 @@ def _to_ours(distilled: bool) -> Callable[[PreTrainedConfig], dict[str, Any]]:
 
 
 def to_theirs(config: XFormerConfig) -> dict[str, Any]:
+    tall, wide = cast(Any, config).patch_shape
     return {
+        **({"encoder_stride": tall} if tall == wide else {}),
         "hidden_act": activation(config.feedforward)[0],
         "qkv_bias": True,
         "pooler_output_size": config.hidden_size,
@@ -91,7 +123,7 @@ VIT = register(
             "backbone": backbone,
             "pooler": (copied("@pooler.dense.*", "@pooler.dense.*"),),
             "classifier": (copied("classifier.*", "classifier.*"),),
-            "pixels": (only_theirs("@embeddings.mask_token", "decoder.0.*"),),
+            "pixels": pixels,
         },
         heads=(
             Head("ViTModel", "Model", "", ("backbone", "pooler")),
@@ -102,9 +134,15 @@ VIT = register(
                 ("backbone", "classifier"),
                 pooling="first",
             ),
-            Head("ViTForMaskedImageModeling", "Model", "vit.", ("backbone", "pooler", "pixels")),
+            Head(
+                "ViTForMaskedImageModeling",
+                "ForMaskedImageModeling",
+                "vit.",
+                ("backbone", "pixels"),
+                refuses=_square_patches,
+            ),
         ),
-        # the stride of the head that reconstructs patches
+        # the stride is checked with the weights of the head that reconstructs patches
         unread=("encoder_stride", "hidden_act"),
         # of texts
         unread_ours=("vocab_size", "max_position_embeddings"),

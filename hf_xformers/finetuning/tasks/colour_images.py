@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...configuration_xformer import XFormerConfig
+from ...data.images import as_mode
 from ..origin import RowNames
 from .images import ImageClassification, ImageCollator
 
@@ -106,10 +107,8 @@ class ColourClassification(ImageClassification):
                 " it row by row; take --attention.local 1d"
             )
 
-    def check_sizes(self, rows: Dataset, where: RowNames) -> None:
-        from ...data.images import sizes_of
-
-        for row, size in enumerate(sizes_of(self._images(rows))):
+    def check_sizes(self, sizes: Sequence[tuple[int, int]], where: RowNames) -> None:
+        for row, size in enumerate(sizes):
             if size != self.shape:
                 raise ValueError(
                     f"{where[row]} has {size[0]} x {size[1]} pixels, and the model reads images of {self.shape[0]} x"
@@ -153,7 +152,7 @@ class ReadColours:
         self.processor = processor
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        pictures = [picture.convert("RGB") for picture in batch["image"]]
+        pictures = [as_mode(picture, "RGB") for picture in batch["image"]]
         return {"input_ids": [np.asarray(ids).tolist() for ids in self.processor(images=pictures)["input_ids"]]}
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from ...data.images import as_mode
 from ...objectives.base import SeededCollator, keyed_generator
 from ..names import CLASS_LABELS, IMAGES
 from ..origin import RowNames, columns_of
@@ -113,9 +114,7 @@ class ImageClassification(OneClass):
 
         where = RowNames(rows, split)
         stored = rows.cast_column(self.image_column, Image(decode=False))[self.image_column]
-        for row, image in enumerate(stored):
-            check_image(image, where, row)
-        self.check_sizes(rows, where)
+        self.check_sizes([check_image(image, where, row) for row, image in enumerate(stored)], where)
         given = list(rows[self.label_column]) if self.label_column in rows.column_names else []
         labelled = bool(given) and not (split == "test" and is_hidden(given))
         kept: list[dict[str, Any]] = [{"image": (image["path"] or str(row))} for row, image in enumerate(stored)]
@@ -131,7 +130,7 @@ class ImageClassification(OneClass):
             images = images.rename_column(self.image_column, "image")
         return Encoded(self.inputs(images, tokenizer), kept, labelled)
 
-    def check_sizes(self, rows: Dataset, where: RowNames) -> None:
+    def check_sizes(self, sizes: Sequence[tuple[int, int]], where: RowNames) -> None:
         """Raises ValueError for images that have to be of the model's size; patches are of images that are resized."""
 
     def inputs(self, images: Dataset, processor: Any) -> Dataset:
@@ -151,7 +150,7 @@ class ReadImages:
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         found = {name: values for name, values in batch.items() if name != "image"}
         if "image" in batch:
-            pictures = [picture.convert(self.mode) for picture in batch["image"]]
+            pictures = [as_mode(picture, self.mode) for picture in batch["image"]]
             resized = self.processor(images=pictures, do_rescale=False, do_normalize=False, return_tensors="pt")
             found["pixel_values"] = list(resized["pixel_values"])
         return found

@@ -145,6 +145,9 @@ class Architecture:
         task = self.classes[head]
         if task in ("ForSequenceClassification", "ForImageClassification"):
             return {"labels": draw(num_labels, rows)}
+        if task == "ForMaskedImageModeling":
+            config = self.config()
+            return {"bool_masked_pos": draw(2, rows, (config.image_size // config.patch_size) ** 2).bool()}
         if task == "ForQuestionAnswering":
             return {"start_positions": draw(LENGTH, rows), "end_positions": draw(LENGTH, rows)}
         if task in ("ForMultipleChoice", "ForNextSentencePrediction"):

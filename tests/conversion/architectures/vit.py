@@ -9,6 +9,7 @@ TINY = dict(
     intermediate_size=48,
     image_size=12,
     patch_size=4,
+    encoder_stride=4,
     layer_norm_eps=1e-6,
 )
 COMMON = dict(
@@ -19,7 +20,7 @@ COMMON = dict(
     variations={
         "activation": {"hidden_act": "gelu_new"},
         "other constants": {"layer_norm_eps": 1e-12, "pooler_act": "relu", "num_labels": 5},
-        "wide patches": {"image_size": (12, 12), "patch_size": (2, 6)},
+        "wide patches": {"image_size": (12, 12), "patch_size": (2, 6), "encoder_stride": 16},
     },
     refused=frozenset({"qkv_bias", "pooler_output_size"}),
     unread=frozenset({"encoder_stride"}),
@@ -27,14 +28,21 @@ COMMON = dict(
 )
 VIT = Architecture(
     model_type="vit",
-    heads={"ViTForImageClassification": "ForImageClassification", "ViTModel": "Model"},
-    headless={"ViTForMaskedImageModeling": "Model"},
+    heads={
+        "ViTForImageClassification": "ForImageClassification",
+        "ViTForMaskedImageModeling": "ForMaskedImageModeling",
+        "ViTModel": "Model",
+    },
     **COMMON,
 )
 DEIT = Architecture(
     model_type="deit",
-    heads={"DeiTForImageClassification": "ForImageClassification", "DeiTModel": "Model"},
-    headless={"DeiTForMaskedImageModeling": "Model", "DeiTForImageClassificationWithTeacher": "Model"},
+    heads={
+        "DeiTForImageClassification": "ForImageClassification",
+        "DeiTForMaskedImageModeling": "ForMaskedImageModeling",
+        "DeiTModel": "Model",
+    },
+    headless={"DeiTForImageClassificationWithTeacher": "Model"},
     **COMMON,
 )
 ARCHITECTURES = (VIT, DEIT)
