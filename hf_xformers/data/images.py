@@ -234,21 +234,6 @@ def one_size(sizes: Iterable[tuple[int, int]], names: Sequence[str]) -> tuple[in
     return known[0]
 
 
-def patch_processor(size: tuple[int, int], channels: int) -> Any:
-    """An image processor that resizes to `size` (height, width) and brings pixels to [-1, 1]: transformers' for Vision
-    Transformers; of one channel, what makes pictures grey before that."""
-    import transformers
-
-    if channels == 1:
-        from .grey_images import GreyImageProcessor
-
-        made: Any = GreyImageProcessor
-    else:
-        made = getattr(transformers, "ViTImageProcessorPil", None) or transformers.ViTImageProcessor
-    middle = [0.5] * channels
-    return made(size={"height": size[0], "width": size[1]}, image_mean=middle, image_std=middle)
-
-
 __all__ = [
     "IMAGE_SUFFIXES",
     "UNREADABLE",
@@ -261,6 +246,5 @@ __all__ = [
     "load_image_dataset",
     "need_pillow",
     "one_size",
-    "patch_processor",
     "sizes_of",
 ]

@@ -68,7 +68,7 @@ def example(name: str, seed: int = 0) -> str:
 
 def _example_of_image(objective: Objective, seed: int) -> str:
     """An image of 8 x 8 pixels with patches of 2 x 2, as bytes, and what is hidden of it."""
-    from ..data.images import patch_processor
+    from ..data.patch_processors import patch_processor
 
     pixels = (16 * torch.arange(8)[:, None] + 16 * torch.arange(8)).to(torch.uint8)[None]
     batch = objective.collator(patch_processor((8, 8), 1), seed=seed, static=True, patch=(2, 2))(  # type: ignore[call-arg]

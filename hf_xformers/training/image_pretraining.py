@@ -17,7 +17,8 @@ from ..core.changes import components_of
 from ..core.components import build_spec
 from ..core.saved_files import saving_into
 from ..data.colours import colour_clusters, colour_processor, nearest_colours, pixels_of
-from ..data.images import as_mode, has_images, load_image_dataset, one_size, patch_processor, sizes_of
+from ..data.images import as_mode, has_images, load_image_dataset, one_size, sizes_of
+from ..data.patch_processors import patch_processor
 from .building import default_objective, longest_input, with_changes
 from .image_pictures import continuations, reconstructions, write_pictures
 from .image_trainer import MaskedImageTrainer

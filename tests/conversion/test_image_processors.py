@@ -10,7 +10,7 @@ from transformers import AutoImageProcessor, ViTForMaskedImageModeling, ViTModel
 from hf_xformers import XFVisionTransformerConfig, XFVisionTransformerForMaskedImageModeling
 from hf_xformers.conversion import convert_checkpoint, from_transformers, to_transformers
 from hf_xformers.data.colours import colour_processor
-from hf_xformers.data.images import patch_processor
+from hf_xformers.data.patch_processors import patch_processor
 from tests.conversion.architectures import architectures
 
 Image = pytest.importorskip("PIL.Image")

@@ -12,7 +12,8 @@ from datasets import Image as ImageFeature
 from transformers import AutoImageProcessor
 
 from hf_xformers.data.colours import colour_processor, pixels_of
-from hf_xformers.data.images import as_mode, patch_processor, sizes_of
+from hf_xformers.data.images import as_mode, sizes_of
+from hf_xformers.data.patch_processors import patch_processor
 from hf_xformers.finetuning.tasks.colour_images import ReadColours
 from hf_xformers.finetuning.tasks.images import ReadImages
 from hf_xformers.training.image_pretraining import ReadPixels

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModel
 
 from hf_xformers.cli import main
 from hf_xformers.data.colours import colour_processor
-from hf_xformers.data.images import patch_processor
+from hf_xformers.data.patch_processors import patch_processor
 from hf_xformers.finetuning.feature_reading import FeatureOptions
 from hf_xformers.finetuning.features import read_features
 from hf_xformers.finetuning.image_features import ImageReader

@@ -10,7 +10,8 @@ from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForM
 
 from hf_xformers.cli import main
 from hf_xformers.data.colours import colour_processor, picture_of
-from hf_xformers.data.images import divide_images, load_image_dataset, patch_processor
+from hf_xformers.data.images import divide_images, load_image_dataset
+from hf_xformers.data.patch_processors import patch_processor
 from hf_xformers.objectives import build_objective
 from hf_xformers.training.image_pictures import PICTURES_FILE
 from hf_xformers.training.image_trainer import patches_of

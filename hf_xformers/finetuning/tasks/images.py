@@ -96,7 +96,8 @@ class ImageClassification(OneClass):
         """The saved model's image processor, or one that resizes images to its size and numbers to [-1, 1]."""
         import transformers
 
-        from ...data.images import need_pillow, patch_processor
+        from ...data.images import need_pillow
+        from ...data.patch_processors import patch_processor
 
         need_pillow()
         self.read_config(config)
