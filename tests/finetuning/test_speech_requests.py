@@ -200,6 +200,20 @@ def test_few_parameters(method, run, sounds, tmp_path, capsys):
     assert losses[0] != losses[1] == pytest.approx(summary["test_loss"], abs=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+def test_few_parameters_and_another_alphabet(run, tmp_path, capsys):
+    """The adapter brings a head of its own, which the model that it stands on has to make room for."""
+    others, target = write_sounds(tmp_path / "others", ("fog", "hop", "gong", "pool")), str(tmp_path / "adapter")
+    command = ["finetune", "--task", "speech-recognition", "--model", str(run), *STEP, "--data", str(others)]
+    command += ["--test_data", str(others), "--new_head", "true", "--peft", "lora", "--output_dir", target]
+    assert main(command) == 0
+    summary = json.loads((tmp_path / "adapter" / "training_summary.json").read_text())
+    command = ["evaluate", "--model", target, "--data", str(others), "--use_cpu", "--no_progress", "--json"]
+    capsys.readouterr()
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(summary["test_loss"], abs=1e-5)
+
+
 def test_methods_that_do_not_work():
     with pytest.raises(ValueError, match="--peft houlsby does not work with a ForCTC class; choose one of lora, ia3$"):
         check_method("houlsby", "CTC")
