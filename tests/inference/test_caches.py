@@ -48,7 +48,9 @@ COUNTING = {
         "max_position_embeddings": 6,
     },
     "two rotations": {"position": {"type": "rotary", "scaling": {"type": "longrope", **LONG_ROPE}}},
-    "hashes of pairs": {"feedforward": {"type": "hash_layers", "num_experts": 4, "hash": "previous"}},
+    "hashes of pairs": {
+        "feedforward": {"type": "hash_layers", "num_experts": 16, "hash": "previous", "layers": (0, 1)}
+    },
 }
 
 
