@@ -180,8 +180,8 @@ class _Generative(LanguageModel, GenerationMixin):
             ValueError: a model whose state cannot lie in pages, or texts longer than its positions.
         """
         hints = workload_hints
-        beams = getattr(generation_config, "num_beams", None) or 1
-        if beams > 1:
+        beams = None if generation_config is None else generation_config.num_beams
+        if beams is not None and beams > 1:
             raise ValueError(
                 f"Continuous batching continues each text by itself, so `num_beams={beams}` has no meaning there; set"
                 " it to 1, or use `generate`."

@@ -162,6 +162,10 @@ def test_refusals(monkeypatch):
     model = gpt2().build()
     with pytest.raises(ValueError, match="may have 200 tokens here, but position 'learned_absolute' .* covers"):
         together(model, [tokens(200 - NEW).tolist()])
+    with pytest.raises(ValueError, match="Prompt 1 has no tokens; give at least one"):
+        together(model, [[5], []])
+    with pytest.raises(ValueError, match="`num_beams=3` has no meaning there; set it to 1, or use `generate`"):
+        model.generate_batch([[5]], generation_config=GenerationConfig(num_beams=3, max_new_tokens=2, pad_token_id=0))
     model.set_attn_implementation("flex_attention")
     with pytest.raises(ValueError, match="'flex_attention' does not read; call `set_attn_implementation"):
         together(model)
