@@ -8,7 +8,7 @@ import torch
 from transformers import AutoImageProcessor, ViTForMaskedImageModeling, ViTModel
 
 from hf_xformers import XFVisionTransformerConfig, XFVisionTransformerForMaskedImageModeling
-from hf_xformers.conversion import convert_checkpoint, from_transformers, to_transformers
+from hf_xformers.conversion import convert_checkpoint, from_transformers, swap_checkpoint, to_transformers
 from hf_xformers.data.colours import colour_processor
 from hf_xformers.data.patch_processors import patch_processor
 from tests.conversion.architectures import architectures
@@ -56,6 +56,15 @@ def test_scale_and_size_travel_with_vit(tmp_path, pictures):
     assert not convert_checkpoint(tmp_path / "ours", tmp_path / "back").notes
     for folder in (tmp_path / "ours", tmp_path / "back"):
         assert np.array_equal(made(folder, pictures), made(theirs, pictures))
+
+
+def test_colours_stay_with_other_components(tmp_path, pictures):
+    clusters = torch.rand(59, 3, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    head = "ImageGPTForCausalImageModeling"
+    theirs = saved(tmp_path / "theirs", "imagegpt", head, colour_processor(clusters, (4, 6)))
+    report = swap_checkpoint(theirs, tmp_path / "ours", attention="linear_transformer")
+    assert not any("no image processor" in note or "no tokenizer" in note for note in report.notes)
+    assert np.array_equal(made(tmp_path / "ours", pictures), made(theirs, pictures))
 
 
 def test_grey_pictures_are_made_here_and_asked_for_there(tmp_path, pictures):
