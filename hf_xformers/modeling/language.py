@@ -154,7 +154,7 @@ class _Generative(LanguageModel, GenerationMixin):
             padding = 0 if mask is None or mask.ndim != 2 else int((mask == 0).sum(-1).min())
             if slots - padding > limit:
                 raise ValueError(
-                    f"A text of {slots - padding} tokens and a last one that nothing reads are asked for, but"
+                    f"The prompt and `max_new_tokens` make the model read up to {slots - padding} tokens, but"
                     f" {spec.slot} {spec.type!r} of this model covers {limit} (`max_position_embeddings`); set a"
                     " smaller `max_new_tokens`, or shorten the prompt."
                 )
