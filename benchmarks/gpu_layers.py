@@ -1,0 +1,227 @@
+"""One attention layer on the GPU: time and peak memory of each engine beside SDPA, FlexAttention and fla's kernels.
+
+    python benchmarks/gpu_layers.py [--output_dir DIR] [--minutes 3]
+
+Hidden 1024, 16 heads of 64, bfloat16, one row of 1,024 to 65,536 tokens, with the layer's four projections
+(`projections alone` has nothing else). The peers have the same projections around their kernel. A length is left out
+where the length before it took over a second a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from gpu_common import DEVICE, Rows, milliseconds, parse, peak_mib
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from hf_xformers import XFormerConfig
+from hf_xformers.core.context import LayerContext
+
+ON_GPU = DEVICE.type == "cuda"
+WIDTH, HEADS = (1024, 16) if ON_GPU else (64, 2)
+LENGTHS = (1024, 4096, 16384, 65536) if ON_GPU else (96,)
+WINDOW = 512 if ON_GPU else 16
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+WARM_UP = 3 if ON_GPU else 1
+
+# case -> attention, causal, further fields of the config
+CASES: dict[str, tuple[Any, bool, dict[str, Any]]] = {
+    "dense": ("dense", False, {}),
+    "dense, causal": ("dense", True, {}),
+    "longformer": ({"type": "longformer", "attention_window": WINDOW}, False, {}),
+    "sliding window, causal": ({"type": "sliding_window", "window_size": WINDOW, "sinks": 4}, True, {}),
+    "band, causal": ({"type": "band_attention", "window_size": WINDOW}, True, {}),
+    "band, causal, dropout 0.1": (
+        {"type": "band_attention", "window_size": WINDOW},
+        True,
+        {"attention_probs_dropout_prob": 0.1},
+    ),
+    "band, causal, T5 bias": (
+        {"type": "band_attention", "window_size": WINDOW},
+        True,
+        {"position": "t5_relative_bias"},
+    ),
+    "bigbird": ("bigbird", False, {}),
+    "sparse transformer, causal": ("sparse_transformer", True, {}),
+    "linear": ("linear_transformer", False, {}),
+    "linear, causal": ("linear_transformer", True, {}),
+    "performer": ("performer", False, {}),
+    "performer, causal": ("performer", True, {}),
+    "delta rule, 64 features": ({"type": "delta_net", "feature_map": "elu"}, True, {}),
+    "delta rule, 384 features": ("delta_net", True, {}),
+    "lolcats, causal": ("lolcats", True, {}),
+    "reformer, 4 hashes": ("reformer", False, {}),
+    "routing": ("routing_transformer", False, {}),
+    "nystromformer": ("nystromformer", False, {}),
+    "luna": ("luna", False, {}),
+    "t5 bias, causal": ("dense", True, {"position": "t5_relative_bias"}),
+}
+
+
+class Peer(nn.Module):
+    """Four projections around a kernel that takes [B, T, H, d]."""
+
+    def __init__(self, kernel: Callable[..., Tensor]):
+        super().__init__()
+        self.kernel = kernel
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, states: Tensor) -> Tensor:
+        q, k, v = (layer(states).unflatten(-1, (HEADS, -1)) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(self.kernel(q, k, v).flatten(2))
+
+
+def sdpa(causal: bool) -> Callable[..., Tensor]:
+    def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+    return kernel
+
+
+def flex(length: int, causal: bool) -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (q - k < WINDOW) if causal else (q - k).abs() <= WINDOW // 2
+
+    mask = torch.compile(create_block_mask)(visible, None, None, length, length, device="cuda")
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask).transpose(1, 2)
+
+    return kernel
+
+
+def fla_linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from fla.ops.linear_attn import chunk_linear_attn
+
+    return chunk_linear_attn(F.elu(q) + 1, F.elu(k) + 1, v, scale=1.0, normalize=True)[0]
+
+
+def fla_delta(beta: nn.Linear) -> Callable[..., Tensor]:
+    from fla.ops.delta_rule import chunk_delta_rule
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        strength = torch.sigmoid(k[..., 0])  # as much work as a projection of its own would be is left out
+        return chunk_delta_rule(q, k, v, strength, scale=1.0, use_qk_l2norm_in_kernel=True)[0]
+
+    return kernel
+
+
+def peers(length: int) -> dict[str, Callable[[], Callable[..., Tensor]]]:
+    found: dict[str, Callable[[], Callable[..., Tensor]]] = {
+        "projections alone": lambda: lambda q, k, v: q + k + v,
+        "SDPA": lambda: sdpa(False),
+        "SDPA, causal": lambda: sdpa(True),
+    }
+    if ON_GPU:
+        found["FlexAttention, window"] = lambda: flex(length, False)
+        found["FlexAttention, window, causal"] = lambda: flex(length, True)
+        found["fla, linear, causal"] = lambda: fla_linear
+        found["fla, delta rule"] = lambda: fla_delta(nn.Linear(1, 1))
+    return found
+
+
+def layer(attention: Any, causal: bool, fields: dict[str, Any], length: int) -> Callable[[Tensor], Tensor]:
+    """One attention module as a function of hidden states."""
+    fields = {"attention_probs_dropout_prob": 0.0, "position": "none", **fields}
+    config = XFormerConfig(
+        hidden_size=WIDTH,
+        num_attention_heads=HEADS,
+        num_hidden_layers=1,
+        intermediate_size=WIDTH,
+        max_position_embeddings=length,
+        attention=attention,
+        is_decoder=causal,
+        **fields,
+    )
+    module = config.attention.build(config, layer_idx=0)
+    position = config.position.build(config)
+    for part in (*module.modules(), *position.modules()):
+        if isinstance(part, nn.Linear):
+            nn.init.normal_(part.weight, std=0.02)
+        if hasattr(part, "initialize"):
+            part.initialize(config, init)
+    module.to(DEVICE, DTYPE)
+    position.to(DEVICE, DTYPE)
+    index = torch.arange(length, device=DEVICE)
+
+    def run(states: Tensor) -> Tensor:
+        context = LayerContext(None, index[None], index, index, causal=causal, fresh=True)
+        bias = position.score_bias()
+        if bias is not None:
+            context.shared["score_bias"] = bias
+        module.prepare(context, None)
+        return module(states, context).output
+
+    run.module = nn.ModuleList([module, position])  # type: ignore[attr-defined]
+    return run
+
+
+def measure(function: Callable[[Tensor], Tensor], module: nn.Module, length: int) -> dict[str, Any]:
+    states = torch.randn(1, length, WIDTH, device=DEVICE, dtype=DTYPE, requires_grad=True)
+    grad = torch.randn_like(states)
+
+    def forward() -> None:
+        with torch.no_grad():
+            function(states)
+
+    def both() -> None:
+        module.zero_grad(set_to_none=True)
+        states.grad = None
+        function(states).backward(grad)
+
+    for _ in range(WARM_UP):
+        both()
+    forward()
+    return {
+        "forward ms": milliseconds(forward),
+        "forward + backward ms": milliseconds(both),
+        "peak MiB": peak_mib(both),
+    }
+
+
+def main() -> None:
+    arguments = parse(__doc__)
+    rows = Rows("gpu_layers", arguments)
+    too_long: set[str] = set()
+    for length in LENGTHS:
+        cases: dict[str, Callable[[], tuple[Callable, nn.Module]]] = {}
+        for name, make in peers(length).items():
+
+            def peer(make=make):
+                torch.manual_seed(0)
+                module = Peer(make()).to(DEVICE, DTYPE)
+                return module, module
+
+            cases[name] = peer
+        for name, (attention, causal, fields) in CASES.items():
+
+            def own(attention=attention, causal=causal, fields=fields, length=length):
+                torch.manual_seed(0)
+                function = layer(attention, causal, fields, length)
+                return function, function.module
+
+            cases[f"hf_xformers, {name}"] = own
+        for name, case in cases.items():
+            if name in too_long or rows.out_of_time():
+                continue
+            try:
+                row = {"case": name, "T": length, **measure(*case(), length)}
+            except Exception as error:
+                row = {"case": name, "T": length, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+            if row.get("forward + backward ms", 2000) > 1000:
+                too_long.add(name)
+            rows.add(row)
+            if ON_GPU:
+                torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

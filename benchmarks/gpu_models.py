@@ -1,0 +1,170 @@
+"""Whole models of 125M parameters on the GPU beside transformers' BERT and Llama: training and decoding.
+
+    python benchmarks/gpu_models.py [--output_dir DIR] [--minutes 3]
+
+Training: 16,384 tokens a step in rows of 1,024 and 8,192, weights in float32 under bfloat16 autocast, AdamW (fused),
+tokens per second. Decoding: weights in bfloat16, one row, tokens per second after 1,024 to 65,536 tokens, which were
+read in pieces of 8,192. No dropout, nothing is compiled but FlexAttention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from gpu_common import DEVICE, Rows, milliseconds, parse, peak_mib
+from torch import nn
+from transformers import AutoConfig, BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+
+import hf_xformers  # noqa: F401  (registers the families)
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM
+from hf_xformers.variants import family
+
+ON_GPU = DEVICE.type == "cuda"
+VOCAB, WIDTH, LAYERS, HEADS = (32768, 768, 12, 12) if ON_GPU else (64, 32, 2, 2)
+TOKENS, ROWS = (16384, (1024, 8192)) if ON_GPU else (64, (32,))
+CONTEXTS, PIECE, STEPS = ((1024, 8192, 65536), 8192, 24) if ON_GPU else ((32,), 16, 2)
+LONGEST = max(*ROWS, *CONTEXTS) + 64
+SIZES = dict(vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS)
+OURS = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": LONGEST}
+MODERN: dict[str, Any] = {
+    "position": "rotary",
+    "normalization": "rms_norm",
+    "residual": "pre_ln",
+    "feedforward": {"type": "swiglu", "bias": False},
+    "intermediate_size": 8 * WIDTH // 3,
+    "is_decoder": True,
+}
+
+
+def bert() -> nn.Module:
+    sizes = dict(intermediate_size=4 * WIDTH, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return BertForMaskedLM(BertConfig(**SIZES, **sizes, max_position_embeddings=LONGEST))
+
+
+def llama() -> nn.Module:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=8 * WIDTH // 3, max_position_embeddings=LONGEST))
+
+
+def variant(name: str, **fields: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        config = AutoConfig.for_model(name, **{**OURS, "intermediate_size": 4 * WIDTH, **fields})
+        return family(name)["ForMaskedLM"](config)
+
+    return make
+
+
+def decoder(attention: Any, **fields: Any) -> Callable[[], nn.Module]:
+    return lambda: XFormerForCausalLM(XFormerConfig(**{**OURS, **MODERN, "attention": attention, **fields}))
+
+
+def encoder(attention: Any) -> Callable[[], nn.Module]:
+    fields = {"intermediate_size": 4 * WIDTH, "attention": attention}
+    return lambda: XFormerForMaskedLM(XFormerConfig(**{**OURS, **fields}))
+
+
+WINDOW = {"type": "sliding_window", "window_size": 512, "sinks": 4, "bias": False}
+ENCODERS: dict[str, Callable[[], nn.Module]] = {
+    "transformers BERT": bert,
+    "xf_bert": variant("xf_bert"),
+    "xf_longformer": variant("xf_longformer"),
+    "xf_performer": variant("xf_performer"),
+    "linear encoder": encoder("linear_transformer"),
+}
+DECODERS: dict[str, Callable[[], nn.Module]] = {
+    "transformers Llama": llama,
+    "dense": decoder({"type": "dense", "bias": False}),
+    "sliding window": decoder(WINDOW),
+    "linear": decoder({"type": "linear_transformer", "bias": False}),
+    "performer": decoder({"type": "performer", "bias": False}),
+    "delta rule": decoder({"type": "delta_net", "feature_map": "elu", "bias": False}),
+}
+
+
+def training(make: Callable[[], nn.Module], length: int, compiled: bool = False) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = make().to(DEVICE).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=ON_GPU)
+    ids = torch.randint(5, VOCAB, (TOKENS // length, length), device=DEVICE)
+    called = torch.compile(model) if compiled else model
+
+    def step() -> None:
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+            loss = called(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    for _ in range(3 if ON_GPU else 1):
+        step()
+    taken = milliseconds(step, 1.0)
+    return {"tokens/s": 1000 * TOKENS / taken, "ms": taken, "peak MiB": peak_mib(step)}
+
+
+@torch.inference_mode()
+def decoding(make: Callable[[], nn.Module], context: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = make().to(DEVICE, torch.bfloat16 if ON_GPU else torch.float32).eval()
+    ids = torch.randint(5, VOCAB, (1, context), device=DEVICE)
+    cache: Any = None
+    for start in range(0, context, PIECE):
+        output = model(
+            input_ids=ids[:, start : start + PIECE], past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
+        cache = output.past_key_values
+    token = ids[:, -1:]
+
+    def steps() -> None:
+        nonlocal cache
+        for _ in range(STEPS):
+            cache = model(input_ids=token, past_key_values=cache, use_cache=True).past_key_values
+
+    steps()
+    taken = milliseconds(steps, 0.5)
+    state = sum(x.numel() * x.element_size() for x in _tensors(cache))
+    return {"tokens/s": 1000 * STEPS / taken, "ms": taken / STEPS, "cache MiB": state / 2**20}
+
+
+def _tensors(found: Any, seen: set[int] | None = None) -> list[torch.Tensor]:
+    """All tensors that a cache holds."""
+    seen = set() if seen is None else seen
+    if id(found) in seen:
+        return []
+    seen.add(id(found))
+    if isinstance(found, torch.Tensor):
+        return [found]
+    if isinstance(found, dict):
+        entries = list(found.values())
+    elif isinstance(found, (list, tuple)):
+        entries = list(found)
+    else:
+        entries = list(vars(found).values()) if hasattr(found, "__dict__") and not isinstance(found, type) else []
+    return [tensor for entry in entries for tensor in _tensors(entry, seen)]
+
+
+def main() -> None:
+    arguments = parse(__doc__)
+    rows = Rows("gpu_models", arguments)
+    jobs = [
+        ("training", name, length, make)
+        for models in (ENCODERS, DECODERS)
+        for length in ROWS
+        for name, make in models.items()
+    ]
+    jobs += [("decoding", name, context, make) for context in CONTEXTS for name, make in DECODERS.items()]
+    for task, name, length, make in jobs:
+        if rows.out_of_time():
+            rows.add({"task": task, "model": name, "T": length, "note": "out of time"})
+            continue
+        try:
+            found = training(make, length) if task == "training" else decoding(make, length)
+        except Exception as error:
+            found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+        rows.add({"task": task, "model": name, "T": length, **found})
+        if ON_GPU:
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
