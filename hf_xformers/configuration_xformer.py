@@ -183,6 +183,7 @@ class XFormerConfig(PreTrainedConfig):
     reads_colours: ClassVar[Literal["no", "also", "only"]] = "no"  # whether tokens may be colours of images' pixels
     keys_to_ignore_at_inference: ClassVar[list[str]] = [
         "past_key_values",
+        "cache",
         "aux_losses",
         "exit_layers",
         "segment_memory",

@@ -17,6 +17,7 @@ from .blocks.base import XFormerLayer
 from .configuration_xformer import XFormerConfig
 from .core.cache import make_cache
 from .core.choices import LOG_PROBS
+from .core.compat import CACHE, one_cache
 from .core.components import refuse_packing, refuse_unpadding
 from .core.context import LayerContext, document_numbers, segments_from_positions, self_attention_cache
 from .core.extent import can_inspect, extent_of, read_masks, token_positions
@@ -106,6 +107,11 @@ class XFormerTower(XFormerPreTrainedModel):
         super().init_parallel_plans()
         self._tp_plan, self._ep_plan, self._fsdp_plan = {}, {}, {}  # the model around it names a tower's parts
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether layers run a second time for the gradient, when they would write to a cache again."""
+        return self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+
     def get_input_embeddings(self) -> nn.Module:
         return self.embedding.tokens
 
@@ -125,12 +131,17 @@ class XFormerTower(XFormerPreTrainedModel):
         encoder_attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> TowerOutput:
         """input_ids [B, T] or inputs_embeds [B, T, D]; attention_mask [B, cached + T], 1 = real (or a prepared
         [B, 1, T, S] mask, for mechanisms with explicit scores); encoder_hidden_states [B, M, D], or one memory for
-        each execution step [B, steps, M, D]."""
+        each execution step [B, steps, M, D]; past_key_values or, by its other name, cache."""
         inputs_embeds = self._token_vectors(input_ids, inputs_embeds)
+        past_key_values = one_cache(past_key_values, cache)
+        if past_key_values is not None and self.recomputes:
+            logger.warning_once("A cache is left out under activation checkpointing, where layers run twice.")
+            past_key_values = None
         given_cache = past_key_values is not None
         if division_in_force() is not None and given_cache:
             raise ValueError(
@@ -181,7 +192,7 @@ class XFormerTower(XFormerPreTrainedModel):
             summaries = None if summaries is None else self.final_norm(summaries)
         return TowerOutput(
             last_hidden_state=hidden_states,
-            past_key_values=past_key_values if use_cache else None,
+            **{CACHE: past_key_values if use_cache else None},
             padding_mask=result.context.padding_mask,
             log_probs=result.aux_losses.pop(LOG_PROBS, None),
             aux_losses=result.aux_losses or None,

@@ -14,6 +14,7 @@ from transformers.utils import can_return_tuple
 from .configuration_xformer import XFormerConfig
 from .core.cache import make_cache
 from .core.choices import build_choice_loss, joint
+from .core.compat import CACHE, one_cache
 from .core.context import segments_from_positions
 from .core.extent import can_inspect
 from .core.inputs import refuse_unread
@@ -102,6 +103,7 @@ class XFormerModel(XFormerPreTrainedModel):
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         decoder_position_ids: Tensor | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> XFormerModelOutput | XFormerSeq2SeqModelOutput:
         """
@@ -116,7 +118,7 @@ class XFormerModel(XFormerPreTrainedModel):
             decoder_input_ids, decoder_inputs_embeds, decoder_attention_mask: the same for an encoder-decoder's decoder
                 (default: `input_ids` shifted right, padded alike).
             encoder_outputs: an earlier call's encoder outputs, to skip the encoder.
-            past_key_values, use_cache: generation cache.
+            past_key_values (or cache, its other name), use_cache: generation cache.
 
         Raises:
             TypeError: a keyword argument that no component of this model reads.
@@ -131,7 +133,7 @@ class XFormerModel(XFormerPreTrainedModel):
             "position_ids": position_ids,
             "inputs_embeds": inputs_embeds,
         }
-        generation = {"past_key_values": past_key_values, "use_cache": use_cache}
+        generation = {"past_key_values": one_cache(past_key_values, cache), "use_cache": use_cache}
         if self.decoder is None:
             for name, value in (
                 ("decoder_input_ids", decoder_input_ids),
@@ -167,7 +169,7 @@ class XFormerModel(XFormerPreTrainedModel):
         return XFormerModelOutput(
             last_hidden_state=output.last_hidden_state,
             pooler_output=pooled,
-            past_key_values=output.past_key_values,
+            **{CACHE: getattr(output, CACHE)},
             hidden_states=output.hidden_states,
             attentions=output.attentions,
             aux_losses=self.reported(output.aux_losses),
@@ -235,7 +237,7 @@ class XFormerModel(XFormerPreTrainedModel):
             memories, mask, encoder_losses = encoded.memories, encoded.padding_mask, encoded.aux_losses
             chosen = encoded.log_probs
         if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
-            if not (self.decoder.gradient_checkpointing and self.training):
+            if not self.decoder.recomputes:
                 past_key_values = make_cache(self.config)
         output = self.decoder(
             **text,
@@ -250,7 +252,7 @@ class XFormerModel(XFormerPreTrainedModel):
         losses.update({f"decoder_{name}": loss for name, loss in (output.aux_losses or {}).items()})
         return XFormerSeq2SeqModelOutput(
             last_hidden_state=output.last_hidden_state,
-            past_key_values=output.past_key_values,
+            **{CACHE: getattr(output, CACHE)},
             decoder_hidden_states=output.hidden_states,
             decoder_attentions=output.attentions,
             cross_attentions=output.cross_attentions,

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..core.compat import CACHE
 from ..core.components import register
 from ..core.context import LayerContext
 from ..core.sequence_parallel import SequenceForm, Unserved
@@ -65,7 +66,7 @@ class DenseAttention(Attention):
             config=self.config,
             inputs_embeds=context.inputs_embeds,
             attention_mask=context.padding_mask if context.explicit_mask is None else context.explicit_mask,
-            past_key_values=past_key_values,
+            **{CACHE: past_key_values},
             **arguments,
         )
 

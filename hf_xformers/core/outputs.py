@@ -23,7 +23,9 @@ class FieldsAtOnce:
     def __setattr__(self, name: str, value: Any) -> None:
         if value is not None and name in self.__dataclass_fields__:
             OrderedDict.__setitem__(self, name, value)  # type: ignore[index]  # every output is one
-        object.__setattr__(self, name, value)
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)  # a field's former name, too
 
     def __post_init__(self) -> None:
         # Fields are items already. transformers takes a first field that is no tensor for all of them, where it is

@@ -33,17 +33,16 @@ class PagedTexts(Cache):
         self.pages, self.where = pages, where
 
     @classmethod
-    def taken_from(cls, arguments: dict[str, Any]) -> PagedTexts | None:
-        """What continuous batching gives a model beside its usual inputs, taken out of `arguments`; None: the call is
-        none of its steps."""
-        if "cache" not in arguments:
-            return None
+    def of_step(cls, cache: Any, arguments: dict[str, Any]) -> Any:
+        """The `cache` of a call, as layers see it. In a step of continuous batching it is transformers' pages, and
+        what says where in them is taken out of the further `arguments`."""
+        if cache is None or isinstance(cache, Cache) or "cu_seq_lens_k" not in arguments:
+            return cache
         from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
 
         usual = {"input_ids", "attention_mask", "position_ids", "use_cache"}
         names = [name for name in PagedAttentionArgs.__annotations__ if name not in usual and name in arguments]
-        where = {name: arguments.pop(name) for name in names}
-        return cls(where.pop("cache"), where)
+        return cls(cache, {name: arguments.pop(name) for name in names})
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -248,7 +248,7 @@ class XFormerForBidirectionalLM(LanguageModel):
         if sharding_in_force():
             raise ValueError("A text is reversed as a whole, which context parallelism divides; train without it.")
         given.pop("use_cache", None)
-        for name in ("position_ids", "past_key_values"):
+        for name in ("position_ids", "past_key_values", "cache"):
             if given.pop(name, None) is not None:
                 raise ValueError(
                     f"`{name}` was given to a model that reads each text as a whole, from both ends; leave it out."

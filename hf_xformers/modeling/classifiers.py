@@ -13,6 +13,7 @@ from transformers.utils import can_return_tuple
 from ..attention.shared.multihead_block import MultiheadPooling
 from ..core import outputs
 from ..core.choices import rows_of_mean, token_rows
+from ..core.compat import CACHE
 from ..core.inputs import check_token_labels
 from ..core.losses import answer_cross_entropy, token_cross_entropy
 from ..core.pooling import pool
@@ -104,7 +105,7 @@ class Classifier(XFormerPreTrainedModel):
         """What a head's output repeats of the base model's, under the base model's names."""
         single = ("hidden_states", "attentions", "segment_memory")
         double = (
-            "past_key_values",
+            CACHE,
             "decoder_hidden_states",
             "decoder_attentions",
             "cross_attentions",

@@ -16,6 +16,7 @@ from transformers.utils import can_return_tuple, logging
 from ..core import outputs
 from ..core.cache import RecurrentStateLayer, cache_layers, make_cache, stateful_part
 from ..core.choices import token_rows
+from ..core.compat import CACHE, one_cache
 from ..core.inputs import check_axes, check_token_labels
 from ..core.losses import labels_after_real_tokens, next_token_cross_entropy, token_cross_entropy
 from ..core.paging import PagedTexts, check_paged
@@ -119,14 +120,14 @@ class _Generative(LanguageModel, GenerationMixin):
         for index in range(tower.num_hidden_layers):
             if reason := tower.layer(index).attention.why_not_generate():
                 raise ValueError(reason)
-        given = model_kwargs.get("past_key_values") is not None
+        given = model_kwargs.get(CACHE) is not None
         if generation_config.use_cache is not False and generation_config.return_dict_in_generate:
             self._say_what_has_no_weights(generation_config, tower)
         # The other implementations hold keys and values, which a stateful mechanism has not, or has not alone.
         stateful = stateful_part(tower)
         ours = generation_config.cache_implementation in (None, "dynamic") or self._is_stateful or bool(stateful)
         if not given and generation_config.use_cache is not False and ours:
-            cache = model_kwargs["past_key_values"] = make_cache(self.config)
+            cache = model_kwargs[CACHE] = make_cache(self.config)
             if generation_config.is_assistant:  # windows keep what they may have to go back to
                 cache.activate_past_recording()
             if generation_config.cache_implementation not in (None, "dynamic"):
@@ -138,7 +139,7 @@ class _Generative(LanguageModel, GenerationMixin):
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         if not given and cache is not None and cache.is_compileable:
             self._check_capacity(tower, model_kwargs, max_cache_length)
 
@@ -295,13 +296,13 @@ class XFormerForCausalLM(_Generative):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> outputs.XFormerCausalLMOutput:
         """labels: [B, T] like `input_ids` (the shift is inside), -100 where there is no target; a text's first token
         is none where padding stands before it. logits: [B, T, V], or of the last `logits_to_keep` positions."""
         count, shift_labels = kwargs.pop("num_items_in_batch", None), kwargs.pop("shift_labels", None)
-        pages = PagedTexts.taken_from(kwargs)
-        past_key_values = past_key_values if pages is None else pages
+        past_key_values = PagedTexts.of_step(one_cache(past_key_values, cache), kwargs)
         watch = self._exit_watch(labels is not None or shift_labels is not None, kwargs)
         base = self.model(
             input_ids=input_ids,
@@ -338,7 +339,7 @@ class XFormerForCausalLM(_Generative):
         return outputs.XFormerCausalLMOutput(
             loss=self.with_aux_losses(loss, base, rows),
             logits=logits,
-            past_key_values=base.past_key_values,
+            **{CACHE: getattr(base, CACHE)},
             hidden_states=base.hidden_states,
             attentions=base.attentions,
             aux_losses=self.reported(base.aux_losses, loss),
@@ -384,6 +385,7 @@ class XFormerForSeq2SeqLM(_Generative):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> outputs.XFormerSeq2SeqLMOutput:
         """labels: [B, T_target] ids, -100 where there is no target; the decoder reads them shifted right. logits:
@@ -406,7 +408,7 @@ class XFormerForSeq2SeqLM(_Generative):
             inputs_embeds=inputs_embeds,
             decoder_inputs_embeds=decoder_inputs_embeds,
             encoder_outputs=encoder_outputs,
-            past_key_values=past_key_values,
+            past_key_values=one_cache(past_key_values, cache),
             use_cache=use_cache,
             **kwargs,
         )
@@ -418,7 +420,7 @@ class XFormerForSeq2SeqLM(_Generative):
         return outputs.XFormerSeq2SeqLMOutput(
             loss=self.with_aux_losses(loss, base, partial(token_rows, logits, labels, count)),
             logits=logits,
-            past_key_values=base.past_key_values,
+            **{CACHE: getattr(base, CACHE)},
             decoder_hidden_states=base.decoder_hidden_states,
             decoder_attentions=base.decoder_attentions,
             cross_attentions=base.cross_attentions,

@@ -14,6 +14,7 @@ from transformers.utils import can_return_tuple
 
 from ..auto_classes import register_model
 from ..configuration_xformer import Initializer, XFormerConfig
+from ..core.compat import CACHE, one_cache
 from ..core.components import SpecLike
 from ..core.losses import labels_after_real_tokens, token_cross_entropy
 from ..core.outputs import XFormerCausalLMOutput
@@ -89,6 +90,7 @@ class XFIndigoForCausalLM(_CausalLM):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         insertion_positions: Tensor | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> XFormerCausalLMOutput:
         """insertion_positions: [B, T], the place in the finished text of each token (tokens come in the order of their
@@ -99,7 +101,7 @@ class XFIndigoForCausalLM(_CausalLM):
             "attention_mask": attention_mask,
             "position_ids": position_ids,
             "inputs_embeds": inputs_embeds,
-            "past_key_values": past_key_values,
+            "past_key_values": one_cache(past_key_values, cache),
             "use_cache": use_cache,
             "insertion_positions": insertion_positions,
         }
@@ -118,7 +120,7 @@ class XFIndigoForCausalLM(_CausalLM):
         return XFormerCausalLMOutput(
             loss=self.with_aux_losses(token_cross_entropy(logits, targets, count), base, aux_losses=losses),
             logits=slice_logits_to_keep(logits, logits_to_keep),
-            past_key_values=base.past_key_values,
+            **{CACHE: getattr(base, CACHE)},
             hidden_states=base.hidden_states,
             attentions=base.attentions,
             aux_losses=losses,

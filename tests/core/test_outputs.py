@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions as Theirs
 
+from hf_xformers.core.compat import CACHE
 from hf_xformers.core.outputs import TowerOutput
 from hf_xformers.core.outputs import XFormerCausalLMOutput as Ours
 
@@ -25,7 +26,7 @@ def test_as_those_of_transformers(arguments, fields):
     ours, theirs = Ours(*arguments, **fields), Theirs(*arguments, **fields)
     assert list(ours.items()) == list(theirs.items())
     assert ours.to_tuple() == theirs.to_tuple()
-    for name in ("loss", "logits", "past_key_values", "hidden_states", "attentions"):
+    for name in ("loss", "logits", "past_key_values", CACHE, "hidden_states", "attentions"):
         assert getattr(ours, name) is getattr(theirs, name), name
     ours.hidden_states, theirs.hidden_states = (TENSOR,), (TENSOR,)
     assert list(ours) == list(theirs)
