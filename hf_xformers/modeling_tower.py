@@ -292,9 +292,10 @@ class XFormerTower(XFormerPreTrainedModel):
                 literal=output_attentions,
             )
             padding, explicit = None if parts.mask is None else parts.own(parts.mask), None
-        if self.restarts_after is not None:
-            positions = positions % self.restarts_after
         chosen = position_ids if attention_mask is None else None  # positions that may say where documents begin
+        segments = None if chosen is None else self._documents(positions.expand(extent.batch, -1), extent.fresh, parts)
+        if self.restarts_after is not None:  # windows begin anew, documents do not
+            positions = positions % self.restarts_after
         longer = extent.exceeds(self.max_length) if parts is None else parts.total_length > (self.max_length or 0)
         if self.max_length is not None and (chosen is not None or longer):
             self._check_length(positions if parts is None else parts.largest(positions.max()))
@@ -313,9 +314,7 @@ class XFormerTower(XFormerPreTrainedModel):
             fresh=extent.fresh,
             static=extent.static,
             explicit_mask=explicit,
-            segment_ids=None
-            if chosen is None
-            else self._documents(positions.expand(extent.batch, -1), extent.fresh, parts),
+            segment_ids=segments,
             memory_padding_mask=None if encoder_attention_mask is None else encoder_attention_mask.bool(),
             implementation=self.config._attn_implementation,
             output_attentions=output_attentions,

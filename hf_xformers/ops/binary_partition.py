@@ -8,7 +8,6 @@ adds to the end of the list.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .common.head_groups import over_head_groups
+from .common.kept import kept
 from .common.products import wide_products
 
 BLOCK = 64  # leaves whose keys are gathered together
@@ -52,7 +52,10 @@ def span_index(level: Tensor, node: Tensor, leaves: int, causal: bool) -> Tensor
     return torch.tensor(begins, device=level.device)[level] + node
 
 
-def _listed_spans(leaves: int, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+@kept(32)
+def listed_spans(leaves: int, causal: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Level and number of every span in the order of their list, and the places in the list of spans taken level by
+    level."""
     sizes = level_sizes(leaves, causal)
     levels = torch.cat(
         [torch.full((size,), level) for level, size in enumerate(sizes[1:], 1)] or [torch.empty(0).long()]
@@ -60,19 +63,7 @@ def _listed_spans(leaves: int, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     nodes = torch.cat([torch.arange(size) for size in sizes[1:]] or [torch.empty(0).long()])
     place = span_index(levels, nodes, leaves, causal)
     order = place.argsort()
-    return levels[order], nodes[order], place
-
-
-_kept_spans = functools.lru_cache(maxsize=32)(_listed_spans)
-
-
-def listed_spans(leaves: int, causal: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Level and number of every span in the order of their list, and the places in the list of spans taken level by
-    level."""
-    # Tensors of a graph that is being recorded are none to keep.
-    find = _listed_spans if torch.compiler.is_compiling() else _kept_spans
-    found = find(int(leaves), causal)
-    return found[0].to(device), found[1].to(device), found[2].to(device)
+    return levels[order].to(device), nodes[order].to(device), place.to(device)
 
 
 def picks(leaf: Tensor, leaves: int, count: int, clip: int, causal: bool) -> tuple[Tensor, Tensor]:
@@ -107,7 +98,7 @@ def picks(leaf: Tensor, leaves: int, count: int, clip: int, causal: bool) -> tup
     return torch.where(some, torch.where(depth == 0, node, listed), -1), torch.where(some, label, -1)
 
 
-@functools.lru_cache(maxsize=16)
+@kept(16)
 def leaf_tiles(
     leaves: int, count: int, clip: int, causal: bool, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .common.products import wide_products
+
 
 class Grouped:
     """Queries and keys of a call, by group: `before` groups of earlier tokens, then the groups of the queries.
@@ -104,7 +106,7 @@ def pool_windows(
         weights = known.to(wide)[:, None] / known.sum(-1).clamp(min=1).to(wide)[:, None, :, None]
     else:
         middle = (kernel - 1) // 2
-        scores = torch.matmul(x[:, :, middle : middle + last : stride].to(wide), centre.to(wide).mT)
+        scores = wide_products(x[:, :, middle : middle + last : stride], centre)
         scores = scores.masked_fill(~known[:, None], torch.finfo(wide).min)
         weights = scores.softmax(-1).masked_fill(~known[:, None], 0.0)
     total = sum(weights[..., t, None] * x[:, :, t : t + last : stride] for t in range(kernel))

@@ -105,6 +105,27 @@ def test_training(case, tmp_path):
         assert torch.equal(one, other), name
 
 
+@each_part
+def test_autocast(case):
+    """A pass in bfloat16, and gradients from inside of autocast's block as from outside."""
+    model = case.build(strong=False, dtype=torch.float32, **NO_DROPOUT)
+    ids, mask = pad([tokens(9), tokens(5, seed=1)], 9, "right")
+    found = []
+    for inside in (False, True):
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(model, ids, mask)
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert loss.isfinite() and all(gradient.isfinite().all() for gradient in found[1].values())
+    largest = max(gradient.abs().amax().item() for gradient in found[0].values())
+    for name, expected in found[0].items():
+        close(found[1][name], expected, 0.01 * largest)
+
+
 @each_case
 def test_padding_has_no_loss(case):
     """A padded text's loss, auxiliary parts included, is that of the text alone; a padded batch's task loss is the

@@ -1,5 +1,7 @@
 """The binary partitioning tree: what leaves read covers the text once, and both kinds of nodes against loops."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -66,9 +68,7 @@ def test_finished_spans_are_counted():
 @pytest.fixture
 def small_blocks(monkeypatch):
     monkeypatch.setattr(binary_partition, "BLOCK", 8)
-    leaf_tiles.cache_clear()
-    yield
-    leaf_tiles.cache_clear()
+    monkeypatch.setattr(binary_partition, "leaf_tiles", inspect.unwrap(leaf_tiles))  # nothing is kept
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -177,6 +177,18 @@ def test_generation():
         assert torch.equal(*texts) and texts[0].shape == (2, 21)
 
 
+@pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW + 2])
+def test_positions_of_a_whole_text(length):
+    """`generate` gives positions 0 to T - 1 to a prompt without padding, and leaves a mask of ones out."""
+    model, ids = build(), tokens(2, length)
+    close(logits(model, ids, position_ids=torch.arange(length)[None]), logits(model, ids), 1e-12)
+    expected = ids
+    for _ in range(7):
+        expected = torch.cat([expected, logits(model, expected)[:, -1:].argmax(-1)], 1)
+    for mask in ({}, {"attention_mask": torch.ones_like(ids)}):
+        assert torch.equal(model.generate(ids, **mask, max_new_tokens=7, min_new_tokens=7, do_sample=False), expected)
+
+
 def test_gradients_go_through_windows():
     """The last window teaches the first unless gradients end between them; making activations again changes none."""
     ids, found = tokens(1, 15), {}

@@ -7,7 +7,6 @@ arguments, which also returns the attention weights. The pattern algebra is in
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..common.kept import kept
 from ..common.padding import row_spans
 from ..common.products import wide_products
 from ..common.real_tokens import real_first
@@ -257,7 +257,7 @@ def _few_rows(
     return out.to(query.dtype), lse.masked_fill(~allowed.any(-1, keepdim=True), -math.inf)[..., 0]
 
 
-@functools.lru_cache(maxsize=64)
+@kept(64)
 def _seen_by_few(
     pattern: Pattern, heads: int, causal: bool, places: tuple[int, int], offset: int, k_len: int, device: torch.device
 ) -> tuple[int, int, Tensor | None]:
@@ -269,14 +269,13 @@ def _seen_by_few(
     end = k_len if high is None else min(max(high - offset + 1, begin), k_len)
     if end - begin > FEW_KEYS or (bound.solid and places[1] - places[0] == 1):
         return begin, end, None
-    with torch.inference_mode(False):  # it is kept, for calls that record gradients as well
-        q_at = torch.arange(*places, device=device)[:, None]
-        k_at = torch.arange(offset + begin, offset + end, device=device)[None]
-        own = [bound.for_head(head) for head in range(heads)]
-        distinct = {each: each.allows(q_at, k_at) for each in set(own)}
-        allowed = torch.stack([distinct[each] for each in own]) if len(distinct) > 1 else distinct[own[0]][None]
-        everything = device.type == "cpu" and bool(allowed.all())  # elsewhere looking costs more than a mask
-        return begin, end, None if everything else allowed[None]
+    q_at = torch.arange(*places, device=device)[:, None]
+    k_at = torch.arange(offset + begin, offset + end, device=device)[None]
+    own = [bound.for_head(head) for head in range(heads)]
+    distinct = {each: each.allows(q_at, k_at) for each in set(own)}
+    allowed = torch.stack([distinct[each] for each in own]) if len(distinct) > 1 else distinct[own[0]][None]
+    everything = device.type == "cpu" and bool(allowed.all())  # elsewhere looking costs more than a mask
+    return begin, end, None if everything else allowed[None]
 
 
 @torch.compiler.disable

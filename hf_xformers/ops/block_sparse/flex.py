@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from ..common.kept import kept
 from .pattern_atoms import Band, BlockSets
 from .pattern_base import Pattern
 
@@ -42,7 +43,7 @@ class _Tabled(BlockSets):
         return [slot[row] for slot in self.slots]
 
 
-@functools.lru_cache(maxsize=16)
+@kept(16)
 def _block_map(
     pattern: Pattern, num_heads: int, q_len: int, k_len: int, q_offset: int, k_offset: int, device: torch.device
 ) -> tuple[list[Pattern], Tensor, tuple[Tensor, ...]]:

@@ -6,7 +6,6 @@ pattern (grouping of heads, plan) happens inside.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..common.dropout import Dropout
+from ..common.kept import kept
 from ..common.names import operator_name
 from .kernel import Hidden, Source, backward_tiles, forward_tiles
 from .pattern_atoms import Band
@@ -52,7 +52,7 @@ def bound_rows(pattern: Pattern, lengths: Tensor | None, batch: int) -> list[tup
     return runs
 
 
-@functools.lru_cache(maxsize=256)
+@kept(256)
 def make_pieces(
     pattern: Pattern,
     causal: bool,

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..common.kept import kept
 from .pattern_base import Intersection, Pattern
 
 # Elements of one score buffer (2 MiB in float32): large enough to amortise a Python step, small enough for the cache.
@@ -160,7 +161,7 @@ class Part:
         return ranges
 
 
-@functools.lru_cache(maxsize=256)
+@kept(256)
 def make_plan(
     pattern: Pattern, q_len: int, k_len: int, q_offset: int = 0, k_offset: int = 0, block_size: int | None = None
 ) -> tuple[Part, ...]:
