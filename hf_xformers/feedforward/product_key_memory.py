@@ -19,6 +19,7 @@ from .dense import DenseFeedForward, DenseForm
 from .experts import real_tokens, wide
 
 CACHED_NUMBERS = 1 << 20  # of values read at once for the gradient of weights: 4 MiB in float32
+NUMBERS_AT_ONCE = 1 << 27  # the same on other devices, where a step costs more than a buffer
 
 
 class TokenBatchNorm(Undecayed, nn.Module):
@@ -111,7 +112,8 @@ class WeightGradient(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         slots, values = ctx.saved_tensors
         found = grad.new_empty(slots.shape)
-        step = max(1, CACHED_NUMBERS // max(1, slots.shape[1] * values.shape[1]))
+        at_once = CACHED_NUMBERS if slots.device.type == "cpu" else NUMBERS_AT_ONCE
+        step = max(1, at_once // max(1, slots.shape[1] * values.shape[1]))
         for begin in range(0, slots.shape[0], step):
             part = slice(begin, begin + step)
             read = values.index_select(0, slots[part].flatten()).view(*slots[part].shape, -1)
@@ -178,8 +180,9 @@ class ProductKeyMemory(FeedForward):
         scores, slots = self.best_slots(self.queries(tokens, real_tokens(hidden_states, context)))
         weights = torch.softmax(wide(scores), -1).to(self.values.dtype)
         slots, weights = slots.flatten(1), weights.flatten(1)
-        # The kernel's gradient of weights is slow on the CPU; there it comes from `WeightGradient`.
-        apart = weights.device.type == "cpu" and weights.requires_grad and not torch.compiler.is_compiling()
+        # The kernel's gradient of weights is slow on the CPU, and elsewhere there is none in bfloat16.
+        apart = not torch.compiler.is_compiling() if weights.device.type == "cpu" else weights.dtype == torch.bfloat16
+        apart = apart and weights.requires_grad
         output = F.embedding_bag(
             slots,
             self.values,

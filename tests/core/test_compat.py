@@ -1,4 +1,4 @@
-"""What differs between releases of transformers: a cache has either name as an input, and this release's in outputs."""
+"""What differs between releases of transformers: a cache has either name as an input, and one name in outputs."""
 
 import warnings
 

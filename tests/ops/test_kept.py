@@ -38,7 +38,7 @@ def test_kept():
         (listed_spans, (LENGTH, False, CPU)),
         (leaf_tiles, (LENGTH, 2, 3, True, CPU)),
         (make_pieces, (PATTERN, True, (2, 2), (LENGTH, LENGTH, 0), (0, 0), None)),
-        (_block_map, (PATTERN, 2, LENGTH, LENGTH, 0, 0, CPU)),
+        (_block_map, (PATTERN, 2, (LENGTH, LENGTH), (0, 0), True, CPU)),
         (_seen_by_few, (PATTERN, 2, True, (9, 12), 0, LENGTH, CPU)),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -108,6 +108,7 @@ class BlockSparseAttention(Attention):
             scale=self.scaling,
             dropout=dropout,
             score_bias=None if bias is None else bias.block,
+            bias_is_relative=bias is not None and bias.relative,
             segment_ids=context.segment_ids,
             global_mask=chosen,
             global_query=row_query,

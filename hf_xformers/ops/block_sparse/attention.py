@@ -7,7 +7,9 @@ arguments, which also returns the attention weights. The pattern algebra is in
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,7 +21,7 @@ from ..common.kept import kept
 from ..common.padding import row_spans
 from ..common.products import wide_products
 from ..common.real_tokens import real_first
-from .flex import flex_applies, flex_block_sparse
+from .flex import Places, flex_applies, flex_block_sparse
 from .op import bound_rows, forward_op, make_pieces, pieces_of_rows
 from .pattern_base import Pattern, PerHead
 from .patterns import causal as causal_pattern
@@ -168,15 +170,26 @@ class _Call(NamedTuple):
 def _engine(
     query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, key_mask: Tensor | None, call: _Call
 ) -> tuple[Tensor, Tensor | None]:
-    plain = call.dropout == 0 and call.score_bias is None and call.segment_ids is None
-    plain = plain and call.row_lengths is None  # what follows has one pattern for all rows
-    if plain and not call.cap and flex_applies(query, key, value):
-        places = (call.query_offset, call.key_offset, call.causal)
-        local = flex_block_sparse(query, key, value, pattern, key_mask, places, call.scale)
+    if _takes_flex(query, key, value, call):
         side_key, side_value, side_mask = call.side
+        has_side = side_key is not None and side_value is not None
+        local = flex_block_sparse(
+            query,
+            key,
+            value,
+            pattern,
+            Places(call.query_offset, call.key_offset, call.causal),
+            call.scale,
+            key_mask=key_mask,
+            segment_ids=call.segment_ids,
+            bias=call.score_bias,
+            cap=call.cap,
+            needs_lse=call.needs_lse or has_side,
+        )
         if side_key is None or side_value is None:
             return local
-        return _join_side(*local, query, side_key, side_value, side_mask, call.scale)
+        return _join_side(local[0], local[1], query, side_key, side_value, side_mask, call.scale)
+    plain = call.dropout == 0 and call.score_bias is None and call.segment_ids is None and call.row_lengths is None
     plain = plain and call.side[0] is None
     if plain and query.shape[2] <= FEW_QUERIES and not torch.compiler.is_compiling():
         found = _few_rows(query, key, value, pattern, key_mask, call)
@@ -189,6 +202,26 @@ def _engine(
     geometry = [call.query_offset, call.key_offset, int(call.causal), call.block_size or 0]
     tensors = (query, key, value, key_mask, *call.side, call.segment_ids, extras, call.row_lengths, seed)
     return forward_op(*tensors, geometry, pattern.key, call.scale, call.dropout, call.cap)
+
+
+def _takes_flex(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> bool:
+    """Whether the compiled kernel takes the call: it has one pattern for all rows, biases by distance, no dropout."""
+    if not flex_applies(query, key, value) or call.row_lengths is not None:
+        return False
+    if (call.score_bias is not None and not call.bias_is_relative) or (call.cap and call.side[0] is not None):
+        return False
+    if call.dropout > 0:
+        _say_what_dropout_costs()
+    return call.dropout == 0
+
+
+@functools.cache
+def _say_what_dropout_costs() -> None:
+    warnings.warn(
+        "Dropout on attention weights keeps FlexAttention's kernel out, and attention runs tile by tile, several times"
+        " slower; train with `attention_probs_dropout_prob=0`.",
+        stacklevel=2,
+    )
 
 
 def _join_side(

@@ -7,10 +7,15 @@ test.
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..common.kept import kept
@@ -18,6 +23,8 @@ from .pattern_atoms import Band, BlockSets
 from .pattern_base import Pattern
 
 BLOCK = 128
+GRAPHS = 64  # of one kind of call: lengths, widths, types, with and without gradients
+_RETURNS_AUX = "return_aux" in inspect.signature(flex_attention).parameters  # torch 2.9
 
 
 def flex_applies(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -43,34 +50,38 @@ class _Tabled(BlockSets):
         return [slot[row] for slot in self.slots]
 
 
-@kept(16)
+@kept(256)
 def _block_map(
-    pattern: Pattern, num_heads: int, q_len: int, k_len: int, q_offset: int, k_offset: int, device: torch.device
-) -> tuple[list[Pattern], Tensor, tuple[Tensor, ...]]:
-    """Distinct head patterns, the number of each head's pattern [H], and lists of active and of full key blocks.
-
-    The lists are (count [1, H or 1, Q], indices [1, H or 1, Q, K]) of partial blocks, then the same of full ones.
-    """
+    pattern: Pattern,
+    num_heads: int,
+    lengths: tuple[int, int],
+    offsets: tuple[int, int],
+    has_full: bool,
+    device: torch.device,
+) -> tuple[list[Pattern], Tensor, BlockMask]:
+    """Distinct head patterns, the number of each head's pattern [H], and the blocks of keys of each block of queries,
+    for `lengths` of queries and keys that begin at `offsets`. has_full: blocks that are allowed as a whole skip the
+    predicate."""
     distinct: dict[Pattern, int] = {}
     which = [distinct.setdefault(pattern.for_head(head), len(distinct)) for head in range(num_heads)]
-    starts = (torch.arange(0, q_len, BLOCK), torch.arange(0, k_len, BLOCK))
-    q_lo, k_lo = starts[0][:, None] + q_offset, starts[1][None] + k_offset
-    q_hi, k_hi = (q_lo + BLOCK).clamp(max=q_offset + q_len) - 1, (k_lo + BLOCK).clamp(max=k_offset + k_len) - 1
-    maps = []
-    for own in distinct:
-        active, full = (test(q_lo, q_hi, k_lo, k_hi) for test in (own.may, own.covers))
-        maps.append((active & ~full, active & full))
-    if len(distinct) == 1:
-        partial, full = (x[None] for x in maps[0])
-    else:
-        partial, full = (torch.stack([maps[index][kind] for index in which]) for kind in (0, 1))
-    rows = (q_offset + q_len - 1) // min((atom_block(own) for own in distinct), default=1) + 1
+    begins, ends = [], []
+    for length, offset in zip(lengths, offsets):
+        begins.append(torch.arange(0, length, BLOCK) + offset)
+        ends.append((begins[-1] + BLOCK).clamp(max=offset + length) - 1)
+    places = (begins[0][:, None], ends[0][:, None], begins[1][None], ends[1][None])
+    active, full = (
+        torch.stack([getattr(own, test)(*places).expand(len(begins[0]), len(begins[1])) for own in distinct])
+        for test in ("may", "covers")
+    )
+    rows = (offsets[0] + lengths[0] - 1) // min((atom_block(own) for own in distinct), default=1) + 1
     tabled = [own.mapped(lambda x: _Tabled(x, rows, device) if isinstance(x, BlockSets) else x) for own in distinct]
-    lists = []
-    for chosen in (partial, full):
+    lists: list[Tensor] = []
+    for chosen in (active & ~full, active & full) if has_full else (active,):
+        chosen = chosen if len(distinct) == 1 else chosen[which]
         order = chosen.int().argsort(dim=-1, descending=True, stable=True)
         lists += [chosen.sum(-1)[None].int().to(device), order[None].int().to(device)]
-    return tabled, torch.tensor(which, device=device), tuple(lists)
+    mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, seq_lengths=lengths)
+    return tabled, torch.tensor(which, device=device), mask
 
 
 def atom_block(pattern: Pattern) -> int:
@@ -80,54 +91,92 @@ def atom_block(pattern: Pattern) -> int:
     return min((atom_block(child) for child in pattern.children()), default=1)
 
 
+class Places(NamedTuple):
+    """Where queries and keys begin, and whether later keys are hidden."""
+
+    query_offset: int
+    key_offset: int
+    causal: bool
+
+
 def flex_block_sparse(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     pattern: Pattern,
-    key_mask: Tensor | None,
-    geometry: tuple[int, int, bool],
+    places: Places,
     scale: float,
+    *,
+    key_mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    bias: Callable[[Tensor, Tensor], Tensor] | None = None,
+    cap: float = 0.0,
+    needs_lse: bool = True,
     compiled: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """The engine's contract for one call without dropout, bias and side keys; geometry is (q_offset, k_offset,
-    causal).
+) -> tuple[Tensor, Tensor | None]:
+    """The engine's contract for one call without dropout and side keys; `bias` depends on distances alone.
 
-    Shapes as in `block_sparse_attention`; returns the output and the log-sum-exp [B, H, T_q].
+    Shapes as in `block_sparse_attention`; returns the output and the log-sum-exp [B, H, T_q] (None if not needed).
     """
-    q_offset, k_offset, causal = geometry
-    pattern = (pattern & Band(None, 0) if causal else pattern).bind(k_offset + k.shape[2])
-    patterns, which, (count, index, full_count, full_index) = _block_map(
-        pattern, q.shape[1], q.shape[2], k.shape[2], q_offset, k_offset, q.device
-    )
+    (q_len, k_len), shift = (q.shape[2], k.shape[2]), places.query_offset - places.key_offset
+    bound = (pattern & Band(None, 0) if places.causal else pattern).bind(places.key_offset + k_len)
+    # Whole blocks skip the predicate, which holds padding and documents too.
+    has_full = key_mask is None and segment_ids is None
+    patterns, which, template = _block_map(bound, q.shape[1], (q_len, k_len), places[:2], has_full, q.device)
 
     def mask_mod(b: Tensor, h: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
-        q_at, k_at = q_index + q_offset, k_index + k_offset
+        q_at, k_at = q_index + places.query_offset, k_index + places.key_offset
         allowed = patterns[0].allows(q_at, k_at)
         for number, own in enumerate(patterns[1:], 1):
             allowed = torch.where(which[h] == number, own.allows(q_at, k_at), allowed)
-        return allowed if key_mask is None else allowed & key_mask[b, k_index]
+        if key_mask is not None:
+            allowed = allowed & key_mask[b, k_index]
+        if segment_ids is not None:
+            allowed = allowed & (segment_ids[b, q_index + shift] == segment_ids[b, k_index])
+        return allowed
 
-    full: tuple[Tensor | None, Tensor | None] = (full_count, full_index)
-    if key_mask is not None:
-        # Full blocks skip the predicate, which holds the padding too: treat them as partial ones.
-        merged = torch.zeros_like(index).scatter_(-1, index.long(), _first(count, index))
-        merged = merged | torch.zeros_like(index).scatter_(-1, full_index.long(), _first(full_count, full_index))
-        order = merged.argsort(dim=-1, descending=True, stable=True)
-        count, index = merged.sum(-1).int(), order.int()
-        full = (None, None)
-    mask = BlockMask.from_kv_blocks(
-        count, index, *full, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(q.shape[2], k.shape[2])
-    )
-    run = _compiled() if compiled else flex_attention
-    return run(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1], return_lse=True)
+    # A tensor, as a second cap would make a graph's number one that is not known.
+    limit = torch.full((), cap, device=q.device) if cap else None
+    line = None
+    if bias is not None:  # [H or 1, q_len + k_len - 1], by distance
+        distances = torch.arange(1 - q_len, k_len, device=q.device) - shift
+        line = bias(torch.zeros_like(distances[:1]), distances).flatten(end_dim=-2).expand(q.shape[1], -1)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
+        if limit is not None:
+            score = limit * torch.tanh(score / limit)
+        return score if line is None else score + line[h, k_index - q_index + q_len - 1]
+
+    mask = copy.copy(template)
+    mask.mask_mod = mask_mod
+    options = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    if cap or line is not None:
+        options["score_mod"] = score_mod
+    if needs_lse:
+        options |= {"return_aux": flex.AuxRequest(lse=True)} if _RETURNS_AUX else {"return_lse": True}
+    if not compiled or torch.compiler.is_compiling():
+        result = flex_attention(q, k, v, **options)
+    else:
+        kind = (*map(_kind, patterns), key_mask is None, segment_ids is None, bias is None, cap > 0, needs_lse, scale)
+        # Beyond its limit torch would run the form that holds all T x T scores, without a word.
+        with torch._dynamo.config.patch(recompile_limit=GRAPHS, fail_on_recompile_limit_hit=True):
+            result = _compiled(kind)(q, k, v, **options)
+    if not needs_lse:
+        return result, None
+    return result[0], result[1].lse if _RETURNS_AUX else result[1]
 
 
-def _first(count: Tensor, index: Tensor) -> Tensor:
-    """1 for the first `count` entries of each list, 0 behind."""
-    return (torch.arange(index.shape[-1], device=index.device) < count[..., None]).to(index.dtype)
+def _kind(pattern: Pattern) -> tuple:
+    """What a pattern is made of, without its numbers."""
+    return (type(pattern), *map(_kind, pattern.children()))
 
 
 @functools.cache
-def _compiled():
-    return torch.compile(flex_attention)
+def _compiled(kind: tuple) -> Callable:
+    """The kernel for one kind of call. torch counts graphs by code object, so that each has its own."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options):
+        return flex_attention(q, k, v, **options)
+
+    attend.__code__ = attend.__code__.replace(co_name=f"flex_attention_{abs(hash(kind))}")
+    return torch.compile(attend)

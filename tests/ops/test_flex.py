@@ -1,0 +1,102 @@
+"""FlexAttention's form of the block-sparse engine, uncompiled, against the literal equation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_xformers.ops.block_sparse import attention, flex, patterns
+from hf_xformers.ops.block_sparse.reference import block_sparse_reference
+
+LENGTH = 300  # more than two blocks of the kernel, and no multiple of them
+PATTERNS = {
+    "band": patterns.band(40, 20),
+    "dilated": patterns.dilated(10, 10, 3),
+    "fixed": patterns.fixed(32, 4),
+    "global and random": patterns.global_(2) | patterns.band(16, 16) | patterns.random_blocks(2, 16),
+    "per head": patterns.per_head(patterns.band(9, 9), patterns.strided(7)),
+}
+
+
+def inputs(queries=LENGTH):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 2, queries, 16), (2, 1, LENGTH, 16), (2, 1, LENGTH, 16)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def padding(side):
+    mask = torch.arange(LENGTH) < torch.tensor([[LENGTH], [190]])
+    return {"none": None, "right": mask, "left": mask.flip(1)}[side]
+
+
+@pytest.fixture(autouse=True)
+def chosen(monkeypatch):
+    """The engine takes the kernel's way as on CUDA, and the kernel its own reference."""
+    calls = []
+
+    def run(*arguments, **options):
+        calls.append(options)
+        return flex.flex_block_sparse(*arguments, **options, compiled=False)
+
+    # It refuses gradients on a processor for its kernel's sake, where its reference has them.
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
+    monkeypatch.setattr(attention, "flex_applies", lambda *tensors: True)
+    monkeypatch.setattr(attention, "flex_block_sparse", run)
+    return calls
+
+
+def compare(pattern, queries=LENGTH, tensors=(), **options):
+    q, k, v = given = inputs(queries)
+    given = [*given, *tensors]
+    expected = block_sparse_reference(
+        q, k, v, pattern, **{key: x for key, x in options.items() if key != "max_globals"}
+    )
+    found = attention.block_sparse_attention(q, k, v, pattern, **options)
+    mask = options.get("key_padding_mask")
+    real = torch.ones(2, queries, dtype=torch.bool) if mask is None else mask[:, -queries:]
+    found, expected = (x.transpose(1, 2)[real] for x in (found, expected[0]))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    weight = torch.randn_like(expected)
+    gradients = [torch.autograd.grad((x * weight).sum(), given, retain_graph=True) for x in (found, expected)]
+    for ours, theirs in zip(*gradients):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns(name, causal, side, chosen):
+    compare(PATTERNS[name], causal=causal, key_padding_mask=padding(side))
+    assert bool(chosen) == (side == "none" or not PATTERNS[name].needs_length)  # one pattern for all rows
+
+
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_documents(side, chosen):
+    segments = torch.arange(LENGTH).expand(2, -1) // 70
+    compare(PATTERNS["band"], causal=True, segment_ids=segments, key_padding_mask=padding(side))
+    assert chosen
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_cap_and_bias_by_distance(cap, chosen):
+    table = torch.randn(2, 2 * LENGTH + 1, dtype=torch.float64, requires_grad=True)
+
+    def bias(q_at, k_at):
+        return table[:, k_at.unsqueeze(-2) - q_at.unsqueeze(-1) + LENGTH].movedim(0, -3)
+
+    options = {"score_bias": bias, "bias_is_relative": True, "causal": True, "score_cap": cap}
+    compare(PATTERNS["band"], tensors=[table], **options)
+    assert chosen
+
+
+def test_queries_behind_cached_keys(chosen):
+    compare(PATTERNS["band"], queries=77, query_offset=LENGTH - 77, causal=True)
+    assert chosen
+
+
+def test_dropout_says_what_it_costs(chosen):
+    attention._say_what_dropout_costs.cache_clear()
+    with pytest.warns(UserWarning, match="train with `attention_probs_dropout_prob=0`"):
+        attention.block_sparse_attention(*inputs(), PATTERNS["band"], dropout=0.5)
+    assert not chosen
+    attention.block_sparse_attention(*inputs(), PATTERNS["band"])
