@@ -11,7 +11,7 @@ import importlib.metadata
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,18 @@ def facts() -> dict[str, Any]:
     return {**found, **{name: _version(name) for name in packages if _version(name)}}
 
 
-def parse(description: str | None) -> argparse.Namespace:
+def parse(description: str | None, tuned: Iterable[str] = ()) -> argparse.Namespace:
     """--output_dir and --minutes, which every part has."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=RESULTS, help="where the JSON goes")
     parser.add_argument("--minutes", type=float, default=3.0, help="no further case is begun after this time")
+    parser.add_argument("--only", default="", help="parts of the names of cases, separated by commas")
+    parser.add_argument("--tune", choices=list(tuned), default=None, help="only have this peer's kernels tuned")
     return parser.parse_args()
+
+
+def wanted(name: str, arguments: argparse.Namespace) -> bool:
+    return not arguments.only or any(part in name for part in arguments.only.split(","))
 
 
 class Rows:

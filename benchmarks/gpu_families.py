@@ -1,6 +1,6 @@
 """Every family on the GPU against the same model on the processor.
 
-    python benchmarks/gpu_families.py [--output_dir DIR] [--minutes 3]
+    python benchmarks/gpu_families.py [--output_dir DIR] [--minutes 3] [--only performer,engine]
 
 Tiny models with noise on all weights, a batch with padding on the left. For each family and shape: logits and
 gradients in float32 and bfloat16 (relative distance from the processor's float32; `processor bf16`: the processor's
@@ -12,22 +12,24 @@ against the literal equations in float64.
 from __future__ import annotations
 
 import copy
+import queue
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.multiprocessing as multiprocessing
-from gpu_common import DEVICE, Rows, parse
+from gpu_common import DEVICE, Rows, parse, wanted
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-WORKERS = 10 if DEVICE.type == "cuda" else 1
+WORKERS = 14 if DEVICE.type == "cuda" else 1
 COMPILED = (
     *("xf_bert-encoder", "xf_gpt2-decoder", "modern-decoder", "xf_longformer-encoder", "xf_performer-encoder"),
     *("xf_linear_transformer-decoder", "xf_delta_net-decoder", "xf_t5-seq2seq", "xf_switch_transformer-encoder"),
@@ -61,7 +63,7 @@ def generates_alike(case: Any, model: nn.Module, ids: Tensor, mask: Tensor) -> b
 
 
 def trainer_step(model: nn.Module, ids: Tensor) -> float:
-    from transformers import Trainer, TrainingArguments
+    from transformers import PrinterCallback, Trainer, TrainingArguments
 
     rows = [{"input_ids": row, "labels": row} for row in ids.cpu()]
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +77,9 @@ def trainer_step(model: nn.Module, ids: Tensor) -> float:
             use_cpu=DEVICE.type == "cpu",
             disable_tqdm=True,
         )
-        return Trainer(model=model, args=arguments, train_dataset=rows).train().training_loss
+        trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+        trainer.remove_callback(PrinterCallback)
+        return trainer.train().training_loss
 
 
 def check(case: Any, with_trainer: bool) -> dict[str, Any]:
@@ -156,6 +160,8 @@ def engines() -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]:
     length = 321 if DEVICE.type == "cuda" else 40
     size = (2, 4, length, 64 if DEVICE.type == "cuda" else 16)
     q, k, v = (torch.randn(size, generator=generator, dtype=torch.float64) for _ in range(3))
+    segments = torch.arange(length).expand(2, -1) // 70
+    table = torch.randn(1, 2 * length + 1, generator=generator, dtype=torch.float64)
     masks = {"": None, ", padded left": torch.arange(length) >= torch.tensor([[0], [70 * length // 321]])}
     masks[", padded right"] = ~masks[", padded left"].flip(0)
     kept = {
@@ -165,18 +171,28 @@ def engines() -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]:
         "fixed": patterns.fixed(32, 4),
         "global and random": patterns.global_(2) | patterns.band(32, 32) | patterns.random_blocks(2, 16),
     }
+    terms: dict[str, dict[str, Any]] = {
+        "band, documents": {"segment_ids": segments},
+        "band, capped": {"score_cap": 2.0},
+        "band, bias": {"score_bias": partial(_bias, table), "bias_is_relative": True},
+    }
+    sparse = [(name, pattern, {"causal": causal}) for name, pattern in kept.items() for causal in (False, True)]
+    sparse += [
+        (f"band, padded {side}", kept["band"], {"causal": True, "key_padding_mask": masks[f", padded {side}"]})
+        for side in ("left", "right")
+    ]
+    sparse += [(name, kept["band"], {"causal": True, **options}) for name, options in terms.items()]
+    for name, pattern, options in sparse:
+
+        def fast(q, k, v, pattern=pattern, options=options):
+            given = {key: x.to(q.device) if isinstance(x, Tensor) else x for key, x in options.items()}
+            return block_sparse_attention(q, k, v, pattern, **given)
+
+        def literal(q, k, v, pattern=pattern, options=options):
+            return block_sparse_reference(q, k, v, pattern, **options)[0]
+
+        yield f"{name}{', causal' if options['causal'] else ''}", fast, literal, [q, k, v]
     for label, mask in masks.items():
-        for name, pattern in kept.items():
-            for causal in (False, True):
-
-                def fast(q, k, v, pattern=pattern, causal=causal, mask=mask):
-                    given = None if mask is None else mask.to(q.device)
-                    return block_sparse_attention(q, k, v, pattern, causal=causal, key_padding_mask=given)
-
-                def literal(q, k, v, pattern=pattern, causal=causal, mask=mask):
-                    return block_sparse_reference(q, k, v, pattern, causal=causal, key_padding_mask=mask)[0]
-
-                yield f"{name}{', causal' if causal else ''}{label}", fast, literal, [q, k, v]
         for causal in (False, True):
 
             def fast(q, k, v, causal=causal, mask=mask):
@@ -197,6 +213,12 @@ def engines() -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]:
             return delta_rule_reference(q, k, v, beta, key_padding_mask=mask)
 
         yield f"delta rule{label}", fast, literal, [*unit, v, beta]
+
+
+def _bias(table: Tensor, q_at: Tensor, k_at: Tensor) -> Tensor:
+    """[..., 1, q, k] of distances."""
+    distances = k_at.unsqueeze(-2) - q_at.unsqueeze(-1) + table.shape[1] // 2
+    return table.to(k_at.device)[:, distances].movedim(0, -3)
 
 
 def check_engine(name: str, fast: Callable, literal: Callable, inputs: list[Tensor]) -> dict[str, Any]:
@@ -221,26 +243,23 @@ def _first(output: Any) -> Tensor:
 # ------------------------------------------------------------------------------------------------ driver
 
 
-def work(index: int, count: int, end: float, found: Any) -> None:
-    torch.set_num_threads(1)
+def jobs(arguments: Any) -> list[Callable[[], dict[str, Any]]]:
+    """Everything that is to be done, what takes longest first."""
     from tests.common.cases import CASES
 
-    jobs: list[Callable[[], dict[str, Any]]] = []
-    if index == 0 or count == 1:  # kernels are compiled once for all
-        jobs += [lambda e=e: check_engine(*e) for e in engines()]
-    seen: set[str] = set()
-    cases = CASES if DEVICE.type == "cuda" else CASES[:3]
-    others = [i for i in range(count) if i > 0 or count == 1]
-    for number, case in enumerate(cases):
-        first = case.name not in seen
-        seen.add(case.name)
-        if index == others[number % len(others)]:
-            jobs.append(lambda case=case, first=first: check(case, first))
-    named = {str(case): case for case in cases}
-    for number, name in enumerate(COMPILED):
-        if name in named and index == others[number % len(others)]:
-            jobs.insert(0, lambda name=name: compiled(named[name]))
-    for job in jobs:
+    cases = [case for case in CASES if wanted(str(case), arguments)]
+    cases = cases if DEVICE.type == "cuda" else cases[:3]
+    found: list[Callable[[], dict[str, Any]]] = []
+    found += [partial(compiled, case) for case in cases if str(case) in COMPILED]
+    found += [partial(check_engine, *each) for each in engines() if wanted(f"engine: {each[0]}", arguments)]
+    names = [case.name for case in cases]
+    found += [partial(check, case, names.index(case.name) == number) for number, case in enumerate(cases)]
+    return found
+
+
+def work(index: int, arguments: Any, end: float, found: Any) -> None:
+    torch.set_num_threads(1)
+    for job in jobs(arguments)[index::WORKERS]:
         if time.time() > end:
             found.put({"case": f"worker {index}", "note": "out of time"})
             break
@@ -253,15 +272,13 @@ def main() -> None:
     rows = Rows("gpu_families", arguments)
     end = time.time() + 60 * arguments.minutes
     if WORKERS == 1:
-        import queue
-
         found: Any = queue.Queue()
-        work(0, 1, end, found)
+        work(0, arguments, end, found)
     else:
         context = multiprocessing.get_context("spawn")
         found = context.Queue()
         for index in range(WORKERS):
-            context.Process(target=work, args=(index, WORKERS, end, found), daemon=True).start()
+            context.Process(target=work, args=(index, arguments, end, found), daemon=True).start()
     left = WORKERS
     while left:
         try:

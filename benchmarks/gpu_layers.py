@@ -1,6 +1,7 @@
 """One attention layer on the GPU: time and peak memory of each engine beside SDPA, FlexAttention and fla's kernels.
 
-    python benchmarks/gpu_layers.py [--output_dir DIR] [--minutes 3]
+    python benchmarks/gpu_layers.py [--output_dir DIR] [--minutes 3] [--only linear,fla]
+    python benchmarks/gpu_layers.py --tune "fla, delta rule"    so that its kernels are in Triton's cache later
 
 Hidden 1024, 16 heads of 64, bfloat16, one row of 1,024 to 65,536 tokens, with the layer's four projections
 (`projections alone` has nothing else). The peers have the same projections around their kernel. A length is left out
@@ -10,11 +11,12 @@ where the length before it took over a second a step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_common import DEVICE, Rows, milliseconds, parse, peak_mib
+from gpu_common import DEVICE, Rows, milliseconds, parse, peak_mib, wanted
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -104,14 +106,26 @@ def fla_linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return chunk_linear_attn(F.elu(q) + 1, F.elu(k) + 1, v, scale=1.0, normalize=True)[0]
 
 
-def fla_delta(beta: nn.Linear) -> Callable[..., Tensor]:
+def fla_delta(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     from fla.ops.delta_rule import chunk_delta_rule
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        strength = torch.sigmoid(k[..., 0])  # as much work as a projection of its own would be is left out
-        return chunk_delta_rule(q, k, v, strength, scale=1.0, use_qk_l2norm_in_kernel=True)[0]
+    strength = torch.sigmoid(k[..., 0])  # for the projection that a layer has beside these
+    return chunk_delta_rule(q, k, v, strength, scale=1.0, use_qk_l2norm_in_kernel=True)[0]
 
-    return kernel
+
+TUNED = {"fla, linear, causal": fla_linear, "fla, delta rule": fla_delta}
+
+
+def peer(kernel: Callable[..., Tensor]) -> tuple[Callable[[Tensor], Tensor], nn.Module]:
+    torch.manual_seed(0)
+    module = Peer(kernel).to(DEVICE, DTYPE)
+    return module, module
+
+
+def tune(name: str) -> None:
+    """Forward and backward once: Triton tries all configurations, and keeps which was best."""
+    states = torch.randn(1, LENGTHS[0], WIDTH, device=DEVICE, dtype=DTYPE, requires_grad=True)
+    peer(TUNED[name])[0](states).sum().backward()
 
 
 def peers(length: int) -> dict[str, Callable[[], Callable[..., Tensor]]]:
@@ -123,8 +137,6 @@ def peers(length: int) -> dict[str, Callable[[], Callable[..., Tensor]]]:
     if ON_GPU:
         found["FlexAttention, window"] = lambda: flex(length, False)
         found["FlexAttention, window, causal"] = lambda: flex(length, True)
-        found["fla, linear, causal"] = lambda: fla_linear
-        found["fla, delta rule"] = lambda: fla_delta(nn.Linear(1, 1))
     return found
 
 
@@ -187,40 +199,37 @@ def measure(function: Callable[[Tensor], Tensor], module: nn.Module, length: int
     }
 
 
+def own(attention: Any, causal: bool, fields: dict[str, Any], length: int) -> tuple[Callable, nn.Module]:
+    torch.manual_seed(0)
+    function = layer(attention, causal, fields, length)
+    return function, function.module  # type: ignore[attr-defined]
+
+
 def main() -> None:
-    arguments = parse(__doc__)
+    arguments = parse(__doc__, TUNED)
+    if arguments.tune:
+        tune(arguments.tune)
+        return
     rows = Rows("gpu_layers", arguments)
-    too_long: set[str] = set()
+    jobs: list[tuple[str, int, Callable[[], tuple[Callable, nn.Module]]]] = []
     for length in LENGTHS:
-        cases: dict[str, Callable[[], tuple[Callable, nn.Module]]] = {}
-        for name, make in peers(length).items():
-
-            def peer(make=make):
-                torch.manual_seed(0)
-                module = Peer(make()).to(DEVICE, DTYPE)
-                return module, module
-
-            cases[name] = peer
-        for name, (attention, causal, fields) in CASES.items():
-
-            def own(attention=attention, causal=causal, fields=fields, length=length):
-                torch.manual_seed(0)
-                function = layer(attention, causal, fields, length)
-                return function, function.module
-
-            cases[f"hf_xformers, {name}"] = own
-        for name, case in cases.items():
-            if name in too_long or rows.out_of_time():
-                continue
-            try:
-                row = {"case": name, "T": length, **measure(*case(), length)}
-            except Exception as error:
-                row = {"case": name, "T": length, "error": f"{type(error).__name__}: {str(error)[:300]}"}
-            if row.get("forward + backward ms", 2000) > 1000:
-                too_long.add(name)
-            rows.add(row)
-            if ON_GPU:
-                torch.cuda.empty_cache()
+        jobs += [(name, length, lambda make=make: peer(make())) for name, make in peers(length).items()]
+        jobs += [(f"hf_xformers, {name}", length, partial(own, *case, length)) for name, case in CASES.items()]
+    if ON_GPU:
+        jobs += [(name, length, partial(peer, kernel)) for name, kernel in TUNED.items() for length in LENGTHS]
+    too_long: set[str] = set()
+    for name, length, make in jobs:
+        if name in too_long or rows.out_of_time() or not wanted(name, arguments):
+            continue
+        try:
+            row = {"case": name, "T": length, **measure(*make(), length)}
+        except Exception as error:
+            row = {"case": name, "T": length, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+        if row.get("forward + backward ms", 2000) > 1000:
+            too_long.add(name)
+        rows.add(row)
+        if ON_GPU:
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Whole models of 125M parameters on the GPU beside transformers' BERT and Llama: training and decoding.
 
-    python benchmarks/gpu_models.py [--output_dir DIR] [--minutes 3]
+    python benchmarks/gpu_models.py [--output_dir DIR] [--minutes 3] [--only decoding]
 
 Training: 16,384 tokens a step in rows of 1,024 and 8,192, weights in float32 under bfloat16 autocast, AdamW (fused),
 tokens per second. Decoding: weights in bfloat16, one row, tokens per second after 1,024 to 65,536 tokens, which were
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpu_common import DEVICE, Rows, milliseconds, parse, peak_mib
+from gpu_common import DEVICE, Rows, milliseconds, parse, peak_mib, wanted
 from torch import nn
 from transformers import AutoConfig, BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
@@ -154,6 +154,8 @@ def main() -> None:
     ]
     jobs += [("decoding", name, context, make) for context in CONTEXTS for name, make in DECODERS.items()]
     for task, name, length, make in jobs:
+        if not wanted(f"{task} {name}", arguments):
+            continue
         if rows.out_of_time():
             rows.add({"task": task, "model": name, "T": length, "note": "out of time"})
             continue

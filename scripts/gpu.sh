@@ -5,6 +5,7 @@
 #   scripts/gpu.sh --wheels DIR ...                   a machine without a network that has torch and triton: the packages
 #                                                     in DIR go into a temporary folder first, and nothing is built
 #   scripts/gpu.sh --download DIR [PYTHON]            fills DIR beforehand, for that version of Python (3.12)
+#   scripts/gpu.sh --parts families,layers ...        some of the parts (all: families,layers,models)
 #   scripts/gpu.sh --smollm2 DIR ...                  linearizes this checkpoint in what time is left
 #
 # In this order: every family against the processor (and the engines against their equations), one attention layer from
@@ -12,13 +13,14 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-minutes=8 output=$root/benchmarks/results wheels= smollm2=
+minutes=8 output=$root/benchmarks/results wheels= smollm2= parts=families,layers,models
 pinned() { grep "^$1==" "$root/scripts/constraints.txt"; }
 
 while [ $# -gt 0 ]; do
     case "$1" in
         --minutes) minutes=$2 ;;
         --output_dir) output=$2 ;;
+        --parts) parts=$2 ;;
         --wheels) wheels=$2 ;;
         --smollm2) smollm2=$2 ;;
         --download)
@@ -51,19 +53,27 @@ if [ -n "$wheels" ]; then
     export PYTHONPATH=$site:$PYTHONPATH
 fi
 
-part() { # NAME SHARE_OF_THE_MINUTES
-    local share
-    share=$("$python" -c "print($minutes * $2)")
-    printf '\n== %s, %s minutes\n' "$1" "$share"
+part() { # NAME SECONDS
+    printf '\n== %s, %s s\n' "$1" "$2"
     # a kernel that hangs must not take the parts after it along
-    timeout "$("$python" -c "print(int(60 * $share + 45))")" \
-        "$python" "$root/benchmarks/$1.py" --output_dir "$output" --minutes "$share" ||
-        echo "gpu.sh: $1 ended with $?"
+    timeout $(($2 + 45)) "$python" "$root/benchmarks/gpu_$1.py" --output_dir "$output" \
+        --minutes "$("$python" -c "print($2 / 60)")" || echo "gpu.sh: $1 ended with $?"
 }
 
-part gpu_families 0.4
-part gpu_layers 0.35
-part gpu_models 0.25
+if [[ $parts == *layers* ]] && command -v nvidia-smi >/dev/null; then
+    # fla's kernels are tuned for minutes when they are first used, which the families leave time for
+    for name in 'fla, linear, causal' 'fla, delta rule'; do
+        (
+            SECONDS=0
+            timeout 240 "$python" "$root/benchmarks/gpu_layers.py" --tune "$name" >/dev/null 2>&1
+            echo "$name: tuned in $SECONDS s ($?)"
+        ) &
+    done
+fi
+count=$(tr ',' '\n' <<<"$parts" | wc -l)
+for name in ${parts//,/ }; do
+    part "$name" "$("$python" -c "print(int(60 * $minutes / $count))")"
+done
 if [ -n "$smollm2" ]; then
     "$python" -m hf_xformers linearize --model "$smollm2" --attention lolcats --attention.window 64 \
         --output_dir "$output/smollm2_linearized"
