@@ -41,9 +41,13 @@ def perform(job: dict[str, Any]) -> Any:
     """Runs a job; `kind` says which."""
     import torch
 
+    from ..core.precision import allow_tf32
+
     torch.set_num_threads(job["threads"])
     if job["device"] == "cuda" and not torch.cuda.is_available():
         raise ValueError("there is no CUDA device here; take `--device cpu`")
+    if job["device"] == "cuda":
+        allow_tf32()
     jobs: dict[str, Callable[[dict[str, Any]], Any]] = {
         "time": seconds,
         "memory": memory,

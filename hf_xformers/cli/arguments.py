@@ -19,6 +19,7 @@ from transformers.hf_argparser import HfArgumentParser
 
 from ..core.changes import class_of_change, components_of, merge_changes
 from ..core.components import SLOTS, SpecLike, build_spec, did_you_mean
+from ..core.precision import allow_tf32
 from ..core.pretraining_specs import EARLIER_FIELDS, PRETRAINING
 from ..core.specs import TypedSpec, default_of, field_aliases
 from .parser import RefusingParser
@@ -435,6 +436,7 @@ def parse_command(
 
     groups: names of dotted options. make_parser: makes the parser from a first look at the plain options (text by
     name), on which its defaults and further options may depend. options: those of a file that was read already.
+    What a command does from here on may use TF32 on a GPU, unless the command line says `--tf32 false`.
     """
     read, rest = take_file(argv) if options is None else ({}, list(argv))
     options = read if options is None else options
@@ -451,6 +453,8 @@ def parse_command(
         tokens.append(f"--objective={merged['objective']['type']}")
     found = list(parser.into_dataclasses(tokens))
     namespace = found.pop() if len(found) > len(list(parser.dataclass_types)) else None
+    if not any(getattr(chosen, "tf32", None) is False for chosen in found):
+        allow_tf32()
     return Parsed(tuple(found), merged, namespace)
 
 

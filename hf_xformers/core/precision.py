@@ -1,4 +1,4 @@
-"""Modules whose parameters stay in float32 when a model goes to half precision."""
+"""What is computed and kept in float32: modules that stay in it in half precision, and products on a GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+def allow_tf32() -> None:
+    """Lets a GPU, where there is one, take matrix products of float32 by its TF32 units, with 10 bits of fraction."""
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high")
 
 
 class Float32Module(nn.Module):

@@ -1,6 +1,7 @@
 from typing import Any, Literal
 
 import pytest
+import torch
 
 from hf_xformers.cli.arguments import file_tokens, offered_fields, overlay, parse_command, split_dotted
 from hf_xformers.cli.pretrain import GROUPS, make_parser, model_options
@@ -276,3 +277,19 @@ def test_an_empty_file_says_nothing(tmp_path):
 def test_nested_names_become_dotted():
     tokens = file_tokens({"decoder": {"attention": {"type": "dense", "bias": True}, "head_dim": None}}, ["decoder"])
     assert tokens == ["--decoder.attention=dense", "--decoder.attention.bias=true", "--decoder.head_dim=none"]
+
+
+# ------------------------------------------------------------------------------------------------ products on a GPU
+
+
+@pytest.mark.parametrize("flags, precision", [([], "high"), (["--tf32", "false"], "highest")])
+def test_commands_allow_tf32_on_a_gpu_unless_told_not_to(flags, precision, monkeypatch):
+    chosen = ["highest"]
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", chosen.append)
+    monkeypatch.setattr("transformers.training_args.enable_tf32", lambda enable: None, raising=False)
+    options("--variant", "bert", "--output_dir", "out", "--use_cpu", *flags)
+    assert chosen == ["highest"]  # no GPU, nothing to choose
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    options("--variant", "bert", "--output_dir", "out", "--use_cpu", *flags)
+    assert chosen[-1] == precision

@@ -39,6 +39,18 @@ def wide_products(query: Tensor, key: Tensor) -> Tensor:
         return torch.matmul(query.to(wide), key.to(wide).mT)
 
 
+def product(left: Tensor, right: Tensor, into: Tensor | None = None, alpha: float = 1.0) -> Tensor:
+    """left [n, t, d] right [n, d, s]; or `into`, to which it is added, times alpha, in place.
+
+    Operands of bfloat16 are multiplied as they are and summed in float32: see `operand_dtype`.
+    """
+    if left.dtype != torch.bfloat16:
+        return torch.bmm(left, right) if into is None else into.baddbmm_(left, right, alpha=alpha)
+    if into is None:
+        return torch.bmm(left, right, out_dtype=torch.float32)
+    return torch.baddbmm(into, left, right, out_dtype=torch.float32, alpha=alpha, out=into)
+
+
 def needs_room(x: Tensor) -> bool:
     """Whether x is of a type with less range or fewer digits than float32."""
     return x.dtype != accumulation_dtype(x.dtype)
@@ -49,4 +61,4 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(accumulation_dtype(x.dtype)) for x in tensors)
 
 
-__all__ = ["autocast_state", "needs_room", "wide_products", "widened", "without_autocast"]
+__all__ = ["autocast_state", "needs_room", "product", "wide_products", "widened", "without_autocast"]

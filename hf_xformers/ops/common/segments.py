@@ -4,6 +4,10 @@ A scan keeps chunks (the quadratic blocks) and segments apart: all chunks of one
 batched matrix products, and segments follow one another. The number of segments is bounded, so the Python loop over
 them does not grow with the sequence.
 
+That suits a processor, whose cache holds a segment. Any other device gains nothing by it and waits for every launch:
+there a segment is as long as memory allows, and products take their operands in the type of the inputs. Both are
+decided here and nowhere else.
+
 Names as in the scans: `R = B H` rows of states, `N` chunks per segment, `C` tokens per chunk, `W` any width.
 """
 
@@ -18,16 +22,41 @@ from .feature_map import MapWithPullback
 _MAX_SEGMENTS = 16
 _MAX_SEGMENTS_COMPILED = 4  # torch.compile unrolls the loop: fewer segments, more memory, bearable compile times
 _MIN_SEGMENT_TOKENS = 128
+_BATCH_NUMBERS = 1 << 26  # largest tensor made at once off the processor, about: 256 MiB of float32
+_BATCH_CHUNKS = 256  # what joins the states of that many chunks is a matrix of their pairs
 
 
-def segments(length: int, chunk_size: int = 1, width: int = 1) -> list[tuple[int, int]]:
+def in_one_batch(x: Tensor) -> bool:
+    """Whether all chunks are computed together, as everywhere but on a processor."""
+    return x.device.type != "cpu"
+
+
+def operand_dtype(x: Tensor) -> torch.dtype:
+    """The type of the operands of products over tokens such as `x`; they are summed in `accumulation_dtype`.
+
+    float16 is not among them: features and states may leave its range. A graph has float32 operands, since not every
+    version of torch compiles products whose result is wider than their operands.
+    """
+    if x.is_cuda and x.dtype == torch.bfloat16 and torch.version.hip is None and not torch.compiler.is_compiling():
+        return x.dtype
+    return accumulation_dtype(x.dtype)
+
+
+def segments(length: int, x: Tensor, chunk_size: int = 1, width: int = 1) -> list[tuple[int, int]]:
     """`(start, stop)` of the segments of a sequence, each but the last a multiple of `chunk_size` long.
 
-    At most 16 of them; more when the features are wider than 128, so that a segment of features stays as large.
+    At most 16 of them; more when the features are wider than 128, so that a segment of features stays as large. Off
+    the processor, by memory: `x [..., W]` are tokens of the whole sequence.
     A backward pass must reuse the list of its forward pass, since only one of them may run under torch.compile.
     """
     if isinstance(length, torch.SymInt):  # a graph for every length, in which none can be told from another
         return [(0, length)]
+    if in_one_batch(x) and length:
+        a_token = x.numel() // (length * max(x.shape[-1], 1)) * max(width, x.shape[-1], chunk_size)
+        tokens = max(_BATCH_NUMBERS // max(a_token, 1), _MIN_SEGMENT_TOKENS)
+        tokens = min(tokens, _BATCH_CHUNKS * chunk_size) if chunk_size > 1 else tokens
+        tokens = -(-tokens // chunk_size) * chunk_size
+        return [(start, min(start + tokens, length)) for start in range(0, length, tokens)]
     most = _MAX_SEGMENTS * max(width, 128) // 128
     if torch.compiler.is_compiling():
         most = _MAX_SEGMENTS_COMPILED
@@ -111,6 +140,15 @@ def features_of(feature_map, params, x: Tensor, lead: torch.Size, active: list[i
         return pullback((to_phi, to_log) if scaled else (to_phi,))
 
     return features[0], features[1] if scaled else None, pull
+
+
+def low_features(feature_map, params, x, start, stop, chunk, dtypes, active: list[int] | None = None):
+    """`features_of` tokens `start..stop` of `x [B, H, T, d]`: `dtypes` are those that a map computes in, and that its
+    features are wanted in."""
+    wide, low = dtypes
+    piece = to_chunks(x, start, stop, chunk, low if feature_map is None else wide)
+    features, logs, pull = features_of(feature_map, params, piece, x.shape[:2], active)
+    return features.to(low), logs, pull
 
 
 def active_params(params, needs_input_grad) -> tuple[list[int], list[Tensor | None]]:

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from ..common.padding import check_padding_mask
 from ..common.products import without_autocast
-from ..common.segments import accumulation_dtype, masked
+from ..common.segments import accumulation_dtype, in_one_batch, masked
+from .batched_scan import BatchedCausalScan
 from .delta_rule import delta_rule
 from .folded import FoldedSums, folded_sums, read_folded_sums
 from .kernels import LOG_ZERO, CausalScan, Read, Write, guard, vanishes
@@ -114,8 +115,7 @@ def linear_attention(
         return _all_pairs(query, rotated_query, keys, options)
     start = _given_state(width, scaled, value, state)
     if causal:
-        start = start or _empty_state(width, scaled, value)
-        out, end = _scan(query, rotated_query, keys, start, chunk_size, options)
+        out, end = _scan(query, rotated_query, keys, start, width, scaled, return_state, chunk_size, options)
     else:
         end = _add_keys(start, keys, width, scaled)
         out = Read.apply(query, rotated_query, end.kv, end.z, value.dtype, *options, None)
@@ -215,11 +215,11 @@ def kernel_attention(
         end = _add_keys(start, keys, width, scaled)
         out = Read.apply(query, None, end.kv, end.z, value.dtype, *options, feature_map, *params)
         return (out, end) if return_state else out
-    start = start or _empty_state(width, scaled, value)
     if phi_q is not None:
+        start = start or _empty_state(width, scaled, value)
         out, end = _step(phi_q, None, _Keys(phi_k, None, value, key_padding_mask, log_weight), start, options)
     else:
-        out, end = _scan(query, None, keys, start, chunk_size, options, feature_map)
+        out, end = _scan(query, None, keys, start, width, scaled, return_state, chunk_size, options, feature_map)
     return (out, end) if return_state else out
 
 
@@ -296,10 +296,20 @@ def _all_pairs(q, rotated_query, keys: _Keys, options, feature_map=None) -> Tens
     )
 
 
-def _scan(q, rotated_query, keys: _Keys, start: LinearState, chunk_size, options, feature_map=None):
+def _scan(q, rotated_query, keys: _Keys, start, width, scaled, remember, chunk_size, options, feature_map=None):
+    at_once = in_one_batch(q) and q.shape[2] > 1
+    if start is None and not at_once:
+        start = _empty_state(width, scaled, keys.v)
     if q.shape[2] == 1:
         return _step(q, rotated_query, keys, start, options)
-    logs = _log_weight(start, keys)
+    logs = keys.log_weight if start is None else _log_weight(start, keys)
+    if at_once:
+        scaled = scaled if start is None else start.log_scale is not None
+        out, *end = BatchedCausalScan.apply(
+            *(q, keys.k, rotated_query, keys.rotated, keys.v, keys.mask, logs, *(start or (None, None, None))),
+            *(chunk_size, *options, width, scaled, remember, feature_map, keys.feature_map, *keys.params),
+        )
+        return out, LinearState(*(end if scaled else end[:2])) if remember else None
     if start.log_scale is not None and logs is not None:
         start = start._replace(log_scale=start.log_scale.to(torch.promote_types(start.log_scale.dtype, logs.dtype)))
     out, *end = CausalScan.apply(

@@ -31,12 +31,14 @@ from ..common.segments import (
     accumulation_dtype,
     active_params,
     features_of,
+    in_one_batch,
     keep_chunks,
     masked,
     put_chunks,
     segments,
     to_chunks,
 )
+from .batched_delta import BatchedDeltaScan
 
 
 def delta_rule(
@@ -63,7 +65,7 @@ def delta_rule(
         key_padding_mask: `[B, T]`, True = real token; a padded token leaves the state untouched.
         state: `[B, H, F, dv]`, what earlier tokens left.
         return_state: also return the state after the last token, in float32 (float64 for float64 inputs).
-        chunk_size: tokens per triangular system.
+        chunk_size: tokens per triangular system on a processor; other devices take what suits them.
 
     Returns:
         `[B, H, T, dv]` in the dtype of `value`; with `return_state` also the state.
@@ -92,10 +94,14 @@ def delta_rule(
         if length == 1:
             query, key = features.chunk(2, dim=2)
     shape = batch, heads, width, value.shape[3]
+    if state is not None and state.shape != shape:
+        raise ValueError(f"state has shape {tuple(state.shape)}, but these keys and values need {shape}.")
+    if length > 1 and in_one_batch(value):
+        inputs = query, key, value, beta, key_padding_mask, state
+        out, state = BatchedDeltaScan.apply(*inputs, width, return_state, feature_map, *params)
+        return (out, state) if return_state else out
     if state is None:
         state = torch.zeros(shape, dtype=dtype, device=value.device)
-    elif state.shape != shape:
-        raise ValueError(f"state has shape {tuple(state.shape)}, but these keys and values need {shape}.")
     if length == 1:
         out, state = _step(query, key, value, beta, key_padding_mask, state)
     else:
@@ -128,11 +134,11 @@ class _Chunks(NamedTuple):
     scores: Tensor  # [R, N, C, C], lower(Q K^T)
 
 
-def _segments(length: int, chunk: int, width: int) -> list[tuple[int, int]]:
+def _segments(length: int, x: Tensor, chunk: int, width: int) -> list[tuple[int, int]]:
     """`(start, stop)` of what is computed at once: a chunk, since chunks wait for one another anyhow and small tensors
     stay in the cache. A compiler, which unrolls the loop, gets fewer and larger segments."""
     if torch.compiler.is_compiling():
-        return segments(length, chunk, width)
+        return segments(length, x, chunk, width)
     return [(start, min(start + chunk, length)) for start in range(0, length, chunk)]
 
 
@@ -160,7 +166,7 @@ class _DeltaScan(torch.autograd.Function):
     def forward(ctx, q, k, v, beta, mask, state, chunk, feature_map, *params):
         length, lead = q.shape[2], q.shape[:2]
         chunk = min(chunk, length)
-        bounds, kept = _segments(length, chunk, state.shape[2]), []
+        bounds, kept = _segments(length, v, chunk, state.shape[2]), []
         out = torch.empty_like(v)
         errors = torch.empty_like(v, dtype=state.dtype)
         current = state.reshape(-1, *state.shape[2:])

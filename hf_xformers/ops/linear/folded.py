@@ -83,7 +83,7 @@ class _Collect(torch.autograd.Function):
     def forward(ctx, k, states, mask):
         features, ones = torch.empty_like(k), k.new_ones(k.shape[0], 1, k.shape[1])
         collected, z = k.new_zeros(k.shape[0], k.shape[2], states.shape[2]), k.new_zeros(k.shape[0], 1, k.shape[2])
-        bounds = segments(k.shape[1])
+        bounds = segments(k.shape[1], k)
         for start, stop in bounds:
             phi = _features(k[:, start:stop], features[:, start:stop])
             if mask is not None:
@@ -119,7 +119,7 @@ class _Spread(torch.autograd.Function):
         weights, out = torch.empty_like(q), q.new_empty(*q.shape[:2], spread.shape[2])
         blocks = _blocks(z, heads)
         inverse = q.new_empty(*q.shape[:2], heads)
-        bounds = segments(q.shape[1])
+        bounds = segments(q.shape[1], q)
         for start, stop in bounds:
             part, target = weights[:, start:stop], out[:, start:stop]
             if eps:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..common.derivatives import LITERAL, first_derivative_only
+from ..common.products import product
 from ..common.segments import (
     accumulate,
     accumulation_dtype,
@@ -27,7 +28,9 @@ from ..common.segments import (
     features_of,
     keep_chunks,
     like_or_none,
+    low_features,
     masked,
+    operand_dtype,
     put_chunks,
     segments,
     to_chunks,
@@ -43,19 +46,17 @@ class Write(torch.autograd.Function):
     @staticmethod
     def forward(ctx, k, b, v, mask, log_weight, *others):
         width, scaled, feature_map, *params = others
-        dtype = accumulation_dtype(v.dtype)
+        dtypes = dtype, low = accumulation_dtype(v.dtype), operand_dtype(v)
         batch, heads, length, _ = k.shape
         kv = z = scale = None
-        bounds = segments(length, width=width)
+        bounds = segments(length, v, width=width)
         with torch.autocast(k.device.type, enabled=False):
             for start, stop in bounds:
                 keep = keep_chunks(mask, v, start, stop, stop - start)
-                phi, logs, _ = features_of(
-                    feature_map, params, to_chunks(k, start, stop, stop - start, dtype), k.shape[:2]
-                )
+                phi, logs, _ = low_features(feature_map, params, k, start, stop, stop - start, dtypes)
                 kk, logs = masked(phi, keep), log_rows(logs, log_weight, keep, start, stop, stop - start, dtype)
-                bb = kk if b is None else masked(to_chunks(b, start, stop, stop - start, dtype), keep)
-                vv = to_chunks(v, start, stop, stop - start, dtype)
+                bb = kk if b is None else masked(to_chunks(b, start, stop, stop - start, low), keep)
+                vv = to_chunks(v, start, stop, stop - start, low)
                 weight = None
                 if scaled:
                     maximum = logs.amax(1, keepdim=True)
@@ -64,16 +65,16 @@ class Write(torch.autograd.Function):
                     if scale is not None:
                         old = (scale - maximum).exp()
                         kv, z = kv.mul_(old), z.mul_(old)
-                    scale, vv = maximum, vv * weight
-                added = kk.sum(1, keepdim=True) if weight is None else torch.bmm(weight.mT, kk)
+                    scale, vv = maximum, (vv * weight).to(low)
+                added = kk.sum(1, True, dtype=dtype) if weight is None else product(weight.mT.to(low), kk)
                 z = added if z is None else z.add_(added)
-                kv = torch.bmm(bb.mT, vv) if kv is None else kv.baddbmm_(bb.mT, vv)
+                kv = product(bb.mT, vv, into=kv)
         if kv is None:  # no token at all
             kv = torch.zeros(batch * heads, width, v.shape[3], dtype=dtype, device=k.device)
             z, scale = kv.new_zeros(batch * heads, 1, width), kv.new_full((batch * heads, 1, 1), LOG_ZERO)
         scale = scale.view(batch, heads) if scaled else z.new_zeros(0)
         ctx.save_for_backward(k, b, v, mask, log_weight, scale, *params)
-        ctx.options = bounds, scaled, feature_map
+        ctx.options = bounds, scaled, feature_map, dtypes
         ctx.mark_non_differentiable(scale)
         return kv.view(batch, heads, width, -1), z.view(batch, heads, width), scale
 
@@ -81,27 +82,26 @@ class Write(torch.autograd.Function):
     @first_derivative_only("Linear attention", LITERAL)
     def backward(ctx, grad_kv, grad_z, _):
         k, b, v, mask, log_weight, scale, *params = ctx.saved_tensors
-        bounds, scaled, feature_map = ctx.options
-        dtype = accumulation_dtype(v.dtype)
+        bounds, scaled, feature_map, dtypes = ctx.options
+        dtype, low = dtypes
         grad_k, grad_b, grad_v, grad_log = like_or_none(k), like_or_none(b), like_or_none(v), like_or_none(log_weight)
         active, grad_params = active_params(params, ctx.needs_input_grad)
         with torch.autocast(k.device.type, enabled=False):
-            grad_kv = grad_kv.flatten(0, 1)
+            grad_kv = grad_kv.flatten(0, 1).to(low)
             grad_z = grad_z.flatten(0, 1)[:, None]
             for start, stop in bounds:
                 keep = keep_chunks(mask, v, start, stop, stop - start)
-                piece = to_chunks(k, start, stop, stop - start, dtype)
-                phi, logs, pull = features_of(feature_map, params, piece, k.shape[:2], active)
+                phi, logs, pull = low_features(feature_map, params, k, start, stop, stop - start, dtypes, active)
                 from_map = logs is not None
                 kk, logs = masked(phi, keep), log_rows(logs, log_weight, keep, start, stop, stop - start, dtype)
-                bb = kk if b is None else masked(to_chunks(b, start, stop, stop - start, dtype), keep)
-                vv = to_chunks(v, start, stop, stop - start, dtype)
-                to_v, to_log = bb @ grad_kv, None
+                bb = kk if b is None else masked(to_chunks(b, start, stop, stop - start, low), keep)
+                vv = to_chunks(v, start, stop, stop - start, low)
+                to_v, to_log = product(bb, grad_kv), None
                 to_k = grad_z.expand_as(kk)
                 if scaled:
                     weight = (logs - scale.view(-1, 1, 1)).exp()
-                    to_v, vv, to_k = to_v * weight, vv * weight, to_k * weight
-                to_b = vv @ grad_kv.mT
+                    to_v, vv, to_k = to_v * weight, (vv * weight).to(low), to_k * weight
+                to_b = product(vv, grad_kv.mT)
                 if b is None:
                     to_k = to_b = to_b + to_k
                 # A weight multiplies its key, so its logarithm has the gradient of the key's length.
@@ -126,51 +126,53 @@ class Read(torch.autograd.Function):
         # Heads beside each other, as an output projection reads them: what it keeps is this very memory.
         out = torch.empty(batch, length, heads, kv.shape[3], dtype=dtype, device=q.device).transpose(1, 2)
         denominator = torch.empty(batch, heads, length if normalize else 0, dtype=kv.dtype, device=q.device)
-        bounds = segments(length, width=kv.shape[2])
+        bounds = segments(length, q, width=kv.shape[2])
+        dtypes = _, low = kv.dtype, operand_dtype(out)
         with torch.autocast(q.device.type, enabled=False):
-            kv_rows, z_rows = kv.reshape(-1, *kv.shape[2:]), z.reshape(-1, z.shape[2], 1)
+            kv_rows, z_rows = (x.to(low) for x in (kv.reshape(-1, *kv.shape[2:]), z.reshape(-1, z.shape[2], 1)))
             for start, stop in bounds:
-                qq, _, _ = features_of(
-                    feature_map, params, to_chunks(q, start, stop, stop - start, kv.dtype), q.shape[:2]
-                )
-                aa = qq if a is None else to_chunks(a, start, stop, stop - start, kv.dtype)
-                numerator = aa @ kv_rows
+                qq, _, _ = low_features(feature_map, params, q, start, stop, stop - start, dtypes)
+                aa = qq if a is None else to_chunks(a, start, stop, stop - start, low)
+                numerator = product(aa, kv_rows)
                 if normalize:
-                    den = guard(qq @ z_rows, eps, minimum)
+                    den = guard(product(qq, z_rows), eps, minimum)
                     numerator *= inverse_or_zero(den)
                     put_chunks(denominator, start, stop, den)
                 put_chunks(out, start, stop, numerator)
         ctx.save_for_backward(q, a, kv, z, out if normalize else None, denominator, *params)
-        ctx.options = bounds, minimum, normalize, feature_map
+        ctx.options = bounds, minimum, normalize, feature_map, dtypes
         return out
 
     @staticmethod
     @first_derivative_only("Linear attention", LITERAL)
     def backward(ctx, grad_out):
         q, a, kv, z, out, denominator, *params = ctx.saved_tensors
-        bounds, minimum, normalize, feature_map = ctx.options
+        bounds, minimum, normalize, feature_map, dtypes = ctx.options
+        wide, low = dtypes
         grad_q, grad_a = like_or_none(q), like_or_none(a)
         active, grad_params = active_params(params, ctx.needs_input_grad)
         with torch.autocast(q.device.type, enabled=False):
             kv_rows, z_rows = kv.reshape(-1, *kv.shape[2:]), z.reshape(-1, 1, z.shape[2])
             grad_kv, grad_z = torch.zeros_like(kv_rows), torch.zeros_like(z_rows)
+            kv_rows, z_rows = kv_rows.to(low), z_rows.to(low)
             for start, stop in bounds:
                 chunk = stop - start
-                piece = to_chunks(q, start, stop, chunk, kv.dtype)
-                qq, logs, pull = features_of(feature_map, params, piece, q.shape[:2], active)
-                aa = qq if a is None else to_chunks(a, start, stop, chunk, kv.dtype)
-                u = to_chunks(grad_out, start, stop, chunk, kv.dtype)
+                qq, logs, pull = low_features(feature_map, params, q, start, stop, chunk, dtypes, active)
+                aa = qq if a is None else to_chunks(a, start, stop, chunk, low)
+                u = to_chunks(grad_out, start, stop, chunk, wide)
                 if normalize:
-                    den = to_chunks(denominator[..., None], start, stop, chunk, kv.dtype)
-                    u, w = output_gradient(u, to_chunks(out, start, stop, chunk, kv.dtype), den, minimum)
-                    grad_z.baddbmm_(w.mT, qq)
-                grad_kv.baddbmm_(aa.mT, u)
-                to_q = to_a = u @ kv_rows.mT
+                    den = to_chunks(denominator[..., None], start, stop, chunk, wide)
+                    u, w = output_gradient(u, to_chunks(out, start, stop, chunk, wide), den, minimum)
+                    w = w.to(low)
+                    product(w.mT, qq, into=grad_z)
+                u = u.to(low)
+                product(aa.mT, u, into=grad_kv)
+                to_q = to_a = product(u, kv_rows.mT)
                 if a is not None:
                     put_chunks(grad_a, start, stop, to_a)
-                    to_q = torch.zeros_like(qq)
+                    to_q = torch.zeros_like(to_a)
                 if normalize:
-                    to_q = to_q.baddbmm_(w, z_rows)
+                    to_q = product(w, z_rows, into=to_q)
                 to_q, *to_params = pull(to_q, None if logs is None else torch.zeros_like(logs))
                 put_chunks(grad_q, start, stop, to_q)
                 accumulate(grad_params, to_params)
@@ -189,7 +191,7 @@ class CausalScan(torch.autograd.Function):
         out = torch.empty_like(v)
         denominator = torch.empty(batch, heads, length if normalize else 0, dtype=dtype, device=q.device)
         state = kv.reshape(-1, *kv.shape[2:]), z.reshape(-1, 1, z.shape[2]), None if scale is None else scale.view(-1)
-        saved, bounds = [], segments(length, chunk, kv.shape[2])
+        saved, bounds = [], segments(length, v, chunk, kv.shape[2])
         with torch.autocast(q.device.type, enabled=False):
             for start, stop in bounds:
                 saved.append(state)
@@ -295,7 +297,10 @@ def _segment(q, k, logs, a, b, v, mask, log_weight, state, start, stop, chunk):
     else:
         wide = dtype if log_weight is None else torch.promote_types(dtype, log_weight.dtype)
         logs = log_rows(logs, log_weight, keep, start, stop, chunk, wide)
-        decay, row, column, carry, scale = _weights(logs.view(rows, count, chunk), scale, dtype)
+        decay, row, column, scales = chunk_weights(logs.view(rows, count, chunk), scale, dtype)
+        carry = _carry(scales, dtype)
+        # The last scale lives on in the state: alone, not as a view that keeps all of them.
+        scale = scales[:, -1].clone(memory_format=torch.contiguous_format)
         sums, z_sums = torch.bmm(b.mT, v * column), torch.bmm(column.mT, k)
     scores = _scores(a, b, decay)
     before, kv_end = _recur(sums.view(rows, count, -1), kv.view(rows, 1, -1), *carry)
@@ -366,8 +371,17 @@ def _recur(items: Tensor, initial: Tensor, carry: Tensor, first: Tensor, last: T
     return states, items[:, tail] + last * states[:, tail]
 
 
-def _weights(logs: Tensor, scale: Tensor, dtype: torch.dtype):
-    """Factors of the weighted scan, all at most 1, from log weights `[R, N, C]` and the scale `[R]` of the state.
+def _carry(scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """What `_recur` takes, from the scales `[R, N + 1]` before and after each chunk."""
+    before, after = scales[:, :-1], scales[:, 1:]
+    carry = (after[:, None, :] - before[:, :, None]).clamp_(max=0.0).exp_().tril_(-1).to(dtype)
+    factors = (before - after).exp()[..., None].to(dtype)
+    return carry, factors[:, :1], factors[:, -1:]
+
+
+def chunk_weights(logs: Tensor, scale: Tensor, dtype: torch.dtype):
+    """Factors of the weighted scan, all at most 1, from log weights `[R, N, C]` and the scale `[R]` of the state:
+    decay, row and column (see `_Segment`), and the scales `[R, N + 1]` before and after chunks.
 
     The reference of row `i` is the running maximum up to `i` (it cancels in the ratio): no row depends on later keys.
     Factors are in `dtype`; the logarithms may be wider, as sums over a long text have to be, and are compared with the
@@ -378,16 +392,12 @@ def _weights(logs: Tensor, scale: Tensor, dtype: torch.dtype):
     before, after = scales[:, :-1], scales[:, 1:]
     reference = torch.maximum(logs.cummax(dim=-1).values, before[..., None])
     row, column = (before[..., None] - reference).exp().to(dtype), (logs - after[..., None]).exp().to(dtype)
-    carry = (after[:, None, :] - before[:, :, None]).clamp_(max=0.0).exp_().tril_(-1).to(dtype)
-    factors = (before - after).exp()[..., None].to(dtype)
     if logs.dtype != dtype:
         logs, reference = ((x - after[..., None]).to(dtype) for x in (logs, reference))
     # Above the diagonal the exponent may be positive: clamp before exp, cut off after.
     decay = (logs[:, :, None, :] - reference[..., None]).clamp_(max=0.0).exp_().tril_()
     decay, row, column = decay.view(-1, chunk, chunk), row.view(-1, chunk, 1), column.view(-1, chunk, 1)
-    # The last scale lives on in the state: alone, not as a view that keeps all of them.
-    last = scales[:, -1].clone(memory_format=torch.contiguous_format)
-    return decay, row, column, (carry, factors[:, :1], factors[:, -1:]), last
+    return decay, row, column, scales
 
 
 def _scores(rows: Tensor, columns: Tensor, decay: Tensor | None) -> Tensor:

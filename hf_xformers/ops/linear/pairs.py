@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 from ..common.derivatives import LITERAL, first_derivative_only
+from ..common.products import product
 from ..common.segments import (
     accumulate,
     accumulation_dtype,
     active_params,
-    features_of,
     keep_chunks,
     like_or_none,
+    low_features,
     masked,
+    operand_dtype,
     put_chunks,
     to_chunks,
 )
@@ -50,10 +52,11 @@ class Pairs(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             part, _, _ = _evaluate(q, k, a, b, v, mask, log_weight, map_q, map_k, params)
             scores = torch.bmm(part.a, part.b.mT)
-            found = torch.bmm(scores, part.v)
+            found = product(scores, part.v)
             if normalize:
                 own = scores if a is None else torch.bmm(part.q, part.k.mT)
-                total = own.sum(-1, keepdim=True) if part.weight is None else torch.bmm(own, part.weight)
+                weight = part.weight
+                total = own.sum(-1, True, dtype=found.dtype) if weight is None else product(own, weight.to(own.dtype))
                 denominator = guard(total, eps, minimum)
                 found *= inverse_or_zero(denominator)
             put_chunks(out, 0, length, found)
@@ -71,20 +74,21 @@ class Pairs(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             inputs = q, k, a, b, v, mask, log_weight, map_q, map_k, params, active
             part, (logs_q, pull_q), (logs_k, pull_k) = _evaluate(*inputs)
-            u = _rows(grad_out, part.v.dtype)
+            u = _rows(grad_out, accumulation_dtype(v.dtype))
             to_own = None  # gradient of the products q_i . k_j in the denominator
             if normalize:
                 u, w = output_gradient(u, _rows(out, u.dtype), denominator, minimum)
                 to_own = (w if part.weight is None else w * part.weight.mT).expand(-1, -1, k.shape[2])
+            u = u.to(part.v.dtype)
             to_scores = torch.bmm(u, part.v.mT)
             if a is None and to_own is not None:
                 to_scores += to_own
-            to_v = torch.bmm(torch.bmm(part.a, part.b.mT).mT, u)
-            to_q = to_a = torch.bmm(to_scores, part.b)
-            to_k = to_b = torch.bmm(to_scores.mT, part.a)
+            to_v = product(torch.bmm(part.a, part.b.mT).mT, u)
+            to_q = to_a = product(to_scores, part.b)
+            to_k = to_b = product(to_scores.mT, part.a)
             if a is not None:
-                own = torch.zeros_like(to_scores) if to_own is None else to_own
-                to_q, to_k = torch.bmm(own, part.k), torch.bmm(own.mT, part.q)
+                own = torch.zeros_like(to_scores) if to_own is None else to_own.to(to_scores.dtype)
+                to_q, to_k = product(own, part.k), product(own.mT, part.q)
             to_log = None
             if part.weight is not None:
                 to_v *= part.weight
@@ -118,18 +122,18 @@ class _Part(NamedTuple):
 
 
 def _evaluate(q, k, a, b, v, mask, log_weight, map_q, map_k, params, active=None):
-    dtype = accumulation_dtype(v.dtype)
-    keep = keep_chunks(mask, v, 0, k.shape[2], k.shape[2])
-    qq, logs_q, pull_q = features_of(map_q, params, _rows(q, dtype), q.shape[:2], active)
-    kk, logs_k, pull_k = features_of(map_k, params, _rows(k, dtype), k.shape[:2], active)
-    vv, weight = _rows(v, dtype), None
-    logs = log_rows(logs_k, log_weight, keep, 0, k.shape[2], k.shape[2], dtype)
+    dtypes = dtype, low = accumulation_dtype(v.dtype), operand_dtype(v)
+    length, keep = k.shape[2], keep_chunks(mask, v, 0, k.shape[2], k.shape[2])
+    qq, logs_q, pull_q = low_features(map_q, params, q, 0, q.shape[2], q.shape[2], dtypes, active)
+    kk, logs_k, pull_k = low_features(map_k, params, k, 0, length, length, dtypes, active)
+    vv, weight = _rows(v, low), None
+    logs = log_rows(logs_k, log_weight, keep, 0, length, length, dtype)
     if logs is not None:
         weight = masked((logs - logs.amax(1, keepdim=True)).exp(), keep)
-        vv = vv * weight
+        vv = (vv * weight).to(low)
     else:
         kk = masked(kk, keep)
-    aa, bb = (qq, kk) if a is None else (_rows(a, dtype), masked(_rows(b, dtype), keep))
+    aa, bb = (qq, kk) if a is None else (_rows(a, low), masked(_rows(b, low), keep))
     return _Part(qq, aa, kk, bb, vv, weight, keep), (logs_q, pull_q), (logs_k, pull_k)
 
 
