@@ -1,7 +1,6 @@
 """One attention layer on the GPU: time and peak memory of each engine beside SDPA, FlexAttention and fla's kernels.
 
     python benchmarks/gpu_layers.py [--output_dir DIR] [--minutes 3] [--only linear,fla]
-    python benchmarks/gpu_layers.py --tune "fla, delta rule"    so that its kernels are in Triton's cache later
 
 Hidden 1024, 16 heads of 64, bfloat16, one row of 1,024 to 65,536 tokens, with the layer's four projections
 (`projections alone` has nothing else). The peers have the same projections around their kernel. A length is left out
@@ -12,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_common import DEVICE, Rows, milliseconds, parse, peak_mib, wanted
+from gpu_common import DEVICE, Rows, milliseconds, parse, peak_mib, ready, wanted
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -25,7 +25,7 @@ from hf_xformers.core.context import LayerContext
 
 ON_GPU = DEVICE.type == "cuda"
 WIDTH, HEADS = (1024, 16) if ON_GPU else (64, 2)
-LENGTHS = (1024, 4096, 16384, 65536) if ON_GPU else (96,)
+LENGTHS = (1024, 8192, 65536) if ON_GPU else (96,)
 WINDOW = 512 if ON_GPU else 16
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 WARM_UP = 3 if ON_GPU else 1
@@ -85,13 +85,13 @@ def sdpa(causal: bool) -> Callable[..., Tensor]:
     return kernel
 
 
-def flex(length: int, causal: bool) -> Callable[..., Tensor]:
+def flex(length: int) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (q - k < WINDOW) if causal else (q - k).abs() <= WINDOW // 2
+        return (q >= k) & (q - k < WINDOW)
 
-    mask = torch.compile(create_block_mask)(visible, None, None, length, length, device="cuda")
+    mask = create_block_mask(visible, None, None, length, length, device="cuda", _compile=True)
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -113,19 +113,10 @@ def fla_delta(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return chunk_delta_rule(q, k, v, strength, scale=1.0, use_qk_l2norm_in_kernel=True)[0]
 
 
-TUNED = {"fla, linear, causal": fla_linear, "fla, delta rule": fla_delta}
-
-
 def peer(kernel: Callable[..., Tensor]) -> tuple[Callable[[Tensor], Tensor], nn.Module]:
     torch.manual_seed(0)
     module = Peer(kernel).to(DEVICE, DTYPE)
     return module, module
-
-
-def tune(name: str) -> None:
-    """Forward and backward once: Triton tries all configurations, and keeps which was best."""
-    states = torch.randn(1, LENGTHS[0], WIDTH, device=DEVICE, dtype=DTYPE, requires_grad=True)
-    peer(TUNED[name])[0](states).sum().backward()
 
 
 def peers(length: int) -> dict[str, Callable[[], Callable[..., Tensor]]]:
@@ -135,8 +126,9 @@ def peers(length: int) -> dict[str, Callable[[], Callable[..., Tensor]]]:
         "SDPA, causal": lambda: sdpa(True),
     }
     if ON_GPU:
-        found["FlexAttention, window"] = lambda: flex(length, False)
-        found["FlexAttention, window, causal"] = lambda: flex(length, True)
+        found["FlexAttention, window, causal"] = lambda: flex(length)
+        found["fla, linear, causal"] = lambda: fla_linear
+        found["fla, delta rule"] = lambda: fla_delta
     return found
 
 
@@ -176,7 +168,8 @@ def layer(attention: Any, causal: bool, fields: dict[str, Any], length: int) -> 
     return run
 
 
-def measure(function: Callable[[Tensor], Tensor], module: nn.Module, length: int) -> dict[str, Any]:
+def passes(function: Callable[[Tensor], Tensor], module: nn.Module, length: int) -> tuple[Callable, Callable]:
+    """A forward pass, and one with its backward pass, that have both run."""
     states = torch.randn(1, length, WIDTH, device=DEVICE, dtype=DTYPE, requires_grad=True)
     grad = torch.randn_like(states)
 
@@ -192,6 +185,11 @@ def measure(function: Callable[[Tensor], Tensor], module: nn.Module, length: int
     for _ in range(WARM_UP):
         both()
     forward()
+    return forward, both
+
+
+def measure(function: Callable[[Tensor], Tensor], module: nn.Module, length: int) -> dict[str, Any]:
+    forward, both = passes(function, module, length)
     return {
         "forward ms": milliseconds(forward),
         "forward + backward ms": milliseconds(both),
@@ -205,20 +203,33 @@ def own(attention: Any, causal: bool, fields: dict[str, Any], length: int) -> tu
     return function, function.module  # type: ignore[attr-defined]
 
 
-def main() -> None:
-    arguments = parse(__doc__, TUNED)
-    if arguments.tune:
-        tune(arguments.tune)
-        return
-    rows = Rows("gpu_layers", arguments)
-    jobs: list[tuple[str, int, Callable[[], tuple[Callable, nn.Module]]]] = []
+def jobs() -> list[tuple[str, int, Callable[[], tuple[Callable, nn.Module]]]]:
+    found: list[tuple[str, int, Callable[[], tuple[Callable, nn.Module]]]] = []
     for length in LENGTHS:
-        jobs += [(name, length, lambda make=make: peer(make())) for name, make in peers(length).items()]
-        jobs += [(f"hf_xformers, {name}", length, partial(own, *case, length)) for name, case in CASES.items()]
+        found += [(name, length, lambda make=make: peer(make())) for name, make in peers(length).items()]
+        found += [(f"hf_xformers, {name}", length, partial(own, *case, length)) for name, case in CASES.items()]
+    return found
+
+
+COMPILED = (
+    *("FlexAttention, window, causal", "fla, linear, causal", "fla, delta rule"),
+    *("hf_xformers, longformer", "hf_xformers, sliding window, causal", "hf_xformers, band, causal"),
+    *("hf_xformers, band, causal, T5 bias", "hf_xformers, bigbird", "hf_xformers, sparse transformer, causal"),
+)
+
+
+def main() -> None:
+    arguments = parse(__doc__, COMPILED)
+    if arguments.tune:
+        for name, length, make in jobs():
+            if name == arguments.tune:
+                passes(*make(), length)
+        return
     if ON_GPU:
-        jobs += [(name, length, partial(peer, kernel)) for name, kernel in TUNED.items() for length in LENGTHS]
+        ready(Path(__file__).name, [name for name in COMPILED if wanted(name, arguments)], 60 * arguments.minutes / 2)
+    rows = Rows("gpu_layers", arguments)
     too_long: set[str] = set()
-    for name, length, make in jobs:
+    for name, length, make in jobs():
         if name in too_long or rows.out_of_time() or not wanted(name, arguments):
             continue
         try:

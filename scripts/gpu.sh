@@ -60,16 +60,6 @@ part() { # NAME SECONDS
         --minutes "$("$python" -c "print($2 / 60)")" || echo "gpu.sh: $1 ended with $?"
 }
 
-if [[ $parts == *layers* ]] && command -v nvidia-smi >/dev/null; then
-    # fla's kernels are tuned for minutes when they are first used, which the families leave time for
-    for name in 'fla, linear, causal' 'fla, delta rule'; do
-        (
-            SECONDS=0
-            timeout 240 "$python" "$root/benchmarks/gpu_layers.py" --tune "$name" >/dev/null 2>&1
-            echo "$name: tuned in $SECONDS s ($?)"
-        ) &
-    done
-fi
 count=$(tr ',' '\n' <<<"$parts" | wc -l)
 for name in ${parts//,/ }; do
     part "$name" "$("$python" -c "print(int(60 * $minutes / $count))")"

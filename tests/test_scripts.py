@@ -181,3 +181,14 @@ def test_a_benchmark_runs(search_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["padding_removal", *sizes])
     module.main()
     assert "bert" in capsys.readouterr().out
+
+
+def test_the_gpu_script_runs_on_a_processor(tmp_path):
+    """At tiny sizes, the same code: each part has rows, and none of them is an error."""
+    environment = {**os.environ, "HF_XFORMERS_VENV": sys.prefix}
+    command = ["bash", str(ROOT / "scripts" / "gpu.sh"), "--minutes", "0.2", "--output_dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and "ended with" not in done.stdout, done.stdout + done.stderr
+    for part in ("families", "layers", "models"):
+        rows = json.loads((tmp_path / f"gpu_{part}.json").read_text())["rows"]
+        assert rows and not [row for row in rows if any("error" in key for key in row)]

@@ -141,6 +141,7 @@ def flex_block_sparse(
     if bias is not None:  # [H or 1, q_len + k_len - 1], by distance
         distances = torch.arange(1 - q_len, k_len, device=q.device) - shift
         line = bias(torch.zeros_like(distances[:1]), distances).flatten(end_dim=-2).expand(q.shape[1], -1)
+        line = line.to(torch.promote_types(q.dtype, torch.float32))  # the type of scores
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
         if limit is not None:
