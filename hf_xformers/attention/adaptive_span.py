@@ -462,5 +462,8 @@ class AdaptiveSpanSpec(AttentionSpec):
         if self.loss_coef < 0:
             raise ValueError(f"adaptive_span needs `loss_coef` >= 0, got {self.loss_coef}.")
 
+    def weighs(self, config) -> bool:
+        return self.include_self
+
     def build(self, config, **where) -> AdaptiveSpanAttention:
         return AdaptiveSpanAttention(config, self, **where)

@@ -86,5 +86,8 @@ class AllAttentionSpec(AttentionSpec):
         if self.memory_size is not None and self.memory_size < 1:
             raise ValueError(f"all_attention: `memory_size` must be at least 1, got {self.memory_size}.")
 
+    def weighs(self, config) -> bool:
+        return False
+
     def build(self, config, **where) -> AllAttention:
         return AllAttention(config, self, **where)

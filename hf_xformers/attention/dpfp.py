@@ -107,7 +107,7 @@ class DPFPSpec(LinearSpec):
             )
 
     def weighs(self, config) -> bool:
-        return self.update_rule == "sum" and self.has_denominator
+        return False  # a query may share no feature with any key
 
     def sequence_form(self, config) -> SequenceForm | Unserved:
         if self.update_rule == "sum":

@@ -122,5 +122,8 @@ class FeedbackAttentionSpec(AttentionSpec):
         """The window's keys and values [B, 1 or layers, K, W, d] stand in the first slot; the others only count."""
         return RecurrentStateLayer()
 
+    def weighs(self, config) -> bool:
+        return False
+
     def build(self, config, **where) -> FeedbackAttention:
         return FeedbackAttention(config, self, **where)

@@ -355,5 +355,8 @@ class LinformerSpec(AttentionSpec):
                 f"{self.projected_length} would make them more, not fewer."
             )
 
+    def weighs(self, config) -> bool:
+        return self.projection in ("mean", "max")
+
     def build(self, config, **where) -> LinformerAttention:
         return LinformerAttention(config, self, **where)

@@ -331,5 +331,8 @@ class LunaSpec(AttentionSpec):
     def cache_layer(self, config) -> RecurrentStateLayer:
         return RecurrentStateLayer()
 
+    def weighs(self, config) -> bool:
+        return not config.is_decoder
+
     def build(self, config, **where) -> LunaAttention:
         return LunaAttention(config, self, **where)

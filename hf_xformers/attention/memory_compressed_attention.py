@@ -365,6 +365,9 @@ class MemoryCompressedSpec(AttentionSpec):
     def cache_layer(self, config) -> MemoryCompressedState:
         return MemoryCompressedState(self.block_size * (self.local_lookback + 1) - 1)
 
+    def weighs(self, config) -> bool:
+        return self.first_slot != "null"
+
     def build(self, config, **where) -> Attention:
         kind = self.layer_pattern[where["layer_idx"] % len(self.layer_pattern)]
         made = CompressedAttention if kind == "M" or where.get("cross") else LocalBlockAttention

@@ -136,5 +136,8 @@ class NystromSpec(AttentionSpec):
                 f" {self.conv_kernel_size}."
             )
 
+    def weighs(self, config) -> bool:
+        return False
+
     def build(self, config, **where) -> NystromAttention:
         return NystromAttention(config, self, **where)

@@ -539,5 +539,8 @@ class RoutingSpec(BucketedSpec):
             return 0
         return config.num_attention_heads // 2 if self.num_routing_heads is None else self.num_routing_heads
 
+    def weighs(self, config) -> bool:
+        return config.is_decoder  # a token that no cluster chose reads nothing in an encoder
+
     def build(self, config, **where) -> RoutingAttention:
         return RoutingAttention(config, self, **where)

@@ -115,8 +115,12 @@ class EdgePredictor(nn.Module):
         return torch.stack(found, -1), total
 
     def _pick(self, scores: Tensor, gone: Tensor) -> Tensor:
-        """scores [B, G, t, S], the lowest number where `gone` -> [B, G, t]"""
-        best = scores.argmax(-1)
+        """scores [B, G, t, S], the lowest number where `gone` -> [B, G, t]. Of equal scores, such as those of one word
+        at several places, the first is the best, however they were rounded: a step of generation rounds otherwise
+        than a pass over the whole text."""
+        most = scores.amax(-1, keepdim=True)
+        rounding = 64 * torch.finfo(scores.dtype).eps * most.abs().clamp(min=1.0)
+        best = (scores >= most - rounding).int().argmax(-1)
         if self.training and self.spec.sample_edges:
             summed = torch.softmax(scores, -1).cumsum(-1)
             total = summed[..., -1:]
@@ -363,6 +367,9 @@ class SacSpec(AttentionSpec):
 
     def shared_sizes(self, config) -> tuple | None:
         return ("sac", self.edges_per_node) if self.share_structure == "layers" else None
+
+    def hands_on(self, config) -> bool:
+        return self.share_structure == "layers"
 
     def cache_layer_at(self, config, layer_idx: int) -> CacheLayerMixin:
         return DynamicLayer() if self.share_structure == "layers" and layer_idx else CandidateLayer()

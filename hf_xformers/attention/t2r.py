@@ -77,5 +77,8 @@ class T2RSpec(LearnedFeaturesSpec):
         if self.eps < 0:
             raise ValueError(f"t2r needs `eps` >= 0, got {self.eps}.")
 
+    def weighs(self, config) -> bool:
+        return False  # all features of a query may be zero
+
     def build(self, config, **where) -> T2RAttention:
         return T2RAttention(config, self, **where)

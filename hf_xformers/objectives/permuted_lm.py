@@ -21,22 +21,37 @@ _EVERYBODY_SEES = -1  # rank of what is there from the start
 
 @dataclass
 class OrderNoise:
-    """All that is random about a row: `targets` bool [n], the tokens that are predicted; `order` int64 [n], the place
-    of each token in the order; `reverse`, whether the text is read from its end."""
+    """All that is random about a row: `reverse`, whether it is read from its end, and, as it is then read, `targets`
+    bool [n], the tokens that are predicted, and `order` int64 [n], the place of each token in the order."""
 
     targets: Tensor
     order: Tensor
     reverse: bool
 
 
+def reading(special: Tensor, reverse: bool) -> Tensor:
+    """The places [n] of a row's tokens in the order in which it is read. From the end: all between the first and the
+    last token of the text, separators of documents too, so that each stays between the same two; special tokens
+    around them stay where they are."""
+    places = torch.arange(len(special))
+    text = (~special).nonzero().squeeze(1)
+    if reverse and len(text):
+        inner = slice(int(text[0]), int(text[-1]) + 1)
+        places[inner] = places[inner].flip(0)
+    return places
+
+
 def sample_noise(
-    special: Tensor, objective: PermutedLMObjective, generator: torch.Generator, starts: Tensor | None = None
+    special: Tensor, objective: PermutedLMObjective, generator: torch.Generator, words: Tensor | None = None
 ) -> OrderNoise:
-    """Draw the noise of one row; special [n] bool: never predicted; starts [n] bool: where words begin (None: every
-    token is one)."""
+    """Draw the noise of one row; special [n] bool: never predicted; words [n]: a number that changes where another
+    word begins (None: every token is one)."""
     reverse = bool(objective.bi_data and torch.rand((), generator=generator) < 0.5)
+    places = reading(special, reverse)
+    special, starts = special[places], torch.ones_like(special)
+    if words is not None:
+        starts[1:] = words[places][1:] != words[places][:-1]
     targets, order = torch.zeros_like(special), torch.empty(len(special), dtype=torch.int64)
-    starts = torch.ones_like(special) if starts is None else starts
     bounds = objective.bounds(len(special))
     for begin, end in itertools.pairwise(bounds):
         part = slice(begin, end)
@@ -96,10 +111,9 @@ def hidden_pairs(order: Tensor, targets: Tensor, special: Tensor, middle: int) -
 
 def apply_noise(ids: Tensor, noise: OrderNoise, special: Tensor, middle: int) -> tuple[Tensor, Tensor, Tensor]:
     """(ids [n], `perm_mask` [n, n], places of the targets [k])."""
-    if noise.reverse:
-        ids = ids.clone()
-        ids[~special] = ids[~special].flip(0)
-    return ids, hidden_pairs(noise.order, noise.targets, special, middle), noise.targets.nonzero().squeeze(1)
+    places = reading(special, noise.reverse)
+    hidden = hidden_pairs(noise.order, noise.targets, special[places], middle)
+    return ids[places], hidden, noise.targets.nonzero().squeeze(1)
 
 
 class PermutedLMCollator(Collator):
@@ -134,19 +148,17 @@ class PermutedLMCollator(Collator):
     def corrupt(self, row: Row) -> tuple[Tensor, Tensor, Tensor]:
         special = row.columns.get("special_tokens_mask")
         special = is_special(row.ids, self.special) if special is None else special.bool()
-        noise = sample_noise(special, self.objective, self.generator(row.ids), self.starts(row))
+        noise = sample_noise(special, self.objective, self.generator(row.ids), self.words(row))
         bounds = self.objective.bounds(len(row))
         return apply_noise(row.ids, noise, special, bounds[1] if len(bounds) > 2 else 0)
 
-    def starts(self, row: Row) -> Tensor | None:
-        """Where words begin, [n]."""
+    def words(self, row: Row) -> Tensor | None:
+        """The word of each token, [n]; None: each is one."""
         if not self.objective.masks_units:
             return None
         for name in ("unit_ids", "word_ids"):
             if name in row.columns:
-                starts = torch.ones(len(row), dtype=torch.bool)
-                starts[1:] = row.columns[name][1:] != row.columns[name][:-1]
-                return starts
+                return row.columns[name]
         raise ValueError(
             "whole words need the column 'unit_ids' or 'word_ids': add it with word_unit_ids(tokenizer(text)) and set"
             " remove_unused_columns=False, or set whole_word=False"

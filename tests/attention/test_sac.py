@@ -303,6 +303,19 @@ def test_a_head_without_losses_of_rows_weighs_all_choices_by_the_whole():
     assert loss.mean == 3.5
 
 
+def test_of_equal_words_the_first_is_connected():
+    """A word at several places has one score, which a step of generation and a pass over the whole text round
+    otherwise."""
+    predictor = loud(XFSACForCausalLM(config())).eval().model.trunk.layers[0].attention.predictor
+    for best in (2e-4, 1.0, -30.0):
+        scores = torch.full((1, 1, 2, 5), best, dtype=torch.float64)
+        scores[..., 0] -= 1e-9
+        scores[:, :, 0, 3] *= 1 + 4e-16  # rounded up
+        scores[:, :, 0, 2] *= 1 - 4e-16
+        picks = predictor._pick(scores, torch.zeros_like(scores, dtype=torch.bool))
+        assert picks.tolist() == [[[1, 1]]]
+
+
 def test_evaluation_is_without_noise():
     torch.manual_seed(0)
     model = loud(XFSACForCausalLM(config(edges_per_node=2, num_hidden_layers=2))).eval()

@@ -178,7 +178,7 @@ def test_the_result_is_a_plain_checkpoint(text, source, tmp_path, capsys):
 
 def test_an_encoder_learns_from_masked_tokens(text, tmp_path):
     bert = pretrain(text, tmp_path / "bert", variant="bert", max_steps=4)
-    out = linearize(text, bert, tmp_path / "out", attention="t2r", transfer_loss="weights")
+    out = linearize(text, bert, tmp_path / "out", attention="hedgehog", transfer_loss="weights")
     record = read_linearization(out)
     assert record.stages[0].what.startswith("`feature_map`") and record.source_loss and record.swapped_loss
 

@@ -183,6 +183,9 @@ MIXES: dict[str, Mix] = {
         ("encoder",),
     ),
     "dynamic_masks": Mix({"attention": "dynamic_mask", "num_key_value_heads": 2}, BOTH),
+    "edges_of_all_layers": Mix(
+        {"attention": {"type": "sac", "share_structure": "layers", "edges_per_node": 3, "predictor_hidden": 4}}, BOTH
+    ),
     "vector_of_a_memory": Mix({"cross_attention": "memory_vector"}, ("seq2seq",)),
     "conformer_layers": Mix(
         {"block": {"type": "conformer", "conv_kernel": 3, "conv_norm": "layer"}, "residual": "pre_ln"}

@@ -24,47 +24,6 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
             "its norm is that of a variance of zero, so gradients are beyond float16 in float32 already"
         ),
     },
-    "attention:all_attention": {
-        "attention_weights": "weights on the text sum to less than 1: the learned memory has the rest",
-    },
-    "attention:csalr": {
-        "attention_weights": "an inverse stands in the approximation, so weights can be negative; rows sum to 1/2",
-    },
-    "attention:delta_net": {
-        "attention_weights": (
-            "what the delta rule reads of earlier values can be negative and does not sum to 1 (section 4)"
-        ),
-    },
-    "attention:dpfp": {
-        "attention_weights": (
-            "a query may share no feature with any key, so that a number is added to its denominator; without a "
-            "denominator weights do not sum to 1, and by the delta rule they can be negative (section 4)"
-        ),
-    },
-    "attention:feedback": {
-        "attention_weights": (
-            "a token does not read itself, and empty memories before the text keep their share of the weight"
-        ),
-    },
-    "attention:hard_coded_gaussian": {
-        "attention_weights": "weights are densities, which are not divided by their sum (section 3)",
-    },
-    "attention:linformer": {
-        "attention_weights": (
-            "the projection over positions has any sign, so weights of tokens need not be positive or sum to 1"
-        ),
-    },
-    "attention:luna": {
-        "attention_weights:decoder": (
-            "the causal form averages products of features (section 3.4), which need not sum to 1"
-        ),
-        "attention_weights:seq2seq": (
-            "the causal form averages products of features (section 3.4), which need not sum to 1"
-        ),
-    },
-    "attention:nystromformer": {
-        "attention_weights": "the approximated matrix can be negative and its rows sum to 1 only roughly (eq. 12)",
-    },
     "attention:reformer": {
         "half_precision": (
             "a key near a border falls into another bucket after rounding; tests/attention/test_reformer.py "
@@ -72,9 +31,6 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         ),
     },
     "attention:rfa": {
-        "attention_weights": (
-            "products of random Fourier features can be negative, and a denominator is kept away from zero"
-        ),
         "gradient_checkpointing": (
             "every training pass draws new features (section 3.1); tests/attention/test_performer.py compares a pass"
             " with its recomputation"
@@ -85,29 +41,11 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
             "each training pass moves the centroids, so a second one has another commitment loss; "
             "tests/attention/test_routing.py compares passes from equal centroids"
         ),
-        "attention_weights:encoder": (
-            "a token that no cluster chose reads nothing (algorithm 1), so its weights sum to 0"
-        ),
-        "attention_weights:seq2seq": (
-            "a token that no cluster chose reads nothing (algorithm 1), so its weights sum to 0"
-        ),
     },
     "attention:sac": {
         "gradient_checkpointing": (
             "it compares passes one after the other, between which the baseline of the policy gradient moves;"
             " tests/attention/test_sac.py compares passes from one state"
-        ),
-    },
-    "attention:star_transformer": {
-        "attention_weights": "weights on the text sum to less than 1: the relay has the rest",
-    },
-    "attention:transient_global": {
-        "attention_weights": "weights on tokens sum to less than 1: the summaries of blocks have the rest",
-    },
-    "attention:t2r": {
-        "attention_weights": (
-            "where all of a query's features are zero it reads nothing, and `eps` keeps the denominator from zero, so"
-            " that weights sum to less than 1"
         ),
     },
     "head:logistic_mixture": {
@@ -154,9 +92,6 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     },
     "stack:reversible": {
         "gradient_checkpointing": "its layers run twice without it; tests/stacks/test_reversible.py tests it",
-    },
-    "xf_adaptive_span": {
-        "attention_weights": "a token does not read itself, so the weights of the first one are zero (section 3.1)",
     },
     "xf_conditional_computation_transformer": {
         "gradient_checkpointing": (
@@ -210,11 +145,6 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "loss_and_saving:ForSequenceClassification": (
             "evaluation stops at the exit, below later classifiers; tests/stacks/test_voting_exit.py tests their"
             " gradients"
-        ),
-    },
-    "xf_performer_v1": {
-        "attention_weights": (
-            "products of trigonometric features can be negative, and a denominator is kept away from zero"
         ),
     },
     "xf_sparse_transformer": {

@@ -52,8 +52,8 @@ def test_exceptions_excuse_something():
     "names, keys, found",
     [
         (["xf_bert", "stack:funnel"], ("hidden_states", "hidden_states:encoder"), "stack:funnel: states inside"),
-        (["attention:luna"], ("attention_weights", "attention_weights:decoder"), "attention:luna: the causal form"),
-        (["attention:luna"], ("attention_weights", "attention_weights:encoder"), None),
+        (["stack:axial_transformer"], ("attention_weights:decoder",), "stack:axial_transformer: outer rows"),
+        (["stack:axial_transformer"], ("attention_weights", "attention_weights:encoder"), None),
     ],
 )
 def test_exceptions_are_found(names, keys, found):

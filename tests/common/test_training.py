@@ -106,6 +106,20 @@ def test_training(case, tmp_path):
 
 
 @each_part
+def test_layer_drop(case):
+    """Refused where a layer would be missed, and trained with otherwise."""
+    try:
+        model = case.build(strong=False, dtype=torch.float32, layer_drop=0.5).train()
+    except ValueError as error:
+        assert "`layer_drop`" in str(error)
+        return
+    ids, mask = pad([tokens(9), tokens(5, seed=1)], 9, "right")
+    torch.manual_seed(0)
+    for _ in range(5):  # without its first layer, without the second, without any
+        assert loss_of(model, ids, mask).isfinite()
+
+
+@each_part
 def test_autocast(case):
     """A pass in bfloat16, and gradients from inside of autocast's block as from outside."""
     model = case.build(strong=False, dtype=torch.float32, **NO_DROPOUT)

@@ -38,6 +38,51 @@ def test_reversal_keeps_special_tokens():
     assert ids.tolist() == [2, 7, 6, 5, 3] and places.tolist() == [1]
 
 
+def test_reversal_keeps_separators_between_documents(bert_tokenizer):
+    """A row of several documents from its end: the last one first, and each apart from its neighbours."""
+    collate = build_objective("permuted_lm").collator(bert_tokenizer)
+    documents, seen = ([10, 11, 12], [20, 21, 22, 23, 24, 25, 26], [30, 31]), set()
+    for number in range(40):  # another number, another draw
+        texts = [[40 + number % 8], *documents, [30 + number % 20, 49]]
+        row = [2, *(token for text in texts for token in (*text, 3))]
+        batch = collate([{"input_ids": row}])
+        backward = [2, *(token for text in texts[::-1] for token in (*text[::-1], 3))]
+        ids, real = batch["input_ids"][0].tolist(), batch["labels"][0] != -100
+        assert ids in (row, backward)
+        seen.add(ids == row)
+        targets = batch["target_mapping"][0][real].argmax(-1)
+        assert batch["labels"][0][real].tolist() == batch["input_ids"][0][targets].tolist()
+        assert not {2, 3} & set(batch["labels"][0].tolist())
+    assert seen == {True, False}
+
+
+def test_whole_words_of_reversed_rows(bert_tokenizer):
+    """As many words are targets in part as in rows that are read from their beginning, where single tokens fill the
+    budget."""
+    whole = build_objective({"type": "permuted_lm", "whole_word": True, "max_gram": 2, "mask_alpha": 4})
+    collate, broken = whole.collator(bert_tokenizer), {True: 0, False: 0}
+    for number in range(200):
+        words = [
+            [5 + number % 7],
+            [12, 13],
+            [14, 15, 16],
+            [17],
+            [18, 19],
+            [20, 21, 22, 23],
+            [24 + number % 29, 25],
+        ] * 3
+        row = [token for word in words for token in word]
+        numbers = [index for index, word in enumerate(words) for _ in word]
+        batch = collate([{"input_ids": row, "word_ids": numbers}])
+        backward = batch["input_ids"][0].tolist() != row
+        places = batch["target_mapping"][0].argmax(-1)[batch["labels"][0] != -100].tolist()
+        found = {len(row) - 1 - place if backward else place for place in places}
+        for index in set(numbers):
+            own = {place for place, word in enumerate(numbers) if word == index}
+            broken[backward] += 0 < len(own & found) < len(own)
+    assert broken[True] < 1.3 * broken[False] + 10, broken
+
+
 def test_spans_and_orders():
     """One token in six is a target, half of the rows are reversed, spans have p(l) ~ 1 / l, orders stay in blocks."""
     objective, runs, length = build_objective({"type": "permuted_lm", "perm_size": 16}), 300, 64
@@ -60,8 +105,8 @@ def test_spans_and_orders():
     # The first span is now and then lengthened by a neighbour; its law is that of the paper otherwise.
     assert abs(sum(size == 1 for size in firsts) / runs - 60 / 137) < 4 * math.sqrt(0.25 / runs)
     whole = build_objective({"type": "permuted_lm", "whole_word": True, "max_gram": 1, "mask_alpha": 4})
-    starts = torch.arange(length) % 2 == 0
-    noise = sample_noise(torch.zeros(length, dtype=torch.bool), whole, torch.Generator().manual_seed(0), starts)
+    words = torch.arange(length) // 2
+    noise = sample_noise(torch.zeros(length, dtype=torch.bool), whole, torch.Generator().manual_seed(0), words)
     pairs = noise.targets.view(-1, 2)
     assert (pairs[:, 0] == pairs[:, 1]).float().mean() > 0.9
     tiny = sample_noise(torch.tensor([True, False]), objective, torch.Generator())

@@ -491,7 +491,7 @@ class AttentionSpec(Spec):
 
     def weighs(self, config) -> bool:
         """Whether the weights given out are not negative and sum to one over the tokens that a query sees."""
-        return True
+        return not self.learned_sinks
 
     def why_not_generate(self) -> str:
         """Why a decoder with this attention cannot generate text, in a sentence; empty if it can."""
