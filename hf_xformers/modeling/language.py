@@ -213,6 +213,15 @@ class _Generative(LanguageModel, GenerationMixin):
             inputs["exit_watch"] = watch
         return watch
 
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
+        if "prepare_inputs_for_generation" in vars(self) and "cache" in inputs:
+            # peft stands before this method, and puts learned prefixes into a cache that has its former name.
+            inputs["past_key_values"] = inputs.pop("cache")
+        return inputs
+
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return True  # transformers goes by the class's name, and its own Reformer keeps another kind of cache
