@@ -15,6 +15,8 @@ import sys
 from collections.abc import Callable, ItemsView, Iterator, ValuesView
 from typing import Any
 
+from . import compat
+
 _AUTO = "transformers.models.auto.configuration_auto"
 _ADAPTED = "peft.utils.constants"
 _IMAGES = "transformers.models.auto.image_processing_auto"
@@ -63,8 +65,9 @@ def _enter(auto_module: Any) -> None:
     from .variants import model_types
 
     mapping = auto_module.CONFIG_MAPPING
-    if isinstance(getattr(mapping, "_extra_content", None), dict):
-        mapping._extra_content = LazyVariants(mapping._extra_content, model_types())
+    existing = compat.registered_types(mapping)
+    if existing is not None:
+        compat.set_registered_types(mapping, LazyVariants(existing, model_types()))
     else:  # another release of transformers keeps its entries elsewhere: register through the front door
         for module in model_types().values():
             importlib.import_module(module)

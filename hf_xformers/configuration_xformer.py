@@ -14,6 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
+from .compat import LAYER_SETTINGS, has_own_code, shared_setting
 from .core.components import SLOTS, Spec, SpecLike, build_spec, check_components, check_shared, resolve_field_types
 from .core.parallel_plans import expert_parallel_plan, fully_sharded_plan, tensor_parallel_plan
 from .core.pretraining_specs import (
@@ -283,7 +284,7 @@ class XFormerConfig(PreTrainedConfig):
             )
         elif key == "per_layer_config" and value is not None:
             value = self._layers_with_specs(value)
-            count = self._getattr_without_heterogeneous_validation("num_hidden_layers")
+            count = shared_setting(self, "num_hidden_layers")
             beyond = [layer for layer in value if layer >= count]
             if beyond:
                 raise ValueError(f"`per_layer_config` overrides layer {beyond[0]}, but there are {count}, from 0 on.")
@@ -400,15 +401,15 @@ class XFormerConfig(PreTrainedConfig):
             "head_dim",
         )
         for name in (*counts, "intermediate_size"):
-            value = self._getattr_without_heterogeneous_validation(name)
+            value = shared_setting(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}.")
         for name in ("type_vocab_size", "layer_norm_eps"):
-            value = self._getattr_without_heterogeneous_validation(name)
+            value = shared_setting(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"`{name}` must not be negative, got {value}.")
         for name in ("pooler_activation", "classifier_activation"):
-            value = self._getattr_without_heterogeneous_validation(name)
+            value = shared_setting(self, name)
             if value not in ACT2FN:
                 raise ValueError(f"`{name}`: unknown activation {value!r}; known: {', '.join(sorted(ACT2FN))}.")
         rates = (
@@ -419,7 +420,7 @@ class XFormerConfig(PreTrainedConfig):
             "layer_drop",
         )
         for name in rates:
-            value = self._getattr_without_heterogeneous_validation(name)
+            value = shared_setting(self, name)
             if value is not None and not 0 <= value < 1:
                 raise ValueError(f"`{name}` is a probability in [0, 1), got {value}.")
 
@@ -460,7 +461,7 @@ class XFormerConfig(PreTrainedConfig):
         rows = self.vocab_size if self.decoder_vocab_size is None else self.decoder_vocab_size
         overrides = {"num_hidden_layers": layers, "vocab_size": rows, **(self.decoder or {})}
         # Overrides of single layers belong to the encoder unless the decoder brings its own.
-        view.__dict__.pop("_heterogeneity_spec", None)
+        view.__dict__.pop(LAYER_SETTINGS, None)
         for key, value in overrides.items():
             setattr(view, key, value)
         view._check_layer_fields("`decoder['per_layer_config']`")
@@ -554,7 +555,7 @@ class XFormerConfig(PreTrainedConfig):
         if not fields.get("pretraining", True):  # nothing is decided, nor changed
             del fields["pretraining"]
         auto_map = fields.pop("auto_map", None)
-        if auto_map and self._auto_class is not None:  # this is a checkpoint's own code, and is saved with the config
+        if auto_map and has_own_code(self):  # this is a checkpoint's own code, and is saved with the config
             fields["auto_map"] = {key: reference.rpartition("--")[2] for key, reference in auto_map.items()}
         return fields
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.utils.output_capturing import OutputRecorder
 
 from .attention.shared.base import Attention
 from .blocks.base import XFormerLayer
+from .compat import OutputRecorder
 from .configuration_xformer import XFormerConfig
 from .core.choices import RowLosses
 from .core.initialization import Initialized, start_linear
@@ -192,6 +192,6 @@ class XFormerPreTrainedModel(PreTrainedModel):
             fields.pop(key, None)
         fields.update(is_decoder=is_decoder, is_encoder_decoder=is_encoder_decoder)
         shaped = type(config)(**fields)
-        shaped._attn_implementation_internal = config._attn_implementation
+        shaped._attn_implementation = config._attn_implementation
         shaped.name_or_path = config.name_or_path
         return shaped

@@ -9,15 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.utils import logging
-from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
 
 from .attention.shared.base import Attention
 from .blocks.base import XFormerLayer
+from .compat import CACHE, capture_outputs, merge_with_config_defaults, one_cache
 from .configuration_xformer import XFormerConfig
 from .core.cache import make_cache
 from .core.choices import LOG_PROBS
-from .core.compat import CACHE, one_cache
 from .core.components import refuse_packing, refuse_unpadding
 from .core.context import LayerContext, document_numbers, segments_from_positions, self_attention_cache
 from .core.extent import can_inspect, extent_of, read_masks, token_positions

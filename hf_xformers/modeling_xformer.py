@@ -11,10 +11,10 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import can_return_tuple
 
+from .compat import CACHE, one_cache
 from .configuration_xformer import XFormerConfig
 from .core.cache import make_cache
 from .core.choices import build_choice_loss, joint
-from .core.compat import CACHE, one_cache
 from .core.context import segments_from_positions
 from .core.extent import can_inspect
 from .core.inputs import refuse_unread

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..core.compat import CACHE
+from ..compat import CACHE
 from ..core.components import register
 from ..core.context import LayerContext
 from ..core.sequence_parallel import SequenceForm, Unserved

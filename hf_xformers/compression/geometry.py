@@ -42,7 +42,7 @@ def config_with(config: XFormerConfig, changes: Mapping[str, Any]) -> XFormerCon
     for key in ("model_type", "transformers_version"):
         values.pop(key, None)
     made = type(config)(**values)
-    made._attn_implementation_internal = config._attn_implementation
+    made._attn_implementation = config._attn_implementation
     return made
 
 

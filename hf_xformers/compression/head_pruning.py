@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ..attention.shared.base import Attention
 from ..blocks.base import XFormerLayer
+from ..compat import shared_setting
 from ..configuration_xformer import XFormerConfig
 from ..modeling_tower import XFormerTower
 from .geometry import agree, built, config_with, own_layers, remade, tower_fields, towers_of
@@ -281,7 +282,7 @@ def _config_without(model: PreTrainedModel, layers: Sequence[HeadLayer], kept: K
             made = {"per_layer_config": {n: e for n, e in merged.items() if e} or None}
         if decodes:
             view: Any = tower.config
-            inherited = {name: view._getattr_without_heterogeneous_validation(name) for name in _ROWS}
+            inherited = {name: shared_setting(view, name) for name in _ROWS}
             inherited["head_dim"] = inherited["head_dim"] or mine[0].modules[0].head_dim if mine else None
             made = {**{key: value for key, value in inherited.items() if value is not None}, **made}
         changes = {**changes, **tower_fields(config, decodes, made)}

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, cached_file
 
+from ..compat import has_adapter
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SLOTS
 from ..core.finite import refuse_non_finite
@@ -205,7 +206,7 @@ def _loaded(model_class: Any, name: str, config: PreTrainedConfig) -> Source:
             f"Cannot load {model_class.__name__} from {name!r}: {_first_line(error)}; copy or download the "
             "checkpoint again, or save it with `save_pretrained`."
         ) from error
-    if model._hf_peft_config_loaded:  # of a Hub id; a folder was looked into before
+    if has_adapter(model):  # of a Hub id; a folder was looked into before
         refuse_adapter(name)
     _refuse_other_sizes(info["mismatched_keys"], name)
     refuse_non_finite(model, name)

@@ -51,8 +51,7 @@ def save_image_processor(processor: Any | None, folder: Path, config: PreTrained
     if processor is None:
         notes.append("the source has no image processor")
         return
-    from transformers import ViTImageProcessorPil
-
+    from ..compat import ViTImageProcessorPil
     from ..data.grey_images import GreyImageProcessor
 
     grey, ours = isinstance(processor, GreyImageProcessor), isinstance(config, XFormerConfig)

@@ -55,7 +55,7 @@ def swapped_config(
     decoder = changes.get("decoder")
     if "position" not in changes and "position" not in (decoder if isinstance(decoder, Mapping) else {}):
         _check_order(config, swapped)
-    swapped._attn_implementation_internal = config._attn_implementation
+    swapped._attn_implementation = config._attn_implementation
     return swapped
 
 

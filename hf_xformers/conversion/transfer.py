@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from ..compat import chosen
 from ..configuration_xformer import XFormerConfig
 from ..variants import config_class, family
 from .base import Converter, Head
@@ -423,8 +424,7 @@ def carry_generation(source: PreTrainedModel, target: PreTrainedModel) -> None:
     """Generation settings travel too; special tokens that the source does not know stay the target's."""
     if not (source.can_generate() and target.can_generate()):
         return
-    settings = copy.deepcopy(source.generation_config)
-    settings._from_model_config = False
+    settings = chosen(copy.deepcopy(source.generation_config))
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
         if getattr(settings, name) is None:
             setattr(settings, name, getattr(target.generation_config, name))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from ..compat import has_hooks
+
 
 def dropped(dropout: nn.Dropout, states: Tensor) -> Tensor:
     """`dropout(states)`. In evaluation it is called only where something stands behind it, such as an adapter: a call
     for nothing takes longer than the sum that follows it."""
-    if dropout.training or dropout._forward_hooks or dropout._forward_pre_hooks or type(dropout) is not nn.Dropout:
+    if dropout.training or has_hooks(dropout) or type(dropout) is not nn.Dropout:
         return dropout(states)
     return states
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
-from transformers.utils.generic import TransformersKwargs
+from transformers.utils import TransformersKwargs
 
 # What transformers and Trainer, `generate` or a data collator may hand to any model, read or not.
 _COMMON = frozenset(TransformersKwargs.__annotations__) | {

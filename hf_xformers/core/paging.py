@@ -38,7 +38,7 @@ class PagedTexts(Cache):
         what says where in them is taken out of the further `arguments`."""
         if cache is None or isinstance(cache, Cache) or "cu_seq_lens_k" not in arguments:
             return cache
-        from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
+        from ..compat import PagedAttentionArgs
 
         usual = {"input_ids", "attention_mask", "position_ids", "use_cache"}
         names = [name for name in PagedAttentionArgs.__annotations__ if name not in usual and name in arguments]

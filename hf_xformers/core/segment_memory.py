@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 from transformers.cache_utils import DynamicLayer
 
+from ..compat import pytree
 from ..ops.common.real_tokens import from_first_real, real_last
 from .cache import RecurrentStateLayer
 

@@ -6,11 +6,11 @@ beyond its own token would silently see a part of the text.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 
+from ..compat import parallelism_in_force
 from .components import SLOTS
 
 _INSTEAD = "use data parallelism (DDP or FSDP2) instead"
@@ -19,10 +19,7 @@ _INSTEAD = "use data parallelism (DDP or FSDP2) instead"
 @torch.compiler.assume_constant_result
 def sharding_in_force() -> str:
     """`"context"` or `"sequence"` where this process's Accelerate divides texts that way, else nothing."""
-    state = sys.modules.get("accelerate.state")
-    if state is None:  # nobody has asked Accelerate for anything
-        return ""
-    parallelism = state.AcceleratorState._shared_state.get("parallelism_config")
+    parallelism = parallelism_in_force()
     if parallelism is None:
         return ""
     return "context" if parallelism.cp_enabled else "sequence" if parallelism.sp_enabled else ""

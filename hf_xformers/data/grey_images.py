@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 import PIL.Image
-from transformers import ViTImageProcessorPil
-from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
+from ..compat import AutoImageProcessor, ViTImageProcessorPil
 from .images import as_mode
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from ..compat import fingerprint
 from .tokenizing import NO_WORD, column_names, document_lengths, empty, for_each_split, list_lengths
 
 if TYPE_CHECKING:
@@ -186,7 +187,7 @@ def _pack_table(
         features=features,
         fn_kwargs={"source": source, "ends": ends, "layout": layout, "keep_remainder": keep_remainder},
         # Spares hashing the whole dataset, which is an argument of the function.
-        new_fingerprint=Hasher.hash(("pack", dataset._fingerprint, layout, keep_remainder)),
+        new_fingerprint=Hasher.hash(("pack", fingerprint(dataset), layout, keep_remainder)),
         num_proc=num_proc,
         desc="Packing",
     ).with_format(None)

@@ -41,8 +41,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..compat import FakeTensorMode
 from ..modeling_base import XFormerPreTrainedModel
 from .comparison import compare, input_names, under_onnxruntime
 from .decoding_step import DecodingStep, States, StepReport, after_step

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compat import grouped_mm_fallback
 from ..modeling_base import XFormerPreTrainedModel
 
 # What a graph gives, where the model's output has it.
@@ -348,10 +349,7 @@ def translations() -> dict[Any, Any]:
         aten.cummax.default: cummax,
         aten.linalg_solve_triangular.default: solve_triangular,
     }
-    with contextlib.suppress(ImportError, AttributeError):  # transformers registers it with its experts
-        from transformers.integrations import moe  # noqa: F401
-
-        table[torch.ops.transformers.grouped_mm_fallback.default] = grouped_matmul
+    table[grouped_mm_fallback().default] = grouped_matmul
     return table
 
 

@@ -15,13 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
-from transformers.integrations import moe as transformers_moe
 
+from ..compat import grouped_mm, grouped_mm_fallback
 from ..core.components import aliased
 from ..core.context import LayerContext
 from ..core.distributed import process_number
 from ..ops.common.derivatives import first_derivative_only
 from .dense import DenseFeedForward, DenseForm
+
+_fallback = grouped_mm_fallback()
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -36,8 +38,8 @@ def grouped_matmul(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """
     aligned = all(size * rows.element_size() % 16 == 0 for size in weight.shape[1:])
     if rows.dtype == torch.float64 or not aligned:  # the kernel takes neither
-        return torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)
-    return transformers_moe._grouped_mm(rows, weight, ends)
+        return _fallback(rows, weight, ends)
+    return grouped_mm(rows, weight, ends)
 
 
 class SlicedExperts(torch.autograd.Function):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..compat import class_for
 from ..configuration_xformer import XFormerConfig
 from ..core.changes import merge_changes
 from ..core.finite import refuse_non_finite
@@ -48,20 +49,15 @@ def open_config(name: str) -> PreTrainedConfig:
 
 def model_class(config: PreTrainedConfig, head: str) -> Any:
     """The class `For<head>` of a configuration's model type. Raises ValueError where there is none."""
-    import transformers
-
     if isinstance(config, XFormerConfig):
         from ..variants import family
 
         check_head(type(config), head)
         return family(config.model_type)[f"For{head}"]
-    auto = getattr(transformers, f"AutoModelFor{head}")
-    try:
-        return auto._model_mapping[type(config)]
-    except KeyError:
-        raise ValueError(
-            f"model type {config.model_type!r} has no class For{head}; choose another model or task"
-        ) from None
+    found = class_for(f"AutoModelFor{head}", type(config))
+    if found is None:
+        raise ValueError(f"model type {config.model_type!r} has no class For{head}; choose another model or task")
+    return found
 
 
 def check_head(config_class: type[XFormerConfig], head: str) -> None:

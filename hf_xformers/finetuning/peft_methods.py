@@ -143,17 +143,10 @@ def targets(model: nn.Module, method: str, given: list[str] | str | None) -> lis
     usual = {"lora": ("q_proj", "v_proj"), "ia3": ("k_proj", "v_proj", "down_proj")}[method]
     if {"q_proj", "v_proj"} <= set(names) or (method == "ia3" and {"k_proj", "v_proj"} <= set(names)):
         return [name for name in usual if name in names]
-    from peft.utils import (
-        TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING,
-        TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
-    )
+    from ..compat import IA3_TARGETS, LORA_TARGETS
 
     model_type = getattr(getattr(model, "config", None), "model_type", "")
-    mappings: dict[str, Any] = {
-        "lora": TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
-        "ia3": TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING,
-    }
-    mapping = mappings[method]
+    mapping = {"lora": LORA_TARGETS, "ia3": IA3_TARGETS}[method]
     return list(mapping[model_type]) if model_type in mapping else names
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from ..compat import class_for
 from ..configuration_xformer import XFormerConfig
 from ..conversion.provenance import carry_provenance
 from ..core.given_options import refuse_alone
@@ -130,9 +131,7 @@ class FineTuning:
         return tuple(f"For{name}" for name in ("MaskedLM", "CausalLM", "Seq2SeqLM") if self._has_class(name))
 
     def _has_class(self, head: str) -> bool:
-        import transformers
-
-        return type(self.start) in getattr(transformers, f"AutoModelFor{head}")._model_mapping
+        return class_for(f"AutoModelFor{head}", type(self.start)) is not None
 
     def _check_run(self) -> None:
         run, args = self.run_options, self.args

@@ -8,6 +8,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ..compat import shared_setting
 from ..core.saved_files import read_object, refuse_damaged_weights, weight_files
 from .adapter_card import Adapter, read_adapter
 from .card_metadata import TASKS, hub_task, metric_names, widget
@@ -181,11 +182,11 @@ def _geometry(config: Any, folder: Path) -> dict[str, Any]:
     found = {
         "variant": f"`{config.model_type}`",
         "parameters": _parameters(folder),
-        "layers": config._getattr_without_heterogeneous_validation("num_hidden_layers"),
+        "layers": shared_setting(config, "num_hidden_layers"),
         "decoder layers": config.num_decoder_layers if config.is_encoder_decoder else None,
-        "width": config._getattr_without_heterogeneous_validation("hidden_size"),
-        "heads": config._getattr_without_heterogeneous_validation("num_attention_heads"),
-        "feed-forward width": config._getattr_without_heterogeneous_validation("intermediate_size"),
+        "width": shared_setting(config, "hidden_size"),
+        "heads": shared_setting(config, "num_attention_heads"),
+        "feed-forward width": shared_setting(config, "intermediate_size"),
         "vocabulary": config.vocab_size if config.modality == "text" else None,
         "longest input (tokens)": config.max_position_embeddings if config.modality == "text" else None,
     }

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers.utils import can_return_tuple
 
 from ..attention.shared.multihead_block import MultiheadPooling
+from ..compat import CACHE
 from ..core import outputs
 from ..core.choices import rows_of_mean, token_rows
-from ..core.compat import CACHE
 from ..core.inputs import check_token_labels
 from ..core.losses import answer_cross_entropy, token_cross_entropy
 from ..core.pooling import pool

@@ -34,7 +34,7 @@ def forecasting_config(config: Any) -> Any:
     decoder = {key: value for key, value in (fields.get("decoder") or {}).items() if key not in ("embedding", "head")}
     fields.update(is_decoder=False, is_encoder_decoder=True, decoder=decoder or None)
     made = type(config)(**fields)
-    made._attn_implementation_internal = config._attn_implementation
+    made._attn_implementation = config._attn_implementation
     made.name_or_path = config.name_or_path
     return made
 

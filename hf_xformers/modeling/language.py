@@ -10,13 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.generation import ContinuousBatchingConfig, GenerationMixin
-from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple, logging
 
+from ..compat import CACHE, one_cache, slice_logits_to_keep
 from ..core import outputs
 from ..core.cache import RecurrentStateLayer, cache_layers, make_cache, stateful_part
 from ..core.choices import token_rows
-from ..core.compat import CACHE, one_cache
 from ..core.inputs import check_axes, check_token_labels
 from ..core.losses import labels_after_real_tokens, next_token_cross_entropy, token_cross_entropy
 from ..core.paging import PagedTexts, check_paged
@@ -213,6 +212,15 @@ class _Generative(LanguageModel, GenerationMixin):
         if watch is not None:
             inputs["exit_watch"] = watch
         return watch
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
+        if "prepare_inputs_for_generation" in vars(self) and "cache" in inputs:
+            # peft stands before this method, and puts learned prefixes into a cache that has its former name.
+            inputs["past_key_values"] = inputs.pop("cache")
+        return inputs
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

@@ -59,7 +59,7 @@ def generator_config(config: Any) -> Any:
             f"A generator of width {width} with {layers} layers cannot be made of this config ({error}); take"
             " `generator_size=1` and `generator_depth=1`, or another `generator_sharing`."
         ) from error
-    made._attn_implementation_internal = config._attn_implementation
+    made._attn_implementation = config._attn_implementation
     return made
 
 

@@ -50,7 +50,7 @@ class ExpertParts:
         for name, given in what.items():
             if given:
                 raise ValueError(f"`expert_parallel` does not go with {name}; leave one of them out.")
-        from transformers.distributed import DistributedConfig
+        from ..compat import DistributedConfig
 
         sizes = DistributedConfig(fsdp_size=args.world_size, ep_size=processes)
         self.model = model.maybe_distribute_model(model, sizes, _mesh(dist.group.WORLD, args.world_size, processes))
@@ -68,7 +68,7 @@ class ExpertParts:
     def save_progress(self, optimizer: Any, scheduler: Any, folder: str | Path, *, writes: bool) -> None:
         """Writes where optimizer and schedule stand. All processes have to call it. writes: whether this one has the
         files that are one for all."""
-        from transformers.distributed.checkpoint import save_optimizer_distributed
+        from ..compat import save_optimizer_distributed
 
         save_optimizer_distributed(self.model, _plain(optimizer), str(Path(folder) / SHARDED_OPTIMIZER))
         if writes:
@@ -76,7 +76,7 @@ class ExpertParts:
 
     def load_progress(self, optimizer: Any, scheduler: Any, folder: str | Path) -> None:
         """Raises ValueError for a checkpoint of a run whose experts were not split."""
-        from transformers.distributed.checkpoint import load_optimizer_distributed
+        from ..compat import load_optimizer_distributed
 
         place = Path(folder) / SHARDED_OPTIMIZER
         if not place.is_dir():
@@ -107,7 +107,8 @@ def _plain(optimizer: Any) -> torch.optim.Optimizer:
 def _mesh(world: Any, processes: int, experts: int) -> Any:
     """The mesh of the processes of a group: every one is a dozen groups, which live as long as it."""
     from transformers import PreTrainedModel
-    from transformers.distributed import DistributedConfig
+
+    from ..compat import DistributedConfig
 
     return PreTrainedModel.prepare_distribute_model(DistributedConfig(fsdp_size=processes, ep_size=experts))[2]
 

@@ -47,7 +47,7 @@ class MergedLora:
 
     def merge(self, model: nn.Module) -> None:
         """Adds the adapters to the weights, takes them out, and lets every parameter train again."""
-        from peft.tuners.tuners_utils import BaseTunerLayer
+        from ..compat import BaseTunerLayer
 
         found: list[tuple[str, Any]] = [(n, m) for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)]
         for name, layer in found:

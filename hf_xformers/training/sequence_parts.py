@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
 from torch import Tensor
 
+from ..compat import BatchSamplerShard, DataLoaderShard
 from ..core.sequence_parallel import (
     check_sequence_parallel,
     next_tokens,

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import Trainer
-from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalPrediction
 from transformers.utils import logging
 
+from ..compat import LabelSmoother
 from ..configuration_xformer import XFormerConfig
 from ..core.finite import refuse_non_finite
 from ..core.losses import labels_after_real_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
+from ..compat import LAYER_SETTINGS
 from ..configuration_xformer import Initializer, XFormerConfig
 from ..core.components import SpecLike, build_spec
 from ..families import DECODER_HEADS, VariantInfo, make_family
@@ -68,7 +69,7 @@ class XFGPT3AlternatingConfig(XFormerConfig):
     first_layer: Literal["dense", "banded"] = "dense"
 
     def __setattr__(self, key: str, value: Any) -> None:
-        follows = key in _SOURCES and "_heterogeneity_spec" in self.__dict__
+        follows = key in _SOURCES and LAYER_SETTINGS in self.__dict__
         own = self.to_dict().get("per_layer_config", {}) if follows else None
         super().__setattr__(key, value)
         if own is not None:

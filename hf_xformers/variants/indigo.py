@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
-from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
 
 from ..auto_classes import register_model
+from ..compat import CACHE, one_cache, slice_logits_to_keep
 from ..configuration_xformer import Initializer, XFormerConfig
-from ..core.compat import CACHE, one_cache
 from ..core.components import SpecLike
 from ..core.losses import labels_after_real_tokens, token_cross_entropy
 from ..core.outputs import XFormerCausalLMOutput

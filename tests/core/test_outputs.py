@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions as Theirs
 
-from hf_xformers.core.compat import CACHE
+from hf_xformers.compat import CACHE
 from hf_xformers.core.outputs import TowerOutput
 from hf_xformers.core.outputs import XFormerCausalLMOutput as Ours
 

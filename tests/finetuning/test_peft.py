@@ -6,7 +6,12 @@ import sys
 import peft
 import pytest
 import torch
-from peft import AutoPeftModelForSequenceClassification, AutoPeftModelForTokenClassification
+from peft import (
+    AutoPeftModelForSequenceClassification,
+    AutoPeftModelForTokenClassification,
+    PrefixTuningConfig,
+    get_peft_model,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
@@ -16,6 +21,7 @@ from hf_xformers.finetuning import PEFT_METHODS, add_adapter
 from hf_xformers.finetuning.peft_methods import BOTTLENECKS, config_type, targets
 from hf_xformers.variants import config_class, family
 from tests.finetuning.task_data import DATA, finetune, predictions, sentences
+from tests.helpers import make_strong, tiny_fields, tokens
 from tests.training.runs import SHAPE
 
 HEADS = {
@@ -81,6 +87,29 @@ def test_methods_with_tasks(method, task, pretrained, tmp_path):
     assert not (tmp_path / "run" / "model.safetensors").exists()
     after = load_file(pretrained / variant / "model.safetensors")
     assert all(torch.equal(after[name], tensor) for name, tensor in base.items())
+
+
+@pytest.mark.parametrize("variant, head", [("gpt2", "ForCausalLM"), ("t5", "ForSeq2SeqLM")])
+def test_generation_reads_a_prefix(variant, head):
+    """Each token is the likeliest of a whole pass that reads the learned prefix."""
+    kind = {"is_decoder": head == "ForCausalLM", "is_encoder_decoder": head == "ForSeq2SeqLM"}
+    torch.manual_seed(0)
+    base = make_strong(family(variant)[head](config_class(variant)(**tiny_fields(config_class(variant), **kind))))
+    task = {"ForCausalLM": "CAUSAL_LM", "ForSeq2SeqLM": "SEQ_2_SEQ_LM"}[head]
+    model = get_peft_model(base, PrefixTuningConfig(task_type=task, num_virtual_tokens=3)).eval()
+    ids = tokens(2, 5)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    settings = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    written = model.generate(**given, **settings)
+    assert not torch.equal(written, base.generate(**given, **settings))
+    with torch.no_grad():
+        if kind["is_decoder"]:
+            given = {"input_ids": written, "attention_mask": torch.ones_like(written)}
+        else:
+            given["decoder_input_ids"] = written
+        logits = model(**given).logits[:, -6:-1]
+    logits[..., base.config.eos_token_id] = -torch.inf
+    assert torch.equal(written[:, -5:], logits.argmax(-1))
 
 
 def test_an_adapter_loads_onto_its_base_again(pretrained, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers.exporters import DynamoConfig, DynamoExporter, OnnxConfig, OnnxExporter
 
+from hf_xformers.compat import CACHE
 from tests.common.cases import CASES
 from tests.helpers import close, pad, tokens
 
@@ -25,9 +26,9 @@ def going_on(model, decode, prefix):
     ids = tokens(3, 9, seed=4)
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits[:, prefix:]
-        cache = model(ids[:, :prefix], use_cache=True).past_key_values
+        cache = model(ids[:, :prefix], use_cache=True)[CACHE]
         mask, places = torch.ones(3, 9, dtype=torch.long), torch.arange(prefix, 9).expand(3, -1)
-        given = {"input_ids": ids[:, prefix:], "attention_mask": mask, "past_key_values": cache}
+        given = {"input_ids": ids[:, prefix:], "attention_mask": mask, CACHE: cache}
         close(decode(**given, position_ids=places).logits, expected, 1e-4)
 
 

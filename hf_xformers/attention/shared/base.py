@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
 
+from ...compat import has_hooks
 from ...core.components import Spec
 from ...core.context import LayerContext, SublayerOutput, self_attention_cache
 from ...core.initialization import start_projections
@@ -543,8 +544,7 @@ def is_plain_linear(module: nn.Module) -> bool:
     calling it: no adapter, hook, offloading, quantisation or sharding."""
     if type(module) is not nn.Linear or "forward" in vars(module) or type(module.weight) is not nn.Parameter:
         return False
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return not any(hooks)
+    return not has_hooks(module)
 
 
 def literal_softmax_attention(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compat import fused_attention_with_norm
 from ..common.derivatives import LITERAL, first_derivative_only
 from ..common.exponential import exp_
 from ..common.shifted_rows import SharedRows
@@ -23,7 +24,7 @@ from .terms import Blocks, QueryBlock, ScoreTerms
 TILE_SCORES = 1 << 17
 LEAST_COLUMNS = 256
 
-_fused_forward = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+_fused_forward = fused_attention_with_norm()
 
 
 def plus_products(scores: Tensor | None, query: Tensor, key: Tensor) -> Tensor:

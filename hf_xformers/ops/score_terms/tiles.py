@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ...compat import softmax_backward
 from ..common.products import needs_room, widened
 from ..common.row_lookup import take_rows
 from .terms import Pairs, ScoreTerms, Tiles
@@ -140,7 +141,7 @@ class _SoftmaxAndNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_norm: Tensor) -> Tensor:
         (weights,) = ctx.saved_tensors
-        change = torch.ops.aten._softmax_backward_data(grad, weights, -1, weights.dtype)
+        change = softmax_backward(grad, weights, -1, weights.dtype)
         return torch.addcmul(change, weights, grad_norm[..., None])
 
 
