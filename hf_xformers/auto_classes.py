@@ -17,10 +17,10 @@ def register_config(config_class: Any) -> None:
 
 def enter_name(auto_class: Any, name: str) -> None:
     """Puts the name of a model class into the table beside an Auto class, where transformers looks up what a class is
-    for: Trainer, whether label smoothing shifts the labels; model cards, the task; `transformers serve`, what it lists.
+    for: Trainer whether label smoothing shifts labels, model cards the task, `transformers serve` what it lists.
 
-    Its key is the name itself. A family may be a decoder and an encoder-decoder, and who looks up a model type there,
-    as lm-eval does, takes the one for the other."""
+    Its key is the name itself: a family may be a decoder and an encoder-decoder, and who looks up a model type there,
+    as lm-eval does, would take the one for the other."""
     auto_class._model_mapping._model_mapping[name] = name
 
 
