@@ -35,7 +35,7 @@ from .evaluation import (
     token_statistics,
 )
 from .expert_parts import ExpertParts
-from .randomness import preserved_randomness
+from .randomness import data_seed, preserved_randomness
 from .readers import Readers, gather_for_metrics
 from .recipe import Recipe, row_lengths, smoothing_among_all, vaswani_schedule
 from .replay import Replay, surrogate
@@ -185,7 +185,7 @@ class XFormerTrainer(Trainer):
         sampler = LengthGroupedBatchSampler(
             row_lengths(self.train_dataset),
             self.recipe.max_tokens,
-            seed=self.args.data_seed or self.args.seed,
+            seed=data_seed(self.args),
             world_size=self.args.world_size,
         )
         loader = torch.utils.data.DataLoader(
