@@ -18,6 +18,7 @@ from typing import Any
 from . import compat
 
 _AUTO = "transformers.models.auto.configuration_auto"
+_MODELS = "transformers.models.auto.modeling_auto"
 _ADAPTED = "peft.utils.constants"
 _IMAGES = "transformers.models.auto.image_processing_auto"
 # A model of transformers with the same names of projections: what peft adapts of it, it adapts of ours.
@@ -73,6 +74,19 @@ def _enter(auto_module: Any) -> None:
             importlib.import_module(module)
 
 
+def _enter_names(auto_module: Any) -> None:
+    """What their classes are called, before any is imported, for who goes by names."""
+    from .auto_classes import enter_name
+    from .variants import public_names
+
+    names = [name for classes in public_names().values() for name in classes]
+    for auto, auto_class in list(vars(auto_module).items()):
+        if auto.startswith("AutoModelFor") and hasattr(auto_class, "_model_mapping"):
+            for name in names:
+                if name.endswith(auto.removeprefix("AutoModel")):
+                    enter_name(auto_class, name)
+
+
 def _enter_targets(constants: Any) -> None:
     """Every method's default target modules, in peft's own tables: one per method, by model type."""
     from .variants import model_types
@@ -120,7 +134,12 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 def install() -> None:
     """Called once by the package's import."""
-    for name, enter in ((_AUTO, _enter), (_ADAPTED, _enter_targets), (_IMAGES, _enter_processors)):
+    for name, enter in (
+        (_AUTO, _enter),
+        (_MODELS, _enter_names),
+        (_ADAPTED, _enter_targets),
+        (_IMAGES, _enter_processors),
+    ):
         if name in sys.modules:
             enter(sys.modules[name])
         else:

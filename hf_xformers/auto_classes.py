@@ -15,12 +15,24 @@ def register_config(config_class: Any) -> None:
     transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
 
 
+def enter_name(auto_class: Any, name: str) -> None:
+    """Puts the name of a model class into the table beside an Auto class, where transformers looks up what a class is
+    for: Trainer whether label smoothing shifts labels, model cards the task, `transformers serve` what it lists.
+
+    Its key is the name itself: a family may be a decoder and an encoder-decoder, and who looks up a model type there,
+    as lm-eval does, would take the one for the other."""
+    auto_class._model_mapping._model_mapping[name] = name
+
+
 def register_model(auto: str, config_class: Any, model_class: Any) -> None:
     """The Auto class named `auto` makes `model_class` of a `config_class`, unless another class of the family is found
     there: of several the first, as transformers could not choose for a config that has no `architectures` yet."""
     classes = _CLASSES.setdefault((auto, config_class), {})
     classes[model_class.__name__] = model_class
-    if next(iter(classes)) == model_class.__name__ and hasattr(transformers, auto):  # some are of late releases
+    if not hasattr(transformers, auto):  # some are of late releases
+        return
+    enter_name(getattr(transformers, auto), model_class.__name__)
+    if next(iter(classes)) == model_class.__name__:
         getattr(transformers, auto).register(config_class, model_class, exist_ok=True)
 
 

@@ -17,7 +17,7 @@ from .compat import OutputRecorder
 from .configuration_xformer import XFormerConfig
 from .core.choices import RowLosses
 from .core.initialization import Initialized, start_linear
-from .core.losses import with_aux_losses
+from .core.losses import StepShare, with_aux_losses
 from .core.parallel_plans import check_expert_parallel, check_tensor_parallel, layers_apart, tensor_parallel_plan
 from .core.precision import computing_dtype, float32_names
 from .core.sequence_sharding import why_not_context_parallel
@@ -172,11 +172,12 @@ class XFormerPreTrainedModel(PreTrainedModel):
         base: Any,
         rows: Callable[[], RowLosses | None] | None = None,
         aux_losses: dict[str, Tensor] | None = None,
+        share: StepShare | None = None,
     ) -> Tensor | None:
         """The loss of the task plus all auxiliary losses of `base`, the output of the model under this head (or the
         `aux_losses` given), and plus that of choices which learn from the task's loss. rows: makes the loss by rows of
-        the batch, where the head knows it (`core/choices.py`)."""
-        total = with_aux_losses(loss, base.aux_losses if aux_losses is None else aux_losses)
+        the batch, where the head knows it (`core/choices.py`). share: of the batch in its step (`core/losses.py`)."""
+        total = with_aux_losses(loss, base.aux_losses if aux_losses is None else aux_losses, share)
         if loss is None or total is None or base.log_probs is None:
             return total
         return total + self.model.choice_loss(base.log_probs, loss, None if rows is None else rows())

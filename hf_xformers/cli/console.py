@@ -95,8 +95,10 @@ def _origin(error: Exception) -> traceback.FrameSummary | None:
 
 
 def print_error(error: Exception, text: str | None = None) -> None:
-    """One paragraph: `text`, or what the error says. Every process prints its own: a file may be missing on one
-    machine only."""
+    """One paragraph: `text`, or what the error says. One process of each machine prints it, as a file may be missing
+    on one machine only; the others find the same, or stumble over what the first has left."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
     rank = os.environ.get("RANK", "0")
     who = "hf-xformers" if rank == "0" else f"hf-xformers (process {rank})"
     text = " ".join((text or str(error)).split()) or type(error).__name__

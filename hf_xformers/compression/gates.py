@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..core.losses import step_share, with_aux_losses
 from ..core.weight_decay import Undecayed
 from .head_pruning import HeadLayer, Kept, times_gates
 
@@ -67,14 +68,11 @@ def _stretched(s: Tensor) -> Tensor:
 class GatedHeads:
     """Gates on all heads of a model while it is trained, and the penalty in its loss.
 
-    weight: lambda, for the share of gates that are open (so that it means the same at any size). steps_apart: calls
-    between two steps of the optimiser, among which the penalty is divided where the loss is.
+    weight: lambda, for the share of gates that are open (so that it means the same at any size).
     """
 
-    def __init__(
-        self, model: PreTrainedModel, layers: Sequence[HeadLayer], weight: float, speed: float, steps_apart: int = 1
-    ):
-        self.model, self.layers, self.weight, self.steps_apart = model, layers, weight, steps_apart
+    def __init__(self, model: PreTrainedModel, layers: Sequence[HeadLayer], weight: float, speed: float):
+        self.model, self.layers, self.weight = model, layers, weight
         self.handles: list[Any] = []
         for layer in layers:
             for module in layer.modules:
@@ -99,8 +97,9 @@ class GatedHeads:
         if loss is None:  # made of the logits elsewhere, as with class weights: the trainer adds auxiliary losses
             output["aux_losses"] = {**(output.get("aux_losses") or {}), _NAME: self.weight * self.penalty()}
             return output
-        calls = self.steps_apart if kwargs.get("num_items_in_batch") is not None else 1
-        output.loss = loss + self.weight / calls * self.penalty().to(loss.dtype)
+        causal = getattr(module, "loss_type", None) == "ForCausalLM"
+        share = step_share(kwargs.get("labels"), kwargs.get("num_items_in_batch"), shifted=causal)
+        output.loss = with_aux_losses(loss, {_NAME: self.weight * self.penalty().to(loss.dtype)}, share)
         return output
 
     def open_heads(self) -> Kept:

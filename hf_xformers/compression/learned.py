@@ -45,7 +45,6 @@ class GatesInTraining:
             head_layers(model),
             self.choice.gate_penalty,
             speed=self.choice.gate_learning_rate / self.args.learning_rate,
-            steps_apart=self.args.gradient_accumulation_steps,
         )
 
     def merge(self, model: Any) -> None:

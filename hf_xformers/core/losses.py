@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -75,6 +77,20 @@ def labels_after_real_tokens(labels: Tensor, attention_mask: Tensor | None) -> T
     return labels.masked_fill(~before, -100)
 
 
+def counted_after_real_tokens(
+    logits: Tensor, labels: Tensor, attention_mask: Tensor | None, num_items_in_batch: Tensor | int | None
+) -> tuple[Tensor, Tensor | int | None]:
+    """[`labels_after_real_tokens`], and the count of a step's targets less what its caller, who knows nothing of
+    padding, has counted too much: in every batch the same share, so that the loss is the mean of those that are
+    left."""
+    kept = labels_after_real_tokens(labels, attention_mask)
+    if num_items_in_batch is None or kept is labels:
+        return kept, num_items_in_batch
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    counted, left = ((each[:, 1:] != -100).sum().clamp(min=1).to(wide) for each in (labels, kept))
+    return kept, num_items_in_batch * (left / counted)
+
+
 def direction_targets(labels: Tensor, real: Tensor) -> Tensor:
     """labels [B, T], ids or -100, of texts whose real tokens are `real` [B, T] boolean -> [B, T, 2]: the next token,
     for a model that reads from the beginning, and the one before, for one that reads from the end; -100 where there
@@ -93,10 +109,37 @@ def next_token_cross_entropy(
     return token_cross_entropy(logits[:, :-1], labels[:, 1:], num_items_in_batch, ignore_index)
 
 
-def with_aux_losses(loss: Tensor | None, aux_losses: dict[str, Tensor] | None) -> Tensor | None:
-    """The task loss plus every auxiliary loss (each already carries its component's weight)."""
+class StepShare(NamedTuple):
+    """What part of an optimizer's step a batch is: `own` of the `count` targets of all its batches and processes."""
+
+    own: Tensor
+    count: Tensor | int
+
+    def of(self, loss: Tensor) -> Tensor:
+        """A mean over this batch -> what it adds to the mean over the step."""
+        own = self.own.to(loss.device, torch.promote_types(loss.dtype, torch.float32))
+        return loss * (own / (self.count.to(loss.device) if isinstance(self.count, Tensor) else self.count))
+
+
+def step_share(
+    labels: Tensor | None, num_items_in_batch: Tensor | int | None, *, shifted: bool = False
+) -> StepShare | None:
+    """The share of a batch with these labels (-100: no target); shifted: those of a causal model, [B, T], of which the
+    first column is no target. None without labels or without a count: the batch is a whole."""
+    if labels is None or num_items_in_batch is None:
+        return None
+    own, processes = ((labels[:, 1:] if shifted else labels) != -100).sum(), division_in_force()
+    return StepShare(own if processes is None else processes.total(own), num_items_in_batch)
+
+
+def with_aux_losses(
+    loss: Tensor | None, aux_losses: dict[str, Tensor] | None, share: StepShare | None = None
+) -> Tensor | None:
+    """The task loss plus every auxiliary loss (each already carries its component's weight). share: of the batch in
+    the step by whose targets the task loss is divided, by which auxiliary losses, means over the batch, then count
+    too: so a step has their mean over its batches, weighted by targets, however many batches and processes it has."""
     if loss is None:
         return None
     for aux in (aux_losses or {}).values():
-        loss = loss + aux
+        loss = loss + (aux if share is None else share.of(aux))
     return loss

@@ -120,7 +120,7 @@ def check_expert_parallel(config: Any, size: int, option: str = "ep_size") -> No
     if size <= 1:
         return
     specs = [layer.feedforward for view in config.tower_configs() for layer in view.layer_configs()]
-    instead = f"set `{option}=1` and use FSDP2 (`fsdp_size`) or tensor parallelism (`tp_size`) instead"
+    instead = f"leave `{option}` out and shard the whole model by FSDP2 instead"
     if not any(spec.expert_count() for spec in specs):
         raise ValueError(
             f"feedforward {config.feedforward.type!r} has no experts that `{option}={size}` could split; {instead}, or"

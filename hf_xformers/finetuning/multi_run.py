@@ -21,7 +21,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from ..conversion.provenance import carry_provenance
 from ..core.saved_files import SUMMARY_FILE, saving_into, write_json
-from ..training.randomness import preserved_randomness
+from ..training.randomness import data_seed, preserved_randomness
 from ..training.recipe import average_last_checkpoints
 from ..training.run_folder import read_summary, start_anew
 from . import loading
@@ -84,7 +84,7 @@ class MultiTaskTrainer(TaskTrainer):
         if len(rows.parts) == 1:
             return super().get_train_dataloader()
         sizes, size = [len(part) for part in rows.parts], self._train_batch_size
-        seed = self.args.data_seed or self.args.seed
+        seed = data_seed(self.args)
         processes = self.accelerator.num_processes
         sampler: Any = TaskBatchSampler(sizes, size, self.options.exponent, seed=seed, processes=processes)
         if self.options.sampling == UNCERTAINTY:

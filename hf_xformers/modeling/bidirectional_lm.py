@@ -13,7 +13,7 @@ from transformers.utils import can_return_tuple
 from ..core import outputs
 from ..core.choices import joint, token_rows
 from ..core.inputs import check_axes
-from ..core.losses import direction_targets, token_cross_entropy
+from ..core.losses import direction_targets, step_share, token_cross_entropy
 from ..core.pretraining_specs import PretrainingSpec, register_pretraining
 from ..core.sequence_sharding import sharding_in_force
 from ..core.weight_decay import Undecayed
@@ -218,7 +218,7 @@ class XFormerForBidirectionalLM(LanguageModel):
         losses.update({f"backward_{name}": value for name, value in (back.aux_losses or {}).items()})
         forth.log_probs = joint([chosen for chosen in (forth.log_probs, back.log_probs) if chosen is not None])
         return outputs.XFormerBidirectionalLMOutput(
-            loss=self.with_aux_losses(loss, forth, rows, aux_losses=losses),
+            loss=self.with_aux_losses(loss, forth, rows, losses, step_share(labels, count)),
             logits=logits,
             features=features,
             targets=targets,

@@ -15,7 +15,7 @@ from ..compat import CACHE
 from ..core import outputs
 from ..core.choices import rows_of_mean, token_rows
 from ..core.inputs import check_token_labels
-from ..core.losses import answer_cross_entropy, token_cross_entropy
+from ..core.losses import answer_cross_entropy, step_share, token_cross_entropy
 from ..core.pooling import pool
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
@@ -231,7 +231,7 @@ class XFormerForTokenClassification(Classifier):
             loss, logits = self.in_sequence(self.crf, logits, labels, tagged, count)
         recorded = self.recorded(base, loss)
         return outputs.XFormerTokenClassifierOutput(
-            loss=self.with_aux_losses(loss, base, rows), logits=logits, **recorded
+            loss=self.with_aux_losses(loss, base, rows, share=step_share(labels, count)), logits=logits, **recorded
         )
 
     def tagged(

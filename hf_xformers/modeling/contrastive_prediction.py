@@ -15,7 +15,7 @@ from ..core.contrastive import Matches, info_nce, match
 from ..core.distributed import sum_over_processes
 from ..core.hand_overs import HandOver
 from ..core.inputs import check_token_labels
-from ..core.losses import token_cross_entropy
+from ..core.losses import step_share, token_cross_entropy
 from ..core.pretraining_specs import PretrainingSpec, register_pretraining
 from .language import LanguageModel
 
@@ -113,7 +113,9 @@ class XFormerForContrastivePrediction(LanguageModel):
             scores = found.scores.unflatten(0, masked_sentences.shape)
             targets = torch.where(there & found.wrong().any(-1), found.own, -100).view_as(masked_sentences)
         return outputs.XFormerContrastivePredictionOutput(
-            loss=self.with_aux_losses(loss, base, partial(token_rows, logits, labels, count), aux_losses),
+            loss=self.with_aux_losses(
+                loss, base, partial(token_rows, logits, labels, count), aux_losses, step_share(labels, count)
+            ),
             logits=logits,
             sentence_logits=scores,
             sentence_targets=targets,

@@ -9,7 +9,7 @@ from transformers.utils import can_return_tuple
 
 from ..core import outputs
 from ..core.inputs import check_token_labels
-from ..core.losses import token_binary_cross_entropy, token_cross_entropy
+from ..core.losses import step_share, token_binary_cross_entropy, token_cross_entropy
 from .language import LanguageModel
 
 
@@ -65,7 +65,7 @@ class XFormerForEntityReplacement(LanguageModel):
                 aux_losses["entity_replacement"] = token_binary_cross_entropy(scores, entity_labels)
         loss = None if labels is None else token_cross_entropy(logits, labels, count)
         return outputs.XFormerEntityReplacementOutput(
-            loss=self.with_aux_losses(loss, base, aux_losses=aux_losses),
+            loss=self.with_aux_losses(loss, base, aux_losses=aux_losses, share=step_share(labels, count)),
             logits=logits,
             entity_logits=scores,
             hidden_states=base.hidden_states,

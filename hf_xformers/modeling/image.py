@@ -54,6 +54,7 @@ class XFormerForImageClassification(XFormerPreTrainedModel):
 
     main_input_name = "pixel_values"
     input_modalities = ["image"]
+    accepts_loss_kwargs = False  # a mean over images: Trainer has to divide it by accumulation steps
 
     def __init__(self, config):
         config = self.shaped(config, is_decoder=False, is_encoder_decoder=False)

@@ -17,7 +17,7 @@ from ..core import outputs
 from ..core.cache import RecurrentStateLayer, cache_layers, make_cache, stateful_part
 from ..core.choices import token_rows
 from ..core.inputs import check_axes, check_token_labels
-from ..core.losses import labels_after_real_tokens, next_token_cross_entropy, token_cross_entropy
+from ..core.losses import counted_after_real_tokens, next_token_cross_entropy, step_share, token_cross_entropy
 from ..core.paging import PagedTexts, check_paged
 from ..core.sequence_parallel import next_tokens
 from ..core.sequence_sharding import sharding_in_force
@@ -276,7 +276,9 @@ class XFormerForMaskedLM(LanguageModel):
         check_token_labels(labels, logits)
         loss = None if labels is None else token_cross_entropy(logits, labels, count)
         return outputs.XFormerMaskedLMOutput(
-            loss=self.with_aux_losses(loss, base, partial(token_rows, logits, labels, count)),
+            loss=self.with_aux_losses(
+                loss, base, partial(token_rows, logits, labels, count), share=step_share(labels, count)
+            ),
             logits=logits,
             hidden_states=base.hidden_states,
             attentions=base.attentions,
@@ -324,28 +326,29 @@ class XFormerForCausalLM(_Generative):
         )
         logits = self.lm_head(slice_logits_to_keep(base.last_hidden_state, logits_to_keep))
         check_token_labels(labels, logits)
-        loss, rows, division = None, None, division_in_force()
+        loss, rows, share, division = None, None, None, division_in_force()
         if division is not None and labels is not None and shift_labels is None:
             shift_labels = next_tokens(labels, attention_mask, division)
         if shift_labels is not None:  # the caller shifted already (sequence parallelism): position t's own target
             loss = token_cross_entropy(logits, shift_labels, count)
-            rows = partial(token_rows, logits, shift_labels, count)
+            rows, share = partial(token_rows, logits, shift_labels, count), step_share(shift_labels, count)
         elif labels is not None:
             if sharding_in_force():
                 raise ValueError(
                     "Under context parallelism the next token may be in another process; give `shift_labels`, the"
                     " labels shifted by one before they are divided like `input_ids`."
                 )
-            labels = labels_after_real_tokens(labels, attention_mask)
+            labels, count = counted_after_real_tokens(logits, labels, attention_mask, count)
             loss = next_token_cross_entropy(logits, labels, count)
             rows = partial(token_rows, logits, labels, count, shifted=True)
+            share = step_share(labels, count, shifted=True)
         if watch is not None and watch.learns:
             targets = shift_labels
             if labels is not None and targets is None:
                 targets = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
             loss = self.exits.loss(self, watch, logits, targets, count)
         return outputs.XFormerCausalLMOutput(
-            loss=self.with_aux_losses(loss, base, rows),
+            loss=self.with_aux_losses(loss, base, rows, share=share),
             logits=logits,
             **{CACHE: getattr(base, CACHE)},
             hidden_states=base.hidden_states,
@@ -426,7 +429,9 @@ class XFormerForSeq2SeqLM(_Generative):
         if watch is not None and watch.learns:
             loss = self.exits.loss(self, watch, logits, labels, count)
         return outputs.XFormerSeq2SeqLMOutput(
-            loss=self.with_aux_losses(loss, base, partial(token_rows, logits, labels, count)),
+            loss=self.with_aux_losses(
+                loss, base, partial(token_rows, logits, labels, count), share=step_share(labels, count)
+            ),
             logits=logits,
             **{CACHE: getattr(base, CACHE)},
             decoder_hidden_states=base.decoder_hidden_states,

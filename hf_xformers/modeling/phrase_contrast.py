@@ -14,7 +14,7 @@ from ..core.choices import token_rows
 from ..core.contrastive import absent, info_nce, match
 from ..core.distributed import sum_over_processes
 from ..core.inputs import check_token_labels
-from ..core.losses import token_cross_entropy
+from ..core.losses import step_share, token_cross_entropy
 from ..core.pooling import pool
 from ..core.pretraining_specs import PretrainingSpec, register_pretraining
 from .language import LanguageModel
@@ -98,7 +98,7 @@ class XFormerForPhraseContrast(LanguageModel):
         loss = None if labels is None else weight * token_cross_entropy(logits, labels, count)
         rows = partial(token_rows, logits, labels, count) if weight == 1 else None
         return outputs.XFormerPhraseContrastOutput(
-            loss=self.with_aux_losses(loss, base, rows, aux_losses),
+            loss=self.with_aux_losses(loss, base, rows, aux_losses, step_share(labels, count)),
             logits=logits,
             phrase_logits=scores,
             phrase_targets=targets,

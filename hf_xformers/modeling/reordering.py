@@ -5,12 +5,11 @@ from __future__ import annotations
 from math import factorial
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.utils import can_return_tuple
 
 from ..core import outputs
-from ..core.losses import token_cross_entropy
+from ..core.losses import step_share, token_cross_entropy
 from ..core.pretraining_specs import PretrainingSpec, register_pretraining
 from .masked_and_class import MaskedTokensAndClass
 
@@ -78,14 +77,13 @@ class XFormerForSegmentReordering(MaskedTokensAndClass):
         )
         loss, aux_losses = None, dict(base.aux_losses or {})
         if reordering_labels is not None:
-            wide = orders if orders.dtype.itemsize == 8 else orders.float()
-            aux_losses["reordering"] = F.cross_entropy(wide, reordering_labels.view(-1).to(orders.device))
+            aux_losses["reordering"] = token_cross_entropy(orders, reordering_labels.view(-1))
         if labels is not None:
             loss = token_cross_entropy(logits, labels, count)
         elif reordering_labels is not None:
             loss = logits.new_zeros(())
         return outputs.XFormerReorderingOutput(
-            loss=self.with_aux_losses(loss, base, aux_losses=aux_losses),
+            loss=self.with_aux_losses(loss, base, aux_losses=aux_losses, share=step_share(labels, count)),
             logits=logits,
             reordering_logits=orders,
             hidden_states=base.hidden_states,

@@ -12,7 +12,7 @@ from transformers.utils import can_return_tuple
 from ..auto_classes import registered
 from ..core import outputs
 from ..core.inputs import check_token_labels
-from ..core.losses import token_cross_entropy
+from ..core.losses import step_share, token_cross_entropy, with_aux_losses
 from .language import XFormerForMaskedLM
 from .replaced_tokens import ReplacedTokensSpec, XFormerForReplacedTokenDetection
 
@@ -231,7 +231,7 @@ class XFormerForReplacedTokenPreTraining(XFormerForReplacedTokenDetection):
         replaced = self._replaced(original, scores.detach(), places, wanted, sampling_draws)
         targets = torch.where(labels == -100, -100, (replaced != original).long())
         judged = super().forward(**self._as_read(replaced, None), **beside, labels=targets, return_dict=True, **kwargs)
-        loss = judged.loss + sum(losses.values())
+        loss = with_aux_losses(judged.loss, losses, step_share(targets, kwargs.get("num_items_in_batch")))
         judged.aux_losses = {**(judged.aux_losses or {}), **losses}
         return outputs.XFormerReplacedTokenOutput(**{**judged, "loss": loss}, targets=targets)
 

@@ -10,7 +10,7 @@ from transformers.utils import can_return_tuple
 
 from ..core import outputs
 from ..core.inputs import check_token_labels
-from ..core.losses import token_binary_cross_entropy
+from ..core.losses import step_share, token_binary_cross_entropy
 from ..core.pooling import pool
 from ..core.pretraining_specs import PretrainingSpec, register_pretraining
 from .classifiers import Classifier
@@ -115,7 +115,9 @@ class XFormerForReplacedTokenDetection(Classifier):
             loss = loss if self.loss_weight is None else self.loss_weight * loss
         recorded = self.recorded(base, loss)
         return outputs.XFormerTokenClassifierOutput(
-            loss=self.with_aux_losses(loss, base), logits=scores.squeeze(-1), **recorded
+            loss=self.with_aux_losses(loss, base, share=step_share(labels, count)),
+            logits=scores.squeeze(-1),
+            **recorded,
         )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.utils import can_return_tuple
 
 from ..core import outputs
-from ..core.losses import token_cross_entropy
+from ..core.losses import step_share, token_cross_entropy
 from ..core.pretraining_specs import PretrainingSpec, register_pretraining
 from .classifier_transform import refuse_transform
 from .classifiers import Classifier
@@ -60,7 +60,9 @@ class XFormerForNextSentencePrediction(Classifier):
         logits = self.classifier(self.pooled(base, attention_mask))
         loss = None if labels is None else token_cross_entropy(logits, labels, count)
         recorded = self.recorded(base, loss)
-        return outputs.XFormerSentencePairOutput(loss=self.with_aux_losses(loss, base), logits=logits, **recorded)
+        return outputs.XFormerSentencePairOutput(
+            loss=self.with_aux_losses(loss, base, share=step_share(labels, count)), logits=logits, **recorded
+        )
 
 
 class XFormerForPreTraining(MaskedTokensAndClass):
@@ -97,10 +99,9 @@ class XFormerForPreTraining(MaskedTokensAndClass):
         loss, aux_losses = None, dict(base.aux_losses or {})
         if labels is not None and next_sentence_label is not None:
             loss = token_cross_entropy(logits, labels, count)
-            # A mean over rows beside one over tokens: Trainer counts auxiliary losses once a step.
             aux_losses["pair"] = token_cross_entropy(pair_logits, next_sentence_label.view(-1))
         return outputs.XFormerForPreTrainingOutput(
-            loss=self.with_aux_losses(loss, base, aux_losses=aux_losses),
+            loss=self.with_aux_losses(loss, base, aux_losses=aux_losses, share=step_share(labels, count)),
             prediction_logits=logits,
             seq_relationship_logits=pair_logits,
             hidden_states=base.hidden_states,

@@ -10,6 +10,7 @@ from transformers.utils import can_return_tuple
 
 from ..core import outputs
 from ..core.extent import can_inspect
+from ..core.losses import step_share
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
 from ..ops.common.real_tokens import real_first
@@ -97,7 +98,7 @@ class XFormerForCTC(XFormerPreTrainedModel):
             logits = torch.where(mask[..., None], logits, nothing)
         loss = None if labels is None else self.ctc_loss(logits, mask, labels, num_items_in_batch)
         return outputs.XFormerCTCOutput(
-            loss=self.with_aux_losses(loss, base),
+            loss=self.with_aux_losses(loss, base, share=step_share(labels, num_items_in_batch)),
             logits=logits,
             hidden_states=base.hidden_states,
             attentions=base.attentions,

@@ -11,7 +11,7 @@ from transformers.utils import can_return_tuple
 
 from ..core import outputs
 from ..core.inputs import check_token_labels
-from ..core.losses import token_cross_entropy
+from ..core.losses import step_share, token_cross_entropy
 from ..core.pretraining_specs import PretrainingSpec, register_pretraining
 from .language import LanguageModel
 
@@ -131,12 +131,10 @@ class XFormerForSpanBoundary(LanguageModel):
             span_logits = self._from_boundaries(states, span_boundaries, span_target_places)
             if span_labels is not None:
                 check_token_labels(span_labels, span_logits, "span_labels")
-                known = (span_labels != -100).sum() + 1  # a batch without spans has the loss 0
-                told = token_cross_entropy(span_logits, span_labels, known)
-                aux_losses["span_boundary"] = self.settings.weight * told
+                aux_losses["span_boundary"] = self.settings.weight * token_cross_entropy(span_logits, span_labels)
         loss = None if labels is None else token_cross_entropy(logits, labels, count)
         return outputs.XFormerSpanBoundaryOutput(
-            loss=self.with_aux_losses(loss, base, aux_losses=aux_losses),
+            loss=self.with_aux_losses(loss, base, aux_losses=aux_losses, share=step_share(labels, count)),
             logits=logits,
             span_logits=span_logits,
             hidden_states=base.hidden_states,

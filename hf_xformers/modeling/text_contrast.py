@@ -20,6 +20,7 @@ from ..core.contrastive import (
     ranking_loss,
     softmax_loss,
 )
+from ..core.losses import step_share
 from ..core.pooling import pool
 from ..core.pretraining_specs import PretrainingSpec, register_pretraining
 from ..modeling_base import XFormerPreTrainedModel
@@ -118,7 +119,7 @@ class XFormerForTextContrast(XFormerPreTrainedModel):
             scores = found.scores.masked_fill(~answers, absent(found.scores.dtype))
             targets = torch.where(asked, found.own, -100)
         return outputs.XFormerTextContrastOutput(
-            loss=self.with_aux_losses(loss, base),
+            loss=self.with_aux_losses(loss, base, share=step_share(labels, count)),
             vectors=vectors,
             logits=scores,
             targets=targets,

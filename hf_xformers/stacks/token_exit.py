@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..blocks.base import RUNNING
 from ..core.components import register
 from ..core.context import LayerContext
-from ..core.losses import token_cross_entropy
+from ..core.losses import step_share, token_cross_entropy
 from ..core.outputs import XFormerEarlyExitTokenOutput
 from .base import StackSpec
 from .early_exit import Course, EarlyExitStack
@@ -102,17 +102,18 @@ class TokenExits(nn.Module):
         base = model.model(**inputs, exit_watch=watch)
         logits = model.classifier(model.dropout(base.last_hidden_state))
         exit_layers: Any = None
-        loss = None
+        loss, share = None, step_share(labels, count)
         if labels is not None and labels.shape != logits.shape[:2]:
             raise ValueError(f"`labels` must be [batch, length] = {list(logits.shape[:2])}, got {list(labels.shape)}.")
         if learns and watch is not None and labels is not None:
             parts = [*watch.seen, (logits, watch.reaching())]
             weights = range(1, len(parts) + 1)
             losses = [
-                weight * token_cross_entropy(answers, labels.masked_fill(~reached, -100), count)
+                weight * token_cross_entropy(answers, labels.masked_fill(~reached, -100))
                 for weight, (answers, reached) in zip(weights, parts)
             ]
             loss = torch.stack(losses).sum() / sum(weights)
+            loss = loss if share is None else share.of(loss)  # each is a mean over the tokens that reach its layer
         elif not model.training:
             exit_layers = torch.full(logits.shape[:2], len(self.classifiers) + 1, device=logits.device)
             if watch is not None and watch.answers is not None and watch.layers is not None:
@@ -122,7 +123,7 @@ class TokenExits(nn.Module):
         if labels is not None and loss is None:
             loss = token_cross_entropy(logits, labels, count)
         return XFormerEarlyExitTokenOutput(
-            loss=model.with_aux_losses(loss, base),
+            loss=model.with_aux_losses(loss, base, share=share),
             logits=logits,
             exit_layers=exit_layers,
             **model.recorded(base, loss),

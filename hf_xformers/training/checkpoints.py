@@ -82,9 +82,30 @@ def misfit(report: Mapping[str, Any], keep: Callable[[str], bool] = lambda key: 
     return None
 
 
+def check_processes(checkpoint: str | Path, world_size: int) -> None:
+    """Refuses to go on from a checkpoint with another number of processes: a step would have other rows.
+
+    Raises:
+        ValueError: a complete checkpoint has the random states of more or fewer processes than `world_size`.
+    """
+    folder = Path(checkpoint)
+    apart = len(list(folder.glob("rng_state_*.pth")))  # of a run of several; one alone is what an interruption left
+    saved = 1 if (folder / "rng_state.pth").is_file() else apart if apart > 1 else None
+    if saved not in (None, world_size) and (folder / STATE_FILE).is_file():
+        raise ValueError(
+            f"{str(checkpoint)!r} was saved by a run with `num_processes` {saved}, and this one has {world_size};"
+            f" start {saved}, or start a new run in another --output_dir"
+        )
+
+
 def newest_complete(run: str | Path, world_size: int = 1) -> Path | None:
-    """The newest checkpoint of a run that is complete; warns about every newer one that is not."""
+    """The newest checkpoint of a run that is complete; warns about every newer one that is not.
+
+    Raises:
+        ValueError: one that was saved by another number of processes.
+    """
     for checkpoint in checkpoints(run):
+        check_processes(checkpoint, world_size)
         problem = defect(checkpoint, world_size)
         if problem is None:
             return checkpoint
@@ -97,7 +118,7 @@ def checkpoint_to_resume(value: str | bool | None, run: str | Path, world_size: 
 
     value: None or False (start anew), True (the newest complete checkpoint of the run), or a folder.
 
-    Raises ValueError when there is none, or when the folder named is not complete.
+    Raises ValueError when there is none, when the folder named is not complete, or for another number of processes.
     """
     if isinstance(value, str) and value.lower() in ("true", "yes", "1", "false", "no", "0", ""):
         value = value.lower() in ("true", "yes", "1")
@@ -114,6 +135,7 @@ def checkpoint_to_resume(value: str | bool | None, run: str | Path, world_size: 
     folder = Path(value)
     if not folder.is_dir():
         raise ValueError(f"there is no checkpoint folder {value!r} to resume from; give a folder checkpoint-<step>")
+    check_processes(folder, world_size)
     problem = defect(folder, world_size)
     if problem is not None:
         raise ValueError(

@@ -101,7 +101,8 @@ def summarise(
     """`loss` (nats per token), `perplexity`, `accuracy` and `tokens` from the rows of [`token_statistics`].
 
     statistics: [N, 3 + 3 len(kinds) + len(names)]; the columns after the third are three of the same for each of
-    `kinds`, of which come `<kind>_loss` and `<kind>_accuracy`, and then what is averaged over rows under `names`.
+    `kinds`, of which come `<kind>_loss` and `<kind>_accuracy`, and then what is averaged over labelled tokens under
+    `names`, means over the batch of a row that stand in each of its rows.
     """
     rows = np.asarray(statistics, dtype=np.float64)
     total, tokens, right = rows[:, :3].sum(axis=0).tolist()
@@ -117,7 +118,7 @@ def summarise(
         metrics[f"{kind}_loss"] = total / max(targets, 1.0)
         metrics[f"{kind}_accuracy"] = right / max(targets, 1.0)
     for index, name in enumerate(names, start=3 + 3 * len(kinds)):
-        metrics[name] = rows[:, index].mean().item()
+        metrics[name] = (rows[:, index] * rows[:, 1]).sum().item() / max(tokens, 1.0)
     return metrics
 
 

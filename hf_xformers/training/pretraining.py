@@ -33,6 +33,7 @@ from .building import (
 from .checkpoints import checkpoint_to_resume, misfit
 from .folder_lock import folder_lock
 from .presets import nearest_size
+from .randomness import data_seed
 from .recipe import Recipe, average_last_checkpoints
 from .run_folder import (
     check_same_model,
@@ -259,7 +260,7 @@ class Preparation(Request):
                     splits["validation"], tokenizer, self.objective, self.block_size, whole=True, **common
                 )
         if self.source.streaming:
-            train = train.shuffle(seed=self.args.data_seed or self.args.seed, buffer_size=STREAM_SHUFFLE_ROWS)
+            train = train.shuffle(seed=data_seed(self.args), buffer_size=STREAM_SHUFFLE_ROWS)
         plan = self._plan(config, tokenizer, train, validation)
         if plan["train_streams"] is not None and len(train) < plan["train_streams"]:
             raise ValueError(

@@ -5,9 +5,15 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
+
+
+def data_seed(args: Any) -> int:
+    """What the order of rows is drawn by: `data_seed`, which may be 0, of Trainer's options, else their `seed`."""
+    return args.seed if args.data_seed is None else args.data_seed
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from transformers.utils import logging
 from ..compat import LabelSmoother
 from ..configuration_xformer import XFormerConfig
 from ..core.finite import refuse_non_finite
-from ..core.losses import labels_after_real_tokens
+from ..core.losses import labels_after_real_tokens, step_share
 from ..core.saved_files import SHARDED_OPTIMIZER, STATE_FILE
 from ..core.sequence_sharding import check_sharding, sharding_in_force
 from ..core.weight_decay import declared_undecayed
@@ -35,7 +35,7 @@ from .evaluation import (
     token_statistics,
 )
 from .expert_parts import ExpertParts
-from .randomness import preserved_randomness
+from .randomness import data_seed, preserved_randomness
 from .readers import Readers, gather_for_metrics
 from .recipe import Recipe, row_lengths, smoothing_among_all, vaswani_schedule
 from .replay import Replay, surrogate
@@ -57,9 +57,8 @@ FURTHER_LABELS = {
 class XFormerTrainer(Trainer):
     """Trainer with twelve differences.
 
-    - Auxiliary losses (`outputs.aux_losses`) are logged as `aux_<name>`, means since the last log, and have the same
-      weight in the gradient for every number of accumulation steps and devices. (A model adds them to a loss that is
-      divided by the tokens of the whole step, once per micro-batch; without care they would count as many times.)
+    - Auxiliary losses (`outputs.aux_losses`) are logged as `aux_<name>`, means since the last log, and count under
+      label smoothing and class weights too, for which Trainer makes the loss from logits alone.
     - With several processes, the rows that fill up the last batch of an epoch, which were in the first, count for
       nothing in a loss over the tokens of the whole step: what is learned does not depend on the number of processes.
     - Evaluation reports loss, perplexity and accuracy over all labelled tokens, what token frequencies alone would
@@ -143,11 +142,14 @@ class XFormerTrainer(Trainer):
         if prepare is not None:  # what a model itself decides about its batch, such as an order of generation
             with self.compute_loss_context_manager():
                 inputs = prepare(inputs)
-        labels, mask = inputs.get("labels"), inputs.get("attention_mask")
+        return self._with_predicted_labels(inputs)
+
+    def _with_predicted_labels(self, batch: Any) -> Any:
+        """A batch without labels that no token predicts: for losses that are not the model's, and for their count."""
+        labels, mask = batch.get("labels"), batch.get("attention_mask")
         if isinstance(labels, Tensor) and isinstance(mask, Tensor) and self._predicts_next_token:
-            # Smoothing, distillation and evaluation make losses of their own.
-            inputs = {**inputs, "labels": labels_after_real_tokens(labels, mask)}
-        return inputs
+            return {**batch, "labels": labels_after_real_tokens(labels, mask)}
+        return batch
 
     @property
     def _predicts_next_token(self) -> bool:
@@ -183,7 +185,7 @@ class XFormerTrainer(Trainer):
         sampler = LengthGroupedBatchSampler(
             row_lengths(self.train_dataset),
             self.recipe.max_tokens,
-            seed=self.args.data_seed or self.args.seed,
+            seed=data_seed(self.args),
             world_size=self.args.world_size,
         )
         loader = torch.utils.data.DataLoader(
@@ -210,6 +212,7 @@ class XFormerTrainer(Trainer):
     ) -> Any:
         if self.segments is not None:
             inputs = self.segments.enter(inputs, model.training)
+        labels = inputs.get("labels")  # which are taken out where the loss is made of logits
         dividing = contextlib.nullcontext() if self.sequence is None else self.sequence.dividing()
         with dividing:
             read = inputs if self.sequence is None else self.sequence.part(inputs)
@@ -227,7 +230,8 @@ class XFormerTrainer(Trainer):
                 value = value.detach().float().mean()
                 self._aux_sums[name] = self._aux_sums[name] + value if name in self._aux_sums else value
             self._aux_batches += 1
-            loss = loss + self._missing_share(num_items_in_batch) * sum(losses.values())
+            if self.compute_loss_func is not None:
+                loss = loss + self._counted(sum(losses.values()), labels, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Tensor | int | None]:
@@ -279,26 +283,19 @@ class XFormerTrainer(Trainer):
 
     def _counts_whole_step(self, num_items_in_batch: Tensor | int | None) -> bool:
         """Whether the loss of a micro-batch is its share of the step's already."""
-        return self.compute_loss_func is not None or (
-            self.model_accepts_loss_kwargs and num_items_in_batch is not None
-        )
+        counts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        return counts and num_items_in_batch is not None
 
-    def _missing_share(self, num_items_in_batch: Tensor | int | None) -> float:
-        """What to multiply the auxiliary losses with and add, so that a step sees their mean over its
-        micro-batches."""
-        if not self._counts_whole_step(
-            num_items_in_batch
-        ):  # Trainer divides the loss of a micro-batch by their number
-            return 0.0
-        included = 1.0
-        if self.compute_loss_func is not None:  # it made the loss from the logits alone
-            included = 0.0
-        elif self.args.average_tokens_across_devices:  # multiplied by what averaging the gradients divides by
-            processes = self.accelerator.num_processes // self.get_tp_size()
-            included = float(processes if self.args.n_gpu <= 1 else self.args.n_gpu)
-        return 1.0 / self.current_gradient_accumulation_steps - included
+    def _counted(self, mean: Tensor, labels: Tensor | None, num_items_in_batch: Tensor | int | None) -> Tensor:
+        """A mean over a micro-batch, as the loss beside it counts in the step."""
+        share = step_share(labels, num_items_in_batch, shifted=self._predicts_next_token)
+        if share is None:
+            return mean
+        processes = self.accelerator.num_processes // self.get_tp_size() if self.args.n_gpu <= 1 else self.args.n_gpu
+        return share.of(mean) * (processes if self.args.average_tokens_across_devices else 1)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | int | None:
+        batch_samples[:] = [self._with_predicted_labels(batch) for batch in batch_samples]
         if self.sequence is not None:
             batch_samples[:] = [self.sequence.agreed(batch) for batch in batch_samples]
             self._leave_out_repeats(batch_samples)
@@ -311,8 +308,8 @@ class XFormerTrainer(Trainer):
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def _leave_out_repeats(self, batches: list) -> None:
-        """Takes the labels off rows that the last batch of an epoch has only so that every process has equally
-        many."""
+        """Makes padding without labels of the rows that the last batch of an epoch has only so that every process has
+        equally many: they count neither in a loss nor in a statistic."""
         labels = batches[-1].get("labels") if batches else None
         if not isinstance(labels, Tensor) or labels.ndim < 2 or not isinstance(self.train_dataset, Sized):
             return
@@ -326,9 +323,14 @@ class XFormerTrainer(Trainer):
             return
         real = real_rows(rows, left_over, readers.index)
         if real < rows:
-            labels = labels.clone()
-            labels[real:] = -100
-            batches[-1] = {**batches[-1], "labels": labels}
+            batch = dict(batches[-1])
+            if "input_ids" in batch:
+                batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+            for ending, nothing in {"attention_mask": 0, "label": IGNORE_INDEX, "labels": IGNORE_INDEX}.items():
+                for name in [name for name in batch if name.endswith(ending)]:
+                    batch[name] = batch[name].clone()
+                    batch[name][real:] = nothing
+            batches[-1] = batch
 
     @property
     def _readers(self) -> Readers:

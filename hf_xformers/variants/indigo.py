@@ -15,7 +15,7 @@ from ..auto_classes import register_model
 from ..compat import CACHE, one_cache, slice_logits_to_keep
 from ..configuration_xformer import Initializer, XFormerConfig
 from ..core.components import SpecLike
-from ..core.losses import labels_after_real_tokens, token_cross_entropy
+from ..core.losses import counted_after_real_tokens, step_share, token_cross_entropy
 from ..core.outputs import XFormerCausalLMOutput
 from ..families import DECODER_HEADS, VariantInfo, make_family
 from ..heads.insertion import InsertionHead, place_log_likelihood
@@ -105,19 +105,19 @@ class XFIndigoForCausalLM(_CausalLM):
             "insertion_positions": insertion_positions,
         }
         targets = kwargs.get("shift_labels")
-        if targets is None and labels is not None:
-            labels = labels_after_real_tokens(labels, attention_mask)
-            targets = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-        if targets is None or not isinstance(self.lm_head, InsertionHead):
+        if (targets is None and labels is None) or not isinstance(self.lm_head, InsertionHead):
             return super().forward(**given, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
         count, _ = kwargs.pop("num_items_in_batch", None), kwargs.pop("shift_labels", None)
         base = self.model(**given, **kwargs)
         states = base.last_hidden_state
         logits = self.lm_head(states)
+        if targets is None and labels is not None:
+            labels, count = counted_after_real_tokens(logits, labels, attention_mask, count)
+            targets = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
         places = self._place_loss(states, targets, attention_mask, insertion_positions)
-        losses = {**(base.aux_losses or {}), "place": places}
+        losses, share = {**(base.aux_losses or {}), "place": places}, step_share(targets, count)
         return XFormerCausalLMOutput(
-            loss=self.with_aux_losses(token_cross_entropy(logits, targets, count), base, aux_losses=losses),
+            loss=self.with_aux_losses(token_cross_entropy(logits, targets, count), base, None, losses, share),
             logits=slice_logits_to_keep(logits, logits_to_keep),
             **{CACHE: getattr(base, CACHE)},
             hidden_states=base.hidden_states,
@@ -126,9 +126,8 @@ class XFIndigoForCausalLM(_CausalLM):
         )
 
     def _place_loss(self, states: Tensor, targets: Tensor, mask: Tensor | None, places: Tensor | None) -> Tensor:
-        """Mean over this batch's tokens with a target and a place of -log p(place): Trainer takes the mean of
-        auxiliary losses over a step itself. targets [B, T]: the next word of each; what follows the last token has no
-        place yet."""
+        """Mean over this batch's tokens with a target and a place of -log p(place). targets [B, T]: the next word of
+        each; what follows the last token has no place yet."""
         batch, length = targets.shape
         if places is None:
             places = torch.arange(length, device=targets.device).expand(batch, -1)

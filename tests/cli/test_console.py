@@ -4,6 +4,7 @@ import pytest
 
 from hf_xformers.benchmark.entries import Entry
 from hf_xformers.benchmark.runner import Cell
+from hf_xformers.cli import main
 from hf_xformers.cli.benchmark import _measure
 from hf_xformers.cli.console import in_options, print_facts, print_table
 
@@ -90,3 +91,12 @@ def test_figures_in_words(capsys):
     pretrained({**summary, "train_loss": None, "eval_accuracy": 0.0006677, "eval_floor_accuracy": 0.5}, "runs/x")
     out = capsys.readouterr().out
     assert "0.1%" in out and "50.0%" in out and "0.0006677" not in out
+
+
+@pytest.mark.parametrize("rank, local, told", [(0, 0, "hf-xformers"), (1, 1, ""), (8, 0, "hf-xformers (process 8)")])
+def test_one_process_of_a_machine_refuses(rank, local, told, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("LOCAL_RANK", str(local))
+    assert main(["nothing"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"{told}: error: there is no command 'nothing'") if told else not error

@@ -14,9 +14,9 @@ ADAPTED = ("q_proj", "v_proj")
 CANONICAL = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj")
 
 
-def output_of(model, ids, mask=None):
+def output_of(model, ids, mask=None, **more):
     """With `ids` as labels; an encoder-decoder reads and writes them."""
-    given = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+    given = {"input_ids": ids, "attention_mask": mask, "labels": ids, **more}
     if mask is not None:
         given["labels"] = ids.masked_fill(mask == 0, -100)
         if model.config.is_encoder_decoder:
@@ -156,6 +156,22 @@ def test_padding_has_no_loss(case):
         together, parts = task_loss(ids, mask), [task_loss(row) for row in (ids[:1], ids[1:, :4])]
     counts = [8, 3] if case.shape == "decoder" else [9, 4]
     close(together, (counts[0] * parts[0] + counts[1] * parts[1]) / sum(counts))
+
+
+@each_part
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_batch_counts_by_its_share_of_the_step(case, side):
+    """Beside as many targets of other batches, as Trainer counts them, a loss is half of what it is alone: all of it,
+    auxiliary parts included, and where padding is on the left, whose first tokens no token predicts."""
+    model = case.build().train()
+    ids, mask = pad([tokens(9), tokens(5, seed=1)], 9, side)
+    counted = ids.masked_fill(mask == 0, -100)[:, 1 if case.shape == "decoder" else 0 :] != -100
+    found = []
+    for more in ({}, {"num_items_in_batch": 2 * counted.sum()}):
+        torch.manual_seed(0)  # dropout is on
+        with torch.no_grad():
+            found.append(output_of(copy.deepcopy(model), ids, mask, **more).loss)
+    close(2 * found[1], found[0])
 
 
 ADAPTED_SLOTS = ("attention", "cross_attention", "feedforward", "block", "stack")

@@ -44,6 +44,10 @@ def test_the_loss_has_the_share_of_open_gates_in_training_alone():
     with torch.no_grad():
         assert float(model(**inputs).loss) == pytest.approx(plain, rel=1e-5)
         assert float(model.train()(**inputs).loss) == pytest.approx(plain + 0.5, rel=1e-4)
+    step = 4 * (inputs["labels"][:, 1:] != -100).sum()  # of which this batch is a quarter
+    with torch.no_grad():
+        counted = float(model(**inputs, num_items_in_batch=step).loss)
+    assert counted == pytest.approx((plain + 0.5) / 4, rel=1e-4)
     loss = model(**inputs).loss
     loss.backward()
     assert all(gates[0].location.grad is not None for gates in gated.gates())

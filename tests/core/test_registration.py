@@ -150,3 +150,27 @@ def test_resolve():
     assert resolve("bert") == resolve("xf_bert") == "xf_bert" and resolve("xformer") == "xformer"
     with pytest.raises(ValueError, match=r"Unknown variant 'brt'\. Did you mean 'bert'"):
         resolve("brt")
+
+
+def test_names_of_classes_are_in_the_tables_of_transformers():
+    """Where Trainer, model cards and `transformers serve` look a class up, before any of them is imported; types of
+    models are not, which may be of one shape or another."""
+    output = run(f"""
+        import sys
+        import hf_xformers
+        from transformers.modelcard import TASK_MAPPING
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal
+        print("XFBertForMaskedLM" in TASK_MAPPING["fill-mask"].values(), "xf_gpt2" in causal)
+        print("XFGPT2ForCausalLM" in causal.values(), "XFGPT2ForMaskedLM" in causal.values())
+        print("XFConformerForCTC" in TASK_MAPPING["automatic-speech-recognition"].values(), {NAMES})
+        """)
+    assert output.splitlines() == ["True False", "True False", "True []"]
+
+
+@pytest.mark.parametrize("head, table", [("ForCausalLM", "CAUSAL_LM"), ("ForSeq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM")])
+def test_every_generating_class_is_in_its_table(head, table):
+    from transformers.models.auto import modeling_auto
+
+    names = getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES").values()
+    made = [family(name)[head].__name__ for name in model_types() if head in config_class(name).heads]
+    assert made and set(made) <= set(names)

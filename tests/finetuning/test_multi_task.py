@@ -205,6 +205,24 @@ def test_rare_classes_of_one_task_count_more(places, tmp_path):
     assert Counter(one == other for one, other in zip(*losses.values(), strict=True)) == {True: 8, False: 6}
 
 
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_auxiliary_losses_count_beside_class_weights(name, places, tmp_path):
+    """Weights of nearly 1 change nothing, neither does it that the loss is then made of the logits."""
+    options = {"variant": "switch_transformer", "gradient_accumulation_steps": 2, "max_steps": 1, "optim": "sgd"}
+    options |= {**LEARN, "learning_rate": 1.0, "lr_scheduler_type": "constant", "warmup_steps": 0}
+    options |= {"eval_strategy": "no", "load_best_model_at_end": "false"}
+    more = ["--feedforward.balance_loss_weight", "1", "--per_device_train_batch_size", "4", "--feedforward.every", "1"]
+    states = []
+    for balance in ("0", "1e-9"):
+        folder = tmp_path / balance
+        several(places, folder, {name: BOTH[name]}, *more, "--class_balance", balance, **options)
+        states.append(load_file(folder / name / "model.safetensors"))
+    for key, value in states[0].items():
+        torch.testing.assert_close(
+            states[1][key], value, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key} {text}"
+        )
+
+
 def test_a_resumed_run_ends_the_same(places, tmp_path):
     tasks = {**BOTH, "c": "regression"}
     options = {**SAVES, "num_train_epochs": 2, "learning_rate": 0.01, "sampling": "sqrt", "variant": "bert"}

@@ -116,9 +116,9 @@ def test_boundary_head_by_hand():
         logits = model.get_input_embeddings().weight @ hidden + weights["decoder.bias"]
         close(output.span_logits[row, number], logits)
         total -= float(logits.log_softmax(-1)[targets[row, number]])
-    close(output.aux_losses["span_boundary"], torch.tensor(total / 4, dtype=torch.float64))
+    close(output.aux_losses["span_boundary"], torch.tensor(total / 3, dtype=torch.float64))
     masked = model(ids, labels=labels)
-    close(output.loss, masked.loss + total / 4)
+    close(output.loss, masked.loss + total / 3)
     model.settings = dataclasses.replace(model.settings, weight=0)
     close(model(ids, labels=labels, **given).loss, masked.loss)
     model.resize_token_embeddings(60)

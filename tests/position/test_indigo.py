@@ -186,13 +186,13 @@ def test_padding_predicts_no_first_token():
     close(found.aux_losses["place"], alone.aux_losses["place"])
 
 
-def test_places_are_averaged_once():
-    """Trainer divides auxiliary losses by the number of micro-batches, so that they are means of their own batch."""
+def test_places_count_as_words_do():
+    """The mean of a batch is reported, and its share of the step's words is in the loss."""
     model = inserting()
     ids, places = text([10, 11, 12, 13], (2, 0, 3, 1))
     alone, part = (model(ids, labels=ids, insertion_positions=places, num_items_in_batch=n) for n in (5, 10))
     close(part.aux_losses["place"], alone.aux_losses["place"])
-    close(2 * (part.loss - part.aux_losses["place"]), alone.loss - alone.aux_losses["place"])
+    close(2 * part.loss, alone.loss)
 
 
 def test_probabilities_sum_to_one():

@@ -131,6 +131,8 @@ def test_training():
         count = (kept != -100).sum().clamp(min=1)
         total += depth * nn.functional.cross_entropy(answers.transpose(1, 2), kept, reduction="sum") / count
     close(sampled.train()(ids, labels=labels).loss, total / 10)
+    half = sampled(ids, labels=labels, num_items_in_batch=2 * (labels != -100).sum()).loss
+    close(2 * half, total / 10)
 
 
 def classifier_logits(net, ids, depth):

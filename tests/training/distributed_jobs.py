@@ -154,6 +154,7 @@ ROUTING = {
         "commitment_weight": 0.0,
     }
 }
+PONDERING = {"stack": {"type": "universal", "act": "accumulated", "act_loss_weight": 1.0}}
 PLAIN: dict[str, Any] = {"trainer": Trainer}
 # name -> (model type, shape, changes of the config, rows, what differs from 4 rows a step)
 RUNS: dict[str, tuple[str, str, dict[str, Any], int, dict[str, Any]]] = {
@@ -162,13 +163,19 @@ RUNS: dict[str, tuple[str, str, dict[str, Any], int, dict[str, Any]]] = {
         "xf_gpt2", "decoder", {}, 23, {"gradient_checkpointing": True, "gradient_accumulation_steps": 2},
     ),
     "plain trainer": ("xf_gpt2", "decoder", {}, 24, PLAIN),
-    "plain trainer, accumulated": ("xf_bert", "encoder", {}, 24, {**PLAIN, "gradient_accumulation_steps": 2}),
+    "plain trainer, accumulated, with a loss beside": (
+        "xf_universal_transformer", "encoder", PONDERING, 24, {**PLAIN, "gradient_accumulation_steps": 2},
+    ),
     "reversible": ("xf_reformer", "decoder", {}, 22, {}),
     "experts": ("xf_switch_transformer", "encoder", SWITCH, 22, {}),
     "experts with losses": ("xf_switch_transformer", "encoder", BALANCED, 24, {}),
     "streams": ("xf_transformer_xl", "decoder", {}, 24, {"segment_streams": True}),
-    "running statistics": ("xf_power_norm", "encoder", CHANGES["xf_power_norm"], 24, {}),
-    "centroids": ("xf_routing_transformer", "encoder", ROUTING, 24, {}),
+    "running statistics": ("xf_power_norm", "encoder", CHANGES["xf_power_norm"], 21, {}),
+    "statistics of queries": (
+        "xf_product_key_memory", "decoder", CHANGES.get("xf_product_key_memory", {}), 23,
+        {"gradient_accumulation_steps": 2},
+    ),
+    "centroids": ("xf_routing_transformer", "encoder", ROUTING, 22, {}),
     "two towers": ("xf_t5", "seq2seq", {}, 22, {}),
 }  # fmt: skip
 SAVED = 5  # the step of the checkpoint, inside the second epoch (or the first, with accumulation)

@@ -26,7 +26,9 @@ def rows(head: str) -> list[dict]:
     for number in range(4):
         ids = torch.randint(1, 30, (6,), generator=generator)
         row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if head == "ForSequenceClassification":
+        if head == "ForImageClassification":
+            row = {"pixel_values": torch.rand(1, 4, 4, generator=generator), "labels": torch.tensor(number % 2)}
+        elif head == "ForSequenceClassification":
             row["labels"] = torch.tensor(number % 2)
         elif head == "ForQuestionAnswering":
             row |= {"start_positions": torch.tensor(number), "end_positions": torch.tensor(number + 1)}
@@ -38,15 +40,21 @@ def rows(head: str) -> list[dict]:
     return made
 
 
-@pytest.mark.parametrize(
-    "head", ["ForSequenceClassification", "ForQuestionAnswering", "ForTokenClassification", "ForMaskedLM"]
+HEADS = (
+    *("ForSequenceClassification", "ForQuestionAnswering", "ForTokenClassification", "ForMaskedLM"),
+    "ForImageClassification",
 )
+IMAGES = {"image_size": 4, "patch_size": 2, "num_channels": 1}
+
+
+@pytest.mark.parametrize("head", HEADS)
 def test_one_step(head, tmp_path):
     weights = []
     for batch in (4, 1):
         torch.manual_seed(0)
-        classes = family("xf_bert")
-        model = classes[head](classes[head].config_class(**SIZES))
+        images = head == "ForImageClassification"
+        classes = family("xf_vision_transformer" if images else "xf_bert")
+        model = classes[head](classes[head].config_class(**SIZES, **(IMAGES if images else {})))
         arguments = TrainingArguments(
             output_dir=str(tmp_path),
             per_device_train_batch_size=batch,

@@ -103,3 +103,21 @@ def test_a_folder_by_name(tmp_path):
 def test_none_is_an_error_with_the_remedy(tmp_path):
     with pytest.raises(ValueError, match="no complete checkpoint to resume from; leave --resume_from_checkpoint out"):
         checkpoint_to_resume(True, tmp_path)
+
+
+@pytest.mark.parametrize("before, now", [(1, 2), (2, 1), (3, 2), (2, 3)])
+def test_another_number_of_processes_is_refused(tmp_path, before, now):
+    folder = write_checkpoint(tmp_path, 5, ranks=before)
+    for value in (True, str(folder)):
+        with pytest.raises(ValueError, match=f"`num_processes` {before}, and this one has {now}; start {before},"):
+            checkpoint_to_resume(value, tmp_path, now)
+    with pytest.raises(ValueError, match=f"start {before}"):  # else a run would begin anew
+        newest_complete(tmp_path, now)
+    assert checkpoint_to_resume(True, tmp_path, before) == folder
+
+
+def test_an_interrupted_save_of_several_is_passed_over(tmp_path):
+    whole, cut = (write_checkpoint(tmp_path, step, ranks=2) for step in (5, 6))
+    (cut / "rng_state_1.pth").unlink()
+    with pytest.warns(UserWarning, match="checkpoint-6 is passed over: it has no rng_state_1.pth"):
+        assert newest_complete(tmp_path, 2) == whole

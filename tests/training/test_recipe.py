@@ -6,11 +6,15 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from datasets import Dataset
 from safetensors.torch import load_file
+from transformers import TrainingArguments
 from transformers.trainer_pt_utils import LabelSmoother
 
 import hf_xformers.cli
-from hf_xformers.training.recipe import smoothing_among_all, vaswani_rate, vaswani_schedule
+from hf_xformers import XFormerConfig, XFormerForCausalLM
+from hf_xformers.training.recipe import Recipe, smoothing_among_all, vaswani_rate, vaswani_schedule
+from hf_xformers.training.trainer import XFormerTrainer
 from tests.training.runs import pretrain, pretrain_flags, summary, weights
 
 
@@ -88,3 +92,17 @@ def test_what_does_not_go_together(text, tmp_path, capsys):
     ):
         assert hf_xformers.cli.main(["pretrain", *pretrain_flags(text, tmp_path / "no", variant="gpt2", **options)])
         assert message in capsys.readouterr().err
+
+
+def test_the_order_of_rows_may_be_drawn_by_zero(tmp_path):
+    """As every other number does, it stands for an order of its own."""
+    rows = [{"input_ids": [number] * 5, "labels": [number] * 5} for number in range(1, 20)]
+    data = Dataset.from_list(rows)
+    torch.manual_seed(0)
+    model = XFormerForCausalLM(XFormerConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+    orders = []
+    for seeds in ({"seed": 3, "data_seed": 0}, {"seed": 0}, {"seed": 3}):
+        args = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, **seeds)
+        trainer = XFormerTrainer(model=model, args=args, train_dataset=data, recipe=Recipe(max_tokens=10))
+        orders.append([batch["input_ids"][:, 0].tolist() for batch in trainer.get_train_dataloader()])
+    assert orders[0] == orders[1] != orders[2]

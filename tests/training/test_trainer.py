@@ -8,6 +8,7 @@ import torch
 from transformers import TrainerState, TrainingArguments
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM
+from hf_xformers.core.losses import step_share, with_aux_losses
 from hf_xformers.training.callbacks import ExactSaves
 from hf_xformers.training.trainer import XFormerTrainer
 
@@ -22,7 +23,8 @@ class Auxiliary(XFormerForMaskedLM):
         table = self.get_input_embeddings().weight
         outputs.aux_losses = {"balance": 0.5 * table.pow(2).mean(), "ponder": 2.0 * table.pow(4).mean()}
         if outputs.loss is not None:
-            outputs.loss = outputs.loss + sum(outputs.aux_losses.values())
+            share = step_share(inputs["labels"], inputs.get("num_items_in_batch"))
+            outputs.loss = with_aux_losses(outputs.loss, outputs.aux_losses, share)
         return outputs
 
 
@@ -148,6 +150,24 @@ def test_evaluation_keeps_them_apart_from_the_loss(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ evaluation
+
+
+class Counting(XFormerForMaskedLM):
+    """An auxiliary loss that is the mean of what is predicted, so that its figure is known."""
+
+    def forward(self, **inputs):
+        outputs = super().forward(**inputs)
+        outputs.aux_losses = {"label": inputs["labels"][inputs["labels"] != -100].float().mean()}
+        return outputs
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_auxiliary_figures_weigh_batches_by_their_targets(tmp_path, size):
+    data = [row for share in (0.0, 0.9) for row in rows(count=4, seed=int(10 * share), labelled=share)]
+    trainer = train(Counting(config()), tmp_path, evaluation=data, per_device_eval_batch_size=size, max_steps=1)
+    labels = collate(data)["labels"]
+    expected = float(labels[labels != -100].double().mean())
+    assert trainer.evaluate()["eval_aux_label"] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])

@@ -1,0 +1,110 @@
+"""transformers' own Trainer gets the losses that this package's does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import Trainer, TrainingArguments
+
+from hf_xformers.variants import config_class, family
+from tests.helpers import NO_DROPOUT, pad, tiny_fields, tokens
+
+VOCAB = 40
+
+
+def made(name, head="ForCausalLM", **changes):
+    torch.manual_seed(0)
+    fields = tiny_fields(config_class(name), "decoder" if head == "ForCausalLM" else "encoder")
+    fields |= {"vocab_size": VOCAB, **NO_DROPOUT, **changes}
+    return family(name)[head](config_class(name)(**fields)).double()
+
+
+def trainer_of(model, folder, data=None, **options):
+    settings = {"output_dir": str(folder), "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    return Trainer(model=model, args=TrainingArguments(**settings, **options), train_dataset=data)
+
+
+def step_of(model, folder, data, batch, accumulated):
+    """Parameters after a step of SGD."""
+    sgd = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated, "max_steps": 1}
+    trainer_of(model, folder, data, save_strategy="no", **sgd, **sizes).train()
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["xf_gpt2", "xf_linear_transformer"])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_label_smoothing_shifts_labels(name, adapted, tmp_path):
+    model = made(name)
+    if adapted:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2))
+    model.eval()
+    ids = torch.randint(3, VOCAB, (2, 10), generator=torch.Generator().manual_seed(1))
+    trainer = trainer_of(model, tmp_path, label_smoothing_factor=0.1)
+    with torch.no_grad():
+        smoothed = trainer.compute_loss(model, {"input_ids": ids, "labels": ids.clone()})
+        logits = model(ids).logits[:, :-1]
+    expected = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(smoothed, expected, rtol=1e-5, atol=1e-5)
+
+
+def rows_of(head, sides="right"):
+    """Texts of unequal lengths; of SpanBERT's the inner tokens are spans."""
+    made = []
+    for seed, length in enumerate((9, 8, 4, 3)):
+        ids, mask = pad([tokens(length, seed=seed, high=VOCAB)], 9, sides)
+        row = {"input_ids": ids[0], "attention_mask": mask[0], "labels": ids[0].masked_fill(mask[0] == 0, -100)}
+        if head == "ForSpanBoundary":
+            places = torch.arange(1, 8)
+            inside = places < length - 1
+            row["labels"] = row["labels"].masked_fill(~F.pad(inside, (1, 1)), -100)
+            row["span_labels"] = row["labels"][1:8]
+            row["span_target_places"] = (places - 1) * inside
+            row["span_boundaries"] = torch.tensor([[0, length - 1]]).expand(7, 2)
+        made.append(row)
+    return made
+
+
+ACT = {"stack": {"type": "universal", "act": "accumulated", "act_loss_weight": 1.0}}
+AUXILIARY = {
+    "ponder": ("xf_universal_transformer", "ForMaskedLM", ACT),
+    "spans": ("xf_span_bert", "ForSpanBoundary", {}),
+}
+
+
+@pytest.mark.parametrize("case", list(AUXILIARY))
+def test_auxiliary_losses_count_once_a_step(case, tmp_path):
+    """Means over the tokens that are predicted, whose number differs between micro-batches."""
+    name, head, changes = AUXILIARY[case]
+    start = {key: value.clone() for key, value in made(name, head, **changes).named_parameters()}
+    whole = step_of(made(name, head, **changes), tmp_path, rows_of(head), 4, 1)
+    parts = step_of(made(name, head, **changes), tmp_path, rows_of(head), 1, 4)
+    assert any(not torch.equal(whole[key], value) for key, value in start.items())
+    for key, expected in whole.items():
+        torch.testing.assert_close(
+            parts[key], expected, rtol=1e-9, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}"
+        )
+
+
+@pytest.mark.parametrize("name", ["xf_gpt2", "xf_linear_transformer"])
+def test_padding_on_the_left_leaves_the_loss_a_mean(name, tmp_path):
+    """Trainer counts the first token of a text as a target, which nothing predicts."""
+    model = made(name)
+    data = rows_of("ForCausalLM", "left")
+    batch = {key: torch.stack([row[key] for row in data]) for key in data[0]}
+    with torch.no_grad():
+        expected = sum((length - 1) * model(**row).loss for length, row in zip((9, 8, 4, 3), alone(data))) / 20
+    trainer = trainer_of(model, tmp_path, data)
+    count = trainer._get_num_items_in_batch([batch], torch.device("cpu"))
+    assert int(count) == 23
+    with torch.no_grad():
+        loss = trainer.compute_loss(model, batch, num_items_in_batch=count)
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+
+
+def alone(data):
+    for row in data:
+        real = row["attention_mask"].bool()
+        yield {key: value[real][None] for key, value in row.items()}
