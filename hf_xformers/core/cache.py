@@ -126,6 +126,24 @@ def _cache_layer(layer_config, step: int, index: int) -> tuple[CacheLayerMixin, 
     return layer_config.attention.cache_layer_at(layer_config, index), layer_config.attention
 
 
+def appended(cache: Cache, key: Tensor, value: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, K, S, d] of all tokens so far, those of the current ones included, [B, K, T, d].
+
+    Raises:
+        ValueError: a given cache has keys of other heads, as prefix tuning makes them by the config's sizes alone.
+    """
+    held = getattr(cache.layers[step], "keys", None) if step < len(cache.layers) else None
+    if held is not None and held.ndim == 4 and held.shape[2] and held.shape[1::2] != key.shape[1::2]:
+        heads, width = key.shape[1::2]
+        sizes = f"`PrefixTuningConfig(num_attention_heads={heads}, token_dim={heads * width})` if all layers are alike"
+        raise ValueError(
+            f"The cache given holds keys of {held.shape[1]} heads of width {held.shape[3]}, and layer {step} makes"
+            f" {heads} of width {width}; choose LoRA or prompt tuning, which put nothing into the cache"
+            + (f", or give {sizes}." if value.shape[1::2] == key.shape[1::2] else ".")
+        )
+    return cache.update(key, value, step)
+
+
 def stateful_part(config) -> str:
     """The component whose state is not plain keys and values (its slot and name), or nothing. config: one tower's."""
     for layer, holder in cache_layers(config):
