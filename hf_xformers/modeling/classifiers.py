@@ -20,10 +20,10 @@ from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
 from .classifier_transform import build_transform
 from .crf import LinearChainCRF
-from .label_layer import LabelLayer
+from .label_layer import LabelLayer, LabelsOfAdapters
 
 
-class Classifier(XFormerPreTrainedModel):
+class Classifier(LabelsOfAdapters, XFormerPreTrainedModel):
     """A base model and a linear classifier, with a hidden layer before the labels where the config says so
     (`classifier_transform`). An encoder-decoder reads the input on both sides and classifies the decoder's states, as
     BART does."""
