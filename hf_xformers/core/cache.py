@@ -18,10 +18,13 @@ class RecurrentStateLayer(CacheLayerMixin):
 
     The size does not grow with the text. A state cannot be rolled back, so decoding that drops tokens again (assisted
     generation) is refused by transformers (`is_croppable`).
+
+    by_slot: padding takes room in it, as in a window of the last slots.
     """
 
     is_croppable = False
     supports_early_init = False
+    by_slot = False
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
@@ -76,6 +79,12 @@ class RecurrentStateLayer(CacheLayerMixin):
                 "A recurrent state cannot forget its last tokens; decode without an assistant model (which drops"
                 " tokens)."
             )
+
+
+class SlotStateLayer(RecurrentStateLayer):
+    """A state that holds the last slots as they stood, padding included."""
+
+    by_slot = True
 
 
 class FollowsRows:
