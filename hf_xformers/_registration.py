@@ -21,8 +21,19 @@ _AUTO = "transformers.models.auto.configuration_auto"
 _MODELS = "transformers.models.auto.modeling_auto"
 _ADAPTED = "peft.utils.constants"
 _IMAGES = "transformers.models.auto.image_processing_auto"
+_AUTO_ADAPTED = "peft.auto"
 # A model of transformers with the same names of projections: what peft adapts of it, it adapts of ours.
 _NAMED_ALIKE = "llama"
+# What LoRA adapts unless it is told otherwise: the maps by which a mechanism mixes tokens, by their last names. Those
+# of `_MIXES_BY_NETWORK` do so by what other families call a feed-forward network.
+PROJECTIONS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "r_proj", "t_proj", "query_proj", "key_proj", "content_proj"),
+    *("beta_proj", "decay_proj", "hidden_proj", "kernel_proj", "input_proj", "state_proj", "compress_proj"),
+    *("low_q_proj", "low_k_proj", "low_v_proj", "pack_q_proj", "pack_k_proj", "token_k_proj", "weight_proj"),
+    *("q_pool_proj", "k_pool_proj", "v_pool_proj", "q_global_proj", "k_global_proj", "v_global_proj"),
+    *("global_o_proj", "task_proj", "pointwise"),
+)
+_MIXES_BY_NETWORK = {"xf_average_attention": ("gate_proj", "up_proj", "down_proj")}
 
 
 class LazyVariants(dict):
@@ -93,13 +104,21 @@ def _enter_targets(constants: Any) -> None:
 
     for name, table in vars(constants).items():
         if name.startswith("TRANSFORMERS_MODELS_TO_") and isinstance(table, dict) and _NAMED_ALIKE in table:
-            targets = table[_NAMED_ALIKE]
-            if (
-                name == "TRANSFORMERS_MODELS_TO_LNTUNING_TARGET_MODULES_MAPPING"
-            ):  # which adapts norms, ours by other names
+            targets, more = table[_NAMED_ALIKE], {}
+            if name == "TRANSFORMERS_MODELS_TO_LNTUNING_TARGET_MODULES_MAPPING":  # norms, ours by other names
                 targets = ["norm", "final_norm"]
+            elif name == "TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING":
+                targets, more = PROJECTIONS, _MIXES_BY_NETWORK
             for model_type in model_types():
-                table.setdefault(model_type, list(targets))
+                table.setdefault(model_type, [*targets, *more.get(model_type, ())])
+
+
+def _enter_import(auto: Any) -> None:
+    """An adapter that was saved without a task names the class of its base model, which peft imports from packages
+    that it knows alone."""
+    known = getattr(auto, "get_default_import_allowlist", None)
+    if known is not None:
+        auto.get_default_import_allowlist = lambda: [*known(), "hf_xformers"]
 
 
 def _enter_processors(_: Any) -> None:
@@ -138,6 +157,7 @@ def install() -> None:
         (_AUTO, _enter),
         (_MODELS, _enter_names),
         (_ADAPTED, _enter_targets),
+        (_AUTO_ADAPTED, _enter_import),
         (_IMAGES, _enter_processors),
     ):
         if name in sys.modules:

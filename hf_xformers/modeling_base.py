@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
@@ -23,6 +24,7 @@ from .core.precision import computing_dtype, float32_names
 from .core.sequence_sharding import why_not_context_parallel
 from .core.weight_decay import declared_undecayed
 from .feedforward.experts import divide_once
+from .ops.common.real_tokens import up_to_last_real
 
 
 class XFormerPreTrainedModel(PreTrainedModel):
@@ -158,6 +160,14 @@ class XFormerPreTrainedModel(PreTrainedModel):
             return state
         tied = model_to_save.all_tied_weights_keys or {}
         return {name: tensor for name, tensor in state.items() if tied.get(name) not in state}
+
+    def real_tokens(self, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
+        """The mask under which a causal model is asked for its last token: `attention_mask`, or where there is none
+        the tokens [B, T] up to the last that is not `pad_token_id`, by which transformers' decoders go, too."""
+        padding = self.config.pad_token_id
+        if attention_mask is not None or input_ids is None or padding is None or not self.config.is_decoder:
+            return attention_mask
+        return pad(up_to_last_real(input_ids != padding)[:, 1:], (1, 0), value=True)  # a text has a token at least
 
     def reported(self, aux_losses: dict[str, Tensor] | None, loss: Tensor | None = None) -> dict[str, Tensor] | None:
         """The auxiliary losses that an output gives: beside a loss, in training, and wherever gradients are recorded.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from .core.choices import LOG_PROBS
 from .core.components import refuse_packing, refuse_unpadding
 from .core.context import LayerContext, document_numbers, segments_from_positions, self_attention_cache
 from .core.extent import can_inspect, extent_of, read_masks, token_positions
+from .core.holes import Moves, moves, refuse_holes, tidy
 from .core.inputs import check_axes
 from .core.outputs import TowerOutput
 from .core.paging import PagedTexts, literal_name
@@ -116,8 +117,6 @@ class XFormerTower(XFormerPreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.embedding.tokens = value
 
-    @merge_with_config_defaults
-    @capture_outputs
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -135,11 +134,74 @@ class XFormerTower(XFormerPreTrainedModel):
         """input_ids [B, T] or inputs_embeds [B, T, D]; attention_mask [B, cached + T], 1 = real (or a prepared
         [B, 1, T, S] mask, for mechanisms with explicit scores); encoder_hidden_states [B, M, D], or one memory for
         each execution step [B, steps, M, D]; past_key_values or, by its other name, cache."""
-        inputs_embeds = self._token_vectors(input_ids, inputs_embeds)
         past_key_values = one_cache(past_key_values, cache)
         if past_key_values is not None and self.recomputes:
             logger.warning_once("A cache is left out under activation checkpointing, where layers run twice.")
             past_key_values = None
+        kwargs.update(
+            input_ids=input_ids,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+        )
+        others = {
+            "encoder_hidden_states": encoder_hidden_states,
+            "encoder_attention_mask": encoder_attention_mask,
+            "past_key_values": past_key_values,
+            "use_cache": use_cache,
+        }
+        moved = self._moves(kwargs, attention_mask, past_key_values, use_cache)
+        if moved is None:
+            return self._read(attention_mask=attention_mask, **kwargs, **others)
+        output = self._read(attention_mask=moved.mask, **moved.given(kwargs), **others)
+        moved.restore(output)
+        if moved.after is not None:
+            tidy(self_attention_cache(past_key_values), moved.after)
+        return output
+
+    def _moves(
+        self, given: Mapping[str, Any], mask: Tensor | None, past_key_values: Cache | None, use_cache: bool | None
+    ) -> Moves | None:
+        """Where padding between tokens goes, if a row has any (`core/holes.py`). A graph that is being recorded cannot
+        ask for it, and what describes pairs of tokens or watches them keeps their places."""
+        if mask is None or not can_inspect() or division_in_force() is not None or sharding_in_force():
+            return None
+        tokens = given["inputs_embeds"] if given["input_ids"] is None else given["input_ids"]
+        cache = self_attention_cache(past_key_values)
+        if tokens is None or isinstance(cache, PagedTexts):
+            return None
+        length, cached = tokens.shape[1], 0 if cache is None else cache.get_seq_length()
+        if cache is not None and cache.is_compileable:
+            refuse_holes(mask, length)
+            return None
+        keeps = self.config.use_cache if use_cache is None else use_cache
+        fills = cache is not None or (self.config.is_decoder and keeps and not self.training)
+        places = [given[name] for name in self.extra_inputs if isinstance(given.get(name), Tensor)]
+        watched = not fills and given.get("exit_watch") is not None
+        if mask.ndim != 2 or watched or any(one.ndim > 2 and one.shape[1] == length for one in places):
+            return None
+        mask = mask.to(tokens.device) != 0
+        if mask.shape[1] == length and cached:
+            mask = torch.cat([mask.new_ones(len(mask), cached), mask], dim=1)
+        return moves(mask, cached, fills) if mask.shape == (len(tokens), cached + length) else None
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def _read(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> TowerOutput:
+        """[`XFormerTower.forward`] of rows without padding between their tokens."""
+        inputs_embeds = self._token_vectors(input_ids, inputs_embeds)
         given_cache = past_key_values is not None
         if division_in_force() is not None and given_cache:
             raise ValueError(

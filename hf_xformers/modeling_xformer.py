@@ -159,6 +159,8 @@ class XFormerModel(XFormerPreTrainedModel):
 
     def _one_tower(self, text: dict[str, Tensor | None], **kwargs: Any) -> XFormerModelOutput:
         """The output of an encoder or a decoder-only model. text: the inputs that describe its tokens."""
+        if self.pooler is not None and kwargs.get("past_key_values") is None:
+            text = {**text, "attention_mask": self.real_tokens(text["input_ids"], text["attention_mask"])}
         output = self.trunk(**text, **kwargs)
         pooled = None
         if self.pooler is not None:

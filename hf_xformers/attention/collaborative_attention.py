@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ..core.cache import appended
 from ..core.components import register
 from ..core.context import LayerContext, self_attention_cache
 from ..core.initialization import start_projections
@@ -57,7 +58,7 @@ class CollaborativeAttention(BlockScoresAttention):
         key, value = (context.padded(x) for x in self._keys_and_values(hidden_states))
         cache = self_attention_cache(past_key_values)
         if cache is not None:
-            key, value = (x[:, 0] for x in cache.update(key[:, None], value[:, None], step))
+            key, value = (x[:, 0] for x in appended(cache, key[:, None], value[:, None], step))
         return query, key[:, None], self.heads(value)
 
     def project_cross(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
+from ..core.cache import appended
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.visibility import last_key, rows_can_be_empty, visible_block
@@ -80,7 +81,7 @@ class ComplexAttention(Attention):
             past.is_updated[step] = True
             return past.cross_attention_cache.update(key, value, step)
         cache = None if self.cross else self_attention_cache(past_key_values)
-        return (key, value) if cache is None else cache.update(key, value, step)
+        return (key, value) if cache is None else appended(cache, key, value, step)
 
     def forward(
         self,

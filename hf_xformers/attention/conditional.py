@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
+from ..core.cache import appended
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.extent import can_inspect
@@ -74,7 +75,7 @@ class ConditionalAttention(DenseAttention):
             query, key = self.turned(query, key, context)
             cache = self_attention_cache(past_key_values)
             if cache is not None:
-                key, value = cache.update(key, value, step)
+                key, value = appended(cache, key, value, step)
             key = self.turned_late(key, context)
             if order is not None and turns:
                 query = query.gather(2, order[:, None, :, None].expand(-1, self.num_heads, -1, self.head_dim))

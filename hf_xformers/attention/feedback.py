@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..core.cache import RecurrentStateLayer
+from ..core.cache import RecurrentStateLayer, SlotStateLayer
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.hand_overs import HandOver
@@ -120,7 +120,7 @@ class FeedbackAttentionSpec(AttentionSpec):
 
     def cache_layer(self, config) -> RecurrentStateLayer:
         """The window's keys and values [B, 1 or layers, K, W, d] stand in the first slot; the others only count."""
-        return RecurrentStateLayer()
+        return SlotStateLayer()
 
     def weighs(self, config) -> bool:
         return False

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from ..core.cache import RecurrentStateLayer
+from ..core.cache import RecurrentStateLayer, SlotStateLayer
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.initialization import start_projections
@@ -287,7 +287,7 @@ class HardCodedGaussianSpec(AttentionSpec):
         return False
 
     def cache_layer(self, config) -> RecurrentStateLayer:
-        return RecurrentStateLayer()
+        return SlotStateLayer()
 
     def build(self, config, **where) -> HardCodedGaussianAttention:
         return HardCodedGaussianAttention(config, self, **where)

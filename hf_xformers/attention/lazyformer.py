@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from ..core.cache import appended
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import start_projections
@@ -100,7 +101,7 @@ class LazyFormerAttention(ScoreChain, DenseAttention):
         """Values of all tokens [B, K, S, d]. A cache counts its tokens by the keys: one number stands for each."""
         if not self.cross:
             value, own = self.heads(self.v_proj(hidden_states)), self_attention_cache(past)
-            return value if own is None else own.update(value[..., :1], value, step)[1]
+            return value if own is None else appended(own, value[..., :1], value, step)[1]
         cache = cross_cache(past)
         if cache is not None and cache.is_updated.get(step):
             layer: Any = cache.cross_attention_cache.layers[step]

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..core.components import register
 from ..core.context import LayerContext
+from ..core.linear_maps import is_plain_linear
 from ..ops.linear.attention import folded_sums, read_folded_sums
 from ..ops.linear.feature_pullbacks import EluPlusOne, RelativeElu
-from .shared.base import is_plain_linear
 from .shared.linear import LinearAttention, LinearSpec
 
 

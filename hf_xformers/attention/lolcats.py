@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ..core.cache import SlotStateLayer
 from ..core.components import aliased, register
 from ..core.context import LayerContext
 from ..ops.common.products import wide_products, widened
@@ -127,6 +128,9 @@ class LolcatsSpec(LearnedFeaturesSpec):
             raise ValueError(f"lolcats needs `window` >= 1, got {self.window}.")
         if not 0 < self.gamma < 1:
             raise ValueError(f"lolcats needs `gamma` between 0 and 1, got {self.gamma}.")
+
+    def cache_layer(self, config) -> SlotStateLayer:
+        return SlotStateLayer()
 
     def build(self, config, **where) -> LolcatsAttention:
         return LolcatsAttention(config, self, **where)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
+from ..core.cache import appended
 from ..core.components import aliased, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import start_projections
@@ -88,7 +89,7 @@ class LowRankBandAttention(BlockSparseAttention):
         values = [self.heads(projection(hidden_states)) for projection in (self.low_v_proj, self.v_proj)]
         cache = self_attention_cache(past_key_values)
         if cache is not None:  # both beside each other
-            kept = cache.update(torch.cat(keys, -1), torch.cat(values, -1), step)
+            kept = appended(cache, torch.cat(keys, -1), torch.cat(values, -1), step)
             keys, values = (list(x.split([first, self.head_dim], -1)) for x, first in zip(kept, (rank, self.head_dim)))
         far, far_weights = self._low_rank(narrow, keys[0], values[0], context)
         near, near_weights = self.attend(query, keys[1], values[1], context)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from ..core.cache import RecurrentStateLayer
+from ..core.cache import RecurrentStateLayer, SlotStateLayer
 from ..core.components import aliased, register
 from ..core.context import LayerContext, SublayerOutput
 from ..ops.block_sparse import patterns
@@ -22,7 +22,7 @@ from .shared.linear import state_layer
 from .shared.pattern_spec import check_at_least
 
 
-class MemoryCompressedState(RecurrentStateLayer):
+class MemoryCompressedState(SlotStateLayer):
     """What either kind of layer needs of the tokens read. A local layer keeps the keys and values of the last `reach`
     tokens; a compressed one its slots, the tokens behind the last whole block, and how many it has read."""
 

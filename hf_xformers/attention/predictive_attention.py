@@ -13,9 +13,11 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ..core.cache import FollowsRows
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.holes import take
 from ..core.precision import Float32Module
 from ..core.visibility import visible_pairs
 from ..ops.common.products import wide_products
+from ..ops.common.real_tokens import real_first
 from .shared.base import AttentionSpec
 from .shared.score_chain import ScoreChain
 
@@ -138,6 +140,9 @@ class PredictiveAttention(ScoreChain):
         evolving = self.spec.form == "evolving"
         mixed = (1 - beta) * scores + beta * handed if evolving else handed
         image = self._visible(mixed, context)
+        real = context.memory_padding_mask if self.cross else None
+        columns = None if real is None else real_first(real)  # neighbours are tokens, with nothing between them
+        image = image if columns is None else take(image, columns, 3)
         if conv.above:
             before = image.new_zeros(*image.shape[:2], conv.above, image.shape[3])
             if layer is not None and self.chain in layer.rows:
@@ -147,6 +152,7 @@ class PredictiveAttention(ScoreChain):
             if layer is not None:
                 layer.rows[self.chain] = image[:, :, image.shape[2] - conv.above :]
         found = self.activation(conv(image))
+        found = found if columns is None else take(found, columns.argsort(-1), 3)
         return (1 - alpha) * mixed + alpha * found if evolving else alpha * scores + (1 - alpha) * found
 
     def _visible(self, scores: Tensor, context: LayerContext) -> Tensor:

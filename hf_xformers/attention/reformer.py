@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from ..core.cache import appended
 from ..core.components import aliased, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import seeded_normal, start_projections
@@ -179,7 +180,7 @@ class ReformerAttention(Attention):
         if cache is not None:
             if self.spec.why_not_generate():
                 raise ValueError(self.spec.why_not_generate())
-            key, value = cache.update(key, value, step)
+            key, value = appended(cache, key, value, step)
             labels = labels_of_all(labels, key, cache, step, self.hash)
         output, weights = self._attend(query, key, value, labels, context)
         output = self.o_proj(output.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1))

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ..core.cache import appended
 from ..core.components import aliased, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import seeded_normal, start_projections
@@ -264,7 +265,7 @@ class RoutingAttention(Attention):
             routed_query, routed_key = self.turned(routed_query, routed_key, context)
         if cache is not None:
             self._check_cache(cache, step)
-            key, value = cache.update(torch.cat([local_key, routed_key], dim=1), value, step)
+            key, value = appended(cache, torch.cat([local_key, routed_key], dim=1), value, step)
             (local_key, routed_key), (local_value, routed_value) = self._parted(key), self._parted(value)
         local_key = self.turned_late(local_key, context)
         routed_key = self.turned_late(routed_key, context) if self.spec.rotates_routed else routed_key

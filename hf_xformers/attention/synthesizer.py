@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
+from ..core.cache import appended
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.extent import can_inspect
@@ -165,7 +166,7 @@ class SynthesizerAttention(Attention):
         cache = self_attention_cache(past_key_values)
         if cache is not None:  # a cache counts its tokens by the keys: one number stands for each missing one
             kept = value[..., :1] if key is None else key
-            kept, value = cache.update(kept, value, self.layer_idx if step is None else step)
+            kept, value = appended(cache, kept, value, self.layer_idx if step is None else step)
             key = None if key is None else kept
         key = None if key is None else self.repeated(self.turned_late(key, context))
         return query, key, self.repeated(value)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
+from ..core.cache import appended
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.visibility import last_key, rows_can_be_empty, visible_block
@@ -168,7 +169,7 @@ class TalkingHeadsAttention(Attention):
     def _through(self, cache: Cache, key: Tensor, value: Tensor, step: int) -> tuple[Tensor, Tensor]:
         if self.key_heads != self.value_heads:  # some caches want one number of heads: all side by side as one
             key, value = (x.transpose(1, 2).flatten(2).unsqueeze(1) for x in (key, value))
-        return self._unfolded(*cache.update(key, value, step))
+        return self._unfolded(*appended(cache, key, value, step))
 
     def _unfolded(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if self.key_heads == self.value_heads:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
+from ..core.cache import appended
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.segment_memory import SegmentCacheLayer, take_slots
@@ -270,7 +271,7 @@ class TransformerXLAttention(Attention):
                 f" {type(cache).__name__} has no place for; leave `past_key_values` out, or make it with"
                 " `hf_xformers.core.cache.make_cache(config)`."
             )
-        return *cache.update(key, value, step), context.padding_mask
+        return *appended(cache, key, value, step), context.padding_mask
 
     def by_head(self, table: Tensor) -> Tensor:
         """The vectors of distances that scores are made with: R [n, table_width] -> W_R R [H, d, n]."""

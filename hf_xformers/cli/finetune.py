@@ -168,13 +168,15 @@ def report(summary: Mapping[str, Any], folder: str) -> None:
         }
         shown = beside_floor(metrics, summary.get(f"floor_{split}", {}), None)
         held_out |= {f"{name} ({split})": text for name, text in shown.items()}
-    before = summary.get("intermediate")
+    before, reach = summary.get("intermediate"), summary.get("adapter_reach")
     facts = {
         "task": summary["task"],
         "after": None if before is None else f"{before['task']}, {before['steps']:,} steps",
         "variant": summary["variant"],
         "parameters": summary["parameters"],
         "trained parameters": summary["trained_parameters"],
+        "adapter": reach
+        and "in {adapted_layers} of {layers} layers, on {adapted_maps} of {maps} linear maps".format(**reach),
         "steps": summary["steps"],
         "seconds": summary["seconds"],
         "best checkpoint": summary["best_checkpoint"],

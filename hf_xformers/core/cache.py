@@ -18,10 +18,13 @@ class RecurrentStateLayer(CacheLayerMixin):
 
     The size does not grow with the text. A state cannot be rolled back, so decoding that drops tokens again (assisted
     generation) is refused by transformers (`is_croppable`).
+
+    by_slot: padding takes room in it, as in a window of the last slots.
     """
 
     is_croppable = False
     supports_early_init = False
+    by_slot = False
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
@@ -78,6 +81,12 @@ class RecurrentStateLayer(CacheLayerMixin):
             )
 
 
+class SlotStateLayer(RecurrentStateLayer):
+    """A state that holds the last slots as they stood, padding included."""
+
+    by_slot = True
+
+
 class FollowsRows:
     """Mixin, before a cache layer of keys and values: further tensors that lead with the batch, which follow its rows.
     `_map(function)` replaces each of them."""
@@ -124,6 +133,24 @@ def _cache_layer(layer_config, step: int, index: int) -> tuple[CacheLayerMixin, 
         if layer is not None:
             return layer, holder
     return layer_config.attention.cache_layer_at(layer_config, index), layer_config.attention
+
+
+def appended(cache: Cache, key: Tensor, value: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, K, S, d] of all tokens so far, those of the current ones included, [B, K, T, d].
+
+    Raises:
+        ValueError: a given cache has keys of other heads, as prefix tuning makes them by the config's sizes alone.
+    """
+    held = getattr(cache.layers[step], "keys", None) if step < len(cache.layers) else None
+    if held is not None and held.ndim == 4 and held.shape[2] and held.shape[1::2] != key.shape[1::2]:
+        heads, width = key.shape[1::2]
+        sizes = f"`PrefixTuningConfig(num_attention_heads={heads}, token_dim={heads * width})` if all layers are alike"
+        raise ValueError(
+            f"The cache given holds keys of {held.shape[1]} heads of width {held.shape[3]}, and layer {step} makes"
+            f" {heads} of width {width}; choose LoRA or prompt tuning, which put nothing into the cache"
+            + (f", or give {sizes}." if value.shape[1::2] == key.shape[1::2] else ".")
+        )
+    return cache.update(key, value, step)
 
 
 def stateful_part(config) -> str:

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ..compat import pytree
 from ..ops.common.real_tokens import from_first_real, real_last
-from .cache import RecurrentStateLayer
+from .cache import SlotStateLayer
 
 
 @dataclasses.dataclass
@@ -376,7 +376,7 @@ class SegmentCacheLayer(DynamicLayer):
         self._rows(lambda tensor: tensor[indices])
 
 
-class MemoryCacheLayer(RecurrentStateLayer):
+class MemoryCacheLayer(SlotStateLayer):
     """A generation cache that is a segment memory: each call is a segment. The first layer holds it for all."""
 
     def __init__(self) -> None:

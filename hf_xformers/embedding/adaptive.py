@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.components import register
+from ..core.linear_maps import TiedLinear
 from ..core.vocabulary_clusters import Cluster, ClusterFields
 from .token import TokenEmbedding, TokenEmbeddingSpec
 
@@ -25,7 +26,7 @@ class AdaptiveTable(nn.Module):
         self.clusters = clusters
         self.tables = nn.ModuleList(nn.Embedding(cluster.size, cluster.width) for cluster in clusters)
         self.projections = nn.ModuleList(
-            nn.Linear(cluster.width, width, bias=False) if projects else nn.Identity() for cluster in clusters
+            TiedLinear(cluster.width, width, bias=False) if projects else nn.Identity() for cluster in clusters
         )
 
     def forward(self, input_ids: Tensor) -> Tensor:

@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from .._registration import PROJECTIONS
+from ..attention.shared.base import Attention
+from ..blocks.base import XFormerLayer
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -119,8 +123,8 @@ def add_adapter(model: PreTrainedModel, method: str, head: str, new: Iterable[st
 def targets(model: nn.Module, method: str, given: list[str] | str | None) -> list[str] | str:
     """The modules to adapt: `given`, checked, or the method's usual ones of this package's layers.
 
-    LoRA adapts query and value projections, IA3 keys, values and the input of the second feed-forward layer; a
-    mechanism without these has all linear maps of its layers adapted.
+    LoRA adapts the projections by which a mechanism mixes tokens, IA3 keys, values and the input of the second
+    feed-forward layer; a mechanism without these has all its linear maps adapted.
     """
     leaves = linear_names(model)
     names = sorted({name.rpartition(".")[2] for name in leaves})
@@ -140,14 +144,48 @@ def targets(model: nn.Module, method: str, given: list[str] | str | None) -> lis
                 f" its linear maps are called {', '.join(names)}"
             )
         return given
-    usual = {"lora": ("q_proj", "v_proj"), "ia3": ("k_proj", "v_proj", "down_proj")}[method]
-    if {"q_proj", "v_proj"} <= set(names) or (method == "ia3" and {"k_proj", "v_proj"} <= set(names)):
-        return [name for name in usual if name in names]
-    from ..compat import IA3_TARGETS, LORA_TARGETS
+    return _mixing_maps(model, leaves) if method == "lora" else _rescaled_maps(model, names)
+
+
+def _mixing_maps(model: nn.Module, leaves: Iterable[str]) -> list[str]:
+    """Last names of the maps by which layers mix tokens; of a mechanism or a layer that has none, of all its maps."""
+    last = {name: name.rpartition(".")[2] for name in leaves}
+    found = set(last.values()) & set(PROJECTIONS)
+    for place, part in model.named_modules():
+        if isinstance(part, (XFormerLayer, Attention)):
+            own = {short for name, short in last.items() if name.startswith(f"{place}.")}
+            found |= set() if own & found else own
+    return sorted(found)
+
+
+def _rescaled_maps(model: nn.Module, names: list[str]) -> list[str]:
+    """What IA3 puts factors on."""
+    if {"k_proj", "v_proj"} <= set(names):
+        return [name for name in ("k_proj", "v_proj", "down_proj") if name in names]
+    from ..compat import IA3_TARGETS
 
     model_type = getattr(getattr(model, "config", None), "model_type", "")
-    mapping = {"lora": LORA_TARGETS, "ia3": IA3_TARGETS}[method]
-    return list(mapping[model_type]) if model_type in mapping else names
+    return list(IA3_TARGETS[model_type]) if model_type in IA3_TARGETS else names
+
+
+def reach(model: nn.Module) -> dict[str, int]:
+    """How many layers of an adapted model have an adapter, of how many, and how many of their linear maps."""
+    from ..compat import BaseTunerLayer
+
+    layers = [part for part in model.modules() if isinstance(part, XFormerLayer)]
+    adapted, maps = [], set()
+    for layer in layers:
+        found = {part for part in layer.modules() if isinstance(part, BaseTunerLayer)}
+        inside = {child for part in found for child in part.modules()}
+        adapted.append(found)
+        maps |= {part for part in layer.modules() if isinstance(part, nn.Linear) and part not in inside} | found
+    reached = set().union(*adapted)
+    return {
+        "adapted_layers": sum(map(bool, adapted)),
+        "layers": len(layers),
+        "adapted_maps": len(reached),
+        "maps": len(maps),
+    }
 
 
 def linear_names(model: nn.Module) -> list[str]:

@@ -27,7 +27,7 @@ from .class_balance import BalancedLoss, class_weights, weigh_sequences
 from .exit_curve import exit_curve, has_exit_curve
 from .layerwise import LayerGroups
 from .options import ModelOptions, RunOptions, TaskData, TaskOptions
-from .peft_methods import BOTTLENECKS, add_adapter, check_method, virtual_tokens
+from .peft_methods import BOTTLENECKS, add_adapter, check_method, reach, virtual_tokens
 from .self_ensemble import SelfEnsemble
 from .tasks import Encoded, LanguageModeling, MultiLabelClassification, Regression, Task, build_task
 
@@ -397,6 +397,8 @@ class FineTuning:
         speak_plainly(trainer)
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         summary = {**prepared.plan, "parameters": model.num_parameters(), "trained_parameters": trainable}
+        if self.run_options.peft in ("lora", "ia3"):
+            summary["adapter_reach"] = reach(model)
         if args.should_save:
             write_json(folder / SUMMARY_FILE, summary)
         started = time.perf_counter()

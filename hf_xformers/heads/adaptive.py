@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.components import register
+from ..core.linear_maps import TiedLinear
 from ..core.vocabulary_clusters import ClusterFields
 from .base import HeadSpec
 
@@ -51,7 +52,7 @@ class AdaptiveHead(nn.Module):
             for cluster in self.clusters
         )
         self.tables = nn.ModuleList(
-            nn.Linear(cluster.width, cluster.size, bias=spec.bias) for cluster in self.clusters
+            TiedLinear(cluster.width, cluster.size, bias=spec.bias) for cluster in self.clusters
         )
         later = len(self.clusters) - 1
         self.cluster = nn.Linear(self.clusters[0].width, later, bias=spec.bias) if later else None

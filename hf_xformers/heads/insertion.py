@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention.shared.query_blocks import over_query_blocks, rows_at_once
@@ -27,14 +26,11 @@ class InsertionHead(LanguageModelHead):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""
-        width = self.parts.in_features
-        return self.decoder(F.linear(hidden_states, self.parts.weight[:width], self.parts.bias[:width]))
+        return self.decoder(self.parts(hidden_states).chunk(4, dim=-1)[0])
 
     def pointers(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, D] -> pointers, left slots and right slots, [B, T, D] each."""
-        width = self.parts.in_features
-        parts = F.linear(hidden_states, self.parts.weight[width:], self.parts.bias[width:])
-        pointer, left, right = parts.chunk(3, dim=-1)
+        _, pointer, left, right = self.parts(hidden_states).chunk(4, dim=-1)
         return pointer, left, right
 
 

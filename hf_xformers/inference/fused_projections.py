@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..attention.shared.base import Attention, is_plain_linear
+from ..attention.shared.base import Attention
+from ..core.linear_maps import is_plain_linear
 
 _NAMES = ("q_proj", "k_proj", "v_proj")
 

@@ -21,10 +21,10 @@ from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
 from .classifier_transform import build_transform
 from .crf import LinearChainCRF
-from .label_layer import LabelLayer
+from .label_layer import LabelLayer, LabelsOfAdapters
 
 
-class Classifier(XFormerPreTrainedModel):
+class Classifier(LabelsOfAdapters, XFormerPreTrainedModel):
     """A base model and a linear classifier, with a hidden layer before the labels where the config says so
     (`classifier_transform`). An encoder-decoder reads the input on both sides and classifies the decoder's states, as
     BART does."""
@@ -141,6 +141,7 @@ class XFormerForSequenceClassification(Classifier):
     ) -> outputs.XFormerSequenceClassifierOutput:
         """labels: [B] class ids, [B] or [B, num_labels] numbers (regression), or [B, num_labels] 0/1 (multi-label).
         logits: [B, num_labels]."""
+        attention_mask = self.real_tokens(input_ids, attention_mask)
         if self.exits is not None:
             inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
             return self.exits.classify(self, labels, {**inputs, "inputs_embeds": inputs_embeds, **kwargs})
@@ -349,7 +350,8 @@ class XFormerForMultipleChoice(Classifier):
         def rows(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.flatten(0, 1)
 
-        ids, embeds, mask = rows(input_ids), rows(inputs_embeds), rows(attention_mask)
+        ids, embeds = rows(input_ids), rows(inputs_embeds)
+        mask = self.real_tokens(ids, rows(attention_mask))
         names = self.model.trunk.extra_inputs
         extra = {name: rows(kwargs.pop(name)) for name in names if isinstance(kwargs.get(name), Tensor)}
         base = self.model(

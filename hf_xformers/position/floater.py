@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core.components import register
 from ..core.context import LayerContext
+from ..core.linear_maps import is_plain_linear
 from ..core.precision import Float32Module
 from ..ops.common.products import widened
 from .base import Position, PositionSpec, PositionTerms
@@ -65,10 +66,23 @@ class FloaterDynamics(Float32Module):
             init.xavier_normal_(layer.weight)
             init.zeros_(layer.bias)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the parameters are all that f depends on: no adapters, which can be switched off, and no hooks."""
+        return is_plain_linear(self.first) and is_plain_linear(self.second)
+
+    def called(self, time: float, state: Tensor) -> Tensor:
+        """f of its modules as they are called."""
+        times = (state.new_full((*state.shape[:-1], 1), time),) if self.timed else ()
+        inner = torch.relu(self.first(torch.cat((state, *times), dim=-1)))
+        return self.second(torch.cat((inner, *times), dim=-1))
+
     def slope(self) -> Dynamics:
         """f as a function of (time, state [..., D]), in float32 at least: errors of single steps add up along the
         text. A step is a few small operations, of which there are many, so the weights are taken apart once and not in
-        every step."""
+        every step, where there is no more to them than that."""
+        if not self.is_plain:
+            return self.called
         first, second = widened(self.first.weight, self.second.weight)
         first_bias, second_bias = widened(self.first.bias, self.second.bias)
         if not self.timed:
@@ -105,7 +119,7 @@ class FloaterPosition(Float32Module, Position):
 
     def biases(self, length: int) -> Tensor:
         """[length, 3, layers, D]"""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not self.dynamics.is_plain:
             return self._solve(length)
         now = [parameter.detach() for parameter in self.parameters()]
         if self._kept is None or self._kept[1].shape[0] < length or not _same(self._kept[0], now):

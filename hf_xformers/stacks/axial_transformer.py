@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..blocks.base import XFormerLayer, unpack_layer
-from ..core.cache import RecurrentStateLayer
+from ..core.cache import RecurrentStateLayer, SlotStateLayer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses, self_attention_cache
 from ..core.extent import can_inspect
@@ -226,7 +226,7 @@ class AxialStackSpec(StackSpec):
         return max(config.num_hidden_layers // 4 * 2, 2)
 
     def cache_layer_at(self, config, step: int) -> CacheLayerMixin | None:
-        return RecurrentStateLayer() if step < self.outer_layers(config) else None
+        return SlotStateLayer() if step < self.outer_layers(config) else None
 
     def build(self, config, **where) -> AxialStack:
         return AxialStack(config, self)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.common.cases import each_case, each_causal_case, each_causal_part
+from tests.common.cases import CASES, each_case, each_causal_case, each_causal_part
 from tests.helpers import close, pad, tokens
 
 LENGTH = 13
@@ -110,6 +110,36 @@ def test_cached_equals_full(case, pieces):
 
 
 @each_causal_part
+@pytest.mark.parametrize("behind", ["padding", "virtual_tokens"])
+def test_cached_after_padding_anywhere(case, behind):
+    """Texts are continued from a cache wherever their padding stands: behind a text, or between virtual tokens and
+    it, as peft puts them."""
+    model, rows, more = case.shared(), [tokens(length, seed=length) for length in (6, 3, 4)], tokens(3, 3, seed=8)
+    ids, mask = pad(rows, 6, "right", seed=9)
+    if behind == "virtual_tokens":
+        ids, mask = (torch.cat((x[:, :2], x.flip(0)[:, 2:]), 1) for x in (ids, mask.flip(1)))
+        mask[:, :2] = 1
+    source = {} if case.shape == "decoder" else {"input_ids": tokens(3, 5, seed=2)}
+    name = "decoder_" if source else ""
+
+    def run(row, ids, mask=None, **options):
+        given = {f"{name}input_ids": ids, **{key: x if row is None else x[[row]] for key, x in source.items()}}
+        return model(**given, **({} if mask is None else {f"{name}attention_mask": mask}), **options)
+
+    with torch.no_grad():
+        output = run(None, ids, mask, use_cache=True)
+        found, mask_of_texts = [output.logits], mask
+        for place in range(3):
+            mask = torch.cat((mask, torch.ones_like(mask[:, :1])), 1)
+            output = run(None, more[:, [place]], mask, use_cache=True, past_key_values=output.past_key_values)
+            found.append(output.logits)
+        found = torch.cat(found, 1)
+        for row in range(3):
+            alone = torch.cat((ids[row][mask_of_texts[row].bool()], more[row]))
+            close(found[row][mask[row].bool()], run(row, alone[None], use_cache=False).logits[0])
+
+
+@each_causal_part
 def test_greedy_generation(case):
     """`generate`, with and without a cache, writes what a full pass over the text itself finds likeliest at each
     place (later tokens do not change that, as the tests above show), for each text of a padded batch."""
@@ -160,3 +190,55 @@ def test_sampling_is_seeded(case):
         torch.manual_seed(seed)
         texts.append(model.generate(input_ids=ids, do_sample=True, max_new_tokens=4, min_new_tokens=4))
     assert torch.equal(texts[0], texts[1]) and not torch.equal(texts[0], texts[2])
+
+
+SECOND_TURNS = {  # (a decoder, whether its cache can move slots): keys and values, a state without slots, windows
+    "xf_gpt2": True, "xf_shaw_relative": True, "score_bias_post_ln": True, "xf_linear_transformer": True,
+    "xf_lite_transformer": False, "xf_gpt3_alternating": False, "lolcats": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, moves", SECOND_TURNS.items())
+def test_second_turns_of_other_lengths(name, moves):
+    """A second turn that is padded after cached tokens, and a token behind it."""
+    case = next(case for case in CASES if (case.name, case.shape) == (name, "decoder"))
+    model, texts, turns = case.shared(), tokens(2, 5, seed=1), [tokens(3, seed=2), tokens(1, seed=3)]
+    ids, mask = pad(turns, 3, "left", seed=4)
+    mask, last = torch.cat((torch.ones_like(texts), mask), 1), tokens(2, 1, seed=5)
+    with torch.no_grad():
+        past = model(texts, use_cache=True).past_key_values
+        if not moves:
+            with pytest.raises(ValueError, match="cannot move apart again; give each row"):
+                model(ids, attention_mask=mask, past_key_values=past)
+            return
+        turn = model(ids, attention_mask=mask, past_key_values=past).logits
+        mask = torch.cat((mask, torch.ones_like(last)), 1)
+        after = model(last, attention_mask=mask, past_key_values=past).logits
+        for row, text in enumerate(texts):
+            length = len(turns[row])
+            alone = case.run(model, torch.cat((text, turns[row], last[row]))[None], use_cache=False)[0, 5:]
+            close(torch.cat((turn[row, -length:], after[row])), alone)
+
+
+def test_what_is_recorded_stands_where_the_caller_has_it():
+    case = next(case for case in CASES if str(case) == "xf_gpt2-decoder")
+    model, ids = case.shared(implementation="eager"), tokens(1, 7)
+    places = torch.tensor([0, 1, 5, 6, 7, 8, 9])
+    padded, mask = tokens(1, 10, seed=5), torch.zeros(1, 10).long()
+    padded[:, places], mask[:, places] = ids, 1
+    asked = {"output_hidden_states": True, "output_attentions": True, "use_cache": False}
+    with torch.no_grad():
+        found, alone = model(padded, attention_mask=mask, **asked), model(ids, **asked)
+    for one, other in zip(found.hidden_states, alone.hidden_states, strict=True):
+        close(one[:, places], other)
+    for one, other in zip(found.attentions, alone.attentions, strict=True):
+        close(one[:, :, places][..., places], other)
+
+
+def test_a_static_cache_refuses_padding_between_tokens():
+    case = next(case for case in CASES if str(case) == "xf_gpt2-decoder")
+    mask = torch.tensor([[1, 1, 0, 0, 1, 1, 1]])
+    with pytest.raises(ValueError, match="leave `cache_implementation` out"):
+        case.shared().generate(
+            tokens(1, 7), attention_mask=mask, max_new_tokens=2, cache_implementation="static", pad_token_id=0
+        )

@@ -137,3 +137,26 @@ def test_padding(name, head):
                 if key in PER_TOKEN or head in TOKEN_HEADS or (head, key) == ("ForSegmentReordering", "logits"):
                     value = value[mask.bool()].view_as(expected[key])
                 close(value, expected[key])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "transformer_xl", "feedback_transformer"])
+@pytest.mark.parametrize("head", ["Model", "ForSequenceClassification", "ForMultipleChoice"])
+def test_a_decoder_without_a_mask_finds_the_last_token(name, head):
+    """It is the last that is not `pad_token_id`, and one such token inside a text is a token as any other."""
+    members, changes = family(name), {"add_pooler": head == "Model", "num_labels": 3}
+    if head not in members:
+        pytest.skip("the family has no such head")
+    torch.manual_seed(0)
+    config = config_class(name)(**tiny_fields(config_class(name), "decoder", is_decoder=True, **changes))
+    model, ids = make_strong(members[head](config).double().eval()), tokens(2, 7)
+    ids[1, 2] = config.pad_token_id
+    padded, _ = pad(list(ids), 11, "right")
+
+    def vectors(ids):
+        output = model(**{"input_ids": inputs(head, ids)["input_ids"]})
+        return output.pooler_output if head == "Model" else output.logits
+
+    with torch.no_grad():
+        close(vectors(padded), vectors(ids))
+        nothing = torch.full((2, 3), config.pad_token_id)  # as transformers: the first
+        assert vectors(nothing).isfinite().all()

@@ -27,6 +27,18 @@ def test_padding_changes_nothing(case, side):
 
 
 @each_part
+def test_padding_between_tokens(case):
+    """Tokens are counted, not slots: real ones give what they give side by side (peft puts virtual tokens before a
+    text and its padding)."""
+    model, ids = case.shared(), tokens(2, 7)
+    places = torch.tensor([[0, 1, 2, 7, 8, 9, 10], [1, 3, 4, 6, 8, 9, 11]])
+    padded, mask = tokens(2, 12, seed=5).scatter(1, places, ids), torch.zeros(2, 12).long().scatter(1, places, 1)
+    with torch.no_grad():
+        output = case.run(model, padded, mask)
+        close(output[mask.bool()].view(2, 7, -1), case.run(model, ids))
+
+
+@each_part
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_one_by_one(case, side):
     """A batch of lengths 1, 2, 7 and 13 gives each text what it gets alone and unpadded."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
 
-from ...compat import has_hooks
+from ...core.cache import appended
 from ...core.components import Spec
 from ...core.context import LayerContext, SublayerOutput, self_attention_cache
 from ...core.initialization import start_projections
@@ -213,7 +213,7 @@ class Attention(Undecayed, Sublayer):
         query, key, value = self.place(query, key, value, context, turn_keys=not late)
         cache = self_attention_cache(past_key_values)
         if cache is not None:
-            key, value = cache.update(key, value, step)
+            key, value = appended(cache, key, value, step)
         if late:
             key = self.turned_late(key, context)
         if CARRIED_KEYS in streams:
@@ -539,14 +539,6 @@ def cross_cache(past_key_values: Cache | None) -> EncoderDecoderCache | None:
     return past_key_values if isinstance(past_key_values, EncoderDecoderCache) else None
 
 
-def is_plain_linear(module: nn.Module) -> bool:
-    """Whether the weight and bias of a projection are all there is to it, so that a mechanism may use them without
-    calling it: no adapter, hook, offloading, quantisation or sharding."""
-    if type(module) is not nn.Linear or "forward" in vars(module) or type(module.weight) is not nn.Parameter:
-        return False
-    return not has_hooks(module)
-
-
 def literal_softmax_attention(
     query: Tensor,
     key: Tensor,
@@ -595,6 +587,5 @@ __all__ = [
     "AttentionSpec",
     "cross_cache",
     "given_memory",
-    "is_plain_linear",
     "literal_softmax_attention",
 ]

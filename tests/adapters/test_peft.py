@@ -1,0 +1,142 @@
+"""peft's adapters on mechanisms of every kind: what they reach, that each has an effect, and that merging keeps it."""
+
+import peft
+import pytest
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers import AutoModelForTokenClassification
+
+from hf_xformers._registration import PROJECTIONS
+from hf_xformers.attention.shared.base import Attention
+from hf_xformers.finetuning.peft_methods import reach, targets
+from hf_xformers.variants import config_class, family
+from tests.common.cases import CASES
+from tests.helpers import close, make_strong, tiny_fields, tokens
+
+BY_NAME = {str(case): case for case in CASES}
+DECIDES = ("query_gate", "inner", "outer", "film", "embed", "score", "sort_in", "sort_out", "inputs")  # what is read
+BY_NETWORK = ("gate_proj", "up_proj", "down_proj")
+
+
+def names(module):
+    return {name for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.shape == "decoder"], ids=str)
+def test_default_targets_are_all_projections_of_a_mechanism(case):
+    with torch.device("meta"):
+        model = case.family[case.head](case.config())
+    found = targets(model, "lora", None)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            inside = {name.rpartition(".")[2] for name in names(module)}
+            left = inside - set(found) - set(DECIDES)
+            assert left <= set(BY_NETWORK) and (not left or inside & {"q_proj", "v_proj"}), left
+    known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING[model.config.model_type]
+    assert set(found) & set(PROJECTIONS) <= set(known)
+    if not set(found) & set(PROJECTIONS):
+        assert set(found) <= set(known)
+
+
+def adapted(case, **options):
+    """(its model in float64, the same with strong adapters)"""
+    model = case.build()
+    options = {"target_modules": "all-linear", "r": 2, **options}
+    result = peft.get_peft_model(model, peft.LoraConfig(**options), autocast_adapter_dtype=False).double().eval()
+    torch.manual_seed(3)
+    for name, parameter in result.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.3)
+    return model, result
+
+
+@pytest.mark.parametrize(
+    "name", ["xf_floater-decoder", "xf_indigo-decoder", "adaptive_vocabulary-decoder", "adaptive_vocabulary-encoder"]
+)
+def test_every_adapter_takes_part_and_merging_keeps_it(name):
+    case, ids = BY_NAME[name], tokens(2, 7)
+    with torch.no_grad():
+        before = case.run(case.build(), ids)
+    _, changed = adapted(case)
+    logits = changed(input_ids=ids).logits
+    logits.square().sum().backward()
+    idle = [key for key, p in changed.named_parameters() if "lora_" in key and (p.grad is None or not p.grad.any())]
+    assert not idle
+    with torch.no_grad():
+        assert (logits - before).abs().max() > 1e-3
+        close(changed(input_ids=ids).logits, logits.detach())  # what is kept between calls is not that of the base
+        with changed.disable_adapter():
+            close(changed(input_ids=ids).logits, before)
+        close(changed(input_ids=ids).logits, logits.detach())
+        close(changed.merge_and_unload()(input_ids=ids).logits, logits.detach())
+
+
+def test_adapters_inside_a_differential_equation_have_an_effect():
+    case, ids = BY_NAME["xf_floater-decoder"], tokens(2, 7)
+    with torch.no_grad():
+        before = case.run(case.build(), ids)
+        _, changed = adapted(case, target_modules=["first", "second"])
+        after = changed(input_ids=ids).logits
+        assert (after - before).abs().max() > 1e-3
+        close(changed.merge_and_unload()(input_ids=ids).logits, after)
+
+
+def test_tables_that_are_tied_are_refused_by_name():
+    case = BY_NAME["adaptive_vocabulary-decoder"]
+    with pytest.raises(ValueError, match="TiedLinear"):
+        adapted(case, target_modules=["lm_head.tables.0"])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "average_attention", "r_transformer"])
+def test_reach(name):
+    kind = config_class(name)
+    model = family(name)["ForCausalLM"](kind(**tiny_fields(kind, "decoder")))
+    changed = peft.get_peft_model(model, peft.LoraConfig())
+    found, layers = reach(changed), model.config.num_hidden_layers
+    adapters = [part for part in changed.modules() if isinstance(part, BaseTunerLayer)]
+    assert (found["layers"], found["adapted_layers"], found["adapted_maps"]) == (layers, layers, len(adapters))
+    if name == "gpt2":
+        assert (found["adapted_maps"], found["maps"]) == (4 * layers, 6 * layers)
+
+
+def saved(tmp_path, head, labels=None, **options):
+    """Folders of a base without that head's layer and of a strong adapter, and the adapted model."""
+    kind, members = config_class("bert"), family("bert")
+    torch.manual_seed(0)
+    make_strong(members["ForMaskedLM"](kind(**tiny_fields(kind)))).save_pretrained(tmp_path / "base")
+    model = members[head].from_pretrained(tmp_path / "base", **labels or {})
+    changed = peft.get_peft_model(model, peft.LoraConfig(**options)).eval()
+    for name, parameter in changed.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.3)
+    changed.save_pretrained(tmp_path / "adapter")
+    return changed
+
+
+def test_an_adapter_without_a_task_finds_its_class(tmp_path):
+    changed, ids = saved(tmp_path, "ForMaskedLM"), tokens(2, 7)
+    loaded = peft.AutoPeftModel.from_pretrained(tmp_path / "adapter").eval()
+    with torch.no_grad():
+        close(loaded(input_ids=ids).logits, changed(input_ids=ids).logits, 1e-6)
+
+
+@pytest.mark.parametrize("way", ["peft", "transformers"])
+def test_an_adapter_brings_its_labels(way, tmp_path):
+    labels = {index: f"label {index}" for index in range(5)}
+    changed = saved(tmp_path, "ForTokenClassification", {"id2label": labels}, task_type="TOKEN_CLS")
+    kind = {"peft": peft.AutoPeftModelForTokenClassification, "transformers": AutoModelForTokenClassification}[way]
+    loaded, ids = kind.from_pretrained(tmp_path / "adapter").eval(), tokens(2, 7)
+    assert loaded.config.id2label == labels and loaded.config.label2id["label 3"] == 3
+    with torch.no_grad():
+        close(loaded(input_ids=ids).logits, changed(input_ids=ids).logits, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "name, remedy", [("xf_delight", "token_dim=16"), ("differing_layers", "choose LoRA"), ("xf_synthesizer", "choose")]
+)
+def test_a_prefix_of_other_sizes_is_refused(name, remedy):
+    model = BY_NAME[f"{name}-decoder"].build(dtype=torch.float32)
+    changed = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(ValueError, match=f"keys of 4 heads of width 8, .*{remedy}"):
+        changed(input_ids=tokens(2, 7))
