@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import Trainer
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalPrediction
@@ -143,10 +144,16 @@ class XFormerTrainer(Trainer):
         if prepare is not None:  # what a model itself decides about its batch, such as an order of generation
             with self.compute_loss_context_manager():
                 inputs = prepare(inputs)
+        places, first = inputs.get("position_ids"), getattr(self.model.config, "first_position", 0)
+        if isinstance(places, Tensor) and first:  # rows of data count from 0
+            inputs = {**inputs, "position_ids": places + first}
         labels, mask = inputs.get("labels"), inputs.get("attention_mask")
         if isinstance(labels, Tensor) and isinstance(mask, Tensor) and self._predicts_next_token:
             # Smoothing, distillation and evaluation make losses of their own.
-            inputs = {**inputs, "labels": labels_after_real_tokens(labels, mask)}
+            labels = labels_after_real_tokens(labels, mask)
+            inputs = {**inputs, "labels": labels}
+        if isinstance(labels, Tensor) and getattr(self.model.config, "labels_in_place", False):
+            inputs.setdefault("shift_labels", pad(labels[:, 1:], (0, 1), value=-100))  # data has them like ids
         return inputs
 
     @property
