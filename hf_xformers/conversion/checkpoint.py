@@ -23,6 +23,7 @@ from .image_processors import open_image_processor, reads_images, save_image_pro
 from .provenance import read_provenance, write_provenance
 from .refusals import refuse_adapter, refuse_config, refuse_place, refuse_weights
 from .report import Report
+from .sentence_files import model_place, open_sentence_files
 from .transfer import Source, check_head, needed_beside, quiet, to_ours, to_theirs
 from .word_vocabulary import word_file, word_tokenizer
 
@@ -289,7 +290,8 @@ def convert_checkpoint(
     model_type: str | None = None,
     overwrite: bool = False,
 ) -> Report:
-    """Converts a saved model, with its tokenizer or image processor and its generation settings, into a new folder.
+    """Converts a saved model, with its tokenizer or image processor, its generation settings and what
+    sentence-transformers keeps beside it, into a new folder.
 
     source: a folder that `save_pretrained` wrote, or a Hub id. target: a folder that does not exist or is empty; with
     `overwrite`, one that is replaced when, and only when, everything is written. direction: `to_ours`, `to_theirs`, or
@@ -305,6 +307,8 @@ def convert_checkpoint(
         raise ValueError(f"`direction` is 'auto', 'to_ours' or 'to_theirs', got {direction!r}.")
     folder = Path(target).expanduser()
     check_target(folder, source, overwrite)
+    sentence = open_sentence_files(source)
+    source = model_place(source, sentence)
     converter, ours = read_model_type(source, model_type)
     found = "to_theirs" if ours else "to_ours"
     if direction not in ("auto", found):
@@ -312,6 +316,8 @@ def convert_checkpoint(
         raise ValueError(
             f"`direction` {direction!r} does not fit {os.fspath(source)!r}, which holds a {kind!r} model."
         )
+    if head is None and not ours and sentence is not None and sentence.reads_states:
+        head = "Model"
     change = to_theirs if ours else to_ours
     of_images = reads_images(config_class(converter.variant))
     tokenizer = open_tokenizer(source)
@@ -325,6 +331,8 @@ def convert_checkpoint(
             report.notes.append("the source has no tokenizer")
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
+        if sentence is not None:
+            sentence.save(scratch, None, report.notes)
         if not ours:
             write_provenance(scratch, source, report, (converter.variant, converter.variant))
     return report
