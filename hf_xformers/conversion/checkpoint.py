@@ -167,7 +167,24 @@ def load(source: str | Path, converter: Converter, ours: bool, head: str | None)
         found = _loaded(_class_of(config, converter, ours, head), name, config)
     if not ours and found.extra:
         _keep_needed(found, converter, name)
+    if head is None:
+        _refuse_without_output(found, name)
     return found
+
+
+def _refuse_without_output(found: Source, name: str) -> None:
+    """Refuses a language model whose output projection is neither in the checkpoint nor tied to its token table."""
+    output = found.model.get_output_embeddings()
+    weight = None if output is None else output.weight
+    absent = next(
+        (key for key, kept in found.model.named_parameters() if kept is weight and key in found.absent), None
+    )
+    if absent is not None:
+        raise ValueError(
+            f"The checkpoint {name!r} lacks {absent!r}, what {type(found.model).__name__} predicts tokens with; copy"
+            " or download it again, set `tie_word_embeddings` in its config.json to true if that is its token table,"
+            " or give `head='Model'` to convert the model without it."
+        )
 
 
 def _keep_needed(found: Source, converter: Converter, name: str) -> None:
@@ -269,10 +286,12 @@ def _class_of(config: PreTrainedConfig, converter: Converter, ours: bool, head: 
                 f"{converter.variant} has no class {named!r}; say which head to convert: {', '.join(classes)}."
             )
         return classes[chosen]
+    found = None if named is None else converter.head_of_theirs(named)
     if head is not None or named is None:
         pair = converter.head_of_ours(head or "Model", config) or converter.base_head(config)
+        if found is not None and found.prefix and pair.prefix not in ("", found.prefix):
+            return converter.their_class(found.theirs)  # the other class looks for its tensors under other names
         return converter.their_class(pair.theirs)
-    found = converter.head_of_theirs(named)
     if found is None:
         known = ", ".join(entry.theirs for entry in converter.heads)
         raise ValueError(
