@@ -51,7 +51,6 @@ BORROWED: dict[str, tuple[str, str]] = {
     "BatchSamplerShard": ("accelerate.data_loader.BatchSamplerShard", "texts divided over processes"),
     "DataLoaderShard": ("accelerate.data_loader.DataLoaderShard", "texts divided over processes"),
     "BaseTunerLayer": ("peft.tuners.tuners_utils.BaseTunerLayer", "adapters are merged into weights"),
-    "LORA_TARGETS": ("peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING", "what LoRA adapts by default"),
     "IA3_TARGETS": ("peft.utils.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING", "what IA3 adapts by default"),
     "FakeTensorMode": ("torch._subclasses.fake_tensor.FakeTensorMode", "exports follow shapes without computing"),
     "pytree": ("torch.utils._pytree", "a segment memory is an input of exported programs"),

@@ -137,6 +137,7 @@ class XFormerConfig(PreTrainedConfig):
         time in reverse; Takase and Kiyono 2021; `distinct_layers=1` is ALBERT), layer_map (the same said for each
         depth: the number of the layer that runs there, such as `[0, 1, 1, 0]`), share (what is shared: `all`, whole
         layers; `attention` or `feedforward`, these alone, while every depth has norms and the rest of its own);
+        first_position (the number that `position_ids` give a text's first token: 0, in RoBERTa of transformers 2);
         decoder_vocab_size (`None`: both towers read one token table; a number: the decoder has a table of its own with
         so many rows, which its output is tied to);
         num_key_value_heads (`None`: one per head; 1: multi-query; between: grouped); head_dim (`None`:
@@ -168,7 +169,8 @@ class XFormerConfig(PreTrainedConfig):
     Special tokens (ids; `None`: there is none): pad_token_id, bos_token_id, eos_token_id, decoder_start_token_id (what
         an encoder-decoder's decoder reads first; `None`: the padding token).
     Generation and output: use_cache (whether a decoder keeps the state of what it has read), tie_word_embeddings
-        (whether the output reads the token table).
+        (whether the output reads the token table), labels_in_place (whether a causal model compares a prediction with
+        the label in its own place, as transformers' BartForCausalLM does, not with the next one).
     Slots: embedding, position, attention, cross_attention, normalization, residual, feedforward, block, stack, head.
     decoder: fields of an encoder-decoder's decoder that differ from its encoder's, e.g. `{"attention": "dense"}`.
     per_layer_config: fields of single layers that differ, e.g. `{0: {"attention": "dense"}}` (transformers' own
@@ -209,6 +211,7 @@ class XFormerConfig(PreTrainedConfig):
     head_dim: int | None = None
     intermediate_size: int = 3072
     max_position_embeddings: int = 512
+    first_position: int = 0
     type_vocab_size: int = 0
     hidden_dropout_prob: float | int = 0.1
     attention_probs_dropout_prob: float | int = 0.1
@@ -235,6 +238,7 @@ class XFormerConfig(PreTrainedConfig):
     use_cache: bool = True
     unpad_inputs: bool = False
     tie_word_embeddings: bool = True
+    labels_in_place: bool = False
 
     embedding: SpecLike = "token"
     position: SpecLike = "learned_absolute"

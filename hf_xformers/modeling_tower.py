@@ -337,6 +337,8 @@ class XFormerTower(XFormerPreTrainedModel):
         """
         if isinstance(cache, PagedTexts):
             return self._paged_context(inputs_embeds, attention_mask, position_ids, cache)
+        if position_ids is not None and self.config.first_position:
+            position_ids = position_ids - self.config.first_position
         extent = extent_of(inputs_embeds, cache)
         current, division, parts = extent.query_index(), division_in_force(), None
         if division is None:

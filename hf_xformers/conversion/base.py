@@ -56,6 +56,9 @@ _DROPOUTS = (
     "layer_drop",
 )
 
+# What inputs mean, by the field of ours that says it.
+_MEANINGS = {"first_position": "`position_ids`", "labels_in_place": "`labels`"}
+
 Rules = tuple[Rule, ...]
 Groups = Rules | Callable[[XFormerConfig], Rules]  # a part's rules, or what makes them for our config
 
@@ -245,6 +248,10 @@ class Converter:
                 f"decoder_vocab_size={config.decoder_vocab_size!r} has no counterpart in transformers: both towers of"
                 f" a {self.model_type!r} model read one token table."
             )
+        for name, what in _MEANINGS.items():
+            value, kept = getattr(config, name), getattr(back, name)
+            if value != kept and notes is not None:
+                notes.append(f"{what} mean what {name}={kept!r} says in transformers; here it was {value!r}")
         for mine, carried in zip(config.tower_configs(), back.tower_configs(), strict=True):
             slots = [
                 slot for slot in SLOTS if slot != "cross_attention" or (mine.is_decoder and config.is_encoder_decoder)

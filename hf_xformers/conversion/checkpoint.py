@@ -24,6 +24,7 @@ from .image_processors import open_image_processor, reads_images, save_image_pro
 from .provenance import read_provenance, write_provenance
 from .refusals import refuse_adapter, refuse_config, refuse_place, refuse_weights
 from .report import Report
+from .sentence_files import model_place, open_sentence_files
 from .transfer import Source, check_head, needed_beside, quiet, to_ours, to_theirs
 from .word_vocabulary import word_file, word_tokenizer
 
@@ -167,7 +168,24 @@ def load(source: str | Path, converter: Converter, ours: bool, head: str | None)
         found = _loaded(_class_of(config, converter, ours, head), name, config)
     if not ours and found.extra:
         _keep_needed(found, converter, name)
+    if head is None:
+        _refuse_without_output(found, name)
     return found
+
+
+def _refuse_without_output(found: Source, name: str) -> None:
+    """Refuses a language model whose output projection is neither in the checkpoint nor tied to its token table."""
+    output = found.model.get_output_embeddings()
+    weight = None if output is None else output.weight
+    absent = next(
+        (key for key, kept in found.model.named_parameters() if kept is weight and key in found.absent), None
+    )
+    if absent is not None:
+        raise ValueError(
+            f"The checkpoint {name!r} lacks {absent!r}, what {type(found.model).__name__} predicts tokens with; copy"
+            " or download it again, set `tie_word_embeddings` in its config.json to true if that is its token table,"
+            " or give `head='Model'` to convert the model without it."
+        )
 
 
 def _keep_needed(found: Source, converter: Converter, name: str) -> None:
@@ -269,10 +287,12 @@ def _class_of(config: PreTrainedConfig, converter: Converter, ours: bool, head: 
                 f"{converter.variant} has no class {named!r}; say which head to convert: {', '.join(classes)}."
             )
         return classes[chosen]
+    found = None if named is None else converter.head_of_theirs(named)
     if head is not None or named is None:
         pair = converter.head_of_ours(head or "Model", config) or converter.base_head(config)
+        if found is not None and found.prefix and pair.prefix not in ("", found.prefix):
+            return converter.their_class(found.theirs)  # the other class looks for its tensors under other names
         return converter.their_class(pair.theirs)
-    found = converter.head_of_theirs(named)
     if found is None:
         known = ", ".join(entry.theirs for entry in converter.heads)
         raise ValueError(
@@ -290,7 +310,8 @@ def convert_checkpoint(
     model_type: str | None = None,
     overwrite: bool = False,
 ) -> Report:
-    """Converts a saved model, with its tokenizer or image processor and its generation settings, into a new folder.
+    """Converts a saved model, with its tokenizer or image processor, its generation settings and what
+    sentence-transformers keeps beside it, into a new folder.
 
     source: a folder that `save_pretrained` wrote, or a Hub id. target: a folder that does not exist or is empty; with
     `overwrite`, one that is replaced when, and only when, everything is written. direction: `to_ours`, `to_theirs`, or
@@ -306,6 +327,8 @@ def convert_checkpoint(
         raise ValueError(f"`direction` is 'auto', 'to_ours' or 'to_theirs', got {direction!r}.")
     folder = Path(target).expanduser()
     check_target(folder, source, overwrite)
+    sentence = open_sentence_files(source)
+    source = model_place(source, sentence)
     converter, ours = read_model_type(source, model_type)
     found = "to_theirs" if ours else "to_ours"
     if direction not in ("auto", found):
@@ -313,6 +336,8 @@ def convert_checkpoint(
         raise ValueError(
             f"`direction` {direction!r} does not fit {os.fspath(source)!r}, which holds a {kind!r} model."
         )
+    if head is None and not ours and sentence is not None and sentence.reads_states:
+        head = "Model"
     change = to_theirs if ours else to_ours
     of_images = reads_images(config_class(converter.variant))
     tokenizer = open_tokenizer(source)
@@ -326,6 +351,8 @@ def convert_checkpoint(
             report.notes.append("the source has no tokenizer")
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
+        if sentence is not None:
+            sentence.save(scratch, None, report.notes)
         if not ours:
             write_provenance(scratch, source, report, (converter.variant, converter.variant))
     return report

@@ -37,6 +37,7 @@ from .movement import Movement, movement
 from .provenance import write_provenance
 from .refusals import refuse_quantized
 from .report import Report
+from .sentence_files import model_place, open_sentence_files
 from .shared_heads import shared_factors as _  # noqa: F401  its file enters the rule of collaborative attention
 from .swap_config import Layers, changed_slots, settings_left_behind, swapped_config
 from .swap_report import SwapReport
@@ -91,7 +92,8 @@ def swap_components(
 
 
 def swap_checkpoint(source: str | Path, target: str | Path, *, overwrite: bool = False, **options: Any) -> SwapReport:
-    """[`swap_components`] from a folder or Hub id into a new folder, with tokenizer and generation settings.
+    """[`swap_components`] from a folder or Hub id into a new folder, with tokenizer, generation settings and what
+    sentence-transformers keeps beside the model.
 
     target: a folder that does not exist or is empty; with `overwrite`, one that is replaced when, and only when,
     everything is written. options: as for [`swap_components`].
@@ -101,21 +103,28 @@ def swap_checkpoint(source: str | Path, target: str | Path, *, overwrite: bool =
     """
     folder = Path(target).expanduser()
     check_target(folder, source, overwrite)
+    sentence = open_sentence_files(source)
+    source = model_place(source, sentence)
     model_type = model_type_of(source)  # a source without a readable config has no tokenizer to look for
+    if sentence is not None and sentence.reads_states and model_type not in model_types() and not options.get("head"):
+        options["head"] = "Model"
     tokenizer = open_tokenizer(source)
     of_images = reads_images(type(source_config(source)))
     processor = open_image_processor(source) if of_images else None
     model, report = swap_components(source, tokenizer=tokenizer, **options)
     if tokenizer is None and not of_images:
         report.notes.append("the source has no tokenizer")
-    elif tokenizer is not None:
+    length = options.get("max_length")
+    if tokenizer is not None:
         limits = [tower.max_length for tower in _towers(model).values() if tower.max_length is not None]
-        if limits:
-            tokenizer.model_max_length = min(limits)
+        longest = min([*limits, length or tokenizer.model_max_length])
+        tokenizer.model_max_length = longest
     with replacing(folder) as scratch:
         save(model, scratch)
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
+        if sentence is not None:
+            sentence.save(scratch, length, report.notes)
         if of_images:
             save_image_processor(processor, scratch, model.config, report.notes)
         before = str(model_type) if model_type in model_types() else converter_for(model_type).variant
@@ -129,6 +138,7 @@ def source_config(source: str | Path) -> XFormerConfig:
     Raises:
         ValueError: it cannot be read, or does not convert.
     """
+    source = model_place(source, open_sentence_files(source))
     model_type = model_type_of(source)
     converter = None if model_type in model_types() else converter_for(model_type)
     config = open_config(source)

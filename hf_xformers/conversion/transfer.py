@@ -35,7 +35,7 @@ CLASSIFIERS = (
 _CHAIN = "crf."  # scores of sequences of tags
 _FEW = 0.2  # of a model's bytes
 # Buffers of older releases that hold no weights.
-_NO_WEIGHTS = re.compile(r"(^|\.)(position_ids|token_type_ids|attn\.bias|attn\.masked_bias)$")
+_NO_WEIGHTS = re.compile(r"(^|\.)(position_ids|token_type_ids|(attn|attention)\.(masked_)?bias)$")
 
 
 @dataclass
@@ -108,6 +108,7 @@ def to_ours(source: Source, converter: Converter, head: str | None = None) -> tu
     notes: list[str] = []
     config = converter.config_to_ours(model.config, notes)
     config.tie_word_embeddings = _tied(model)
+    known = {*converter.renamed, *_known_names(converter, config, 0)}  # of the layers that any of the classes has
     wanted = pair if name == pair.ours else converter.head_of_ours(name, model.config)
     if wanted is None:
         _check_towers(converter, model, name)
@@ -128,7 +129,7 @@ def to_ours(source: Source, converter: Converter, head: str | None = None) -> tu
     if name == "Model" and "pooler" in groups and not _has_pooler(source, converter, left, config, True):
         config.add_pooler = False
         right.groups = tuple(group for group in groups if group != "pooler")
-    return _transfer(source, converter, left, right, config, config, notes, True)
+    return _transfer(source, converter, left, right, config, config, notes, known, True)
 
 
 def to_theirs(source: Source, converter: Converter, head: str | None = None) -> tuple[PreTrainedModel, Report]:
@@ -173,7 +174,7 @@ def to_theirs(source: Source, converter: Converter, head: str | None = None) -> 
         )
     if hasattr(theirs, "forced_eos_token_id") and model.can_generate():
         theirs.forced_eos_token_id = model.generation_config.forced_eos_token_id
-    return _transfer(source, converter, left, right, config, theirs, notes, False)
+    return _transfer(source, converter, left, right, config, theirs, notes, _known_names(converter, config, 1), False)
 
 
 def _check_towers(converter: Converter, model: PreTrainedModel, name: str) -> None:
@@ -272,6 +273,7 @@ def _transfer(
     our_config: XFormerConfig,
     target_config: Any,
     notes: list[str],
+    known: set[str],
     to_ours: bool,
 ) -> tuple[PreTrainedModel, Report]:
     model = source.model
@@ -289,12 +291,11 @@ def _transfer(
     made = _apply(entries, converter, state, shapes, report, to_ours, source.borrowed)
 
     used = {name for entry in entries for name in entry.ends(to_ours)[0]}
-    known = _known_names(converter, our_config, 0 if to_ours else 1)
     unmapped = []
     for name in [*(name for name in state if name not in used), *source.extra]:
         headed = left.pair is None and not name.startswith(left.prefix)
         chained = not to_ours and name.startswith(_CHAIN)  # of a head; converting that is refused before
-        if name in known or headed or chained or _NO_WEIGHTS.search(name):
+        if name in known or headed or chained or _NO_WEIGHTS.search(name) or _left_behind(converter, name):
             report.dropped.append(name)
         else:
             unmapped.append(name)
@@ -323,6 +324,13 @@ def _transfer(
         raise ValueError(f"No tensor of {report.source} fills {_listed(empty)} of {report.target}.")
     carry_generation(model, target)
     return target.to(model.device), report
+
+
+def _left_behind(converter: Converter, name: str) -> bool:
+    """Whether a class of the family leaves a tensor of a checkpoint behind without a word."""
+    classes = (converter.their_class(head.theirs) for head in converter.heads)
+    patterns = {pattern for made in classes for pattern in made._keys_to_ignore_on_load_unexpected or ()}
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def _let_go(made: dict[str, Tensor], state: dict[str, Tensor]) -> None:
@@ -361,7 +369,9 @@ def _apply(
     lacking: dict[str, list[str]] = {}
     for entry in entries:
         lacking.setdefault(entry.group, []).extend(name for name in entry.ends(to_ours)[0] if name not in state)
-    present = {entry.group for entry in entries if all(name in state for name in entry.ends(to_ours)[0])}
+    reads = [(entry.group, entry.ends(to_ours)[0]) for entry in entries]
+    present = {group for group, names in reads if names and all(name in state for name in names)}
+    present |= {group for group, _ in reads} - {group for group, names in reads if names}
     missing = [name for group, names in lacking.items() if group in present | {*converter.required} for name in names]
     if missing and borrowed and to_ours:
         raise ValueError(

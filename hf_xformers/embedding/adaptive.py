@@ -15,14 +15,16 @@ from .token import TokenEmbedding, TokenEmbeddingSpec
 
 
 class AdaptiveTable(nn.Module):
-    """E[w] = P_c E_c[w - l_c] for a word w of the cluster c of ids l_c, l_c + 1, ...; E_c [size, e_c], P_c [D, e_c].
+    """E[w] = embed_scale * P_c E_c[w - l_c] for a word w of the cluster c of ids l_c, l_c + 1, ...; E_c [size, e_c],
+    P_c [D, e_c].
 
     Every cluster looks up all tokens, with the ids that are not its own replaced, so that shapes do not depend on the
     text: time O(T D sum_c e_c).
     """
 
-    def __init__(self, clusters: tuple[Cluster, ...], width: int, projects: bool):
+    def __init__(self, clusters: tuple[Cluster, ...], width: int, projects: bool, embed_scale: float = 1.0):
         super().__init__()
+        self.embed_scale = embed_scale
         self.clusters = clusters
         self.tables = nn.ModuleList(nn.Embedding(cluster.size, cluster.width) for cluster in clusters)
         self.projections = nn.ModuleList(
@@ -39,7 +41,7 @@ class AdaptiveTable(nn.Module):
             found = vectors if found is None else torch.where(own, vectors, found)
         if found is None:
             raise ValueError("An adaptive table needs one cluster at least, got none.")
-        return found
+        return found if self.embed_scale == 1.0 else found * self.embed_scale
 
 
 class AdaptiveEmbedding(TokenEmbedding):
@@ -50,7 +52,7 @@ class AdaptiveEmbedding(TokenEmbedding):
     spec: AdaptiveEmbeddingSpec
 
     def word_vectors(self, config) -> AdaptiveTable:
-        return AdaptiveTable(self.spec.clusters(config), config.hidden_size, self.spec.projects(config))
+        return AdaptiveTable(self.spec.clusters(config), config.hidden_size, self.spec.projects(config), self.scale)
 
     def initialize(self, config, init) -> None:
         if config.initializer not in ("xavier", "t5"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.components import register
 from .base import InputPosition
@@ -16,6 +16,9 @@ class FixNormEmbedding(TokenEmbedding):
 
     The table itself keeps its lengths, which then matter nowhere; `inputs_embeds` are brought to length 1 alike.
     """
+
+    def word_vectors(self, config) -> nn.Module:
+        return nn.Embedding(config.vocab_size, config.hidden_size)
 
     def initialize(self, config, init) -> None:
         init.uniform_(self.tokens.weight, -0.01, 0.01)
@@ -30,7 +33,7 @@ class FixNormEmbedding(TokenEmbedding):
     ) -> Tensor:
         """As [`TokenEmbedding.forward`]."""
         unit = F.normalize(inputs_embeds, dim=-1, eps=1e-5)
-        return super().forward(unit, token_type_ids, positions, position, **ids)
+        return super().forward(unit * self.scale, token_type_ids, positions, position, **ids)
 
 
 @register("embedding", "fix_norm")

@@ -16,6 +16,22 @@ LANGUAGES = "langs"  # the input with the number of a language for each token
 _NAMED = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "labels")
 
 
+class ScaledTable(nn.Embedding):
+    """embed_scale * E[w]: what a lookup gives is what `inputs_embeds` are. peft looks for the attribute's name."""
+
+    def __init__(self, rows: int, width: int, embed_scale: float):
+        super().__init__(rows, width)
+        self.embed_scale = embed_scale
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * self.embed_scale
+
+
+def stored_vectors(table: nn.Module, ids: Tensor) -> Tensor:
+    """[..., D]: rows of a token table as they are stored, without the scale that a lookup gives them."""
+    return table(ids) / getattr(table, "embed_scale", 1.0)
+
+
 class TokenEmbedding(nn.Module):
     """x_t = scale * E[w_t] + type[s_t] + sum_n E_n[i_nt] + position(t), optionally normalised, then dropout.
 
@@ -27,6 +43,7 @@ class TokenEmbedding(nn.Module):
     def __init__(self, config, spec: TokenEmbeddingSpec):
         super().__init__()
         self.spec = spec
+        self.scale = math.sqrt(config.hidden_size) if spec.scale else 1.0
         self.max_types = config.type_vocab_size
         # No padding index: a seq2seq decoder may start with the padding token, whose vector must learn.
         self.tokens = self.word_vectors(config)
@@ -36,11 +53,11 @@ class TokenEmbedding(nn.Module):
         )
         self.norm = config.normalization.build(config) if spec.normalize else None
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
-        self.scale = math.sqrt(config.hidden_size) if spec.scale else 1.0
 
     def word_vectors(self, config) -> nn.Module:
         """The module from ids [B, T] to vectors [B, T, D]."""
-        return nn.Embedding(config.vocab_size, config.hidden_size)
+        size = config.vocab_size, config.hidden_size
+        return ScaledTable(*size, self.scale) if self.spec.scale else nn.Embedding(*size)
 
     def initialize(self, config, init) -> None:
         if config.initializer in ("xavier", "fan_in"):  # with the sqrt(D) scale, inputs then have unit variance
@@ -49,7 +66,7 @@ class TokenEmbedding(nn.Module):
             init.normal_(self.tokens.weight, mean=0.0, std=config.initializer_factor)
 
     def lookup(self, input_ids: Tensor) -> Tensor:
-        """Token vectors [B, T, D] before any scaling: what `inputs_embeds` replaces."""
+        """Token vectors [B, T, D], scaled: what `inputs_embeds` replaces."""
         return self.tokens(input_ids)
 
     def forward(
@@ -66,7 +83,7 @@ class TokenEmbedding(nn.Module):
         Raises:
             ValueError: ids of another length.
         """
-        hidden_states = inputs_embeds * self.scale if self.spec.scale else inputs_embeds
+        hidden_states = inputs_embeds
         if self.types is not None:
             if token_type_ids is None:  # type 0 throughout; a row of the table, not a lookup of T equal ids
                 hidden_states = hidden_states + self.types.weight[0]
@@ -95,11 +112,11 @@ class TokenEmbedding(nn.Module):
 
 @register("embedding", "token")
 class TokenEmbeddingSpec(EmbeddingSpec):
-    """scale: multiply token vectors by sqrt(hidden_size). normalize: normalise the sum before dropout (BERT, BART).
-    id_tables: further tables, each with the name of the model input [B, T] that holds ids for it, and its rows, e.g.
-    `(("langs", 15),)`. languages: names of languages, with a table and the input `langs` [B, T] of their numbers in
-    this order. absent_ids: where such an input is not given, the `first` row counts, as for token types, or
-    `none`."""
+    """scale: multiply token vectors by sqrt(hidden_size); `inputs_embeds` are taken as they are. normalize: normalise
+    the sum before dropout (BERT, BART). id_tables: further tables, each with the name of the model input [B, T] that
+    holds ids for it, and its rows, e.g. `(("langs", 15),)`. languages: names of languages, with a table and the input
+    `langs` [B, T] of their numbers in this order. absent_ids: where such an input is not given, the `first` row
+    counts, as for token types, or `none`."""
 
     splits_table = True
     context_parallel = True

@@ -91,6 +91,9 @@ class WordCharacterEmbedding(TokenEmbedding):
         self.character_encoder = CharacterEncoder(*sizes, config.hidden_dropout_prob, config.layer_norm_eps)
         self.join = nn.Linear(config.hidden_size + spec.character_width, config.hidden_size)
 
+    def word_vectors(self, config) -> nn.Module:
+        return nn.Embedding(config.vocab_size, config.hidden_size)
+
     def initialize(self, config, init) -> None:
         super().initialize(config, init)
         # A word's own vector starts at `initializer_range`, what is made of its characters at 1, which would drown it.
@@ -115,7 +118,7 @@ class WordCharacterEmbedding(TokenEmbedding):
         spelt = self.character_encoder(self._checked(given, inputs_embeds))
         spelt = spelt.expand(*inputs_embeds.shape[:2], -1).to(inputs_embeds.dtype)
         joined = self.join(torch.cat([inputs_embeds, spelt], dim=-1))
-        return super().forward(joined, token_type_ids, positions, position, **ids)
+        return super().forward(joined * self.scale, token_type_ids, positions, position, **ids)
 
     @staticmethod
     def _checked(ids: Tensor | None, tokens: Tensor) -> Tensor:

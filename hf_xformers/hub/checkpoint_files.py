@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from ..conversion.sentence_files import MODULES, open_sentence_files
 from ..core.saved_files import refuse_damaged_weights, safetensors_defect
 from .flattening import VISIBLE
 
@@ -92,7 +93,9 @@ def checkpoint_files(folder: Path) -> dict[str, Path]:
         name = path.relative_to(folder).as_posix()
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted):
             found[name] = _own(folder, name)
-    for name in sorted(_code(folder)):
+    sentence = open_sentence_files(folder)
+    further = [] if sentence is None else [MODULES, *sentence.files()]
+    for name in (*sorted(_code(folder)), *further):
         found[name] = _own(folder, name)
     return found
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..configuration_xformer import XFormerConfig
 from ..conversion.linearization import read_linearization
 from ..conversion.provenance import Provenance, read_provenance
 from ..core.components import SLOTS
@@ -37,7 +38,7 @@ def origin_of(folder: Path, config: Any, architecture: str) -> Origin:
     steps = [] if known is None else known.steps()
     family = steps[0].variants[0] if steps else config.model_type
     start = config_class(family)
-    mechanisms = _mechanisms(config, start())
+    mechanisms = _mechanisms(config, _before(config, steps) if steps else start())
     if known is None and config.model_type != "xformer":
         return Origin(infos=[config.info])
     origin = Origin(infos=[start.info] if family != "xformer" else [])
@@ -51,7 +52,8 @@ def origin_of(folder: Path, config: Any, architecture: str) -> Origin:
     parts = [f"{slot} `{new}` in place of `{old}`" for slot, old, new in mechanisms]
     if steps:
         was = f"`{origin.base}`" if origin.base else f"a trained `{steps[0].classes[0]}`"
-        what = f"{was} ({start.info.paper}) with {', '.join(parts)}" if parts else f"{was}, converted"
+        paper = "" if family == "xformer" else f" ({start.info.paper})"  # the free mix is how any family is written
+        what = f"{was}{paper} with {', '.join(parts)}" if parts else f"{was}, converted"
     else:
         what = f"a Transformer with {', '.join(parts)}" if parts else "the vanilla Transformer"
     origin.summary = f"`{architecture}`: {what}."
@@ -83,13 +85,26 @@ def _components(config: Any, slot: str) -> set[str]:
     return {getattr(layer, slot).type for layer in config.tower("trunk").layer_configs()}
 
 
+def _before(config: Any, steps: list[Provenance]) -> Any:
+    """The configuration from which `steps` led to `config`, as far as they say; `config` itself where they do not."""
+    fields = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
+    for step in reversed(steps):
+        fields |= {name: change[0] for name, change in step.changes.items()}
+    try:
+        return XFormerConfig(**fields)
+    except (TypeError, ValueError):
+        return config
+
+
 def _mechanisms(config: Any, start: Any) -> list[tuple[str, str, str]]:
     """(slot, component of the start, component of the config), where the two differ in some layer of some tower."""
     found: list[tuple[str, str, str]] = []
-    for tower in config.tower_configs():
-        for layer in tower.layer_configs():
+    towers = start.tower_configs()
+    for tower, before in zip(config.tower_configs(), [*towers, towers[-1]]):
+        for index in range(tower.num_hidden_layers):
+            layer, other = tower.layer(index), before.layer(min(index, before.num_hidden_layers - 1))
             for slot in SLOTS:
-                old, new = getattr(start, slot).type, getattr(layer, slot).type
+                old, new = getattr(other, slot).type, getattr(layer, slot).type
                 if old != new and (slot, old, new) not in found:
                     found.append((slot, old, new))
     return found

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.cache import make_cache
+from ..embedding.token import stored_vectors
 from ..heads.insertion import slot_scores
 from ..ops.common.real_tokens import real_places
 
@@ -40,7 +41,7 @@ class Slots:
 
     def scores(self, pointer: Tensor, words: Tensor, places: Tensor) -> Tensor:
         """pointer [R, D], words [R, w] -> logits [R, w, 2 t] of the slots, left ones first; -inf outside the text."""
-        vectors = self.model.get_input_embeddings()(words).to(pointer.dtype)
+        vectors = stored_vectors(self.model.get_input_embeddings(), words).to(pointer.dtype)
         scores = slot_scores(pointer[:, None].expand_as(vectors), vectors, self.left, self.right)
         last = places.amax(-1, keepdim=True)
         outside = torch.cat((~self.mask | (places == 0), ~self.mask | (places == last)), dim=-1)

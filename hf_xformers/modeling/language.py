@@ -142,6 +142,9 @@ class _Generative(LanguageModel, GenerationMixin):
         if not given and cache is not None and cache.is_compileable:
             self._check_capacity(tower, model_kwargs, max_cache_length)
 
+    def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
+        return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs) + self.config.first_position
+
     def _check_capacity(self, tower, model_kwargs: dict[str, Any], slots: int) -> None:
         """A static cache counts its tokens on the device, where no step can ask whether there is a place for the
         next."""
@@ -309,8 +312,9 @@ class XFormerForCausalLM(_Generative):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> outputs.XFormerCausalLMOutput:
-        """labels: [B, T] like `input_ids` (the shift is inside), -100 where there is no target; a text's first token
-        is none where padding stands before it. logits: [B, T, V], or of the last `logits_to_keep` positions."""
+        """labels: [B, T] like `input_ids` (the shift is inside, but with `labels_in_place`), -100 where there is no
+        target; a text's first token is none where padding stands before it. logits: [B, T, V], or of the last
+        `logits_to_keep` positions."""
         count, shift_labels = kwargs.pop("num_items_in_batch", None), kwargs.pop("shift_labels", None)
         past_key_values = PagedTexts.of_step(one_cache(past_key_values, cache), kwargs)
         watch = self._exit_watch(labels is not None or shift_labels is not None, kwargs)
@@ -326,6 +330,8 @@ class XFormerForCausalLM(_Generative):
         )
         logits = self.lm_head(slice_logits_to_keep(base.last_hidden_state, logits_to_keep))
         check_token_labels(labels, logits)
+        if self.config.labels_in_place and shift_labels is None:
+            shift_labels = labels
         loss, rows, share, division = None, None, None, division_in_force()
         if division is not None and labels is not None and shift_labels is None:
             shift_labels = next_tokens(labels, attention_mask, division)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalPrediction
 from transformers.utils import logging
@@ -142,7 +143,14 @@ class XFormerTrainer(Trainer):
         if prepare is not None:  # what a model itself decides about its batch, such as an order of generation
             with self.compute_loss_context_manager():
                 inputs = prepare(inputs)
-        return self._with_predicted_labels(inputs)
+        places, first = inputs.get("position_ids"), getattr(self.model.config, "first_position", 0)
+        if isinstance(places, Tensor) and first:  # rows of data count from 0
+            inputs = {**inputs, "position_ids": places + first}
+        inputs = self._with_predicted_labels(inputs)
+        labels = inputs.get("labels")
+        if isinstance(labels, Tensor) and getattr(self.model.config, "labels_in_place", False):
+            inputs.setdefault("shift_labels", pad(labels[:, 1:], (0, 1), value=-100))  # data has them like ids
+        return inputs
 
     def _with_predicted_labels(self, batch: Any) -> Any:
         """A batch without labels that no token predicts: for losses that are not the model's, and for their count."""

@@ -17,6 +17,7 @@ from ..configuration_xformer import Initializer, XFormerConfig
 from ..core.components import SpecLike
 from ..core.losses import counted_after_real_tokens, step_share, token_cross_entropy
 from ..core.outputs import XFormerCausalLMOutput
+from ..embedding.token import stored_vectors
 from ..families import DECODER_HEADS, VariantInfo, make_family
 from ..heads.insertion import InsertionHead, place_log_likelihood
 from ..modeling.insertion import insert_words, search_orders
@@ -133,7 +134,7 @@ class XFIndigoForCausalLM(_CausalLM):
             places = torch.arange(length, device=targets.device).expand(batch, -1)
         real = targets.new_ones(batch, length).bool() if mask is None else mask.bool()
         targets = targets[:, :-1].to(states.device)
-        words = self.get_input_embeddings()(targets.clamp(min=0)).to(states.dtype)
+        words = stored_vectors(self.get_input_embeddings(), targets.clamp(min=0)).to(states.dtype)
         pointer, left, right = self.lm_head.pointers(states)
         likelihood, has_slot = place_log_likelihood(pointer, words, left, right, places, real)
         counted = (targets != -100) & has_slot

@@ -18,6 +18,7 @@ from hf_xformers.hub import bundle
 from hf_xformers.hub.adapter_card import public_base
 from hf_xformers.hub.push import _plain_errors, prepare_upload
 from hf_xformers.variants import config_class, family
+from tests.conversion.architectures import architectures
 from tests.forks import Forks
 from tests.helpers import make_strong, tiny_fields
 from tests.hub.hub_server import Hub, Repo
@@ -596,6 +597,25 @@ def test_card_of_a_swap(swapped, monkeypatch):
     data = front(prepare_upload(swapped / "longer", "user/m").card)
     assert data["base_model"] == str(swapped / "theirs")
     assert "converted" in prepare_upload(swapped / "ours", "user/m").card
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mpnet", "opt", "m2m_100", "modernbert"])
+def test_card_of_a_family_that_no_variant_is_named_after(name, tmp_path):
+    """A model that is only converted is said to be that, and a swap names what it took away, not a default."""
+    entry = architectures()[name]
+    entry.make(next(iter(entry.heads))).save_pretrained(tmp_path / "theirs")
+    sides = {"from": tmp_path / "theirs", "to": tmp_path / "ours"}
+    assert main(["convert", *(str(part) for key, value in sides.items() for part in (f"--{key}", value))]) == 0
+    card = prepare_upload(tmp_path / "ours", "user/m").card
+    assert f"a trained `{next(iter(entry.heads))}`, converted." in card
+    assert "in place of" not in card and "## Mechanism" not in card
+    if name != "llama":
+        return
+    swap = ["--from", tmp_path / "ours", "--to", tmp_path / "new", "--attention", "performer"]
+    assert main(["convert", *map(str, swap), "--position", "none"]) == 0
+    card = prepare_upload(tmp_path / "new", "user/m").card
+    what = "position `none` in place of `rotary`, attention `performer` in place of `dense`."
+    assert f"a trained `LlamaModel` with {what}" in card
 
 
 def test_training_hands_on_where_a_model_came_from(swapped, tmp_path):

@@ -142,17 +142,18 @@ CHECKED_LATER = {
 }
 # Of heads that have no counterpart, or whose tensors have another shape.
 OF_HEADS = {"pretraining"}
+OF_INPUTS = {"first_position", "labels_in_place"}  # reported
 SECOND_TOWER = {"cross_attention", "decoder", "num_decoder_layers", "decoder_vocab_size", "decoder_start_token_id"}
 HARMLESS = {
-    "bert": START | CHECKED_LATER | OF_HEADS | SECOND_TOWER,
-    "roberta": START | CHECKED_LATER | OF_HEADS | SECOND_TOWER,
-    "roformer": START | CHECKED_LATER | OF_HEADS | SECOND_TOWER | {"classifier_dropout"},
-    "deberta-v2": START | CHECKED_LATER | OF_HEADS | SECOND_TOWER | {"use_cache"},
-    "openai-gpt": START | CHECKED_LATER | OF_HEADS | SECOND_TOWER | {"use_cache"},
-    "gpt2": START | CHECKED_LATER | OF_HEADS | SECOND_TOWER,
-    "bart": START | CHECKED_LATER | OF_HEADS,
+    "bert": START | CHECKED_LATER | OF_HEADS | OF_INPUTS | SECOND_TOWER,
+    "roberta": START | CHECKED_LATER | OF_HEADS | OF_INPUTS | SECOND_TOWER,
+    "roformer": START | CHECKED_LATER | OF_HEADS | OF_INPUTS | SECOND_TOWER | {"classifier_dropout"},
+    "deberta-v2": START | CHECKED_LATER | OF_HEADS | OF_INPUTS | SECOND_TOWER | {"use_cache"},
+    "openai-gpt": START | CHECKED_LATER | OF_HEADS | OF_INPUTS | SECOND_TOWER | {"use_cache"},
+    "gpt2": START | CHECKED_LATER | OF_HEADS | OF_INPUTS | SECOND_TOWER,
+    "bart": START | CHECKED_LATER | OF_HEADS | OF_INPUTS,
     # T5 has no position table, and says by its weights whether they are tied
-    "t5": START | CHECKED_LATER | OF_HEADS | {"max_position_embeddings", "tie_word_embeddings"},
+    "t5": START | CHECKED_LATER | OF_HEADS | OF_INPUTS | {"max_position_embeddings", "tie_word_embeddings"},
 }
 ALWAYS_REFUSED = {
     "attention",

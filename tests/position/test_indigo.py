@@ -131,7 +131,7 @@ def place_loss_by_loop(model, ids, places, first=0):
     _, pointer, left, right = model.lm_head.parts(states).chunk(4, dim=-1)
     z, losses = places[0].tolist(), []
     for n in range(1, len(z)):
-        query = (pointer[n - 1] + model.get_input_embeddings()(ids[0, n])) / 2**0.5
+        query = (pointer[n - 1] + model.get_input_embeddings().weight[ids[0, n]]) / 2**0.5
         scores = {("left", j): query @ left[j] / 4 for j in range(n)}
         scores |= {("right", j): query @ right[j] / 4 for j in range(n)}
         del scores["left", 0]
@@ -200,7 +200,7 @@ def test_probabilities_sum_to_one():
     ids, places = text([10, 11, 12], (1, 0, 2))
     states = model.model(input_ids=ids, insertion_positions=places).last_hidden_state
     pointer, left, right = model.lm_head.pointers(states)
-    words = model.get_input_embeddings()(torch.tensor([[20]]))
+    words = model.get_input_embeddings().weight[20][None, None]
     real = torch.ones(1, 6).bool()
     total = 0.0
     for gap in range(1, 5):  # the sixth token at every place between the boundaries
@@ -226,7 +226,7 @@ def test_insertion_decoding():
                 states = model.model(input_ids=ids, insertion_positions=places).last_hidden_state
                 word = model.lm_head(states[0, -1]).argmax()
                 pointer, left, right = (x[0] for x in model.lm_head.pointers(states))
-                query = pointer[-1] + model.get_input_embeddings()(word)
+                query = pointer[-1] + model.get_input_embeddings().weight[word]
             slots = {(t, 0): query @ left[t] for t in range(len(order)) if t != 0}
             slots |= {(t, 1): query @ right[t] for t in range(len(order)) if t != 1}
             token, side = max(slots, key=lambda slot: slots[slot])

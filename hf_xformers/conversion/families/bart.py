@@ -185,6 +185,7 @@ def to_ours(config: PreTrainedConfig, **components: Any) -> dict[str, Any]:
             "is_encoder_decoder": False,
             "is_decoder": config.is_decoder,
             "head": "linear",  # without the bias
+            "labels_in_place": True,
         }
     decoder = {
         ours: getattr(config, theirs)

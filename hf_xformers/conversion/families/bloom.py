@@ -47,6 +47,11 @@ def _backbone(config: XFormerConfig) -> tuple[Rule, ...]:
 
 
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
+    if config.slow_but_exact and config.pretraining_tp > 1:
+        raise ValueError(
+            f"slow_but_exact=True with pretraining_tp={config.pretraining_tp} does not convert: transformers' divided"
+            " sums leave two biases of each layer out; set slow_but_exact to False in its config.json."
+        )
     return {
         "is_decoder": True,
         "intermediate_size": 4 * config.hidden_size,
@@ -72,7 +77,7 @@ CONVERTER = register(
         to_theirs=to_theirs,
         groups={"backbone": _backbone, "lm": (copied("lm_head.weight", "lm_head.decoder.weight"),), **TASKS},
         heads=decoder_heads("Bloom", "transformer."),
-        # how a sum is divided in their implementation, which is the same sum
+        # how a sum is divided in their implementation, if it is
         unread=("pretraining_tp", "slow_but_exact"),
         unread_ours=("max_position_embeddings",),
         native=False,

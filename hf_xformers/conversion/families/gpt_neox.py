@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from ...configuration_xformer import XFormerConfig
 from ..base import Converter, activation, decoder_heads, feedforward, register
 from ..rotary import rope_parameters, rotary_of, rotation_fields
-from ..rules import Rule, copied, fused_by_head
+from ..rules import Rule, copied, fused_by_head, only_theirs
 from .gpt_neo import TASKS
 
 FIELDS: dict[str, str | tuple[str, ...]] = {
@@ -85,7 +85,12 @@ CONVERTER = register(
         fields=FIELDS,
         to_ours=to_ours,
         to_theirs=to_theirs,
-        groups={"backbone": _backbone, "lm": (copied("lm_head.weight", "lm_head.decoder.weight"),), **TASKS},
+        groups={
+            "backbone": _backbone,
+            "lm": (copied("lm_head.weight", "lm_head.decoder.weight"),),
+            "stored": (only_theirs("embed_out.weight"),),  # what files call it, which other classes do not read
+            **TASKS,
+        },
         heads=decoder_heads("GPTNeoX", "gpt_neox."),
         # Its models are causal whatever `is_decoder` says. `rope_parameters` may leave defaults out, or say them; what
         # they mean is compared as our position.

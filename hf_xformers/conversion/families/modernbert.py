@@ -72,11 +72,10 @@ def _mlm(config: XFormerConfig) -> tuple[Rule, ...]:
     )
 
 
-def _classifier(config: XFormerConfig) -> tuple[Rule, ...]:
+def _hidden(config: XFormerConfig) -> tuple[Rule, ...]:
     return (
         linear("head.dense", "transform.dense", config.classifier_bias),
         linear("head.norm", "transform.norm", config.normalization.bias),
-        copied("classifier.*", "classifier.*"),
     )
 
 
@@ -124,7 +123,7 @@ def to_theirs(config: XFormerConfig) -> dict[str, Any]:
     }
 
 
-_OF_TOKENS: dict[str, Any] = {"prefix": "model.", "groups": ("backbone", "labels")}
+_OF_TOKENS: dict[str, Any] = {"prefix": "model.", "groups": ("backbone", "hidden", "labels")}
 _OF_TEXTS: dict[str, Any] = {**_OF_TOKENS, "settings": {"add_pooler": False, "classifier_pooling": _pooling}}
 
 CONVERTER = register(
@@ -135,7 +134,12 @@ CONVERTER = register(
         fields=FIELDS,
         to_ours=to_ours,
         to_theirs=to_theirs,
-        groups={"backbone": backbone, "mlm": _mlm, "labels": _classifier},
+        groups={
+            "backbone": backbone,
+            "mlm": _mlm,
+            "hidden": _hidden,
+            "labels": (copied("classifier.*", "classifier.*"),),
+        },
         heads=(
             Head("ModernBertModel", "Model", "", ("backbone",)),
             Head("ModernBertForMaskedLM", "ForMaskedLM", "model.", ("backbone", "mlm")),

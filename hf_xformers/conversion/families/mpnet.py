@@ -31,6 +31,7 @@ def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
         "add_pooler": True,
         "type_vocab_size": 0,
         "max_position_embeddings": config.max_position_embeddings - _OFFSET,
+        "first_position": _OFFSET,
         "embedding": {"type": "token", "normalize": True},
         "position": {
             "type": "combined",

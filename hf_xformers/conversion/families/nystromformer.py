@@ -28,6 +28,7 @@ def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
         "add_pooler": True,
         "embedding": {"type": "token", "normalize": True},
         "position": {"type": "learned_absolute", "offset": OFFSET},
+        "first_position": OFFSET,
         "attention": {
             "type": "nystromformer",
             "num_landmarks": config.num_landmarks,

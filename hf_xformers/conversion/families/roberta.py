@@ -1,7 +1,8 @@
 """RoBERTa: `roberta` <-> `xf_roberta`.
 
 transformers numbers positions from `pad_token_id + 1` and counts the tokens that are not the padding token; ours
-counts those that the attention mask keeps. The two agree whenever the mask says what the padding is.
+counts those that the attention mask keeps. The two agree whenever the mask says what the padding is, and
+`position_ids` mean the same.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
     return {
         "add_pooler": True,
         "max_position_embeddings": config.max_position_embeddings - offset,
+        "first_position": offset,
         "position": {"type": "learned_absolute", "offset": offset},
         "feedforward": feedforward(config.hidden_act),
         "head": {"type": "transform", "activation": "gelu"},  # whatever `hidden_act` says

@@ -39,8 +39,7 @@ class Architecture:
     vector in the first slot, whether it is padding or not. left_prompts: whether that holds for
     prompts padded on the left while text is generated. generates_as_forward: whether their `generate` gives what their
     forward calls say (RoBERTa numbers positions from 0 there). unpadded_losses: classes whose loss in transformers
-    reads padding, too. other_losses: classes whose loss in transformers is another function of the labels. refused,
-    noted, unread: fields of their config that, changed alone, do not convert, are
+    reads padding, too. refused, noted, unread: fields of their config that, changed alone, do not convert, are
     reported as acting in training only, or are read by nothing that converts. other_values: another valid value of a
     field, where none can be guessed. inputs: changes what both models are given (class name, inputs). ready: changes a
     fresh model of theirs, so that every tensor matters. back_as: class that comes back, where several share one of
@@ -66,7 +65,6 @@ class Architecture:
     left_prompts: bool = True
     generates_as_forward: bool = True
     unpadded_losses: tuple[str, ...] = ()
-    other_losses: tuple[str, ...] = ()
     refused: frozenset[str] = frozenset()
     noted: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()

@@ -39,7 +39,6 @@ MARIAN = Architecture(
     },
     sides=("right",),  # positions count padding on the left
     back_as={"MarianForCausalLM": "MarianForCausalLM"},  # it keeps cross-attention that nothing reads
-    other_losses=("MarianForCausalLM",),  # its labels are not shifted
     refused=frozenset({"decoder_vocab_size", "is_decoder"}),
     unread=frozenset({"forced_eos_token_id"}),
     **COMMON,
@@ -52,7 +51,6 @@ PEGASUS = Architecture(
     variations=VARIATIONS,
     sides=("right",),
     back_as={"PegasusForCausalLM": "PegasusForCausalLM"},
-    other_losses=("PegasusForCausalLM",),
     refused=frozenset({"is_decoder"}),
     unread=frozenset({"forced_eos_token_id"}),
     **COMMON,

@@ -61,7 +61,6 @@ ARCHITECTURE = Architecture(
     sides=("right",),  # positions count padding on the left
     inputs=read,
     ready=one_table,
-    other_losses=("MBartForCausalLM",),  # its labels are not shifted
     # a decoder by itself keeps cross-attention that nothing reads
     back_as={"MBartForCausalLM": "MBartForCausalLM"},
     refused=frozenset({"is_decoder"}),
