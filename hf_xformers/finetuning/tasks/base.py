@@ -65,6 +65,7 @@ class Task:
     predicts: ClassVar[bool] = True  # says something of every row
     reads_text: ClassVar[bool] = True  # its rows go through a tokenizer
     reads: ClassVar[tuple[str, ...]]  # the options that mean something to it, beside those of every task
+    unit: tuple[float, float] = (0.0, 1.0)  # of labels that are numbers: mean and spread of the training rows
     one_row: bool = False  # what is generated stands behind what is read, and both share the positions
 
     def __init__(self, options: TaskOptions) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from ..label_unit import unit_of
 from ..names import CLASS_LABELS, NUMBER_LABELS, TEXT_PAIRS
 from ..origin import RowNames, columns_of
 from .base import Encoded, Labels, Task, Trivial, check_columns, is_hidden, most_frequent, plain_rows
@@ -175,6 +176,12 @@ class Regression(WholeText):
                 "text-classification"
             )
         return number
+
+    def encode(self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, split: str) -> Encoded:
+        encoded = super().encode(rows, tokenizer, split)
+        if split == "train":
+            self.unit = unit_of(encoded.features["labels"])
+        return encoded
 
     def config_fields(self) -> dict[str, Any]:
         return {"num_labels": 1, "problem_type": "regression"}
