@@ -49,9 +49,9 @@ def divide_rows(rows: Dataset, keys: Sequence[float], fraction: float) -> tuple[
         from transformers.utils import logging  # slow to load, so not before it is needed
 
         logging.get_logger(__name__).warning(
-            f"{count} of {len(held)} rows ({len(set(keys))} different ones) are held out for validation, where"
-            f" {fraction:g} is {wanted:.0f}: equal rows stay on one side, and figures of few rows say little; give"
-            " validation rows of your own, or another fraction"
+            f"{count} of {len(held)} rows ({len(set(keys))} different ones, equal ones stay together) are held out for"
+            f" validation, where {fraction:g} is {wanted:.0f}, and figures of few rows say little; give rows"
+            " for validation, or another fraction"
         )
     return (
         rows.select([row for row, out in enumerate(held) if not out]),

@@ -14,9 +14,9 @@ from hf_xformers.data.splitting import divide_rows, stable_fraction
         (
             [str(n) for n in range(60)],
             0.1,
-            " of 60 rows (60 different ones) are held out for validation, where 0.1 is 6",
+            " of 60 rows (60 different ones, equal ones stay together) are held out for",
         ),
-        ([str(n % 2) for n in range(1000)], 0.1, "500 of 1000 rows (2 different ones) are held out"),
+        ([str(n % 2) for n in range(1000)], 0.1, "500 of 1000 rows (2 different ones, "),
         ([str(n % 2) for n in range(1000)], 0.99, None),
     ],
     ids=["usual", "few", "equal", "equal and all below"],
