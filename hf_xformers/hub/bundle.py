@@ -63,9 +63,16 @@ MODALITY_CLASSES: dict[str, Any] = {{}}
 _ROOMS = '''"""The components that this checkpoint's config names, or could have named by default."""
 
 
+PLUGINS = "hf_xformers.components"
+
+
 def import_room(room: str, module: str | None = None) -> None:
     """Imports all of them; they register themselves."""
 {components}
+
+
+def import_plugins() -> None:
+    """Nothing to do: those of other packages are here, too."""
 
 
 def _others() -> None:
