@@ -331,6 +331,8 @@ class FineTuning:
         classes = self.task.class_names()
         if classes is not None:
             plan["labels"] = classes
+        if self.task.f1_class() is not None:
+            plan["f1_class"] = self.task.f1_class()
         if self.options.class_balance:
             plan["class_balance"] = self.options.class_balance
         plan |= self.run_options.layerwise_record() | self.run_options.self_ensemble_record()

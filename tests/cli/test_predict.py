@@ -11,7 +11,9 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
 from hf_xformers.cli import main
+from hf_xformers.cli.finetune import report as finetune_report
 from hf_xformers.data import train_tokenizer
+from hf_xformers.hub.checkpoint_card import checkpoint_card
 from hf_xformers.variants import config_class, family
 from tests.finetuning import task_data
 from tests.finetuning.task_data import BAD, GOOD, finetune, predictions, sentences, write_lines
@@ -109,6 +111,17 @@ def test_figures_of_predictions_have_names_and_floors(runs, capsys, tmp_path):
     floor = summary["floor_validation"]["accuracy"]
     assert f"accuracy {right:.1%} (floor {floor:.1%})" in figures and "matthews correlation " in figures
     assert figures.startswith("loss ") and figures.endswith(f"; floor: {summary['trivial']['rule']}")
+
+
+def test_f1_names_its_class(runs, capsys):
+    """Of two classes it is that of one: which one, every table says."""
+    folder, data, summary = runs("text-classification")
+    assert summary["f1_class"] == "1"
+    finetune_report(summary, str(folder))
+    assert "f1 of '1' (validation)" in capsys.readouterr().out
+    assert "f1 of '1'" in run(capsys, "evaluate", "--model", folder, "--data", data[1])[0]
+    assert "| f1 of '1' |" in str(checkpoint_card(folder, "mine"))
+    assert "f1_class" not in runs("token-classification")[2]
 
 
 def test_the_floor_of_classes_and_of_numbers(runs):

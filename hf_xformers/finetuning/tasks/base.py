@@ -135,6 +135,10 @@ class Task:
         none."""
         return None
 
+    def f1_class(self) -> str | None:
+        """The class that the metric `f1` is of, where it is of one."""
+        return None
+
     def facts(self) -> dict[str, Any]:
         """What else `settle` learnt from training rows, as JSON can hold it, for `restore`."""
         return {}

@@ -97,6 +97,9 @@ class OneClass(Task):
     def class_names(self) -> list[str] | None:
         return self.labels.names
 
+    def f1_class(self) -> str | None:
+        return self.labels.names[1] if len(self.labels.names) == 2 else None
+
     def config_fields(self) -> dict[str, Any]:
         return {**self.labels.config_fields(), "problem_type": "single_label_classification"}
 
