@@ -90,10 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print_error(error, text)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         if debug:
             raise
-        print("\nhf-xformers: interrupted", file=sys.stderr)
+        print("\n" + ": ".join(filter(None, ["hf-xformers: interrupted", str(stopped)])), file=sys.stderr)
         return 130
 
 

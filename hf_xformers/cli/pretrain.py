@@ -181,13 +181,13 @@ def model_options(
 
 
 def quiet_libraries(args: Any) -> None:
-    """Progress bars of data preparation and of saving only where there is somebody to see them."""
+    """Progress bars of data preparation only where there is somebody to see them."""
     import datasets
     from transformers.utils import logging
 
+    logging.disable_progress_bar()  # of loading and saving, which would break that of training
     if args.disable_tqdm or not args.should_save:
         datasets.disable_progress_bars()
-        logging.disable_progress_bar()
 
 
 def report(
