@@ -375,6 +375,11 @@ class XFormerTrainer(Trainer):
         else:
             self._issue_warnings_after_load(self.experts.load(best))
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        tied = getattr(self.accelerator.unwrap_model(self.model), "all_tied_weights_keys", None) or {}
+        missing = [key for key in load_result.missing_keys if key not in tied]  # which their source has brought
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self.experts is not None and checkpoint is not None:
             self.experts.load_progress(self.optimizer, self.lr_scheduler, checkpoint)

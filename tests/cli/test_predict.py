@@ -4,11 +4,14 @@ them."""
 import csv
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
+from transformers.utils import logging
 
 from hf_xformers.cli import main
 from hf_xformers.cli.finetune import report as finetune_report
@@ -229,6 +232,26 @@ def test_adapters(method, base, tmp_path, capsys):
         assert moved == [row]
     finally:
         (tmp_path / "moved").rename(base)
+
+
+def test_what_a_head_or_an_adapter_brings_is_not_reported_missing(base, tmp_path, caplog, capsys):
+    logging.enable_propagation()
+    try:
+        data = [str(write_lines(tmp_path / "a.jsonl", [{"text": t, "label": n} for t, n in sentences(24, 0)]))]
+        finetune("text-classification", data, tmp_path / "run", model=base, peft="lora", max_steps=1)
+        predicted(capsys, "--model", tmp_path / "run", "--text", "a film")
+        run(capsys, "features", "--model", base, "--data", *data, "--output", tmp_path / "out")
+        assert "LOAD REPORT" not in caplog.text
+    finally:
+        logging.disable_propagation()
+    damaged = load_file(base / "model.safetensors")
+    del damaged["model.trunk.layers.0.attention.q_proj.weight"]
+    shutil.copytree(base, tmp_path / "damaged")
+    save_file(damaged, tmp_path / "damaged" / "model.safetensors", metadata={"format": "pt"})
+    said = run(
+        capsys, "features", "--model", tmp_path / "damaged", "--data", *data, "--output", tmp_path / "no", code=2
+    )
+    assert "has no weights for 'trunk.layers.0.attention.q_proj.weight'" in said[1]
 
 
 # ------------------------------------------------------------------------------------------------ refusals

@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments, pipeline
+from transformers.utils import logging
 
 from hf_xformers.training import XFormerTrainer
-from tests.finetuning.task_data import classification, finetune, predictions, tagging, write_lines
+from tests.finetuning.task_data import classification, finetune, predictions, tagging, translation, write_lines
 
 LEARN = {"learning_rate": 0.01, "num_train_epochs": 6, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
 
@@ -58,6 +59,15 @@ def test_it_loads_again_and_says_the_same(trained):
 def test_a_tagger_learns(tmp_path):
     summary = finetune("token-classification", tagging(tmp_path, count=160), tmp_path / "run", **LEARN)
     assert summary["eval_f1"] >= 0.9 and summary["eval_accuracy"] >= 0.9
+
+
+def test_tied_tables_are_not_reported_missing(tmp_path, caplog):
+    logging.enable_propagation()
+    try:
+        finetune("translation", translation(tmp_path), tmp_path / "run", max_steps=2)
+    finally:
+        logging.disable_propagation()
+    assert "missing keys" not in caplog.text
 
 
 def test_early_stopping(tmp_path):
