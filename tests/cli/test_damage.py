@@ -178,7 +178,7 @@ def writers(model, text, output):
     """Every command that writes into a folder or a file."""
     file = output if output.is_file() else output.with_name(output.name + ".file")
     rows = file.parent.parent / "rows.csv"
-    rows.write_text("text,label\n" + "karan losel,a\nmitor nevin,b\n" * 8)
+    rows.write_text("text,label\n" + "".join(f"karan losel {n},a\nmitor nevin {n},b\n" for n in range(8)))
     return {
         "pretrain": ["pretrain", *flags(init_from=model, data=text, output_dir=output, **SHORT)],
         "uptrain": ["uptrain", *flags(model=model, data=text, output_dir=output, **SHORT)],
