@@ -49,6 +49,13 @@ class Entry:
         """The shapes that the variant's family covers."""
         return [name for name, shape in SHAPES.items() if shape.head in self.config_class.heads]
 
+    def __str__(self) -> str:
+        """Variant and changes, as the command line has them."""
+        parts = {**{slot: {**fields} for slot, fields in self.components.items()}, **self.fields}
+        said = [f"{name} {value.pop('type', '')} {value or ''}" if isinstance(value, dict) else f"{name} {value}"
+                for name, value in parts.items()]  # fmt: skip
+        return ", ".join([self.variant, *(" ".join(one.split()) for one in said)])
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -56,6 +63,27 @@ class Entry:
 def baseline(shape: str) -> Entry:
     """Dense attention in a shape."""
     return Entry("dense", SHAPES[shape].baseline)
+
+
+def dense_twin(entry: Entry, shape: str, length: int) -> Entry:
+    """The entry with dense attention in place of its own, all else alike: what its mechanism is compared with in
+    quality. The entry itself if it is dense already; the [`baseline`] if its other parts refuse dense attention."""
+    dense = {"attention": {"type": "dense"}}
+    fields = dict(entry.fields)
+    own = make_config(entry, shape, length)
+    if _is_dense(own):
+        return entry
+    if own.decoder and "attention" in own.decoder:
+        fields["decoder"] = {**fields.get("decoder", {}), **dense}
+    twin = Entry(f"dense ({entry.label})", entry.variant, {**entry.components, **dense}, fields)
+    try:
+        return twin if _is_dense(make_config(twin, shape, length)) else baseline(shape)
+    except (TypeError, ValueError):
+        return baseline(shape)
+
+
+def _is_dense(config: XFormerConfig) -> bool:
+    return all(layer.attention.type == "dense" for tower in config.tower_configs() for layer in tower.layer_configs())
 
 
 def choose_shapes(

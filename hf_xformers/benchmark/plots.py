@@ -148,10 +148,14 @@ def loss_curves(rows: Sequence[dict], title: str = "") -> Any:
     figure = _figure(3.6 * len(tasks) + 1, 6, title)
     for index, task in enumerate(tasks):
         group = [row for row in rows if row["at"] == task]
+        twins = [label for label in _grouped(group) if label.startswith("dense")]
         for line, (column, unit) in enumerate(((1, "seconds of training"), (0, "steps of training"))):
             axes = figure.add_subplot(2, len(tasks), line * len(tasks) + index + 1)
             for label, found in _grouped(group).items():
-                style = {"linestyle": "--", "color": "black"} if found[0]["label"] == "dense" else {}
+                dense = label.startswith("dense")
+                style: dict[str, Any] = (
+                    {"linestyle": "--", "color": "black" if len(twins) == 1 else None} if dense else {}
+                )
                 curve = found[0]["curve"]
                 axes.plot([point[column] for point in curve], [point[2] for point in curve], label=label, **style)
             axes.axhline(group[0]["chance loss"], linestyle=":", color="grey", label="chance (answers' frequencies)")

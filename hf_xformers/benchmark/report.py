@@ -51,6 +51,7 @@ def write_report(comparison: Comparison) -> list[str]:
     titles = {"measured": measured, "trained": f"{trained}, float32"}
     pictures = plot_all(folder, speed, quality, maps, **titles) if can_plot() else []
     parts = ["# Comparison", about(comparison.machine, settings.dtype)]
+    parts += ["\n".join(f"- `{entry.label}`: {entry}" for entry in comparison.entries)]
     if speed:
         parts += [f"## Time and memory: {_what(settings)}", _speed_note(settings), table(map(_told, speed), SPEED)]
         parts += disturbed(speed)
@@ -64,6 +65,7 @@ def write_report(comparison: Comparison) -> list[str]:
                 f" scored on {training.held_out} held-out rows. `accuracy` and `loss` (nats) are per answer; chance is"
                 " the most frequent answer of the training rows. `seconds` are those of training alone."
             ),
+            _beside(quality),
             "\n".join(tasks),
             table(map(_told, quality), QUALITY),
         ]
@@ -87,6 +89,18 @@ def write_report(comparison: Comparison) -> list[str]:
     write_text(folder / "results.md", "\n\n".join(parts) + "\n")
     pictures += [name.replace(".png", ".svg") for name in pictures]
     return ["results.json", "results.md", *pictures, *written]
+
+
+def _beside(quality: Iterable[dict[str, Any]]) -> str:
+    """What dense attention is, in rows of quality."""
+    text = "`dense (X)` is X with dense attention and everything else as it is: what differs is due to the attention."
+    others = {row["variant"] for row in quality if row["label"] == "dense"}
+    if others:
+        text += (
+            f" `dense` is {' or '.join(sorted(others))}, beside entries whose other parts refuse dense attention: what"
+            " differs is due to the whole recipe."
+        )
+    return text
 
 
 def disturbed(speed: Iterable[dict[str, Any]]) -> list[str]:

@@ -6,13 +6,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .children import in_fresh_process
-from .entries import Entry, baseline, choose_shapes
+from .entries import Entry, baseline, choose_shapes, dense_twin
 from .quality import Training
 from .tables import write_json
 from .tasks import TASKS, write_task
@@ -100,12 +100,14 @@ class Comparison:
         self.entries, self.settings, self.folder = list(entries), settings, Path(folder).expanduser()
         self.shapes = choose_shapes(self.entries, settings.shape)
         self.machine = {**machine(settings.device), "threads": settings.threads}
+        self._twins: dict[tuple[str, str], Entry] = {}
         self.results = self._start(resume, overwrite)
 
     # ------------------------------------------------------------------------------------------------ what to do
 
     def cells(self) -> list[Cell]:
-        """All cells: dense attention before what is compared with it."""
+        """All cells: dense attention before what is compared with it. In quality that is the entry itself with dense
+        attention, since positions, norms and heads decide as much."""
         found: list[Cell] = []
         kinds: list[tuple[str, Any]] = [("speed", at) for at in sorted(self.settings.lengths)]
         kinds += [("quality", at) for at in self.settings.tasks]
@@ -113,9 +115,26 @@ class Comparison:
             shapes = self.shapes
             if kind == "quality":
                 shapes = choose_shapes(self.entries, self.settings.shape, TASKS[at].order)
+                found += [Cell(kind, entry, shape, at) for entry, shape in self._beside_twins(shapes)]
+                continue
             dense = [(baseline(shape), shape) for shape in dict.fromkeys(shapes.values())]
             others = [(entry, shapes[entry.label]) for entry in self.entries]
             found += [Cell(kind, entry, shape, at) for entry, shape in [*dense, *others]]
+        return found
+
+    def _beside_twins(self, shapes: Mapping[str, str]) -> list[tuple[Entry, str]]:
+        """The entries, each new recipe after the same one with dense attention."""
+        found: list[tuple[Entry, str]] = []
+        twins: list[tuple[dict[str, Any], str]] = []
+        for entry in self.entries:
+            shape = shapes[entry.label]
+            if (entry.label, shape) not in self._twins:
+                self._twins[entry.label, shape] = dense_twin(entry, shape, self.settings.training.length)
+            twin = self._twins[entry.label, shape]
+            if twin is not entry and (_recipe(twin), shape) not in twins:
+                twins.append((_recipe(twin), shape))
+                found.append((twin, shape))
+            found.append((entry, shape))
         return found
 
     def missing(self) -> list[Cell]:
@@ -228,6 +247,10 @@ class Comparison:
                 f"{str(path)!r} has another {changed[0]!r} ({old_entries[changed[0]]}); give the new one another label"
             )
         return {**stored, "entries": {**old_entries, **fresh["entries"]}}
+
+
+def _recipe(entry: Entry) -> dict[str, Any]:
+    return {**entry.to_dict(), "label": None}
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:

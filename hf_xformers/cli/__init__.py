@@ -44,6 +44,8 @@ components that can be mixed.
 {commands}
 
 `hf-xformers COMMAND --help` explains a command.
+--import MODULE (of every command) imports a module of yours, whose components
+can then be named.
 --debug (or {debug}=1) shows the traceback of an error."""
 
 
@@ -74,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hf-xformers {__version__}")
         return 0
     try:
+        arguments = _import_modules(arguments)
         return _command(arguments[0])(arguments[1:])
     except BrokenPipeError:  # whoever reads the output has seen enough of it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -87,11 +90,34 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print_error(error, text)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         if debug:
             raise
-        print("\nhf-xformers: interrupted", file=sys.stderr)
+        print("\n" + ": ".join(filter(None, ["hf-xformers: interrupted", str(stopped)])), file=sys.stderr)
         return 130
+
+
+def _import_modules(arguments: Sequence[str]) -> list[str]:
+    """The arguments without `--import MODULE`, whose modules are imported here and in processes that begin later."""
+    rest: list[str] = []
+    modules: list[str] = []
+    waiting = iter(arguments)
+    for token in waiting:
+        if token == "--import":
+            modules.append(next(waiting, ""))
+        elif token.startswith("--import="):
+            modules.append(token.removeprefix("--import="))
+        else:
+            rest.append(token)
+    if "" in modules:
+        raise ValueError("argument --import: expected the name of a module")
+    if modules:
+        from ..core.rooms import IMPORTED, import_plugins
+
+        sys.path.insert(0, os.getcwd())
+        os.environ[IMPORTED] = ",".join(filter(None, [os.environ.get(IMPORTED), *modules]))
+        import_plugins()
+    return rest
 
 
 def _command(name: str):

@@ -9,16 +9,22 @@ from .console import print_facts
 from .parser import CommandParser
 
 _DESCRIPTION = """Write a checkpoint with the code that it needs, so that transformers and torch are enough to load it:
-AutoModel....from_pretrained(FOLDER, trust_remote_code=True)."""
+AutoModel....from_pretrained(FOLDER, trust_remote_code=True). A card is written where there is none."""
 
 
 def run(argv: Sequence[str]) -> int:
     arguments = make_parser().parse_args(list(argv))
+    from ..core.saved_files import read_object
     from ..hub import bundle
     from ..training.folder_lock import folder_lock
 
     with folder_lock(arguments.to, option="--to"):
         target = bundle(arguments.checkpoint, arguments.to, all_heads=arguments.all_heads)
+    config = read_object(target / "config.json")
+    saved = f".{(config.get('architectures') or [''])[0]}"
+    auto = next((auto for auto, place in config["auto_map"].items() if place.endswith(saved)), "AutoModel")
+    words = (target / "tokenizer_config.json").is_file()
+    read = f'.from_pretrained("{target}", trust_remote_code=True)'
     code = sorted(target.glob("*.py"))
     print_facts(
         "self-contained",
@@ -26,7 +32,8 @@ def run(argv: Sequence[str]) -> int:
             "folder": str(target),
             "code files": len(code),
             "bytes of code": sum(path.stat().st_size for path in code),
-            "load with": f'AutoModel....from_pretrained("{target}", trust_remote_code=True)',
+            "load with": f"{auto}{read}",
+            "its tokenizer": f"AutoTokenizer{read}" if words else None,
         },
     )
     return 0

@@ -181,13 +181,13 @@ def model_options(
 
 
 def quiet_libraries(args: Any) -> None:
-    """Progress bars of data preparation and of saving only where there is somebody to see them."""
+    """Progress bars of data preparation only where there is somebody to see them."""
     import datasets
     from transformers.utils import logging
 
+    logging.disable_progress_bar()  # of loading and saving, which would break that of training
     if args.disable_tqdm or not args.should_save:
         datasets.disable_progress_bars()
-        logging.disable_progress_bar()
 
 
 def report(
@@ -204,9 +204,11 @@ def report(
         "steps": summary["steps"],
         "seconds": summary["seconds"],
         "training loss (last logged)": summary["train_loss"],
+        "held-out loss before": summary.get("start_loss"),
         "held-out loss": summary.get("eval_loss"),
         f"... of {floor}": summary.get("eval_floor_loss"),
         "held-out perplexity": summary.get("eval_perplexity"),
+        "held-out accuracy before": shares.get("start_accuracy"),
         "held-out accuracy": shares.get("eval_accuracy"),
         f"... of always the most frequent {target}": shares.get("eval_floor_accuracy"),
         **row_facts({name.removeprefix("eval_"): value for name, value in summary.items()}),

@@ -92,7 +92,7 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
         description=_DESCRIPTION,
     )
     start = first_look.get("model")
-    parser.set_defaults(disable_tqdm=not sys.stderr.isatty())
+    parser.set_defaults(disable_tqdm=not sys.stderr.isatty(), eval_on_start=True)
     parser.set_defaults(**training_defaults("tiny" if start is None else chosen_size(ModelChoice(init_from=start))))
     for action in parser._actions:
         if action.dest == "output_dir":

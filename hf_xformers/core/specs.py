@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from huggingface_hub.dataclasses import strict, type_validator
 from huggingface_hub.errors import StrictDataclassError
 
-from .rooms import import_room
+from .rooms import PLUGINS, import_plugins, import_room
 
 
 class TypedSpec:
@@ -82,11 +82,13 @@ class Registry(Generic[AnySpec]):
 
     def find(self, name: str) -> type[AnySpec] | None:
         """The spec class registered as `name`, or under it as an alias; None where there is none."""
-        for step in ("known", "module", "room"):
+        for step in ("known", "module", "room", "plugins"):
             if step == "module":  # most specs stand in a file of their own name
                 self._import_room(name)
             elif step == "room" and not self._complete:
                 self._import_room()
+            elif step == "plugins":
+                import_plugins()
             found = self._specs.get(self._aliases.get(name, name))
             if found is not None:
                 seen = _lookups.get()
@@ -102,12 +104,15 @@ class Registry(Generic[AnySpec]):
             known = [*self, *self._aliases]
             raise ValueError(
                 f"Unknown {self.kind} {name!r}.{did_you_mean(name, known)} Known names: {', '.join(self)}."
+                " One of your own has to be imported first: by `import MODULE`, `hf-xformers COMMAND --import MODULE`,"
+                f" or the entry-point group {PLUGINS} of your package."
             )
         return found
 
     def __iter__(self) -> Iterator[str]:
         if not self._complete:
             self._import_room()
+        import_plugins()
         return iter(sorted(self._specs))
 
 

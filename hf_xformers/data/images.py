@@ -12,7 +12,7 @@ import numpy as np
 
 from .local_files import SPLIT_WORDS, listed
 from .saved import load_saved
-from .splitting import check_fraction, stable_fraction
+from .splitting import check_fraction, divide_rows, stable_fraction
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -148,18 +148,10 @@ def divide_images(rows: Dataset, column: str, fraction: float) -> tuple[Dataset,
     import datasets
 
     stored = rows.cast_column(column, datasets.Image(decode=False))
-    keys = [stable_fraction(hashlib.sha256(content_of(image)).hexdigest()) for image in stored[column]]
-    held = [key < fraction for key in keys]
     if len(rows) < 2:
         raise ValueError("a single training image cannot be divided; give more, or --validation_fraction 0")
-    if not any(held):
-        held[keys.index(min(keys))] = True
-    elif all(held):
-        held[keys.index(max(keys))] = False
-    return (
-        rows.select([row for row, out in enumerate(held) if not out]),
-        rows.select([row for row, out in enumerate(held) if out]),
-    )
+    keys = [stable_fraction(hashlib.sha256(content_of(image)).hexdigest()) for image in stored[column]]
+    return divide_rows(rows, keys, fraction)
 
 
 def check_mode(picture: Image) -> None:

@@ -11,7 +11,7 @@ from .delimited import text_lines
 from .local_files import SPLIT_WORDS, files_under, format_of, listed, split_of
 from .phrases import LANGUAGES, PHRASES_ID, phrase_pairs
 from .saved import load_saved
-from .splitting import check_fraction, stable_fraction
+from .splitting import check_fraction, divide_rows, stable_fraction
 from .stdlib_corpus import STDLIB_CORPUS_ID
 
 if TYPE_CHECKING:
@@ -202,12 +202,4 @@ def _hold_out(rows: Dataset, fraction: float, seed: int, names: Sequence[str]) -
             f"the single pair of {listed(list(names))} cannot be divided; give more, or validation_fraction=0"
         )
     keys = [stable_fraction(f"{row[FIRST]}\t{row[SECOND]}", seed) for row in rows]
-    held = [key < fraction for key in keys]
-    if not any(held):
-        held[keys.index(min(keys))] = True
-    elif all(held):
-        held[keys.index(max(keys))] = False
-    return (
-        rows.select([row for row, out in enumerate(held) if not out]),
-        rows.select([row for row, out in enumerate(held) if out]),
-    )
+    return divide_rows(rows, keys, fraction)

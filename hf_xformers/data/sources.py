@@ -15,7 +15,7 @@ from .local_files import SPLIT_WORDS, find_files, format_of, listed
 from .pieces import divide
 from .quiet import errors_told_elsewhere
 from .saved import load_saved
-from .splitting import check_fraction, stable_fraction
+from .splitting import check_fraction, divide_rows, stable_fraction
 from .stdlib_corpus import STDLIB_CORPUS_ID, stdlib_corpus
 
 if TYPE_CHECKING:
@@ -350,16 +350,7 @@ def _hold_out(dataset: Any, fraction: float, seed: int) -> tuple[Any, Any]:
             dataset.filter(_on_side, input_columns="text", fn_kwargs={**rule, "held_out": True}),
         )
     keys = [stable_fraction(text, seed) for batch in dataset.iter(1000) for text in batch["text"]]
-    held_out = [key < fraction for key in keys]
-    if not any(held_out):  # a few documents: the one that a larger fraction would take first
-        held_out[keys.index(min(keys))] = True
-    elif all(held_out):
-        held_out[keys.index(max(keys))] = False
-    rows = range(len(dataset))
-    return (
-        dataset.select([row for row in rows if not held_out[row]]),
-        dataset.select([row for row in rows if held_out[row]]),
-    )
+    return divide_rows(dataset, keys, fraction)
 
 
 def _number_of(dataset: Any, limit: int) -> int:

@@ -233,7 +233,9 @@ def _save_start(model: XFormerPreTrainedModel, step: DecodingStep, path: Path, o
         names = [state.name for state in step.states]
         _graph(model, step.opening, ["input_ids", "attention_mask"], names, opset).save(str(path))
         return
-    save_file({state.name: x.contiguous() for state, x in zip(step.states, step.begin)}, path)
+    # Layers may begin with one tensor, which such a file cannot hold.
+    begin = {state.name: x.clone(memory_format=torch.contiguous_format) for state, x in zip(step.states, step.begin)}
+    save_file(begin, path)
 
 
 def _graph(

@@ -198,9 +198,6 @@ class Reader:
     """A saved model's encoder (or decoder alone) that reads texts, without gradients and without dropout."""
 
     def __init__(self, options: FeatureOptions) -> None:
-        from transformers import AutoModel
-
-        from ..core.saved_files import refuse_damaged_weights
         from ..data import check_tokenizer, load_tokenizer
 
         self.config = loading.open_config(options.model)
@@ -209,8 +206,7 @@ class Reader:
         check_tokenizer(self.tokenizer, self.config)
         self.tokenizer.padding_side = "right"
         self.max_length = _length(options.max_length, self.config)
-        refuse_damaged_weights(options.model)
-        model: Any = AutoModel.from_pretrained(options.model)
+        model, _ = loading.load_trunk(options.model)
         model = model.get_encoder() if self.config.is_encoder_decoder else model
         on_cpu = options.use_cpu or not torch.cuda.is_available()
         self.model = model.eval().requires_grad_(False).to("cpu" if on_cpu else "cuda")

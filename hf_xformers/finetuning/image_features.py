@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ..configuration_xformer import XFormerConfig
-from ..core.saved_files import refuse_damaged_weights
 from ..data.images import as_mode, content_of, need_pillow
 from ..training.building import longest_input
 from .feature_reading import FeatureOptions, LayerChoice, Reader
 from .image_rows import check_image, hold_out, load_images
+from .loading import load_trunk
 from .names import IMAGES
 from .origin import RowNames
 
@@ -34,7 +34,7 @@ class ImageReader(Reader):
     under which `add` has entered it."""
 
     def __init__(self, options: FeatureOptions, config: XFormerConfig) -> None:
-        from transformers import AutoImageProcessor, AutoModel
+        from transformers import AutoImageProcessor
 
         need_pillow()
         self.config = config
@@ -45,10 +45,9 @@ class ImageReader(Reader):
                 f"{options.model!r} has no image processor (preprocessor_config.json), which turns images into what"
                 " the model reads; take the folder that pretraining or fine-tuning wrote, or save one there"
             ) from error
-        refuse_damaged_weights(options.model)
-        model: Any = AutoModel.from_pretrained(options.model)
+        self.model, _ = load_trunk(options.model)
         on_cpu = options.use_cpu or not torch.cuda.is_available()
-        self.model = model.eval().requires_grad_(False).to("cpu" if on_cpu else "cuda")
+        self.model = self.model.eval().requires_grad_(False).to("cpu" if on_cpu else "cuda")
         size = self.processor.size
         self.size = (int(size["height"]), int(size["width"]))
         self.by_patches = config.modality == "image"

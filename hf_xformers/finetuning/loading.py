@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..compat import class_for
 from ..configuration_xformer import XFormerConfig
+from ..conversion.transfer import quiet
 from ..core.changes import merge_changes
 from ..core.finite import refuse_non_finite
 from ..core.saved_files import refuse_damaged_weights
@@ -150,9 +151,10 @@ def load_model(
     cls = model_class(config, head)
     refuse_damaged_weights(name)
     try:
-        model, report = cls.from_pretrained(
-            name, config=config, output_loading_info=True, ignore_mismatched_sizes=new_head
-        )
+        with quiet():  # what an adapter or a new head brings is missing, and the rest is refused below
+            model, report = cls.from_pretrained(
+                name, config=config, output_loading_info=True, ignore_mismatched_sizes=new_head
+            )
     except (OSError, RuntimeError, SafetensorError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
@@ -176,6 +178,22 @@ def load_model(
                 parameter.data.copy_(fresh[key].data)
                 new.append(key)
     return model, new
+
+
+def load_trunk(name: str) -> tuple[Any, list[str]]:
+    """(model, names of its parameters without trained weights) of a folder or Hub id without a head.
+
+    Raises ValueError for damaged weights, and where more than a pooler is missing.
+    """
+    from transformers import AutoModel
+
+    refuse_damaged_weights(name)
+    with quiet():
+        model, report = AutoModel.from_pretrained(name, output_loading_info=True)
+    wrong = misfit({**report, "unexpected_keys": []}, lambda key: not key.startswith("pooler"))
+    if wrong:
+        raise ValueError(f"the checkpoint {name!r} {wrong}; it is incomplete: save it again, or take another")
+    return model, sorted(report["missing_keys"])
 
 
 # ------------------------------------------------------------------------------------------------ tokenizers
@@ -312,6 +330,7 @@ __all__ = [
     "fit_tokenizer",
     "fresh_config",
     "has_head",
+    "load_trunk",
     "load_model",
     "model_class",
     "open_config",

@@ -126,11 +126,16 @@ class MultiTaskTrainer(TaskTrainer):
 
     def _task_loss(self, model: nn.Module, inputs: dict[str, Any], *options: Any) -> Any:
         """The loss of rows of one task."""
+        before, self.task = self.task, self.tasks[inputs[TASK]]
         self.compute_loss_func = self.losses.get(inputs[TASK])
         try:
             return super().compute_loss(model, inputs, *options)
         finally:
-            self.compute_loss_func = None
+            self.compute_loss_func, self.task = None, before
+
+    def _tasks_of(self, model: Any) -> list[tuple[Any, Task]]:
+        heads = self.accelerator.unwrap_model(model).heads
+        return [(heads[name], task) for name, task in self.tasks.items()]
 
     @torch.no_grad()
     def _uncertainties(self, model: nn.Module, candidates: Mapping[str, Any]) -> dict[str, torch.Tensor]:

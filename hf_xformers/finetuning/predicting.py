@@ -38,7 +38,10 @@ class Prediction:
     data: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Files of the forms that finetune reads, also .txt with a text per line, a folder or a Hub id."
+            "help": (
+                "Files of the forms that finetune reads, also .txt with a text per line, images and sounds themselves,"
+                " a folder or a Hub id."
+            )
         },
     )
     text: list[str] = field(default_factory=list, metadata={"help": "Texts themselves, instead of --data."})
@@ -178,13 +181,19 @@ def _rows(wanted: Prediction, trained: Trained) -> tuple[str, Dataset]:
         return "text", _of_texts(task, wanted.text, wanted.text_pair)
     if wanted.text_pair:
         raise ValueError("--text_pair goes with --text; files have columns of their own")
+    single = [name for name in wanted.data if Path(name).suffix.lower() in task.row_files]
     plain = [name for name in wanted.data if _is_plain(name, task)]
+    for some, what in ((single, "is a row by itself"), (plain, "holds a text per line")):
+        if some and len(some) < len(wanted.data):
+            other = next(name for name in wanted.data if name not in some)
+            raise ValueError(f"{some[0]!r} {what} and {other!r} is not such a file; give the one kind or the other")
+    if single:
+        paths = [Path(name).expanduser() for name in single]
+        missing = next((str(path) for path in paths if not path.is_file()), None)
+        if missing is not None:
+            raise ValueError(f"there is no file {missing!r}; correct the path")
+        return "all", task.of_files(list(map(str, paths)))
     if plain:
-        if len(plain) < len(wanted.data):
-            other = next(name for name in wanted.data if name not in plain)
-            raise ValueError(
-                f"{plain[0]!r} holds a text per line and {other!r} does not; give the one kind or the other"
-            )
         from ..data.delimited import text_lines
 
         lines = [line for name in plain for line in text_lines(Path(name).expanduser()) if line.strip()]

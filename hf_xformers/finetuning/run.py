@@ -25,6 +25,7 @@ from ..training.run_folder import check_same_run, read_summary, save_final, star
 from . import loading
 from .class_balance import BalancedLoss, class_weights, weigh_sequences
 from .exit_curve import exit_curve, has_exit_curve
+from .label_unit import begin_in_unit
 from .layerwise import LayerGroups
 from .options import ModelOptions, RunOptions, TaskData, TaskOptions
 from .peft_methods import BOTTLENECKS, add_adapter, check_method, reach, virtual_tokens
@@ -329,6 +330,8 @@ class FineTuning:
         classes = self.task.class_names()
         if classes is not None:
             plan["labels"] = classes
+        if self.task.f1_class() is not None:
+            plan["f1_class"] = self.task.f1_class()
         if self.options.class_balance:
             plan["class_balance"] = self.options.class_balance
         plan |= self.run_options.layerwise_record() | self.run_options.self_ensemble_record()
@@ -500,10 +503,14 @@ class FineTuning:
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
         task, config = prepared.task, prepared.config
         if self.model.model is None:
-            return loading.model_class(config, task.head)(config)
+            model = loading.model_class(config, task.head)(config)
+            begin_in_unit(model, *task.unit)
+            return model
         has_head = loading.has_head(self.start, task.head)  # type: ignore[arg-type]
         kept = {"has_head": has_head, "new_head": self.model.new_head}
         model, new = loading.load_model(self.model.model, config, task.head, **kept)
+        if not self.keeps_head:
+            begin_in_unit(model, *task.unit)
         if self.run_options.peft is None:
             return model
         return add_adapter(model, self.run_options.peft, task.head, new, **self.peft_fields)

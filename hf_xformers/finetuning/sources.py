@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..data.delimited import text_lines
 from ..data.local_files import SPLIT_WORDS, files_under, find_files, format_of, listed
 from ..data.saved import load_saved
-from ..data.splitting import check_fraction, stable_fraction
+from ..data.splitting import check_fraction, divide_rows, stable_fraction
 from .origin import ORIGIN, columns_of, with_origins
 from .tables import TABLE_SUFFIXES, read_table, squad_rows
 
@@ -283,15 +283,7 @@ def hold_out_rows(rows: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
     if len(rows) < 2:
         raise ValueError("a single training row cannot be divided; give more rows, or --validation_fraction 0")
     keys = [stable_fraction(_key(row)) for row in _plain(as_stored(rows, images=True))]
-    held = [key < fraction for key in keys]
-    if not any(held):
-        held[keys.index(min(keys))] = True
-    elif all(held):
-        held[keys.index(max(keys))] = False
-    return (
-        rows.select([index for index, out in enumerate(held) if not out]),
-        rows.select([index for index, out in enumerate(held) if out]),
-    )
+    return divide_rows(rows, keys, fraction)
 
 
 def _key(row: Mapping[str, Any]) -> str:

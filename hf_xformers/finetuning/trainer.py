@@ -14,6 +14,7 @@ from transformers.trainer_utils import EvalPrediction
 
 from ..training.evaluation import summarise
 from ..training.trainer import XFormerTrainer
+from .label_unit import learn_in_unit
 from .layerwise import GradualUnfreezing, LayerGroups, LayerwiseOptions, slanted_schedule, spread_rates
 from .self_ensemble import EnsembleCallback, SelfEnsemble
 from .tasks import Encoded, Task
@@ -64,7 +65,13 @@ class TaskTrainer(XFormerTrainer):
         decay = self.layerwise.layer_decay
         if not made and self.groups is not None and decay not in (None, 1):
             spread_rates(optimizer, self.groups, decay)
+        for one, task in [] if made else self._tasks_of(self.model if model is None else model):
+            learn_in_unit(optimizer, one, task.unit[1])
         return optimizer
+
+    def _tasks_of(self, model: Any) -> list[tuple[Any, Task]]:
+        """The models of what is trained, each with its task."""
+        return [(self.accelerator.unwrap_model(model), self.task)]
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if not self.layerwise.slanted_triangular or self.lr_scheduler is not None:
@@ -90,6 +97,9 @@ class TaskTrainer(XFormerTrainer):
             self._note_loss("self_distillation", error, counted=bool(outputs.get("aux_losses")))
             processes = self.accelerator.num_processes if whole and self.args.average_tokens_across_devices else 1
             loss = loss + self.ensemble.options.self_distillation_weight * processes * error
+        if model.training and self.task.unit[1] != 1:  # of layers' own losses none knows the unit
+            own = sum((outputs.get("aux_losses") or {}).values())
+            loss = own + (loss - own) / self.task.unit[1] ** 2
         return (loss, outputs) if return_outputs else loss
 
     def _note_loss(self, name: str, value: Tensor, *, counted: bool) -> None:

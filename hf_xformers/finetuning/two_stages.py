@@ -236,12 +236,10 @@ class TwoStages:
 def save_encoder(folder: Path, target: Path) -> None:
     """Writes the base model of a trained model and its tokenizer, without the head and without anything that the
     head's task did not train."""
-    from transformers import AutoModel
-
     from ..data import load_tokenizer
+    from .loading import load_trunk
 
-    model, report = AutoModel.from_pretrained(folder, output_loading_info=True)
-    left_out = set(report["missing_keys"])
+    model, left_out = load_trunk(str(folder))
     kept = {name: value for name, value in model.state_dict().items() if name not in left_out}
     model.config.problem_type = None
     model.config.num_labels = 2  # names of classes belong to the head

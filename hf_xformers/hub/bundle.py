@@ -13,8 +13,9 @@ from typing import Any
 from ..auto_classes import registered
 from ..core.components import record_lookups
 from ..core.pretraining_specs import take_earlier_fields
-from ..core.saved_files import saving_into
+from ..core.saved_files import read_object, saving_into, write_text
 from ..families import HEADS, SERVED
+from .checkpoint_card import checkpoint_card
 from .checkpoint_files import CONFIG, checkpoint_files
 from .flattening import PACKAGE, Flattener, flat_name, unseen
 
@@ -63,9 +64,16 @@ MODALITY_CLASSES: dict[str, Any] = {{}}
 _ROOMS = '''"""The components that this checkpoint's config names, or could have named by default."""
 
 
+PLUGINS = "hf_xformers.components"
+
+
 def import_room(room: str, module: str | None = None) -> None:
     """Imports all of them; they register themselves."""
 {components}
+
+
+def import_plugins() -> None:
+    """Nothing to do: those of other packages are here, too."""
 
 
 def _others() -> None:
@@ -85,12 +93,16 @@ def bundle(checkpoint: Any, directory: str | Path, *, all_heads: bool = False) -
     `auto_map` in `config.json`. Where this package is installed and imported, the checkpoint loads with the installed
     code as before.
 
-    Returns the directory. Raises `ValueError` for what is no checkpoint of this package, and for components whose code
-    stands in no importable file.
+    A card (README.md) is written where the checkpoint has none.
+
+    Returns the directory. Raises `ValueError` for what is no checkpoint of this package, for components whose code
+    stands in no importable file, and for a directory that holds something else.
     """
     from transformers import PreTrainedModel
 
     target = Path(directory).expanduser()
+    own = checkpoint if isinstance(checkpoint, (str, Path)) else getattr(checkpoint, "name_or_path", None) or "."
+    _refuse_full(target, Path(own).expanduser())
     if isinstance(checkpoint, (str, Path)):
         source = Path(checkpoint).expanduser()
         files = checkpoint_files(source)
@@ -118,7 +130,22 @@ def bundle(checkpoint: Any, directory: str | Path, *, all_heads: bool = False) -
     for old in target.glob("*.py"):  # of an earlier bundle in this place
         if old.name not in code and old.read_text(encoding="utf-8", errors="replace").startswith(_MARK):
             old.unlink()
+    if not (target / "README.md").exists():
+        card = checkpoint_card(target, target.resolve().name, self_contained=True)
+        write_text(target / "README.md", str(card))
     return target
+
+
+def _refuse_full(target: Path, own: Path) -> None:
+    """Raises ValueError for a folder with other things in it than the checkpoint itself or an earlier bundle."""
+    held = sorted(path.name for path in target.glob("[!.]*")) if target.is_dir() else []
+    if not held or target.resolve() == own.resolve():
+        return
+    if CONFIG not in held or "auto_map" not in read_object(target / CONFIG):
+        raise ValueError(
+            f"{str(target)!r} holds other files ({held[0]!r}); give an empty folder, an earlier bundle, or the"
+            " checkpoint's own folder"
+        )
 
 
 def _write_code(folder: Path, code: dict[str, str], config_json: str, config: Any, heads: tuple[str, ...]) -> None:

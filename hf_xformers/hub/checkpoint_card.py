@@ -209,7 +209,11 @@ def _parameters(folder: Path) -> int | None:
 
 def _evaluation(record: TrainingRecord) -> list[str]:
     """A table of the scores, beside their floors where these are known, and what the floor is."""
-    rows = [{"split": key[0], "metric": key[1], "value": _figure(value)} for key, value in record.scores.items()]
+    told = {} if record.f1_class is None else {"f1": f"f1 of {record.f1_class!r}"}
+    rows = [
+        {"split": split, "metric": told.get(metric, metric), "value": _figure(value)}
+        for (split, metric), value in record.scores.items()
+    ]
     if not any(key in record.floors for key in record.scores):
         return [_table(rows)]
     for row, key in zip(rows, record.scores):

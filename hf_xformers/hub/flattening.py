@@ -99,16 +99,18 @@ class Flattener:
     def _imports(self, module: str) -> list[tuple[ast.ImportFrom, str]]:
         return package_imports(module, self.sources[module])
 
-    def _target(self, base: str, name: str) -> tuple[str, bool]:
-        """The module that `from base import name` reads, and whether the name is that module itself."""
+    def _target(self, module: str, base: str, name: str) -> tuple[str, bool]:
+        """What `from base import name` in a module reads: a module, and whether the name is that module itself."""
         if _file(f"{base}.{name}") is not None:
             return f"{base}.{name}", True
         if base == PACKAGE and name in self.names:
             return self.names[name], False
+        if base == PACKAGE and module.partition(".")[0] != PACKAGE:
+            raise ValueError(_kept_apart(module, f"from {PACKAGE} import {name}"))
         return base, False
 
     def _targets(self, module: str) -> list[tuple[str, bool]]:
-        return [self._target(base, alias.name) for node, base in self._imports(module) for alias in node.names]
+        return [self._target(module, base, alias.name) for node, base in self._imports(module) for alias in node.names]
 
     def _imported(self, module: str) -> list[str]:
         return [target for target, _ in self._targets(module)]
@@ -117,7 +119,7 @@ class Flattener:
         lines = self.sources[module].encode().splitlines(keepends=True)  # the columns of `ast` count bytes
         nodes = sorted(self._imports(module), key=lambda entry: entry[0].lineno, reverse=True)
         for node, base in nodes:
-            targets = [self._target(base, alias.name) for alias in node.names]
+            targets = [self._target(module, base, alias.name) for alias in node.names]
             first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
             before, after = lines[first][: node.col_offset], lines[last][node.end_col_offset :]
             same = [module in self._homes and self.home(target) == self.home(module) for target, _ in targets]
@@ -144,10 +146,7 @@ def package_imports(module: str, source: str) -> list[tuple[ast.ImportFrom, str]
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.partition(".")[0] == PACKAGE:
-                    raise ValueError(
-                        f"{module} has `import {alias.name}`, which a checkpoint's code cannot; write `from"
-                        f" {alias.name} import ...` with the names that it uses."
-                    )
+                    raise ValueError(_kept_apart(module, f"import {alias.name}"))
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
@@ -156,6 +155,15 @@ def package_imports(module: str, source: str) -> list[tuple[ast.ImportFrom, str]
             if node.level or base.partition(".")[0] == PACKAGE:
                 found.append((node, base))
     return found
+
+
+def _kept_apart(module: str, statement: str) -> str:
+    """Why a statement cannot go with a checkpoint."""
+    return (
+        f"{str(_file(module) or module)!r} has `{statement}`, which the code of a checkpoint cannot; keep the"
+        f" component in a file that imports what it needs by name (`from {PACKAGE} import Spec, register`), and what"
+        " makes models in another file."
+    )
 
 
 def unseen(files: Mapping[str, str], start: str) -> list[str]:

@@ -122,7 +122,7 @@ def measured_sections(model_type: str, results: str | Path) -> list[str]:
         parts += [
             (
                 f"Models of {training['layers']} layers, {training['hidden_size']} wide, on rows of"
-                f" {training['length']} tokens."
+                f" {training['length']} tokens. `dense (X)` is X with dense attention, everything else as it is."
             ),
             _renamed(quality, _QUALITY),
         ]

@@ -13,6 +13,7 @@ from ..core.saved_files import (
     CHECKPOINT,
     SHARDED_OPTIMIZER,
     STATE_FILE,
+    SUMMARY_FILE,
     safetensors_defect,
     weight_files,
     weights_defect,
@@ -111,6 +112,19 @@ def newest_complete(run: str | Path, world_size: int = 1) -> Path | None:
             return checkpoint
         warnings.warn(f"{checkpoint} is passed over: {problem}", stacklevel=2)
     return None
+
+
+def where_it_stands(run: str | Path, world_size: int = 1) -> str:
+    """How to go on with a run, or one in stages, that was stopped, in words; nothing for a folder of no run."""
+    run = Path(run)
+    if not (run / SUMMARY_FILE).is_file() and not checkpoints(run):
+        return ""
+    found = [path for place in (run, *filter(Path.is_dir, run.glob("*"))) for path in checkpoints(place)]
+    whole = [path for path in found if defect(path, world_size) is None]
+    if not whole:
+        return "no checkpoint is whole yet, so the same command has to begin anew (--save_steps saves more often)"
+    newest = max(whole, key=lambda path: (path / STATE_FILE).stat().st_mtime)
+    return f"{str(newest)!r} is whole: the same command with --resume_from_checkpoint goes on from there"
 
 
 def checkpoint_to_resume(value: str | bool | None, run: str | Path, world_size: int = 1) -> Path | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ..core.saved_files import LOCK_FILE
+from .checkpoints import where_it_stands
 
 _held: set[Path] = set()
 
@@ -28,6 +29,7 @@ def folder_lock(folder: str | Path, *, writes: bool = True, option: str = "--out
     Raises:
         ValueError: another process has the folder, or it is a file.
         OSError: nothing can be written there.
+        KeyboardInterrupt: with how to go on, where the block was interrupted.
     """
     folder = Path(folder).expanduser()
     place = folder.absolute()
@@ -48,6 +50,8 @@ def folder_lock(folder: str | Path, *, writes: bool = True, option: str = "--out
         with suppress(OSError):  # it says who holds the lock, and is not the lock
             Path(lock.lock_file).write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
         yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(where_it_stands(folder, int(os.environ.get("WORLD_SIZE", "1")))) from None
     finally:
         _held.discard(place)
         with suppress(OSError):  # while it is held, so that nobody else's file is removed

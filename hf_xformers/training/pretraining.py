@@ -551,6 +551,9 @@ def results(history: Sequence[Mapping[str, Any]], step: int, epoch: float | None
     evaluations = [entry for entry in history if "eval_loss" in entry]
     figures: dict[str, Any] = {"status": "finished", "steps": step, "epochs": epoch, "seconds": round(seconds, 2)}
     figures["train_loss"] = losses[-1] if losses else None
+    for name in ("loss", "accuracy"):  # of what a run starts from, where it was evaluated
+        if evaluations and evaluations[0]["step"] == 0 and f"eval_{name}" in evaluations[0]:
+            figures[f"start_{name}"] = evaluations[0][f"eval_{name}"]
     if evaluations:
         last = evaluations[-1]
         figures |= {

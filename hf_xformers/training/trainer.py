@@ -56,7 +56,7 @@ FURTHER_LABELS = {
 
 
 class XFormerTrainer(Trainer):
-    """Trainer with twelve differences.
+    """Trainer with thirteen differences.
 
     - Auxiliary losses (`outputs.aux_losses`) are logged as `aux_<name>`, means since the last log, and count under
       label smoothing and class weights too, for which Trainer makes the loss from logits alone.
@@ -71,6 +71,7 @@ class XFormerTrainer(Trainer):
     - Losses that are NaN or infinite, which Trainer leaves out of the mean that it logs, are counted as
       `non_finite_losses` and warned of; a checkpoint with such weights is not resumed.
     - Label smoothing shifts the labels of causal models of any family.
+    - Of checkpoints with equal metrics the one of the lowest held-out loss is the best, where Trainer takes the first.
     - `recipe`: what [`Recipe`] adds to Trainer's options.
     - A checkpoint that is written over counts as incomplete until it is whole again, and saved configs keep their
       `use_cache` (Trainer switches it off for training).
@@ -384,6 +385,11 @@ class XFormerTrainer(Trainer):
         else:
             self._issue_warnings_after_load(self.experts.load(best))
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        tied = getattr(self.accelerator.unwrap_model(self.model), "all_tied_weights_keys", None) or {}
+        missing = [key for key in load_result.missing_keys if key not in tied]  # which their source has brought
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self.experts is not None and checkpoint is not None:
             self.experts.load_progress(self.optimizer, self.lr_scheduler, checkpoint)
@@ -551,6 +557,21 @@ class XFormerTrainer(Trainer):
             self.segments.load(checkpoint, self.args.process_index, self.args.device)
 
     # ------------------------------------------------------------------------------------------------ saving
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        before = self.state.best_global_step
+        if super()._determine_best_metric(metrics, trial):
+            return True
+        name = self.args.metric_for_best_model
+        value = None if name is None else metrics.get(f"eval_{name.removeprefix('eval_')}")
+        if not before or value != self.state.best_metric or "eval_loss" not in metrics:
+            return False
+        losses = [entry["eval_loss"] for entry in self.state.log_history
+                  if entry["step"] == before and "eval_loss" in entry]  # fmt: skip
+        if not losses or not metrics["eval_loss"] < losses[-1]:
+            return False
+        self.state.best_global_step = self.state.global_step
+        return True
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self.args.should_save:

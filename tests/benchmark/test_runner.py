@@ -68,7 +68,8 @@ def test_all_cells(monkeypatch, tmp_path):
     _, rows, jobs = compare(monkeypatch, tmp_path)
     labels = ["dense", "performer", "longformer"]
     expected = [("speed", at, label) for at in (16, 32) for label in labels]
-    expected += [("quality", "copy", label) for label in labels] + [("map", None, label) for label in labels]
+    twins = ["dense (performer)", "performer", "dense (longformer)", "longformer"]
+    expected += [("quality", "copy", label) for label in twins] + [("map", None, label) for label in labels]
     assert [(row["kind"], row["at"], row["label"]) for row in rows] == expected
     speed = [row for row in rows if row["kind"] == "speed"]
     assert [(row["ms"], row["peak MiB"], row["time ratio"], row["memory ratio"]) for row in speed] == [
@@ -77,6 +78,30 @@ def test_all_cells(monkeypatch, tmp_path):
     assert {job["entry"]["variant"] for job in jobs if job["kind"] == "time" and "baseline" not in job} == {"xf_bert"}
     # Tokens are predicted by causal models where all have one; else by each entry's own shape.
     assert json.loads((tmp_path / "results.json").read_text())["rows"] == json.loads(json.dumps(rows))
+
+
+def test_dense_attention_stands_in_the_recipe_of_each_entry(monkeypatch, tmp_path):
+    """Two entries of one recipe share it; what is dense already needs none; what refuses dense attention says so."""
+    entries = [
+        Entry("wide", "xf_longformer"),
+        Entry("narrow", "xf_longformer", {"attention": {"attention_window": 8}}),
+        Entry("rotary", "xf_longformer", {"position": {"type": "rotary"}}),
+        Entry("gpt2", "xf_gpt2"),
+        Entry("recurrent", "xf_transformer_xl"),
+    ]
+    settings = dataclasses.replace(SETTINGS, lengths=(), maps=False)
+    comparison, rows, jobs = compare(monkeypatch, tmp_path, entries, settings)
+    assert [row["label"] for row in rows] == [
+        "dense (wide)", "wide", "narrow", "dense (rotary)", "rotary", "gpt2", "dense", "recurrent",
+    ]  # fmt: skip
+    assert jobs[3]["entry"] == {
+        "label": "dense (rotary)", "variant": "xf_longformer", "fields": {},
+        "components": {"attention": {"type": "dense"}, "position": {"type": "rotary"}},
+    }  # fmt: skip
+    write_report(comparison)
+    text = (tmp_path / "results.md").read_text()
+    assert "- `narrow`: xf_longformer, attention {'attention_window': 8}\n" in text
+    assert "`dense` is xf_gpt2, beside entries whose other parts refuse dense attention" in text
 
 
 def test_a_cell_that_fails_stops_no_other(monkeypatch, tmp_path):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_xformers.benchmark.entries import SHAPES, Entry, baseline, choose_shapes, make_config
+from hf_xformers.benchmark.entries import SHAPES, Entry, baseline, choose_shapes, dense_twin, make_config
 from hf_xformers.benchmark.steps import HEADS, WIDTH, attention_of, layer_config, step
 from hf_xformers.training.building import longest_input
 from hf_xformers.variants import config_class, model_types
@@ -64,6 +64,14 @@ def test_baseline_is_dense(shape):
     assert entry.label == "dense" and shape in entry.shapes()
     spec, index = attention_of(layer_config(entry, shape, 8).tower("trunk"))
     assert (spec.type, index) == ("dense", 0)
+
+
+@pytest.mark.parametrize("name, shape", [("longformer", "encoder"), ("bigbird", "seq2seq"), ("performer", "decoder")])
+def test_a_twin_differs_in_attention_alone(name, shape):
+    entry = Entry("x", f"xf_{name}", {"feedforward": {"type": "relu"}}, {"num_key_value_heads": 4})
+    own, other = (make_config(one, shape, 32).to_dict() for one in (entry, dense_twin(entry, shape, 32)))
+    assert {key for key in own if own[key] != other[key]} <= {"attention", "decoder"}
+    assert other["attention"]["type"] == "dense" != own["attention"]["type"]
 
 
 def test_layer_that_differs_is_the_one_measured():

@@ -84,7 +84,7 @@ def test_training_only(tmp_path, forked):
     assert main(command) == 0
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert [(row["label"], row["shape"], row["head"], row["status"]) for row in rows] == [
-        ("dense", "decoder", "ForCausalLM", "ok"),
+        ("dense (performer)", "decoder", "ForCausalLM", "ok"),
         ("performer", "decoder", "ForCausalLM", "ok"),
     ]
     assert all(0 <= row["accuracy"] <= 1 and row["curve"][-1][0] == 3 for row in rows)

@@ -7,8 +7,10 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import TrainerCallback
 
 from hf_xformers.cli import main
+from hf_xformers.cli.finetune import run as finetune_run
 from hf_xformers.data import train_tokenizer
 from hf_xformers.variants import config_class, family
 from tests.finetuning.task_data import classification, command, finetune, sentences, tagging, translation, write_lines
@@ -347,3 +349,23 @@ def test_progress_in_lines_for_people(bert, data, tmp_path, capsys):
     (held_out,) = [line for line in lines if "held out: " in line]
     assert held_out.startswith("step 2/2, held out: loss ") and "%" in held_out and "f1 " in held_out
     assert not any("{" in line for line in lines)
+
+
+@pytest.mark.parametrize("at, said", [(1, "no checkpoint is whole yet"), (3, "/checkpoint-2' is whole: the same com")])
+def test_an_interrupted_run_says_how_to_go_on(at, said, tmp_path, capsys):
+    """Ctrl-C at a step: after the first one nothing is saved, after the third that of the second."""
+
+    class Stop(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == at:
+                raise KeyboardInterrupt
+
+    argv = command("text-classification", classification(tmp_path), tmp_path / "run", max_steps=4, save_steps=2,
+                   save_strategy="steps", eval_strategy="no", load_best_model_at_end="false")  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_xformers.cli.finetune.run", lambda argv, run=finetune_run: run(argv, [Stop()]))
+        assert main(["finetune", *argv]) == 130
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("hf-xformers: interrupted: ") and said in error
+    if at == 3:
+        assert main(["finetune", *argv, "--resume_from_checkpoint"]) == 0

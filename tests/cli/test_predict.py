@@ -4,14 +4,19 @@ them."""
 import csv
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
+from transformers.utils import logging
 
 from hf_xformers.cli import main
+from hf_xformers.cli.finetune import report as finetune_report
 from hf_xformers.data import train_tokenizer
+from hf_xformers.hub.checkpoint_card import checkpoint_card
 from hf_xformers.variants import config_class, family
 from tests.finetuning import task_data
 from tests.finetuning.task_data import BAD, GOOD, finetune, predictions, sentences, write_lines
@@ -109,6 +114,17 @@ def test_figures_of_predictions_have_names_and_floors(runs, capsys, tmp_path):
     floor = summary["floor_validation"]["accuracy"]
     assert f"accuracy {right:.1%} (floor {floor:.1%})" in figures and "matthews correlation " in figures
     assert figures.startswith("loss ") and figures.endswith(f"; floor: {summary['trivial']['rule']}")
+
+
+def test_f1_names_its_class(runs, capsys):
+    """Of two classes it is that of one: which one, every table says."""
+    folder, data, summary = runs("text-classification")
+    assert summary["f1_class"] == "1"
+    finetune_report(summary, str(folder))
+    assert "f1 of '1' (validation)" in capsys.readouterr().out
+    assert "f1 of '1'" in run(capsys, "evaluate", "--model", folder, "--data", data[1])[0]
+    assert "| f1 of '1' |" in str(checkpoint_card(folder, "mine"))
+    assert "f1_class" not in runs("token-classification")[2]
 
 
 def test_the_floor_of_classes_and_of_numbers(runs):
@@ -216,6 +232,26 @@ def test_adapters(method, base, tmp_path, capsys):
         assert moved == [row]
     finally:
         (tmp_path / "moved").rename(base)
+
+
+def test_what_a_head_or_an_adapter_brings_is_not_reported_missing(base, tmp_path, caplog, capsys):
+    logging.enable_propagation()
+    try:
+        data = [str(write_lines(tmp_path / "a.jsonl", [{"text": t, "label": n} for t, n in sentences(24, 0)]))]
+        finetune("text-classification", data, tmp_path / "run", model=base, peft="lora", max_steps=1)
+        predicted(capsys, "--model", tmp_path / "run", "--text", "a film")
+        run(capsys, "features", "--model", base, "--data", *data, "--output", tmp_path / "out")
+        assert "LOAD REPORT" not in caplog.text
+    finally:
+        logging.disable_propagation()
+    damaged = load_file(base / "model.safetensors")
+    del damaged["model.trunk.layers.0.attention.q_proj.weight"]
+    shutil.copytree(base, tmp_path / "damaged")
+    save_file(damaged, tmp_path / "damaged" / "model.safetensors", metadata={"format": "pt"})
+    said = run(
+        capsys, "features", "--model", tmp_path / "damaged", "--data", *data, "--output", tmp_path / "no", code=2
+    )
+    assert "has no weights for 'trunk.layers.0.attention.q_proj.weight'" in said[1]
 
 
 # ------------------------------------------------------------------------------------------------ refusals

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -690,3 +691,21 @@ def test_figures_stand_beside_their_floor(kind, folders, tmp_path):
     scores = front(card)["model-index"][0]["results"][0]["metrics"]
     assert {score["type"] for score in scores} == {"loss", "perplexity"} and 6.5 not in [s["value"] for s in scores]
     assert 'AutoTokenizer.from_pretrained("user/m")' in card
+
+
+def test_a_bundle_names_its_class_has_a_card_and_mixes_with_nothing(folders, tmp_path, capsys):
+    target = tmp_path / "out"
+    command = ["bundle", str(folders / "run"), "--to", str(target)]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    auto = re.search(r'(AutoModelFor\w+)\.from_pretrained\(".*/out", trust_remote_code=True\)', said)[1]
+    assert json.loads((target / "config.json").read_text())["architectures"] == ["XFBertFor" + auto[12:]]
+    card = (target / "README.md").read_text()
+    assert f'{auto}.from_pretrained("out", trust_remote_code=True)' in card
+    (target / "README.md").write_text("# Mine\n")
+    assert main(command) == 0 and (target / "README.md").read_text() == "# Mine\n"  # an earlier bundle
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    assert main([*command[:-1], str(tmp_path / "full")]) == 2
+    assert "holds other files ('notes.txt'); give an empty folder" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]

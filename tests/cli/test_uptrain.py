@@ -112,3 +112,14 @@ def test_refusals(name, text, source, swapped, tmp_path, capsys):
     code = uptrain(text, options.pop("model", swapped), tmp_path / "out", **options)
     error = " ".join(capsys.readouterr().err.split())
     assert code == 2 and message in error and "Traceback" not in error
+
+
+def test_the_value_before_stands_beside_the_one_after(text, swapped, tmp_path, capsys):
+    """It is that of a run that learns nothing."""
+    assert uptrain(text, swapped, tmp_path / "out", learning_rate=0.01) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert uptrain(text, swapped, tmp_path / "still", learning_rate=0) == 0
+    moved, still = summary(tmp_path / "out"), summary(tmp_path / "still")
+    assert moved["start_loss"] == pytest.approx(still["eval_loss"]) != pytest.approx(moved["eval_loss"])
+    assert f"held-out loss before {moved['start_loss']:.4g} held-out loss {moved['eval_loss']:.4g}" in said
+    assert f"held-out accuracy before {moved['start_accuracy']:.1%}" in said

@@ -404,7 +404,7 @@ def test_what_a_run_wrote_is_no_data(mark, tmp_path, caplog):
     (run / "checkpoint-5").mkdir(parents=True) if mark.endswith("/") else write(run / mark, [])
     write(run / "predictions_test.jsonl", ["what the model said"])
     write(tmp_path / "data" / "a.jsonl")
-    assert all_texts(load_text_dataset(tmp_path / "data")) == sorted(TEXTS)
+    assert all_texts(load_text_dataset(tmp_path / "data", validation_fraction=0)) == sorted(TEXTS)
     assert caplog.messages == [f"left out of the data, as training runs wrote them: {str(run)!r}"]
     rows = load_rows(TaskData(data=[str(tmp_path / "data")], validation_fraction=0))
     assert sorted(rows["train"]["text"]) == sorted(TEXTS)

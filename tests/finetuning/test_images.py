@@ -104,6 +104,19 @@ def test_predict_and_evaluate_read_other_files(run, folder, tmp_path, capsys):
     assert main(["predict", "--model", str(run), "--data", str(folder / "test"), "--use_cpu", "--no_progress"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert len(rows) == 12 and {row["prediction"] for row in rows} <= {"lying", "standing"}
+    # one image by itself, or several
+    few = [str(folder / "test" / "lying" / "0.png"), str(folder / "test" / "standing" / "1.png")]
+    assert main(["predict", "--model", str(run), "--data", *few, "--use_cpu", "--no_progress"]) == 0
+    alone = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [row["image"] for row in alone] == few
+    whole = {str(row["image"]): row["prediction"] for row in rows}
+    assert [row["prediction"] for row in alone] == [whole[name] for name in few]
+    for wrong, said in (
+        ([few[0], str(table)], "is a row by itself and"),
+        ([str(tmp_path / "none.png")], "there is no file"),
+    ):
+        assert main(["predict", "--model", str(run), "--data", *wrong, "--use_cpu"]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_bytes_in_parquet(tmp_path):

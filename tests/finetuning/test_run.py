@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments, pipeline
+from transformers.utils import logging
 
-from tests.finetuning.task_data import classification, finetune, predictions, tagging, write_lines
+from hf_xformers.training import XFormerTrainer
+from tests.finetuning.task_data import classification, finetune, predictions, tagging, translation, write_lines
 
 LEARN = {"learning_rate": 0.01, "num_train_epochs": 6, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
 
@@ -57,6 +59,15 @@ def test_it_loads_again_and_says_the_same(trained):
 def test_a_tagger_learns(tmp_path):
     summary = finetune("token-classification", tagging(tmp_path, count=160), tmp_path / "run", **LEARN)
     assert summary["eval_f1"] >= 0.9 and summary["eval_accuracy"] >= 0.9
+
+
+def test_tied_tables_are_not_reported_missing(tmp_path, caplog):
+    logging.enable_propagation()
+    try:
+        finetune("translation", translation(tmp_path), tmp_path / "run", max_steps=2)
+    finally:
+        logging.disable_propagation()
+    assert "missing keys" not in caplog.text
 
 
 def test_early_stopping(tmp_path):
@@ -127,3 +138,28 @@ def test_positions_grow_to_the_rows_of_a_new_model(tmp_path):
     finetune("text-classification", data, tmp_path / "run", variant="bert", max_length=600, max_steps=1,
              eval_strategy="no", save_strategy="no", load_best_model_at_end="false")  # fmt: skip
     assert json.loads((tmp_path / "run" / "config.json").read_text())["max_position_embeddings"] == 600
+
+
+@pytest.mark.parametrize(
+    "evaluations, best",
+    [
+        ([(1.0, 3.0), (1.0, 2.0), (1.0, 2.5)], 2),  # a plateau: the lowest loss
+        ([(1.0, 3.0), (0.5, 4.0), (0.5, 4.0)], 2),  # the metric first; of equal losses the first
+        ([(0.5, 3.0), (1.0, 1.0)], 1),
+    ],
+)
+def test_a_tie_of_metrics_goes_to_the_lower_loss(evaluations, best, tmp_path):
+    """(an error rate, a loss) at steps 1, 2, ...; also where the run was resumed before each of them."""
+    args = TrainingArguments(tmp_path, metric_for_best_model="wer", greater_is_better=False, use_cpu=True,
+                             report_to="none")  # fmt: skip
+    for resumed in (False, True):
+        trainer = XFormerTrainer(model=torch.nn.Linear(1, 1), args=args)
+        for step, (error, loss) in enumerate(evaluations, start=1):
+            if resumed:
+                before, trainer = trainer.state, XFormerTrainer(model=torch.nn.Linear(1, 1), args=args)
+                trainer.state = before
+            metrics = {"eval_wer": error, "eval_loss": loss}
+            trainer.state.global_step = step
+            trainer.state.log_history.append({**metrics, "step": step})
+            trainer._determine_best_metric(metrics, None)
+        assert trainer.state.best_global_step == best and trainer.state.best_metric == min(e for e, _ in evaluations)

@@ -85,6 +85,9 @@ def test_predict_and_evaluate_read_other_files(run, folders, tmp_path, capsys):
         assert main([*command, "--num_beams", beams]) == 0
         lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
         found[beams] = json.loads(lines[0])["prediction"]
+    single = ["predict", "--model", str(run), "--data", str(target / "one.wav"), "--use_cpu", "--no_progress"]
+    assert main([*single, "--num_beams", "1"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["prediction"] == found["1"]
     model, processor = AutoModelForCTC.from_pretrained(run), AutoProcessor.from_pretrained(run)
     inputs = processor(spell_in_tones("bad deed", RATE, 77), sampling_rate=RATE, return_tensors="pt")
     for beams, text in found.items():

@@ -298,7 +298,14 @@ def test_import_statements():
         "    from . import ops_linear as linear\n"
         "    from . import ops_nystrom as nystrom\n"
     )
-    for bad, match in (("import hf_xformers.core.cache\n", "cannot"), (None, "no Python file")):
+    for bad, match in (
+        ("import hf_xformers.core.cache\n", "'mine' has `import hf_xformers.core.cache`, which .* by name"),
+        (
+            "from hf_xformers import XFormerModel\n",
+            "'mine' has `from hf_xformers import XFormerModel`, which .* by name",
+        ),
+        (None, "no Python file"),
+    ):
         flattener = Flattener({} if bad is None else {"mine": bad}, {})
         with pytest.raises(ValueError, match=match):
             flattener.add(["mine"])

@@ -4,8 +4,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hf_xformers import XFormerConfig, XFormerForCausalLM
 from hf_xformers.export import export_step, export_step_onnx
 from hf_xformers.export.state import around, leaves
+from hf_xformers.export.step import _save_start
 from tests.common.cases import CASES
 from tests.helpers import pad, tokens
 
@@ -204,3 +206,18 @@ def test_a_memory_that_is_full_later_is_no_reason_to_go_wrong():
     """A limit far beyond what was traced: either the graph is that of the full memory, or there is none."""
     with pytest.raises(ValueError, match="would not be the same after 65539 tokens as at first"):
         export_step(shallow("xf_compressive_transformer"))
+
+
+def test_states_that_layers_begin_with_together_are_written(tmp_path):
+    """All layers of lolcats begin with one tensor of zeros."""
+    config = XFormerConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        attention="lolcats", position="rotary", is_decoder=True, pad_token_id=0,
+    )  # fmt: skip
+    model = XFormerForCausalLM(config).eval()
+    step = export_step(model)
+    assert len({x.untyped_storage().data_ptr() for x in step.begin}) < len(step.begin)
+    _save_start(model, step, tmp_path / "start.safetensors", None)
+    written = load_file(tmp_path / "start.safetensors")
+    assert set(written) == {state.name for state in step.states}
+    assert all(torch.equal(written[state.name], x) for state, x in zip(step.states, step.begin))

@@ -64,7 +64,9 @@ class Task:
     one_class: ClassVar[bool] = False  # an example (a row or a token) is of one of `labels`
     predicts: ClassVar[bool] = True  # says something of every row
     reads_text: ClassVar[bool] = True  # its rows go through a tokenizer
+    row_files: ClassVar[tuple[str, ...]] = ()  # endings of files that are rows by themselves
     reads: ClassVar[tuple[str, ...]]  # the options that mean something to it, beside those of every task
+    unit: tuple[float, float] = (0.0, 1.0)  # of labels that are numbers: mean and spread of the training rows
     one_row: bool = False  # what is generated stands behind what is read, and both share the positions
 
     def __init__(self, options: TaskOptions) -> None:
@@ -124,9 +126,17 @@ class Task:
         """
         raise ValueError(f"rows of {self.id} are more than a text; give a file of them")
 
+    def of_files(self, paths: Sequence[str]) -> Dataset:
+        """The rows of files that end as `row_files` says."""
+        raise NotImplementedError
+
     def class_names(self) -> list[str] | None:
         """The classes in the order of their ids, once `settle` or `restore` has found them; None: the task has
         none."""
+        return None
+
+    def f1_class(self) -> str | None:
+        """The class that the metric `f1` is of, where it is of one."""
         return None
 
     def facts(self) -> dict[str, Any]:

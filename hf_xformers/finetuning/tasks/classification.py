@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from ..label_unit import unit_of
 from ..names import CLASS_LABELS, NUMBER_LABELS, TEXT_PAIRS
 from ..origin import RowNames, columns_of
 from .base import Encoded, Labels, Task, Trivial, check_columns, is_hidden, most_frequent, plain_rows
@@ -96,6 +97,9 @@ class OneClass(Task):
     def class_names(self) -> list[str] | None:
         return self.labels.names
 
+    def f1_class(self) -> str | None:
+        return self.labels.names[1] if len(self.labels.names) == 2 else None
+
     def config_fields(self) -> dict[str, Any]:
         return {**self.labels.config_fields(), "problem_type": "single_label_classification"}
 
@@ -175,6 +179,12 @@ class Regression(WholeText):
                 "text-classification"
             )
         return number
+
+    def encode(self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, split: str) -> Encoded:
+        encoded = super().encode(rows, tokenizer, split)
+        if split == "train":
+            self.unit = unit_of(encoded.features["labels"])
+        return encoded
 
     def config_fields(self) -> dict[str, Any]:
         return {"num_labels": 1, "problem_type": "regression"}

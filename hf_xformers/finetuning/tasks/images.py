@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...data.images import as_mode
+from ...data.images import IMAGE_SUFFIXES, as_mode
 from ...objectives.base import SeededCollator, keyed_generator
 from ..names import CLASS_LABELS, IMAGES
 from ..origin import RowNames, columns_of
@@ -32,6 +32,7 @@ class ImageClassification(OneClass):
     head = "ImageClassification"
     reads = ("image_column", "label_column", "augment", "colours")
     reads_text = False
+    row_files = IMAGE_SUFFIXES
     of_colours: ClassVar[bool] = False  # images are ids of colours
 
     def __init__(self, options: TaskOptions) -> None:
@@ -60,6 +61,12 @@ class ImageClassification(OneClass):
         first = next(iter(splits.values()))
         column = self.column(first, self.options.image_column, IMAGES, "image", "image_column")
         return hold_out({split: rows.cast_column(column, Image()) for split, rows in splits.items()}, column, source)
+
+    def of_files(self, paths: Sequence[str]) -> Dataset:
+        from datasets import Dataset, Image
+
+        column = self.options.image_column or IMAGES[0]
+        return Dataset.from_dict({column: list(paths)}).cast_column(column, Image())
 
     def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
         train = splits["train"]

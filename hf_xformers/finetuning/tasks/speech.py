@@ -18,6 +18,7 @@ from ...embedding.frames import SUBSAMPLING, halved
 from ...objectives.base import SeededCollator, keyed_generator, pad_rows
 from ..names import SOUNDS, TRANSCRIPTS
 from ..origin import RowNames
+from ..sound_rows import SOUND_SUFFIXES
 from .base import Encoded, Task, Trivial, check_columns
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class SpeechRecognition(Task):
     reads = ("audio_column", "text_column", "augment", "sampling_rate", "ctc_beams")
     less_is_better = True
     reads_text = False
+    row_files = SOUND_SUFFIXES
     needs_transcripts = True
     audio_column: str
     text_column: str
@@ -81,6 +83,11 @@ class SpeechRecognition(Task):
         splits = load_sounds(source, transcripts=self.needs_transcripts)
         self.divided = "validation" not in splits
         return divided(splits, source)
+
+    def of_files(self, paths: Sequence[str]) -> Dataset:
+        from datasets import Dataset
+
+        return Dataset.from_dict({self.options.audio_column or SOUNDS[0]: list(paths)})
 
     def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
         from ..sound_rows import find_sound, read_sound

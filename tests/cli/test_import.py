@@ -1,0 +1,55 @@
+"""A component of one's own is a name to every command and in a fresh process."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.test_main import ROOT
+
+OWN = '''
+from torch import nn
+from hf_xformers import Spec, register
+
+@register("feedforward", "{name}")
+class MySpec(Spec):
+    """A part of one's own."""
+    summary = "nothing at all"
+    packed = True
+    def build(self, config, **where):
+        return nn.Identity()
+'''
+
+
+def fresh(folder, *command, **environment):
+    paths = os.pathsep.join([str(ROOT), *filter(None, [environment.pop("also", "")])])
+    environment = {**os.environ, "PYTHONPATH": paths, **environment}
+    return subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "my_parts.py").write_text(OWN.format(name="my_part"))
+    site, about = tmp_path / "site", tmp_path / "site" / "their_parts-1.dist-info"
+    about.mkdir(parents=True)
+    (site / "their_parts.py").write_text(OWN.format(name="their_part"))
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: their_parts\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[hf_xformers.components]\nparts = their_parts\n")
+    return tmp_path
+
+
+def test_commands_import_modules(folder):
+    found = fresh(folder, "-m", "hf_xformers", "list", "--components", "feedforward", "--import", "my_parts")
+    assert found.returncode == 0 and "my_part" in found.stdout and "nothing at all" in found.stdout
+    unknown = fresh(folder, "-m", "hf_xformers", "pretrain", "--feedforward", "my_part", "--output_dir", "o")
+    assert unknown.returncode == 2
+    assert "hf-xformers COMMAND --import MODULE`, or the entry-point group hf_xformers.components" in unknown.stderr
+    wrong = fresh(folder, "-m", "hf_xformers", "list", "--import", "your_parts")
+    assert wrong.returncode == 2 and "'your_parts' of components cannot be imported (No module named" in wrong.stderr
+
+
+def test_an_installed_package_is_found_and_processes_inherit_the_option(folder):
+    code = "from hf_xformers import XFormerConfig as C; print(C(feedforward='their_part'), C(feedforward='my_part'))"
+    found = fresh(folder, "-c", code, also=str(folder / "site"), HF_XFORMERS_IMPORT="my_parts")
+    assert found.returncode == 0 and "their_part" in found.stdout and "my_part" in found.stdout, found.stderr
