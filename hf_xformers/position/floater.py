@@ -14,6 +14,7 @@ from ..core.components import register
 from ..core.context import LayerContext
 from ..core.linear_maps import is_plain_linear
 from ..core.precision import Float32Module
+from ..core.reading_weights import weight_of
 from ..ops.common.products import widened
 from .base import Position, PositionSpec, PositionTerms
 
@@ -127,11 +128,12 @@ class FloaterPosition(Float32Module, Position):
         return self._kept[1][:length]
 
     def _solve(self, length: int) -> Tensor:
-        with torch.autocast(self.start.device.type, enabled=False):
-            return self._solve_precisely(length)
+        start = weight_of(self, "start")
+        with torch.autocast(start.device.type, enabled=False):
+            return self._solve_precisely(start, length)
 
-    def _solve_precisely(self, length: int) -> Tensor:
-        spec, pieces, (state,) = self.spec, [], widened(self.start)
+    def _solve_precisely(self, start: Tensor, length: int) -> Tensor:
+        spec, pieces, (state,) = self.spec, [], widened(start)
 
         def piece(state: Tensor, first: int, count: int) -> Tensor:
             return trajectory(self.dynamics.slope(), state, count, spec.delta, spec.substeps, spec.solver, first)
