@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .chunked_loss import ChunkedCrossEntropy, takes_chunks
 from .text_parts import division_in_force
 
 
@@ -20,11 +21,14 @@ def token_cross_entropy(
     Trainer gives under gradient accumulation). A batch without a single label has loss 0 (with gradient), not NaN.
     Where texts are divided over processes, it is the loss of whole texts.
     """
-    vocab_size = logits.shape[-1]
-    logits = logits.reshape(-1, vocab_size)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    labels = labels.reshape(-1).to(logits.device)
-    total = F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
+    labels = labels.to(logits.device)
+    if takes_chunks(logits):
+        rows = logits if logits.ndim == 3 else logits.reshape(1, -1, logits.shape[-1])
+        total = ChunkedCrossEntropy.apply(rows, labels.reshape(rows.shape[:2]), ignore_index)
+    else:
+        logits = logits.reshape(-1, logits.shape[-1])
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        total = F.cross_entropy(logits, labels.reshape(-1), ignore_index=ignore_index, reduction="sum")
     processes = division_in_force()
     total = total if processes is None else processes.total(total)
     if num_items_in_batch is not None:

@@ -1,0 +1,64 @@
+"""Cross-entropy in pieces against torch's own over all logits in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hf_xformers.core import chunked_loss
+from hf_xformers.core.losses import next_token_cross_entropy, token_cross_entropy
+
+VOCAB = 37
+
+
+def given(*shape, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(*shape, VOCAB, generator=generator)).to(dtype).requires_grad_()
+    labels = torch.randint(0, VOCAB, shape, generator=generator)
+    labels[..., ::3] = -100
+    return logits, labels
+
+
+@pytest.mark.parametrize("numbers", [1, 4 * VOCAB, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(11,), (2, 11), (2, 3, 4)])
+def test_equals_the_whole(shape, dtype, numbers, monkeypatch):
+    monkeypatch.setitem(chunked_loss._NUMBERS_AT_ONCE, "cpu", numbers)
+    logits, labels = given(*shape, dtype=dtype)
+    wide = logits.detach().float().requires_grad_()
+    found = token_cross_entropy(logits, labels)
+    expected = F.cross_entropy(wide.reshape(-1, VOCAB), labels.reshape(-1))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    found.backward(), expected.backward()
+    bound = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(logits.grad.float(), wide.grad, rtol=bound, atol=1e-7)
+
+
+def test_next_tokens_without_a_copy_of_the_logits(monkeypatch):
+    """The logits of all tokens but the last are no tensor in one piece; none of their size is made."""
+    monkeypatch.setitem(chunked_loss._NUMBERS_AT_ONCE, "cpu", VOCAB)
+    logits, labels = given(2, 11)
+    reshaped = []
+    monkeypatch.setattr(torch.Tensor, "float", _watch(torch.Tensor.float, reshaped))
+    next_token_cross_entropy(logits, labels).backward()
+    assert reshaped and max(reshaped) == VOCAB
+    wide = logits.detach().float()[:, :-1].reshape(-1, VOCAB).requires_grad_()
+    F.cross_entropy(wide, labels[:, 1:].reshape(-1)).backward()
+    torch.testing.assert_close(logits.grad[:, :-1].reshape(-1, VOCAB).float(), wide.grad, rtol=0.02, atol=1e-7)
+    assert not logits.grad[:, -1].any()
+
+
+def _watch(function, sizes):
+    def run(tensor):
+        sizes.append(tensor.numel())
+        return function(tensor)
+
+    return run
+
+
+def test_no_label_gives_zero():
+    logits, labels = given(2, 5)
+    loss = token_cross_entropy(logits, torch.full_like(labels, -100))
+    loss.backward()
+    assert loss == 0 and not logits.grad.any()
